@@ -49,6 +49,17 @@ def in_backward(what: str) -> InputError:
     )
 
 
+def outside_of_step(what: str) -> InputError:
+    """The error for a backward pass of `what`, which an engine trains, outside of its step."""
+    return bad(
+        f"a backward pass of the model of an engine, a {what}, outside of engine.step: its "
+        "gradients would be added to those of the next step",
+        "terms of the loss in loss=, which engine.step differentiates",
+        "engine.step(batch); sw.full_state_dict(engine), loaded into a plain model, for gradients "
+        "of your own",
+    )
+
+
 class Hook:
     """A forward hook that calls `act`; `driver` decides whether the module can be copied."""
 

@@ -73,7 +73,12 @@ class Table:
 
     def __post_init__(self) -> None:
         for name, entries in (("styles", self.styles), ("sequence", self.sequence)):
-            pairs(name, entries, str, '(("up", "colwise"),), or Table.of({"up": "colwise"})')
+            pairs(
+                name,
+                entries,
+                str,
+                '(("blocks.*.up", "colwise"),), or Table.of({"blocks.*.up": "colwise"})',
+            )
         if self.derived not in (True, False):
             raise bad(f"derived={self.derived!r} of a table", "true or false", "derived = true")
         for name, count in (("heads", self.heads), ("kv_heads", self.kv_heads)):

@@ -83,7 +83,6 @@ class Engine:
         self.steps = 0  # of the run
         self.steps_run = 0  # of these, the steps of this engine
         self.coming: state.Loading | None = None  # a checkpoint that is being loaded
-        self.broken = False  # whether a step has begun and not ended
         self.expected = 0  # tokens of the global batch, of the step before
         self.last: dict[Key, Tally] = {}  # what the last step sent
         self.bound = device_bound(self)
@@ -174,10 +173,10 @@ class Engine:
         self.recompute.begin(batch)
         before = self.ledger.copy()
         self.tensors.begin()
-        if self.broken:  # the step before raised
+        if self.data.in_step:  # the step before raised
             self.data.abandon()
             self.consensus.rounds += 1  # if not on all ranks, this one is a step ahead
-        self.broken = True
+        self.data.in_step = True
         parts, counts = self._microbatches(batch)
         parts = self.sharded.begin(parts, trains=True)
         apart = self.consistency.begin(self.steps_run, batch)
@@ -193,7 +192,7 @@ class Engine:
             result = self._settle(summed, sum(counts), arriving)
         self.consistency.end(skipped=result.skipped)
         self.steps, self.steps_run = self.steps + 1, self.steps_run + 1
-        self.broken = False
+        self.data.in_step = False
         self.last = self.ledger.since(before, apart)
         sent_bytes, lr = rank_bytes(self.last), self.optimizer.lr
         return Metrics(result.loss, result.tokens, result.norm, result.skipped, lr, sent_bytes)
@@ -287,7 +286,7 @@ class Engine:
             self.passes.interrupted = True  # some stages have updated, from earlier microbatches
         else:  # the step has changed nothing
             self.data.units.begin_unshard()
-            self.broken = False
+            self.data.in_step = False
         raise error
 
     def _over_stages(self, x: Tensor) -> Tensor:

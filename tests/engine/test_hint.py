@@ -90,7 +90,7 @@ def test_calls_of_other_libraries_name_the_equivalent(call: Any, instead: str):
         (lambda: MOE(torch.ones(2, 7)), "width 8 with shape (2, 7)", "sw.MoE(width=8, ...)"),
         (lambda: MOE("x"), "width 8 with 'x'", "sw.MoE(width=8, ...)"),
         (lambda: sw.parallel_apply([None], [X]), "of None", "parallel_apply(replicas, inputs)"),
-        (lambda: sw.Table({"up": "colwise"}), "styles={'up'", 'styles=(("up", "colwise"),), or'),
+        (lambda: sw.Table({"up": "colwise"}), "styles={'up'", 'Table.of({"blocks.*.up"'),
         (lambda: sw.Plan(axes=3), "axes=3", 'axes=(("dp", 2),)'),
         (lambda: sw.Plan(row=3), "row=3", "Plan.parse(TEXT)"),
         (lambda: sw.Mesh("dp2"), "axes='dp2'", 'axes=(("dp", 2), ("tp", 2))'),

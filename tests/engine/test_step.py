@@ -51,6 +51,8 @@ def with_looks_in_between(world: World, task: Task, case: Case) -> Run:
                 outs.append(engine.model(x))
         outs.append(engine.model(x).detach())  # recorded, and never used
         assert all(torch.equal(out, outs[0]) for out in outs)
+        with pytest.raises(InputError, match=r"outside of engine\.step.*engine\.step\(batch\)"):
+            engine.model(x).sum().backward()
         metrics = engine.step(batch)
         assert metrics.loss == pytest.approx(before[0])
         run.losses.append(metrics.loss)
@@ -61,7 +63,10 @@ def with_looks_in_between(world: World, task: Task, case: Case) -> Run:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_looking_at_the_model_between_steps_changes_nothing(plan):
-    """evaluate, eval(), no_grad, inference_mode and a forward without backward leave no trace."""
+    """evaluate, eval(), no_grad, inference_mode and a forward without backward leave no trace.
+
+    Nor does a backward pass of the program's own, which is refused.
+    """
     case = Case(f"{plan} fp64", clip=1.0)
     assert_same(run_threads(2, with_looks_in_between, STACK, case), oracle(STACK, case), 1e-10)
 

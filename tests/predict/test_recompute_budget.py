@@ -203,7 +203,7 @@ def test_a_budget_that_cannot_be_met():
     engine = engine_of("recompute:1KiB", alone())
     with pytest.raises(InputError, match="Write instead: recompute:"):
         engine.step(batch())
-    assert not engine.broken
+    assert not engine.data.in_step
 
 
 def test_the_first_blocks_keep_least():

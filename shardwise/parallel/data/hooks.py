@@ -33,7 +33,7 @@ from shardwise.comm.transport import Lease
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
 from shardwise.core.graph_break import graph_break
-from shardwise.core.hook import Hook, in_backward, no_copy, nothing, others_after
+from shardwise.core.hook import Hook, in_backward, no_copy, nothing, others_after, outside_of_step
 from shardwise.core.structure import BY_ENGINE, BY_HAND, Structure
 from shardwise.core.use_order import UseOrder
 from shardwise.parallel.data.consensus import Consensus
@@ -75,6 +75,7 @@ class Data:
         self.reads = True  # whether this backward pass reads weights
         self.latest: Unit | None = None  # that was used: whole until another is
         self.in_backward = False
+        self.in_step = False  # of an engine: it has begun and not ended; it stays after an error
         self.in_root = False  # a forward pass of the root is running
         self.records = False  # and autograd recorded when it began
         self.computes_loss = False  # what follows in the program, from a recorded pass
@@ -316,6 +317,9 @@ class Data:
     def _begin_backward(self, *_: Tensor) -> None:
         if self.in_backward or self.staged is not None:
             return
+        if not (self.pace.by_hand or self.in_step):
+            self.abandon()
+            raise outside_of_step(type(self.root).__name__)
         freed = self.split and (self.pace.by_hand or self.frees)
         if freed and torch.is_grad_enabled():
             raise bad(
