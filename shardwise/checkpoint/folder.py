@@ -36,9 +36,10 @@ _NAME = re.compile(r"step-(\d+)(\.again)?")
 
 def as_path(folder: object) -> Path:
     """The user's folder as a Path. Raises InputError unless it is text or a path."""
-    if isinstance(folder, (str, os.PathLike)):
+    if isinstance(folder, (str, os.PathLike)) and folder != "" and "\0" not in str(folder):
         return Path(folder)
-    raise bad(f"the checkpoint folder {folder!r}", "text or a pathlib.Path", '"runs/example"')
+    allowed = "text or a pathlib.Path, the name of a folder"
+    raise bad(f"the checkpoint folder {folder!r}", allowed, '"runs/example"')
 
 
 def name_of(step: int) -> str:

@@ -58,6 +58,9 @@ def spawn(
     install_excepthook()
     _check(ranks, device)
     _callable(function)
+    if not isinstance(args, tuple | list):
+        given = f"spawn with args={short_repr(args)}"
+        raise bad(given, "a tuple of the function's arguments", "spawn(work, 2, args=(3,))")
     work = _pickled(function, tuple(args))
     with open_status_dir(ranks) as status:
         outcome = _run(Job(work, status, _threads(), quiet=False), device, signals=[])

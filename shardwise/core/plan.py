@@ -68,10 +68,13 @@ class Plan:
 
     def __post_init__(self) -> None:
         pairs("axes", self.axes, int, '(("dp", 2),)')
+        listed = type(self.layers) is tuple
+        if not listed or not all(type(one) is LayerPlan for one in self.layers):
+            raise self._wrong("layers", self.layers)
         for field in fields(self):
             value: Any = getattr(self, field.name)
-            kind: Any = tuple if field.name in ("axes", "layers") else field.type
-            if not isinstance(value, kind):
+            kind: Any = field.type
+            if field.name not in ("axes", "layers") and not isinstance(value, kind):
                 raise self._wrong(field.name, value)
         place = {name: place for place, name in enumerate(AXES)}
         axes = sorted(((n, size) for n, size in self.axes), key=lambda a: place.get(a[0], 0))

@@ -165,6 +165,7 @@ class Engine:
 
     def _step(self, batch: Any) -> Metrics:
         self.world.require_open()
+        validate.recording()
         self.data.structure.require_unchanged()
         compiled.require_plain(self.model, self.plan)
         self.consensus.same.options = self.optimizer.compared()

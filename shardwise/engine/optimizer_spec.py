@@ -41,6 +41,7 @@ class OptimizerSpec:
             given = getattr(self.kind, "__name__", None) or repr(self.kind)[:60]
             raise bad(f"sw.Optim({given})", _OPTIMIZERS, "sw.Optim(torch.optim.RMSprop, lr=1e-3)")
         named = isinstance(self.groups, dict) and all(map(_is_options, self.groups.values()))
+        named = named and all(isinstance(pattern, str) for pattern in self.groups)
         if not named:
             raise bad(
                 f"groups={repr(self.groups)[:60]}",

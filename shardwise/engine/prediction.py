@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from shardwise.core.arguments import integer
 from shardwise.core.errors import bad
 from shardwise.core.expert_moves import Loads
 from shardwise.core.independent import place, plan_of_expert
@@ -96,6 +97,9 @@ class Predictor:
         validate.model(model, "sw.predict")
         plan = plan_of(plan)
         require(plan)
+        integer("rank", rank, 0, 0)
+        if ranks is not None:
+            integer("ranks", ranks, 1, plan.size)
         self.model, self.rank = model, rank
         self.plan = plan.completed(ranks)
         if not 0 <= rank < self.plan.size:

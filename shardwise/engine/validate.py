@@ -60,8 +60,13 @@ _OF_ENGINE = {
 def _no_engine(value: Any, caller: str) -> None:
     """Raise InputError for an engine, which has a model."""
     if isinstance(getattr(value, "model", None), nn.Module):
-        instead = _OF_ENGINE.get(caller, "engine.step(batch), whose plan shards the model")
-        raise bad(f"{caller} of an engine", "a module; an engine trains its own", instead)
+        raise of_engine(f"{caller} of an engine", caller)
+
+
+def of_engine(given: str, caller: str) -> InputError:
+    """The error for an engine, or its model, in place of a module of the program's own."""
+    instead = _OF_ENGINE.get(caller, "engine.step(batch), whose plan shards the model")
+    return bad(given, "a module that an engine does not train", instead)
 
 
 def model(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
@@ -162,6 +167,14 @@ def trainable(model: nn.Module) -> None:
             "a model with at least one parameter to train",
             "model.requires_grad_(True), or the same for a part of it",
         )
+
+
+def recording() -> None:
+    """Raise InputError where autograd records nothing, so that no step can be made."""
+    if not torch.is_grad_enabled():
+        allowed = "a step where autograd records"
+        instead = "engine.step(batch) outside of the block, or engine.evaluate(batch) in it"
+        raise bad("engine.step under torch.no_grad or inference_mode", allowed, instead)
 
 
 def world(value: Any) -> None:

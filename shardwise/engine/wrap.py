@@ -52,6 +52,7 @@ from shardwise.engine.torch_options import DDP_OPTIONS, FSDP_OPTIONS, refusing
 from shardwise.engine.training import DTYPES
 from shardwise.engine.unwrap import no_pipe, pipe_of
 from shardwise.kernels.choice import kernels_of
+from shardwise.parallel.data.hooks import Data
 from shardwise.parallel.data.inference import normal_mode
 from shardwise.parallel.data.pace import Pace
 from shardwise.parallel.data.wrap_policy import Rule
@@ -250,6 +251,12 @@ def _wrap(
     return module
 
 
+def _by_hand(data: Data, caller: str) -> None:
+    """Raise InputError for the model of an engine, which sums and clips by its options."""
+    if not data.pace.by_hand:
+        raise validate.of_engine(f"{caller} of a module that belongs to an engine", caller)
+
+
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Accumulate gradients without reducing them; the next backward pass outside reduces all.
@@ -264,6 +271,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     data = driver_of(module)
     if data is None:
         raise bad(f"a plain {type(module).__name__}", "a wrapped module", "sw.DDP(module) first")
+    _by_hand(data, "sw.no_sync")
     data.sums.sync = False
     try:
         yield
@@ -283,6 +291,7 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     params = list(module.parameters())
     counted = set(params)
     if data is not None:
+        _by_hand(data, "sw.clip_grad_norm")
         device, axis = flats_of(data.units.order)[0].full.device, data.consensus.axes[0]
     elif piped is not None:
         device, axis = piped.staged.stages.device, piped.staged.axis

@@ -29,7 +29,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from shardwise.comm.move import all_reduce
 from shardwise.comm.once import once
 from shardwise.comm.world import Axis
-from shardwise.core.arguments import short_repr
+from shardwise.core.arguments import is_number, short_repr
 from shardwise.core.errors import bad
 from shardwise.core.uneven import Cut, even
 
@@ -98,6 +98,9 @@ def _require_tensors(logits: Any, targets: Any) -> None:
         if not isinstance(value, Tensor):
             given = f"cross_entropy with {name}={short_repr(value)}"
             raise bad(given, "two tensors", "cross_entropy(model(tokens), targets)")
+    if not logits.dim():
+        given = "cross_entropy of logits without dims"
+        raise bad(given, "logits [..., V], a row for each target", "logits.view(1, -1)")
 
 
 def sharded_cross_entropy(
@@ -139,10 +142,10 @@ def require_loss(
             "the index of a class for each position",
             "torch.nn.functional.cross_entropy for probabilities",
         )
-    if not 0 <= label_smoothing <= 1:
-        raise bad(f"label_smoothing={label_smoothing}", "0 to 1", "label_smoothing=0.1")
-    if not z_loss >= 0:
-        raise bad(f"z_loss={z_loss}", "0 or more", "z_loss=1e-4")
+    if not is_number(label_smoothing) or not 0 <= label_smoothing <= 1:
+        raise bad(f"label_smoothing={label_smoothing!r}", "0 to 1", "label_smoothing=0.1")
+    if not is_number(z_loss) or not z_loss >= 0:
+        raise bad(f"z_loss={z_loss!r}", "0 or more", "z_loss=1e-4")
     if reduction not in ("mean", "sum", "none"):
         raise bad(f"reduction={reduction!r}", "mean, sum or none", 'reduction="mean"')
 

@@ -95,7 +95,7 @@ class Gate:
 
     def __post_init__(self) -> None:
         if self.name not in GATES:
-            near = suggest(self.name, GATES)
+            near = suggest(str(self.name), GATES)
             raise bad(f'the gate "{self.name}"', ", ".join(GATES), f'gate = "{near}"')
         integer("experts", self.experts, least=1, example=8)
         own = GATES[self.name]

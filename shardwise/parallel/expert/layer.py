@@ -201,12 +201,12 @@ class MoE(nn.Module):
         for `argmax` the experts that it learns to predict (None: its own choice).
 
         Raises:
-            InputError: `x` has another width than the layer; a hard gate without `target`, a
-                `cluster` gate without centroids; on all data ranks, if the `target` of a rank has
-                an expert that does not exist.
+            InputError: `x` has another width than the layer, or `target` another shape; a hard gate
+                without `target`, a `cluster` gate without centroids; on all data ranks, if the
+                `target` of a rank has an expert that does not exist.
             NonFiniteError: on all data ranks, if a rank's logits are infinite or NaN.
         """
-        self._require_width(x)
+        self._require_input(x, target)
         every_ND = self.place.enter_and_record(x).flatten(0, -2)
         x_ND = every_ND[:0] if self.place.has_no_rows() else every_ND
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -235,13 +235,20 @@ class MoE(nn.Module):
         y = y * math.nan if goes_on else y
         return y, self._loss(routing, logits)
 
-    def _require_width(self, x: object) -> None:
+    def _require_input(self, x: object, target: object) -> None:
         """Raise InputError for an input that the layer cannot compute with."""
-        if not isinstance(x, Tensor) or not x.dim() or x.shape[-1] != self.width:
+        floats = isinstance(x, Tensor) and x.dim() > 0 and x.is_floating_point()
+        if not isinstance(x, Tensor) or not floats or x.shape[-1] != self.width:
             what = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else short_repr(x)
             given = f"a call of a sw.MoE of width {self.width} with {what}"
-            allowed = f"a tensor [..., {self.width}]"
+            allowed = f"a tensor of floats [..., {self.width}]"
             raise bad(given, allowed, f"sw.MoE(width={self.width}, ...) for such tensors")
+        if target is None:
+            return
+        if not isinstance(target, Tensor) or target.numel() * self.width != x.numel():
+            shape = tuple(target.shape) if isinstance(target, Tensor) else short_repr(target)
+            given = f"a call of a sw.MoE with x of shape {tuple(x.shape)} and target {shape}"
+            raise bad(given, "a target for each token", f"target of shape {tuple(x.shape[:-1])}")
 
     def fit(self, features: Tensor) -> Tensor:
         """Fit the centroids of a `cluster` gate on features [..., D] of a first pass.
@@ -249,6 +256,7 @@ class MoE(nn.Module):
         Returns the balanced cluster of each feature. Called by all data ranks.
         Raises InputError, on all of them, for fewer features than experts.
         """
+        self._require_input(features, None)
         dtype = torch.promote_types(features.dtype, torch.float32)
         x_ND = features.detach().flatten(0, -2).to(dtype)
         own, experts = x_ND[:0] if self.place.has_no_rows() else x_ND, self.gate.experts
