@@ -107,6 +107,7 @@ def test_calls_of_other_libraries_name_the_equivalent(call: Any, instead: str):
         (lambda: sw.spawn(str, 2, args=3), "args=3", "spawn(work, 2, args=(3,))"),
         (lambda: sw.save(made(), ""), "folder ''", '"runs/example"'),
         (lambda: sw.save(made(), "a\0b"), "folder 'a", '"runs/example"'),
+        (lambda: sw.MoE(8, 16, MOE.gate, shared=3), "shared=3", "shared=nn.Linear(width, width)"),
         (lambda: MOE("x"), "width 8 with 'x'", "sw.MoE(width=8, ...)"),
         (lambda: sw.parallel_apply([None], [X]), "of None", "parallel_apply(replicas, inputs)"),
         (lambda: sw.Table({"up": "colwise"}), "styles={'up'", 'Table.of({"blocks.*.up"'),

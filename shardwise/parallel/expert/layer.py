@@ -171,6 +171,9 @@ class MoE(nn.Module):
         if bias_rate != BIAS_RATE and gate.name != "sigmoid":
             given = f"bias_rate = {bias_rate!r} under the gate {gate.name}, which has no bias"
             raise bad(given, "bias_rate for the gate sigmoid", "sw.MoE(width, hidden, gate)")
+        if shared is not None and not isinstance(shared, nn.Module):
+            allowed = "a module from [..., width] to the same, or None"
+            raise bad(f"shared={short_repr(shared)}", allowed, "shared=nn.Linear(width, width)")
         integer("seed", seed, least=0, example=0, most=MOST_SEED)
         self.gate, self.bias_rate, self.width = gate, bias_rate, width
         routed, noisy = gate.name not in FIXED, gate.name == "noisy-topk"
