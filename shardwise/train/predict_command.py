@@ -66,9 +66,26 @@ def predict_command(**given: Any) -> None:
     run = configured(asked.config, asked.plan, asked.model)
     found = prediction(run, asked.batch, asked.sequence, asked.rank, asked.table)
 
-    printed: dict[str, Any] = {
+    printed = numbers_of(found, run.name, began, links)
+    if asked.as_json:
+        print(json.dumps(printed))
+    else:
+        show(printed, Console(emoji=False, highlight=False, markup=False))
+    for note in found.notes:
+        print(f"Note: {note}.", file=sys.stderr)
+
+
+# typer reads the options off a function's signature
+predict_command.__signature__ = inspect.signature(PredictOptions)
+
+
+def numbers_of(
+    found: "Prediction", model: str, began: float, links: Cluster | None = None
+) -> dict[str, Any]:
+    """The numbers of a prediction for `model`, computed since `began`, as they are printed."""
+    return {
         "plan": str(found.plan),
-        "model": run.name,
+        "model": model,
         "world": found.world,
         "rank": found.rank,
         "memory": found.memory_by_tier,
@@ -84,16 +101,6 @@ def predict_command(**given: Any) -> None:
         "seconds": None if links is None else seconds(found, links),
         "time_ms": round(1000 * (time.perf_counter() - began), 1),
     }
-    if asked.as_json:
-        print(json.dumps(printed))
-    else:
-        show(printed, Console(emoji=False, highlight=False, markup=False))
-    for note in found.notes:
-        print(f"Note: {note}.", file=sys.stderr)
-
-
-# typer reads the options off a function's signature
-predict_command.__signature__ = inspect.signature(PredictOptions)
 
 
 def seconds(found: "Prediction", links: Cluster) -> dict[str, float]:
