@@ -18,7 +18,7 @@ from shardwise.models import decoder
 from shardwise.prediction.prediction import Prediction
 from shardwise.train.config import Config
 from shardwise.train.folder import finished_message
-from shardwise.train.model import named_stages, training
+from shardwise.train.model import largest_share, named_stages, training
 from shardwise.train.predict_command import numbers_of, show
 from shardwise.train.prepare import PreparedRun, Start, prepare
 from shardwise.train.report import ranks_text
@@ -50,14 +50,12 @@ def dry_run(config: Config, ranks: int, start: Start) -> None:
 
 def _predicted(prepared: PreparedRun) -> Prediction:
     config, plan, sizes = prepared.config, prepared.plan, prepared.sizes
-    rows = -(-config.train.batch // plan.data_size)
     with torch.device("meta"):
         model = decoder.build(sizes)
-        tokens = torch.zeros(rows, sizes.sequence, dtype=torch.int64)
     return predict(
         model,
         plan,
-        {"inputs": tokens, "targets": tokens},
+        largest_share(prepared),
         stages=named_stages(config.plan.stages, sizes),
         check_every=config.run.check_every,
         **training(config, sizes, prepared.table),
