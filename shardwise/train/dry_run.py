@@ -18,7 +18,7 @@ from shardwise.models import decoder
 from shardwise.prediction.prediction import Prediction
 from shardwise.train.config import Config
 from shardwise.train.folder import finished_message
-from shardwise.train.model import largest_share, named_stages, training
+from shardwise.train.model import largest_share, options_of_run
 from shardwise.train.predict_command import numbers_of, show
 from shardwise.train.prepare import PreparedRun, Start, prepare
 from shardwise.train.report import ranks_text
@@ -56,9 +56,7 @@ def _predicted(prepared: PreparedRun) -> Prediction:
         model,
         plan,
         largest_share(prepared),
-        stages=named_stages(config.plan.stages, sizes),
-        check_every=config.run.check_every,
-        **training(config, sizes, prepared.table),
+        **options_of_run(config, sizes, prepared.table),
     )
 
 
