@@ -32,7 +32,7 @@ ROWS, ROWS_16 = 2, 8
 IDLE_STEP: Final = 1
 #: A target that losses of tokens ignore, and the fewest positions of a row of tokens.
 IGNORED, SHORTEST = -100, 4
-#: Rows of a batch of which the tensors of tokens are told.
+#: The rows of a small batch that shows which tensors of a batch hold token ids.
 FEW_ROWS: Final = 8
 
 
@@ -103,7 +103,7 @@ def ragged(trainable: Trainable, plan: Plan) -> Trainable:
     most = int(leaves[targets[0]].max())
     words = [k for k, x in enumerate(leaves) if _is_ids(x) and most // 2 < int(x.max())]
     ends, shapes = _ends(trainable.plain(), plan, most), {x.shape for x in leaves if _is_ids(x)}
-    alike = len(shapes) == 1 and all(map(_is_ids, leaves))
+    same_shape = len(shapes) == 1 and all(map(_is_ids, leaves))
 
     def make_batch(rows: int, seed: int) -> Any:
         """A batch of the model; its words are those at the ends of each rank's, and random ones."""
@@ -114,7 +114,8 @@ def ragged(trainable: Trainable, plan: Plan) -> Trainable:
             made[k][:, 1 : 1 + len(few)] = torch.tensor(few, dtype=made[k].dtype)
         for k in targets:
             made[k] = _with_ignored(made[k], seed, 1 + len(ends))
-        made = [x[:, :-1].contiguous() for x in made] if alike and seed % 2 else made
+        if same_shape and seed % 2:
+            made = [x[:, :-1].contiguous() for x in made]
         return pytree.tree_unflatten(made, spec)
 
     return replace(trainable, make_batch=make_batch)

@@ -1,4 +1,4 @@
-"""Sabotages that change run and prediction alike, or that only some batches and plans show."""
+"""Sabotages that change the run and its prediction alike, or show under some batches and plans."""
 
 from dataclasses import replace
 from typing import Any
