@@ -1,7 +1,10 @@
 """Every sabotage of the catalogue is refused by verify, and the package as it is holds."""
 
 import gc
+import sys
 from collections.abc import Iterator
+from inspect import unwrap
+from typing import Any
 
 import pytest
 
@@ -36,13 +39,29 @@ PROVED = sorted({(mutation.model, mutation.plan) for mutation in CATALOGUE})
 STEPS = 2  # and one more, for a delayed update to be beside a step
 
 
+def functions() -> dict[tuple[str, str], Any]:
+    """What the package calls, by its owner, a module or a class, and its name there."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("shardwise")]
+    classes = {x for module in modules for x in vars(module).values() if isinstance(x, type)}
+    owners = [*modules, *(x for x in classes if x.__module__.startswith("shardwise"))]
+    named = [(str(owner), name, x) for owner in owners for name, x in vars(owner).items()]
+    # torch puts a function around the `step` of each optimizer
+    return {(owner, name): unwrap(x) for owner, name, x in named if callable(x)}
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _modules_stay() -> Iterator[None]:
-    """Each proof collects garbage: what was there before it need not be looked through."""
+def _nothing_stays() -> Iterator[None]:
+    """The package is afterwards what it was: ranks are threads, which could undo a patch twice.
+
+    Each proof collects garbage: what was there before it need not be looked through.
+    """
+    before = functions()
     gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
+    after = functions()
+    assert [name for name, value in before.items() if after[name] is not value] == []
 
 
 def read(plan: str) -> Plan:

@@ -1,5 +1,6 @@
 """Sabotages that change the run and its prediction alike, or show under some batches and plans."""
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -67,14 +68,16 @@ def the_last_units_not_updated(patch: Patch) -> None:
     """Without clipping units are updated as they arrive: those left at the end are forgotten."""
 
     def early(real: Any, updates: Updates, *args: Any) -> None:
-        def run(real: Any, thread: Any, flats: Any, size_bytes: int) -> None:
-            if size_bytes >= (updates.early_bytes or 0):
-                real(thread, flats, size_bytes)
+        own.enough = updates.early_bytes or 0
+        real(updates, *args)
+        own.enough = 0
 
-        with patch.context() as inside:
-            around(inside, InPlace, "run", run)
-            real(updates, *args)
+    def run(real: Any, thread: Any, flats: Any, size_bytes: int) -> None:
+        if size_bytes >= getattr(own, "enough", 0):
+            real(thread, flats, size_bytes)
 
+    own = threading.local()  # ranks are threads
+    around(patch, InPlace, "run", run)
     around(patch, Updates, "early", early)
 
 
