@@ -32,7 +32,7 @@ from shardwise.verify.oracles import LOSS_SCALE, Oracles
 from shardwise.verify.outputs import expected_outputs, returned
 from shardwise.verify.recipe import factor_of
 from shardwise.verify.reloading import reload_engine
-from shardwise.verify.replay import Replay
+from shardwise.verify.replay import Replay, published
 from shardwise.verify.routes import Routes
 
 #: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
@@ -168,6 +168,8 @@ class Comparison:
         none = {box.name.partition("/")[2]: torch.zeros(box.shape) for box in moments}
         self.tensors("optimizer", moments, lambda o: none | o.weights.state())
         self.buffers(engine)
+        if self.oracles.unit:
+            self.errors.append(published(engine))
 
     def buffers(self, engine: Engine) -> None:
         """Compare buffers: those that never change, and those of layers of experts.

@@ -13,7 +13,8 @@ rows, and in plain PyTorch on all of them (oracle.py). It compares its own shard
     routing        in 16 bits, how near to ties the choices of experts are that differ (routes.py)
     after loading  the first four again, after a step of a new engine that loaded a checkpoint of
                    this one, the rates included
-    update         in 16 bits that step's update, made again from its gradients (replay.py)
+    update         in 16 bits that step's update, made again from its gradients, and whether weights
+                   are their masters rounded to nearest (replay.py)
     not finite     a step whose gradients are not finite is refused, and changes nothing
     overflow       in fp16, of a step whose gradients overflow: it changes nothing but the scale;
                    and the first four after one more step

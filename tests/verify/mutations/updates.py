@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwise.engine import optimizer as optimizer_file
 from shardwise.engine.guard import Guard
+from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.scale import LossScale
 from shardwise.engine.updating import Updates
 from shardwise.parallel.data.hooks import Data
@@ -24,6 +25,31 @@ def unscaled_in_16_bits(patch: Patch) -> None:
         return [None if g is None else (g * factor).float() for g in gradients]
 
     patch.setattr(optimizer_file, "_in_32_bits", in_16_bits)
+
+
+def _truncated(master: Tensor) -> Tensor:
+    """A master without the digits that bf16 does not have."""
+    return (master.view(torch.int32) & -(2**16)).view(torch.float32)
+
+
+def masters_truncated(patch: Patch) -> None:
+    def end(real: Any, optimizer: ShardedOptimizer, k: int) -> None:
+        real(optimizer, k)
+        flat = optimizer.flats[k]
+        if not flat.moves.host_update:
+            flat.shard.copy_(_truncated(optimizer.masters[k]))
+
+    around(patch, ShardedOptimizer, "_end_step", end)
+
+
+def masters_on_the_host_truncated(patch: Patch) -> None:
+    def publish(real: Any, optimizer: ShardedOptimizer, *args: Any) -> None:
+        kept = optimizer.masters
+        optimizer.masters = {k: _truncated(master) for k, master in kept.items()}
+        real(optimizer, *args)
+        optimizer.masters = kept
+
+    around(patch, ShardedOptimizer, "publish", publish)
 
 
 def scale_doubles_after_each_good_step(patch: Patch) -> None:
@@ -88,6 +114,11 @@ def the_offset_of_a_view_lost(patch: Patch) -> None:
 
 MUTATIONS = (
     Mutation("unscaled in 16 bits", "dp2 zero1 fp16", "parity", unscaled_in_16_bits, "gpt"),
+    Mutation("masters truncated", "dp2 zero1 bf16", "parity", masters_truncated, "gpt"),
+    Mutation(
+        "masters on the host truncated",
+        *("dp2 zero1 offload:optim bf16", "parity", masters_on_the_host_truncated, "gpt"),
+    ),
     Mutation(
         "the scale doubles after each good step",
         *("dp2 fp16", "parity", scale_doubles_after_each_good_step),
