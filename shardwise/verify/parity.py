@@ -51,6 +51,7 @@ from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.parallel.redistribute.exchange import Counts
 from shardwise.prediction.prediction import Prediction
+from shardwise.verify import textbook
 from shardwise.verify.batches import ROWS, SEED, Division, ragged
 from shardwise.verify.comparison import compare, drawn
 from shardwise.verify.costs import Theory
@@ -75,14 +76,16 @@ def prove(
     world: World, plan: Plan, model: str, steps: int, options: Options | None = None
 ) -> Finding:
     """Train `model` under `plan` and in one process, and compare. All ranks must call it."""
-    plan = with_early_delays(plan)
+    promises, plan = textbook.first_delayed(plan), with_early_delays(plan)
     if plan.experts:
         own = world.split(ranks_by_expert(plan))
         trainable = share_of_expert(_found(model, plan), plan, own)
-        return with_bytes_between(
+        found = with_bytes_between(
             _prove(own, plan_of_expert(plan), trainable, steps, options), world
         )
-    return _prove(world, plan, _found(model, plan), steps, options)
+    else:
+        found = _prove(world, plan, _found(model, plan), steps, options)
+    return found.with_promises(promises)
 
 
 def _found(model: str, plan: Plan) -> Trainable:

@@ -92,12 +92,11 @@ def published(engine: Engine) -> Errors:
 
     No update may be pending, and states on a disk must be exposed: `engine.boxes()` does both.
     """
-    flats, errors = engine.optimizer.flats, dict[str, float]()
+    flats, facts = engine.optimizer.flats, dict[str, bool]()
     for k, master in engine.optimizer.masters.items():
         rounded, found = master.to(flats[k].dtype), flats[k].shard
-        same = torch.equal(rounded.to(found.device), found)
-        errors[f"{flats[k].names[0]} in 16 bits"] = 0.0 if same else NEVER
-    return Errors("update", tuple(errors), tuple(errors.values()))
+        facts[f"{flats[k].names[0]} in 16 bits"] = torch.equal(rounded.to(found.device), found)
+    return Errors.of_facts("update", facts)
 
 
 def _copies(boxes: Sequence[Box]) -> dict[Place, Tensor]:

@@ -9,6 +9,8 @@ what these words promise is compared with what the engine has:
     offload:optim=F,disk=G  the fraction of the parameters whose states leave the device, or are on
                             a disk: F and G, and at most one unit more; a file is as large as
                             what it holds
+    offload:optim-delayed=N the update of step N, from 0, is the first that is delayed; without
+                            N that of step 40 (ZeRO-Offload, arXiv 2101.06840, section 5.2)
     1f1b:M and others       activations of so many microbatches at once (core/schedule/library.py)
     recompute:full, everyN  all blocks, or every N-th one
     buffers:SIZE            the bytes of the pool
@@ -48,6 +50,8 @@ MOMENT_BYTES: Final = {2: 8, 4: 8, 8: 16}
 SLACK, COUNT_BYTES = 0.25, 8
 #: A page of a file, and the most tensors of a flat parameter in it.
 PAGE_BYTES, EXTENTS = 4096, 6
+#: Steps before updates are delayed, if the plan has no number of them.
+UNDELAYED_STEPS: Final = 40
 NAMES: Final = ("parameters", "gradients", "optimizer")
 
 #: By name: as read, and as promised.
@@ -73,6 +77,17 @@ def broken(engine: Engine) -> Promises:
     if plan.recompute is not None and not plan.layers and engine.staging is None:
         found |= _recomputed(engine, plan.recompute)
     return found
+
+
+def first_delayed(plan: Plan) -> Promises:
+    """The first step whose update is delayed, if it is another than the plan says."""
+    word, _, number = (plan.offload or "").partition("=")
+    if plan.offloaded is None or word != "optim-delayed":
+        return {}
+    first = int(number or UNDELAYED_STEPS)
+    steps = range(max(0, first - 1), first + 2)
+    read = next((step for step in steps if plan.offloaded.delays(step)), steps.stop)
+    return _unequal("first delayed step", read, first)
 
 
 def _unequal(name: str, read: int, theory: int) -> Promises:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.core.offload import Offload
 from shardwise.engine import optimizer as optimizer_file
+from shardwise.engine.engine import Engine
 from shardwise.engine.guard import Guard
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.scale import LossScale
@@ -81,6 +83,26 @@ def a_delayed_update_not_awaited(patch: Patch) -> None:
     around(patch, NextStep, "finish", finish)
 
 
+def the_first_delay_a_step_late(patch: Patch) -> None:
+    def delays(offload: Offload, step: int) -> bool:
+        return offload.undelayed is not None and step > offload.undelayed
+
+    patch.setattr(Offload, "delays", delays)
+
+
+def a_load_over_a_pending_update(patch: Patch) -> None:
+    """The update is finished after the load, on the masters that it has read."""
+
+    def loading(real: Any, engine: Engine, *args: Any) -> Any:
+        later = engine.updates.next_step
+        running, later._running = later._running, []
+        found = real(engine, *args)
+        later._running = running
+        return found
+
+    around(patch, Engine, "loading", loading)
+
+
 def gradients_that_are_not_finite_are_used(patch: Patch) -> None:
     patch.setattr(Guard, "see", nothing)
 
@@ -130,6 +152,18 @@ MUTATIONS = (
     Mutation(
         "a delayed update not awaited",
         *("dp2 zero1 offload:optim-delayed=0", "parity", a_delayed_update_not_awaited),
+    ),
+    Mutation(
+        "the first delay a step late",
+        *("dp2 zero1 offload:optim-delayed=0", "parity", the_first_delay_a_step_late),
+    ),
+    Mutation(
+        "the first delay a step late, after 40 steps",
+        *("dp2 zero1 offload:optim-delayed", "memory", the_first_delay_a_step_late),
+    ),
+    Mutation(
+        "a load over a pending update",
+        *("dp2 zero1 offload:optim-delayed=0", "parity", a_load_over_a_pending_update),
     ),
     Mutation(
         "gradients that are not finite used",
