@@ -61,7 +61,7 @@ from shardwise.verify.independent import share_of_expert, with_bytes_between
 from shardwise.verify.limits import without_dropout
 from shardwise.verify.loads import Routed
 from shardwise.verify.masks import compare_masks, recomputes
-from shardwise.verify.memory import attributes, over_steps
+from shardwise.verify.memory import EVALUATED_STEP, attributes, over_steps
 from shardwise.verify.moments import Foreseen
 from shardwise.verify.options import Options
 from shardwise.verify.oracle import Oracle
@@ -136,6 +136,8 @@ def _prove(
         routed = Routed(alone_of(trainable, plan, world.device).all[-1], plan, clip)
 
     def loads(step: int) -> Sequence[Loads]:
+        if step == EVALUATED_STEP + 1:
+            routed.finish()  # as the evaluation does
         return routed.step(equal_batch(trainable, engine, step), SEED + step)
 
     def foresee(prediction: Prediction, batch: Any) -> Foreseen:
