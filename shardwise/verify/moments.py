@@ -9,9 +9,10 @@ each event of prediction/timeline.py:
                           copy of each gradient in flight, and 1 KiB; on a tensor axis at each loss
     other plans           at each loss the activations are at most those that autograd keeps and
                           what the plain pass has beside them; all but `temporary` is at most the
-                          predicted peak (prediction/peak.py)
+                          predicted peak (prediction/peak.py), and what is gathered at most three
+                          units
     other pipelines       what autograd keeps is at most the predicted activations
-    on the host           activations are at most the predicted ones
+    on the host           activations are at most the predicted ones, and those fetched at once too
     an evaluation         nothing is kept, and no more is gathered than in a step's forward pass
     at the update         of activations none is left, but for microbatches under way; there may be
                           a copy of all gradients, and messages of weights
@@ -30,7 +31,7 @@ from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.tape import SMALL_BYTES
 from shardwise.engine.expert_parallel import experts_in
 from shardwise.engine.timeline import StepMeter, events_of, marks_on
-from shardwise.prediction.peak import device_peak_bytes
+from shardwise.prediction.peak import device_peak_bytes, gathered_most_bytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.timeline import PREDICTED, TEMPORARY, Event, Mark, unpredicted
 
@@ -105,6 +106,9 @@ class Foreseen:
             most = self._copies_bytes + (under_way if event.kind == "update" else 0)
             moments.at_most(f"{TEMPORARY} at {event}", _sum(event, ("kept", TEMPORARY)), most)
         if not self.experts:
+            host = seen.engine.recompute.host
+            fetched = 0 if host is None else host.most_fetched_bytes
+            moments.at_most("fetched from the host at once", fetched, self.found.fetched)
             for event, on_host in zip(seen.events, seen.on_host, strict=True):
                 most = 0 if event.kind in UPDATE else self.found.host_activations
                 moments.at_most(f"activations on the host at {event}", on_host, most)
@@ -168,12 +172,24 @@ class Foreseen:
         moments.peak = most, max(_sum(event, lasting) for event in events)
         for event in events:
             moments.at_most(f"all but temporary at {event}", _sum(event, lasting), most)
+        self._gathered(moments, events)
         losses = [event for event in events if event.kind == "loss"]
         others = [next(m for m in marks if m.kind == "loss").other_bytes for marks in self.marks]
         for event, other in zip(losses, others, strict=False) if not self.experts else ():
             most = self.found.activations + other
             read = _sum(event, ("kept", TEMPORARY))
             moments.at_most(f"activations at {event}", read, most)
+
+    def _gathered(self, moments: Moments, events: Sequence[Event]) -> None:
+        """Each event, if a recomputation gathers no units of its own."""
+        units = [name for unit in self.found.spec.modules for name in unit.modules]
+        if any(unit.startswith(f"{name}.") for name in self.found.recomputed for unit in units):
+            return
+        gathered = gathered_most_bytes(self.found)
+        for event in events:
+            most = gathered.get(event.unit, gathered[""])
+            if (read := event.by_category["gathered"]) > most:
+                moments.equal(f"gathered at {event}", read, most)
 
 
 def _sum(event: Event, names: Iterable[str]) -> int:
