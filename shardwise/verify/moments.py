@@ -13,6 +13,7 @@ each event of prediction/timeline.py:
                           units
     other pipelines       what autograd keeps is at most the predicted activations
     on the host           activations are at most the predicted ones, and those fetched at once too
+    tile:N                logits of a cross-entropy have V/N columns at once (tiled.py)
     an evaluation         nothing is kept, and no more is gathered than in a step's forward pass
     at the update         of activations none is left, but for microbatches under way; there may be
                           a copy of all gradients, and messages of weights
@@ -20,7 +21,7 @@ each event of prediction/timeline.py:
 The activations of layers of experts depend on the tokens, and are not compared.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ from shardwise.engine.timeline import StepMeter, events_of, marks_on
 from shardwise.prediction.peak import device_peak_bytes, gathered_most_bytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.timeline import PREDICTED, TEMPORARY, Event, Mark, unpredicted
+from shardwise.verify.tiled import grown_bytes, logits_most_bytes, tiled_layers
 
 #: Events at which messages of the update may be under way, which hold copies of weights.
 UPDATE = ("update", "end")
@@ -74,6 +76,7 @@ class Foreseen:
     events: Sequence[Event] = ()
     marks: Sequence[Sequence[Mark]] = ()
     note: str = ""
+    logits: Mapping[int, int] = field(default_factory=dict[int, int])  # the most bytes, by classes
 
     @classmethod
     def of(cls, found: Prediction, model: nn.Module, batch: Any, **options: Any) -> "Foreseen":
@@ -81,14 +84,17 @@ class Foreseen:
         word, experts = unpredicted(found.plan), bool(experts_in(model))
         note = f"with {word} the moments of a step are bounded, not predicted one by one"
         note = "the activations of experts within a step are not predicted" if experts else note
+        logits = logits_most_bytes(found.plan, model, batch, options["loss"])
         try:
             if not word:
                 events = events_of(found, model, batch, **options)
-                return cls(found, experts, events, note=note if experts else "")
+                note = note if experts else ""
+                return cls(found, experts, events, note=note, logits=logits)
             marks = () if found.plan.pipeline else marks_on(found, model, batch, **options)
-            return cls(found, experts, marks=marks, note=note)
+            return cls(found, experts, marks=marks, note=note, logits=logits)
         except InputError:
-            return cls(found, experts, note="the moments of a step are not predicted")
+            note = "the moments of a step are not predicted"
+            return cls(found, experts, note=note, logits=logits)
 
     def compare(self, seen: StepMeter, evaluation: StepMeter | None = None) -> Moments:
         """The measured events beside the predicted ones; those of an evaluation at the end."""
@@ -112,6 +118,11 @@ class Foreseen:
             for event, on_host in zip(seen.events, seen.on_host, strict=True):
                 most = 0 if event.kind in UPDATE else self.found.host_activations
                 moments.at_most(f"activations on the host at {event}", on_host, most)
+        for layer in tiled_layers(seen.events) if self.logits else ():
+            classes = int(seen.engine.model.get_submodule(layer).out_features)
+            if classes in self.logits:
+                grown, most = grown_bytes(seen.events, layer), self.logits[classes]
+                moments.at_most(f"logits of {layer} at once", grown, most)
         self._evaluated(moments, () if evaluation is None else evaluation.events)
         return moments
 

@@ -13,6 +13,8 @@ what these words promise is compared with what the engine has:
                             N that of step 40 (ZeRO-Offload, arXiv 2101.06840, section 5.2)
     1f1b:M and others       activations of so many microbatches at once (core/schedule/library.py)
     recompute:full, everyN  all blocks, or every N-th one
+    tile:N                  units with 1/N of the rows of a layer, rounded up (ZeRO-Infinity,
+                            arXiv 2104.07857, section 5.1.3); of its logits see tiled.py
     buffers:SIZE            the bytes of the pool
 """
 
@@ -74,6 +76,8 @@ def broken(engine: Engine) -> Promises:
         rank = engine.staging.axis.rank
         read, theory = peaks(engine.staging.schedule)[rank], entry(name).tapes(size)[rank]
         found |= _unequal("activations at once", int(read), theory)
+    if plan.tiled is not None:
+        found |= _tiled(engine, plan.tiled.number)
     if plan.recompute is not None and not plan.layers and engine.staging is None:
         found |= _recomputed(engine, plan.recompute)
     return found
@@ -159,6 +163,22 @@ def _recomputed(engine: Engine, what: str) -> Promises:
         found |= _unequal(
             f"recomputed blocks of {parent}", len(modules), -(-blocks // (every or 1))
         )
+    return found
+
+
+def _tiled(engine: Engine, number: int) -> Promises:
+    """The elements of the largest unit with tiles of each layer."""
+    found: Promises = {}
+    for name, layer in engine.model.named_modules():
+        tiles = dict(layer.named_children()).get("tiles")
+        if not isinstance(layer, nn.Linear) or tiles is None:
+            continue
+        own = {*tiles.children()}
+        units = [unit for unit in engine.data.units.order if own.intersection(unit.modules)]
+        read = max(sum(s.numel() for flat in u.groups for s in flat.shapes) for u in units)
+        columns = layer.in_features + (layer.bias is not None)
+        most = -(-layer.out_features // number) * columns
+        found |= _unequal(f"elements of a tile of {name}", read, most) if read > most else {}
     return found
 
 
