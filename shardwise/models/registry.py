@@ -12,21 +12,29 @@ from shardwise.models import decoder, gpt, hf, moe, user
 from shardwise.models.gpt import SIZES, GPTConfig
 from shardwise.models.initial import fill, initial
 from shardwise.models.moe import MoEConfig
+from shardwise.models.published import PUBLISHED
 from shardwise.models.trainable import Trainable
 
 #: Rows of a first pass, on which clusters of tokens are fitted.
 FIRST_PASS: Final = 8
-FORMS = "gpt, gpt:SIZE, moe, moe:GATE[:CAPACITY], hf:NAME, hf:./FOLDER or file.py:build"
+FORMS: Final = (
+    f"gpt, gpt:SIZE, {', '.join(PUBLISHED)}, moe, moe:GATE[:CAPACITY], hf:NAME, hf:./FOLDER or "
+    "file.py:build"
+)
 
 
 def find(name: str, seed: int = 0) -> Trainable:
-    """The model called `name`: `gpt` (size tiny), `gpt:small`, `moe`, `hf:llama`, `net.py:build`.
+    """The model called `name`: `gpt` (size tiny), `llama:70b`, `moe`, `hf:llama`, `net.py:build`.
 
     `hf:` takes any model type of transformers or a folder of one, `file.py:function` the user's own
     model. Nothing is built yet, except by the user's file. Raises
     InputError for another name, with the nearest.
     """
     kind, _, rest = name.partition(":")
+    if name in PUBLISHED:
+        sizes = PUBLISHED[name]
+        dense = isinstance(sizes, GPTConfig)
+        return of_gpt(name, sizes, seed) if dense else of_moe(name, sizes, seed)
     if kind == "gpt":
         return of_gpt(name, _size(rest or "tiny"), seed)
     if kind == "moe":
@@ -35,7 +43,7 @@ def find(name: str, seed: int = 0) -> Trainable:
         return hf.find(rest, seed)
     if ".py" in name:
         return user.find(name, seed)
-    known = ["gpt", *(f"gpt:{size}" for size in SIZES), "moe", "hf:gpt2", "hf:llama"]
+    known = ["gpt", *(f"gpt:{s}" for s in SIZES), *PUBLISHED, "moe", "hf:gpt2", "hf:llama"]
     raise bad(f'the model "{name}"', FORMS, suggest(name, known, 0.5) or "gpt")
 
 
@@ -88,9 +96,10 @@ def random_text(rows: int, positions: int, vocabulary: int, seed: int) -> dict[s
 
 def _size(word: str) -> GPTConfig:
     if word not in SIZES:
+        known = [*SIZES, *(name[4:] for name in PUBLISHED if name.startswith("gpt:"))]
         raise bad(
             f'the model "gpt:{word}"',
-            f"the sizes {', '.join(SIZES)}",
-            f"gpt:{suggest(word, SIZES)}",
+            f"the sizes {', '.join(known)}",
+            f"gpt:{suggest(word, known)}",
         )
     return SIZES[word]

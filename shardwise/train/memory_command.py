@@ -47,7 +47,9 @@ class Request:
     plan: Annotated[
         str | None, typer.Argument(metavar="[PLAN]", help='Such as "dp8 zero3 bf16".')
     ] = None
-    model: Annotated[str, typer.Option(help="gpt, gpt:SIZE, hf:NAME or file.py:build.")] = "gpt"
+    model: Annotated[
+        str, typer.Option(help="gpt, llama:70b, hf:NAME, hf:./FOLDER, file.py:build and others.")
+    ] = "gpt"
     batch: Annotated[
         int | None, typer.Option(help="Rows of the rank's batch; 2 a microbatch if not given.")
     ] = None
@@ -177,9 +179,11 @@ def _measure_on_ranks(wanted: PredictRequest, given: tuple[Any, ...]) -> "list[M
     """The events of a step, and how an allocator places it, on each of new local ranks."""
     from shardwise.comm.launch import spawn
     from shardwise.comm.local import require_local
+    from shardwise.models.trainable import WEIGHT_BYTES
 
     ranks = wanted.plan.size
     require_local(ranks)
+    wanted.trainable.require_memory(WEIGHT_BYTES * ranks)
     with Console(stderr=True).status(Text(f"{wanted.plan}: {STEPS} steps on {ranks} ranks")):
         return spawn(_measure_step, ranks, given, device=given[-1])
 

@@ -36,7 +36,9 @@ class PredictOptions:
     """The options of `shardwise predict`."""
 
     plan: Annotated[str, typer.Argument(metavar="PLAN", help='Such as "dp5000 tp2 zero3 bf16".')]
-    model: Annotated[str, typer.Option(help="gpt, gpt:SIZE, hf:NAME or file.py:build.")] = "gpt"
+    model: Annotated[
+        str, typer.Option(help="gpt, llama:70b, hf:NAME, hf:./FOLDER, file.py:build and others.")
+    ] = "gpt"
     batch: Annotated[
         int | None, typer.Option(help="Rows of the rank's batch; 2 a microbatch if not given.")
     ] = None

@@ -23,6 +23,7 @@ from shardwise.verify.options import Options
 from shardwise.verify.parity import engine_of
 
 ROWS = 2  # batch normalisation needs more than one
+TENSORS = 4  # of the size of a parameter, on one process: it, its gradient, two states of AdamW
 
 
 def smoke_test(model: str, plan: Plan, options: Options | None = None) -> tuple[nn.Module, Options]:
@@ -30,8 +31,9 @@ def smoke_test(model: str, plan: Plan, options: Options | None = None) -> tuple[
 
     A model without its own table gets a derived one (derive/table.py).
 
-    Raises InputError for an unknown name, a model that cannot be trained or divided into the plan's
-    stages, a table that does not fit the tensor ranks, and units that match no module.
+    Raises InputError for an unknown name, a model that is larger than the memory of this host, that
+    cannot be trained or that cannot be divided into the plan's stages, a table that does not fit
+    the tensor ranks, and units that match no module.
     """
     found, options = _trained(model, plan), with_table(model, plan, options or Options())
     choose(found, options.units)
@@ -55,6 +57,7 @@ def with_table(model: str, plan: Plan, options: Options) -> Options:
 
 def _trained(model: str, plan: Plan) -> nn.Module:
     trainable = find(model)
+    trainable.require_memory(TENSORS * (8 if plan.precision == "fp64" else 4))
     if model.partition(":")[0] == "gpt":  # ours; a step of the larger ones takes long
         return trainable.build()
     try:

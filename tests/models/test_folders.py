@@ -12,6 +12,7 @@ import pytest
 from shardwise.core.errors import InputError
 from shardwise.models import hf, pretrained
 from shardwise.models.registry import find
+from shardwise.train.predict_command import prediction
 from tests.checkpoint.absurd import limits, special
 
 pytest.importorskip("transformers")
@@ -106,3 +107,36 @@ def test_an_absurd_folder_is_refused(name: str, whole: Path, tmp_path: Path):
             with pytest.raises(InputError, match=message) as caught:
                 use()
             assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module", params=["llama", "mixtral", "t5"])
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with config.json alone, of a small model."""
+    folder = tmp_path_factory.mktemp("alone") / request.param
+    hf.small_config(request.param).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3", "tp2 bf16"])
+def test_a_configuration_is_enough_for_a_prediction(alone: Path, plan: str) -> None:
+    """States and bytes are those of the model with weights; activations too, without experts."""
+    found, wanted = (prediction(plan, f"hf:{name}", None, None, 0) for name in (alone, alone.name))
+    assert (found.memory, found.bytes) == (wanted.memory, wanted.bytes)
+    assert found.activations == wanted.activations or alone.name == "mixtral"
+    assert not found.notes
+
+
+def test_what_needs_weights_refuses_a_configuration(alone: Path) -> None:
+    """The model is not made, not with random weights either."""
+    for use in (lambda: pretrained.read(alone, None), find(f"hf:{alone}").build):
+        with pytest.raises(InputError, match="no weights in it"):
+            use()
+
+
+@pytest.mark.parametrize("values", [{"hidden_size": 10**12}, {"num_hidden_layers": -1}])
+def test_an_absurd_configuration_is_refused(tmp_path: Path, values: dict[str, Any]) -> None:
+    """Without weights too, before a model of these sizes is made."""
+    hf.small_config("llama").save_pretrained(tmp_path)
+    config(**values)(tmp_path)
+    with limits(), pytest.raises(InputError, match=r"config\.json'\. Allowed: a whole number"):
+        find(f"hf:{tmp_path}")
