@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from shardwise.core.arguments import integer
-from shardwise.core.errors import bad
+from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
 from shardwise.prediction.link_time import Cluster
 from shardwise.train.cluster import cluster_in
+from shardwise.train.predict_table import Answer, answer, show
 
 if TYPE_CHECKING:
     from shardwise.models.trainable import Trainable
@@ -53,6 +53,14 @@ class PredictOptions:
         Path | None,
         typer.Option(metavar="FILE", help="Links (doctor --save), for seconds beside the bytes."),
     ] = None
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of a rank's device, such as 80GiB; the plan's device_memory or this "
+            "host's GPU if not given.",
+        ),
+    ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
 
@@ -62,8 +70,10 @@ def predict_command(**given: Any) -> None:
     asked = PredictOptions(**given)
     links = None if asked.cluster is None else cluster_in(asked.cluster)
     numbers = asked.plan, asked.model, asked.batch, asked.sequence, asked.rank
-    found = prediction(*numbers, asked.table)
-
+    device_bytes = _device_bytes(asked.device_memory)
+    request = predict_request(*numbers, asked.table)
+    found = predicted(request, asked.rank)
+    told = answered(request, found, device_bytes)
     printed: dict[str, Any] = {
         "plan": str(found.plan),
         "model": asked.model,
@@ -83,9 +93,9 @@ def predict_command(**given: Any) -> None:
         "time_ms": round(1000 * (time.perf_counter() - began), 1),
     }
     if asked.as_json:
-        print(json.dumps(printed))
+        print(json.dumps(printed | told.as_json()))
     else:
-        show(printed, Console(emoji=False, highlight=False, markup=False))
+        show(printed, told, Console(emoji=False, highlight=False, markup=False))
     for note in found.notes:
         print(f"Note: {note}.", file=sys.stderr)
 
@@ -127,10 +137,42 @@ def prediction(
     table: Path | None = None,
 ) -> "Prediction":
     """The prediction for a command line. Raises InputError for values it does not support."""
-    found = predict_request(text, name, batch, sequence, rank, table)
+    return predicted(predict_request(text, name, batch, sequence, rank, table), rank)
+
+
+def predicted(request: PredictRequest, rank: int) -> "Prediction":
+    """The prediction for a rank."""
     from shardwise.engine.prediction import predict
 
-    return predict(found.plain, found.plan, found.batch, rank=rank, **found.options)
+    return predict(request.plain, request.plan, request.batch, rank=rank, **request.options)
+
+
+def answered(
+    request: PredictRequest, found: "Prediction", device_bytes: int | None = None
+) -> Answer:
+    """The answer for devices of `device_bytes`; None: of the plan's bound, or this host's GPU."""
+    from torch import Tensor, cuda
+    from torch.utils._pytree import tree_leaves
+
+    leaves = [x for x in tree_leaves(request.batch) if isinstance(x, Tensor)]
+    positions = next((x.shape[1] for x in leaves if _is_text(x)), 0)
+    exists = cuda.get_device_properties(0).total_memory if cuda.is_available() else None
+    device_bytes = device_bytes or found.plan.device_memory_bytes or exists
+    return answer(found, len(leaves[0]), positions, device_bytes)
+
+
+def _device_bytes(text: str | None) -> int | None:
+    """The bytes of --device-memory. Raises InputError for what is no SIZE of a plan word."""
+    if text is None:
+        return None
+    try:
+        plan = Plan.parse(f"device_memory:{text}")
+    except InputError:
+        plan = Plan()
+    if plan != Plan(device_memory_bytes=plan.device_memory_bytes) or not plan.device_memory_bytes:
+        allowed = "a whole number from 1 up with its unit, B, KiB, MiB or GiB"
+        raise bad(f"--device-memory {text}", allowed, "--device-memory 80GiB")
+    return plan.device_memory_bytes
 
 
 def predict_request(
@@ -204,35 +246,3 @@ def _of_length(x: Any, positions: int) -> Any:
     if not _is_text(x):
         return x
     return x.repeat(1, -(-positions // x.shape[1]))[:, :positions].contiguous()
-
-
-def show(numbers: dict[str, Any], console: Console) -> None:
-    """The prediction as a table."""
-    title = f"{numbers['plan']} on {numbers['model']}: rank {numbers['rank']} of {numbers['world']}"
-    timed: dict[str, float] | None = numbers["seconds"]
-    table = Table("", "bytes", *["seconds"] * (timed is not None), title=title)
-    for category, count in numbers["memory"].items():
-        table.add_row(f"held: {category}", f"{count:,}")
-    table.add_row("held in a step: activations", f"{numbers['activations']:,}")
-    if numbers["host_activations"]:
-        table.add_row("held in a step: in host memory", f"{numbers['host_activations']:,}")
-        table.add_row("of these on the device again, at most", f"{numbers['fetched']:,}")
-    peak = f"{numbers['device_peak']:,}"
-    table.add_row("held in a step: peak on the device, temporary memory apart", peak)
-    for kind in dict.fromkeys(numbers["recomputed"].values()):
-        names = [name for name, how in numbers["recomputed"].items() if how == kind]
-        table.add_row(f"recomputed: {kind}", ", ".join(names))
-    if numbers["recomputed"]:
-        table.add_row("operations added in a step", f"{numbers['recomputed_flops']:,}")
-    table.add_section()
-    for kind, count in numbers["bytes"].items():
-        least, most = numbers["bytes_between"].get(kind, (count, count))
-        text = f"{count:,}" if least == most else f"{count:,} ({least:,} to {most:,})"
-        each = None if timed is None else timed.get(kind)
-        shown = "" if kind.startswith("tier ") else "not measured"
-        own = shown if each is None else f"{each:.2e} for {numbers['messages'].get(kind, 1)}"
-        table.add_row(f"sent in a step: {kind}", text, *[own] * (timed is not None))
-    if timed is not None:
-        table.add_row("all communication, if none overlaps", "", f"{sum(timed.values()):.2e}")
-    console.print(table)
-    console.print(f"computed in {numbers['time_ms']:,} ms, without starting a rank")
