@@ -61,6 +61,7 @@ VALUES: Final[Mapping[str, str]] = {
     "--repeats": "5",
     "--link": "1gbit",
     "--device": "cpu",
+    "--device-memory": "80GiB",
     "--stages": "4",
     "--microbatches": "8",
     "--chunks": "2",

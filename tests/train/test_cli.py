@@ -32,7 +32,7 @@ COMMANDS = {
     },
     "predict": {
         *("plan", "--model", "--batch", "--sequence", "--rank", "--table", "--cluster"),
-        *("--json", "--help"),
+        *("--device-memory", "--json", "--help"),
     },
     "memory": {
         *("plan", "--model", "--batch", "--sequence", "--rank", "--measure", "--svg", "--png"),
