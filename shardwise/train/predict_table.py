@@ -75,7 +75,7 @@ class Answer:
         found.append(f"The largest part is {self.largest}: {part}.")
         if self.instead is not None:
             word = added_words(self.plan, self.instead)
-            found.append(f'{word} makes it smaller: shardwise predict "{self.instead}".')
+            found.append(f'{word} makes it smaller: the plan "{self.instead}".')
         return found
 
 

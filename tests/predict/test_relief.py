@@ -60,7 +60,7 @@ def test_the_answer_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert "A step trains on 12 rows with 120 tokens" in text
     assert f"does not fit: the peak is {told['device_peak'] / 2**23:.0%} of 8.0 MiB" in text
     assert told["largest_part"] == "optimizer" and told["relieved_by"] == "dp4 zero1 fp64"
-    assert 'zero1 makes it smaller: shardwise predict "dp4 zero1 fp64".' in text
+    assert 'zero1 makes it smaller: the plan "dp4 zero1 fp64".' in text
     assert (told["fits"], found(capsys, *argv, "80GiB")["fits"]) == (False, True)
     assert found(capsys, "dp4 device_memory:8MiB")["device_memory"] == 2**23
 
