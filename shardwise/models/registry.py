@@ -1,6 +1,6 @@
 """Models by the names used on the command line."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
@@ -12,6 +12,7 @@ from shardwise.models import decoder, gpt, hf, moe, user
 from shardwise.models.gpt import SIZES, GPTConfig
 from shardwise.models.initial import fill, initial
 from shardwise.models.moe import MoEConfig
+from shardwise.models.pretrained import FolderConfig
 from shardwise.models.published import PUBLISHED
 from shardwise.models.trainable import Trainable
 
@@ -23,18 +24,18 @@ FORMS: Final = (
 )
 
 
-def find(name: str, seed: int = 0) -> Trainable:
+def find(name: str | Trainable, seed: int = 0) -> Trainable:
     """The model called `name`: `gpt` (size tiny), `llama:70b`, `moe`, `hf:llama`, `net.py:build`.
 
     `hf:` takes any model type of transformers or a folder of one, `file.py:function` the user's own
-    model. Nothing is built yet, except by the user's file. Raises
-    InputError for another name, with the nearest.
+    model. Nothing is built yet, except by the user's file. A `Trainable` is returned unchanged.
+    Raises InputError for another name, with the nearest.
     """
+    if isinstance(name, Trainable):
+        return name
     kind, _, rest = name.partition(":")
     if name in PUBLISHED:
-        sizes = PUBLISHED[name]
-        dense = isinstance(sizes, GPTConfig)
-        return of_gpt(name, sizes, seed) if dense else of_moe(name, sizes, seed)
+        return of_sizes(name, PUBLISHED[name], seed)
     if kind == "gpt":
         return of_gpt(name, _size(rest or "tiny"), seed)
     if kind == "moe":
@@ -47,44 +48,55 @@ def find(name: str, seed: int = 0) -> Trainable:
     raise bad(f'the model "{name}"', FORMS, suggest(name, known, 0.5) or "gpt")
 
 
+def of_sizes(name: str, sizes: decoder.Sizes, seed: int = 0) -> Trainable:
+    """The decoder of these sizes, with random tokens as its batches.
+
+    It can be sent to another process. The weights of a folder are read when it is built.
+    """
+    if isinstance(sizes, GPTConfig):
+        return of_gpt(name, sizes, seed)
+    if isinstance(sizes, MoEConfig):
+        return of_moe(name, sizes, seed)
+    make, make_batch = partial(decoder.build, sizes), partial(_texts, sizes)
+    return Trainable(name, make, decoder.loss_of(sizes), make_batch, gpt.tokens, initial)
+
+
 def of_gpt(name: str, config: GPTConfig, seed: int = 0) -> Trainable:
     """The GPT of a configuration, with random tokens as its batches."""
-
-    def make_batch(rows: int, batch_seed: int) -> dict[str, Tensor]:
-        return random_text(rows, config.sequence, config.vocabulary, batch_seed)
-
-    return Trainable(name, _filled(config, seed), gpt.loss, make_batch, gpt.tokens, initial)
+    make = partial(_filled, config, seed)
+    return Trainable(name, make, gpt.loss, partial(_texts, config), gpt.tokens, initial)
 
 
 def of_moe(name: str, config: MoEConfig, seed: int = 0) -> Trainable:
     """The MoE GPT of a configuration, with random tokens as its batches."""
-
-    def make_batch(rows: int, batch_seed: int) -> dict[str, Tensor]:
-        return moe.batch(rows, config, batch_seed)
-
-    build, clusters = _filled(config, seed), config.gate.name == "cluster"
-
-    def fitted() -> nn.Module:
-        """The model, with clusters of the tokens of a first pass."""
-        model = build()
-        if not next(model.parameters()).is_meta:
-            moe.fit_clusters(model, make_batch(FIRST_PASS, seed)["inputs"])
-        return model
-
-    made = fitted if clusters else build
-    return Trainable(name, made, moe.loss, make_batch, gpt.tokens, None if clusters else initial)
+    make, make_batch = partial(_filled, config, seed), partial(_moe_batch, config)
+    if config.gate.name != "cluster":
+        return Trainable(name, make, moe.loss, make_batch, gpt.tokens, initial)
+    return Trainable(name, partial(_fitted, config, seed), moe.loss, make_batch, gpt.tokens)
 
 
-def _filled(sizes: decoder.Sizes, seed: int) -> Callable[[], nn.Module]:
-    """A function that builds the decoder and, unless it is on meta, fills it from the seed."""
+def _filled(sizes: decoder.Sizes, seed: int) -> nn.Module:
+    """The decoder; unless it is on meta, filled from the seed."""
+    model = decoder.build(sizes)
+    if not next(model.parameters()).is_meta:
+        fill(model, seed)
+    return model
 
-    def build() -> nn.Module:
-        model = decoder.build(sizes)
-        if not next(model.parameters()).is_meta:
-            fill(model, seed)
-        return model
 
-    return build
+def _fitted(config: MoEConfig, seed: int) -> nn.Module:
+    """The model, with clusters of the tokens of a first pass."""
+    model = _filled(config, seed)
+    if not next(model.parameters()).is_meta:
+        moe.fit_clusters(model, _moe_batch(config, FIRST_PASS, seed)["inputs"])
+    return model
+
+
+def _texts(sizes: GPTConfig | FolderConfig, rows: int, seed: int) -> dict[str, Tensor]:
+    return random_text(rows, sizes.sequence, sizes.vocabulary, seed)
+
+
+def _moe_batch(config: MoEConfig, rows: int, seed: int) -> dict[str, Tensor]:
+    return moe.batch(rows, config, seed)
 
 
 def random_text(rows: int, positions: int, vocabulary: int, seed: int) -> dict[str, Tensor]:

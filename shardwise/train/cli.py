@@ -48,7 +48,7 @@ LINGER_S = 20.0
 # command: where its function is, and its line in the help
 ELSEWHERE = {
     "verify": (
-        "shardwise.verify.command",
+        "shardwise.train.verify_command",
         "verify_command",
         "Prove a plan: parity, bytes, memory.",
     ),

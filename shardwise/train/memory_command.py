@@ -20,6 +20,7 @@ from rich.text import Text
 from shardwise.core.arguments import choice
 from shardwise.core.errors import bad
 from shardwise.core.optimizers import SIDE, STAGES, gigabytes, k_bytes, zero_table
+from shardwise.train.configured import configured
 from shardwise.train.predict_command import PredictRequest, predict_request
 
 if TYPE_CHECKING:
@@ -105,10 +106,8 @@ def print_step(request: Request, plan: str) -> None:
 
     Raises InputError for plans that cannot be predicted or started, RankError if a rank fails.
     """
-    given = (
-        *(plan, request.model, request.batch, request.sequence, request.rank),
-        request.styles,
-    )
+    run = configured(None, plan, request.model)
+    given = run, request.batch, request.sequence, request.rank, request.styles
     wanted = predict_request(*given)
     _require_picture(request, wanted.plan)
     found, events = predict_step(wanted, request.rank)

@@ -1,7 +1,8 @@
 """`shardwise predict PLAN`: the memory and traffic of a rank, without starting one.
 
 The prediction is for the run that `shardwise verify PLAN` proves: the same model, optimizer, units
-and clipping, in fp64 if the plan names no precision, after its first steps.
+and clipping, in fp64 if the plan names no precision, after its first steps. With `--config` it is
+for a run of `shardwise train`.
 """
 
 import inspect
@@ -19,9 +20,9 @@ from rich.console import Console
 from shardwise.core.arguments import integer
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
-from shardwise.core.plan_check import require
 from shardwise.prediction.link_time import Cluster
 from shardwise.train.cluster import cluster_in
+from shardwise.train.configured import CONFIG, PLAN, PlannedModel, configured
 from shardwise.train.predict_table import Answer, answer, show
 
 if TYPE_CHECKING:
@@ -35,10 +36,11 @@ ROWS = 2  # per microbatch
 class PredictOptions:
     """The options of `shardwise predict`."""
 
-    plan: Annotated[str, typer.Argument(metavar="PLAN", help='Such as "dp5000 tp2 zero3 bf16".')]
+    plan: Annotated[str | None, PLAN] = None
     model: Annotated[
-        str, typer.Option(help="gpt, llama:70b, hf:NAME, hf:./FOLDER, file.py:build and others.")
-    ] = "gpt"
+        str | None,
+        typer.Option(help="gpt, llama:70b, hf:NAME, hf:./FOLDER, file.py:build and others."),
+    ] = None
     batch: Annotated[
         int | None, typer.Option(help="Rows of the rank's batch; 2 a microbatch if not given.")
     ] = None
@@ -61,6 +63,7 @@ class PredictOptions:
             "host's GPU if not given.",
         ),
     ] = None
+    config: Annotated[Path | None, CONFIG] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
 
@@ -69,14 +72,14 @@ def predict_command(**given: Any) -> None:
     began = time.perf_counter()
     asked = PredictOptions(**given)
     links = None if asked.cluster is None else cluster_in(asked.cluster)
-    numbers = asked.plan, asked.model, asked.batch, asked.sequence, asked.rank
     device_bytes = _device_bytes(asked.device_memory)
-    request = predict_request(*numbers, asked.table)
+    run = configured(asked.config, asked.plan, asked.model)
+    request = predict_request(run, asked.batch, asked.sequence, asked.rank, asked.table)
     found = predicted(request, asked.rank)
     told = answered(request, found, device_bytes)
     printed: dict[str, Any] = {
         "plan": str(found.plan),
-        "model": asked.model,
+        "model": run.name,
         "world": found.world,
         "rank": found.rank,
         "memory": found.memory_by_tier,
@@ -129,15 +132,14 @@ class PredictRequest(NamedTuple):
 
 
 def prediction(
-    text: str,
-    name: str,
+    run: PlannedModel,
     batch: int | None,
     sequence: int | None,
     rank: int,
     table: Path | None = None,
 ) -> "Prediction":
     """The prediction for a command line. Raises InputError for values it does not support."""
-    return predicted(predict_request(text, name, batch, sequence, rank, table), rank)
+    return predicted(predict_request(run, batch, sequence, rank, table), rank)
 
 
 def predicted(request: PredictRequest, rank: int) -> "Prediction":
@@ -176,8 +178,7 @@ def _device_bytes(text: str | None) -> int | None:
 
 
 def predict_request(
-    text: str,
-    name: str,
+    run: PlannedModel,
     batch: int | None,
     sequence: int | None,
     rank: int,
@@ -187,9 +188,9 @@ def predict_request(
 
     Raises InputError for unsupported values.
     """
-    plan = Plan.parse(text)
-    require(plan)
-    plan = replace(plan, precision=plan.precision or "fp64").completed(None)
+    plan, name = run.plan, run.name
+    if run.config is None:  # a proof's
+        plan = replace(plan, precision=plan.precision or "fp64").completed(None)
     for option, value in (("--batch", batch), ("--sequence", sequence)):
         integer(option, 1 if value is None else value, 1, 2)
     integer("--rank", rank, 0, 0, plan.size - 1)
@@ -202,8 +203,8 @@ def predict_request(
     from shardwise.verify.oracles import is_asynchronous
     from shardwise.verify.smoke_test import with_table
 
-    trainable = find(name)
-    rows = batch or ROWS * plan.microbatches
+    trainable = find(run.model)
+    rows = batch or run.rows or ROWS * plan.microbatches
 
     def share(data_rank: int) -> Any:
         """The batch of a data rank."""
@@ -211,9 +212,13 @@ def predict_request(
 
     made = share(0)
     clip = None if is_asynchronous(plan) else 1.0
-    styles = Options(table=None if table is None else table_in(table))
-    chosen = with_table(name, plan, styles)
-    options = {"clip": clip, **parity.build_options(trainable, plan, chosen)}
+    styles = Options(table=run.table if table is None else table_in(table))
+    chosen = with_table(trainable, plan, styles)
+    options = (
+        {"clip": clip, **parity.build_options(trainable, plan, chosen)}
+        if run.config is None
+        else run.options(chosen.table)
+    )
     request = PredictRequest(plan, trainable, made, options, share)
     if plan.offload != AUTO:
         return request

@@ -72,6 +72,7 @@ VALUES: Final[Mapping[str, str]] = {
     "--png": "pipeline.png",
     "--params": "7.5e9",
     "--optimizer": "adam",
+    "--config": "examples/quickstart.toml",
 }
 LONGEST: Final = 120  # of a command line that is quoted
 

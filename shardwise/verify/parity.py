@@ -71,7 +71,11 @@ BUILDING: Final = Lock()
 
 
 def prove(
-    world: World, plan: Plan, model: str, steps: int, options: Options | None = None
+    world: World,
+    plan: Plan,
+    model: str | Trainable,
+    steps: int,
+    options: Options | None = None,
 ) -> Finding:
     """Train `model` under `plan` and in one process, and compare. All ranks must call it."""
     plan = with_early_delays(plan)
@@ -84,7 +88,7 @@ def prove(
     return _prove(world, plan, _found(model, plan), steps, options)
 
 
-def _found(model: str, plan: Plan) -> Trainable:
+def _found(model: str | Trainable, plan: Plan) -> Trainable:
     with BUILDING:
         return ragged(without_dropout(find(model)), plan)
 

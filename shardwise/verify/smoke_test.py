@@ -17,6 +17,7 @@ from shardwise.core.plan import Plan
 from shardwise.derive.choice import table_or_derived
 from shardwise.engine import recomputation, stage_module, tensor_parallel, weight_stashing
 from shardwise.models.registry import find
+from shardwise.models.trainable import Trainable
 from shardwise.parallel.data.wrap_policy import choose
 from shardwise.verify.batches import SEED
 from shardwise.verify.options import Options
@@ -26,7 +27,9 @@ ROWS = 2  # batch normalisation needs more than one
 TENSORS = 4  # of the size of a parameter, on one process: it, its gradient, two states of AdamW
 
 
-def smoke_test(model: str, plan: Plan, options: Options | None = None) -> tuple[nn.Module, Options]:
+def smoke_test(
+    model: str | Trainable, plan: Plan, options: Options | None = None
+) -> tuple[nn.Module, Options]:
     """Train `model` for one step in the plan's precision; returns it, and the options to prove.
 
     A model without its own table gets a derived one (derive/table.py).
@@ -45,7 +48,7 @@ def smoke_test(model: str, plan: Plan, options: Options | None = None) -> tuple[
     return found, options
 
 
-def with_table(model: str, plan: Plan, options: Options) -> Options:
+def with_table(model: str | Trainable, plan: Plan, options: Options) -> Options:
     """The options with a derived table, if the plan needs one and neither they nor the model have.
 
     Raises InputError if no layer can be sharded.
@@ -55,10 +58,11 @@ def with_table(model: str, plan: Plan, options: Options) -> Options:
     return replace(options, table=table_or_derived(options.table, plan, own.plain, batch, own.loss))
 
 
-def _trained(model: str, plan: Plan) -> nn.Module:
+def _trained(model: str | Trainable, plan: Plan) -> nn.Module:
     trainable = find(model)
     trainable.require_memory(TENSORS * (8 if plan.precision == "fp64" else 4))
-    if model.partition(":")[0] == "gpt":  # ours; a step of the larger ones takes long
+    name = trainable.name
+    if name.partition(":")[0] == "gpt":  # ours; a step of the larger ones takes long
         return trainable.build()
     try:
         engine = engine_of(trainable, Plan(precision=plan.precision), alone())
@@ -67,8 +71,8 @@ def _trained(model: str, plan: Plan) -> nn.Module:
         raise
     except Exception as error:
         raise bad(
-            f'the model "{model}", whose step in {plan.precision} on one process gives '
-            f"{type(error).__name__}: {' '.join(str(error).split())} ({_place(error, model)})",
+            f'the model "{name}", whose step in {plan.precision} on one process gives '
+            f"{type(error).__name__}: {' '.join(str(error).split())} ({_place(error, name)})",
             "a model that trains on its own batches, in the precision of the plan",
             "the same command, once it does; fp32 in the plan if the model fixes its dtypes",
         ) from error
