@@ -138,10 +138,11 @@ def require_ranks(ranks: int, device: str | None) -> None:
         choice("device", device, ("cpu", "cuda"))
     if device == "cuda" and ranks > torch.cuda.device_count():
         gpus = torch.cuda.device_count()
+        on_cpu = 'device="cpu" (on the command line: --device cpu)'
         raise bad(
             f"{ranks} ranks on cuda, with {gpus} GPUs available",
             "one GPU for each rank",
-            f'ranks={gpus}, or device="cpu"' if gpus else 'device="cpu"',
+            f"ranks={gpus}, or {on_cpu}" if gpus else on_cpu,
         )
     require_local(ranks)
     read_limits()

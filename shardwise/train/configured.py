@@ -72,6 +72,16 @@ class PlannedModel:
         return table_in(Path(self.config.plan.table), "plan.table =")
 
     @property
+    def batch(self) -> int | None:
+        """The rows of all ranks in a step of the run."""
+        return None if self.config is None else self.config.train.batch
+
+    @property
+    def device(self) -> str:
+        """Where the run computes: "auto", "cpu" or "cuda"."""
+        return "auto" if self.config is None else self.config.run.device
+
+    @property
     def rows(self) -> int | None:
         """The rows of the first data rank in a step of the run; no rank has more."""
         if self.config is None:

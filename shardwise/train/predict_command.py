@@ -75,11 +75,29 @@ def predict_command(**given: Any) -> None:
     device_bytes = _device_bytes(asked.device_memory)
     run = configured(asked.config, asked.plan, asked.model)
     request = predict_request(run, asked.batch, asked.sequence, asked.rank, asked.table)
-    found = predicted(request, asked.rank)
-    told = answered(request, found, device_bytes)
-    printed: dict[str, Any] = {
+    found = request.prediction(asked.rank)
+    rows = run.batch if asked.batch is None else None
+    told = answered(found, request.batch, device_bytes, rows=rows, device=run.device)
+    printed = numbers_of(found, run.name, began, links)
+    if asked.as_json:
+        print(json.dumps(printed | told.as_json()))
+    else:
+        show(printed, told, Console(emoji=False, highlight=False, markup=False))
+    for note in found.notes:
+        print(f"Note: {note}.", file=sys.stderr)
+
+
+# typer reads the options off a function's signature
+predict_command.__signature__ = inspect.signature(PredictOptions)
+
+
+def numbers_of(
+    found: "Prediction", model: str, began: float, links: Cluster | None = None
+) -> dict[str, Any]:
+    """The numbers of a prediction for `model`, computed since `began`, as they are printed."""
+    return {
         "plan": str(found.plan),
-        "model": run.name,
+        "model": model,
         "world": found.world,
         "rank": found.rank,
         "memory": found.memory_by_tier,
@@ -95,16 +113,6 @@ def predict_command(**given: Any) -> None:
         "seconds": None if links is None else seconds(found, links),
         "time_ms": round(1000 * (time.perf_counter() - began), 1),
     }
-    if asked.as_json:
-        print(json.dumps(printed | told.as_json()))
-    else:
-        show(printed, told, Console(emoji=False, highlight=False, markup=False))
-    for note in found.notes:
-        print(f"Note: {note}.", file=sys.stderr)
-
-
-# typer reads the options off a function's signature
-predict_command.__signature__ = inspect.signature(PredictOptions)
 
 
 def seconds(found: "Prediction", links: Cluster) -> dict[str, float]:
@@ -130,37 +138,36 @@ class PredictRequest(NamedTuple):
         """The model, without weights if possible."""
         return self.trainable.plain()
 
+    def prediction(self, rank: int) -> "Prediction":
+        """The prediction for a rank."""
+        from shardwise.engine.prediction import predict
 
-def prediction(
-    run: PlannedModel,
-    batch: int | None,
-    sequence: int | None,
-    rank: int,
-    table: Path | None = None,
-) -> "Prediction":
-    """The prediction for a command line. Raises InputError for values it does not support."""
-    return predicted(predict_request(run, batch, sequence, rank, table), rank)
-
-
-def predicted(request: PredictRequest, rank: int) -> "Prediction":
-    """The prediction for a rank."""
-    from shardwise.engine.prediction import predict
-
-    return predict(request.plain, request.plan, request.batch, rank=rank, **request.options)
+        return predict(self.plain, self.plan, self.batch, rank=rank, **self.options)
 
 
 def answered(
-    request: PredictRequest, found: "Prediction", device_bytes: int | None = None
+    found: "Prediction",
+    batch: Any,
+    device_bytes: int | None = None,
+    *,
+    rows: int | None = None,
+    device: str = "auto",
 ) -> Answer:
-    """The answer for devices of `device_bytes`; None: of the plan's bound, or this host's GPU."""
+    """The answer for a rank's `batch` and devices of `device_bytes`.
+
+    device_bytes  None: of the plan's bound, or this host's GPU, unless the `device` is "cpu"
+    rows          of all ranks; None: each has as many as `batch`
+    """
     from torch import Tensor, cuda
     from torch.utils._pytree import tree_leaves
 
-    leaves = [x for x in tree_leaves(request.batch) if isinstance(x, Tensor)]
+    leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
     positions = next((x.shape[1] for x in leaves if _is_text(x)), 0)
-    exists = cuda.get_device_properties(0).total_memory if cuda.is_available() else None
-    device_bytes = device_bytes or found.plan.device_memory_bytes or exists
-    return answer(found, len(leaves[0]), positions, device_bytes)
+    device_bytes = device_bytes or found.plan.device_memory_bytes
+    if device_bytes is None and device != "cpu" and cuda.is_available():
+        device_bytes = cuda.get_device_properties(0).total_memory
+    rows = len(leaves[0]) * found.plan.data_size if rows is None else rows
+    return answer(found, rows, positions, device_bytes)
 
 
 def _device_bytes(text: str | None) -> int | None:

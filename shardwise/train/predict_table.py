@@ -82,15 +82,15 @@ class Answer:
 def answer(
     found: "Prediction", rows: int, positions: int, device_bytes: int | None = None
 ) -> Answer:
-    """The answer for a rank's batch of `rows` rows, each of `positions` tokens."""
+    """The answer for `rows` rows in a step over all ranks, each of `positions` tokens."""
     parts, plan = peak_parts(found), found.plan
-    part, data_ranks = largest(parts), plan.data_size
+    part = largest(parts)
     return Answer(
         plan=plan,
         parts=parts,
         in_all=_in_all(found),
-        rows=rows * data_ranks,
-        tokens=rows * positions * data_ranks,
+        rows=rows,
+        tokens=rows * positions,
         device_bytes=device_bytes,
         largest=part,
         instead=relieved(plan, part),

@@ -138,7 +138,9 @@ def vocabulary_size(tokens: str) -> int:
     """The size of a vocabulary; of `bpe:SIZE` the SIZE, which little data may not reach."""
     if tokens == "bytes":
         return ByteVocabulary().size
-    return bpe_size(tokens) if tokens.startswith("bpe:") else load_tokenizer(Path(tokens)).size
+    if tokens.startswith("bpe:"):
+        return bpe_size(tokens)
+    return load_tokenizer(Path(tokens).expanduser()).size
 
 
 def train_bpe(documents: Iterable[str], size: int) -> TokenizerVocabulary:

@@ -12,7 +12,8 @@ import pytest
 from shardwise.core.errors import InputError
 from shardwise.models import hf, pretrained
 from shardwise.models.registry import find
-from shardwise.train.predict_command import prediction
+from shardwise.train.configured import configured
+from shardwise.train.predict_command import predict_request
 from tests.checkpoint.absurd import limits, special
 
 pytest.importorskip("transformers")
@@ -120,7 +121,8 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("plan", ["dp2 zero3", "tp2 bf16"])
 def test_a_configuration_is_enough_for_a_prediction(alone: Path, plan: str) -> None:
     """States and bytes are those of the model with weights; activations too, without experts."""
-    found, wanted = (prediction(plan, f"hf:{name}", None, None, 0) for name in (alone, alone.name))
+    named = (configured(None, plan, f"hf:{name}") for name in (alone, alone.name))
+    found, wanted = (predict_request(run, None, None, 0).prediction(0) for run in named)
     assert (found.memory, found.bytes) == (wanted.memory, wanted.bytes)
     assert found.activations == wanted.activations or alone.name == "mixtral"
     assert not found.notes

@@ -7,9 +7,11 @@ import pytest
 
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
+from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.relief import added_words, peak_parts, relieved
 from shardwise.train.cli import main
-from shardwise.train.predict_command import prediction
+from shardwise.train.configured import configured
+from shardwise.train.predict_command import predict_request
 
 PLANS = ["dp1", "dp2", "dp2 zero1", "dp2 zero3", "dp2 tp2 zero3 recompute:full", "pp2 1f1b:4"]
 
@@ -25,11 +27,15 @@ def found(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     return json.loads(said(capsys, *argv, "--json"))
 
 
+def prediction(text: str, rows: int | None, rank: int = 0) -> Prediction:
+    return predict_request(configured(None, text, "gpt"), rows, None, rank).prediction(rank)
+
+
 @pytest.mark.parametrize("text", PLANS)
 def test_the_word_that_is_proposed_makes_the_part_smaller(text: str) -> None:
     """Each part of the peak, by the prediction of the plan with the word, for the same rows."""
     rows = Plan.parse(text).microbatches
-    before = prediction(text, "gpt", rows, None, 0)
+    before = prediction(text, rows)
     parts = peak_parts(before)
     assert sum(parts.values()) == before.device_peak
     for part, stored_bytes in parts.items():
@@ -39,13 +45,13 @@ def test_the_word_that_is_proposed_makes_the_part_smaller(text: str) -> None:
         if plan is None or not stored_bytes:
             continue
         assert not problems(plan) and added_words(before.plan, plan)
-        after = peak_parts(prediction(str(plan), "gpt", rows, None, 0))
+        after = peak_parts(prediction(str(plan), rows))
         assert after[part] < stored_bytes, (part, str(plan))
 
 
 def test_all_ranks_have_what_each_has(capsys: pytest.CaptureFixture[str]) -> None:
     """Stages of a pipeline store different amounts; the sum over ranks counts each."""
-    each = [peak_parts(prediction("pp2 1f1b:4", "gpt", None, None, rank)) for rank in range(2)]
+    each = [peak_parts(prediction("pp2 1f1b:4", None, rank)) for rank in range(2)]
     assert each[0] != each[1]
     total = {name: each[0][name] + each[1][name] for name in each[0]}
     assert found(capsys, "pp2 1f1b:4", "--rank", "1")["in_all"] == total

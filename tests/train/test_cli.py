@@ -23,16 +23,18 @@ COMMANDS = {
         "--resume",
         "--trace",
         "--check",
+        "--dry-run",
         "--overwrite",
         "--help",
     },
     "plan": {"text", "--words", "--from", "--help"},
     "verify": {
-        *("plan", "--model", "--steps", "--units", "--table", "--wire", "--json", "--help"),
+        *("plan", "--model", "--config", "--steps", "--units", "--table", "--wire", "--device"),
+        *("--json", "--help"),
     },
     "predict": {
         *("plan", "--model", "--batch", "--sequence", "--rank", "--table", "--cluster"),
-        *("--device-memory", "--json", "--help"),
+        *("--device-memory", "--config", "--json", "--help"),
     },
     "memory": {
         *("plan", "--model", "--batch", "--sequence", "--rank", "--measure", "--svg", "--png"),
@@ -52,7 +54,7 @@ COMMANDS = {
     "checkpoint inspect": {"path", "--json", "--deep", "--help"},
     "schedule": {
         *("name", "--stages", "--microbatches", "--chunks", "--batches", "--costs", "--hop"),
-        *("--svg", "--png", "--text", "--lowered", "--json", "--help"),
+        *("--svg", "--png", "--text", "--lowered", "--config", "--json", "--help"),
     },
 }
 NAMES = [

@@ -18,7 +18,7 @@ def command(folder: Path, *argv: str, **train: object) -> list[str]:
     given = settings(folder / "run", "dp2 zero3", **train)
     file = folder / "config.toml"
     file.write_text(config.dump(given))
-    return [sys.executable, "-W", "error", "-m", "shardwise.train.cli", "train", str(file), *argv]
+    return [sys.executable, "-W", "error", "-m", "shardwise", "train", str(file), *argv]
 
 
 @pytest.mark.full
