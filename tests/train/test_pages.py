@@ -114,11 +114,12 @@ def _run(folder: Path, *argv: str, script: str = "train.py") -> str:
     [
         *(("README.md", 0), ("docs/python.md", 6)),
         *(("docs/dataparallel.md", 0), ("docs/weights.md", 0), ("docs/weights.md", 1)),
+        ("docs/verify.md", 0),
         ("docs/derived-tables.md", 0),
     ],
 )
 def test_a_snippet_runs_as_shown(page: str, number: int) -> None:
-    """What these pages show is a whole program: it runs as it stands, on one rank."""
+    """What these pages show is a whole program: it runs as it stands, from no file."""
     snippet = SNIPPET.findall((ROOT / page).read_text(encoding="utf-8"))[number]
     command = [sys.executable, "-W", "error", "-c", snippet]
     done = subprocess.run(command, check=False, capture_output=True)

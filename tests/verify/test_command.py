@@ -248,6 +248,33 @@ def test_bad_input_is_refused_before_anything_starts(
         verify(plan, model, steps)
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("verify", "Given: no plan"),
+        ("predict", "Given: no plan"),
+        ("verify dp99 --device cuda", "99 ranks on cuda, with .* --device cpu"),
+        ("verify dp2 --device tpu", "--device tpu"),
+        ("verify dp2 --device cuda --wire", "--wire with --device cuda"),
+    ],
+)
+def test_a_command_that_cannot_run_is_one_paragraph(
+    argv: str, said: str, capsys: pytest.CaptureFixture[str]
+):
+    """Without a plan, and on a device that this machine has not for every rank."""
+    with pytest.raises(SystemExit) as leaving:
+        main(argv.split())
+    err = capsys.readouterr().err.strip()
+    assert leaving.value.code == 2 and re.search(said, err), err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_plan_holds_on_gpus():
+    """Ranks that start here, each on a GPU of its own."""
+    assert verify("dp2 zero3 fp32", steps=1, device="cuda").holds
+
+
 OWN = """
 import torch
 from torch import nn
