@@ -18,7 +18,7 @@ from shardwise.models import decoder
 from shardwise.prediction.prediction import Prediction
 from shardwise.train.config import Config
 from shardwise.train.folder import finished_message
-from shardwise.train.model import Batch, named_stages, training
+from shardwise.train.model import Batch, largest_share, named_stages, training
 from shardwise.train.predict_command import answered, numbers_of
 from shardwise.train.predict_table import show
 from shardwise.train.prepare import PreparedRun, Start, prepare
@@ -36,7 +36,7 @@ def dry_run(config: Config, ranks: int, start: Start) -> None:
     if start.resume and (done := finished_message(config)):
         print(done)
         return
-    train, share = config.train, _share(prepared)
+    train, share = config.train, largest_share(prepared)
     found = _predicted(prepared, share)
     print(
         f"{found.plan} on {ranks_text(ranks)}, {len(prepared.corpus.packed.stream):,} tokens of "
@@ -63,13 +63,6 @@ def _predicted(prepared: PreparedRun, share: Batch) -> Prediction:
         check_every=config.run.check_every,
         **training(config, sizes, prepared.table),
     )
-
-
-def _share(prepared: PreparedRun) -> Batch:
-    """The batch of the first data rank; no rank has more rows."""
-    rows = -(-prepared.config.train.batch // prepared.plan.data_size)
-    tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64, device="meta")
-    return {"inputs": tokens, "targets": tokens}
 
 
 @contextmanager

@@ -62,10 +62,18 @@ def with_least_offload(prepared: PreparedRun, world: World) -> PreparedRun:
     plan = prepared.plan
     if plan.offload != AUTO:
         return prepared
-    rows = -(-prepared.config.train.batch // plan.data_size)
-    tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64, device="meta")
-    share = {"inputs": tokens, "targets": tokens}
-    return replace(prepared, plan=with_offload(plan, predictor(prepared, share), world.device))
+    predict_plan = predictor(prepared, largest_share(prepared))
+    return replace(prepared, plan=with_offload(plan, predict_plan, world.device))
+
+
+def largest_share(prepared: PreparedRun) -> Batch:
+    """A batch with as many rows as the first data rank has in a step; no rank has more.
+
+    Not on meta, where a pipeline takes the batch for an activation of no layer.
+    """
+    rows = -(-prepared.config.train.batch // prepared.plan.data_size)
+    tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64)
+    return {"inputs": tokens, "targets": tokens}
 
 
 def predictor(prepared: PreparedRun, share: Batch) -> Callable[[Plan], Prediction]:
@@ -146,6 +154,7 @@ def training(
         # an infinite bound does not clip, but the norm is computed, and recorded
         "clip": train.clip or float("inf"),
         "table": table,
+        "on_nonfinite": train.on_nonfinite,
     }
 
 
@@ -165,7 +174,6 @@ def _build_engine(prepared: PreparedRun, world: World) -> Engine:
         world,
         **_training(prepared),
         tokens=gpt.tokens,
-        on_nonfinite=train.on_nonfinite,
         fill=decoder.fill(prepared.sizes, train.seed),
         stages=starts(prepared, world),
         check_every=prepared.config.run.check_every,

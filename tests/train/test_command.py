@@ -162,7 +162,9 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return said.out
 
 
-@pytest.mark.parametrize("plan", ["dp2 zero3", "tp2 bf16", "pp2 2bw:2"])
+@pytest.mark.parametrize(
+    "plan", ["dp2 zero3", "tp2 bf16", "pp2 2bw:2", "pp2 offload:auto device_memory:9MiB"]
+)
 def test_what_is_predicted_for_a_configuration_is_what_its_run_holds_and_sends(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +192,7 @@ def test_what_is_predicted_for_a_configuration_is_what_its_run_holds_and_sends(
     ("argv", "said"),
     [
         ("--set train.batch=1", "train.batch = 1 under the plan"),
+        ("--plan pp2_2bw:2", "clip=1.0 with 2bw:2, whose stages update at different times"),
         ("--set data.source=absent.txt", "absent.txt"),
         ("--plan tp64 --nproc 64", "tp64"),
     ],
@@ -198,7 +201,7 @@ def test_a_dry_run_refuses_what_the_run_would(
     argv: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same paragraph, and the exit code 2."""
-    started = command(tmp_path, "--dry-run", *argv.split())
+    started = command(tmp_path, "--dry-run", *(word.replace("_", " ") for word in argv.split()))
     with pytest.raises(SystemExit) as leaving:
         cli.main(started[started.index("train") :])
     assert leaving.value.code == 2
