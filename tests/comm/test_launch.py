@@ -86,7 +86,7 @@ except (sw.RankError, sw.InputError) as error:
 """
 
 
-@pytest.mark.parametrize("source", ["file", "text"])
+@pytest.mark.parametrize("source", [pytest.param("file", marks=pytest.mark.full), "text"])
 def test_ranks_that_cannot_import_the_main_program_are_refused_or_forked(
     source: str, tmp_path: Path
 ):
