@@ -90,14 +90,10 @@ class PlannedModel:
 
     def options(self, table: "Table | Mapping[str, str] | None") -> dict[str, Any]:
         """The options that the run passes to parallelize."""
-        from shardwise.train.model import named_stages, training
+        from shardwise.train.model import options_of_run
 
         assert self.config is not None
-        return {
-            **training(self.config, self.sizes, table),
-            "stages": named_stages(self.config.plan.stages, self.sizes),
-            "check_every": self.config.run.check_every,
-        }
+        return options_of_run(self.config, self.sizes, table)
 
 
 def configured(config: Path | None, plan: str | None, model: str | None) -> PlannedModel:

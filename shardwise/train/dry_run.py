@@ -18,7 +18,7 @@ from shardwise.models import decoder
 from shardwise.prediction.prediction import Prediction
 from shardwise.train.config import Config
 from shardwise.train.folder import finished_message
-from shardwise.train.model import Batch, largest_share, named_stages, training
+from shardwise.train.model import Batch, largest_share, options_of_run
 from shardwise.train.predict_command import answered, numbers_of
 from shardwise.train.predict_table import show
 from shardwise.train.prepare import PreparedRun, Start, prepare
@@ -52,17 +52,10 @@ def dry_run(config: Config, ranks: int, start: Start) -> None:
 
 
 def _predicted(prepared: PreparedRun, share: Batch) -> Prediction:
-    config, plan, sizes = prepared.config, prepared.plan, prepared.sizes
     with torch.device("meta"):
-        model = decoder.build(sizes)
-    return predict(
-        model,
-        plan,
-        share,
-        stages=named_stages(config.plan.stages, sizes),
-        check_every=config.run.check_every,
-        **training(config, sizes, prepared.table),
-    )
+        model = decoder.build(prepared.sizes)
+    options = options_of_run(prepared.config, prepared.sizes, prepared.table)
+    return predict(model, prepared.plan, share, **options)
 
 
 @contextmanager

@@ -158,6 +158,14 @@ def training(
     }
 
 
+def options_of_run(
+    config: Config, sizes: Sizes, table: Table | Mapping[str, str] | None
+) -> dict[str, Any]:
+    """The options of the run's prediction; stages that are balanced by time are not known yet."""
+    stages, every = named_stages(config.plan.stages, sizes), config.run.check_every
+    return {**training(config, sizes, table), "stages": stages, "check_every": every}
+
+
 def _build_engine(prepared: PreparedRun, world: World) -> Engine:
     train = prepared.config.train
     if prepared.table is not None and prepared.config.plan.table is None and world.rank == 0:
