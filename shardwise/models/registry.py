@@ -58,7 +58,7 @@ def of_sizes(name: str, sizes: decoder.Sizes, seed: int = 0) -> Trainable:
     if isinstance(sizes, MoEConfig):
         return of_moe(name, sizes, seed)
     make, make_batch = partial(decoder.build, sizes), partial(_texts, sizes)
-    return Trainable(name, make, decoder.loss_of(sizes), make_batch, gpt.tokens, initial)
+    return Trainable(name, make, decoder.loss_of(sizes), make_batch, gpt.tokens, on_meta=True)
 
 
 def of_gpt(name: str, config: GPTConfig, seed: int = 0) -> Trainable:

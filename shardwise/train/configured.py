@@ -52,15 +52,15 @@ class PlannedModel:
 
     @property
     def sizes(self) -> "Sizes":
-        """The sizes of the run's model.
+        """The sizes of the run's model; a folder may have a configuration without weights.
 
         `bpe:SIZE` is taken to have SIZE tokens: how many the data give is known once it is trained.
         """
         from shardwise.train.sizes import model_sizes
 
         assert self.config is not None
-        size = vocabulary_size(self.config.data.tokens)
-        return model_sizes(self.config.model, size, self.config.train.seed)
+        config, size = self.config, vocabulary_size(self.config.data.tokens)
+        return model_sizes(config.model, size, config.train.seed, weights=False)
 
     @property
     def table(self) -> "Table | None":

@@ -42,14 +42,16 @@ OF_EXPERTS: Final = (
 )
 
 
-def model_sizes(section: ModelSection, vocabulary: int, seed: int = 0) -> Sizes:
+def model_sizes(
+    section: ModelSection, vocabulary: int, seed: int = 0, *, weights: bool = True
+) -> Sizes:
     """The named sizes with the tokenizer's vocabulary, overridden by the keys of the section.
 
-    Those of `hf:./FOLDER` are the folder's, but for the length of a training sequence. `seed` is
-    that of the random numbers of gates.
+    Those of `hf:./FOLDER` are the folder's, but for the length of a training sequence; without
+    `weights` it may have a configuration alone. `seed` is that of the random numbers of gates.
     """
     if section.name.startswith(pretrained.PREFIX):
-        return _in_folder(section)
+        return _in_folder(section, weights=weights)
     if section.name not in SIZES:
         close = suggest(section.name, SIZES)
         allowed = f"{', '.join(SIZES)}, or hf:./FOLDER for a model of transformers"
@@ -74,7 +76,7 @@ def model_sizes(section: ModelSection, vocabulary: int, seed: int = 0) -> Sizes:
     return dense
 
 
-def _in_folder(section: ModelSection) -> Sizes:
+def _in_folder(section: ModelSection, *, weights: bool) -> Sizes:
     folder = section.name.removeprefix(pretrained.PREFIX)
     if not hf.is_folder(folder):
         raise bad(
@@ -90,7 +92,7 @@ def _in_folder(section: ModelSection) -> Sizes:
             "model.sequence; the other sizes are those of the folder",
             f"leave model.{own[0]} out",
         )
-    return pretrained.read(Path(folder), section.sequence)
+    return pretrained.read(Path(folder), section.sequence, weights=weights)
 
 
 def _moe_config(section: ModelSection, experts: int, dense: GPTConfig) -> MoEConfig:

@@ -12,6 +12,7 @@ import pytest
 from shardwise.core.errors import InputError
 from shardwise.models import hf, pretrained
 from shardwise.models.registry import find
+from shardwise.prediction.prediction import Prediction
 from shardwise.train.configured import configured
 from shardwise.train.predict_command import predict_request
 from tests.checkpoint.absurd import limits, special
@@ -126,6 +127,21 @@ def test_a_configuration_is_enough_for_a_prediction(alone: Path, plan: str) -> N
     assert (found.memory, found.bytes) == (wanted.memory, wanted.bytes)
     assert found.activations == wanted.activations or alone.name == "mixtral"
     assert not found.notes
+
+
+def test_a_configuration_is_enough_for_the_prediction_of_a_run(whole: Path, tmp_path: Path) -> None:
+    """`predict --config` for a folder without weights is that for the folder with them."""
+    (tmp_path / "alone").mkdir()
+    shutil.copy(whole / "config.json", tmp_path / "alone")
+    found, wanted = (_of_run(folder, tmp_path) for folder in (tmp_path / "alone", whole))
+    assert (found.memory, found.bytes) == (wanted.memory, wanted.bytes)
+    assert found.device_peak == wanted.device_peak
+
+
+def _of_run(folder: Path, tmp_path: Path) -> Prediction:
+    file = tmp_path / "run.toml"
+    file.write_text(f'[model]\nname = "hf:{folder}"\n[plan]\ntext = "dp2 zero3"')
+    return predict_request(configured(file, None, None), 4, 16, 0).prediction(0)
 
 
 def test_what_needs_weights_refuses_a_configuration(alone: Path) -> None:
