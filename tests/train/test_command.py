@@ -169,7 +169,7 @@ def test_what_is_predicted_for_a_configuration_is_what_its_run_holds_and_sends(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By `predict --config` and by `train --dry-run`, which starts and writes nothing."""
-    given = settings(tmp_path / "run", plan, optimizer="lion", batch=4, clip=0)
+    given = settings(tmp_path / "run", plan, optimizer="lion", batch=5, clip=0)
     file = tmp_path / "run.toml"
     file.write_text(config.dump(given))
     before = sorted(tmp_path.rglob("*"))
@@ -177,6 +177,8 @@ def test_what_is_predicted_for_a_configuration_is_what_its_run_holds_and_sends(
     checked = printed(capsys, "train", str(file), "--dry-run")
     assert sorted(tmp_path.rglob("*")) == before
     assert found["model"] == "quickstart of run.toml"
+    assert found["rows_a_step"] == 5  # of which one of two data ranks has three
+    assert "A step trains on 5 rows" in checked
     assert checked.startswith(f"{found['plan']} on 2 ranks, ")
     record = run(given, 2)[-1]
     assert record.memory_bytes is not None
