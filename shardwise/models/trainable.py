@@ -88,7 +88,7 @@ class Trainable:
                 f"{free / 2**30:,.1f} GiB free",
                 "a smaller model here; `shardwise predict`, `shardwise memory` and `shardwise "
                 "table` need no weights",
-                f'shardwise predict "dp64 zero3 bf16" --model {self.name}',
+                'shardwise predict "dp64 zero3 bf16", with the same --model or --config',
             )
 
     def batch(self, rows: int, seed: int, device: torch.device | str = "cpu") -> Any:

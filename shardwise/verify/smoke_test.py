@@ -62,7 +62,7 @@ def _trained(model: str | Trainable, plan: Plan) -> nn.Module:
     trainable = find(model)
     trainable.require_memory(TENSORS * (8 if plan.precision == "fp64" else 4))
     name = trainable.name
-    if name.partition(":")[0] == "gpt":  # ours; a step of the larger ones takes long
+    if isinstance(model, str) and model.partition(":")[0] == "gpt":  # ours; a step may take long
         return trainable.build()
     try:
         engine = engine_of(trainable, Plan(precision=plan.precision), alone())

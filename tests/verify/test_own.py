@@ -18,6 +18,11 @@ def linear() -> nn.Module:
     return nn.Linear(2, 3)
 
 
+def gpt() -> nn.Module:
+    """A function with the name of a model of the command line, for other rows."""
+    return nn.Linear(5, 3)
+
+
 def mean(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
@@ -86,6 +91,7 @@ def test_what_is_given_replaces_what_the_model_has() -> None:
         (linear, {"x": ROWS, "y": ROWS[:4]}, "rows"),
         (linear, ROWS[:0], "tensors have no rows"),
         (linear, 5, "a batch without a tensor"),
+        (gpt, ROWS, 'the model "gpt", whose step in fp64 on one process gives'),
     ],
 )
 def test_what_is_no_model_or_batch_is_refused_in_a_paragraph(
