@@ -127,7 +127,6 @@ def test_every_option_has_a_value_to_write(name: str) -> None:
         ("train x.toml --plan dp2 zero3", "with spaces in quotes"),
         ("train x.toml --resume=3", "Write instead: --resume"),
         ("train x.toml --zzz", "Write instead: shardwise train --help"),
-        ("verify", 'Write instead: shardwise verify "dp2 zero3"'),
         ("verify dp2 zero3", 'Write instead: shardwise verify "dp2 zero3"; put an argument'),
         ("verify dp2 --step 3", "Write instead: --steps 3"),
         ("bench", "Write instead: shardwise bench data"),
