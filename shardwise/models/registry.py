@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Final
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import bad
@@ -12,16 +11,14 @@ from shardwise.models import decoder, gpt, hf, moe, user
 from shardwise.models.gpt import SIZES, GPTConfig
 from shardwise.models.initial import fill, initial
 from shardwise.models.moe import MoEConfig
-from shardwise.models.pretrained import FolderConfig
 from shardwise.models.published import PUBLISHED
 from shardwise.models.trainable import Trainable
+from shardwise.models.user_text import UserConfig
 
 #: Rows of a first pass, on which clusters of tokens are fitted.
 FIRST_PASS: Final = 8
-FORMS: Final = (
-    f"gpt, gpt:SIZE, {', '.join(PUBLISHED)}, moe, moe:GATE[:CAPACITY], hf:NAME, hf:./FOLDER or "
-    "file.py:build"
-)
+NAMED: Final = {"gpt": SIZES["tiny"], **{f"gpt:{n}": s for n, s in SIZES.items()}, **PUBLISHED}
+FORMS: Final = f"{', '.join(NAMED)}, moe:GATE[:CAPACITY], hf:NAME, hf:./FOLDER or file.py:build"
 
 
 def find(name: str | Trainable, seed: int = 0) -> Trainable:
@@ -33,32 +30,42 @@ def find(name: str | Trainable, seed: int = 0) -> Trainable:
     """
     if isinstance(name, Trainable):
         return name
+    if sizes := named_sizes(name):
+        return of_sizes(name, sizes, seed)
     kind, _, rest = name.partition(":")
-    if name in PUBLISHED:
-        return of_sizes(name, PUBLISHED[name], seed)
-    if kind == "gpt":
-        return of_gpt(name, _size(rest or "tiny"), seed)
-    if kind == "moe":
-        return of_moe(name, moe.tiny(rest or "topk-renormalised"), seed)
     if kind == "hf":
         return hf.find(rest, seed)
     if ".py" in name:
         return user.find(name, seed)
-    known = ["gpt", *(f"gpt:{s}" for s in SIZES), *PUBLISHED, "moe", "hf:gpt2", "hf:llama"]
-    raise bad(f'the model "{name}"', FORMS, suggest(name, known, 0.5) or "gpt")
+    raise bad(f'the model "{name}"', FORMS, nearest(name))
+
+
+def named_sizes(name: str) -> GPTConfig | MoEConfig | None:
+    """The sizes of `gpt`, `gpt:SIZE`, `llama:70b` and others, `moe:GATE`; None for other names."""
+    kind, _, rest = name.partition(":")
+    if kind == "moe":
+        return moe.tiny(rest or "topk-renormalised")
+    return NAMED.get(name)
+
+
+def nearest(name: str) -> str:
+    """The name of a model that was probably meant."""
+    return suggest(name, [*NAMED, "moe", "hf:gpt2", "hf:llama"], 0.5) or "gpt"
 
 
 def of_sizes(name: str, sizes: decoder.Sizes, seed: int = 0) -> Trainable:
     """The decoder of these sizes, with random tokens as its batches.
 
-    It can be sent to another process. The weights of a folder are read when it is built.
+    It can be sent to another process. The weights of a folder are read when it is built, and a
+    user's model is made with its weights.
     """
     if isinstance(sizes, GPTConfig):
         return of_gpt(name, sizes, seed)
     if isinstance(sizes, MoEConfig):
         return of_moe(name, sizes, seed)
     make, make_batch = partial(decoder.build, sizes), partial(_texts, sizes)
-    return Trainable(name, make, decoder.loss_of(sizes), make_batch, gpt.tokens, on_meta=True)
+    on_meta = not isinstance(sizes, UserConfig)
+    return Trainable(name, make, decoder.loss_of(sizes), make_batch, gpt.tokens, on_meta=on_meta)
 
 
 def of_gpt(name: str, config: GPTConfig, seed: int = 0) -> Trainable:
@@ -91,27 +98,9 @@ def _fitted(config: MoEConfig, seed: int) -> nn.Module:
     return model
 
 
-def _texts(sizes: GPTConfig | FolderConfig, rows: int, seed: int) -> dict[str, Tensor]:
-    return random_text(rows, sizes.sequence, sizes.vocabulary, seed)
+def _texts(sizes: decoder.Sizes, rows: int, seed: int) -> dict[str, Tensor]:
+    return gpt.random_text(rows, sizes.sequence, sizes.vocabulary, seed)
 
 
 def _moe_batch(config: MoEConfig, rows: int, seed: int) -> dict[str, Tensor]:
     return moe.batch(rows, config, seed)
-
-
-def random_text(rows: int, positions: int, vocabulary: int, seed: int) -> dict[str, Tensor]:
-    """Uniform random tokens: `inputs` [rows, positions], and `targets`, the tokens one later."""
-    generator = torch.Generator().manual_seed(seed)
-    text = torch.randint(vocabulary, (rows, positions + 1), generator=generator)
-    return {"inputs": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
-
-
-def _size(word: str) -> GPTConfig:
-    if word not in SIZES:
-        known = [*SIZES, *(name[4:] for name in PUBLISHED if name.startswith("gpt:"))]
-        raise bad(
-            f'the model "gpt:{word}"',
-            f"the sizes {', '.join(known)}",
-            f"gpt:{suggest(word, known)}",
-        )
-    return SIZES[word]

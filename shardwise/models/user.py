@@ -39,14 +39,18 @@ RETURNS: Final = "a function that returns an nn.Module, or (module, loss, make_b
 GUESSED_POSITIONS: Final = 16
 
 
-def find(name: str, seed: int = 0) -> Trainable:
+def find(
+    name: str, seed: int = 0, *, make_batch: Callable[[int, int], Any] | None = None
+) -> Trainable:
     """The model of `path/to/file.py:function`, which is called without arguments.
 
     torch's generator is seeded before each call, so that the weights are the same each time.
+    `make_batch` replaces its batches.
     Raises InputError if the file or function does not exist, fails, or returns something else.
     """
     path, function = _split(name)
-    return of_function(name, _function(_load(path, name), function, name), seed)
+    build = _function(_load(path, name), function, name)
+    return of_function(name, build, seed, make_batch=make_batch)
 
 
 def of_function(
@@ -96,7 +100,7 @@ def _load(path: Path, name: str) -> ModuleType:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             del sys.modules[module_name]
-            raise _failed(name, "running the file", error) from error
+            raise failed(name, "running the file", error) from error
     return module
 
 
@@ -141,7 +145,7 @@ def _call(
         except InputError:
             raise
         except (Exception, SystemExit) as error:
-            raise _failed(name, "calling the function", error) from error
+            raise failed(name, "calling the function", error) from error
     if isinstance(made, nn.Module):
         if make_batch is not None:
             return made, own_loss, make_batch
@@ -216,12 +220,19 @@ def _guess(model: nn.Module, name: str) -> Callable[[int, int], Tensor]:
     return make_batch
 
 
-def _failed(name: str, doing: str, error: BaseException) -> InputError:
-    """An InputError with the user's error and the line that raised it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
+def failed(name: str, doing: str, error: BaseException) -> InputError:
+    """An InputError with the user's error and the line of the user's file that raised it."""
+    place = place_of(error, name)
     return bad(
-        f'the model "{name}"; {doing} gives {type(error).__name__}: {error} '
-        f"({Path(last.filename).name}, line {last.lineno})",
+        f'the model "{name}"; {doing} gives {type(error).__name__}: {error} ({place})',
         RETURNS,
-        f"the same command, once {Path(last.filename).name} is corrected",
+        f"the same command, once {place.partition(',')[0]} is corrected",
     )
+
+
+def place_of(error: BaseException, name: str) -> str:
+    """The innermost line of the user's file, or else of any file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = Path(name.rpartition(":")[0]).name
+    last = ([frame for frame in frames if Path(frame.filename).name == file] or frames)[-1]
+    return f"{Path(last.filename).name}, line {last.lineno}"

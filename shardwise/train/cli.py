@@ -218,7 +218,9 @@ class TrainOptions:
     plan: Annotated[str | None, typer.Option(help="The plan, instead of the file's.")] = None
     model: Annotated[
         str | None,
-        typer.Option(help="The model, instead of the file's: a size of the GPT, or hf:./FOLDER."),
+        typer.Option(
+            help="The model, instead of the file's: gpt:small, hf:./FOLDER or file.py:build."
+        ),
     ] = None
     table: Annotated[
         Path | None,

@@ -238,7 +238,7 @@ def _stages_by_time(prepared: PreparedRun, device: torch.device) -> list[str]:
     rows = prepared.config.train.batch // (plan.data_size * plan.microbatches)
     tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64, device=device)
     with torch.device(device):
-        model = decoder.build(prepared.sizes)
+        model = decoder.build(prepared.sizes).to(device)
     if has_clusters(prepared):
         moe.fit_clusters(model, tokens)
     return list(balance_by_time(model, lambda whole: whole(tokens), len(schedule.home)))

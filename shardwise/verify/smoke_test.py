@@ -4,10 +4,8 @@ A user's model may fail anywhere. Here it fails once, with the line of the user'
 on every rank.
 """
 
-import traceback
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from torch import nn
 
@@ -18,6 +16,7 @@ from shardwise.derive.choice import table_or_derived
 from shardwise.engine import recomputation, stage_module, tensor_parallel, weight_stashing
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
+from shardwise.models.user import place_of
 from shardwise.parallel.data.wrap_policy import choose
 from shardwise.verify.batches import SEED
 from shardwise.verify.options import Options
@@ -72,17 +71,8 @@ def _trained(model: str | Trainable, plan: Plan) -> nn.Module:
     except Exception as error:
         raise bad(
             f'the model "{name}", whose step in {plan.precision} on one process gives '
-            f"{type(error).__name__}: {' '.join(str(error).split())} ({_place(error, name)})",
+            f"{type(error).__name__}: {' '.join(str(error).split())} ({place_of(error, name)})",
             "a model that trains on its own batches, in the precision of the plan",
             "the same command, once it does; fp32 in the plan if the model fixes its dtypes",
         ) from error
     return engine.model
-
-
-def _place(error: Exception, model: str) -> str:
-    """The innermost line of the user's file, or else of any file."""
-    frames = traceback.extract_tb(error.__traceback__)
-    file = Path(model.rpartition(":")[0]).name
-    own = [frame for frame in frames if Path(frame.filename).name == file]
-    last = (own or frames)[-1]
-    return f"{Path(last.filename).name}, line {last.lineno}"
