@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from shardwise.parallel.replicas.replicate import replicate
     from shardwise.parallel.replicas.rows import gather, scatter
     from shardwise.parallel.replicas.threads import parallel_apply
+    from shardwise.verify import Verify
+
+    verify: Verify
 
 __version__ = "0.1.0"
 
@@ -91,6 +94,7 @@ _HOMES = {
     "save": "checkpoint.engines",
     "spawn": "comm.launch",
     "unwrap": "engine.unwrap",
+    "verify": "verify",
 }
 
 __all__ = [
@@ -139,6 +143,7 @@ __all__ = [
     "scatter",
     "spawn",
     "unwrap",
+    "verify",
 ]
 
 
@@ -146,7 +151,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         text = f"module 'shardwise' has no attribute {name!r}"  # Python adds the nearest name
         raise AttributeError(text, name=name, obj=sys.modules[__name__])
-    return getattr(import_module(f"shardwise.{_HOMES[name]}"), name)
+    home = import_module(f"shardwise.{_HOMES[name]}")
+    return home if _HOMES[name] == name else getattr(home, name)
 
 
 def __dir__() -> list[str]:

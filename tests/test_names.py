@@ -17,6 +17,7 @@ NAMES = [
     *("balance_by_time", "clip_grad_norm", "cross_entropy", "derive_table", "fill_from"),
     *("full_state_dict", "init", "load"),
     *("move", "no_sync", "parallelize", "place_experts", "predict", "save", "spawn", "unwrap"),
+    "verify",
     *("DataParallel", "gather", "parallel_apply", "replicate", "scatter"),
 ]
 

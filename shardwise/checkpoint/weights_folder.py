@@ -114,6 +114,18 @@ def open_weights(folder: object) -> WeightsFolder:
     return found
 
 
+def open_model(folder: object) -> WeightsFolder:
+    """The folder of weights, or one of a configuration alone, which has no tensors.
+
+    Raises InputError like `open_weights` for a folder without both.
+    """
+    path = as_path(folder)
+    weights = any((path / name).exists() for name in (INDEX, SINGLE))
+    if not weights and (path / CONFIG).is_file():
+        return WeightsFolder(path, {})
+    return open_weights(path)
+
+
 def fill_from(folder: object) -> WeightsFolder:
     """A `fill` for parallelize that reads weights from a folder of safetensors.
 

@@ -11,6 +11,7 @@ other ranks a moment later.
 """
 
 import logging
+import multiprocessing
 import os
 import pickle
 import queue
@@ -18,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -42,7 +44,12 @@ _EVENTS = "torchelastic-events-null"  # torch creates it with the first event
 
 
 def spawn(
-    function: Callable[..., Any], ranks: int = 4, args: Sequence[Any] = (), device: str = "cpu"
+    function: Callable[..., Any],
+    ranks: int = 4,
+    args: Sequence[Any] = (),
+    device: str = "cpu",
+    *,
+    fork: bool = False,
 ) -> list[Any]:
     """Call `function(*args)` in `ranks` new processes, and return the results in rank order.
 
@@ -50,18 +57,22 @@ def spawn(
     pickled, so the function must be at the top level of a module.  Each rank has one thread, unless
     OMP_NUM_THREADS is set.  With device "cpu" the ranks see no GPU; with "cuda" each has its own.
 
+    With `fork` the ranks are forked from this process.  Then the function and its arguments need
+    not be pickled, so they may be defined in a notebook or inside another function, and the main
+    script needs no guard.  Ranks cannot be forked on a machine with a GPU (`can_fork`).
+
     Raises:
         RankError: a rank failed; the others have been killed.
         InputError: a rank raised one (`__cause__` names the rank); there are too few GPUs or
             processors; the function cannot be called or pickled.
     """
     install_excepthook()
-    _check(ranks, device)
+    require_ranks(ranks, device)
     _callable(function)
     if not isinstance(args, tuple | list):
         given = f"spawn with args={short_repr(args)}"
         raise bad(given, "a tuple of the function's arguments", "spawn(work, 2, args=(3,))")
-    work = _pickled(function, tuple(args))
+    work = (function, tuple(args)) if fork else _pickled(function, tuple(args))
     with open_status_dir(ranks) as status:
         outcome = _run(Job(work, status, _threads(), quiet=False), device, signals=[])
         if outcome.results is None:
@@ -71,6 +82,14 @@ def spawn(
                 raise InputError(failure.input_error) from failed
             raise failed
         return [pickle.loads(outcome.results[rank]) for rank in range(ranks)]  # noqa: S301
+
+
+def can_fork(device: str = "cpu") -> bool:
+    """Whether ranks on `device` can be forked from this process.
+
+    Neither CUDA nor the threads of autograd, which a GPU has, work in a forked process.
+    """
+    return sys.platform == "linux" and device == "cpu" and not torch.cuda.is_available()
 
 
 def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.train.cli") -> int:
@@ -85,7 +104,7 @@ def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.train.cli")
 
     Raises InputError for fewer than one process.
     """
-    _check(nproc, None)
+    require_ranks(nproc, None)
     work = pickle.dumps((run_module, (module, tuple(argv))))
     with open_status_dir(nproc) as status, _signals() as received:
         outcome = _run(Job(work, status, _threads(), quiet=True), None, received)
@@ -107,16 +126,23 @@ def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.train.cli")
         return report(status, failure)
 
 
-def _check(ranks: int, device: str | None) -> None:
+def require_ranks(ranks: int, device: str | None) -> None:
+    """Raise InputError if so many ranks cannot run on this machine's `device`.
+
+    A rank that imports a main script without a guard ends here, and its launcher says why.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise SystemExit(1)
     integer("--nproc" if device is None else "ranks", ranks, 1, 2)
     if device is not None:
         choice("device", device, ("cpu", "cuda"))
     if device == "cuda" and ranks > torch.cuda.device_count():
         gpus = torch.cuda.device_count()
+        on_cpu = 'device="cpu" (on the command line: --device cpu)'
         raise bad(
             f"{ranks} ranks on cuda, with {gpus} GPUs available",
             "one GPU for each rank",
-            f'ranks={gpus}, or device="cpu"' if gpus else 'device="cpu"',
+            f"ranks={gpus}, or {on_cpu}" if gpus else on_cpu,
         )
     require_local(ranks)
     read_limits()
@@ -132,14 +158,23 @@ def _callable(function: Any) -> None:
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    allowed = "a function at the top level of a module, and arguments that can be pickled"
     try:
-        return pickle.dumps((function, args))
+        work = pickle.dumps((function, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise bad(
             f"a function or arguments that cannot be sent to another process ({error})",
-            "a function at the top level of a module, and arguments that can be pickled",
+            allowed,
             "def work(...): ... outside any other function, then spawn(work, ...)",
         ) from error
+    if b"__main__" in work and not hasattr(sys.modules["__main__"], "__file__"):
+        raise bad(
+            f"{short_repr(function)} or arguments that are defined in a notebook or an interactive "
+            "session, which new processes cannot import",
+            allowed,
+            "the same functions in a file: from file import build",
+        )
+    return work
 
 
 def _run(job: Job, device: str | None, signals: list[int]) -> LaunchOutcome:
@@ -155,7 +190,7 @@ def _run(job: Job, device: str | None, signals: list[int]) -> LaunchOutcome:
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=2 * POLL_S,
-        start_method="spawn",
+        start_method="spawn" if isinstance(job.work, bytes) else "fork",
         logs_specs=DefaultLogsSpecs(log_dir=str(job.status.folder / "agent")),
     )
     returned: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -217,14 +252,18 @@ def _variables(changes: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Silence the elastic launcher's log; our own error says what failed."""
+    """Silence the elastic launcher's log, for our own error says what failed; and Python's warning
+    of a fork beside other threads, of which the ranks use none.
+    """
     names = [name for name in logging.root.manager.loggerDict if name.startswith(_LOGGERS)]
     loggers = map(logging.getLogger, [*names, _EVENTS])
     loud = [logger for logger in loggers if not logger.disabled]
     for logger in loud:
         logger.disabled = True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*use of fork.. may lead to deadlocks")
+            yield
     finally:
         for logger in loud:
             logger.disabled = False

@@ -74,7 +74,7 @@ def _torchrun(variables: Mapping[str, str]) -> Start:
         raise bad(
             f"{present or 'empty RANK'} in the environment without {' and '.join(missing)}",
             f"all of {', '.join(_TORCHRUN)}, or none of them",
-            "start with 'torchrun --nproc-per-node 2 -m shardwise.train.cli ...', or unset them",
+            "start with 'torchrun --nproc-per-node 2 -m shardwise ...', or unset them",
         )
     rank, size = _rank_and_size(variables, "RANK", "WORLD_SIZE")
     local = _number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else rank

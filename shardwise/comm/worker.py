@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -37,12 +37,12 @@ _HIDDEN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank runs: `work` is the pickled (function, args).
+    """What every rank runs: `work` is (function, args), pickled unless the rank is forked.
 
     With `quiet`, the error output of all ranks but the first goes to the status directory.
     """
 
-    work: bytes
+    work: bytes | tuple[Callable[..., Any], tuple[Any, ...]]
     status: StatusDir
     threads: int
     quiet: bool
@@ -87,7 +87,8 @@ def run_module(module: str, argv: Sequence[str]) -> None:
 
 
 def _work(job: Job) -> bytes:
-    function, args = pickle.loads(job.work)  # noqa: S301  the launcher's own
+    work = job.work
+    function, args = pickle.loads(work) if isinstance(work, bytes) else work  # noqa: S301 (ours)
     result = function(*args)
     return pickle.dumps(result)
 

@@ -17,12 +17,13 @@ from shardwise.core.expert_moves import Loads
 from shardwise.core.independent import place, plan_of_expert
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
-from shardwise.engine import validate
+from shardwise.engine import validate, weight_stashing
 from shardwise.engine.elementwise import require_shardable
 from shardwise.engine.model_spec import model_spec, shapes_of
 from shardwise.engine.offload_choice import with_offload
 from shardwise.engine.parallelize import own_loss, plan_of, settled_options, spec_of
 from shardwise.engine.spec import optimizer_shape
+from shardwise.engine.stage_module import stage_starts
 from shardwise.engine.training import Loss
 from shardwise.parallel.redistribute.exchange import Counts
 from shardwise.prediction.experts import EVEN
@@ -109,6 +110,11 @@ class Predictor:
             self.rank, self.plan = place(self.plan, rank)[1], plan_of_expert(self.plan)
         self.options = settled_options(options)
         validate.rows(self.options["rows"])
+        beside = validate.beside(self.options["beside"])
+        begin = stage_starts(model, self.plan, self.options["stages"], beside)
+        clip, on_nonfinite = self.options["clip"], self.options["on_nonfinite"]
+        at = model, self.plan, begin
+        self.options["clip"] = weight_stashing.require(*at, clip, beside, on_nonfinite)
         self.spec = spec_of(optimizer)
         require_shardable(self.spec.kind, self.spec.by_group, self.plan)
         self.objective = validate.loss(own_loss if loss is None else loss)

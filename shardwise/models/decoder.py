@@ -1,4 +1,4 @@
-"""A decoder by its sizes: a GPT, a GPT of experts, or a model in a folder of transformers."""
+"""A decoder by its sizes: a GPT, a GPT of experts, a folder of transformers, a user's model."""
 
 from dataclasses import asdict
 from functools import partial
@@ -6,28 +6,36 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.models import gpt, hf, moe, pretrained
+from shardwise.models import gpt, hf, moe, pretrained, user_text
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.initial import initial
 from shardwise.models.moe import MoEConfig, MoEGPT
 from shardwise.models.pretrained import FolderConfig
 from shardwise.models.trainable import Loss
+from shardwise.models.user_text import UserConfig
 from shardwise.parallel.data.initial_weights import Fill
 
-Sizes = GPTConfig | MoEConfig | FolderConfig
+Sizes = GPTConfig | MoEConfig | FolderConfig | UserConfig
 
 
 def build(sizes: Sizes) -> nn.Module:
-    """The model on the current default device."""
+    """The model on the current default device; a user's is always on the CPU."""
     if isinstance(sizes, FolderConfig):
         return pretrained.build(sizes)
+    if isinstance(sizes, UserConfig):
+        return user_text.build(sizes)
     return GPT(sizes) if isinstance(sizes, GPTConfig) else MoEGPT(sizes)
 
 
-def fill(sizes: Sizes, seed: int) -> Fill:
-    """Writes a parameter's first value: the folder's, or one that depends on seed and name."""
+def fill(sizes: Sizes, seed: int) -> Fill | None:
+    """Writes a parameter's first value: the folder's, or one that depends on seed and name.
+
+    None for a user's model, which has its weights.
+    """
     if isinstance(sizes, FolderConfig):
         return pretrained.fill(sizes)
+    if isinstance(sizes, UserConfig):
+        return None
     return partial(initial, seed=seed)
 
 
@@ -35,6 +43,8 @@ def loss_of(sizes: Sizes) -> Loss:
     """Its loss: cross-entropy, and in training the auxiliary losses of our own experts."""
     if isinstance(sizes, FolderConfig):
         return hf.causal_loss
+    if isinstance(sizes, UserConfig):
+        return user_text.loss_of(sizes)
     return gpt.loss if isinstance(sizes, GPTConfig) else moe.loss
 
 
@@ -47,7 +57,7 @@ def logits(model: nn.Module, tokens_BT: Tensor) -> Tensor:
 
 def parameters(sizes: Sizes) -> int:
     """The number of parameters; a shared one counts once."""
-    if isinstance(sizes, FolderConfig):
+    if isinstance(sizes, FolderConfig | UserConfig):
         return sizes.parameters
     return gpt.parameters(sizes) if isinstance(sizes, GPTConfig) else moe.parameters(sizes)
 
@@ -56,6 +66,8 @@ def flops_per_token(sizes: Sizes) -> int:
     """Floating-point operations of forward and backward for one token."""
     if isinstance(sizes, FolderConfig):
         return pretrained.flops_per_token(sizes)
+    if isinstance(sizes, UserConfig):
+        return user_text.flops_per_token(sizes)
     if isinstance(sizes, GPTConfig):
         return gpt.flops_per_token(sizes)
     return moe.flops_per_token(sizes)
@@ -63,8 +75,10 @@ def flops_per_token(sizes: Sizes) -> int:
 
 def numbers(sizes: Sizes) -> dict[str, Any]:
     """The sizes by the keys of the configuration's section [model]."""
-    if isinstance(sizes, FolderConfig):  # the path may be another when a run is resumed
-        return {k: v for k, v in asdict(sizes).items() if k not in ("path", "multiplied")}
+    if isinstance(sizes, FolderConfig | UserConfig):
+        # the path may be another when a run is resumed
+        hidden = ("path", "multiplied", "name", "seed", "logits")
+        return {k: v for k, v in asdict(sizes).items() if k not in hidden}
     if isinstance(sizes, GPTConfig):
         return asdict(sizes)
     gate = sizes.gate

@@ -27,17 +27,23 @@ WIDTHS: Final = (
 EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 POSITIONS: Final = ("max_position_embeddings", "n_positions", "n_ctx")
 MOST_POSITIONS: Final = 2**31
+#: Without weights: more of a layer or of a dim than any published model has.
+MOST_LAYERS: Final = 10_000
+MOST_ROWS: Final = 2**24
 #: Random text has no special tokens, of which there are five (hf.py).
 LEAST_VOCABULARY: Final = 6
 
 
 def check_sizes(path: Path, said: dict[str, Any], weights: WeightsFolder) -> None:
     """Raise InputError for a size in config.json that no model with these weights has."""
-    longest = weights.longest_dim()
+    alone = not weights.names
+    longest = MOST_ROWS if alone else weights.longest_dim()
+    layers = MOST_LAYERS if alone else len(weights.names)
+    why = "" if alone else ", which the weights beside it allow"
     limits = {
         "vocab_size": (LEAST_VOCABULARY, longest),
-        **dict.fromkeys(LAYERS, (1, len(weights.names))),
-        **dict.fromkeys(SOME_LAYERS, (0, len(weights.names))),
+        **dict.fromkeys(LAYERS, (1, layers)),
+        **dict.fromkeys(SOME_LAYERS, (0, layers)),
         **dict.fromkeys((*HEADS, *WIDTHS), (1, longest)),
         **dict.fromkeys(EXPERTS, (0, longest)),
         **dict.fromkeys(POSITIONS, (1, MOST_POSITIONS)),
@@ -50,8 +56,8 @@ def check_sizes(path: Path, said: dict[str, Any], weights: WeightsFolder) -> Non
             if type(one) is not int or not least <= one <= most:
                 raise bad(
                     f"{name} = {short_repr(size)} in '{path / CONFIG}'",
-                    f"a whole number from {least} to {most}, which the weights beside it allow",
-                    "the configuration that the weights were written with",
+                    f"a whole number from {least} to {most}{why}",
+                    "the configuration that the model was published or written with",
                 )
 
 

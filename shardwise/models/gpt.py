@@ -219,6 +219,13 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     )
 
 
+def random_text(rows: int, positions: int, vocabulary: int, seed: int) -> dict[str, Tensor]:
+    """Uniform random tokens: `inputs` [rows, positions], and `targets`, the tokens one later."""
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(vocabulary, (rows, positions + 1), generator=generator)
+    return {"inputs": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+
+
 def tokens(batch: dict[str, Tensor]) -> int:
     """The number of targets in the mean of `loss`: the weight of this batch in a larger mean."""
     return int((batch["targets"] != IGNORED).sum())

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from shardwise.checkpoint.weights_folder import CONFIG, GENERATION, open_weights
+from shardwise.checkpoint.weights_folder import CONFIG, GENERATION, open_model, open_weights
 from shardwise.core.errors import InputError, bad
 from shardwise.core.suggest import suggestions
 from shardwise.models.folder_sizes import check_sizes
@@ -63,8 +63,9 @@ SMALL: Final[dict[str, int]] = {
 def find(name: str, seed: int = 0) -> Trainable:
     """The small model of type `name`, or the model in the folder `name`.
 
-    "gpt2+dropout" keeps the type's own rates of dropout. Raises InputError like `build`, and for a
-    folder without a configuration or weights.
+    "gpt2+dropout" keeps the type's own rates of dropout. A folder may have only a configuration;
+    then the model has no weights. Raises InputError like `build`, and for a folder without a
+    configuration.
     """
     require_transformers(f"hf:{name}")
     if is_folder(name):
@@ -203,8 +204,15 @@ class Wide(TorchFunctionMode):
 
 
 def _by_group(rows_NI: Tensor, stacked_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """Grouped matrix products, which torch does not have in fp64: rows up to ends[e] times e."""
-    lengths = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    """Grouped matrix products, which torch does not have in fp64: rows up to ends[e] times e.
+
+    On the meta device ends have no values; then each group has equally many rows.
+    """
+    rows, experts = len(rows_NI), len(stacked_EIO)
+    if ends_E.is_meta:
+        lengths = [rows * (e + 1) // experts - rows * e // experts for e in range(experts)]
+    else:
+        lengths = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     parts = zip(rows_NI.split(lengths), stacked_EIO, strict=True)
     return torch.cat([part @ weight for part, weight in parts])
 
@@ -230,7 +238,7 @@ def config_of(path: Path, *, dropout: bool = True) -> Any:
     require_transformers(f"hf:{path}")
     from transformers import AutoConfig  # the extra `hf`
 
-    weights = open_weights(path)
+    weights = open_model(path)
     said = weights.config or {}
     kind = said.get("model_type")
     if not isinstance(kind, str):
@@ -272,6 +280,7 @@ def load(path: Path, config: Any) -> Any:
     with _quiet(), explained(path):
         if torch.get_default_device().type == "meta":
             return _as_generates(family.from_config(config), path)
+        open_weights(path)
         model, found = family.from_pretrained(
             path, config=config, dtype=torch.float32, output_loading_info=True
         )
@@ -301,7 +310,8 @@ def _in_folder(path: Path) -> Trainable:
     with explained(path):
         text = getattr(config, "get_text_config", lambda: config)()
         batch = partial(make_batch, vocabulary=min(VOCABULARY, text.vocab_size))
-    return Trainable(f"hf:{path}", partial(load, path, config), loss, batch, tokens)
+    make = partial(load, path, config)
+    return Trainable(f"hf:{path}", make, loss, batch, tokens, on_meta=True)
 
 
 def kind_of(name: str) -> str:

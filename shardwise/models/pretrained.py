@@ -46,13 +46,14 @@ class FolderConfig:
     multiplied: int
 
 
-def read(path: Path, sequence: int | None) -> FolderConfig:
+def read(path: Path, sequence: int | None, *, weights: bool = True) -> FolderConfig:
     """The sizes of the model in a folder; `sequence` None: as many positions as it has, to 1024.
 
-    Raises InputError for a folder without a causal language model or weights, and for a sequence
-    that is longer than the model's positions.
+    Raises InputError for a folder without a causal language model, for one without weights unless
+    `weights` is False, and for a sequence that is longer than the model's positions.
     """
-    open_weights(path)
+    if weights:
+        open_weights(path)
     config = hf.config_of(path)
     kind = hf.kind_of(config.model_type)
     if kind != "causal":

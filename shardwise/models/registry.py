@@ -1,9 +1,8 @@
 """Models by the names used on the command line."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Final
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import bad
@@ -12,85 +11,96 @@ from shardwise.models import decoder, gpt, hf, moe, user
 from shardwise.models.gpt import SIZES, GPTConfig
 from shardwise.models.initial import fill, initial
 from shardwise.models.moe import MoEConfig
+from shardwise.models.published import PUBLISHED
 from shardwise.models.trainable import Trainable
+from shardwise.models.user_text import UserConfig
 
 #: Rows of a first pass, on which clusters of tokens are fitted.
 FIRST_PASS: Final = 8
-FORMS = "gpt, gpt:SIZE, moe, moe:GATE[:CAPACITY], hf:NAME, hf:./FOLDER or file.py:build"
+NAMED: Final = {"gpt": SIZES["tiny"], **{f"gpt:{n}": s for n, s in SIZES.items()}, **PUBLISHED}
+FORMS: Final = f"{', '.join(NAMED)}, moe:GATE[:CAPACITY], hf:NAME, hf:./FOLDER or file.py:build"
 
 
-def find(name: str, seed: int = 0) -> Trainable:
-    """The model called `name`: `gpt` (size tiny), `gpt:small`, `moe`, `hf:llama`, `net.py:build`.
+def find(name: str | Trainable, seed: int = 0) -> Trainable:
+    """The model called `name`: `gpt` (size tiny), `llama:70b`, `moe`, `hf:llama`, `net.py:build`.
 
     `hf:` takes any model type of transformers or a folder of one, `file.py:function` the user's own
-    model. Nothing is built yet, except by the user's file. Raises
-    InputError for another name, with the nearest.
+    model. Nothing is built yet, except by the user's file. A `Trainable` is returned unchanged.
+    Raises InputError for another name, with the nearest.
     """
+    if isinstance(name, Trainable):
+        return name
+    if sizes := named_sizes(name):
+        return of_sizes(name, sizes, seed)
     kind, _, rest = name.partition(":")
-    if kind == "gpt":
-        return of_gpt(name, _size(rest or "tiny"), seed)
-    if kind == "moe":
-        return of_moe(name, moe.tiny(rest or "topk-renormalised"), seed)
     if kind == "hf":
         return hf.find(rest, seed)
     if ".py" in name:
         return user.find(name, seed)
-    known = ["gpt", *(f"gpt:{size}" for size in SIZES), "moe", "hf:gpt2", "hf:llama"]
-    raise bad(f'the model "{name}"', FORMS, suggest(name, known, 0.5) or "gpt")
+    raise bad(f'the model "{name}"', FORMS, nearest(name))
+
+
+def named_sizes(name: str) -> GPTConfig | MoEConfig | None:
+    """The sizes of `gpt`, `gpt:SIZE`, `llama:70b` and others, `moe:GATE`; None for other names."""
+    kind, _, rest = name.partition(":")
+    if kind == "moe":
+        return moe.tiny(rest or "topk-renormalised")
+    return NAMED.get(name)
+
+
+def nearest(name: str) -> str:
+    """The name of a model that was probably meant."""
+    return suggest(name, [*NAMED, "moe", "hf:gpt2", "hf:llama"], 0.5) or "gpt"
+
+
+def of_sizes(name: str, sizes: decoder.Sizes, seed: int = 0) -> Trainable:
+    """The decoder of these sizes, with random tokens as its batches.
+
+    It can be sent to another process. The weights of a folder are read when it is built, and a
+    user's model is made with its weights.
+    """
+    if isinstance(sizes, GPTConfig):
+        return of_gpt(name, sizes, seed)
+    if isinstance(sizes, MoEConfig):
+        return of_moe(name, sizes, seed)
+    make, make_batch = partial(decoder.build, sizes), partial(_texts, sizes)
+    on_meta = not isinstance(sizes, UserConfig)
+    return Trainable(name, make, decoder.loss_of(sizes), make_batch, gpt.tokens, on_meta=on_meta)
 
 
 def of_gpt(name: str, config: GPTConfig, seed: int = 0) -> Trainable:
     """The GPT of a configuration, with random tokens as its batches."""
-
-    def make_batch(rows: int, batch_seed: int) -> dict[str, Tensor]:
-        return random_text(rows, config.sequence, config.vocabulary, batch_seed)
-
-    return Trainable(name, _filled(config, seed), gpt.loss, make_batch, gpt.tokens, initial)
+    make = partial(_filled, config, seed)
+    return Trainable(name, make, gpt.loss, partial(_texts, config), gpt.tokens, initial)
 
 
 def of_moe(name: str, config: MoEConfig, seed: int = 0) -> Trainable:
     """The MoE GPT of a configuration, with random tokens as its batches."""
-
-    def make_batch(rows: int, batch_seed: int) -> dict[str, Tensor]:
-        return moe.batch(rows, config, batch_seed)
-
-    build, clusters = _filled(config, seed), config.gate.name == "cluster"
-
-    def fitted() -> nn.Module:
-        """The model, with clusters of the tokens of a first pass."""
-        model = build()
-        if not next(model.parameters()).is_meta:
-            moe.fit_clusters(model, make_batch(FIRST_PASS, seed)["inputs"])
-        return model
-
-    made = fitted if clusters else build
-    return Trainable(name, made, moe.loss, make_batch, gpt.tokens, None if clusters else initial)
+    make, make_batch = partial(_filled, config, seed), partial(_moe_batch, config)
+    if config.gate.name != "cluster":
+        return Trainable(name, make, moe.loss, make_batch, gpt.tokens, initial)
+    return Trainable(name, partial(_fitted, config, seed), moe.loss, make_batch, gpt.tokens)
 
 
-def _filled(sizes: decoder.Sizes, seed: int) -> Callable[[], nn.Module]:
-    """A function that builds the decoder and, unless it is on meta, fills it from the seed."""
-
-    def build() -> nn.Module:
-        model = decoder.build(sizes)
-        if not next(model.parameters()).is_meta:
-            fill(model, seed)
-        return model
-
-    return build
+def _filled(sizes: decoder.Sizes, seed: int) -> nn.Module:
+    """The decoder; unless it is on meta, filled from the seed."""
+    model = decoder.build(sizes)
+    if not next(model.parameters()).is_meta:
+        fill(model, seed)
+    return model
 
 
-def random_text(rows: int, positions: int, vocabulary: int, seed: int) -> dict[str, Tensor]:
-    """Uniform random tokens: `inputs` [rows, positions], and `targets`, the tokens one later."""
-    generator = torch.Generator().manual_seed(seed)
-    text = torch.randint(vocabulary, (rows, positions + 1), generator=generator)
-    return {"inputs": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+def _fitted(config: MoEConfig, seed: int) -> nn.Module:
+    """The model, with clusters of the tokens of a first pass."""
+    model = _filled(config, seed)
+    if not next(model.parameters()).is_meta:
+        moe.fit_clusters(model, _moe_batch(config, FIRST_PASS, seed)["inputs"])
+    return model
 
 
-def _size(word: str) -> GPTConfig:
-    if word not in SIZES:
-        raise bad(
-            f'the model "gpt:{word}"',
-            f"the sizes {', '.join(SIZES)}",
-            f"gpt:{suggest(word, SIZES)}",
-        )
-    return SIZES[word]
+def _texts(sizes: decoder.Sizes, rows: int, seed: int) -> dict[str, Tensor]:
+    return gpt.random_text(rows, sizes.sequence, sizes.vocabulary, seed)
+
+
+def _moe_batch(config: MoEConfig, rows: int, seed: int) -> dict[str, Tensor]:
+    return moe.batch(rows, config, seed)

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shardwise.comm.host_memory import free_bytes
 from shardwise.core.errors import bad
 
 FEW_ROWS: Final = 2
 MOST_BYTES: Final = 2**31  # of a batch
+WEIGHT_BYTES: Final = 4  # a model is built in fp32
 Loss = Callable[[nn.Module, Any], Tensor]
 Initial = Callable[[str, Tensor, int], None]
 
@@ -26,7 +28,8 @@ class Trainable:
     make_batch  make_batch(rows, seed) returns a pytree of tensors with `rows` entries in dim 0
     tokens      tokens(batch) counts the tokens; None: every row has the same weight
     initial     initial(name, tensor, seed) fills one parameter of a model on the meta device; None
-                if the model cannot be made there
+                if it cannot be filled so
+    on_meta     make() also works on the meta device, without weights
     """
 
     name: str
@@ -35,6 +38,7 @@ class Trainable:
     make_batch: Callable[[int, int], Any]
     tokens: Callable[[Any], int] | None = None
     initial: Initial | None = None
+    on_meta: bool = False
 
     def build(self, device: torch.device | str = "cpu") -> nn.Module:
         """The module on `device`, in training mode, with the same weights on every call.
@@ -42,11 +46,13 @@ class Trainable:
         It is made on the CPU and moved, so that its weights do not depend on the device; on "meta"
         it has no weights.
 
-        Raises InputError for a model that `make` returns on the meta device, if weights are asked.
+        Raises InputError for a model that `make` returns on the meta device, if weights are asked,
+        and for weights that do not fit the free memory of this host.
         """
         if torch.device(device).type == "meta":
             with torch.device("meta"):
                 return self.make().train()
+        self.require_memory(WEIGHT_BYTES)
         made = self.make().train()
         if any(x.is_meta for x in (*made.parameters(), *made.buffers())):
             raise bad(
@@ -59,7 +65,31 @@ class Trainable:
 
     def plain(self) -> nn.Module:
         """The module for what needs no weights: on the meta device, or as `make` returns it."""
-        return self.build("meta") if self.initial is not None else self.make().train()
+        return self.build("meta") if self.shapes_suffice else self.make().train()
+
+    @property
+    def shapes_suffice(self) -> bool:
+        """Whether the model can be made on the meta device."""
+        return self.on_meta or self.initial is not None
+
+    def require_memory(self, bytes_a_parameter: int) -> None:
+        """Raise InputError unless this host has so many bytes free for each parameter.
+
+        Nothing is checked for a model that cannot be made on the meta device.
+        """
+        if not self.shapes_suffice:
+            return
+        count = sum(p.numel() for p in self.plain().parameters())
+        needed, free = count * bytes_a_parameter, free_bytes()
+        if needed > free:
+            raise bad(
+                f'the model "{self.name}" with weights: {count:,} parameters at '
+                f"{bytes_a_parameter} bytes take {needed / 2**30:,.1f} GiB, and this host has "
+                f"{free / 2**30:,.1f} GiB free",
+                "a smaller model here; `shardwise predict`, `shardwise memory` and `shardwise "
+                "table` need no weights",
+                'shardwise predict "dp64 zero3 bf16", with the same --model or --config',
+            )
 
     def batch(self, rows: int, seed: int, device: torch.device | str = "cpu") -> Any:
         """A batch of `rows` rows on `device`; it depends only on rows and seed.

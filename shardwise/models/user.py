@@ -22,6 +22,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -31,26 +32,46 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import InputError, bad
 from shardwise.core.suggest import suggest
+from shardwise.engine.parallelize import own_loss
 from shardwise.models.trainable import Loss, Trainable
 
 RETURNS: Final = "a function that returns an nn.Module, or (module, loss, make_batch)"
 GUESSED_POSITIONS: Final = 16
 
 
-def find(name: str, seed: int = 0) -> Trainable:
+def find(
+    name: str, seed: int = 0, *, make_batch: Callable[[int, int], Any] | None = None
+) -> Trainable:
     """The model of `path/to/file.py:function`, which is called without arguments.
 
     torch's generator is seeded before each call, so that the weights are the same each time.
+    `make_batch` replaces its batches.
     Raises InputError if the file or function does not exist, fails, or returns something else.
     """
     path, function = _split(name)
     build = _function(_load(path, name), function, name)
-    _, loss, make_batch = _call(build, name, seed)
+    return of_function(name, build, seed, make_batch=make_batch)
 
-    def make() -> nn.Module:
-        return _call(build, name, seed)[0]
 
-    return Trainable(name, make, loss, make_batch)
+def of_function(
+    name: str,
+    build: Callable[[], Any],
+    seed: int = 0,
+    *,
+    loss: Loss | None = None,
+    make_batch: Callable[[int, int], Any] | None = None,
+) -> Trainable:
+    """The model that `build` returns, with its loss and batches, or with these."""
+    _, own_loss, own_batch = _call(build, name, seed, make_batch)
+    return Trainable(
+        name, partial(_model, build, name, seed, make_batch), loss or own_loss, own_batch
+    )
+
+
+def _model(
+    build: Callable[[], Any], name: str, seed: int, make_batch: Callable[[int, int], Any] | None
+) -> nn.Module:
+    return _call(build, name, seed, make_batch)[0]
 
 
 def _split(name: str) -> tuple[Path, str]:
@@ -79,7 +100,7 @@ def _load(path: Path, name: str) -> ModuleType:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             del sys.modules[module_name]
-            raise _failed(name, "running the file", error) from error
+            raise failed(name, "running the file", error) from error
     return module
 
 
@@ -108,8 +129,15 @@ def _function(module: ModuleType, function: str, name: str) -> Callable[[], Any]
 
 
 def _call(
-    build: Callable[[], Any], name: str, seed: int
+    build: Callable[[], Any],
+    name: str,
+    seed: int,
+    make_batch: Callable[[int, int], Any] | None = None,
 ) -> tuple[nn.Module, Loss, Callable[[int, int], Any]]:
+    """The module, its loss and its batches.
+
+    `make_batch` replaces the batches; then a module alone returns its loss, as in `parallelize`.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -117,8 +145,10 @@ def _call(
         except InputError:
             raise
         except (Exception, SystemExit) as error:
-            raise _failed(name, "calling the function", error) from error
+            raise failed(name, "calling the function", error) from error
     if isinstance(made, nn.Module):
+        if make_batch is not None:
+            return made, own_loss, make_batch
         return made, mean_square, _guess(made, name)
     if not isinstance(made, tuple):
         given = f'the model "{name}", which returns a {type(made).__name__}'
@@ -126,7 +156,7 @@ def _call(
     if wrong := _wrong(made):
         given = f'the model "{name}", which returns a tuple {wrong}'
         raise bad(given, RETURNS, "return model, loss, make_batch")
-    return made
+    return made[0], made[1], make_batch or made[2]
 
 
 def _wrong(made: tuple[Any, ...]) -> str:
@@ -190,12 +220,19 @@ def _guess(model: nn.Module, name: str) -> Callable[[int, int], Tensor]:
     return make_batch
 
 
-def _failed(name: str, doing: str, error: BaseException) -> InputError:
-    """An InputError with the user's error and the line that raised it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
+def failed(name: str, doing: str, error: BaseException) -> InputError:
+    """An InputError with the user's error and the line of the user's file that raised it."""
+    place = place_of(error, name)
     return bad(
-        f'the model "{name}"; {doing} gives {type(error).__name__}: {error} '
-        f"({Path(last.filename).name}, line {last.lineno})",
+        f'the model "{name}"; {doing} gives {type(error).__name__}: {error} ({place})',
         RETURNS,
-        f"the same command, once {Path(last.filename).name} is corrected",
+        f"the same command, once {place.partition(',')[0]} is corrected",
     )
+
+
+def place_of(error: BaseException, name: str) -> str:
+    """The innermost line of the user's file, or else of any file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = Path(name.rpartition(":")[0]).name
+    last = ([frame for frame in frames if Path(frame.filename).name == file] or frames)[-1]
+    return f"{Path(last.filename).name}, line {last.lineno}"

@@ -48,7 +48,7 @@ LINGER_S = 20.0
 # command: where its function is, and its line in the help
 ELSEWHERE = {
     "verify": (
-        "shardwise.verify.command",
+        "shardwise.train.verify_command",
         "verify_command",
         "Prove a plan: parity, bytes, memory.",
     ),
@@ -218,7 +218,9 @@ class TrainOptions:
     plan: Annotated[str | None, typer.Option(help="The plan, instead of the file's.")] = None
     model: Annotated[
         str | None,
-        typer.Option(help="The model, instead of the file's: a size of the GPT, or hf:./FOLDER."),
+        typer.Option(
+            help="The model, instead of the file's: gpt:small, hf:./FOLDER or file.py:build."
+        ),
     ] = None
     table: Annotated[
         Path | None,
@@ -253,6 +255,9 @@ class TrainOptions:
     ] = False
     trace: Annotated[bool, typer.Option("--trace", help="Record a pipeline's timeline.")] = False
     check: Annotated[bool, typer.Option("--check", help="Compare ranks in every step.")] = False
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and predict; start nothing.")
+    ] = False
 
 
 def train(**given: Any) -> None:
@@ -270,7 +275,8 @@ def train(**given: Any) -> None:
     with StopSignal(leaving=environment() is None) as stop:
         try:
             start = Start(asked.resume == ALWAYS, asked.overwrite, asked.resume == AUTO)
-            code = _train(asked.config, overrides, start, asked.nproc, stop)
+            train_or_check = _dry_run if asked.dry_run else _train
+            code = train_or_check(asked.config, overrides, start, asked.nproc, stop)
         except KeyboardInterrupt:
             if not stop.leaving:  # asked a second time
                 raise
@@ -318,6 +324,30 @@ def _train(
         if stop.leaving:
             raise KeyboardInterrupt
         return code
+
+
+def _dry_run(
+    config: Path, overrides: Sequence[str], start: "Start", nproc: int | None, _: "StopSignal"
+) -> int:
+    """Check and predict the run that `_train` would start; returns the exit code."""
+    from shardwise.comm.local import require_cores, require_local
+    from shardwise.comm.rendezvous import environment
+    from shardwise.core.plan import Plan
+    from shardwise.train.config import read
+
+    settings, started = read(config, overrides), environment()
+    if started is not None and started.rank > 0:
+        return 0
+    ranks = Plan.parse(settings.plan.text).size if nproc is None else nproc
+    if started is None:
+        require_local(ranks)
+        if nproc is None:
+            require_cores(ranks, settings.plan.text)
+
+    from shardwise.train.dry_run import dry_run
+
+    dry_run(settings, ranks if started is None else started.size, start)
+    return 0
 
 
 def _train_here(settings: "Config", start: "Start", stop: "StopSignal", *, locked: bool) -> int:

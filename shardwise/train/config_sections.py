@@ -18,14 +18,14 @@ Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 class ModelSection(BaseModel):
     """[model]: a named size of the GPT; single sizes given here override it.
 
-    With the name hf:./FOLDER, a model of transformers and its weights; of the sizes only `sequence`
-    can then be given.
+    With the name hf:./FOLDER, a model of transformers and its weights, and with file.py:build the
+    user's own; of the sizes only `sequence` can then be given.
     With `experts` its feed-forward layers are mixtures of experts of `hidden` features.
     """
 
     model_config = CLOSED
 
-    name: str = "quickstart"
+    name: str = "gpt:quickstart"
     vocabulary: Size | None = None
     layers: Size | None = None
     width: Size | None = None

@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwise.comm.objects import all_gather_object
 from shardwise.core.errors import InputError, one_line
 from shardwise.models.decoder import logits, parameters
+from shardwise.models.user_text import UserConfig
 from shardwise.prediction.traffic import by_kind
 from shardwise.train import metrics, report
 from shardwise.train.baseline import ddp_baseline
@@ -147,9 +148,15 @@ def next_token_logits(run: Run) -> NextToken:
 
 
 def sample_text(run: Run, console: Console | None) -> str:
-    """The sample; none if `sample.tokens` is 0, or a default and parameters are on a disk."""
+    """The sample; none if `sample.tokens` is 0, or a default and parameters are on a disk.
+
+    Nor of a user's model that returns no logits.
+    """
     prepared, how = run.prepared, run.prepared.config.sample
     if not how.tokens:
+        return ""
+    if isinstance(prepared.sizes, UserConfig) and not prepared.sizes.logits:
+        say("no sample: the model does not return logits", run.engine.world, console)
         return ""
     if prepared.plan.states.param_tier == "disk" and "tokens" not in how.model_fields_set:
         why = f"no sample: each of its {how.tokens} tokens would read all parameters from the disk"

@@ -20,6 +20,7 @@ from rich.text import Text
 from shardwise.core.arguments import choice
 from shardwise.core.errors import bad
 from shardwise.core.optimizers import SIDE, STAGES, gigabytes, k_bytes, zero_table
+from shardwise.train.configured import configured
 from shardwise.train.predict_command import PredictRequest, predict_request
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ class Request:
     plan: Annotated[
         str | None, typer.Argument(metavar="[PLAN]", help='Such as "dp8 zero3 bf16".')
     ] = None
-    model: Annotated[str, typer.Option(help="gpt, gpt:SIZE, hf:NAME or file.py:build.")] = "gpt"
+    model: Annotated[
+        str, typer.Option(help="gpt, llama:70b, hf:NAME, hf:./FOLDER, file.py:build and others.")
+    ] = "gpt"
     batch: Annotated[
         int | None, typer.Option(help="Rows of the rank's batch; 2 a microbatch if not given.")
     ] = None
@@ -103,10 +106,8 @@ def print_step(request: Request, plan: str) -> None:
 
     Raises InputError for plans that cannot be predicted or started, RankError if a rank fails.
     """
-    given = (
-        *(plan, request.model, request.batch, request.sequence, request.rank),
-        request.styles,
-    )
+    run = configured(None, plan, request.model)
+    given = run, request.batch, request.sequence, request.rank, request.styles
     wanted = predict_request(*given)
     _require_picture(request, wanted.plan)
     found, events = predict_step(wanted, request.rank)
@@ -177,9 +178,11 @@ def _measure_on_ranks(wanted: PredictRequest, given: tuple[Any, ...]) -> "list[M
     """The events of a step, and how an allocator places it, on each of new local ranks."""
     from shardwise.comm.launch import spawn
     from shardwise.comm.local import require_local
+    from shardwise.models.trainable import WEIGHT_BYTES
 
     ranks = wanted.plan.size
     require_local(ranks)
+    wanted.trainable.require_memory(WEIGHT_BYTES * ranks)
     with Console(stderr=True).status(Text(f"{wanted.plan}: {STEPS} steps on {ranks} ranks")):
         return spawn(_measure_step, ranks, given, device=given[-1])
 

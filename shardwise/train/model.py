@@ -1,7 +1,7 @@
 """The model of a run: of the configured sizes, built for its plan; and its batches."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from shardwise.core.errors import RunError, bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.suggest import suggest
+from shardwise.core.tensor_plan import Table
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload_choice import AUTO, with_offload
 from shardwise.engine.optimizer_spec import Adafactor, AdamW, Lion, OptimizerSpec
@@ -23,9 +24,11 @@ from shardwise.engine.prediction import Predictor, predict
 from shardwise.engine.stage_module import stage_starts
 from shardwise.engine.timeline import predict_events
 from shardwise.models import decoder, gpt, moe
+from shardwise.models.decoder import Sizes
 from shardwise.parallel.expert.stacked import stacked_experts
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.timeline import Event
+from shardwise.train.config import Config
 from shardwise.train.config_sections import TrainSection
 from shardwise.train.data import Rows, padded
 from shardwise.train.prepare import PreparedRun
@@ -59,10 +62,18 @@ def with_least_offload(prepared: PreparedRun, world: World) -> PreparedRun:
     plan = prepared.plan
     if plan.offload != AUTO:
         return prepared
-    rows = -(-prepared.config.train.batch // plan.data_size)
-    tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64, device="meta")
-    share = {"inputs": tokens, "targets": tokens}
-    return replace(prepared, plan=with_offload(plan, predictor(prepared, share), world.device))
+    predict_plan = predictor(prepared, largest_share(prepared))
+    return replace(prepared, plan=with_offload(plan, predict_plan, world.device))
+
+
+def largest_share(prepared: PreparedRun) -> Batch:
+    """A batch with as many rows as the first data rank has in a step; no rank has more.
+
+    Not on meta, where a pipeline takes the batch for an activation of no layer.
+    """
+    rows = -(-prepared.config.train.batch // prepared.plan.data_size)
+    tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64)
+    return {"inputs": tokens, "targets": tokens}
 
 
 def predictor(prepared: PreparedRun, share: Batch) -> Callable[[Plan], Prediction]:
@@ -128,16 +139,31 @@ def optimizer_of(train: TrainSection) -> OptimizerSpec:
 
 
 def _training(prepared: PreparedRun) -> dict[str, Any]:
+    return training(prepared.config, prepared.sizes, prepared.table)
+
+
+def training(
+    config: Config, sizes: Sizes, table: Table | Mapping[str, str] | None
+) -> dict[str, Any]:
     """The options of parallelize that do not depend on the plan."""
-    train = prepared.config.train
+    train = config.train
     return {
         "optimizer": optimizer_of(train),
         # not a number for a part without targets, which has weight zero
-        "loss": decoder.loss_of(prepared.sizes),
+        "loss": decoder.loss_of(sizes),
         # an infinite bound does not clip, but the norm is computed, and recorded
         "clip": train.clip or float("inf"),
-        "table": prepared.table,
+        "table": table,
+        "on_nonfinite": train.on_nonfinite,
     }
+
+
+def options_of_run(
+    config: Config, sizes: Sizes, table: Table | Mapping[str, str] | None
+) -> dict[str, Any]:
+    """The options of the run's prediction; stages that are balanced by time are not known yet."""
+    stages, every = named_stages(config.plan.stages, sizes), config.run.check_every
+    return {**training(config, sizes, table), "stages": stages, "check_every": every}
 
 
 def _build_engine(prepared: PreparedRun, world: World) -> Engine:
@@ -156,7 +182,6 @@ def _build_engine(prepared: PreparedRun, world: World) -> Engine:
         world,
         **_training(prepared),
         tokens=gpt.tokens,
-        on_nonfinite=train.on_nonfinite,
         fill=decoder.fill(prepared.sizes, train.seed),
         stages=starts(prepared, world),
         check_every=prepared.config.run.check_every,
@@ -171,15 +196,21 @@ def starts(prepared: PreparedRun, world: World) -> list[str] | None:
     the result.
     """
     given = prepared.config.plan.stages
-    if given == "parameters" or (given == "time" and prepared.plan.pipeline is None):
-        return None
+    if given != "time" or prepared.plan.pipeline is None:
+        return named_stages(given, prepared.sizes)
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
-    if given != "time":
-        return _stage_names(model, given)
     stage_starts(model, prepared.plan, None)  # raises for too few layers, before measuring
     measured = _stages_by_time(prepared, world.device) if world.rank == 0 else []
     return all_gather_object(measured, world)[0]
+
+
+def named_stages(given: str, sizes: Sizes) -> list[str] | None:
+    """The modules that `plan.stages` names; None if it names a way to balance."""
+    if given in ("parameters", "time"):
+        return None
+    with torch.device("meta"):
+        return _stage_names(decoder.build(sizes), given)
 
 
 def _stage_names(model: nn.Module, given: str) -> list[str]:
@@ -207,7 +238,7 @@ def _stages_by_time(prepared: PreparedRun, device: torch.device) -> list[str]:
     rows = prepared.config.train.batch // (plan.data_size * plan.microbatches)
     tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64, device=device)
     with torch.device(device):
-        model = decoder.build(prepared.sizes)
+        model = decoder.build(prepared.sizes).to(device)
     if has_clusters(prepared):
         moe.fit_clusters(model, tokens)
     return list(balance_by_time(model, lambda whole: whole(tokens), len(schedule.home)))

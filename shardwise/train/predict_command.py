@@ -1,7 +1,8 @@
 """`shardwise predict PLAN`: the memory and traffic of a rank, without starting one.
 
 The prediction is for the run that `shardwise verify PLAN` proves: the same model, optimizer, units
-and clipping, in fp64 if the plan names no precision, after its first steps.
+and clipping, in fp64 if the plan names no precision, after its first steps. With `--config` it is
+for a run of `shardwise train`.
 """
 
 import inspect
@@ -15,14 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from shardwise.core.arguments import integer
-from shardwise.core.errors import bad
+from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
-from shardwise.core.plan_check import require
 from shardwise.prediction.link_time import Cluster
 from shardwise.train.cluster import cluster_in
+from shardwise.train.configured import CONFIG, PLAN, PlannedModel, configured
+from shardwise.train.predict_table import Answer, answer, show
 
 if TYPE_CHECKING:
     from shardwise.models.trainable import Trainable
@@ -35,8 +36,11 @@ ROWS = 2  # per microbatch
 class PredictOptions:
     """The options of `shardwise predict`."""
 
-    plan: Annotated[str, typer.Argument(metavar="PLAN", help='Such as "dp5000 tp2 zero3 bf16".')]
-    model: Annotated[str, typer.Option(help="gpt, gpt:SIZE, hf:NAME or file.py:build.")] = "gpt"
+    plan: Annotated[str | None, PLAN] = None
+    model: Annotated[
+        str | None,
+        typer.Option(help="gpt, llama:70b, hf:NAME, hf:./FOLDER, file.py:build and others."),
+    ] = None
     batch: Annotated[
         int | None, typer.Option(help="Rows of the rank's batch; 2 a microbatch if not given.")
     ] = None
@@ -51,6 +55,15 @@ class PredictOptions:
         Path | None,
         typer.Option(metavar="FILE", help="Links (doctor --save), for seconds beside the bytes."),
     ] = None
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of a rank's device, such as 80GiB; the plan's device_memory or this "
+            "host's GPU if not given.",
+        ),
+    ] = None
+    config: Annotated[Path | None, CONFIG] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
 
@@ -59,12 +72,32 @@ def predict_command(**given: Any) -> None:
     began = time.perf_counter()
     asked = PredictOptions(**given)
     links = None if asked.cluster is None else cluster_in(asked.cluster)
-    numbers = asked.plan, asked.model, asked.batch, asked.sequence, asked.rank
-    found = prediction(*numbers, asked.table)
+    device_bytes = _device_bytes(asked.device_memory)
+    run = configured(asked.config, asked.plan, asked.model)
+    request = predict_request(run, asked.batch, asked.sequence, asked.rank, asked.table)
+    found = request.prediction(asked.rank)
+    rows = run.batch if asked.batch is None else None
+    told = answered(found, request.batch, device_bytes, rows=rows, device=run.device)
+    printed = numbers_of(found, run.name, began, links)
+    if asked.as_json:
+        print(json.dumps(printed | told.as_json()))
+    else:
+        show(printed, told, Console(emoji=False, highlight=False, markup=False))
+    for note in found.notes:
+        print(f"Note: {note}.", file=sys.stderr)
 
-    printed: dict[str, Any] = {
+
+# typer reads the options off a function's signature
+predict_command.__signature__ = inspect.signature(PredictOptions)
+
+
+def numbers_of(
+    found: "Prediction", model: str, began: float, links: Cluster | None = None
+) -> dict[str, Any]:
+    """The numbers of a prediction for `model`, computed since `began`, as they are printed."""
+    return {
         "plan": str(found.plan),
-        "model": asked.model,
+        "model": model,
         "world": found.world,
         "rank": found.rank,
         "memory": found.memory_by_tier,
@@ -80,16 +113,6 @@ def predict_command(**given: Any) -> None:
         "seconds": None if links is None else seconds(found, links),
         "time_ms": round(1000 * (time.perf_counter() - began), 1),
     }
-    if asked.as_json:
-        print(json.dumps(printed))
-    else:
-        show(printed, Console(emoji=False, highlight=False, markup=False))
-    for note in found.notes:
-        print(f"Note: {note}.", file=sys.stderr)
-
-
-# typer reads the options off a function's signature
-predict_command.__signature__ = inspect.signature(PredictOptions)
 
 
 def seconds(found: "Prediction", links: Cluster) -> dict[str, float]:
@@ -115,25 +138,54 @@ class PredictRequest(NamedTuple):
         """The model, without weights if possible."""
         return self.trainable.plain()
 
+    def prediction(self, rank: int) -> "Prediction":
+        """The prediction for a rank."""
+        from shardwise.engine.prediction import predict
 
-def prediction(
-    text: str,
-    name: str,
-    batch: int | None,
-    sequence: int | None,
-    rank: int,
-    table: Path | None = None,
-) -> "Prediction":
-    """The prediction for a command line. Raises InputError for values it does not support."""
-    found = predict_request(text, name, batch, sequence, rank, table)
-    from shardwise.engine.prediction import predict
+        return predict(self.plain, self.plan, self.batch, rank=rank, **self.options)
 
-    return predict(found.plain, found.plan, found.batch, rank=rank, **found.options)
+
+def answered(
+    found: "Prediction",
+    batch: Any,
+    device_bytes: int | None = None,
+    *,
+    rows: int | None = None,
+    device: str = "auto",
+) -> Answer:
+    """The answer for a rank's `batch` and devices of `device_bytes`.
+
+    device_bytes  None: of the plan's bound, or this host's GPU, unless the `device` is "cpu"
+    rows          of all ranks; None: each has as many as `batch`
+    """
+    from torch import Tensor, cuda
+    from torch.utils._pytree import tree_leaves
+
+    leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    positions = next((x.shape[1] for x in leaves if _is_text(x)), 0)
+    device_bytes = device_bytes or found.plan.device_memory_bytes
+    if device_bytes is None and device != "cpu" and cuda.is_available():
+        device_bytes = cuda.get_device_properties(0).total_memory
+    rows = len(leaves[0]) * found.plan.data_size if rows is None else rows
+    return answer(found, rows, positions, device_bytes)
+
+
+def _device_bytes(text: str | None) -> int | None:
+    """The bytes of --device-memory. Raises InputError for what is no SIZE of a plan word."""
+    if text is None:
+        return None
+    try:
+        plan = Plan.parse(f"device_memory:{text}")
+    except InputError:
+        plan = Plan()
+    if plan != Plan(device_memory_bytes=plan.device_memory_bytes) or not plan.device_memory_bytes:
+        allowed = "a whole number from 1 up with its unit, B, KiB, MiB or GiB"
+        raise bad(f"--device-memory {text}", allowed, "--device-memory 80GiB")
+    return plan.device_memory_bytes
 
 
 def predict_request(
-    text: str,
-    name: str,
+    run: PlannedModel,
     batch: int | None,
     sequence: int | None,
     rank: int,
@@ -143,9 +195,9 @@ def predict_request(
 
     Raises InputError for unsupported values.
     """
-    plan = Plan.parse(text)
-    require(plan)
-    plan = replace(plan, precision=plan.precision or "fp64").completed(None)
+    plan, name = run.plan, run.name
+    if run.config is None:  # a proof's
+        plan = replace(plan, precision=plan.precision or "fp64").completed(None)
     for option, value in (("--batch", batch), ("--sequence", sequence)):
         integer(option, 1 if value is None else value, 1, 2)
     integer("--rank", rank, 0, 0, plan.size - 1)
@@ -158,8 +210,8 @@ def predict_request(
     from shardwise.verify.oracles import is_asynchronous
     from shardwise.verify.smoke_test import with_table
 
-    trainable = find(name)
-    rows = batch or ROWS * plan.microbatches
+    trainable = find(run.model)
+    rows = batch or run.rows or ROWS * plan.microbatches
 
     def share(data_rank: int) -> Any:
         """The batch of a data rank."""
@@ -167,9 +219,13 @@ def predict_request(
 
     made = share(0)
     clip = None if is_asynchronous(plan) else 1.0
-    styles = Options(table=None if table is None else table_in(table))
-    chosen = with_table(name, plan, styles)
-    options = {"clip": clip, **parity.build_options(trainable, plan, chosen)}
+    styles = Options(table=run.table if table is None else table_in(table))
+    chosen = with_table(trainable, plan, styles)
+    options = (
+        {"clip": clip, **parity.build_options(trainable, plan, chosen)}
+        if run.config is None
+        else run.options(chosen.table)
+    )
     request = PredictRequest(plan, trainable, made, options, share)
     if plan.offload != AUTO:
         return request
@@ -202,35 +258,3 @@ def _of_length(x: Any, positions: int) -> Any:
     if not _is_text(x):
         return x
     return x.repeat(1, -(-positions // x.shape[1]))[:, :positions].contiguous()
-
-
-def show(numbers: dict[str, Any], console: Console) -> None:
-    """The prediction as a table."""
-    title = f"{numbers['plan']} on {numbers['model']}: rank {numbers['rank']} of {numbers['world']}"
-    timed: dict[str, float] | None = numbers["seconds"]
-    table = Table("", "bytes", *["seconds"] * (timed is not None), title=title)
-    for category, count in numbers["memory"].items():
-        table.add_row(f"held: {category}", f"{count:,}")
-    table.add_row("held in a step: activations", f"{numbers['activations']:,}")
-    if numbers["host_activations"]:
-        table.add_row("held in a step: in host memory", f"{numbers['host_activations']:,}")
-        table.add_row("of these on the device again, at most", f"{numbers['fetched']:,}")
-    peak = f"{numbers['device_peak']:,}"
-    table.add_row("held in a step: peak on the device, temporary memory apart", peak)
-    for kind in dict.fromkeys(numbers["recomputed"].values()):
-        names = [name for name, how in numbers["recomputed"].items() if how == kind]
-        table.add_row(f"recomputed: {kind}", ", ".join(names))
-    if numbers["recomputed"]:
-        table.add_row("operations added in a step", f"{numbers['recomputed_flops']:,}")
-    table.add_section()
-    for kind, count in numbers["bytes"].items():
-        least, most = numbers["bytes_between"].get(kind, (count, count))
-        text = f"{count:,}" if least == most else f"{count:,} ({least:,} to {most:,})"
-        each = None if timed is None else timed.get(kind)
-        shown = "" if kind.startswith("tier ") else "not measured"
-        own = shown if each is None else f"{each:.2e} for {numbers['messages'].get(kind, 1)}"
-        table.add_row(f"sent in a step: {kind}", text, *[own] * (timed is not None))
-    if timed is not None:
-        table.add_row("all communication, if none overlaps", "", f"{sum(timed.values()):.2e}")
-    console.print(table)
-    console.print(f"computed in {numbers['time_ms']:,} ms, without starting a rank")

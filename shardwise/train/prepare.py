@@ -167,7 +167,7 @@ def prepare(config: Config, ranks: int, start: Start) -> PreparedRun:
     require_fit(sizes, plan, table)
     # with ranks started by torchrun, only this rank is known to be on this machine
     share = 1.0 if environment() is None else 1 / ranks
-    require_memory(sizes, plan, machine_bytes(config.run.device), share)
+    require_memory(config.model.name, sizes, plan, machine_bytes(config.run.device), share)
     require_disk(sizes, plan, config, share)
     before = folder.config_of(config.folder) if start.resume else None
     if before is not None:

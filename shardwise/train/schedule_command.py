@@ -6,7 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ from shardwise.core.schedule.library import LIBRARY, Entry, Size, entry, size, w
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.memory import peaks, versions
 from shardwise.core.schedule.schedule import Schedule
+from shardwise.train.configured import CONFIG, configured
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class Request:
     """The options of the command line."""
 
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="1f1b, or 1f1b:8 as in a plan, or a text FILE.")
-    ]
+        str | None,
+        typer.Argument(metavar="[NAME]", help="1f1b, or 1f1b:8 as in a plan, or a text FILE."),
+    ] = None
     stages: Annotated[int | None, typer.Option(help="Ranks of the pipeline; 4 if not given.")] = (
         None
     )
@@ -47,6 +49,7 @@ class Request:
     lowered: Annotated[
         bool, typer.Option("--lowered", help="Print it as text, with its transfers.")
     ] = False
+    config: Annotated[Path | None, CONFIG] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
 
@@ -142,10 +145,14 @@ def _time(given: str) -> float | None:
 
 def _subject(request: Request) -> Subject:
     """The requested schedule."""
+    if request.config is not None:
+        request = _of_run(request, request.config)
+    if request.name is None:
+        raise bad("no schedule", "its name, a file, or the configuration of a run", "1f1b")
     name, _, numbers = request.name.partition(":")
     exists = os.path.exists(request.name)  # noqa: PTH110 (which raises for a name that is too long)
     if name not in LIBRARY and (exists or {".", "/"} & set(request.name)):
-        return _subject_of_file(request)
+        return _subject_of_file(request, request.name)
     _require_known(name)
     m, _, v = numbers.partition("x")
     if numbers and not all(re.fullmatch("[0-9]{1,18}", number) for number in (m, v or "1")):
@@ -164,6 +171,22 @@ def _subject(request: Request) -> Subject:
     return Subject(title, written(name, n), (found, n))
 
 
+def _of_run(request: Request, config: Path) -> Request:
+    """The request for the schedule of a run: that of its plan, on the ranks of its pipeline."""
+    plan = configured(config, None, None).plan
+    sizes = (request.stages, request.microbatches, request.chunks)
+    if request.name is not None or any(sizes) or plan.pipeline is None:
+        given = f"whose plan '{plan}' has no pipeline"
+        if plan.pipeline is not None:
+            given = "beside a schedule's name or sizes"
+        raise bad(
+            f"--config {config} {given}",
+            "the configuration of a run with a pipeline, alone: its plan says name and sizes",
+            "shardwise schedule 1f1b --stages 4 --microbatches 8",
+        )
+    return replace(request, name=plan.pipeline, stages=plan.mesh.size_of("pp"))
+
+
 def _require_known(name: str) -> None:
     """Raise InputError if the library has no schedule of that name."""
     try:
@@ -178,24 +201,24 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural * (number != 1)}"
 
 
-def _subject_of_file(request: Request) -> Subject:
+def _subject_of_file(request: Request, file: str) -> Subject:
     """The user's own schedule, from a file."""
     if request.stages or request.microbatches or request.chunks or request.batches > 1:
-        given = f"the file {request.name} and sizes as options"
-        raise bad(given, "a file alone: its rows say its size", request.name)
+        given = f"the file {file} and sizes as options"
+        raise bad(given, "a file alone: its rows say its size", file)
     try:
-        rows = Path(request.name).read_text(encoding="utf-8-sig")
+        rows = Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         missing = isinstance(error, FileNotFoundError)
         why = "no such file" if missing else getattr(error, "strerror", None) or "no text"
-        instead = f"shardwise schedule 1f1b --text > {request.name if missing else 'mine.txt'}"
+        instead = f"shardwise schedule 1f1b --text > {file if missing else 'mine.txt'}"
         allowed = "the name of a schedule, or of a file with one as text"
         instead += ", which writes one"
-        raise bad(f"the schedule {request.name}: {why}", allowed, instead) from error
+        raise bad(f"the schedule {file}: {why}", allowed, instead) from error
     schedule = text.read(rows)
     check(schedule)
     sizes = _count(schedule.ranks, "rank"), _count(schedule.microbatches, "microbatch", "es")
-    return Subject(f"{request.name}: {', '.join(sizes)}", schedule)
+    return Subject(f"{file}: {', '.join(sizes)}", schedule)
 
 
 def _pictures(request: Request, timeline: Timeline, title: str) -> None:

@@ -12,15 +12,16 @@ from torch import nn
 
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
-from shardwise.core.suggest import suggest
 from shardwise.core.tensor_plan import Table
 from shardwise.core.zero import STATE_BYTES, bytes_per_parameter
 from shardwise.derive.choice import table_or_derived
 from shardwise.engine import expert_parallel, tensor_parallel
-from shardwise.models import hf, pretrained
+from shardwise.models import hf, pretrained, user_text
 from shardwise.models.decoder import Sizes, build, loss_of, numbers, parameters
-from shardwise.models.gpt import SIZES, GPTConfig
+from shardwise.models.gpt import GPTConfig
 from shardwise.models.moe import MoEConfig
+from shardwise.models.published import PUBLISHED
+from shardwise.models.registry import NAMED, named_sizes, nearest
 from shardwise.parallel.expert.gate import FIXED, GATES, Gate
 from shardwise.train.config import Config
 from shardwise.train.config_sections import ModelSection
@@ -42,27 +43,37 @@ OF_EXPERTS: Final = (
 )
 
 
-def model_sizes(section: ModelSection, vocabulary: int, seed: int = 0) -> Sizes:
+def model_sizes(
+    section: ModelSection, vocabulary: int, seed: int = 0, *, weights: bool = True
+) -> Sizes:
     """The named sizes with the tokenizer's vocabulary, overridden by the keys of the section.
 
-    Those of `hf:./FOLDER` are the folder's, but for the length of a training sequence. `seed` is
-    that of the random numbers of gates.
+    Published sizes have their own vocabulary. Those of `hf:./FOLDER` and `file.py:build` are the
+    model's, but for the length of a training sequence; without `weights` a folder may have a
+    configuration alone. `seed` is that of a user's weights and of the random numbers of gates.
     """
     if section.name.startswith(pretrained.PREFIX):
-        return _in_folder(section)
-    if section.name not in SIZES:
-        close = suggest(section.name, SIZES)
-        allowed = f"{', '.join(SIZES)}, or hf:./FOLDER for a model of transformers"
-        raise bad(f"model.name = '{section.name}'", allowed, f"model.name = '{close}'")
+        return _in_folder(section, weights=weights)
+    if ".py" in section.name:
+        return _of_user(section, vocabulary, seed)
+    named = named_sizes(section.name)
+    if named is None:
+        allowed = f"{', '.join(NAMED)}, hf:./FOLDER or file.py:build"
+        raise bad(
+            f"model.name = '{section.name}'", allowed, f"model.name = '{nearest(section.name)}'"
+        )
     given = {f.name: getattr(section, f.name) for f in fields(GPTConfig)}
-    sizes: dict[str, Any] = {"vocabulary": vocabulary}
+    sizes: dict[str, Any] = {} if section.name in PUBLISHED else {"vocabulary": vocabulary}
     sizes |= {name: value for name, value in given.items() if value is not None}
     if "heads" in sizes and "kv_heads" not in sizes:
         sizes["kv_heads"] = sizes["heads"]
-    dense = replace(SIZES[section.name], **sizes)
+    dense = replace(named.gpt if isinstance(named, MoEConfig) else named, **sizes)
+    of_experts = [name for name in OF_EXPERTS if getattr(section, name) != _DEFAULT[name]]
+    if isinstance(named, MoEConfig):
+        _refuse_keys(section, ["experts"] * (section.experts is not None) + of_experts)
+        return _trained_on_text(replace(named, gpt=dense, seed=seed))
     if section.experts is not None:
         return replace(_moe_config(section, section.experts, dense), seed=seed)
-    of_experts = [name for name in OF_EXPERTS if getattr(section, name) != _DEFAULT[name]]
     if of_experts:
         key, value = of_experts[0], getattr(section, of_experts[0])
         text = f"'{value}'" if isinstance(value, str) else value
@@ -74,7 +85,7 @@ def model_sizes(section: ModelSection, vocabulary: int, seed: int = 0) -> Sizes:
     return dense
 
 
-def _in_folder(section: ModelSection) -> Sizes:
+def _in_folder(section: ModelSection, *, weights: bool) -> Sizes:
     folder = section.name.removeprefix(pretrained.PREFIX)
     if not hf.is_folder(folder):
         raise bad(
@@ -82,15 +93,37 @@ def _in_folder(section: ModelSection) -> Sizes:
             "hf: and the path of a folder with weights, in which there is a slash",
             f"model.name = 'hf:./{folder or 'model'}'",
         )
+    _refuse_sizes(section)
+    return pretrained.read(Path(folder), section.sequence, weights=weights)
+
+
+def _of_user(section: ModelSection, vocabulary: int, seed: int) -> Sizes:
+    _refuse_sizes(section)
+    if section.sequence is None:
+        raise bad(
+            f"model.name = '{section.name}' without model.sequence",
+            "the positions of a training sequence beside a model of a file",
+            "model.sequence = 128",
+        )
+    return user_text.read(section.name, section.sequence, vocabulary, seed)
+
+
+def _refuse_sizes(section: ModelSection) -> None:
+    """Raise InputError for a size other than `sequence`."""
     given = section.model_fields_set - {"name", "sequence"}
-    own = sorted(name for name in given if getattr(section, name) != _DEFAULT[name])
+    _refuse_keys(
+        section, sorted(name for name in given if getattr(section, name) != _DEFAULT[name])
+    )
+
+
+def _refuse_keys(section: ModelSection, own: list[str]) -> None:
+    """Raise InputError for keys that the named model has itself."""
     if own:
         raise bad(
             f"model.{own[0]} with model.name = '{section.name}'",
-            "model.sequence; the other sizes are those of the folder",
+            "model.sequence, for example; this size is the model's own",
             f"leave model.{own[0]} out",
         )
-    return pretrained.read(Path(folder), section.sequence)
 
 
 def _moe_config(section: ModelSection, experts: int, dense: GPTConfig) -> MoEConfig:
@@ -101,13 +134,19 @@ def _moe_config(section: ModelSection, experts: int, dense: GPTConfig) -> MoECon
     k = section.experts_per_token
     k = GATES.get(section.gate) or k if k == _DEFAULT["experts_per_token"] else k
     gate = Gate(section.gate, experts, k, section.capacity, losses=losses)
-    if gate.name in ("assigned", "argmax"):
+    return _trained_on_text(MoEConfig(dense, gate, section.shared_experts))
+
+
+def _trained_on_text(sizes: MoEConfig) -> MoEConfig:
+    """The sizes. Raises InputError for a gate that no text has the numbers for."""
+    if sizes.gate.name in ("assigned", "argmax"):
         raise bad(
-            f"model.gate = '{gate.name}' in a run on text, which does not assign tokens to experts",
+            f"model.gate = '{sizes.gate.name}' in a run on text, which does not assign tokens to "
+            "experts",
             "a gate that reads logits, token ids or features",
             "model.gate = 'hash'",
         )
-    return MoEConfig(dense, gate, section.shared_experts)
+    return sizes
 
 
 def state_bytes(sizes: Sizes, plan: Plan) -> int:
@@ -181,8 +220,10 @@ def machine_bytes(device: str) -> int:
     return host_bytes + (0 if device == "cpu" else torch.cuda.device_count() * GPU_BYTES)
 
 
-def require_memory(sizes: Sizes, plan: Plan, memory_bytes: int, share: float = 1.0) -> None:
-    """Raise InputError if the state of the model cannot fit into `memory_bytes`.
+def require_memory(
+    name: str, sizes: Sizes, plan: Plan, memory_bytes: int, share: float = 1.0
+) -> None:
+    """Raise InputError if the state of the model `name` cannot fit into `memory_bytes`.
 
     `share` is the fraction of the plan's ranks that run on this machine.
     """
@@ -191,13 +232,13 @@ def require_memory(sizes: Sizes, plan: Plan, memory_bytes: int, share: float = 1
         shown = ("layers", "width", "hidden", "vocabulary")
         known = [f"model.{key} = {n}" for key, n in numbers(sizes).items() if key in shown]
         raise bad(
-            f"a model of {parameters(sizes):,} parameters ({', '.join(known)}) "
+            f"the model {name} of {parameters(sizes):,} parameters ({', '.join(known)}) "
             f"under the plan '{plan}', which keeps {size_text(needed)} of "
             "weights, gradients, optimizer state and modules on this machine, which has "
             f"{size_text(memory_bytes)} of memory",
             "a model whose state fits, with room for its activations",
-            "smaller model.layers, model.width or model.hidden, such as model.name = 'quickstart' "
-            "alone; or a plan that shards more over more machines",
+            "smaller model.layers, model.width or model.hidden, such as model.name = "
+            "'gpt:quickstart' alone; or a plan that shards more over more machines",
         )
 
 

@@ -15,7 +15,7 @@ ROWS = 2
 
 def table_command(
     model: Annotated[
-        str, typer.Argument(help="gpt, gpt:SIZE, hf:NAME, hf:./FOLDER or file.py:build.")
+        str, typer.Argument(help="gpt, llama:70b, hf:NAME, hf:./FOLDER, file.py:build and others.")
     ],
     ranks: Annotated[int, typer.Option(help="Tensor ranks.")] = 2,
     sp: Annotated[bool, typer.Option("--sp", help="With entries for the sequence.")] = False,

@@ -134,6 +134,15 @@ def bpe_size(text: str) -> int:
     return size
 
 
+def vocabulary_size(tokens: str) -> int:
+    """The size of a vocabulary; of `bpe:SIZE` the SIZE, which little data may not reach."""
+    if tokens == "bytes":
+        return ByteVocabulary().size
+    if tokens.startswith("bpe:"):
+        return bpe_size(tokens)
+    return load_tokenizer(Path(tokens).expanduser()).size
+
+
 def train_bpe(documents: Iterable[str], size: int) -> TokenizerVocabulary:
     """A byte-level BPE (Sennrich et al., arXiv 1508.07909) of `size` tokens from the documents."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -61,6 +61,7 @@ VALUES: Final[Mapping[str, str]] = {
     "--repeats": "5",
     "--link": "1gbit",
     "--device": "cpu",
+    "--device-memory": "80GiB",
     "--stages": "4",
     "--microbatches": "8",
     "--chunks": "2",
@@ -71,6 +72,7 @@ VALUES: Final[Mapping[str, str]] = {
     "--png": "pipeline.png",
     "--params": "7.5e9",
     "--optimizer": "adam",
+    "--config": "examples/quickstart.toml",
 }
 LONGEST: Final = 120  # of a command line that is quoted
 

@@ -1,4 +1,4 @@
-"""The command `shardwise verify PLAN`: proves a plan on a model, and prints a table or JSON.
+"""`verify`: proves a plan on a model, on the ranks that were started or on new ones.
 
 A plan without a precision runs in fp64. It holds when, on every rank,
 
@@ -9,31 +9,24 @@ A plan without a precision runs in fp64. It holds when, on every rank,
 and the ranks together compare every element of every tensor (coverage.py).
 """
 
-import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated
-
-import typer
-from rich.console import Console
-from rich.text import Text
 
 from shardwise.comm.interface import LOOPBACK, sent
-from shardwise.comm.launch import spawn
-from shardwise.comm.local import require_local
+from shardwise.comm.launch import require_ranks, spawn
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.rendezvous import environment
 from shardwise.comm.world import init
-from shardwise.core.arguments import integer
+from shardwise.core.arguments import choice, integer
 from shardwise.core.errors import RankError, RunError, bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
 from shardwise.engine.offload_choice import require_chosen
+from shardwise.models.trainable import Trainable
 from shardwise.verify.finding import Finding
 from shardwise.verify.limits import batch_norm_note, dropout_note
-from shardwise.verify.options import Options, table_in, units_in
+from shardwise.verify.options import Options
 from shardwise.verify.parity import prove
-from shardwise.verify.report import Report, report, show
+from shardwise.verify.report import Report, report
 from shardwise.verify.room import within_bound
 from shardwise.verify.smoke_test import smoke_test
 from shardwise.verify.wire import wire_of
@@ -44,11 +37,13 @@ MOST_MICROBATCHES = 512  # of two rows each
 
 def verify(
     plan: Plan | str,
-    model: str = "gpt",
+    model: str | Trainable = "gpt",
     steps: int = 3,
     options: Options | None = None,
     *,
     wire: bool = False,
+    device: str | None = None,
+    fork: bool = False,
 ) -> Report:
     """Prove `plan` on `model`, on the ranks that torchrun or Slurm started or else on new ones.
 
@@ -56,42 +51,53 @@ def verify(
     on which each of its words has an effect: `zero3` is proved as `dp2 zero3`, `tp2` as `tp2`.
 
     Called by all ranks of a world. `options` are units and table, as parallelize takes them. With
-    `wire` the ranks run once more, and the network interface is read (wire.py).
+    `wire` the ranks run once more, and the network interface is read (wire.py). New ranks run on
+    the `device` "cpu" (the default) or "cuda", a GPU for each; with `fork` they are forked.
     Raises InputError for a plan that cannot run, an unknown model, steps below 1 or above
-    MOST_STEPS, `wire` under torchrun or on a system without counters; RankError if a rank fails.
+    MOST_STEPS, `wire` under torchrun or on a system without counters, fewer GPUs than ranks;
+    RankError if a rank fails.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     plan = replace(plan, precision=plan.precision or "fp64")
     integer("--steps", steps, 1, 3, MOST_STEPS)
     start = environment()
     started = start is not None
+    choice("--device", device or "cpu", ("cpu", "cuda"))
     if wire:
-        _require_own_ranks(started=started)
+        _require_wire(device, started=started)
     require(plan)
     require_chosen(plan)
     plan = plan.completed(start.size if start else None)
     _require_small(plan)
     if not started:
-        require_local(plan.size)
+        require_ranks(plan.size, device or "cpu")
     # a wrong name or model raises here, before any rank starts
     made, options = smoke_test(model, plan, options)
     note = batch_norm_note(made, plan)
     with within_bound(model, plan, options):
         if not started:
-            findings = _on_new_ranks(plan, model, steps, options, note)
+            args = plan, model, steps, options, device or "cpu"
+            findings = _on_new_ranks(args, note, fork=fork)
         else:
-            world = init()
+            world = init(device)
             require(plan, world.size)
             findings = all_gather_object(prove(world, plan, model, steps, options), world)
-    found = replace(report(plan, model, findings), note=note, changed=dropout_note(made))
+    name = model if isinstance(model, str) else model.name
+    found = replace(report(plan, name, findings), note=note, changed=dropout_note(made))
     if not wire:
         return found
     on_wire = wire_of(plan, model, None, options)
     return replace(found, wire=on_wire, holds=found.holds and on_wire.holds)
 
 
-def _require_own_ranks(*, started: bool) -> None:
+def _require_wire(device: str | None, *, started: bool) -> None:
     """Raise InputError if this machine's interface counters cannot measure the ranks' bytes."""
+    if device == "cuda":
+        raise bad(
+            "--wire with --device cuda, whose ranks do not send through the network interface",
+            "--wire for ranks on the CPU, which send over TCP",
+            "--wire --device cpu",
+        )
     if started:
         raise bad(
             "--wire under torchrun or Slurm, whose ranks may be on several hosts and whose "
@@ -124,11 +130,14 @@ def _smaller(plan: Plan, most: int) -> Plan:
     return replace(few, accumulate=min(2, plan.accumulate, max(1, most // few.microbatches)))
 
 
-def _on_new_ranks(
-    plan: Plan, model: str, steps: int, options: Options | None, note: str
-) -> list[Finding]:
+#: Of a rank: the plan, the model, the number of steps, the options, the device.
+Args = tuple[Plan, str | Trainable, int, Options, str]
+
+
+def _on_new_ranks(args: Args, note: str, *, fork: bool) -> list[Finding]:
+    plan, *_, device = args
     try:
-        return spawn(_on_rank, plan.size, (plan, model, steps, options))
+        return spawn(_on_rank, plan.size, args, device, fork=fork)
     except RankError as error:
         if not note:
             raise
@@ -137,43 +146,10 @@ def _on_new_ranks(
         raise RunError(f"{note} Rank {error.rank} could not continue: {why}") from None
 
 
-def _on_rank(plan: Plan, model: str, steps: int, options: Options | None) -> Finding:
-    world = init("cpu")
+def _on_rank(
+    plan: Plan, model: str | Trainable, steps: int, options: Options, device: str
+) -> Finding:
+    world = init(device)
     found = prove(world, plan, model, steps, options)
     world.barrier()
     return found
-
-
-def verify_command(
-    plan: Annotated[str, typer.Argument(metavar="PLAN", help='Such as "dp2 zero3 bf16".')],
-    model: Annotated[
-        str,
-        typer.Option(
-            help="gpt, gpt:SIZE, moe[:GATE[:CAPACITY]], hf:NAME, hf:./FOLDER or file.py:build."
-        ),
-    ] = "gpt",
-    steps: Annotated[int, typer.Option(help="How many steps to train, up to 1000.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    units: Annotated[
-        str, typer.Option(help='Units: auto, a pattern ("blocks.*"), a size (16MiB).')
-    ] = "auto",
-    table: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Styles by module, TOML or JSON.")
-    ] = None,
-    wire: Annotated[
-        bool, typer.Option("--wire", help="Read the network interface's counters too.")
-    ] = False,
-) -> None:
-    """Prove that a plan computes what one process computes, with the predicted bytes and memory."""
-    start = environment()
-    options = Options(units_in(units), None if table is None else table_in(table))
-    with Console(stderr=True).status(Text(f"{plan} on {model}: {steps} steps, beside one process")):
-        found = verify(plan, model, steps, options, wire=wire)
-    if start is None or start.rank == 0:
-        if as_json:
-            print(found.json())
-            for note in found.notes:
-                print(note, file=sys.stderr)
-        else:
-            show(found, Console(emoji=False, markup=False))
-    raise typer.Exit(0 if found.holds else 1)

@@ -73,7 +73,11 @@ BUILDING: Final = Lock()
 
 
 def prove(
-    world: World, plan: Plan, model: str, steps: int, options: Options | None = None
+    world: World,
+    plan: Plan,
+    model: str | Trainable,
+    steps: int,
+    options: Options | None = None,
 ) -> Finding:
     """Train `model` under `plan` and in one process, and compare. All ranks must call it."""
     promises, plan = textbook.first_delayed(plan), with_early_delays(plan)
@@ -88,7 +92,7 @@ def prove(
     return found.with_promises(promises)
 
 
-def _found(model: str, plan: Plan) -> Trainable:
+def _found(model: str | Trainable, plan: Plan) -> Trainable:
     with BUILDING:
         return ragged(without_dropout(find(model)), plan)
 

@@ -13,6 +13,7 @@ error is a multiple of the error of one process in that precision, at most 1.5 (
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from io import StringIO
 
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +28,7 @@ from shardwise.verify.wire import Wire
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": rounding.MOST, "fp16": rounding.MOST}
 #: The columns of the report, and the source of their numbers.
 COLUMNS = {"theory": "theory", "counted": "counted", "read": "read from the system"}
+WIDTH = 100  # of the report as text
 #: A wrong gradient makes these wrong as well, so they are named last.
 LATE = ("loss", "evaluation", "outputs", "after loading")
 
@@ -42,6 +44,20 @@ class Difference:
     name: str
     rank: int
     error: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a report, and whether it holds.
+
+    `part` is "parity", with the values "error" and "bound"; or "sent" or "held", with the bytes of
+    one rank by their source: "theory" and "counted" or "read".
+    """
+
+    part: str
+    name: str
+    values: dict[str, float]
+    holds: bool
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,25 @@ class Report:
     def bound(self) -> float:
         """The bound on the errors."""
         return BOUNDS[Plan.parse(self.plan).precision or "fp64"]
+
+    @property
+    def rows(self) -> list[Row]:
+        """The lines of the table."""
+        found = [
+            Row("parity", kind, {"error": error, "bound": self.bound}, error <= self.bound)
+            for kind, error in self.parity.items()
+        ]
+        for part, columns in (("sent", self.sent), ("held", self.memory)):
+            for name in dict.fromkeys(name for column in columns.values() for name in column):
+                values = {key: column.get(name, 0) for key, column in columns.items()}
+                found.append(Row(part, name, dict(values), len(set(values.values())) == 1))
+        return found
+
+    def __str__(self) -> str:
+        """The tables that `shardwise verify` prints."""
+        text = StringIO()
+        show(self, Console(file=text, width=WIDTH, emoji=False, markup=False))
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
     @property
     def notes(self) -> list[str]:
@@ -183,17 +218,19 @@ def show(found: Report, console: Console) -> None:
     """The report as two tables, and whether the plan holds."""
     errors = Table("", "error", "bound", "", title=f"{found.plan} on {found.model}")
     times = " x alone" if found.bound == rounding.MOST else ""
-    for kind, error in found.parity.items():
-        bound = f"<= {found.bound:g}{times}"
-        errors.add_row(kind, f"{error:.1e}{times}", bound, _mark(error <= found.bound))
-    console.print(errors)
     table = Table("bytes of one rank", *COLUMNS.values(), "")
-    for what, columns in (("sent", found.sent), ("held", found.memory)):
-        table.add_section()
-        for name in dict.fromkeys(name for column in columns.values() for name in column):
-            values = {key: column.get(name, 0) for key, column in columns.items()}
-            cells = [f"{values[key]:,}" if key in values else "" for key in COLUMNS]
-            table.add_row(f"{what}: {name}", *cells, _mark(len(set(values.values())) == 1))
+    part = ""
+    for row in found.rows:
+        if row.part == "parity":
+            cells = f"{row.values['error']:.1e}{times}", f"<= {found.bound:g}{times}"
+            errors.add_row(row.name, *cells, _mark(row.holds))
+            continue
+        if part != row.part:
+            table.add_section()
+        part = row.part
+        cells = [f"{row.values[key]:,}" if key in row.values else "" for key in COLUMNS]
+        table.add_row(f"{part}: {row.name}", *cells, _mark(row.holds))
+    console.print(errors)
     table.add_section()
     _show_step(found, table)
     console.print(table)

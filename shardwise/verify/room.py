@@ -11,6 +11,7 @@ from shardwise.core.plan import Plan
 from shardwise.engine.device_bound import EXCEEDED
 from shardwise.engine.device_room import no_room, require_room
 from shardwise.models.registry import find
+from shardwise.models.trainable import Trainable
 from shardwise.prediction.prediction import Prediction
 from shardwise.verify.batches import ROWS, ROWS_16, SEED
 from shardwise.verify.limits import without_dropout
@@ -19,7 +20,7 @@ from shardwise.verify.parity import theory_of
 
 
 @contextmanager
-def within_bound(model: str, plan: Plan, options: Options) -> Iterator[None]:
+def within_bound(model: str | Trainable, plan: Plan, options: Options) -> Iterator[None]:
     """Around the steps of a proof of `plan` on `model`.
 
     Raises InputError if they need more than the plan's bound on device memory: before they begin if
@@ -38,7 +39,7 @@ def within_bound(model: str, plan: Plan, options: Options) -> Iterator[None]:
         raise no_room(plan, predict) from None
 
 
-def _predicted(model: str, options: Options, plan: Plan) -> Prediction:
+def _predicted(model: str | Trainable, options: Options, plan: Plan) -> Prediction:
     """The prediction for the largest batch of the first rank."""
     trainable = without_dropout(find(model))
     fewest = ROWS_16 if plan.precision in ("bf16", "fp16") else ROWS

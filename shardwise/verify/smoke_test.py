@@ -4,10 +4,8 @@ A user's model may fail anywhere. Here it fails once, with the line of the user'
 on every rank.
 """
 
-import traceback
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from torch import nn
 
@@ -17,21 +15,27 @@ from shardwise.core.plan import Plan
 from shardwise.derive.choice import table_or_derived
 from shardwise.engine import recomputation, stage_module, tensor_parallel, weight_stashing
 from shardwise.models.registry import find
+from shardwise.models.trainable import Trainable
+from shardwise.models.user import place_of
 from shardwise.parallel.data.wrap_policy import choose
 from shardwise.verify.batches import SEED
 from shardwise.verify.options import Options
 from shardwise.verify.parity import engine_of
 
 ROWS = 2  # batch normalisation needs more than one
+TENSORS = 4  # of the size of a parameter, on one process: it, its gradient, two states of AdamW
 
 
-def smoke_test(model: str, plan: Plan, options: Options | None = None) -> tuple[nn.Module, Options]:
+def smoke_test(
+    model: str | Trainable, plan: Plan, options: Options | None = None
+) -> tuple[nn.Module, Options]:
     """Train `model` for one step in the plan's precision; returns it, and the options to prove.
 
     A model without its own table gets a derived one (derive/table.py).
 
-    Raises InputError for an unknown name, a model that cannot be trained or divided into the plan's
-    stages, a table that does not fit the tensor ranks, and units that match no module.
+    Raises InputError for an unknown name, a model that is larger than the memory of this host, that
+    cannot be trained or that cannot be divided into the plan's stages, a table that does not fit
+    the tensor ranks, and units that match no module.
     """
     found, options = _trained(model, plan), with_table(model, plan, options or Options())
     choose(found, options.units)
@@ -43,7 +47,7 @@ def smoke_test(model: str, plan: Plan, options: Options | None = None) -> tuple[
     return found, options
 
 
-def with_table(model: str, plan: Plan, options: Options) -> Options:
+def with_table(model: str | Trainable, plan: Plan, options: Options) -> Options:
     """The options with a derived table, if the plan needs one and neither they nor the model have.
 
     Raises InputError if no layer can be sharded.
@@ -53,9 +57,11 @@ def with_table(model: str, plan: Plan, options: Options) -> Options:
     return replace(options, table=table_or_derived(options.table, plan, own.plain, batch, own.loss))
 
 
-def _trained(model: str, plan: Plan) -> nn.Module:
+def _trained(model: str | Trainable, plan: Plan) -> nn.Module:
     trainable = find(model)
-    if model.partition(":")[0] == "gpt":  # ours; a step of the larger ones takes long
+    trainable.require_memory(TENSORS * (8 if plan.precision == "fp64" else 4))
+    name = trainable.name
+    if isinstance(model, str) and model.partition(":")[0] == "gpt":  # ours; a step may take long
         return trainable.build()
     try:
         engine = engine_of(trainable, Plan(precision=plan.precision), alone())
@@ -64,18 +70,9 @@ def _trained(model: str, plan: Plan) -> nn.Module:
         raise
     except Exception as error:
         raise bad(
-            f'the model "{model}", whose step in {plan.precision} on one process gives '
-            f"{type(error).__name__}: {' '.join(str(error).split())} ({_place(error, model)})",
+            f'the model "{name}", whose step in {plan.precision} on one process gives '
+            f"{type(error).__name__}: {' '.join(str(error).split())} ({place_of(error, name)})",
             "a model that trains on its own batches, in the precision of the plan",
             "the same command, once it does; fp32 in the plan if the model fixes its dtypes",
         ) from error
     return engine.model
-
-
-def _place(error: Exception, model: str) -> str:
-    """The innermost line of the user's file, or else of any file."""
-    frames = traceback.extract_tb(error.__traceback__)
-    file = Path(model.rpartition(":")[0]).name
-    own = [frame for frame in frames if Path(frame.filename).name == file]
-    last = (own or frames)[-1]
-    return f"{Path(last.filename).name}, line {last.lineno}"

@@ -35,6 +35,7 @@ from shardwise.comm.world import World, init
 from shardwise.core.errors import InputError, RankError, RunError, bad
 from shardwise.core.plan import Plan
 from shardwise.models.registry import find
+from shardwise.models.trainable import Trainable
 from shardwise.prediction.prediction import CHECKED_STEPS
 from shardwise.verify.batches import Division
 from shardwise.verify.loads import Routed
@@ -73,7 +74,7 @@ class Wire:
         return near and self.theory_bytes == self.counted_bytes
 
 
-def wire_of(plan: Plan, model: str, *options: Any) -> Wire:
+def wire_of(plan: Plan, model: str | Trainable, *options: Any) -> Wire:
     """Run the plan's ranks on this machine's loopback interface and read its counters.
 
     `options` go to `engine_of`.  Raises InputError if the system has no counters, or for a plan of
@@ -127,7 +128,7 @@ class _Measured:
     enveloped: int
 
 
-def _on_rank(plan: Plan, model: str, *options: Any) -> _Measured:
+def _on_rank(plan: Plan, model: str | Trainable, *options: Any) -> _Measured:
     world = init("cpu", shared_memory=False)
     trainable = find(model)
     engine = engine_of(trainable, plan, world, *options)

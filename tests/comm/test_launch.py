@@ -72,6 +72,43 @@ def test_spawn_returns_the_results_of_all_ranks_in_rank_order(monkeypatch: pytes
     assert dict(os.environ) == before
 
 
+UNGUARDED = """
+import sys
+import shardwise as sw
+
+def work():
+    return 1
+
+try:
+    print(sw.spawn(work, 2, fork="fork" in sys.argv))
+except (sw.RankError, sw.InputError) as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.parametrize("source", [pytest.param("file", marks=pytest.mark.full), "text"])
+def test_ranks_that_cannot_import_the_main_program_are_refused_or_forked(
+    source: str, tmp_path: Path
+):
+    """A script without a guard, and a program from no file: one paragraph, or a fork."""
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    program = [str(tmp_path / "script.py")] if source == "file" else ["-c", UNGUARDED]
+    runs = [
+        subprocess.run(
+            [sys.executable, *program, how],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for how in ("import", "fork")
+    ]
+    why = "put the script's own code under 'if __name__" if source == "file" else "in a notebook"
+    assert why in runs[0].stderr
+    assert "Traceback" not in runs[0].stderr
+    assert (runs[1].returncode, runs[1].stdout) == (0, "[1, 1]\n"), runs[1].stderr
+
+
 def part_and_meet() -> None:
     world = init("cpu")
     world.barrier()

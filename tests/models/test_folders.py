@@ -12,6 +12,9 @@ import pytest
 from shardwise.core.errors import InputError
 from shardwise.models import hf, pretrained
 from shardwise.models.registry import find
+from shardwise.prediction.prediction import Prediction
+from shardwise.train.configured import configured
+from shardwise.train.predict_command import predict_request
 from tests.checkpoint.absurd import limits, special
 
 pytest.importorskip("transformers")
@@ -106,3 +109,52 @@ def test_an_absurd_folder_is_refused(name: str, whole: Path, tmp_path: Path):
             with pytest.raises(InputError, match=message) as caught:
                 use()
             assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module", params=["llama", "mixtral", "t5"])
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with config.json alone, of a small model."""
+    folder = tmp_path_factory.mktemp("alone") / request.param
+    hf.small_config(request.param).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3", "tp2 bf16"])
+def test_a_configuration_is_enough_for_a_prediction(alone: Path, plan: str) -> None:
+    """States and bytes are those of the model with weights; activations too, without experts."""
+    named = (configured(None, plan, f"hf:{name}") for name in (alone, alone.name))
+    found, wanted = (predict_request(run, None, None, 0).prediction(0) for run in named)
+    assert (found.memory, found.bytes) == (wanted.memory, wanted.bytes)
+    assert found.activations == wanted.activations or alone.name == "mixtral"
+    assert not found.notes
+
+
+def test_a_configuration_is_enough_for_the_prediction_of_a_run(whole: Path, tmp_path: Path) -> None:
+    """`predict --config` for a folder without weights is that for the folder with them."""
+    (tmp_path / "alone").mkdir()
+    shutil.copy(whole / "config.json", tmp_path / "alone")
+    found, wanted = (_of_run(folder, tmp_path) for folder in (tmp_path / "alone", whole))
+    assert (found.memory, found.bytes) == (wanted.memory, wanted.bytes)
+    assert found.device_peak == wanted.device_peak
+
+
+def _of_run(folder: Path, tmp_path: Path) -> Prediction:
+    file = tmp_path / "run.toml"
+    file.write_text(f'[model]\nname = "hf:{folder}"\n[plan]\ntext = "dp2 zero3"')
+    return predict_request(configured(file, None, None), 4, 16, 0).prediction(0)
+
+
+def test_what_needs_weights_refuses_a_configuration(alone: Path) -> None:
+    """The model is not made, not with random weights either."""
+    for use in (lambda: pretrained.read(alone, None), find(f"hf:{alone}").build):
+        with pytest.raises(InputError, match="no weights in it"):
+            use()
+
+
+@pytest.mark.parametrize("values", [{"hidden_size": 10**12}, {"num_hidden_layers": -1}])
+def test_an_absurd_configuration_is_refused(tmp_path: Path, values: dict[str, Any]) -> None:
+    """Without weights too, before a model of these sizes is made."""
+    hf.small_config("llama").save_pretrained(tmp_path)
+    config(**values)(tmp_path)
+    with limits(), pytest.raises(InputError, match=r"config\.json'\. Allowed: a whole number"):
+        find(f"hf:{tmp_path}")

@@ -9,7 +9,6 @@ from shardwise.core.errors import InputError
 from shardwise.models import gpt
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.initial import fill, initial
-from shardwise.models.registry import random_text
 
 MICRO = GPTConfig(vocabulary=23, layers=2, width=16, heads=4, kv_heads=2, hidden=24, sequence=6)
 PLAIN = dataclasses.replace(MICRO, kv_heads=4)
@@ -87,7 +86,7 @@ def normalised(x: Tensor, scale: Tensor) -> Tensor:
 def test_loss_and_gradients_are_those_of_the_model_written_out(config: GPTConfig) -> None:
     """Loss and every gradient equal those of a model written position by position, in fp64."""
     model = made(config)
-    batch = random_text(2, config.sequence, config.vocabulary, seed=1)
+    batch = gpt.random_text(2, config.sequence, config.vocabulary, seed=1)
     batch["targets"][0, 4:] = -100
     gpt.loss(model, batch).backward()
 
@@ -104,7 +103,7 @@ def test_loss_and_gradients_are_those_of_the_model_written_out(config: GPTConfig
 def test_no_position_sees_a_later_one() -> None:
     """Changing a token leaves the logits of all earlier positions as they were."""
     model = made(MICRO)
-    tokens = random_text(1, MICRO.sequence, MICRO.vocabulary, seed=2)["inputs"]
+    tokens = gpt.random_text(1, MICRO.sequence, MICRO.vocabulary, seed=2)["inputs"]
     changed = tokens.clone()
     changed[0, 3] = (changed[0, 3] + 1) % MICRO.vocabulary
     before, after = model(tokens), model(changed)
@@ -115,7 +114,7 @@ def test_no_position_sees_a_later_one() -> None:
 def test_the_loss_is_the_mean_over_the_targets_that_count() -> None:
     """Two parts of a batch, weighed by their tokens, have the loss of the whole."""
     model = made(MICRO)
-    batch = random_text(4, MICRO.sequence, MICRO.vocabulary, seed=3)
+    batch = gpt.random_text(4, MICRO.sequence, MICRO.vocabulary, seed=3)
     batch["targets"][0, 1:] = -100
     parts = [{k: v[rows] for k, v in batch.items()} for rows in (slice(0, 1), slice(1, 4))]
     assert [gpt.tokens(part) for part in parts] == [1, 18]

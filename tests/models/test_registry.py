@@ -1,10 +1,16 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from shardwise.core.errors import InputError
+from shardwise.models import decoder
+from shardwise.models.published import PUBLISHED
 from shardwise.models.registry import find
+from shardwise.train.memory_command import Request as MemoryRequest
+from shardwise.train.memory_command import print_step
+from shardwise.verify.command import verify
 
 THREE = """
 import torch
@@ -103,9 +109,44 @@ def test_on_meta_nothing_is_filled() -> None:
     assert found.initial is not None
 
 
+#: As their model cards on Hugging Face count them.
+COUNTS = {
+    "gpt:1b": 1_100_048_384,
+    "gpt:7b": 6_738_415_616,
+    "llama:8b": 8_030_261_248,
+    "llama:70b": 70_553_706_496,
+    "mixtral:8x7b": 46_702_792_704,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_size_has_the_published_number_of_parameters(name: str) -> None:
+    """Exactly, by arithmetic and as a model on meta, which has no weights."""
+    params = [*find(name).plain().parameters()]
+    assert sum(p.numel() for p in params) == decoder.parameters(PUBLISHED[name]) == COUNTS[name]
+    assert all(p.is_meta for p in params)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: find("llama:70b").build(),
+        lambda: verify("dp2 zero3", "llama:70b"),
+        lambda: print_step(MemoryRequest("dp2 zero3", "llama:70b", measure=True), "dp2 zero3"),
+    ],
+    ids=["build", "verify", "memory --measure"],
+)
+def test_weights_that_do_not_fit_the_host_are_refused(use: Callable[[], object]) -> None:
+    """Before any is allocated, with their size and what needs none."""
+    with pytest.raises(InputError, match=r"GiB free.*need no weights") as found:
+        use()
+    assert "\n" not in str(found.value)
+
+
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
+        ("llama:7b", "Write instead: llama:70b"),
         ("gtp", "Write instead: gpt."),
         ("gpt:smal", "Write instead: gpt:small."),
         ("hf", "Write instead: hf:"),

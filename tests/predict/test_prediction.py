@@ -207,7 +207,8 @@ def test_the_command_has_one_object(capsys: pytest.CaptureFixture[str]):
     assert code == 0 and list(found) == [
         *("plan", "model", "world", "rank", "memory", "bytes", "bytes_between", "activations"),
         *("host_activations", "fetched", "device_peak", "recomputed", "recomputed_flops"),
-        *("messages", "seconds", "time_ms"),
+        *("messages", "seconds", "time_ms", "peak_parts", "in_all", "rows_a_step"),
+        *("tokens_a_step", "device_memory", "fits", "largest_part", "relieved_by"),
     ]
     assert (found["plan"], found["world"], found["rank"]) == ("dp64 zero3 bf16", 64, 63)
     assert list(found["bytes"]) == ["dp all_gather", "dp all_reduce", "dp reduce_scatter"]

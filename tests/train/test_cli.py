@@ -23,16 +23,18 @@ COMMANDS = {
         "--resume",
         "--trace",
         "--check",
+        "--dry-run",
         "--overwrite",
         "--help",
     },
     "plan": {"text", "--words", "--from", "--help"},
     "verify": {
-        *("plan", "--model", "--steps", "--units", "--table", "--wire", "--json", "--help"),
+        *("plan", "--model", "--config", "--steps", "--units", "--table", "--wire", "--device"),
+        *("--json", "--help"),
     },
     "predict": {
         *("plan", "--model", "--batch", "--sequence", "--rank", "--table", "--cluster"),
-        *("--json", "--help"),
+        *("--device-memory", "--config", "--json", "--help"),
     },
     "memory": {
         *("plan", "--model", "--batch", "--sequence", "--rank", "--measure", "--svg", "--png"),
@@ -52,7 +54,7 @@ COMMANDS = {
     "checkpoint inspect": {"path", "--json", "--deep", "--help"},
     "schedule": {
         *("name", "--stages", "--microbatches", "--chunks", "--batches", "--costs", "--hop"),
-        *("--svg", "--png", "--text", "--lowered", "--json", "--help"),
+        *("--svg", "--png", "--text", "--lowered", "--config", "--json", "--help"),
     },
 }
 NAMES = [
@@ -125,7 +127,6 @@ def test_every_option_has_a_value_to_write(name: str) -> None:
         ("train x.toml --plan dp2 zero3", "with spaces in quotes"),
         ("train x.toml --resume=3", "Write instead: --resume"),
         ("train x.toml --zzz", "Write instead: shardwise train --help"),
-        ("verify", 'Write instead: shardwise verify "dp2 zero3"'),
         ("verify dp2 zero3", 'Write instead: shardwise verify "dp2 zero3"; put an argument'),
         ("verify dp2 --step 3", "Write instead: --steps 3"),
         ("bench", "Write instead: shardwise bench data"),

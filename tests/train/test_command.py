@@ -1,5 +1,6 @@
 """`shardwise train` as a user runs it: started, interrupted, resumed, and failing."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,15 +11,16 @@ import pytest
 
 from shardwise.train import cli, config
 from shardwise.train.metrics import read
+from shardwise.train.progress import size_text
 from shardwise.train.stop_signal import NOTHING
-from tests.train.runs import settings
+from tests.train.runs import run, settings
 
 
 def command(folder: Path, *argv: str, **train: object) -> list[str]:
     given = settings(folder / "run", "dp2 zero3", **train)
     file = folder / "config.toml"
     file.write_text(config.dump(given))
-    return [sys.executable, "-W", "error", "-m", "shardwise.train.cli", "train", str(file), *argv]
+    return [sys.executable, "-W", "error", "-m", "shardwise", "train", str(file), *argv]
 
 
 @pytest.mark.full
@@ -149,3 +151,73 @@ def test_a_loss_that_is_not_a_number_ends_with_exit_code_1(
     assert said.count("The run was stopped") == 1
     assert "Step " in said
     assert "Traceback" not in said
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a command prints that ends with 0."""
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(argv)
+    said = capsys.readouterr()
+    assert leaving.value.code == 0, said.err
+    return said.out
+
+
+@pytest.mark.parametrize(
+    "plan", ["dp2 zero3", "tp2 bf16", "pp2 2bw:2", "pp2 offload:auto device_memory:9MiB"]
+)
+def test_what_is_predicted_for_a_configuration_is_what_its_run_holds_and_sends(
+    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `predict --config` and by `train --dry-run`, which starts and writes nothing."""
+    given = settings(tmp_path / "run", plan, optimizer="lion", batch=5, clip=0)
+    file = tmp_path / "run.toml"
+    file.write_text(config.dump(given))
+    before = sorted(tmp_path.rglob("*"))
+    found = json.loads(printed(capsys, "predict", "--config", str(file), "--json"))
+    checked = printed(capsys, "train", str(file), "--dry-run")
+    assert sorted(tmp_path.rglob("*")) == before
+    assert found["model"] == "quickstart of run.toml"
+    assert found["rows_a_step"] == 5  # of which one of two data ranks has three
+    assert "A step trains on 5 rows" in checked
+    assert checked.startswith(f"{found['plan']} on 2 ranks, ")
+    record = run(given, 2)[-1]
+    assert record.memory_bytes is not None
+    held = {name: record.memory_bytes.get(name) for name in found["memory"]}
+    assert held == found["memory"]
+    for name, count in found["memory"].items():
+        assert name in checked
+        assert size_text(count) in checked
+    assert record.sent_bytes == sum(found["bytes"].values())
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--set train.batch=1", "train.batch = 1 under the plan"),
+        ("--plan pp2_2bw:2", "clip=1.0 with 2bw:2, whose stages update at different times"),
+        ("--set data.source=absent.txt", "absent.txt"),
+        ("--plan tp64 --nproc 64", "tp64"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(
+    argv: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same paragraph, and the exit code 2."""
+    started = command(tmp_path, "--dry-run", *(word.replace("_", " ") for word in argv.split()))
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(started[started.index("train") :])
+    assert leaving.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_model_of_a_configuration_is_proved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under its own plan, which a plan on the command line replaces."""
+    file = command(tmp_path)[-1]
+    for plan, proved in (((), "dp2 zero3"), (("dp2 zero1",), "dp2 zero1")):
+        found = json.loads(
+            printed(capsys, "verify", *plan, "--config", file, "--steps", "1", "--json")
+        )
+        assert (found["plan"], found["holds"]) == (f"{proved} fp64", True)
+        assert found["model"] == "quickstart of config.toml"

@@ -350,7 +350,7 @@ def peak_bytes() -> int:
     [
         ("plan", {"text": "pp1 1f1b:8"}, r"1 x 8 microbatches\. Allowed: 8 or more.*batch = 8"),
         ("model", {"vocabulary": 100}, r"model\.vocabulary = 100 for bytes"),
-        ("model", {"name": "smal"}, r"Write instead: model\.name = 'small'"),
+        ("model", {"name": "gpt:smal"}, r"Write instead: model\.name = 'gpt:small'"),
         ("model", {"width": 15, "heads": 2}, "width = 15"),
         ("train", {"batch": 1}, r"train\.batch = 1 under the plan"),
     ],

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +15,21 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.core.mesh import AXES
 from shardwise.core.plan import WORDS, Plan, words_table
 from shardwise.core.plan_check import problems
+from shardwise.train.cli import with_resume_value
 from shardwise.train.config import Config
 from shardwise.verify.command import verify
+from tests.train.test_cli import named
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+#: A command of a page, to its end or to the two spaces before what it does.
+COMMAND = re.compile(r"^(?:\$ )?shardwise (.+?)(?:  .*)?$", re.MULTILINE)
+#: What differs from machine to machine: errors of rounding, and the time a prediction takes.
+VARIES = re.compile(r"[0-9.]+e[+-][0-9]+|Computed in [0-9,.]+ ms")
+ROW = re.compile(r"^\| (`.+`) \| (.+) \|$", re.MULTILINE)
 SNIPPET = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
@@ -103,13 +112,14 @@ def _run(folder: Path, *argv: str, script: str = "train.py") -> str:
 @pytest.mark.parametrize(
     ("page", "number"),
     [
-        *(("README.md", 0), ("README.md", 2)),
+        *(("README.md", 0), ("docs/python.md", 6)),
         *(("docs/dataparallel.md", 0), ("docs/weights.md", 0), ("docs/weights.md", 1)),
+        ("docs/verify.md", 0),
         ("docs/derived-tables.md", 0),
     ],
 )
 def test_a_snippet_runs_as_shown(page: str, number: int) -> None:
-    """What these pages show is a whole program: it runs as it stands, on one rank."""
+    """What these pages show is a whole program: it runs as it stands, from no file."""
     snippet = SNIPPET.findall((ROOT / page).read_text(encoding="utf-8"))[number]
     command = [sys.executable, "-W", "error", "-c", snippet]
     done = subprocess.run(command, check=False, capture_output=True)
@@ -149,3 +159,83 @@ def test_the_words_say_what_is_to_come() -> None:
         refused = any("not in this version" in p.given for p in problems(Plan.parse(word.example)))
         assert line.startswith(f"{word.form} ")
         assert line.endswith(" (not in this version)") == refused
+
+
+def commands_of(page: str) -> list[list[str]]:
+    """The arguments of each command in the code blocks of a page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    shown = "".join(block for language, block in blocks if not language)
+    return [shlex.split(line) for line in COMMAND.findall(shown)]
+
+
+def ran(folder: Path, argv: list[str]) -> str:
+    """What a command prints that ends well, 100 columns wide."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    command = [sys.executable, "-m", "shardwise.train.cli", *argv]
+    done = subprocess.run(
+        command, check=False, cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", pytest.param("docs/predict.md", marks=pytest.mark.full)]
+)
+def test_a_page_shows_what_the_command_prints(page: str, tmp_path: Path) -> None:
+    """The blocks that begin with a command, line by line, but for rounding and time."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\n\$ shardwise (.+?)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert blocks
+    for command, shown in blocks:
+        if "--cluster" in command:  # the seconds are those of a machine
+            continue
+        found = "\n".join(map(str.rstrip, ran(tmp_path, shlex.split(command)).splitlines()))
+        assert VARIES.sub("", shown.strip()) == VARIES.sub("", found.strip()), found
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/README.md"])
+def test_the_commands_of_a_page_are_those_of_the_program(page: str) -> None:
+    """Each command, option and value is accepted by the parser."""
+    given = commands_of(page)
+    assert len(given) >= 8
+    for argv in given:
+        words = 2 if argv[0] == "checkpoint" else 1
+        name, rest = " ".join(argv[:words]), with_resume_value(argv[words:])
+        named(name).make_context(name, rest)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trains", [False, True], ids=["others", "a run"])
+def test_the_commands_of_the_readme_run(tmp_path: Path, trains: bool) -> None:
+    """Each as it stands, one after the other; those of a run in one folder."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for argv in commands_of("README.md"):
+        if any("runs/" in word for word in argv) == trains:
+            assert ran(tmp_path, argv)
+
+
+def word_of(text: str) -> str:
+    """A plan word without its number or value: dp2 and dpN are dp, zero1 stays."""
+    name = text.partition(":")[0]
+    return next((axis for axis in AXES if re.fullmatch(f"{axis}(N|[0-9]+)", name)), name)
+
+
+def test_the_page_of_plan_words_has_each_word() -> None:
+    """docs/plan-words.md has each word that this version runs, in plans; the README some of it."""
+    rows = dict(ROW.findall((DOCS / "plan-words.md").read_text(encoding="utf-8")))
+    words = " ".join(re.findall("`([^`]+)`", " ".join(rows))).split()
+    for word in words:
+        Plan.parse(word)
+    known = {word_of(word.form) for word in WORDS if not word.later}
+    assert {word_of(word) for word in words} == known | {"fsdp"}
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = page.partition("## Plan words")[2].partition("\n## ")[0]
+    shown = {left: right.replace("(docs/", "(") for left, right in ROW.findall(section)}
+    assert len(shown) == 12 and shown.items() <= rows.items()
+
+
+def test_the_readme_is_short() -> None:
+    """At most 150 lines."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

@@ -11,8 +11,7 @@ from matplotlib.axes import Axes
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
-from shardwise.models.gpt import GPT, SIZES, loss
-from shardwise.models.registry import random_text
+from shardwise.models.gpt import GPT, SIZES, loss, random_text
 from shardwise.train import config, plots, report
 from shardwise.train.baseline import Baseline, ddp_baseline
 from shardwise.train.config import TrainSection

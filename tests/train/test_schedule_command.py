@@ -37,6 +37,21 @@ def test_the_drawing_stands_above_the_numbers() -> None:
     assert numbers["transfers"] == ["4", "-", "2", "act,", "2", "grad"]
 
 
+def test_the_schedule_of_a_run_is_that_of_its_plan(tmp_path: Path) -> None:
+    """1F1B unless the plan says another, on the ranks of the axis pp; without one it is refused."""
+    file, wanted = tmp_path / "run.toml", shown("1f1b:4", "--stages", "2", "--json")
+    for plan in ("pp2 dp2", "pp2 1f1b:4"):
+        file.write_text(f'[plan]\ntext = "{plan}"')
+        assert shown("--config", str(file), "--json") == wanted
+    refused = {"dp2": ("has no pipeline", []), "pp2": ("beside a schedule's name", ["1f1b"])}
+    for plan, (why, more) in refused.items():
+        file.write_text(f'[plan]\ntext = "{plan}"')
+        with pytest.raises(InputError, match=why):
+            shown(*more, "--config", str(file))
+    with pytest.raises(InputError, match="no schedule"):
+        shown()
+
+
 @pytest.mark.parametrize("name", LIBRARY)
 def test_json_is_one_object_with_clock_and_formula(name: str) -> None:
     """For every schedule of the library the two agree, by default and at other costs of F and B."""

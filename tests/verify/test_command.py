@@ -23,8 +23,9 @@ from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.train.cli import main
+from shardwise.train.verify_command import verify_command
 from shardwise.verify import memory
-from shardwise.verify.command import verify, verify_command
+from shardwise.verify.command import verify
 from shardwise.verify.comparison import compare
 from shardwise.verify.finding import Finding
 from shardwise.verify.limits import batch_norm_note, dropout_note, without_dropout
@@ -247,6 +248,33 @@ def test_bad_input_is_refused_before_anything_starts(
         verify(plan, model, steps)
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("verify", "Given: no plan"),
+        ("predict", "Given: no plan"),
+        ("verify dp99 --device cuda", "99 ranks on cuda, with .* --device cpu"),
+        ("verify dp2 --device tpu", "--device tpu"),
+        ("verify dp2 --device cuda --wire", "--wire with --device cuda"),
+    ],
+)
+def test_a_command_that_cannot_run_is_one_paragraph(
+    argv: str, said: str, capsys: pytest.CaptureFixture[str]
+):
+    """Without a plan, and on a device that this machine has not for every rank."""
+    with pytest.raises(SystemExit) as leaving:
+        main(argv.split())
+    err = capsys.readouterr().err.strip()
+    assert leaving.value.code == 2 and re.search(said, err), err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_plan_holds_on_gpus():
+    """Ranks that start here, each on a GPU of its own."""
+    assert verify("dp2 zero3 fp32", steps=1, device="cuda").holds
+
+
 OWN = """
 import torch
 from torch import nn
@@ -347,10 +375,10 @@ def test_dropout_is_set_to_zero_and_the_report_says_so(
     """A model with dropout holds without it; the note stands under the table, beside the JSON."""
     said = "Dropout (1) was set to 0 on both sides of the comparison"
     found = verify("dp2", f"{own}:drop", 1)
-    monkeypatch.setattr("shardwise.verify.command.verify", lambda *_, **_more: found)
+    monkeypatch.setattr("shardwise.train.verify_command.verify", lambda *_, **_more: found)
     for json_too in (False, True):
         with pytest.raises(typer.Exit) as leaving:
-            verify_command("dp2", f"{own}:drop", 1, json_too)
+            verify_command(plan="dp2", model=f"{own}:drop", as_json=json_too)
         out, err = capsys.readouterr()
         assert leaving.value.exit_code == 0
         assert said in " ".join((err if json_too else out).split())

@@ -1,0 +1,73 @@
+"""The parts of a rank's peak on its device, and the plan word that makes a part smaller.
+
+    parameters, gradients, optimizer, buffers, versions    stored between steps (memory.py)
+    activations                                            what autograd keeps, at most
+    units in use                                           the rest of the peak (peak.py): gathered
+                                                           parameters, gradients on the way, what is
+                                                           computed again
+
+A word is proposed only if the plan with it can run. The rows of the states table come first, which
+cost bytes between ranks; then recomputation, which costs operations; then host memory, which costs
+copies; then ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from shardwise.core.plan import Plan
+from shardwise.core.plan_check import problems
+
+if TYPE_CHECKING:
+    from shardwise.prediction.prediction import Prediction
+
+ACTIVATIONS, IN_USE = "activations", "units in use"
+#: The first row of the states table that shards a part.
+_ROWS: Final = {"optimizer": "zero1", "gradients": "zero2", "parameters": "zero3"}
+_ORDER: Final = ("ddp", "zero1", "zero2", "zero3")
+#: Values of other words, each a field of the plan.
+_VALUES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
+    "parameters": (("offload", "param"),),
+    "gradients": (("offload", "optim"),),
+    "optimizer": (("offload", "optim"),),
+    ACTIVATIONS: (("recompute", "full"), ("activations", "host")),
+    IN_USE: (("tile", "4"),),
+}
+
+
+def peak_parts(found: "Prediction") -> dict[str, int]:
+    """The bytes of each part of the peak on the device; they add up to it."""
+    parts = found.memory | {ACTIVATIONS: found.activations + found.fetched}
+    return parts | {IN_USE: max(0, found.device_peak - sum(parts.values()))}
+
+
+def largest(parts: dict[str, int]) -> str:
+    """The name of the largest part."""
+    return max(parts, key=lambda name: parts[name])
+
+
+def relieved(plan: Plan, part: str) -> Plan | None:
+    """`plan` with one word more or another one, under which `part` takes less; None without one."""
+    return next((each for each in _candidates(plan, part) if not problems(each)), None)
+
+
+def added_words(plan: Plan, other: Plan) -> str:
+    """The words of `other` that `plan` does not have."""
+    own = str(plan).split()
+    return " ".join(word for word in str(other).split() if word not in own)
+
+
+def _candidates(plan: Plan, part: str) -> Iterator[Plan]:
+    row, axes = _ROWS.get(part), dict(plan.axes)
+    if row is not None and plan.row in _ORDER and plan.data_size > 1:
+        if _ORDER.index(plan.row) < _ORDER.index(row):
+            yield replace(plan, row=row)
+        elif (axis := plan.shard_axis) in axes:
+            yield replace(plan, axes=tuple((axes | {axis: 2 * axes[axis]}).items()))
+    for field, value in _VALUES.get(part, ()):
+        if getattr(plan, field) is None:
+            changes: dict[str, Any] = {field: value}
+            yield replace(plan, **changes)
+    if part != "buffers":
+        tensor = axes | {"tp": 2 * axes.get("tp", 1)}
+        yield replace(plan, axes=tuple(tensor.items()), sp=plan.sp or part == ACTIVATIONS)

@@ -1,0 +1,115 @@
+"""The plan and the model of a command: named on the command line, or those of a run.
+
+shardwise predict "dp2 zero3" --model gpt      both by name
+shardwise predict --config run.toml            those of `shardwise train run.toml`
+shardwise predict "tp2" --config run.toml      that run under another plan
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import typer
+
+from shardwise.core.errors import bad
+from shardwise.core.plan import Plan
+from shardwise.core.plan_check import require
+from shardwise.train.config import Config, read
+from shardwise.train.prepare import checked_plan
+from shardwise.train.tokens import vocabulary_size
+
+if TYPE_CHECKING:
+    from shardwise.core.tensor_plan import Table
+    from shardwise.models.decoder import Sizes
+    from shardwise.models.trainable import Trainable
+
+#: The argument and the option of a command that takes both.
+PLAN: Final = typer.Argument(
+    metavar="[PLAN]", help='Such as "dp2 zero3 bf16"; if not given, that of --config.'
+)
+CONFIG: Final = typer.Option(
+    "--config", metavar="FILE", help="The configuration of a run: its model, plan and batch."
+)
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A plan, and the name of the model it is for; or a run's, of which `config` is read."""
+
+    plan: Plan
+    name: str
+    config: Config | None = None
+
+    @property
+    def model(self) -> "Trainable | str":
+        """The model as `find` takes it, with random tokens as its batches."""
+        if self.config is None:
+            return self.name
+        from shardwise.models.registry import of_sizes
+
+        return of_sizes(self.name, self.sizes, self.config.train.seed)
+
+    @property
+    def sizes(self) -> "Sizes":
+        """The sizes of the run's model; a folder may have a configuration without weights.
+
+        `bpe:SIZE` is taken to have SIZE tokens: how many the data give is known once it is trained.
+        """
+        from shardwise.train.sizes import model_sizes
+
+        assert self.config is not None
+        config, size = self.config, vocabulary_size(self.config.data.tokens)
+        return model_sizes(config.model, size, config.train.seed, weights=False)
+
+    @property
+    def table(self) -> "Table | None":
+        """The table in the file that the run names."""
+        if self.config is None or self.config.plan.table is None:
+            return None
+        from shardwise.verify.options import table_in
+
+        return table_in(Path(self.config.plan.table), "plan.table =")
+
+    @property
+    def batch(self) -> int | None:
+        """The rows of all ranks in a step of the run."""
+        return None if self.config is None else self.config.train.batch
+
+    @property
+    def device(self) -> str:
+        """Where the run computes: "auto", "cpu" or "cuda"."""
+        return "auto" if self.config is None else self.config.run.device
+
+    @property
+    def rows(self) -> int | None:
+        """The rows of the first data rank in a step of the run; no rank has more."""
+        if self.config is None:
+            return None
+        return -(-self.config.train.batch // self.plan.data_size)
+
+    def options(self, table: "Table | Mapping[str, str] | None") -> dict[str, Any]:
+        """The options that the run passes to parallelize."""
+        from shardwise.train.model import options_of_run
+
+        assert self.config is not None
+        return options_of_run(self.config, self.sizes, table)
+
+
+def configured(config: Path | None, plan: str | None, model: str | None) -> PlannedModel:
+    """The plan and the model of a command line; each replaces that of the configuration.
+
+    Raises InputError for wrong values, and without a plan.
+    """
+    if config is None:
+        if plan is None:
+            instead = '"dp2 zero3", or --config run.toml'
+            raise bad("no plan", "a plan, or the configuration of a run", instead)
+        found = Plan.parse(plan)
+        require(found)
+        return PlannedModel(found, model or "gpt")
+    overrides = [] if plan is None else [f"plan.text={plan}"]
+    overrides += [] if model is None else [f"model.name={model}"]
+    settings = read(config, overrides)
+    checked = checked_plan(settings, Plan.parse(settings.plan.text).size)
+    return PlannedModel(checked, f"{settings.model.name} of {config.name}", settings)
