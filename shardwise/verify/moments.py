@@ -29,6 +29,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.tape import SMALL_BYTES
 from shardwise.engine.expert_parallel import experts_in
+from shardwise.engine.options import EngineOptions
 from shardwise.engine.timeline import StepMeter, events_of, marks_on
 from shardwise.prediction.peak import device_peak_bytes
 from shardwise.prediction.prediction import Prediction
@@ -75,16 +76,18 @@ class Foreseen:
     note: str = ""
 
     @classmethod
-    def of(cls, found: Prediction, model: nn.Module, batch: Any, **options: Any) -> "Foreseen":
+    def of(
+        cls, found: Prediction, model: nn.Module, batch: Any, options: EngineOptions
+    ) -> "Foreseen":
         """For a step on `batch` of the plain `model`; the options are those of a prediction."""
         word, experts = unpredicted(found.plan), bool(experts_in(model))
         note = f"with {word} the moments of a step are bounded, not predicted one by one"
         note = "the activations of experts within a step are not predicted" if experts else note
         try:
             if not word:
-                events = events_of(found, model, batch, **options)
+                events = events_of(found, model, batch, options)
                 return cls(found, experts, events, note=note if experts else "")
-            marks = () if found.plan.pipeline else marks_on(found, model, batch, **options)
+            marks = () if found.plan.pipeline else marks_on(found, model, batch, options)
             return cls(found, experts, marks=marks, note=note)
         except InputError:
             return cls(found, experts, note="the moments of a step are not predicted")
