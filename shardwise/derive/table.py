@@ -31,7 +31,7 @@ from shardwise.derive.sharded import Sharded, keeps_shapes
 from shardwise.derive.trace import Trace, traced
 from shardwise.engine import validate
 from shardwise.engine.meta_pass import UNKNOWN, meta_copy
-from shardwise.engine.parallelize import own_loss
+from shardwise.engine.options import own_loss
 from shardwise.engine.prediction import predict
 from shardwise.engine.tensor_plan import shapes
 from shardwise.engine.training import Loss

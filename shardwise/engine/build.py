@@ -107,7 +107,7 @@ def lay_out(
     model: nn.Module, build: Build, weights: RankZeroWeights, disk: Disk | None = None
 ) -> ShardedModel:
     """Shard `model` in place.  All ranks of the world call it."""
-    world, plan, kernels = build.world, build.plan, kernels_of(build.kernels, build.world.device)
+    world, plan, kernels = build.world, build.plan, kernels_of(build.world.device)
     how = _sharding(model, build, weights, disk)
     schedule, tensor_ranks = stage_module.schedule_of(plan), world.axis(tensor_parallel.AXIS).size
     regions = Regions.open(build, how)
@@ -168,7 +168,7 @@ def _sharding(
         bucket_bytes=plan.bucket_bytes,
         fill=build.fill,
         device=world.device,
-        products=kernels_of(build.kernels, world.device).products,
+        products=kernels_of(world.device).products,
         least_unit_bytes=build.least_unit_bytes,
         tiers=world.tiers,
         late=offload is not None and offload.undelayed is not None,

@@ -43,11 +43,11 @@ from shardwise.engine import (
     recomputation,
     stage_module,
     tensor_parallel,
-    validate,
 )
 from shardwise.engine.batch import computed_parts, widened
 from shardwise.engine.layer_passes import LayerPasses
 from shardwise.engine.layer_plans import require_units
+from shardwise.engine.options import EngineOptions
 from shardwise.engine.partition import misplaced
 from shardwise.engine.shard import Sharding, cast_params, cast_whole, gathers, units_of
 from shardwise.engine.spec import buffer_shapes, dtype_name
@@ -72,7 +72,7 @@ def model_spec(
     rank: int,
     batch: Any,
     objective: Loss,
-    options: dict[str, Any],
+    options: EngineOptions,
     counts: Sequence[Counts] | None = None,
     *,
     whole: bool = False,
@@ -85,25 +85,25 @@ def model_spec(
     `loads`: of the experts in each microbatch, on which the activations in host memory depend.
     """
     plain, dtype = plain_copy(model, plan), DTYPES[plan.precision]
-    parts = computed_parts(batch, 1 if whole else plan.microbatches, plan.cut, options["rows"])
+    parts = computed_parts(batch, 1 if whole else plan.microbatches, plan.cut, options.rows)
 
     def call(model: nn.Module, rows: Any) -> Tensor:
         return objective(model, widened(rows, dtype))
 
     expert_parallel.check_experts(plain, plan)
-    table = tensor_parallel.table_for(plain, plan, options["table"])
-    beside = validate.beside(options["beside"])
-    begin = stage_module.stage_starts(plain, plan, options["stages"], beside)
+    table = tensor_parallel.table_for(plain, plan, options.table)
+    beside = options.calls
+    begin = stage_module.stage_starts(plain, plan, options.stages, beside)
     at = stage_module.stages_of(plain, begin, beside) if plan.pipeline else {}
 
     def unit_key(spec: UnitSpec) -> object:
         return {(at.get(name), plan.layer_of(name)) for name, _ in spec.params}
 
-    plans = tensor_parallel.layer_tables(plain, plan, options["table"])
-    kinds = recomputation.recomputed_modules(plain, plan, options["units"], begin)
-    hosted = recomputation.on_host(plain, plan, options["units"], kinds, begin)
-    alone = tuple(plans.alone(plain, options["units"]))
-    how_sharded = _sharding(plan, options, tile(plain, plan, options["units"]), alone)
+    plans = tensor_parallel.layer_tables(plain, plan, options.table)
+    kinds = recomputation.recomputed_modules(plain, plan, options.units, begin)
+    hosted = recomputation.on_host(plain, plan, options.units, kinds, begin)
+    alone = tuple(plans.alone(plain, options.units))
+    how_sharded = _sharding(plan, options, tile(plain, plan, options.units), alone)
     specs = units_of(plain, how_sharded, plan.mesh.size_of(TENSOR), unit_key)
     require_units(specs, plan)
     how_sharded.tiling.show()
@@ -120,7 +120,7 @@ def model_spec(
     record = partial(meta_pass.run, plain, partial(_real, model, plan, options), call)
     if plans.meshes:
         passes = LayerPasses(plans, plan, rank, (*begin, *plans.outside(kinds)))
-        rows = list(zip(parts, passes.counts(parts, counts, options["rows"]), strict=True))
+        rows = list(zip(parts, passes.counts(parts, counts, options.rows), strict=True))
         return _with_meshes(spec, passes, table, (plain, record, call), rows)
     return _with_one_mesh(spec, (plan, rank, table), (plain, record, call), parts, loads)
 
@@ -358,13 +358,13 @@ def on_tensor_axis(plain: nn.Module, plan: Plan, rank: int, table: Table | None)
     return laid_out
 
 
-def _real(model: nn.Module, plan: Plan, options: dict[str, Any]) -> nn.Module:
+def _real(model: nn.Module, plan: Plan, options: EngineOptions) -> nn.Module:
     """A copy of the plain model with values, for a forward that reads them."""
     if any(p.is_meta for p in model.parameters()):
         raise _valueless(model)
     copied = copy.deepcopy(model)
     cast_whole(copied, DTYPES[plan.precision], torch.device("cpu"))
-    tile(copied, plan, options["units"]).show()
+    tile(copied, plan, options.units).show()
     return copied
 
 
@@ -377,16 +377,16 @@ def _valueless(model: nn.Module) -> Exception:
 
 
 def _sharding(
-    plan: Plan, options: dict[str, Any], tiling: Tiling, alone: tuple[str, ...]
+    plan: Plan, options: EngineOptions, tiling: Tiling, alone: tuple[str, ...]
 ) -> Sharding:
     """The values that the choice of units depends on, which exclude the axes."""
     return Sharding(
         row=plan.states,
         shard=Axis("none"),
         replicate=Axis("none"),
-        units=options["units"],
+        units=options.units,
         bucket_bytes=plan.bucket_bytes,
-        least_unit_bytes=options["least_unit_bytes"],
+        least_unit_bytes=options.least_unit_bytes,
         tiling=tiling,
         gathers=gathers(plan),
         alone=alone,

@@ -4,7 +4,7 @@ A prediction depends on the shapes of the batch. `Predictor` makes one for each 
 reuses those of batches with the same shapes, unless the model reads values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -17,14 +17,20 @@ from shardwise.core.expert_moves import Loads
 from shardwise.core.independent import place, plan_of_expert
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
+from shardwise.core.tensor_plan import Table
 from shardwise.engine import validate, weight_stashing
+from shardwise.engine.batch import Count
+from shardwise.engine.consistency import CHECK_EVERY
 from shardwise.engine.elementwise import require_shardable
 from shardwise.engine.model_spec import model_spec, shapes_of
 from shardwise.engine.offload_choice import with_offload
-from shardwise.engine.parallelize import own_loss, plan_of, settled_options, spec_of
+from shardwise.engine.optimizer_spec import OptimizerSpec
+from shardwise.engine.options import EngineOptions
+from shardwise.engine.parallelize import plan_of
 from shardwise.engine.spec import optimizer_shape
 from shardwise.engine.stage_module import stage_starts
 from shardwise.engine.training import Loss
+from shardwise.parallel.data.wrap_policy import Rule
 from shardwise.parallel.redistribute.exchange import Counts
 from shardwise.prediction.experts import EVEN
 from shardwise.prediction.host import fetched_bytes, kept_bytes
@@ -42,9 +48,19 @@ def predict(
     batch: Any,
     *,
     rank: int = 0,
-    optimizer: Any = None,
+    optimizer: OptimizerSpec | None = None,
     loss: Loss | None = None,
-    **options: Any,
+    tokens: Count | None = None,
+    rows: Count | None = None,
+    clip: float | None = None,
+    on_nonfinite: str = "raise",
+    check_every: int = CHECK_EVERY,
+    units: Rule = "auto",
+    least_unit_bytes: int | None = None,
+    prefetch: int = 1,
+    table: Table | Mapping[str, str] | None = None,
+    stages: Sequence[str] | None = None,
+    beside: dict[str, str] | None = None,
 ) -> Prediction:
     """The memory and the traffic of `rank` under `plan`; no process is started.
 
@@ -58,10 +74,31 @@ def predict(
         InputError: for a plan that cannot work, a rank that it does not have, options that
             `parallelize` refuses, and a model that does not run on the meta device.
     """
-    named = {"rank": rank, "optimizer": optimizer, "loss": loss, **options}
+    options = EngineOptions(
+        optimizer=optimizer,
+        loss=loss,
+        tokens=tokens,
+        rows=rows,
+        clip=clip,
+        on_nonfinite=on_nonfinite,
+        check_every=check_every,
+        units=units,
+        least_unit_bytes=least_unit_bytes,
+        prefetch=prefetch,
+        table=table,
+        stages=stages,
+        beside=beside,
+    )
+    return predict_with(model, plan, batch, options, rank)
+
+
+def predict_with(
+    model: nn.Module, plan: Plan | str, batch: Any, options: EngineOptions, rank: int = 0
+) -> Prediction:
+    """The prediction, with the options of an engine."""
 
     def of(plan: Plan) -> Prediction:
-        return Predictor(model, plan, **named).of(batch)
+        return Predictor(model, plan, options, rank=rank).of(batch)
 
     plan = plan_of(plan)
     require(plan)
@@ -77,7 +114,7 @@ def predict(
 
 
 class Predictor:
-    """The predictions of one rank for batches of any shape; the arguments are those of `predict`.
+    """The predictions of one rank for batches of any shape.
 
     `model` must not change: pass another copy to `parallelize`. The plan is completed for a world
     of `ranks`. The bytes of layers of experts on the axis `ep` and their activations depend on the
@@ -88,15 +125,13 @@ class Predictor:
         self,
         model: nn.Module,
         plan: Plan | str,
+        options: EngineOptions | None = None,
         *,
         rank: int = 0,
         ranks: int | None = None,
-        optimizer: Any = None,
-        loss: Loss | None = None,
-        **options: Any,
     ) -> None:
         validate.model(model, "sw.predict")
-        plan = plan_of(plan)
+        plan, options = plan_of(plan), options or EngineOptions()
         require(plan)
         integer("rank", rank, 0, 0)
         if ranks is not None:
@@ -108,16 +143,12 @@ class Predictor:
             raise bad(f"rank {rank} of the plan '{self.plan}'", allowed, "rank=0")
         if self.plan.experts:
             self.rank, self.plan = place(self.plan, rank)[1], plan_of_expert(self.plan)
-        self.options = settled_options(options)
-        validate.rows(self.options["rows"])
-        beside = validate.beside(self.options["beside"])
-        begin = stage_starts(model, self.plan, self.options["stages"], beside)
-        clip, on_nonfinite = self.options["clip"], self.options["on_nonfinite"]
-        at = model, self.plan, begin
-        self.options["clip"] = weight_stashing.require(*at, clip, beside, on_nonfinite)
-        self.spec = spec_of(optimizer)
+        validate.rows(options.rows)
+        begin = stage_starts(model, self.plan, options.stages, options.calls)
+        clip = weight_stashing.require(model, self.plan, begin, options)
+        self.options = replace(options, clip=clip)
+        self.spec, self.objective = options.spec, options.objective
         require_shardable(self.spec.kind, self.spec.by_group, self.plan)
-        self.objective = validate.loss(own_loss if loss is None else loss)
         self.known: dict[object, Prediction] = {}
 
     def of(
@@ -170,8 +201,8 @@ class Predictor:
             shape,
             spec,
             optimizer=optimizer_shape(self.spec, dtypes[0]) if dtypes else PLAIN,
-            norm=self.options["clip"] is not None,
-            check_every=self.options["check_every"],
+            norm=self.options.clip is not None,
+            check_every=self.options.check_every,
             activations=kept_bytes(spec, plan, rank, on_host=False),
             host_activations=kept_bytes(spec, plan, rank, on_host=True),
             fetched=fetched_bytes(spec, plan, rank),

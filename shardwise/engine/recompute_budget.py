@@ -15,6 +15,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.plan_parser import recompute_budget
 from shardwise.engine import meta_pass
 from shardwise.engine.model_spec import model_spec
+from shardwise.engine.options import EngineOptions
 from shardwise.engine.recomputation import Recomputation, on_host, recomputed_modules
 from shardwise.engine.training import Loss
 from shardwise.prediction.arenas import kept_slots
@@ -25,17 +26,17 @@ def recomputation(
     plan: Plan,
     rank: int,
     objective: Loss,
-    options: dict[str, Any],
+    options: EngineOptions,
     starts: Sequence[str] = (),
 ) -> Recomputation:
     """The recomputation of a model that is not sharded yet.
 
     Raises InputError if no module matches the plan, or one spans several stages.
     """
-    kinds = recomputed_modules(model, plan, options["units"], starts)
+    kinds = recomputed_modules(model, plan, options.units, starts)
     budget = recompute_budget(plan.recompute)
     if not budget and not (plan.arenas and kinds):
-        hosted = on_host(model, plan, options["units"], kinds, starts)
+        hosted = on_host(model, plan, options.units, kinds, starts)
         return Recomputation(kinds, hosted=hosted, everything=plan.activations is not None)
     plain = meta_pass.template(model)
 

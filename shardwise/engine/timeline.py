@@ -30,13 +30,13 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.kept_pass import Saved, marks_of
 from shardwise.engine.meter import Meter
 from shardwise.engine.model_spec import by_shape, on_tensor_axis, plain_copy
-from shardwise.engine.parallelize import DEFAULTS, own_loss
+from shardwise.engine.options import EngineOptions, own_loss
 from shardwise.engine.pipelined import Pipelined
-from shardwise.engine.prediction import predict
+from shardwise.engine.prediction import predict_with
 from shardwise.engine.tensor_parallel import table_for
 from shardwise.engine.tiling import tile
 from shardwise.engine.trace import EVENT, Live, Recorder
-from shardwise.engine.training import DTYPES, Loss
+from shardwise.engine.training import DTYPES
 from shardwise.parallel.data.outputs import tensors_in
 from shardwise.parallel.data.units import Unit
 from shardwise.parallel.pipeline.runtime import Watch
@@ -202,10 +202,8 @@ def predict_events(
     model: nn.Module,
     plan: Plan | str,
     batch: Any,
-    *,
+    options: EngineOptions | None = None,
     rank: int = 0,
-    loss: Loss | None = None,
-    **options: Any,
 ) -> tuple[Prediction, tuple[Event, ...]]:
     """The result of `sw.predict`, and the memory of `rank` at each event of a step after the first.
 
@@ -213,35 +211,36 @@ def predict_events(
     (prediction/timeline.py), and for a model that does not run on meta. Assumes that all
     microbatches of a pipeline have the shapes of the first.
     """
-    found = predict(model, plan, batch, rank=rank, loss=loss, **options)
-    return found, events_of(found, model, batch, loss=loss, **options)
+    options = options or EngineOptions()
+    found = predict_with(model, plan, batch, options, rank)
+    return found, events_of(found, model, batch, options)
 
 
 def events_of(
-    found: Prediction, model: nn.Module, batch: Any, *, loss: Loss | None = None, **options: Any
+    found: Prediction, model: nn.Module, batch: Any, options: EngineOptions
 ) -> tuple[Event, ...]:
     """The events of `predict_events` for a prediction of the plain `model`."""
     require_predicted(found.plan)
     if found.plan.pipeline is not None:
         return staged_timeline(found)
     _require_whole_units(found)
-    every = marks_on(found, model, batch, loss=loss, **options)
-    return predicted_timeline(found, every, options.get("prefetch", DEFAULTS["prefetch"]))
+    every = marks_on(found, model, batch, options)
+    return predicted_timeline(found, every, options.prefetch)
 
 
 def marks_on(
-    found: Prediction, model: nn.Module, batch: Any, *, loss: Loss | None = None, **options: Any
+    found: Prediction, model: nn.Module, batch: Any, options: EngineOptions
 ) -> tuple[tuple[Mark, ...], ...]:
     """The marks of a pass of the plain `model` for each microbatch of a rank's batch.
 
     Raises InputError for a model that does not run on meta.
     """
     plan, plain = found.plan, plain_copy(model, found.plan)
-    table = table_for(plain, plan, options.get("table"))
+    table = table_for(plain, plan, options.table)
     twin = plain if table is None else on_tensor_axis(plain, plan, found.rank, table)
-    tile(twin, plan, options.get("units", DEFAULTS["units"])).show()
-    objective, dtype = own_loss if loss is None else loss, DTYPES[plan.precision]
-    parts = computed_parts(batch, plan.microbatches, plan.cut, options.get("rows"))
+    tile(twin, plan, options.units).show()
+    objective, dtype = options.loss or own_loss, DTYPES[plan.precision]
+    parts = computed_parts(batch, plan.microbatches, plan.cut, options.rows)
 
     def marks(part: Any) -> tuple[Mark, ...]:
         def call(whole: nn.Module, rows: Any) -> Tensor:

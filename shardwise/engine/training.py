@@ -50,15 +50,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Training:
-    """How an engine trains.
-
-    loss          loss(model, batch) is the mean over the tokens of the batch
-    tokens        tokens(batch) is their number; None: the rows of the batch
-    clip          the largest norm of the gradient; None: no clipping
-    on_nonfinite  "raise" or "skip" a step whose loss or gradient is not finite
-    offload_folder  the folder of states that rest on a disk (offload:optim@disk and others)
-    check_every   steps between two consistency checks (consistency.py); 0: only in the first step
-    """
+    """How an engine trains (options.py)."""
 
     optimizer: OptimizerSpec
     loss: Loss
@@ -81,7 +73,6 @@ class Build:
     beside            modules that are not called where they are defined (staged_model.py)
     least_unit_bytes  smaller units are merged with their neighbours; None: 2 MiB
     recompute         modules that are recomputed, and how (recomputation.py)
-    kernels           "auto" or "torch" (kernels/choice.py)
     layers            the plans of single layers (layer_plans.py)
     rows              rows(batch) is the number of rows of a batch; None: batch.py counts
     missing           tensors that rank 0 alone has (rank_zero_weights.py)
@@ -97,7 +88,6 @@ class Build:
     beside: dict[str, str] = field(default_factory=dict)
     least_unit_bytes: int | None = None
     recompute: Recomputation = field(default_factory=lambda: Recomputation({}))
-    kernels: str = "auto"
     layers: LayerPlans = field(default_factory=LayerPlans)
     rows: Count | None = None
     missing: tuple[str, ...] = ()

@@ -340,12 +340,11 @@ def fill(
     return _in_place(value, example)
 
 
-def fill_used(options: Mapping[str, Any], model: nn.Module, missing: Sequence[str]) -> None:
+def fill_used(fill: Any, seed: int, model: nn.Module, missing: Sequence[str]) -> None:
     """Raise InputError for a fill or a seed if no weight is on the meta device of any rank."""
-    seed = options["seed"]
-    if missing or (options["fill"] is None and not seed) or any(map(_on_meta, model.parameters())):
+    if missing or (fill is None and not seed) or any(map(_on_meta, model.parameters())):
         return
-    given = "fill=" if options["fill"] is not None else f"seed={seed}"
+    given = "fill=" if fill is not None else f"seed={seed}"
     raise bad(
         f"{given} for a {type(model).__name__} whose weights exist, so that none are written",
         "fill= or seed= for a model on the meta device",

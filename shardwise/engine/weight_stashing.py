@@ -19,7 +19,7 @@ number of their tokens.  (Narayanan et al., "PipeDream", arXiv 1806.03377, secti
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -34,26 +34,21 @@ from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine import stage_module
 from shardwise.engine.guard import Guard
 from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.options import EngineOptions
 from shardwise.engine.stage_module import Staging
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.hooks import Data
 
 
 def require(
-    model: nn.Module,
-    plan: Plan,
-    starts: Sequence[str] | None,
-    clip: float | None,
-    beside: Mapping[str, str] | None = None,
-    on_nonfinite: str = "raise",
+    model: nn.Module, plan: Plan, starts: Sequence[str] | None, options: EngineOptions
 ) -> float | None:
     """The bound on the gradient's norm; under an asynchronous schedule infinity becomes None.
 
-    `starts` are the modules that begin stages, `beside` as in staged_model.py. An asynchronous
-    schedule cannot clip, skip a step, or train one parameter in stages that update at different
-    times: these raise InputError.
+    `starts` are the modules that begin stages. An asynchronous schedule cannot clip, skip a step,
+    or train one parameter in stages that update at different times: these raise InputError.
     """
-    schedule = stage_module.schedule_of(plan)
+    schedule, clip = stage_module.schedule_of(plan), options.clip
     if schedule is None or not schedule.update:
         return clip
     if clip is not None and math.isfinite(clip):
@@ -64,14 +59,14 @@ def require(
             f"file), or a schedule that updates at the end, 1f1b:{schedule.microbatches}",
             "--set train.clip=0 (in Python: clip=None)",
         )
-    if on_nonfinite != "raise":
+    if options.on_nonfinite != "raise":
         raise bad(
-            f"on_nonfinite='{on_nonfinite}' with {plan.pipeline}, whose stages update at "
+            f"on_nonfinite='{options.on_nonfinite}' with {plan.pipeline}, whose stages update at "
             "different times: some have updated before others find that the step is not finite",
             "on_nonfinite='raise', or a schedule that updates at the end of the step",
             f"1f1b:{schedule.microbatches}",
         )
-    at = stage_module.stages_of(model, starts or (), beside)
+    at = stage_module.stages_of(model, starts or (), options.calls)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     for name, stages in at.items():
         if name in trained and len({schedule.lag[stage] for stage in stages}) > 1:

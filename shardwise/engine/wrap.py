@@ -227,7 +227,7 @@ def _wrap(
     plan = Plan(axes=(("dp", world.size),), bucket_bytes=how.bucket_bytes)
     size_bytes = pool_bytes(plan, sum(p.nbytes for p in module.parameters()))
     world.pool.reserve(size_bytes, world.device)
-    kernels, fill = kernels_of("auto", world.device), default_fill(module, 0)
+    kernels, fill = kernels_of(world.device), default_fill(module, 0)
     how = replace(how, fill=fill, device=world.device, products=kernels.products)
     how = replace(how, tiers=world.tiers, weights=weights)
     handles: list[Any] = []

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import InputError, bad
 from shardwise.core.suggest import suggest
-from shardwise.engine.parallelize import own_loss
+from shardwise.engine.options import own_loss
 from shardwise.models.trainable import Loss, Trainable
 
 RETURNS: Final = "a function that returns an nn.Module, or (module, loss, make_batch)"

@@ -8,7 +8,7 @@ shardwise predict "tp2" --config run.toml      that run under another plan
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
@@ -21,6 +21,7 @@ from shardwise.train.tokens import vocabulary_size
 
 if TYPE_CHECKING:
     from shardwise.core.tensor_plan import Table
+    from shardwise.engine.options import EngineOptions
     from shardwise.models.decoder import Sizes
     from shardwise.models.trainable import Trainable
 
@@ -88,8 +89,8 @@ class PlannedModel:
             return None
         return -(-self.config.train.batch // self.plan.data_size)
 
-    def options(self, table: "Table | Mapping[str, str] | None") -> dict[str, Any]:
-        """The options that the run passes to parallelize."""
+    def options(self, table: "Table | Mapping[str, str] | None") -> "EngineOptions":
+        """The options of the engine of the run."""
         from shardwise.train.model import options_of_run
 
         assert self.config is not None

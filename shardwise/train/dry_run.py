@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from shardwise.engine.prediction import predict
+from shardwise.engine.prediction import predict_with
 from shardwise.models import decoder
 from shardwise.prediction.prediction import Prediction
 from shardwise.train.config import Config
@@ -55,7 +55,7 @@ def _predicted(prepared: PreparedRun, share: Batch) -> Prediction:
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
     options = options_of_run(prepared.config, prepared.sizes, prepared.table)
-    return predict(model, prepared.plan, share, **options)
+    return predict_with(model, prepared.plan, share, options)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import inspect
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -164,14 +164,12 @@ def _require_picture(request: Request, plan: "Plan") -> None:
 
 def predict_step(wanted: PredictRequest, rank: int) -> "tuple[Prediction, Sequence[Event]]":
     """The prediction, and the events of a step; none if they are not predicted."""
-    from shardwise.engine.prediction import predict
     from shardwise.engine.timeline import predict_events
     from shardwise.prediction.timeline import unpredicted
 
-    named = {"rank": rank, **wanted.options}
     if unpredicted(wanted.plan):
-        return predict(wanted.plain, wanted.plan, wanted.batch, **named), ()
-    return predict_events(wanted.plain, wanted.plan, wanted.batch, **named)
+        return wanted.prediction(rank), ()
+    return predict_events(wanted.plain, wanted.plan, wanted.batch, wanted.options, rank)
 
 
 def _measure_on_ranks(wanted: PredictRequest, given: tuple[Any, ...]) -> "list[Measured]":
@@ -193,18 +191,16 @@ def _measure_step(*given: Any) -> "Measured":
     from torch.utils._pytree import tree_map_only
 
     from shardwise.comm.world import init
-    from shardwise.engine.parallelize import parallelize
+    from shardwise.engine.parallelize import build_engine
     from shardwise.engine.timeline import measuring
     from shardwise.engine.trace import Recorder
     from shardwise.prediction.first_fit import LONG, placed
 
     *request, device = given
     world, wanted = init(device), predict_request(*request)
-    options: dict[str, Any] = wanted.options | {"tokens": wanted.trainable.tokens}
-    folder = tempfile.gettempdir()
-    engine = parallelize(
-        wanted.trainable.build(), wanted.plan, world, offload_folder=folder, **options
-    )
+    folder, tokens = tempfile.gettempdir(), wanted.trainable.tokens
+    options = replace(wanted.options, tokens=tokens, offload_folder=folder)
+    engine = build_engine(wanted.trainable.build(), wanted.plan, world, options)
     share = wanted.share(engine.data_rank)
     batch = tree_map_only(Tensor, lambda x: x.to(world.device), share)
     for _ in range(STEPS - 1):

@@ -18,9 +18,10 @@ from shardwise.core.tensor_plan import Table
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload_choice import AUTO, with_offload
 from shardwise.engine.optimizer_spec import Adafactor, AdamW, Lion, OptimizerSpec
-from shardwise.engine.parallelize import parallelize
+from shardwise.engine.options import EngineOptions
+from shardwise.engine.parallelize import build_engine
 from shardwise.engine.partition import balance_by_time
-from shardwise.engine.prediction import Predictor, predict
+from shardwise.engine.prediction import Predictor, predict_with
 from shardwise.engine.stage_module import stage_starts
 from shardwise.engine.timeline import predict_events
 from shardwise.models import decoder, gpt, moe
@@ -80,22 +81,16 @@ def predictor(prepared: PreparedRun, share: Batch) -> Callable[[Plan], Predictio
     """Predictions of the run under other plans, for a rank with the part `share` of the batch."""
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
-    return lambda plan: predict(model, plan, share, **_training(prepared))
+    return lambda plan: predict_with(model, plan, share, _options(prepared))
 
 
 def prediction_of(prepared: PreparedRun, engine: Engine, share: Batch) -> Prediction:
     """The prediction for this rank of the run, with the part `share` of the batch."""
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
-    return Predictor(
-        model,
-        prepared.plan,
-        rank=engine.world.rank,
-        ranks=engine.world.size,
-        stages=engine.staging.begins if engine.staging else None,
-        check_every=prepared.config.run.check_every,
-        **_training(prepared),
-    ).of(share)
+    stages = engine.staging.begins if engine.staging else None
+    options, at = replace(_options(prepared), stages=stages), engine.world
+    return Predictor(model, prepared.plan, options, rank=at.rank, ranks=at.size).of(share)
 
 
 def predicted_step(prepared: PreparedRun, engine: Engine, share: Batch) -> Sequence[Event]:
@@ -105,8 +100,8 @@ def predicted_step(prepared: PreparedRun, engine: Engine, share: Batch) -> Seque
     """
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
-    rank, named = engine.world.rank, _training(prepared)
-    return predict_events(model, engine.plan, share, rank=rank, **named)[1]
+    options = _options(prepared)
+    return predict_events(model, engine.plan, share, options, engine.world.rank)[1]
 
 
 def has_clusters(prepared: PreparedRun) -> bool:
@@ -138,32 +133,26 @@ def optimizer_of(train: TrainSection) -> OptimizerSpec:
     return (Lion if train.optimizer == "lion" else AdamW)(**options, betas=train.betas)
 
 
-def _training(prepared: PreparedRun) -> dict[str, Any]:
-    return training(prepared.config, prepared.sizes, prepared.table)
-
-
-def training(
-    config: Config, sizes: Sizes, table: Table | Mapping[str, str] | None
-) -> dict[str, Any]:
-    """The options of parallelize that do not depend on the plan."""
-    train = config.train
-    return {
-        "optimizer": optimizer_of(train),
-        # not a number for a part without targets, which has weight zero
-        "loss": decoder.loss_of(sizes),
-        # an infinite bound does not clip, but the norm is computed, and recorded
-        "clip": train.clip or float("inf"),
-        "table": table,
-        "on_nonfinite": train.on_nonfinite,
-    }
+def _options(prepared: PreparedRun) -> EngineOptions:
+    return options_of_run(prepared.config, prepared.sizes, prepared.table)
 
 
 def options_of_run(
     config: Config, sizes: Sizes, table: Table | Mapping[str, str] | None
-) -> dict[str, Any]:
-    """The options of the run's prediction; stages that are balanced by time are not known yet."""
-    stages, every = named_stages(config.plan.stages, sizes), config.run.check_every
-    return {**training(config, sizes, table), "stages": stages, "check_every": every}
+) -> EngineOptions:
+    """The options of the engine; stages that are balanced by time are not known yet."""
+    train = config.train
+    return EngineOptions(
+        optimizer=optimizer_of(train),
+        # not a number for a part without targets, which has weight zero
+        loss=decoder.loss_of(sizes),
+        # an infinite bound does not clip, but the norm is computed, and recorded
+        clip=train.clip or float("inf"),
+        table=table,
+        on_nonfinite=train.on_nonfinite,
+        stages=named_stages(config.plan.stages, sizes),
+        check_every=config.run.check_every,
+    )
 
 
 def _build_engine(prepared: PreparedRun, world: World) -> Engine:
@@ -176,17 +165,14 @@ def _build_engine(prepared: PreparedRun, world: World) -> Engine:
         )
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
-    return parallelize(
-        model,
-        prepared.plan,
-        world,
-        **_training(prepared),
+    options = replace(
+        _options(prepared),
         tokens=gpt.tokens,
         fill=decoder.fill(prepared.sizes, train.seed),
         stages=starts(prepared, world),
-        check_every=prepared.config.run.check_every,
         offload_folder=prepared.config.offload.folder,
     )
+    return build_engine(model, prepared.plan, world, options)
 
 
 def starts(prepared: PreparedRun, world: World) -> list[str] | None:

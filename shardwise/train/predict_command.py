@@ -26,6 +26,7 @@ from shardwise.train.configured import CONFIG, PLAN, PlannedModel, configured
 from shardwise.train.predict_table import Answer, answer, show
 
 if TYPE_CHECKING:
+    from shardwise.engine.options import EngineOptions
     from shardwise.models.trainable import Trainable
     from shardwise.prediction.prediction import Prediction
 
@@ -130,7 +131,7 @@ class PredictRequest(NamedTuple):
     plan: Plan
     trainable: "Trainable"
     batch: Any
-    options: dict[str, Any]
+    options: "EngineOptions"
     share: Callable[[int], Any]
 
     @property
@@ -140,9 +141,9 @@ class PredictRequest(NamedTuple):
 
     def prediction(self, rank: int) -> "Prediction":
         """The prediction for a rank."""
-        from shardwise.engine.prediction import predict
+        from shardwise.engine.prediction import predict_with
 
-        return predict(self.plain, self.plan, self.batch, rank=rank, **self.options)
+        return predict_with(self.plain, self.plan, self.batch, self.options, rank)
 
 
 def answered(
@@ -203,7 +204,7 @@ def predict_request(
     integer("--rank", rank, 0, 0, plan.size - 1)
 
     from shardwise.engine.offload_choice import AUTO
-    from shardwise.engine.prediction import predict
+    from shardwise.engine.prediction import predict_with
     from shardwise.models.registry import find
     from shardwise.verify import batches, parity
     from shardwise.verify.options import Options, table_in
@@ -222,14 +223,14 @@ def predict_request(
     styles = Options(table=run.table if table is None else table_in(table))
     chosen = with_table(trainable, plan, styles)
     options = (
-        {"clip": clip, **parity.build_options(trainable, plan, chosen)}
+        replace(parity.build_options(trainable, plan, chosen), clip=clip)
         if run.config is None
         else run.options(chosen.table)
     )
     request = PredictRequest(plan, trainable, made, options, share)
     if plan.offload != AUTO:
         return request
-    return request._replace(plan=predict(request.plain, plan, made, **options).plan)
+    return request._replace(plan=predict_with(request.plain, plan, made, options).plan)
 
 
 def _resize(batch: Any, sequence: int | None, name: str) -> Any:

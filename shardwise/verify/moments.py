@@ -31,6 +31,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.tape import SMALL_BYTES
 from shardwise.engine.expert_parallel import experts_in
+from shardwise.engine.options import EngineOptions, own_loss
 from shardwise.engine.timeline import StepMeter, events_of, marks_on
 from shardwise.prediction.peak import device_peak_bytes, gathered_most_bytes
 from shardwise.prediction.prediction import Prediction
@@ -79,18 +80,20 @@ class Foreseen:
     logits: Mapping[int, int] = field(default_factory=dict[int, int])  # the most bytes, by classes
 
     @classmethod
-    def of(cls, found: Prediction, model: nn.Module, batch: Any, **options: Any) -> "Foreseen":
+    def of(
+        cls, found: Prediction, model: nn.Module, batch: Any, options: EngineOptions
+    ) -> "Foreseen":
         """For a step on `batch` of the plain `model`; the options are those of a prediction."""
         word, experts = unpredicted(found.plan), bool(experts_in(model))
         note = f"with {word} the moments of a step are bounded, not predicted one by one"
         note = "the activations of experts within a step are not predicted" if experts else note
-        logits = logits_most_bytes(found.plan, model, batch, options["loss"])
+        logits = logits_most_bytes(found.plan, model, batch, options.loss or own_loss)
         try:
             if not word:
-                events = events_of(found, model, batch, **options)
+                events = events_of(found, model, batch, options)
                 note = note if experts else ""
                 return cls(found, experts, events, note=note, logits=logits)
-            marks = () if found.plan.pipeline else marks_on(found, model, batch, **options)
+            marks = () if found.plan.pipeline else marks_on(found, model, batch, options)
             return cls(found, experts, marks=marks, note=note, logits=logits)
         except InputError:
             note = "the moments of a step are not predicted"

@@ -45,7 +45,8 @@ from shardwise.core.independent import plan_of_expert, ranks_by_expert
 from shardwise.core.plan import BUCKET_BYTES, Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live
-from shardwise.engine.parallelize import parallelize
+from shardwise.engine.options import EngineOptions
+from shardwise.engine.parallelize import build_engine
 from shardwise.engine.prediction import Predictor
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
@@ -147,8 +148,7 @@ def _prove(
     def foresee(prediction: Prediction, batch: Any) -> Foreseen:
         with BUILDING:
             plain, chosen = trainable.plain(), build_options(trainable, plan, options)
-            del chosen["optimizer"]
-            return Foreseen.of(prediction, plain, batch, **chosen)
+            return Foreseen.of(prediction, plain, batch, chosen)
 
     found = found.with_costs(over_steps(engine, live, batch, theory, own, loads, foresee))
     if draws_on_ranks(engine):
@@ -182,7 +182,7 @@ def theory_of(
     with BUILDING:
         model = trainable.plain()
     chosen = build_options(trainable, plan, options or Options(), model)
-    predictor = Predictor(model, plan, rank=rank, ranks=plan.size, clip=clip, **chosen)
+    predictor = Predictor(model, plan, replace(chosen, clip=clip), rank=rank, ranks=plan.size)
 
     def of(
         batch: Any,
@@ -211,15 +211,10 @@ def engine_of(
     with BUILDING:
         model = trainable.build()
     with live.of(model) if live else nullcontext():
-        engine = parallelize(
-            model,
-            plan,
-            world,
-            tokens=trainable.tokens,
-            clip=clip,
-            offload_folder=tempfile.gettempdir(),
-            **build_options(trainable, plan, options, model),
-        )
+        chosen = build_options(trainable, plan, options, model)
+        folder = tempfile.gettempdir()
+        chosen = replace(chosen, tokens=trainable.tokens, clip=clip, offload_folder=folder)
+        engine = build_engine(model, plan, world, chosen)
     engine.load_scalars(engine.scalars() | {"loss_scale": LOSS_SCALE})
     engine.consistency.before_first = None  # the proof compares with the plain model itself
     if live is None:  # updates in several parts, and later than in the run of ten steps
@@ -231,16 +226,15 @@ def engine_of(
 
 def build_options(
     trainable: Trainable, plan: Plan, options: Options, model: nn.Module | None = None
-) -> dict[str, Any]:
-    """The options that a proof passes to parallelize, and to the predictor, for `model`."""
-    model = trainable.plain() if model is None else model
-    return {
-        "optimizer": spec_of(plan, model),
-        "loss": trainable.loss,
-        "units": options.units,
-        "least_unit_bytes": 0 if plan.bucket_bytes == BUCKET_BYTES else None,
-        "table": options.table,
-    }
+) -> EngineOptions:
+    """The options of the engine of a proof, and of its predictions, for `model`."""
+    return EngineOptions(
+        optimizer=spec_of(plan, trainable.plain() if model is None else model),
+        loss=trainable.loss,
+        units=options.units,
+        least_unit_bytes=0 if plan.bucket_bytes == BUCKET_BYTES else None,
+        table=options.table,
+    )
 
 
 def alone_of(trainable: Trainable, plan: Plan, device: torch.device) -> Oracles:

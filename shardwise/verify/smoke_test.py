@@ -14,6 +14,7 @@ from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
 from shardwise.derive.choice import table_or_derived
 from shardwise.engine import recomputation, stage_module, tensor_parallel, weight_stashing
+from shardwise.engine.options import EngineOptions
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.models.user import place_of
@@ -43,7 +44,7 @@ def smoke_test(
     starts = stage_module.stage_starts(found, plan, None)
     kinds = recomputation.recomputed_modules(found, plan, options.units, starts)
     recomputation.on_host(found, plan, options.units, kinds, starts)
-    weight_stashing.require(found, plan, starts, None)
+    weight_stashing.require(found, plan, starts, EngineOptions())
     return found, options
 
 

@@ -27,7 +27,9 @@ def go(
     world: World, folder: str, plan: str, optimizer: Any, steps: range, load: bool
 ) -> dict[str, Any]:
     """Steps of an engine, from the folder's checkpoint if `load`, else to one."""
-    engine = sw.parallelize(Sum(), f"{plan} fp64", world, optimizer, loss, least_unit_bytes=0)
+    engine = sw.parallelize(
+        Sum(), f"{plan} fp64", world, optimizer=optimizer, loss=loss, least_unit_bytes=0
+    )
     if load:
         sw.load(engine, folder)
     for step in steps:
@@ -76,7 +78,7 @@ def test_what_is_saved_goes_on(tmp_path: Path, at: int, optimizer: Any, here: st
 
 def test_a_state_goes_into_an_engine_that_has_trained(tmp_path: Path):
     """Loading a checkpoint from before the first step begins afresh: no state is left over."""
-    engine = sw.parallelize(Sum(), "fp64", alone(), ADAM, loss)
+    engine = sw.parallelize(Sum(), "fp64", alone(), optimizer=ADAM, loss=loss)
     sw.save(engine, tmp_path)
     batch = {"x": rows(0, 0), "late": 1}
     first = [engine.step(batch).loss for _ in range(2)]
@@ -95,7 +97,7 @@ def test_another_class_of_optimizer_is_refused(tmp_path: Path, steps: int):
     ):
         folder = tmp_path / str(len(text))
         go(alone(), str(folder), "dp1", first, range(steps), False)
-        engine = sw.parallelize(Sum(), "fp64", alone(), then, loss)
+        engine = sw.parallelize(Sum(), "fp64", alone(), optimizer=then, loss=loss)
         with pytest.raises(InputError, match=text):
             sw.load(engine, folder)
         assert not engine.optimizer.state and engine.steps == 0

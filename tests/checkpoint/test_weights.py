@@ -207,7 +207,13 @@ def losses(world: World, name: str, folder: str, plan: str) -> list[float]:
         model = weights.make()
     fill = sw.fill_from(folder)
     engine = sw.parallelize(
-        model, plan, world, sw.SGD(lr=0.1), found.loss, tokens=found.tokens, fill=fill
+        model,
+        plan,
+        world,
+        optimizer=sw.SGD(lr=0.1),
+        loss=found.loss,
+        tokens=found.tokens,
+        fill=fill,
     )
     rows = found.batch(4, 1)
     part = {k: v.chunk(engine.data_ranks)[engine.data_rank] for k, v in rows.items()}
@@ -222,7 +228,7 @@ def test_a_model_of_transformers_is_filled_from_a_folder(name: str, tmp_path: Pa
     found = hf.find(name)
     model: Any = found.build()
     model.save_pretrained(tmp_path / "w")
-    engine = sw.parallelize(model, "fp32", alone(), sw.SGD(lr=0.1), found.loss)
+    engine = sw.parallelize(model, "fp32", alone(), optimizer=sw.SGD(lr=0.1), loss=found.loss)
     expected = [engine.step(found.batch(4, 1)).loss for _ in range(2)]
     for got in run_gloo(2, losses, name, str(tmp_path / "w"), "dp2 zero3 fp32"):
         assert got == pytest.approx(expected, rel=1e-6)

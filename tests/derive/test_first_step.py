@@ -42,7 +42,7 @@ def trained(
     table = sw.derive_table(model, x, 2, loss).table
     assert table.derived
     table = replace(table, derived=derived)
-    engine = sw.parallelize(model, plan, world, sw.SGD(lr=0.1), loss=loss, table=table)
+    engine = sw.parallelize(model, plan, world, optimizer=sw.SGD(lr=0.1), loss=loss, table=table)
     engine.model.eval()
     return [engine.step(x).loss for _ in range(2)]
 
@@ -74,7 +74,7 @@ def attended(world: World, heads: int | None) -> list[float]:
     sets = {"0": {"heads": "heads"}} if heads else None
     table = sw.Table.of(styles, heads=heads, sets=sets)
     plan = f"tp{world.size}" if world.size > 1 else "dp1"
-    engine = sw.parallelize(model, plan, world, sw.SGD(lr=0.1), loss=loss, table=table)
+    engine = sw.parallelize(model, plan, world, optimizer=sw.SGD(lr=0.1), loss=loss, table=table)
     return [engine.step(x).loss for _ in range(2)]
 
 

@@ -19,6 +19,7 @@ from shardwise.core.expert_moves import Loads
 from shardwise.core.plan import Plan
 from shardwise.engine.batch import rows
 from shardwise.engine.engine import Engine
+from shardwise.engine.options import EngineOptions
 from shardwise.engine.prediction import Predictor
 from shardwise.engine.state_dict import full_parameters
 from shardwise.models import gpt
@@ -151,12 +152,14 @@ def foreseen(world: World, task: Task, case: Case) -> Predictor:
     return Predictor(
         task.make(),
         case.plan,
+        EngineOptions(
+            optimizer=sw.Optim(case.kind, **case.options),
+            loss=task.loss,
+            clip=case.clip,
+            units=case.units,
+        ),
         rank=world.rank,
         ranks=world.size,
-        optimizer=sw.Optim(case.kind, **case.options),
-        loss=task.loss,
-        clip=case.clip,
-        units=case.units,
     )
 
 

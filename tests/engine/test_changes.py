@@ -145,7 +145,9 @@ def engine_changed(world: World, plan: str, change: Change, said: str, folder: s
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch).square().mean()
 
-    engine = sw.parallelize(build(), plan, world, sw.SGD(lr=0.1), loss, least_unit_bytes=0)
+    engine = sw.parallelize(
+        build(), plan, world, optimizer=sw.SGD(lr=0.1), loss=loss, least_unit_bytes=0
+    )
     engine.step(rows(0, 0))
     change(engine.model)
     acts = (

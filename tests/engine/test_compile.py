@@ -160,7 +160,7 @@ def by_engine(world: World, plan: str, when: str) -> tuple[dict[str, Tensor], in
     started()
     module = WHENS[when][0](model(), "eager")
     recipe = sw.SGD(lr=0.05, momentum=0.9)
-    engine = sw.parallelize(module, plan, world, recipe, regression, units=Block)
+    engine = sw.parallelize(module, plan, world, optimizer=recipe, loss=regression, units=Block)
     for step in range(3):
         x = loops.rows(step, engine.data_rank)
         engine.step((x, x.cos()))

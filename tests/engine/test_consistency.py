@@ -18,6 +18,7 @@ from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.engine import consistency
+from shardwise.engine.options import EngineOptions
 from shardwise.engine.prediction import Predictor
 from shardwise.engine.tensor_layout import nowhere
 from tests.engine.tensors import sent
@@ -85,7 +86,7 @@ def engine_of(world: World, model: nn.Module, plan: str = "tp2", **options: Any)
 
 def predicted(world: World, model: nn.Module, plan: str = "tp2", **options: Any) -> Predictor:
     chosen: dict[str, Any] = {"loss": loss} | options
-    return Predictor(model, plan, rank=world.rank, **chosen)
+    return Predictor(model, plan, EngineOptions(**chosen), rank=world.rank)
 
 
 def told(world: World, act: Any) -> str:

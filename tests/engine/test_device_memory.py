@@ -1,5 +1,6 @@
 """`device_memory` bounds a rank's device, and `offload:auto` takes the least that fits it."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,8 +12,8 @@ from shardwise.core.plan import Plan
 from shardwise.engine.meter import Meter
 from shardwise.engine.offload_choice import with_offload
 from shardwise.engine.out_of_memory import explained, ran_out
-from shardwise.engine.parallelize import parallelize
-from shardwise.engine.prediction import predict
+from shardwise.engine.parallelize import build_engine
+from shardwise.engine.prediction import predict, predict_with
 from shardwise.models.registry import find
 from shardwise.prediction.peak import LEAST, MOST, device_peak_bytes
 from shardwise.prediction.prediction import Prediction
@@ -147,10 +148,10 @@ def peak_of_a_step(world: World, words: str) -> tuple[int, int]:
     """The peak of a rank's third step of verify's model: predicted, and measured."""
     model, plan = find("gpt"), Plan.parse(words)
     options = build_options(model, plan, Options())
-    engine = parallelize(model.build(), plan, world, tokens=model.tokens, **options)
+    engine = build_engine(model.build(), plan, world, replace(options, tokens=model.tokens))
     batch = model.batch(2, 0)
     for _ in range(3):
         with Meter(engine) as meter:
             engine.step(batch)
-    found = predict(model.build(), plan, batch, rank=world.rank, **options)
+    found = predict_with(model.build(), plan, batch, options, world.rank)
     return device_peak_bytes(found), meter.peak_bytes

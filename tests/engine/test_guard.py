@@ -12,6 +12,7 @@ from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, NonFiniteError
 from shardwise.engine import guard, updating
 from shardwise.engine.engine import Engine
+from shardwise.engine.options import EngineOptions
 from shardwise.engine.prediction import Predictor
 from shardwise.prediction.traffic import Line
 from tests.engine.cases import ranks_of, regression, small_gpt, text, vectors
@@ -156,7 +157,9 @@ def skips(world: World, plan: str, kind: str, clip: float | None) -> list[Any]:
     """Four steps, of which the bad one is skipped: losses, weights, and bytes as predicted."""
     rank = 1 if kind == "loss" else 0  # of two stages the last has the loss, the first HURT
     engine = engine_of(world, plan, rank, kind, clip=clip, on_nonfinite="skip")
-    theory = Predictor(deep(), plan, rank=world.rank, loss=regression, units=1, clip=clip)
+    theory = Predictor(
+        deep(), plan, EngineOptions(loss=regression, units=1, clip=clip), rank=world.rank
+    )
     found = []
     for step in range(4):
         before = state_of(engine) if step else []

@@ -87,7 +87,7 @@ def engine_loop(world: World, plan: str, inside: bool) -> list[float]:
     torch.set_num_threads(1)
     model = settled(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double())
     with torch.inference_mode(inside):
-        engine = sw.parallelize(model, plan, world, sw.AdamW(lr=0.05), squares)
+        engine = sw.parallelize(model, plan, world, optimizer=sw.AdamW(lr=0.05), loss=squares)
     found: list[float] = []
     for step in range(2):
         mine = vectors(step).chunk(engine.data_ranks)[engine.data_rank]

@@ -1,5 +1,6 @@
 import gc
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,12 @@ from tests.pool import run_gloo, run_threads
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def on_meta(plan: str, world: World, **options: object) -> Engine:
+def on_meta(plan: str, world: World, **options: Any) -> Engine:
     with torch.device("meta"):
         model = gpt.GPT(CONFIG)
     assert all(p.is_meta for p in model.parameters())
     return sw.parallelize(
-        model, plan, world, sw.AdamW(lr=0.01), gpt.loss, tokens=gpt.tokens, **options
+        model, plan, world, optimizer=sw.AdamW(lr=0.01), loss=gpt.loss, tokens=gpt.tokens, **options
     )
 
 
@@ -75,8 +76,9 @@ def odd_ones(world: World, how: str, folder: str) -> dict[str, Tensor]:
         sw.FSDP(model, units=1, world=world)(torch.ones(2, 6)).sum().backward()
         state = sw.full_state_dict(model)
     else:
-        options = {"units": 1, "least_unit_bytes": 0}
-        engine = sw.parallelize(model, how, world, sw.AdamW(), mean, **options)
+        engine = sw.parallelize(
+            *(model, how, world), optimizer=sw.AdamW(), loss=mean, units=1, least_unit_bytes=0
+        )
         engine.step(torch.ones(4, 6))
         sw.save(engine, folder)
         sw.load(engine, folder)

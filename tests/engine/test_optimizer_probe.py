@@ -100,7 +100,9 @@ def test_what_needs_whole_tensors_is_refused_on_parts(of: type[Optimizer]):
         assert f"a step of {of.__name__}, which needs whole tensors" in text
     for plan in ("dp2 zero1", "dp2 zero3", "tp2"):
         with pytest.raises(InputError, match=rf"{of.__name__} (under the plan|in an engine)"):
-            sw.parallelize(make("stack"), plan, traced(0, 2), sw.Optim(of), regression)
+            sw.parallelize(
+                make("stack"), plan, traced(0, 2), optimizer=sw.Optim(of), loss=regression
+            )
 
 
 @pytest.mark.parametrize("of", [SIGN, COUNTED, Own], ids=lambda of: of.__name__)
@@ -113,13 +115,15 @@ def test_what_updates_each_element_alone_is_taken(of: type[Optimizer]):
 def test_an_engine_refuses_what_combines_parameters(of: type[Optimizer]):
     """It steps unit by unit: a norm, or a count of steps, over all would be another."""
     with pytest.raises(InputError, match=f"{of.__name__} in an engine, which updates unit by unit"):
-        sw.parallelize(make("stack"), "ddp", alone(), sw.Optim(of), regression)
+        sw.parallelize(make("stack"), "ddp", alone(), optimizer=sw.Optim(of), loss=regression)
 
 
 def test_whole_tensors_are_fine_where_ranks_have_them():
     """Under ddp, and under sw.DDP, an optimizer of a program trains as it does alone."""
     model, plain = make("stack").double(), make("stack").double()
-    sw.parallelize(model, "fp64", alone(), sw.Optim(LAMB, lr=0.1), regression).step(vectors(0))
+    sw.parallelize(model, "fp64", alone(), optimizer=sw.Optim(LAMB, lr=0.1), loss=regression).step(
+        vectors(0)
+    )
     optim = LAMB(plain.parameters(), lr=0.1)
     regression(plain, vectors(0)).backward()
     optim.step()

@@ -90,7 +90,9 @@ def test_a_rate_that_is_a_tensor_trains_as_the_number():
     runs = []
     for rate in (0.125, torch.tensor(0.125)):
         model = make("stack")
-        engine = sw.parallelize(model, "fp64", alone(), sw.AdamW(lr=rate), regression)
+        engine = sw.parallelize(
+            model, "fp64", alone(), optimizer=sw.AdamW(lr=rate), loss=regression
+        )
         first = engine.step(vectors(0))
         engine.set_lr(0.0625)
         runs.append((first, engine.step(vectors(1)), [p.detach() for p in model.parameters()]))
@@ -104,7 +106,7 @@ def test_an_optimizer_of_your_own_has_groups_with_keys_of_its_own():
     recipe = sw.Optim(Sign, lr=0.25, groups={"*.bias": {"twice": True}})
     model = make("stack")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    sw.parallelize(model, "fp64", alone(), recipe, regression).step(vectors(0))
+    sw.parallelize(model, "fp64", alone(), optimizer=recipe, loss=regression).step(vectors(0))
     for name, p in model.named_parameters():
         moved = (p - before[name]).abs().max().item()
         assert moved == pytest.approx(0.5 if name.endswith("bias") else 0.25)

@@ -96,7 +96,7 @@ def test_adafactor_over_parts_of_parameters_is_refused(plan: str):
     model, world = small_gpt(), traced(0, ranks_of(plan))
     match = rf"Adafactor under the plan '{plan}'.*sw\.Lion\(lr=1e-4\) with '{plan}'"
     with pytest.raises(InputError, match=match):
-        sw.parallelize(model, plan, world, sw.Adafactor(), gpt.loss)
+        sw.parallelize(model, plan, world, optimizer=sw.Adafactor(), loss=gpt.loss)
     with pytest.raises(InputError, match=match):
         sw.predict(model, plan, text(0), optimizer=sw.Adafactor(), loss=gpt.loss)
     assert all(isinstance(p, Tensor) and p.dim() for p in model.parameters())

@@ -137,7 +137,7 @@ def trained(world: World, kind: str) -> tuple[dict[str, Any], dict[str, Any], li
         optim.step()
         optim.zero_grad()
     plan, how = "zero3 fp64", {"units": Block, "least_unit_bytes": 0}
-    engine = sw.parallelize(build(kind), plan, world, sw.SGD(lr=0.1), loss, **how)
+    engine = sw.parallelize(build(kind), plan, world, optimizer=sw.SGD(lr=0.1), loss=loss, **how)
     for step in range(3):
         engine.step(rows(step, engine.data_rank))
         engine.evaluate(rows(step, 0))

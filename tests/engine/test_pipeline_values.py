@@ -82,7 +82,9 @@ def masked_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 def engine_losses(world: World, how: str, plan: str) -> list[float]:
     torch.set_num_threads(1)
-    engine = sw.parallelize(settled(Looks(how)), plan, world, sw.SGD(lr=0.1), masked_loss)
+    engine = sw.parallelize(
+        settled(Looks(how)), plan, world, optimizer=sw.SGD(lr=0.1), loss=masked_loss
+    )
     losses = [engine.step(tokens()).loss for _ in range(2)]
     return [*losses, engine.evaluate(tokens())[0]]
 
@@ -175,7 +177,7 @@ def counted(batch: dict[str, Tensor]) -> int:
 def hf_losses(world: World, name: str, which: str, plan: str) -> list[float]:
     torch.set_num_threads(1)
     model = settled(built(name)).eval()
-    engine = sw.parallelize(model, plan, world, sw.SGD(lr=0.1), tokens=counted)
+    engine = sw.parallelize(model, plan, world, optimizer=sw.SGD(lr=0.1), tokens=counted)
     return [engine.step(padded(which)).loss for _ in range(2)]
 
 
@@ -210,7 +212,7 @@ def on_meta(world: World, name: str, plan: str) -> list[float]:
     torch.set_num_threads(1)
     with torch.device("meta"):
         model = built(name)
-    engine = sw.parallelize(model.eval(), plan, world, sw.SGD(lr=0.1), tokens=counted)
+    engine = sw.parallelize(model.eval(), plan, world, optimizer=sw.SGD(lr=0.1), tokens=counted)
     return [engine.step(padded("right")).loss for _ in range(2)]
 
 

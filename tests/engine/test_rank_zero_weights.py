@@ -102,7 +102,9 @@ def engine_losses(world: World, plan: str, real: tuple[int, ...]) -> list[float]
     else:
         with torch.device("meta"):
             model = gpt.GPT(CONFIG)
-    engine = sw.parallelize(model, plan, world, sw.AdamW(lr=0.01), gpt.loss, tokens=gpt.tokens)
+    engine = sw.parallelize(
+        model, plan, world, optimizer=sw.AdamW(lr=0.01), loss=gpt.loss, tokens=gpt.tokens
+    )
     mine = partial(share, rank=engine.data_rank, ranks=engine.data_ranks)
     return [engine.step(mine(text(step))).loss for step in range(2)]
 

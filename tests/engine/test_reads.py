@@ -182,7 +182,9 @@ def fused(model: Any, x: Tensor) -> Tensor:
 
 def engine(world: World, plan: str, loss: Any, table: Any = None) -> dict[str, Tensor]:
     options = {} if table is None else {"table": table}
-    made = sw.parallelize(build(), plan, world, sw.SGD(lr=0.1), loss, least_unit_bytes=0, **options)
+    made = sw.parallelize(
+        build(), plan, world, optimizer=sw.SGD(lr=0.1), loss=loss, least_unit_bytes=0, **options
+    )
     for step in range(3):
         made.step(rows(step, made.data_rank))
     return sw.full_state_dict(made)
@@ -204,7 +206,7 @@ def test_a_loss_that_reads_weights_equals_one_process_under_every_row(plan):
 
 
 def assigned(world: World, plan: str) -> tuple[list[Tensor], Tensor]:
-    made = sw.parallelize(build(), plan, world, sw.SGD(lr=0.0), fused)
+    made = sw.parallelize(build(), plan, world, optimizer=sw.SGD(lr=0.0), loss=fused)
     made.step(rows(0, world.rank))
     for p in made.model.parameters():
         p.data = torch.full_like(p, 0.25)
@@ -234,7 +236,7 @@ def refused(world: World, how: str, write: Callable[[Any], None]) -> str:
     plain = how in WAYS
     made: Any = wrap(how, build(), world) if plain else None
     if not plain:
-        made = sw.parallelize(build(), how, world, sw.SGD(lr=0.1), fused)
+        made = sw.parallelize(build(), how, world, optimizer=sw.SGD(lr=0.1), loss=fused)
         made.step(rows(0, 0))
 
     def go_on() -> None:

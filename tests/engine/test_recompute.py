@@ -13,7 +13,7 @@ from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.engine.model_spec import model_spec
-from shardwise.engine.parallelize import settled_options
+from shardwise.engine.options import EngineOptions
 from shardwise.models import gpt
 from shardwise.prediction.traffic import part_bytes
 from tests.engine.cases import Case, Run, Task, ranks_of, rows_task, small_gpt
@@ -199,7 +199,7 @@ def parts_of(plan: str) -> int:
     """The bytes of the inputs that rank 0 puts together, by prediction."""
     task = gpt_task(rows=9)
     value = Plan.parse(f"{plan} fp64")
-    spec = model_spec(task.make(), value, 0, task.batch(0), task.loss, settled_options({}))
+    spec = model_spec(task.make(), value, 0, task.batch(0), task.loss, EngineOptions())
     return sum(part_bytes(value, spec, 0).values())
 
 

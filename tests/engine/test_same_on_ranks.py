@@ -12,6 +12,7 @@ from shardwise.comm.host_numbers import HostNumbers
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.engine.engine import Engine
+from shardwise.engine.options import EngineOptions
 from shardwise.engine.prediction import Predictor
 from shardwise.parallel.data import same_on_ranks
 from tests.engine.cases import ranks_of
@@ -57,7 +58,9 @@ def change(
 def in_engine(world: World, plan: str, what: str) -> str:
     """When an engine raises what; the bytes of the steps before are those predicted."""
     table = {"0": "colwise", "1": "rowwise"} if "tp" in plan else None
-    theory = Predictor(model(), plan, rank=world.rank, loss=loss, check_every=2, table=table)
+    theory = Predictor(
+        model(), plan, EngineOptions(loss=loss, check_every=2, table=table), rank=world.rank
+    )
     options: dict[str, Any] = {"optimizer": sw.AdamW(lr=0.01), "loss": loss, "check_every": 2}
     options |= {"table": table}
     engine = sw.parallelize(model(), plan, world, **options)

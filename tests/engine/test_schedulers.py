@@ -49,7 +49,7 @@ def advance(scheduler: Any, loss: float) -> None:
 
 def engine_of(world: World, plan: str, **options: Any) -> sw.Engine:
     recipe = sw.AdamW(**{"lr": 0.01, "groups": GROUPS} | options)
-    return sw.parallelize(make("stack"), plan, world, recipe, regression, clip=1.0)
+    return sw.parallelize(make("stack"), plan, world, optimizer=recipe, loss=regression, clip=1.0)
 
 
 def scheduled(world: World, plan: str, name: str) -> list[tuple[float, list[float]]]:

@@ -18,6 +18,7 @@ from shardwise.core.plan_check import problems
 from shardwise.core.tile import Tile
 from shardwise.engine.box import block as part
 from shardwise.engine.meter import Meter
+from shardwise.engine.options import EngineOptions
 from shardwise.engine.state_dict import full_parameters
 from shardwise.engine.timeline import measuring, predict_events
 from shardwise.models import gpt
@@ -218,7 +219,7 @@ def peaks(world: World, plan: str) -> tuple[Any, ...]:
     leaks = meter.leaks()
     with measuring(engine, batch) as measured:
         engine.step(batch)
-    _, predicted = predict_events(wide(), plan, batch, rank=world.rank, **options)
+    _, predicted = predict_events(wide(), plan, batch, EngineOptions(**options), rank=world.rank)
     return (measured.events, predicted), meter.peak_bytes, leaks
 
 
@@ -243,7 +244,9 @@ def test_names_and_identity_are_kept():
     model = small_gpt()
     before = dict(model.named_parameters())
     spec = sw.AdamW(lr=0.1, groups={"head.*": {"lr": 0.0}})
-    engine = sw.parallelize(model, "offload:param tile:3 fp64", alone(), spec, loss=gpt.loss)
+    engine = sw.parallelize(
+        model, "offload:param tile:3 fp64", alone(), optimizer=spec, loss=gpt.loss
+    )
     assert {name: id(p) for name, p in before.items()} == {
         name: id(p) for name, p in model.named_parameters()
     }

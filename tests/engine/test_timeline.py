@@ -11,6 +11,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
+from shardwise.engine.options import EngineOptions
 from shardwise.engine.timeline import measuring, predict_events
 from shardwise.models import gpt
 from shardwise.models.initial import fill
@@ -57,7 +58,9 @@ def both(world: World, plan: str, name: str, options: dict[str, Any]) -> Both:
         engine.step(batch)
     with measuring(engine, batches[2]) as meter:
         engine.step(batches[2])
-    _, predicted = predict_events(task.make(), plan, batches[2], rank=world.rank, **named)
+    _, predicted = predict_events(
+        task.make(), plan, batches[2], EngineOptions(**named), rank=world.rank
+    )
     return meter.events, predicted
 
 
@@ -184,4 +187,4 @@ def test_what_is_not_predicted_is_refused(plan: str):
     """The error says which plans are, and that a step can be measured."""
     task = gpt_task()
     with pytest.raises(InputError, match=r"a timeline of .* with .*--measure"):
-        predict_events(task.make(), plan, task.batch(0), loss=gpt.loss)
+        predict_events(task.make(), plan, task.batch(0), EngineOptions(loss=gpt.loss))

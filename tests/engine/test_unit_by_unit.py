@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
 from shardwise.engine.meter import Meter
+from shardwise.engine.options import EngineOptions
 from shardwise.engine.prediction import Predictor
 from shardwise.models import gpt
 from shardwise.models.initial import fill
@@ -57,7 +58,7 @@ def model_of(tied: bool) -> nn.Module:
 def peaks(world: World, plan: str, tied: bool) -> list[tuple[int, int]]:
     """Of two steps the most bytes of gathered units, measured and predicted."""
     engine = sw.parallelize(model_of(tied), plan, world, tokens=gpt.tokens, **OPTIONS)
-    theory = Predictor(model_of(tied), plan, rank=world.rank, **OPTIONS)
+    theory = Predictor(model_of(tied), plan, EngineOptions(**OPTIONS), rank=world.rank)
     return peaks_of(engine, theory, partial(text, rows=8))
 
 
@@ -78,7 +79,7 @@ def peaks_of(
 def sizes(world: World, plan: str, tied: bool) -> tuple[int, dict[str, int], dict[str, int]]:
     """The predicted peak; the bytes of each unit, and of those that are whole in all of a stage."""
     engine = sw.parallelize(model_of(tied), plan, world, tokens=gpt.tokens, **OPTIONS)
-    theory = Predictor(model_of(tied), plan, rank=world.rank, **OPTIONS)
+    theory = Predictor(model_of(tied), plan, EngineOptions(**OPTIONS), rank=world.rank)
     told = theory.of(mine(engine, text(0, rows=8)))
     whole = {
         unit.name: sum(group.plan.padded * group.dtype.itemsize for group in unit.groups)

@@ -22,6 +22,7 @@ from shardwise.core.schedule.weight_stashing import pipedream, two_buffered
 from shardwise.engine import stage_module, weight_stashing
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer_spec import OptimizerSpec
+from shardwise.engine.options import EngineOptions
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.prediction import Predictor
 from shardwise.parallel.data.flat_parameter import Flat
@@ -58,7 +59,7 @@ def batch(rows: int, seed: int, device: Any) -> tuple[Tensor, Tensor]:
 
 
 def engine(world: World, plan: str, recipe: OptimizerSpec = RECIPE, **options: Any) -> Engine:
-    return sw.parallelize(stack(), f"{plan} fp64", world, recipe, loss, **options)
+    return sw.parallelize(stack(), f"{plan} fp64", world, optimizer=recipe, loss=loss, **options)
 
 
 def proved(world: World, plan: str, recipe: OptimizerSpec = RECIPE) -> Finding:
@@ -81,7 +82,7 @@ def theory(
         "optimizer": recipe,
         "loss": loss,
     }
-    return Predictor(make(), f"{plan} fp64", **chosen).of
+    return Predictor(make(), f"{plan} fp64", EngineOptions(**chosen)).of
 
 
 def simulated(plan: str, recipe: OptimizerSpec = RECIPE, **how: Any) -> Oracles:
@@ -251,7 +252,7 @@ def broken(world: World) -> list[Tensor]:
         return loss(model, part)
 
     fails = 0
-    run = sw.parallelize(stack(), "pipedream:4 fp64", world, sw.SGD(lr=0.1), failing)
+    run = sw.parallelize(stack(), "pipedream:4 fp64", world, optimizer=sw.SGD(lr=0.1), loss=failing)
     run.step(batch(8, 0, "cpu"))
     fails, before = len(seen) + 1, [p.detach().clone() for p in run.model.parameters()]
     with pytest.raises(ZeroDivisionError):
@@ -287,7 +288,7 @@ class Tied(nn.Module):
 def tied(world: World, plan: str) -> Finding:
     torch.set_num_threads(1)
     ours, theirs = settled(Tied().double()), settled(Tied().double())
-    run = sw.parallelize(ours, f"{plan} fp64", world, RECIPE, loss)
+    run = sw.parallelize(ours, f"{plan} fp64", world, optimizer=RECIPE, loss=loss)
     oracles = oracles_of(lambda: theirs, Plan.parse(f"{plan} fp64"), RECIPE, loss)
     told = theory(world, plan, make=lambda: settled(Tied().double()))
     return compare(run, oracles, told, batch, 3)

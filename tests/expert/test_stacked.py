@@ -70,7 +70,7 @@ def one_rank_diverges(world: World, on_nonfinite: str) -> None:
     """The embedding of one word is NaN, and only rank 1 reads it."""
     mixtral, sgd = task("mixtral", 2), sw.SGD(lr=0.1)
     how = {"loss": mixtral.loss, "on_nonfinite": on_nonfinite}
-    engine = sw.parallelize(mixtral.make(), "dp2 ep2 fp64", world, sgd, **how)
+    engine = sw.parallelize(mixtral.make(), "dp2 ep2 fp64", world, optimizer=sgd, **how)
     with torch.no_grad():
         engine.model.get_parameter("model.embed_tokens.weight")[36] = torch.nan
     words = torch.full((1, 8), 36 if world.rank else 4)

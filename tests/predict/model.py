@@ -8,6 +8,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
+from shardwise.engine.options import EngineOptions
 from shardwise.engine.prediction import Predictor
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.gpt import loss as gpt_loss
@@ -69,7 +70,7 @@ def engine(world: World, plan: str, kind: str = "gpt", **options: Any) -> Engine
 
 def foreseen(rank: int, plan: str, kind: str = "gpt", **options: Any) -> Predictor:
     """The predictions for the same engine."""
-    return Predictor(plain(kind), plan, rank=rank, **options_of(kind, **options))
+    return Predictor(plain(kind), plan, EngineOptions(**options_of(kind, **options)), rank=rank)
 
 
 def batch(engine: Engine, kind: str, step: int, rows: int | None = None) -> Any:

@@ -9,6 +9,7 @@ from shardwise.core.errors import InputError
 from shardwise.doctor.diagnosis import Diagnosis, Finding
 from shardwise.doctor.machine import look
 from shardwise.doctor.timing import Timing
+from shardwise.engine.prediction import predict_with
 from shardwise.models.registry import find
 from shardwise.prediction.link_time import Cluster, Link
 from shardwise.train.cli import main
@@ -59,7 +60,6 @@ def test_the_command_adds_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_the_messages_are_the_ledgers_calls(plan: str) -> None:
     """As many as an engine's step sends, by axis and kind."""
     from shardwise.core.plan import Plan
-    from shardwise.engine.prediction import predict
     from shardwise.verify.options import Options
     from shardwise.verify.parity import build_options
 
@@ -77,7 +77,7 @@ def test_the_messages_are_the_ledgers_calls(plan: str) -> None:
             found[name] = found.get(name, 0) + tally.calls
         return found
 
-    predicted = predict(trainable.build("meta"), parsed, batch, **options).messages
+    predicted = predict_with(trainable.build("meta"), parsed, batch, options).messages
     assert run_threads(2, calls)[0] == predicted
 
 

@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.expert_moves import Loads
 from shardwise.core.plan import Plan
-from shardwise.engine.prediction import predict
+from shardwise.engine.prediction import predict, predict_with
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.gpt import loss as gpt_loss
 from shardwise.models.moe import loss as moe_loss
@@ -271,8 +272,8 @@ def test_the_function_returns_what_the_command_prints(
     code, out, err = command(capsys, plan, "--json")
     printed = json.loads(out)
     model = find("gpt")
-    options = {"clip": 1.0, **build_options(model, Plan.parse(plan), Options())}
-    found = predict(model.plain(), plan, model.make_batch(2, 0), **options)
+    options = replace(build_options(model, Plan.parse(plan), Options()), clip=1.0)
+    found = predict_with(model.plain(), plan, model.make_batch(2, 0), options)
     assert (code, str(found.plan)) == (0, printed["plan"])
     assert found.device_peak == printed["device_peak"]
     assert [f"Note: {note}." for note in found.notes] == err.splitlines()

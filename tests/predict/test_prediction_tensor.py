@@ -1,10 +1,12 @@
 """Predictions of the tensor axis follow from styles; they equal what was sent, to the byte."""
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
-from shardwise.engine.prediction import predict
+from shardwise.engine.prediction import predict_with
 from shardwise.models.registry import find
 from shardwise.verify.options import Options
 from shardwise.verify.parity import SEED, build_options, engine_of
@@ -48,7 +50,7 @@ def proved(world: World, plan: str, model: str) -> list[bool]:
     for _ in range(4):
         ours.step(rows)
     options = build_options(trainable, read, Options())
-    told = predict(trainable.build(), read, rows, rank=world.rank, clip=1.0, **options)
+    told = predict_with(trainable.build(), read, rows, replace(options, clip=1.0), world.rank)
     return [sent(ours) == told.sent(), ours.memory() == told.memory]
 
 

@@ -101,7 +101,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def engine_of(plan: str, world: World) -> sw.Engine:
-    return sw.parallelize(made(), plan, world, loss=gpt.loss, tokens=gpt.tokens, kernels="torch")
+    return sw.parallelize(made(), plan, world, loss=gpt.loss, tokens=gpt.tokens)
 
 
 def predicted(plan: str, rank: int = 0) -> Any:

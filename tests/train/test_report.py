@@ -148,7 +148,7 @@ def test_the_baseline_is_what_ddp_holds_and_sends(precision: str) -> None:
 def one_step(world: World, plan: str) -> tuple[dict[str, int], dict[str, int]]:
     """What a step's engine holds and has sent, the second step of the run."""
     model = GPT(SIZES["tiny"])
-    engine = sw.parallelize(model, plan, world, sw.AdamW(lr=1e-3), loss, clip=1.0)
+    engine = sw.parallelize(model, plan, world, optimizer=sw.AdamW(lr=1e-3), loss=loss, clip=1.0)
     for _ in range(2):
         engine.step(random_text(2, 8, 250, 0))
     return engine.memory(), engine.measured_bytes()

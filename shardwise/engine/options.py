@@ -1,0 +1,124 @@
+"""The options of `sw.parallelize` and `sw.predict`: names, types, defaults and checks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.core.arguments import MOST_SEED, choice, integer, positive, short_repr
+from shardwise.core.errors import bad
+from shardwise.core.tensor_plan import Table
+from shardwise.engine import validate
+from shardwise.engine.batch import Count
+from shardwise.engine.consistency import CHECK_EVERY
+from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec, written
+from shardwise.engine.training import Loss
+from shardwise.parallel.data.wrap_policy import Rule
+
+__all__ = ["EngineOptions", "own_loss"]
+
+#: Those that must be equal on all ranks.
+SHARED = (
+    *("clip", "units", "least_unit_bytes", "prefetch", "stages", "beside"),
+    *("on_nonfinite", "check_every", "seed"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The options of an engine; those of a technique that the plan does not use have no effect.
+
+    optimizer         sw.AdamW(...) and others, without parameters; None: sw.AdamW(lr=3e-4)
+    loss              loss(model, batch), the mean over the tokens of the batch; None: what the
+                      model returns
+    tokens            tokens(batch), their number; None: the rows
+    rows              rows(batch), the number of rows of a batch; None: batch.py counts
+    clip              the largest norm of the gradient; None: no clipping
+    on_nonfinite      "raise" or "skip" a step whose loss or gradient is not finite
+    check_every       steps between two comparisons of the ranks; 0: only in the first step
+    units             what is gathered at once (parallel/data/wrap_policy.py)
+    least_unit_bytes  smaller units are merged with their neighbours; None: 2 MiB
+    prefetch          units gathered ahead of their use
+    fill, seed        fill(name, tensor) writes weights on the meta device, else they follow `seed`
+    table             the styles of tensor parallelism
+    stages            the names of the modules that begin each stage except the first
+    beside            {"norm": "head"} for modules that are not called where they are defined
+    offload_folder    the folder of states that rest on a disk
+
+    Raises InputError for a wrong value.
+    """
+
+    optimizer: OptimizerSpec | None = None
+    loss: Loss | None = None
+    tokens: Count | None = None
+    rows: Count | None = None
+    clip: float | None = None
+    on_nonfinite: str = "raise"
+    check_every: int = CHECK_EVERY
+    units: Rule = "auto"
+    least_unit_bytes: int | None = None
+    prefetch: int = 1
+    fill: Callable[[str, Tensor], Any] | None = None
+    seed: int = 0
+    table: Table | Mapping[str, str] | None = None
+    stages: Sequence[str] | None = None
+    beside: dict[str, str] | None = None
+    offload_folder: str | None = None
+
+    def __post_init__(self) -> None:
+        positive("clip", self.clip)
+        choice("on_nonfinite", self.on_nonfinite, ("raise", "skip"))
+        integer("seed", self.seed, 0, 0, MOST_SEED)
+        integer("prefetch", self.prefetch, 0, 1)
+        integer("check_every", self.check_every, 0, 1)
+        if self.least_unit_bytes is not None:
+            integer("least_unit_bytes", self.least_unit_bytes, 0, 2**21)
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """The optimizer. An instance of torch's is refused: it has the unsharded parameters."""
+        optimizer: Any = self.optimizer
+        if optimizer is None:
+            return AdamW(lr=3e-4)
+        if isinstance(optimizer, OptimizerSpec):
+            return optimizer
+        instead, shown = "optimizer=sw.AdamW(lr=3e-4)", short_repr(optimizer)
+        if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+            instead = f"optimizer=sw.Optim({written(optimizer)}, lr=3e-4)"
+        elif isinstance(optimizer, Optimizer):
+            options = f"{written(type(optimizer))}, lr={optimizer.defaults.get('lr')}"
+            instead = f"optimizer=sw.Optim({options}), without the model's parameters"
+            shown = type(optimizer).__name__
+        allowed = "sw.AdamW, sw.Adam, sw.SGD, sw.Lion or sw.Optim with options, without parameters"
+        raise bad(f"optimizer={shown}", allowed, instead)
+
+    @property
+    def objective(self) -> Loss:
+        """The loss, which checks what it returns."""
+        return validate.loss(own_loss if self.loss is None else self.loss)
+
+    @property
+    def calls(self) -> dict[str, str]:
+        """`beside`, checked."""
+        return validate.beside(self.beside)
+
+    @property
+    def shared(self) -> dict[str, object]:
+        """Those that must be equal on all ranks, as errors name them."""
+        return {f"the option {name}": getattr(self, name) for name in SHARED}
+
+
+def own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The default loss: the model's own output, a scalar or an object with `.loss`."""
+    out = model(**batch) if isinstance(batch, dict) else model(batch)
+    found = out if isinstance(out, Tensor) else getattr(out, "loss", None)
+    if found is None:
+        raise bad(
+            f"a model ({type(model).__name__}) that returns a {type(out).__name__} without a loss, "
+            "and no loss= argument",
+            "a model that returns its loss (transformers: with labels in the batch), or loss=",
+            validate.LOSS,
+        )
+    return found
