@@ -121,10 +121,9 @@ class Foreseen:
             for event, on_host in zip(seen.events, seen.on_host, strict=True):
                 most = 0 if event.kind in UPDATE else self.found.host_activations
                 moments.at_most(f"activations on the host at {event}", on_host, most)
-        for layer in tiled_layers(seen.events) if self.logits else ():
-            classes = int(seen.engine.model.get_submodule(layer).out_features)
-            if classes in self.logits:
-                grown, most = grown_bytes(seen.events, layer), self.logits[classes]
+        for layer, features in tiled_layers(seen.engine.model, seen.events).items():
+            if features in self.logits:
+                grown, most = grown_bytes(seen.events, layer), self.logits[features]
                 moments.at_most(f"logits of {layer} at once", grown, most)
         self._evaluated(moments, () if evaluation is None else evaluation.events)
         return moments

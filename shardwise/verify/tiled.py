@@ -59,10 +59,14 @@ def logits_most_bytes(
     }
 
 
-def tiled_layers(events: Sequence[Event]) -> list[str]:
-    """The layers whose tiles are units of their own."""
-    names = (event.unit.rpartition(".tiles.")[0] for event in events if event.kind == "forward")
-    return [name for name in dict.fromkeys(names) if name]
+def tiled_layers(model: nn.Module, events: Sequence[Event]) -> dict[str, int]:
+    """The output features of the layers whose tiles are units of their own, by name."""
+    found: dict[str, int] = {}
+    for name in {event.unit.rpartition(".tiles.")[0] for event in events}:
+        layer = model.get_submodule(name)
+        if isinstance(layer, nn.Linear):
+            found[name] = layer.out_features
+    return found
 
 
 def grown_bytes(events: Sequence[Event], layer: str) -> int:
