@@ -3,7 +3,6 @@
     shardwise train CONFIG     train a model                 0  it holds
     shardwise verify PLAN      prove a plan                  1  it does not, or the run failed
     shardwise predict PLAN     memory and traffic            2  bad input: one paragraph says what
-    shardwise memory           what ranks store
     shardwise bench SUITE      measure beside the peers
     shardwise doctor           devices, collectives, links
     shardwise plan             the words of plans
@@ -56,11 +55,6 @@ ELSEWHERE = {
         "shardwise.train.predict_command",
         "predict_command",
         "What a rank will hold and send.",
-    ),
-    "memory": (
-        "shardwise.train.memory_command",
-        "memory_command",
-        "What ranks store, by category.",
     ),
     "doctor": (
         "shardwise.doctor.command",
@@ -163,7 +157,6 @@ def application(given: Sequence[str] = ()) -> typer.Typer:
     app.command("train")(train)
     app.command("verify")(command("verify", given))
     app.command("predict")(command("predict", given))
-    app.command("memory")(command("memory", given))
     app.command("bench")(command("bench", given))
     app.command("doctor")(command("doctor", given))
     app.command("plan")(plan)

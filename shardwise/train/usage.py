@@ -24,7 +24,6 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "train": "shardwise train examples/quickstart.toml",
     "verify": 'shardwise verify "dp2 zero3"',
     "predict": 'shardwise predict "dp64 zero3 bf16"',
-    "memory": 'shardwise memory "dp8 zero3 bf16"',
     "bench": "shardwise bench data",
     "plan": 'shardwise plan "dp2 zero3"',
     "schedule": "shardwise schedule 1f1b --stages 4 --microbatches 8",
@@ -39,7 +38,6 @@ VALUES: Final[Mapping[str, str]] = {
     "--dtype": "bf16",
     "--disk": ".",
     "--cluster": "cluster.toml",
-    "--styles": "table.toml",
     "--from": "ds_config.json",
     "--mesh": '"dp2 tp2"',
     "--mib": "16",
@@ -70,8 +68,8 @@ VALUES: Final[Mapping[str, str]] = {
     "--hop": "0.1",
     "--svg": "pipeline.svg",
     "--png": "pipeline.png",
-    "--params": "7.5e9",
-    "--optimizer": "adam",
+    "--timeline": "step.svg",
+    "--zero-table": "7.5e9",
     "--config": "examples/quickstart.toml",
 }
 LONGEST: Final = 120  # of a command line that is quoted
