@@ -246,8 +246,6 @@ class TrainOptions:
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the run in run.folder by a new one.")
     ] = False
-    trace: Annotated[bool, typer.Option("--trace", help="Record a pipeline's timeline.")] = False
-    check: Annotated[bool, typer.Option("--check", help="Compare ranks in every step.")] = False
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and predict; start nothing.")
     ] = False
@@ -263,7 +261,6 @@ def train(**given: Any) -> None:
     overrides = [*(asked.set_ or ()), *([] if asked.plan is None else [f"plan.text={asked.plan}"])]
     overrides += [] if asked.model is None else [f"model.name={asked.model}"]
     overrides += [] if asked.table is None else [f"plan.table={asked.table.resolve()}"]
-    overrides += ["run.trace=true"] * asked.trace + ["run.check_every=1"] * asked.check
     # a single process may exit at a signal; one of several ranks may not
     with StopSignal(leaving=environment() is None) as stop:
         try:

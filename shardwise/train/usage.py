@@ -19,8 +19,8 @@ UsageError: Final[type[Exception]] = typer.BadParameter.__mro__[1]
 
 #: A line that works, for each command.
 EXAMPLES: Final[Mapping[str, str]] = {
-    "doctor": "shardwise doctor --ranks 2",
-    "table": "shardwise table gpt --ranks 2",
+    "doctor": "shardwise doctor --nproc 2",
+    "table": "shardwise table gpt --tp 2",
     "train": "shardwise train examples/quickstart.toml",
     "verify": 'shardwise verify "dp2 zero3"',
     "predict": 'shardwise predict "dp64 zero3 bf16"',
@@ -40,8 +40,6 @@ VALUES: Final[Mapping[str, str]] = {
     "--cluster": "cluster.toml",
     "--from": "ds_config.json",
     "--mesh": '"dp2 tp2"',
-    "--mib": "16",
-    "--picture": "links.png",
     "--save": "cluster.toml",
     "--plan": '"dp2 zero3"',
     "--nproc": "2",
@@ -55,7 +53,7 @@ VALUES: Final[Mapping[str, str]] = {
     "--sequence": "128",
     "--rank": "0",
     "--size": "tiny",
-    "--ranks": "2",
+    "--tp": "2",
     "--repeats": "5",
     "--link": "1gbit",
     "--device": "cpu",
@@ -65,9 +63,7 @@ VALUES: Final[Mapping[str, str]] = {
     "--chunks": "2",
     "--batches": "2",
     "--costs": "F=1,I=1,W=1",
-    "--hop": "0.1",
     "--svg": "pipeline.svg",
-    "--png": "pipeline.png",
     "--timeline": "step.svg",
     "--zero-table": "7.5e9",
     "--config": "examples/quickstart.toml",

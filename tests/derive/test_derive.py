@@ -171,7 +171,7 @@ def test_the_command_prints_a_table_to_keep(tmp_path: Path, capsys: pytest.Captu
     assert code == 0
     assert table_in(tmp_path / "table.toml") == derived(f"{HAND}:encoder_decoder").table
     assert "bytes stay whole on every rank:" in printed.out
-    code, printed = run(capsys, "table", "gpt", "--ranks", "1")
+    code, printed = run(capsys, "table", "gpt", "--tp", "1")
     assert (code, printed.err.count("\n")) == (2, 1)
 
 
