@@ -46,8 +46,6 @@ VALUES: Final[Mapping[str, str]] = {
     "--resume": "auto",
     "--set": "train.steps=100",
     "--model": "gpt",
-    "--steps": "3",
-    "--units": '"blocks.*"',
     "--table": "styles.toml",
     "--batch": "8",
     "--sequence": "128",

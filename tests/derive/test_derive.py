@@ -178,4 +178,4 @@ def test_the_command_prints_a_table_to_keep(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.full
 def test_verify_derives_the_table_of_a_model_without_one(capsys: pytest.CaptureFixture[str]):
     """`verify tp2` needs no table."""
-    assert run(capsys, "verify", "tp2", "--model", f"{HAND}:tied", "--steps", "1")[0] == 0
+    assert run(capsys, "verify", "tp2", "--model", f"{HAND}:tied")[0] == 0

@@ -84,4 +84,4 @@ def test_the_command_prints_the_entries(capsys: pytest.CaptureFixture[str]):
     code, printed = run(capsys, "table", f"{HAND}:tied", "--tp", "2", "--sp")
     assert code == 0
     assert '[sequence]\n"embed" = "vocabulary:sequence"\n"norm" = "sequence"\n' in printed.out
-    assert run(capsys, "verify", "tp2 sp", "--model", f"{HAND}:tied", "--steps", "1")[0] == 0
+    assert run(capsys, "verify", "tp2 sp", "--model", f"{HAND}:tied")[0] == 0

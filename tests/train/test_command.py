@@ -216,8 +216,6 @@ def test_the_model_of_a_configuration_is_proved(
     """Under its own plan, which a plan on the command line replaces."""
     file = command(tmp_path)[-1]
     for plan, proved in (((), "dp2 zero3"), (("dp2 zero1",), "dp2 zero1")):
-        found = json.loads(
-            printed(capsys, "verify", *plan, "--config", file, "--steps", "1", "--json")
-        )
+        found = json.loads(printed(capsys, "verify", *plan, "--config", file, "--json"))
         assert (found["plan"], found["holds"]) == (f"{proved} fp64", True)
         assert found["model"] == "quickstart of config.toml"
