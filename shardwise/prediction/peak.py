@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from shardwise.core.model_spec import ModelSpec
+from shardwise.prediction.gathers import order_of
 from shardwise.prediction.group import Group, each_backward, groups
 from shardwise.prediction.host import pieces
 from shardwise.prediction.recompute import Within, storages
@@ -68,6 +69,28 @@ def device_peak_bytes(found: "Prediction") -> int:
         for k in range(len(names))
     ]
     return lasting + max(moments, default=found.activations)
+
+
+def gathered_most_bytes(found: "Prediction") -> dict[str, int]:
+    """The most bytes that are gathered while each unit is used, forward or backward, by its name.
+
+    Those of three units in the order of their use, and of units around others, which stay. Under ""
+    the most at any moment. Not for pipelines, nor for units inside of recomputed modules, which a
+    recomputation gathers all at once.
+    """
+    sizes = Counter[str]()
+    for group in groups(found.plan, found.model):
+        sizes[group.unit.name] += group.flat.padded * group.element_bytes * group.reshards
+    names, own = [unit.name for unit in found.model.units], found.spec.modules
+    members = [k for k, name in enumerate(names) if sizes[name]]
+    path = order_of(own, found.spec.run, members).path
+    stay = {k for k in members if own[k].encloses}
+    most = Counter[str]()
+    for place, unit in enumerate(path):
+        near = {*path[max(0, place - 1) : place - 1 + GATHERED_UNITS], *stay}
+        stored_bytes = sum(sizes[names[k]] for k in near)
+        most[names[unit]] = max(stored_bytes, most[names[unit]])
+    return {**most, "": max(most.values(), default=0)}
 
 
 def _gathered_at(sizes: Sequence[int], k: int) -> int:

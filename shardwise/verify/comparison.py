@@ -2,7 +2,8 @@
 
 step 1, an evaluation, step 2 .. n, states, a checkpoint loaded into a new engine, a step of it,
 states; in fp16 a step of it that overflows, one more, states; elsewhere one whose gradients are not
-finite
+finite. If the update of step 1 is delayed, the evaluation is after step 2; if any is, the new
+engine has one pending when it loads.
 """
 
 import math
@@ -32,7 +33,7 @@ from shardwise.verify.oracles import LOSS_SCALE, Oracles
 from shardwise.verify.outputs import expected_outputs, returned
 from shardwise.verify.recipe import factor_of
 from shardwise.verify.reloading import reload_engine
-from shardwise.verify.replay import Replay
+from shardwise.verify.replay import Replay, published
 from shardwise.verify.routes import Routes
 
 #: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
@@ -129,8 +130,8 @@ class Comparison:
             *("the scale before it", "the skipped update"),
             *("the scale after it", "the scale after good updates"),
         )
-        errors = (0.0 if holds else NEVER for holds in (kept, same, halved, doubled))
-        self.errors.append(Errors("overflow", names, tuple(errors)))
+        facts = zip(names, (kept, same, halved, doubled), strict=True)
+        self.errors.append(Errors.of_facts("overflow", dict(facts)))
         self.errors += [renamed(found, "after overflow") for found in following.errors]
 
     def shared(self, engine: Engine, step: int) -> tuple[Any, Any, Division]:
@@ -168,6 +169,8 @@ class Comparison:
         none = {box.name.partition("/")[2]: torch.zeros(box.shape) for box in moments}
         self.tensors("optimizer", moments, lambda o: none | o.weights.state())
         self.buffers(engine)
+        if self.oracles.unit:
+            self.errors.append(published(engine))
 
     def buffers(self, engine: Engine) -> None:
         """Compare buffers: those that never change, and those of layers of experts.
@@ -207,6 +210,7 @@ class Comparison:
 
     def reload(self, saved: Engine, engine: Engine, step: int) -> None:
         """Load a checkpoint of `saved` into `engine`, and compare a step of it."""
+        self._delay(engine, step)
         engine.scale.value *= 2.0  # the loaded one is another
         reload_engine(saved, engine)
         self.loaded(saved, engine)
@@ -226,6 +230,16 @@ class Comparison:
             self.errors.append(update.errors())
         self.costs = after.costs
 
+    def _delay(self, engine: Engine, step: int) -> None:
+        """Leave a delayed update pending, if the plan delays any, which a load must drop."""
+        offload = engine.plan.offloaded
+        if offload is None or offload.undelayed is None:
+            return
+        _, own, _ = self.shared(engine, 0)
+        for _ in range(offload.undelayed + 1):
+            drawn(step, lambda: engine.step(own))
+        self.flushed = True  # no update is pending after the load
+
     def not_finite(self, engine: Engine, step: int) -> None:
         """Check that gradients that are not finite raise, and change nothing.
 
@@ -241,8 +255,7 @@ class Comparison:
         except NonFiniteError:
             refused = True
         same = refused and all(map(torch.equal, before, self.states(engine)))
-        names = ("the step that is not finite",)
-        self.errors.append(Errors("not finite", names, (0.0 if same else NEVER,)))
+        self.errors.append(Errors.of_facts("not finite", {"the step that is not finite": same}))
 
     def states(self, engine: Engine, *, copied: bool = False) -> list[Tensor]:
         """Weights and the optimizer's; a layer may count its passes in a buffer."""
@@ -264,12 +277,14 @@ class Comparison:
             torch.equal(x, after[name]) for name, x in before.items()
         )
         numbers = saved.scalars() == engine.scalars()
-        errors = (0.0 if holds else NEVER for holds in (same, numbers))
-        self.errors.append(Errors("after loading", ("buffers", "numbers"), tuple(errors)))
+        facts = {"buffers": same, "numbers": numbers}
+        self.errors.append(Errors.of_facts("after loading", facts))
 
     def evaluation(self, engine: Engine, step: int) -> None:
         """Compare the loss and the outputs of another batch in eval mode."""
         pending = engine.updates.next_step.pending  # its bytes are those of an update
+        late = isinstance(self.oracles.exact, Oracle) and self.oracles.exact.pending
+        self.errors.append(Errors.of_facts("evaluation", {"a pending update": pending == late}))
         whole, own, division = self.shared(engine, IDLE_STEP)
         if pending or division.idle:
             early = drawn(step, lambda: engine.evaluate(own))
@@ -316,12 +331,15 @@ def compare(
     so_far = Comparison(oracles, theory, batch, [], [])
     so_far.routes.watch(ours)
     looks = so_far.apart()  # shown after the states
+    offload = ours.plan.offloaded
+    # an evaluation finishes the first delayed update: a step comes before it
+    look = min(steps - 1, int(offload is not None and offload.undelayed == 0))
     for step in range(steps):
         before = ours.ledger.copy()
         so_far.step(ours, step)
         if ours.ledger.since(before) != ours.last:  # something else was sent
             so_far.costs = replace(so_far.costs, hold=False)
-        if step == 0:  # so that later steps follow each other
+        if step == look:  # so that later steps follow each other
             looks.costs = so_far.costs
             looks.evaluation(ours, steps)
             so_far.costs, so_far.flushed = looks.costs, looks.flushed
@@ -329,10 +347,8 @@ def compare(
     so_far.errors += looks.errors
     prediction = theory(so_far.shared(ours, steps - 1)[1])
     held = by_tier(ours.memory(), ours.host_memory(), ours.disk_memory())
-    broken = textbook.broken(ours)
-    held |= {name: read for name, (read, _) in broken.items()}
-    expected = prediction.memory_by_tier | {name: wanted for name, (_, wanted) in broken.items()}
-    finding = Finding(ours.world.rank, (), so_far.costs, held, expected)
+    finding = Finding(ours.world.rank, (), so_far.costs, held, prediction.memory_by_tier)
+    finding = finding.with_promises(textbook.broken(ours))
     again = ours
     if fresh is not None:
         again, so_far.theory = fresh()

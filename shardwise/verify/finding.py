@@ -1,6 +1,6 @@
 """The results of a proof on one rank, as values that are sent to the reporting process."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from shardwise.engine.box import Box
@@ -18,6 +18,11 @@ class Errors:
     kind: str
     names: tuple[str, ...]
     errors: tuple[float, ...]
+
+    @classmethod
+    def of_facts(cls, kind: str, facts: Mapping[str, bool]) -> "Errors":
+        """No error for each fact that holds, and NEVER for the others."""
+        return cls(kind, tuple(facts), tuple(0.0 if holds else NEVER for holds in facts.values()))
 
     @property
     def largest(self) -> float:
@@ -92,6 +97,14 @@ class Finding:
     def bytes_hold(self) -> bool:
         """Whether every step sent the predicted bytes."""
         return self.costs.hold
+
+    def with_promises(self, broken: Mapping[str, tuple[int, int]]) -> "Finding":
+        """These results with the promises of a plan that do not hold, as read and as promised."""
+        return replace(
+            self,
+            memory_measured=self.memory_measured | {n: read for n, (read, _) in broken.items()},
+            memory_predicted=self.memory_predicted | {n: most for n, (_, most) in broken.items()},
+        )
 
     def with_costs(self, more: Memory) -> "Finding":
         """These results with the costs of another engine; the bytes shown are those that differ."""

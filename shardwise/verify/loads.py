@@ -108,6 +108,11 @@ class Routed:
         self.oracle, self.plan, self.clip = oracle, plan, clip
         self.choices = Choices(oracle.model)
 
+    def finish(self) -> None:
+        """Finish a delayed update."""
+        if isinstance(self.oracle, Oracle):
+            self.oracle.finish()
+
     def step(self, batch: Any, seed: int) -> tuple[Loads, ...]:
         """Train the oracle on a global batch; the run draws the same random numbers after it."""
         if not experts_in(self.oracle.model):

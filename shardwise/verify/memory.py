@@ -34,6 +34,7 @@ from shardwise.verify.moments import Foresee, Moments
 
 READ_AFTER: Final = (3, 10)
 MEASURED_STEP: Final = 4
+EVALUATED_STEP: Final = 1  # an evaluation follows it
 _DETECTOR_S: Final = 10.0  # time in which the hang detector releases frames, on a busy machine
 
 
@@ -92,8 +93,10 @@ def over_steps(
         if foresee is not None and isinstance(seen, StepMeter):
             moments = foresee(prediction, share).compare(seen, evaluation)
         with live:
-            costs = costs.after(engine, prediction, flushed=step == 2, loads=routed)
-            if step == 1:
+            costs = costs.after(
+                engine, prediction, flushed=step == EVALUATED_STEP + 1, loads=routed
+            )
+            if step == EVALUATED_STEP:
                 evaluation = _evaluate(engine, share)
         if step in READ_AFTER:
             engine.wait()

@@ -9,9 +9,11 @@ each event of prediction/timeline.py:
                           copy of each gradient in flight, and 1 KiB; on a tensor axis at each loss
     other plans           at each loss the activations are at most those that autograd keeps and
                           what the plain pass has beside them; all but `temporary` is at most the
-                          predicted peak (prediction/peak.py)
+                          predicted peak (prediction/peak.py), and what is gathered at most three
+                          units
     other pipelines       what autograd keeps is at most the predicted activations
-    on the host           activations are at most the predicted ones
+    on the host           activations are at most the predicted ones, and those fetched at once too
+    tile:N                logits of a cross-entropy have V/N columns at once (tiled.py)
     an evaluation         nothing is kept, and no more is gathered than in a step's forward pass
     at the update         of activations none is left, but for microbatches under way; there may be
                           a copy of all gradients, and messages of weights
@@ -19,7 +21,7 @@ each event of prediction/timeline.py:
 The activations of layers of experts depend on the tokens, and are not compared.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +32,10 @@ from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.tape import SMALL_BYTES
 from shardwise.engine.expert_parallel import experts_in
 from shardwise.engine.timeline import StepMeter, events_of, marks_on
-from shardwise.prediction.peak import device_peak_bytes
+from shardwise.prediction.peak import device_peak_bytes, gathered_most_bytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.timeline import PREDICTED, TEMPORARY, Event, Mark, unpredicted
+from shardwise.verify.tiled import grown_bytes, logits_most_bytes, tiled_layers
 
 #: Events at which messages of the update may be under way, which hold copies of weights.
 UPDATE = ("update", "end")
@@ -73,6 +76,7 @@ class Foreseen:
     events: Sequence[Event] = ()
     marks: Sequence[Sequence[Mark]] = ()
     note: str = ""
+    logits: Mapping[int, int] = field(default_factory=dict[int, int])  # the most bytes, by classes
 
     @classmethod
     def of(cls, found: Prediction, model: nn.Module, batch: Any, **options: Any) -> "Foreseen":
@@ -80,14 +84,17 @@ class Foreseen:
         word, experts = unpredicted(found.plan), bool(experts_in(model))
         note = f"with {word} the moments of a step are bounded, not predicted one by one"
         note = "the activations of experts within a step are not predicted" if experts else note
+        logits = logits_most_bytes(found.plan, model, batch, options["loss"])
         try:
             if not word:
                 events = events_of(found, model, batch, **options)
-                return cls(found, experts, events, note=note if experts else "")
+                note = note if experts else ""
+                return cls(found, experts, events, note=note, logits=logits)
             marks = () if found.plan.pipeline else marks_on(found, model, batch, **options)
-            return cls(found, experts, marks=marks, note=note)
+            return cls(found, experts, marks=marks, note=note, logits=logits)
         except InputError:
-            return cls(found, experts, note="the moments of a step are not predicted")
+            note = "the moments of a step are not predicted"
+            return cls(found, experts, note=note, logits=logits)
 
     def compare(self, seen: StepMeter, evaluation: StepMeter | None = None) -> Moments:
         """The measured events beside the predicted ones; those of an evaluation at the end."""
@@ -105,9 +112,17 @@ class Foreseen:
             most = self._copies_bytes + (under_way if event.kind == "update" else 0)
             moments.at_most(f"{TEMPORARY} at {event}", _sum(event, ("kept", TEMPORARY)), most)
         if not self.experts:
+            host = seen.engine.recompute.host
+            fetched = 0 if host is None else host.most_fetched_bytes
+            moments.at_most("fetched from the host at once", fetched, self.found.fetched)
             for event, on_host in zip(seen.events, seen.on_host, strict=True):
                 most = 0 if event.kind in UPDATE else self.found.host_activations
                 moments.at_most(f"activations on the host at {event}", on_host, most)
+        for layer in tiled_layers(seen.events) if self.logits else ():
+            classes = int(seen.engine.model.get_submodule(layer).out_features)
+            if classes in self.logits:
+                grown, most = grown_bytes(seen.events, layer), self.logits[classes]
+                moments.at_most(f"logits of {layer} at once", grown, most)
         self._evaluated(moments, () if evaluation is None else evaluation.events)
         return moments
 
@@ -168,12 +183,24 @@ class Foreseen:
         moments.peak = most, max(_sum(event, lasting) for event in events)
         for event in events:
             moments.at_most(f"all but temporary at {event}", _sum(event, lasting), most)
+        self._gathered(moments, events)
         losses = [event for event in events if event.kind == "loss"]
         others = [next(m for m in marks if m.kind == "loss").other_bytes for marks in self.marks]
         for event, other in zip(losses, others, strict=False) if not self.experts else ():
             most = self.found.activations + other
             read = _sum(event, ("kept", TEMPORARY))
             moments.at_most(f"activations at {event}", read, most)
+
+    def _gathered(self, moments: Moments, events: Sequence[Event]) -> None:
+        """Each event, if a recomputation gathers no units of its own."""
+        units = [name for unit in self.found.spec.modules for name in unit.modules]
+        if any(unit.startswith(f"{name}.") for name in self.found.recomputed for unit in units):
+            return
+        gathered = gathered_most_bytes(self.found)
+        for event in events:
+            most = gathered.get(event.unit, gathered[""])
+            if (read := event.by_category["gathered"]) > most:
+                moments.equal(f"gathered at {event}", read, most)
 
 
 def _sum(event: Event, names: Iterable[str]) -> int:

@@ -248,6 +248,7 @@ class Oracle:
     ) -> None:
         self.model, self.task, self.dtype, self.loss_scale = model, task, dtype, loss_scale
         self.undelayed, self.steps, self.microbatches = undelayed, 0, microbatches
+        self.pending = False  # whether the last update is delayed, and nothing has finished it
         self.weights = Weights(model, task, dtype, old=undelayed is not None)
 
     def gradients(self, batch: Any, idle: int = 0) -> tuple[float, dict[str, Tensor | None]]:
@@ -287,8 +288,8 @@ class Oracle:
     def step(self, batch: Any, clip: float | None = None, idle: int = 0) -> float:
         """Train on a global batch; its mean loss before the update."""
         loss, gradients = self.gradients(batch, idle)
-        delayed = self.undelayed is not None and self.steps >= self.undelayed
-        before = {n: m.detach().clone() for n, m in self.weights.masters.items() if delayed}
+        self.pending = self.undelayed is not None and self.steps >= self.undelayed
+        before = {n: m.detach().clone() for n, m in self.weights.masters.items() if self.pending}
         self.weights.update(gradients, clip)
         self._show(before)
         self.steps += 1
@@ -302,6 +303,7 @@ class Oracle:
 
     def finish(self) -> None:
         """Finish a delayed update: the model computes with the newest weights."""
+        self.pending = False
         if self.undelayed is not None:
             self._show({n: m.clone() for n, m in self.weights.masters.items()})
 

@@ -13,7 +13,8 @@ rows, and in plain PyTorch on all of them (oracle.py). It compares its own shard
     routing        in 16 bits, how near to ties the choices of experts are that differ (routes.py)
     after loading  the first four again, after a step of a new engine that loaded a checkpoint of
                    this one, the rates included
-    update         in 16 bits that step's update, made again from its gradients (replay.py)
+    update         in 16 bits that step's update, made again from its gradients, and whether weights
+                   are their masters rounded to nearest (replay.py)
     not finite     a step whose gradients are not finite is refused, and changes nothing
     overflow       in fp16, of a step whose gradients overflow: it changes nothing but the scale;
                    and the first four after one more step
@@ -50,6 +51,7 @@ from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.parallel.redistribute.exchange import Counts
 from shardwise.prediction.prediction import Prediction
+from shardwise.verify import textbook
 from shardwise.verify.batches import ROWS, SEED, Division, ragged
 from shardwise.verify.comparison import compare, drawn
 from shardwise.verify.costs import Theory
@@ -59,7 +61,7 @@ from shardwise.verify.independent import share_of_expert, with_bytes_between
 from shardwise.verify.limits import without_dropout
 from shardwise.verify.loads import Routed
 from shardwise.verify.masks import compare_masks, recomputes
-from shardwise.verify.memory import attributes, over_steps
+from shardwise.verify.memory import EVALUATED_STEP, attributes, over_steps
 from shardwise.verify.moments import Foreseen
 from shardwise.verify.options import Options
 from shardwise.verify.oracle import Oracle
@@ -78,14 +80,16 @@ def prove(
     options: Options | None = None,
 ) -> Finding:
     """Train `model` under `plan` and in one process, and compare. All ranks must call it."""
-    plan = with_early_delays(plan)
+    promises, plan = textbook.first_delayed(plan), with_early_delays(plan)
     if plan.experts:
         own = world.split(ranks_by_expert(plan))
         trainable = share_of_expert(_found(model, plan), plan, own)
-        return with_bytes_between(
+        found = with_bytes_between(
             _prove(own, plan_of_expert(plan), trainable, steps, options), world
         )
-    return _prove(world, plan, _found(model, plan), steps, options)
+    else:
+        found = _prove(world, plan, _found(model, plan), steps, options)
+    return found.with_promises(promises)
 
 
 def _found(model: str | Trainable, plan: Plan) -> Trainable:
@@ -136,6 +140,8 @@ def _prove(
         routed = Routed(alone_of(trainable, plan, world.device).all[-1], plan, clip)
 
     def loads(step: int) -> Sequence[Loads]:
+        if step == EVALUATED_STEP + 1:
+            routed.finish()  # as the evaluation does
         return routed.step(equal_batch(trainable, engine, step), SEED + step)
 
     def foresee(prediction: Prediction, batch: Any) -> Foreseen:

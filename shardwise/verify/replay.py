@@ -6,6 +6,8 @@
 Gradients in 16 bits may differ from those of one process by their rounding, which hides a second
 rounding behind them. The update itself is in 32 bits: both results are equal but for the last
 digits.
+
+The weights are their masters, rounded to 16 bits: `published` compares them bit for bit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,6 +85,18 @@ class Replay:
             if kind == "optim" and of == name and at in (offsets, ()):
                 state[word] = value.clone()
         return state
+
+
+def published(engine: Engine) -> Errors:
+    """Of each flat parameter in 16 bits: whether it is its master, rounded to nearest.
+
+    No update may be pending, and states on a disk must be exposed: `engine.boxes()` does both.
+    """
+    flats, facts = engine.optimizer.flats, dict[str, bool]()
+    for k, master in engine.optimizer.masters.items():
+        rounded, found = master.to(flats[k].dtype), flats[k].shard
+        facts[f"{flats[k].names[0]} in 16 bits"] = torch.equal(rounded.to(found.device), found)
+    return Errors.of_facts("update", facts)
 
 
 def _copies(boxes: Sequence[Box]) -> dict[Place, Tensor]:

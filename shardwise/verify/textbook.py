@@ -9,8 +9,12 @@ what these words promise is compared with what the engine has:
     offload:optim=F,disk=G  the fraction of the parameters whose states leave the device, or are on
                             a disk: F and G, and at most one unit more; a file is as large as
                             what it holds
+    offload:optim-delayed=N the update of step N, from 0, is the first that is delayed; without
+                            N that of step 40 (ZeRO-Offload, arXiv 2101.06840, section 5.2)
     1f1b:M and others       activations of so many microbatches at once (core/schedule/library.py)
     recompute:full, everyN  all blocks, or every N-th one
+    tile:N                  units with 1/N of the rows of a layer, rounded up (ZeRO-Infinity,
+                            arXiv 2104.07857, section 5.1.3); of its logits see tiled.py
     buffers:SIZE            the bytes of the pool
 """
 
@@ -48,6 +52,8 @@ MOMENT_BYTES: Final = {2: 8, 4: 8, 8: 16}
 SLACK, COUNT_BYTES = 0.25, 8
 #: A page of a file, and the most tensors of a flat parameter in it.
 PAGE_BYTES, EXTENTS = 4096, 6
+#: Steps before updates are delayed, if the plan has no number of them.
+UNDELAYED_STEPS: Final = 40
 NAMES: Final = ("parameters", "gradients", "optimizer")
 
 #: By name: as read, and as promised.
@@ -70,9 +76,22 @@ def broken(engine: Engine) -> Promises:
         rank = engine.staging.axis.rank
         read, theory = peaks(engine.staging.schedule)[rank], entry(name).tapes(size)[rank]
         found |= _unequal("activations at once", int(read), theory)
+    if plan.tiled is not None:
+        found |= _tiled(engine, plan.tiled.number)
     if plan.recompute is not None and not plan.layers and engine.staging is None:
         found |= _recomputed(engine, plan.recompute)
     return found
+
+
+def first_delayed(plan: Plan) -> Promises:
+    """The first step whose update is delayed, if it is another than the plan says."""
+    word, _, number = (plan.offload or "").partition("=")
+    if plan.offloaded is None or word != "optim-delayed":
+        return {}
+    first = int(number or UNDELAYED_STEPS)
+    steps = range(max(0, first - 1), first + 2)
+    read = next((step for step in steps if plan.offloaded.delays(step)), steps.stop)
+    return _unequal("first delayed step", read, first)
 
 
 def _unequal(name: str, read: int, theory: int) -> Promises:
@@ -144,6 +163,22 @@ def _recomputed(engine: Engine, what: str) -> Promises:
         found |= _unequal(
             f"recomputed blocks of {parent}", len(modules), -(-blocks // (every or 1))
         )
+    return found
+
+
+def _tiled(engine: Engine, number: int) -> Promises:
+    """The elements of the largest unit with tiles of each layer."""
+    found: Promises = {}
+    for name, layer in engine.model.named_modules():
+        tiles = dict(layer.named_children()).get("tiles")
+        if not isinstance(layer, nn.Linear) or tiles is None:
+            continue
+        own = {*tiles.children()}
+        units = [unit for unit in engine.data.units.order if own.intersection(unit.modules)]
+        read = max(sum(s.numel() for flat in u.groups for s in flat.shapes) for u in units)
+        columns = layer.in_features + (layer.bias is not None)
+        most = -(-layer.out_features // number) * columns
+        found |= _unequal(f"elements of a tile of {name}", read, most) if read > most else {}
     return found
 
 

@@ -1,6 +1,7 @@
 """Models so small that a proof takes a fraction of a second, with what mutations need of them.
 
-gpt        two blocks, odd sizes, rows with different numbers of tokens
+gpt        two blocks, odd sizes, rows with different numbers of tokens; `deep`: four blocks
+words      the same with two blocks and more words than a position has other numbers
 tied       the same with one weight for the embedding and the logits
 squared    the GPT with a loss that has a z-loss
 layers     linear layers with biases, a frozen one among them, and running statistics
@@ -154,6 +155,8 @@ def _moe(name: str, gate: str, capacity: float | None = None, experts: int = 4) 
 
 MODELS: dict[str, Callable[[], Trainable]] = {
     "gpt": lambda: _gpt("gpt", CONFIG),
+    "deep": lambda: _gpt("deep", replace(CONFIG, layers=4)),
+    "words": lambda: _gpt("words", replace(CONFIG, vocabulary=96)),
     "tied": lambda: _gpt("tied", TIED),
     "squared": lambda: replace(_gpt("squared", CONFIG), loss=squared),
     "layers": lambda: Trainable("layers", partial(layers, 1.0), error, vectors),

@@ -1,5 +1,6 @@
 """Sabotages of what a step holds between its beginning and its end, which is gone afterwards."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -7,7 +8,8 @@ from torch import Tensor
 from shardwise.engine.engine import Engine
 from shardwise.parallel.data.flat_gradient import FlatGradient
 from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.recompute.host import HostActivations, Stored
+from shardwise.parallel.data.hooks import Data
+from shardwise.parallel.recompute.host import Block, HostActivations, Stored
 from shardwise.parallel.recompute.partitioned import Inputs
 from tests.verify.mutations.mutation import Mutation, Patch, around
 
@@ -85,6 +87,26 @@ def device_copies_not_dropped(patch: Patch) -> None:
     around(patch, Stored, "bytes", fetched)
 
 
+def all_blocks_fetched_at_once(patch: Patch) -> None:
+    def begin_backward(real: Any, block: Block) -> None:
+        earlier = block
+        while not block.begun and earlier is not None:
+            block.kept += [ref for ref in earlier.kept if ref not in block.kept]
+            earlier = None if earlier.before is None else earlier.before()
+        real(block)
+
+    around(patch, Block, "begin_backward", begin_backward)
+
+
+def all_units_gathered_ahead(patch: Patch) -> None:
+    def init(
+        real: Any, data: Data, root: Any, units: Any, pace: Any, *args: Any, **of: Any
+    ) -> None:
+        real(data, root, units, replace(pace, ahead=len(units.order)), *args, **of)
+
+    around(patch, Data, "__init__", init)
+
+
 def gradients_freed_at_the_end(patch: Patch) -> None:
     kept = _until_the_end(patch)
 
@@ -112,6 +134,14 @@ MUTATIONS = (
     Mutation(
         "copies on the device not dropped",
         *("dp2 activations:host", "memory", device_copies_not_dropped, "gpt"),
+    ),
+    Mutation(
+        "all blocks fetched at once",
+        *("dp2 activations:host", "memory", all_blocks_fetched_at_once, "deep"),
+    ),
+    Mutation(
+        "all units gathered ahead",
+        *("dp2 zero3 offload:param", "memory", all_units_gathered_ahead, "gpt"),
     ),
     Mutation(
         "sent gradients freed at the step's end",

@@ -9,6 +9,7 @@ from shardwise.core.offload import Offload
 from shardwise.core.plan import Plan
 from shardwise.core.schedule import library
 from shardwise.engine import engine as engine_file
+from shardwise.engine import tiling
 from shardwise.engine.batch import filled
 from shardwise.engine.disk_states import DiskStates
 from shardwise.engine.engine import Engine
@@ -19,6 +20,7 @@ from shardwise.parallel.expert.layer import MoE
 from shardwise.parallel.offload.delayed import NextStep
 from shardwise.parallel.offload.host_thread import InPlace
 from shardwise.parallel.recompute import choice
+from shardwise.parallel.tile.layer import TiledForward
 from tests.verify.mutations.mutation import Mutation, Patch, around
 
 # --- what the words of a plan say -------------------------------------------------------------
@@ -59,6 +61,22 @@ def each_extent_twice(patch: Patch) -> None:
 
 def plans_of_layers_ignored(patch: Patch) -> None:
     around(patch, Plan, "of_layers", lambda real, plan, _: real(plan, 0))
+
+
+def logits_of_tiles_joined(patch: Patch) -> None:
+    def init(real: Any, layer: TiledForward, tiles: Any, **_: Any) -> None:
+        real(layer, tiles, logits=False)
+
+    around(patch, TiledForward, "__init__", init)
+
+
+def two_tiles_a_unit(patch: Patch) -> None:
+    around(
+        patch,
+        tiling,
+        "even",
+        lambda real, first, last, ranks: real(first, last, max(1, ranks // 2)),
+    )
 
 
 # --- updates ----------------------------------------------------------------------------------
@@ -166,6 +184,14 @@ MUTATIONS = (
         "gpt",
     ),
     Mutation("every block recomputed", "recompute:every2", "memory", every_block_recomputed, "gpt"),
+    Mutation(
+        "logits of tiles joined",
+        *("dp2 zero3 tile:4=head", "memory", logits_of_tiles_joined, "words"),
+    ),
+    Mutation(
+        "two tiles in one",
+        *("dp2 zero3 tile:4=blocks.*.mlp.*", "memory", two_tiles_a_unit, "words"),
+    ),
     Mutation("the last units not updated", "dp2 zero1", "parity", the_last_units_not_updated),
     Mutation(
         "delayed updates shown too early",

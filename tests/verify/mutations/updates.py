@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.core.offload import Offload
 from shardwise.engine import optimizer as optimizer_file
+from shardwise.engine.engine import Engine
 from shardwise.engine.guard import Guard
+from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.scale import LossScale
 from shardwise.engine.updating import Updates
 from shardwise.parallel.data.hooks import Data
@@ -24,6 +27,31 @@ def unscaled_in_16_bits(patch: Patch) -> None:
         return [None if g is None else (g * factor).float() for g in gradients]
 
     patch.setattr(optimizer_file, "_in_32_bits", in_16_bits)
+
+
+def _truncated(master: Tensor) -> Tensor:
+    """A master without the digits that bf16 does not have."""
+    return (master.view(torch.int32) & -(2**16)).view(torch.float32)
+
+
+def masters_truncated(patch: Patch) -> None:
+    def end(real: Any, optimizer: ShardedOptimizer, k: int) -> None:
+        real(optimizer, k)
+        flat = optimizer.flats[k]
+        if not flat.moves.host_update:
+            flat.shard.copy_(_truncated(optimizer.masters[k]))
+
+    around(patch, ShardedOptimizer, "_end_step", end)
+
+
+def masters_on_the_host_truncated(patch: Patch) -> None:
+    def publish(real: Any, optimizer: ShardedOptimizer, *args: Any) -> None:
+        kept = optimizer.masters
+        optimizer.masters = {k: _truncated(master) for k, master in kept.items()}
+        real(optimizer, *args)
+        optimizer.masters = kept
+
+    around(patch, ShardedOptimizer, "publish", publish)
 
 
 def scale_doubles_after_each_good_step(patch: Patch) -> None:
@@ -53,6 +81,26 @@ def a_delayed_update_not_awaited(patch: Patch) -> None:
         real(later)
 
     around(patch, NextStep, "finish", finish)
+
+
+def the_first_delay_a_step_late(patch: Patch) -> None:
+    def delays(offload: Offload, step: int) -> bool:
+        return offload.undelayed is not None and step > offload.undelayed
+
+    patch.setattr(Offload, "delays", delays)
+
+
+def a_load_over_a_pending_update(patch: Patch) -> None:
+    """The update is finished after the load, on the masters that it has read."""
+
+    def loading(real: Any, engine: Engine, *args: Any) -> Any:
+        later = engine.updates.next_step
+        running, later._running = later._running, []
+        found = real(engine, *args)
+        later._running = running
+        return found
+
+    around(patch, Engine, "loading", loading)
 
 
 def gradients_that_are_not_finite_are_used(patch: Patch) -> None:
@@ -88,6 +136,11 @@ def the_offset_of_a_view_lost(patch: Patch) -> None:
 
 MUTATIONS = (
     Mutation("unscaled in 16 bits", "dp2 zero1 fp16", "parity", unscaled_in_16_bits, "gpt"),
+    Mutation("masters truncated", "dp2 zero1 bf16", "parity", masters_truncated, "gpt"),
+    Mutation(
+        "masters on the host truncated",
+        *("dp2 zero1 offload:optim bf16", "parity", masters_on_the_host_truncated, "gpt"),
+    ),
     Mutation(
         "the scale doubles after each good step",
         *("dp2 fp16", "parity", scale_doubles_after_each_good_step),
@@ -99,6 +152,18 @@ MUTATIONS = (
     Mutation(
         "a delayed update not awaited",
         *("dp2 zero1 offload:optim-delayed=0", "parity", a_delayed_update_not_awaited),
+    ),
+    Mutation(
+        "the first delay a step late",
+        *("dp2 zero1 offload:optim-delayed=0", "parity", the_first_delay_a_step_late),
+    ),
+    Mutation(
+        "the first delay a step late, after 40 steps",
+        *("dp2 zero1 offload:optim-delayed", "memory", the_first_delay_a_step_late),
+    ),
+    Mutation(
+        "a load over a pending update",
+        *("dp2 zero1 offload:optim-delayed=0", "parity", a_load_over_a_pending_update),
     ),
     Mutation(
         "gradients that are not finite used",
