@@ -218,4 +218,4 @@ def test_the_model_of_a_configuration_is_proved(
     for plan, proved in (((), "dp2 zero3"), (("dp2 zero1",), "dp2 zero1")):
         found = json.loads(printed(capsys, "verify", *plan, "--config", file, "--json"))
         assert (found["plan"], found["holds"]) == (f"{proved} fp64", True)
-        assert found["model"] == "quickstart of config.toml"
+        assert found["model"] == "gpt:quickstart of config.toml"
