@@ -176,7 +176,7 @@ def test_what_is_predicted_for_a_configuration_is_what_its_run_holds_and_sends(
     found = json.loads(printed(capsys, "predict", "--config", str(file), "--json"))
     checked = printed(capsys, "train", str(file), "--dry-run")
     assert sorted(tmp_path.rglob("*")) == before
-    assert found["model"] == "quickstart of run.toml"
+    assert found["model"] == "gpt:quickstart of run.toml"
     assert found["rows_a_step"] == 5  # of which one of two data ranks has three
     assert "A step trains on 5 rows" in checked
     assert checked.startswith(f"{found['plan']} on 2 ranks, ")
