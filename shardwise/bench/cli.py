@@ -33,7 +33,7 @@ def bench_command(
     size: Annotated[
         list[str] | None, typer.Option(help="small, tiny; of update and disk a number such as 25M.")
     ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Processes on this machine, 2 or more.")] = None,
+    nproc: Annotated[int | None, typer.Option(help="Processes on this machine, 2 or more.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Rounds; a median is over them.")] = None,
     link: Annotated[str | None, typer.Option(help="Between two hosts at this rate: 1gbit.")] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda: one rank on NCCL.")] = "cpu",
@@ -47,13 +47,13 @@ def bench_command(
         raise bad(f'the suite "{suite}"', ", ".join(every), f"shardwise bench {close}")
     choice("--device", device, ("cpu", "cuda"))
     if device == "cuda":
-        _require_one_rank(suite, contenders, size, link, ranks)
+        _require_one_rank(suite, contenders, size, link, nproc)
     if suite in _OF_OFFLOAD and device == "cpu":
         if link is not None:
             raise bad(f"--link with the suite {suite}", "no --link", f"shardwise bench {suite}")
-        print(_of_offload(suite, contenders, size or (), ranks, repeats, as_object))
+        print(_of_offload(suite, contenders, size or (), nproc, repeats, as_object))
         return
-    ranks = 2 if ranks is None else ranks
+    ranks = 2 if nproc is None else nproc
     if device == "cuda":
         print(_on_cuda(suite, contenders, repeats, as_object))
         return
@@ -65,7 +65,7 @@ def bench_command(
             f"{contenders[0]}",
         )
     if link is not None and ranks != 2:
-        raise bad(f"{ranks} ranks with --link", "one rank on each of two hosts", "--ranks 2")
+        raise bad(f"{ranks} ranks with --link", "one rank on each of two hosts", "--nproc 2")
     rows = run(plan_tasks(suite, size or (), ranks, repeats, contenders), ranks, link)
     print(json.dumps(as_json(rows), indent=2) if as_object else as_text(rows))
 
@@ -88,7 +88,7 @@ def _require_one_rank(
     if len(words) > (suite == "offload") or sizes or link or ranks is not None:
         folder = "; offload also with the folder of a disk" * (suite == "offload")
         raise bad(
-            "--device cuda with contenders, --size, --ranks or --link",
+            "--device cuda with contenders, --size, --nproc or --link",
             "--device cuda with --repeats and --json: it runs one rank on its own models" + folder,
             f"shardwise bench {suite}{' /mnt/nvme' * bool(folder)} --device cuda",
         )
@@ -122,7 +122,7 @@ def _of_offload(
         integer("--repeats", rounds, 1, 5, MOST_REPEATS)
     if suite == "update":
         if words or ranks not in (None, 1):
-            given = f"bench update {' '.join(words) or f'--ranks {ranks}'}"
+            given = f"bench update {' '.join(words) or f'--nproc {ranks}'}"
             raise bad(given, "no further words, and one rank", "shardwise bench update")
         found = update.run(count, rounds)
         return json.dumps(update.as_json(found), indent=2) if as_object else update.as_text(found)
@@ -130,6 +130,6 @@ def _of_offload(
         given = f"bench disk with {len(words)} folders"
         raise bad(given, "the folder whose disk is measured", "shardwise bench disk /mnt/nvme")
     if ranks is not None:
-        integer("--ranks", ranks, 1, 1)
+        integer("--nproc", ranks, 1, 1)
     rows = disk.run(Path(words[0]), count, ranks or 1, rounds)
     return json.dumps(disk.as_json(rows), indent=2) if as_object else disk.as_text(rows)

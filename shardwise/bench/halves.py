@@ -65,5 +65,5 @@ def fits(stages: int, config: GPTConfig) -> None:
         raise bad(
             f"{stages} stages of a model with {config.layers} layers",
             f"at most {2 * config.layers}, half a layer each",
-            "--ranks 2",
+            "--nproc 2",
         )

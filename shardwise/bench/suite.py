@@ -47,7 +47,7 @@ def plan_tasks(
 ) -> list[Task]:
     """The tasks to run. Raises InputError for wrong arguments."""
     chosen = choose(suite, list(contenders))
-    integer("--ranks", ranks, 2, 2)
+    integer("--nproc", ranks, 2, 2)
     tasks: list[Task] = []
     for size in sizes or USUAL.get(suite, tuple(LENGTHS)):
         choice("--size", size, LENGTHS)
@@ -59,7 +59,7 @@ def plan_tasks(
         if suite == "pipeline":
             _piped(task, ranks, named=bool(contenders))
         elif task.rows % ranks:
-            raise bad(f"{ranks} ranks", f"2 or more that divide {task.rows} sequences", "--ranks 2")
+            raise bad(f"{ranks} ranks", f"2 or more that divide {task.rows} sequences", "--nproc 2")
         integer("--repeats", task.rounds, 1, 5, MOST_REPEATS)
     return tasks
 

@@ -22,9 +22,8 @@ from shardwise.core.mesh import Mesh
 from shardwise.doctor import textbook, timing
 from shardwise.doctor.diagnosis import Diagnosis, Finding
 from shardwise.doctor.machine import look
-from shardwise.doctor.picture import draw
 
-MOST_MIB: Final = 1024
+MOST_BYTES: Final = 2**24  # of a message
 
 
 def examine(world: World, mesh: Mesh, most_bytes: int) -> Finding:
@@ -51,18 +50,16 @@ def _on_rank(mesh: str, device: str, most_bytes: int) -> Finding:
 class DoctorOptions:
     """The options of `shardwise doctor`."""
 
-    ranks: Annotated[int | None, typer.Option(help="Processes; 4, or one for each GPU.")] = None
+    nproc: Annotated[int | None, typer.Option(help="Processes; 4, or one for each GPU.")] = None
     mesh: Annotated[str | None, typer.Option(help='Axes to measure, such as "dp2 tp2".')] = None
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
+    device: Annotated[
+        str | None, typer.Option(help="cpu, or cuda, which is the default with several GPUs.")
+    ] = None
     disk_folder: Annotated[
         Path | None, typer.Option("--disk", metavar="FOLDER", help="Measure this folder's disk.")
     ] = None
-    most: Annotated[int, typer.Option("--mib", help="The longest message, in MiB.")] = 16
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the links to a TOML file.")
-    ] = None
-    picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw time over bytes, .png or .svg.")
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
@@ -70,15 +67,13 @@ class DoctorOptions:
 def doctor_command(**given: Any) -> None:
     """Look at the devices, check every collective, and measure the links."""
     asked = DoctorOptions(**given)
-    choice("--device", asked.device, ("auto", "cpu", "cuda"))
-    integer("--mib", asked.most, 1, 16, MOST_MIB)
-    for option, file in (("--save", asked.save), ("--picture", asked.picture)):
-        _writable(option, file)
+    choice("--device", asked.device or "cpu", ("cpu", "cuda"))
+    _require_writable(asked.save)
     start = environment()
     gpus = torch.cuda.device_count()
-    kind = ("cuda" if gpus > 1 else "cpu") if asked.device == "auto" else asked.device
+    kind = asked.device or ("cuda" if gpus > 1 else "cpu")
     count = _count(
-        asked.ranks, asked.mesh, start.size if start else None, gpus if kind == "cuda" else 4
+        asked.nproc, asked.mesh, start.size if start else None, gpus if kind == "cuda" else 4
     )
     if asked.device == "cuda" and not gpus:
         none = "--device cuda on a machine without a GPU that PyTorch sees"
@@ -90,17 +85,15 @@ def doctor_command(**given: Any) -> None:
     measured = None if folder is None else disk_bandwidth.measure(folder)
     if start is None:
         require_local(count)
-        findings = spawn(_on_rank, count, (str(axes), kind, asked.most * 2**20), kind)
+        findings = spawn(_on_rank, count, (str(axes), kind, MOST_BYTES), kind)
     else:
-        world = init(None if asked.device == "auto" else asked.device)
-        findings = all_gather_object(examine(world, axes, asked.most * 2**20), world)
+        world = init(asked.device)
+        findings = all_gather_object(examine(world, axes, MOST_BYTES), world)
     found = Diagnosis(str(axes), findings, measured)
     if not first:
         raise typer.Exit(1 if found.failures else 0)
     if asked.save is not None:
         asked.save.write_text(found.toml(), encoding="utf-8")
-    if asked.picture is not None:
-        draw(found, asked.picture)
     print(json.dumps(found.object(), indent=2) if asked.as_json else found.text())
     raise typer.Exit(1 if found.failures else 0)
 
@@ -112,11 +105,11 @@ doctor_command.__signature__ = inspect.signature(DoctorOptions)
 def _count(ranks: int | None, mesh: str | None, started: int | None, usual: int) -> int:
     """The number of ranks: those that were started, or requested, or those of the mesh."""
     if ranks is not None:
-        integer("--ranks", ranks, 1, 4)
+        integer("--nproc", ranks, 1, 4)
     if started is not None:
         if ranks not in (None, started):
-            given = f"--ranks {ranks} under a launcher that started {started}"
-            raise bad(given, "no --ranks under torchrun or Slurm", "shardwise doctor")
+            given = f"--nproc {ranks} under a launcher that started {started}"
+            raise bad(given, "no --nproc under torchrun or Slurm", "shardwise doctor")
         return started
     if ranks is not None:
         return ranks
@@ -129,13 +122,9 @@ def _fits(mesh: Mesh, ranks: int) -> None:
         raise bad(given, "axes whose sizes multiply to the number of ranks", f"--mesh dp{ranks}")
 
 
-def _writable(option: str, file: Path | None) -> None:
-    if file is None:
-        return
-    instead = f"{option} {'cluster.toml' if option == '--save' else 'doctor.png'}"
-    if file.is_dir() or not os.access(file.parent, os.W_OK):
+def _require_writable(file: Path | None) -> None:
+    """Raise InputError for a file of --save that cannot be written."""
+    if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
         what = "a folder" if file.is_dir() else "in a folder that does not exist or is read-only"
-        raise bad(f"{option} {file}, {what}", "a file in a folder that exists", instead)
-    if option == "--picture" and file.suffix not in (".png", ".svg", ".pdf"):
-        given = f"--picture {file}"
-        raise bad(given, "a file that ends in .png, .svg or .pdf", instead)
+        given = f"--save {file}, {what}"
+        raise bad(given, "a file in a folder that exists", "--save cluster.toml")

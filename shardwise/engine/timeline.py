@@ -255,7 +255,7 @@ def marks_on(
         raise bad(
             f"a timeline of a {type(model).__name__} that does not run on meta ({why})",
             "models that compute tensors from tensors",
-            f'shardwise memory "{plan}" --measure',
+            f'shardwise predict "{plan}" --measure',
         ) from error
 
 
@@ -269,7 +269,7 @@ def _require_whole_units(found: Prediction) -> None:
                 f"a timeline of '{found.plan}', which recomputes {name}, with the unit {inside} "
                 "inside of it",
                 "units that are not inside of recomputed modules",
-                f'shardwise memory "{found.plan}" --measure',
+                f'shardwise predict "{found.plan}" --measure',
             )
 
 

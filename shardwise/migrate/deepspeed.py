@@ -204,7 +204,7 @@ RULES: Final[Rules] = {
     "aio.*": why(OFFLOAD),
     "steps_per_print": UNNEEDED,
     "wall_clock_breakdown": why("metrics.jsonl has the times of every step"),
-    "memory_breakdown": why("shardwise memory PLAN shows it"),
+    "memory_breakdown": why("shardwise predict PLAN shows it"),
     "dump_state": UNNEEDED,
     "flops_profiler.*": why("the report of a run has its model flops utilization"),
     "comms_logger.*": why("the ledger counts every byte; shardwise predict says it before"),

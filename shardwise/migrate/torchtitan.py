@@ -220,7 +220,7 @@ RULES: Final[Rules] = {
     "quantize.*": _ON,
     "compile.*": why("docs/compile.md says where torch.compile works"),
     "comm.*": why("SHARDWISE_PATIENCE_S is how long a collective waits"),
-    "memory_estimation.*": why("shardwise memory PLAN computes it"),
+    "memory_estimation.*": why("shardwise predict PLAN computes it"),
     "fault_tolerance.*": why("a run continues with --resume"),
     "experimental.*": why("an experiment of torchtitan"),
     "debug.*": UNNEEDED,

@@ -3,7 +3,7 @@
 Each is the decoder of gpt.py or moe.py, which has the same layers: RMSNorm, rotary positions,
 grouped heads, SwiGLU, no biases. So the number of parameters is the published one, exactly.
 Weights are random, and only made if this host has room: the models answer what a plan costs
-(`shardwise predict`, `memory`, `table`).
+(`shardwise predict`, `table`).
 
     gpt:1b         1.1e9 parameters   TinyLlama, arXiv 2401.02385, section 2
     gpt:7b         6.7e9              LLaMA 7B, arXiv 2302.13971, table 2

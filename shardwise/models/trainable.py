@@ -86,8 +86,7 @@ class Trainable:
                 f'the model "{self.name}" with weights: {count:,} parameters at '
                 f"{bytes_a_parameter} bytes take {needed / 2**30:,.1f} GiB, and this host has "
                 f"{free / 2**30:,.1f} GiB free",
-                "a smaller model here; `shardwise predict`, `shardwise memory` and `shardwise "
-                "table` need no weights",
+                "a smaller model here; `shardwise predict` and `shardwise table` need no weights",
                 'shardwise predict "dp64 zero3 bf16", with the same --model or --config',
             )
 

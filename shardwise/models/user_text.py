@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.parallelize import own_loss
+from shardwise.engine.options import own_loss
 from shardwise.models import gpt, user
 from shardwise.models.trainable import Loss, Trainable
 

@@ -321,7 +321,7 @@ def require_predicted(plan: Plan) -> None:
             "plans without offload, activations:host, arenas and row:; recompute:full, everyN or "
             "names, with tp only under sp; with pp ddp and zero1 that update at the end of the "
             "step, zero bubble without tp and recompute",
-            f'shardwise memory "{plan}" --measure',
+            f'shardwise predict "{plan}" --measure',
         )
 
 

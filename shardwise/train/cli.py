@@ -3,7 +3,6 @@
     shardwise train CONFIG     train a model                 0  it holds
     shardwise verify PLAN      prove a plan                  1  it does not, or the run failed
     shardwise predict PLAN     memory and traffic            2  bad input: one paragraph says what
-    shardwise memory           what ranks store
     shardwise bench SUITE      measure beside the peers
     shardwise doctor           devices, collectives, links
     shardwise plan             the words of plans
@@ -56,11 +55,6 @@ ELSEWHERE = {
         "shardwise.train.predict_command",
         "predict_command",
         "What a rank will hold and send.",
-    ),
-    "memory": (
-        "shardwise.train.memory_command",
-        "memory_command",
-        "What ranks store, by category.",
     ),
     "doctor": (
         "shardwise.doctor.command",
@@ -163,7 +157,6 @@ def application(given: Sequence[str] = ()) -> typer.Typer:
     app.command("train")(train)
     app.command("verify")(command("verify", given))
     app.command("predict")(command("predict", given))
-    app.command("memory")(command("memory", given))
     app.command("bench")(command("bench", given))
     app.command("doctor")(command("doctor", given))
     app.command("plan")(plan)
@@ -253,8 +246,6 @@ class TrainOptions:
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the run in run.folder by a new one.")
     ] = False
-    trace: Annotated[bool, typer.Option("--trace", help="Record a pipeline's timeline.")] = False
-    check: Annotated[bool, typer.Option("--check", help="Compare ranks in every step.")] = False
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and predict; start nothing.")
     ] = False
@@ -270,7 +261,6 @@ def train(**given: Any) -> None:
     overrides = [*(asked.set_ or ()), *([] if asked.plan is None else [f"plan.text={asked.plan}"])]
     overrides += [] if asked.model is None else [f"model.name={asked.model}"]
     overrides += [] if asked.table is None else [f"plan.table={asked.table.resolve()}"]
-    overrides += ["run.trace=true"] * asked.trace + ["run.check_every=1"] * asked.check
     # a single process may exit at a signal; one of several ranks may not
     with StopSignal(leaving=environment() is None) as stop:
         try:

@@ -138,4 +138,6 @@ def draw(path: Path, series: Sequence[Series]) -> None:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         where = "a file that ends in .svg or .png, in an existing folder that can be written"
-        raise bad(f"a picture that cannot be written: {error}", where, "--svg step.svg") from error
+        raise bad(
+            f"a picture that cannot be written: {error}", where, "--timeline step.svg"
+        ) from error

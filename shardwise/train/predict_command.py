@@ -9,7 +9,7 @@ import inspect
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -17,20 +17,25 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 
-from shardwise.core.arguments import integer
+from shardwise.core.arguments import choice, integer
 from shardwise.core.errors import InputError, bad
+from shardwise.core.optimizers import zero_table
 from shardwise.core.plan import Plan
 from shardwise.prediction.link_time import Cluster
 from shardwise.train.cluster import cluster_in
 from shardwise.train.configured import CONFIG, PLAN, PlannedModel, configured
-from shardwise.train.predict_table import Answer, answer, show
+from shardwise.train.predict_table import Answer, answer, show, show_zero_table, zero_as_json
 
 if TYPE_CHECKING:
     from shardwise.engine.options import EngineOptions
     from shardwise.models.trainable import Trainable
     from shardwise.prediction.prediction import Prediction
+    from shardwise.prediction.timeline import Event
+    from shardwise.train.predict_timeline import Step
 
 ROWS = 2  # per microbatch
+MOST_PARAMETERS = 1e18
+ZERO_RANKS = [1, 4, 16, 64, 256, 1024]  # the paper's
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,20 @@ class PredictOptions:
         ),
     ] = None
     config: Annotated[Path | None, CONFIG] = None
+    timeline: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the memory of a step, as .svg or .png."),
+    ] = None
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the memory of a step too, on local ranks.")
+    ] = False
+    device: Annotated[
+        str, typer.Option(help="With --measure: cpu, or cuda, with a GPU for each rank.")
+    ] = "cpu"
+    zero_table: Annotated[
+        str | None,
+        typer.Option(metavar="PARAMETERS", help="Print ZeRO's table for 7.5e9,128e9 and so on."),
+    ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
 
@@ -72,20 +91,74 @@ def predict_command(**given: Any) -> None:
     """Predict the memory and the traffic of any rank of a plan, without starting a process."""
     began = time.perf_counter()
     asked = PredictOptions(**given)
+    console = Console(emoji=False, highlight=False, markup=False)
+    if asked.zero_table is not None:
+        _print_zero_table(asked.zero_table, console, as_json=asked.as_json)
+        return
+    choice("--device", asked.device, ("cpu", "cuda"))
     links = None if asked.cluster is None else cluster_in(asked.cluster)
     device_bytes = _device_bytes(asked.device_memory)
     run = configured(asked.config, asked.plan, asked.model)
     request = predict_request(run, asked.batch, asked.sequence, asked.rank, asked.table)
-    found = request.prediction(asked.rank)
+    found, events = _predicted(request, asked)
     rows = run.batch if asked.batch is None else None
     told = answered(found, request.batch, device_bytes, rows=rows, device=run.device)
     printed = numbers_of(found, run.name, began, links)
+    step = _step(request, asked, events)
     if asked.as_json:
-        print(json.dumps(printed | told.as_json()))
+        print(json.dumps(printed | told.as_json() | ({} if step is None else step.as_json())))
     else:
-        show(printed, told, Console(emoji=False, highlight=False, markup=False))
+        show(printed, told, console)
+        if step is not None:
+            step.show(console)
     for note in found.notes:
         print(f"Note: {note}.", file=sys.stderr)
+
+
+def _predicted(
+    request: "PredictRequest", asked: PredictOptions
+) -> "tuple[Prediction, Sequence[Event]]":
+    """The prediction, and the memory of a step if it was asked for."""
+    if asked.timeline is None and not asked.measure:
+        return request.prediction(asked.rank), ()
+    from shardwise.train.predict_timeline import predicted_step
+
+    return predicted_step(request, asked.rank, asked.timeline, measure=asked.measure)
+
+
+def _step(
+    request: "PredictRequest", asked: PredictOptions, events: "Sequence[Event]"
+) -> "Step | None":
+    """The step that was asked for, measured and drawn into a file if that was asked."""
+    if not events and not asked.measure:
+        return None
+    from shardwise.train.memory_picture import draw
+    from shardwise.train.predict_timeline import Step, measured_step
+
+    measured = measured_step(request, asked.device)[asked.rank] if asked.measure else ([], {}, {})
+    step = Step(events, *measured)
+    if asked.timeline is not None:
+        draw(asked.timeline, step.series)
+    return step
+
+
+def _print_zero_table(text: str, console: Console, *, as_json: bool) -> None:
+    """Print ZeRO's table 1 for models of these numbers of parameters.
+
+    Raises InputError for text that is no numbers.
+    """
+    try:
+        counts = [float(word) for word in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or any(not 1 <= n <= MOST_PARAMETERS for n in counts):
+        allowed = f"numbers from 1 to {MOST_PARAMETERS:g}, with commas between them"
+        raise bad(f"--zero-table {text}", allowed, "--zero-table 7.5e9,128e9")
+    lines = list(zero_table(counts, ZERO_RANKS, "adam"))
+    if as_json:
+        print(json.dumps(zero_as_json(lines)))
+    else:
+        show_zero_table(lines, console)
 
 
 # typer reads the options off a function's signature
@@ -125,7 +198,8 @@ def seconds(found: "Prediction", links: Cluster) -> dict[str, float]:
 class PredictRequest(NamedTuple):
     """The request of a command line: plan, model, a batch of a rank, parallelize's options.
 
-    `share` makes a batch of the same shapes for another data rank.
+    `share` makes a batch of the same shapes for another data rank, and predict_request(*given) is
+    this request in another process.
     """
 
     plan: Plan
@@ -133,6 +207,7 @@ class PredictRequest(NamedTuple):
     batch: Any
     options: "EngineOptions"
     share: Callable[[int], Any]
+    given: tuple[Any, ...]
 
     @property
     def plain(self) -> Any:
@@ -227,7 +302,8 @@ def predict_request(
         if run.config is None
         else run.options(chosen.table)
     )
-    request = PredictRequest(plan, trainable, made, options, share)
+    given = run, batch, sequence, rank, table
+    request = PredictRequest(plan, trainable, made, options, share, given)
     if plan.offload != AUTO:
         return request
     return request._replace(plan=predict_with(request.plain, plan, made, options).plan)

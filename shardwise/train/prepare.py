@@ -92,9 +92,9 @@ def checked_plan(config: Config, ranks: int) -> Plan:
         )
     if config.run.trace and plan.pipeline is None and plan.offload is None:
         raise bad(
-            f"--trace (run.trace = true) under the plan '{plan}', which has no pipeline",
+            f"run.trace = true under the plan '{plan}', which has no pipeline",
             "a plan with a pipeline, whose schedule has a timeline to measure, or with offload",
-            "--plan 'pp2 1f1b:4', for example, or leave --trace out",
+            "--plan 'pp2 1f1b:4', for example, or run.trace = false",
         )
     least = plan.microbatches * plan.data_size
     if least > config.train.batch:

@@ -40,15 +40,13 @@ class Request:
     chunks: Annotated[int | None, typer.Option(help="Stages that a rank owns.")] = None
     batches: Annotated[int, typer.Option(help="With 2bw: batches without a drain.")] = 1
     costs: Annotated[
-        str, typer.Option(help="Time of each action; F=1/2/1/1 gives each stage its own.")
+        str,
+        typer.Option(
+            help="Time of each action, and of a message (hop=0.1); F=1/2/1/1 is one for each stage."
+        ),
     ] = "F=1,I=1,W=1"
-    hop: Annotated[float, typer.Option(help="Time of a message between two ranks.")] = 0.0
-    svg: Annotated[Path | None, typer.Option(help="Draw into this file.")] = None
-    png: Annotated[Path | None, typer.Option(help="Draw into this file.")] = None
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it into this file.")] = None
     text: Annotated[bool, typer.Option("--text", help="Print it as text, to be edited.")] = False
-    lowered: Annotated[
-        bool, typer.Option("--lowered", help="Print it as text, with its transfers.")
-    ] = False
     config: Annotated[Path | None, CONFIG] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
@@ -73,20 +71,20 @@ class Subject:
 
 def show(request: Request) -> None:
     """Draw and price a schedule. Raises InputError for wrong options."""
-    if request.as_json and (request.text or request.lowered):
-        option = "--text" if request.text else "--lowered"
+    if request.as_json and request.text:
         allowed = "one of them: numbers as JSON, or the schedule as text"
-        raise bad(f"--json and {option} together", allowed, f"--json, or {option}")
+        raise bad("--json and --text together", allowed, "--json, or --text")
     subject = _subject(request)
-    costs = read_costs(request.costs, request.hop, len(subject.schedule.home))
+    costs = read_costs(request.costs, len(subject.schedule.home))
     whole = lower(subject.schedule, gather=bool(costs.GATHER))
     timeline = clock(whole, costs)
     if not timeline.makespan:
         given = f"the costs '{request.costs}', by which no action takes any time"
         raise bad(given, "a time above 0 for an action of the schedule", "--costs F=1,I=1,W=1")
-    _pictures(request, timeline, subject.title)
-    if request.text or request.lowered:
-        typer.echo(text.write(whole if request.lowered else subject.schedule), nl=False)
+    if request.svg is not None:
+        _draw(request.svg, timeline, subject.title)
+    if request.text:
+        typer.echo(text.write(subject.schedule), nl=False)
         return
     numbers = _numbers(subject, timeline, costs)
     if request.as_json:
@@ -97,12 +95,12 @@ def show(request: Request) -> None:
     Console().print(_table(numbers))
 
 
-def read_costs(given: str, hop: float, stages: int) -> Costs:
-    """Parse costs: F=1,I=1,W=1; F=1/2 is 1 on stage 0 and 2 on stage 1.
+def read_costs(given: str, stages: int) -> Costs:
+    """Parse costs: F=1,I=1,W=1; F=1/2 is 1 on stage 0 and 2 on stage 1; hop=0.1 is a message's.
 
     Raises InputError that names the part that cannot be parsed, and why.
     """
-    found: dict[str, Any] = {"hop": hop}
+    found: dict[str, Any] = {}
     for part in map(str.strip, given.split(",")):
         op, _, times = part.partition("=")
         values = [_time(time) for time in times.split("/")]
@@ -112,12 +110,10 @@ def read_costs(given: str, hop: float, stages: int) -> Costs:
             raise bad(f"the costs '{given}': {wrong}", allowed, "--costs F=1,I=1,W=1")
         each = tuple(value for value in values if value is not None)
         found[op] = each if len(values) > 1 else sum(each)
-    if _time(str(hop)) is None:
-        raise bad(f"a hop of {hop}", _TIME, "--hop 0.1")
     return Costs(**found)
 
 
-_OPS = tuple(field.name for field in fields(Costs) if field.name != "hop")
+_OPS = tuple(field.name for field in fields(Costs))
 LEAST, MOST = 1e-12, 1e12
 _TIME = f"a time of 0, or from {LEAST:g} to {MOST:g}"
 
@@ -132,7 +128,8 @@ def _cost_problem(op: str, times: str, found: Mapping[str, Any], stages: int) ->
     if unread:
         return f"'{unread[0]}' is no time for {op}" if times else f"{op} has no time"
     count = len(times.split("/"))
-    return "" if count in (1, stages) else f"{count} times of {op} for {_count(stages, 'stage')}"
+    allowed = (1,) if op == "hop" else (1, stages)
+    return "" if count in allowed else f"{count} times of {op} for {_count(stages, 'stage')}"
 
 
 def _time(given: str) -> float | None:
@@ -221,20 +218,14 @@ def _subject_of_file(request: Request, file: str) -> Subject:
     return Subject(f"{file}: {', '.join(sizes)}", schedule)
 
 
-def _pictures(request: Request, timeline: Timeline, title: str) -> None:
-    """Write the requested files."""
+def _draw(file: Path, timeline: Timeline, title: str) -> None:
+    """Write the picture. Raises InputError if the file cannot be written."""
     try:
-        if request.svg:
-            request.svg.write_text(draw.as_svg(timeline, title), encoding="utf-8")
-        if request.png:
-            from shardwise.train.timeline import as_png
-
-            as_png(request.png, timeline, title)
+        file.write_text(draw.as_svg(timeline, title), encoding="utf-8")
     except OSError as error:
+        given = f"a picture that cannot be written: {error}"
         where = "a file in an existing folder that can be written"
-        raise bad(
-            f"a picture that cannot be written: {error}", where, "--svg pipeline.svg"
-        ) from error
+        raise bad(given, where, "--svg pipeline.svg") from error
 
 
 def _numbers(subject: Subject, timeline: Timeline, costs: Costs) -> dict[str, Any]:

@@ -17,17 +17,17 @@ def table_command(
     model: Annotated[
         str, typer.Argument(help="gpt, llama:70b, hf:NAME, hf:./FOLDER, file.py:build and others.")
     ],
-    ranks: Annotated[int, typer.Option(help="Tensor ranks.")] = 2,
+    tp: Annotated[int, typer.Option(help="Tensor ranks, as in a plan.")] = 2,
     sp: Annotated[bool, typer.Option("--sp", help="With entries for the sequence.")] = False,
 ) -> None:
     """Derive a table from one pass of the model, and print it as TOML for verify --table.
 
     Replicated parameters are listed below it, with their bytes and the reason.
     """
-    integer("--ranks", ranks, 2, 2)
+    integer("--tp", tp, 2, 2)
     found = find(model)
-    derived = derive_table(found.plain(), found.batch(ROWS, 0), ranks, found.loss, sp=sp)
-    on = f"{ranks} tensor ranks{' with sp' * sp}"
+    derived = derive_table(found.plain(), found.batch(ROWS, 0), tp, found.loss, sp=sp)
+    on = f"{tp} tensor ranks{' with sp' * sp}"
     typer.echo(
         f"# {model} on {on}: {derived.cut_bytes:,} bytes of weights are sharded; a rank sends"
     )

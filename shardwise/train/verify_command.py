@@ -13,8 +13,10 @@ from rich.text import Text
 from shardwise.comm.rendezvous import environment
 from shardwise.train.configured import CONFIG, PLAN, configured
 from shardwise.verify.command import verify
-from shardwise.verify.options import Options, table_in, units_in
+from shardwise.verify.options import Options, table_in
 from shardwise.verify.report import show
+
+STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -28,17 +30,10 @@ class VerifyOptions:
             help="gpt, gpt:SIZE, moe[:GATE[:CAPACITY]], hf:NAME, hf:./FOLDER or file.py:build."
         ),
     ] = None
-    steps: Annotated[int, typer.Option(help="How many steps to train, up to 1000.")] = 3
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
-    units: Annotated[
-        str, typer.Option(help='Units: auto, a pattern ("blocks.*"), a size (16MiB).')
-    ] = "auto"
     table: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Styles by module, TOML or JSON.")
     ] = None
-    wire: Annotated[
-        bool, typer.Option("--wire", help="Read the network interface's counters too.")
-    ] = False
     config: Annotated[Path | None, CONFIG] = None
     device: Annotated[
         str | None, typer.Option(help="cpu, the default; or cuda, with a GPU for each rank.")
@@ -51,12 +46,9 @@ def verify_command(**given: Any) -> None:
     start = environment()
     run = configured(asked.config, asked.plan, asked.model)
     styles = run.table if asked.table is None else table_in(asked.table)
-    options = Options(units_in(asked.units), styles)
-    doing = f"{run.plan} on {run.name}: {asked.steps} steps, beside one process"
+    doing = f"{run.plan} on {run.name}: {STEPS} steps, beside one process"
     with Console(stderr=True).status(Text(doing)):
-        found = verify(
-            run.plan, run.model, asked.steps, options, wire=asked.wire, device=asked.device
-        )
+        found = verify(run.plan, run.model, STEPS, Options(table=styles), device=asked.device)
     if start is None or start.rank == 0:
         if asked.as_json:
             print(found.json())

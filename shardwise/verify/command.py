@@ -11,7 +11,6 @@ and the ranks together compare every element of every tensor (coverage.py).
 
 from dataclasses import replace
 
-from shardwise.comm.interface import LOOPBACK, sent
 from shardwise.comm.launch import require_ranks, spawn
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.rendezvous import environment
@@ -29,7 +28,6 @@ from shardwise.verify.parity import prove
 from shardwise.verify.report import Report, report
 from shardwise.verify.room import within_bound
 from shardwise.verify.smoke_test import smoke_test
-from shardwise.verify.wire import wire_of
 
 MOST_STEPS = 1000
 MOST_MICROBATCHES = 512  # of two rows each
@@ -41,7 +39,6 @@ def verify(
     steps: int = 3,
     options: Options | None = None,
     *,
-    wire: bool = False,
     device: str | None = None,
     fork: bool = False,
 ) -> Report:
@@ -50,21 +47,19 @@ def verify(
     A plan that names no data axis is completed for the ranks that were started, else for the fewest
     on which each of its words has an effect: `zero3` is proved as `dp2 zero3`, `tp2` as `tp2`.
 
-    Called by all ranks of a world. `options` are units and table, as parallelize takes them. With
-    `wire` the ranks run once more, and the network interface is read (wire.py). New ranks run on
-    the `device` "cpu" (the default) or "cuda", a GPU for each; with `fork` they are forked.
+    Called by all ranks of a world. `options` are units and table, as parallelize takes them. New
+    ranks run on the `device` "cpu" (the default) or "cuda", a GPU for each; with `fork` they are
+    forked.
     Raises InputError for a plan that cannot run, an unknown model, steps below 1 or above
-    MOST_STEPS, `wire` under torchrun or on a system without counters, fewer GPUs than ranks;
+    MOST_STEPS, fewer GPUs than ranks;
     RankError if a rank fails.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     plan = replace(plan, precision=plan.precision or "fp64")
-    integer("--steps", steps, 1, 3, MOST_STEPS)
+    integer("steps", steps, 1, 3, MOST_STEPS)
     start = environment()
     started = start is not None
     choice("--device", device or "cpu", ("cpu", "cuda"))
-    if wire:
-        _require_wire(device, started=started)
     require(plan)
     require_chosen(plan)
     plan = plan.completed(start.size if start else None)
@@ -83,29 +78,7 @@ def verify(
             require(plan, world.size)
             findings = all_gather_object(prove(world, plan, model, steps, options), world)
     name = model if isinstance(model, str) else model.name
-    found = replace(report(plan, name, findings), note=note, changed=dropout_note(made))
-    if not wire:
-        return found
-    on_wire = wire_of(plan, model, None, options)
-    return replace(found, wire=on_wire, holds=found.holds and on_wire.holds)
-
-
-def _require_wire(device: str | None, *, started: bool) -> None:
-    """Raise InputError if this machine's interface counters cannot measure the ranks' bytes."""
-    if device == "cuda":
-        raise bad(
-            "--wire with --device cuda, whose ranks do not send through the network interface",
-            "--wire for ranks on the CPU, which send over TCP",
-            "--wire --device cpu",
-        )
-    if started:
-        raise bad(
-            "--wire under torchrun or Slurm, whose ranks may be on several hosts and whose "
-            "interfaces also carry the traffic of other programs",
-            "--wire if verify starts the ranks itself, on the loopback interface of one host",
-            'shardwise verify "dp2 zero3" --wire, without torchrun',
-        )
-    sent(LOOPBACK)
+    return replace(report(plan, name, findings), note=note, changed=dropout_note(made))
 
 
 def _require_small(plan: Plan) -> None:

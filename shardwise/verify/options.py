@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardwise.core.errors import InputError, bad
-from shardwise.core.plan_parser import UNITS
 from shardwise.core.tensor_plan import Table
 from shardwise.parallel.data.wrap_policy import Rule
 
@@ -26,16 +25,6 @@ class Options:
 
     units: Rule = "auto"
     table: Table | Mapping[str, str] | None = None
-
-
-def units_in(text: str) -> Rule:
-    """A rule for units from a command line: "auto", a pattern of module names, or a size.
-
-    A size is a number of bytes, or a number with KiB, MiB or GiB.
-    """
-    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
-    number = text.removesuffix(unit)
-    return int(number) * UNITS.get(unit, 1) if number.isdecimal() else text
 
 
 def table_in(path: Path, option: str = "--table") -> Table:

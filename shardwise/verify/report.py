@@ -12,7 +12,7 @@ error is a multiple of the error of one process in that precision, at most 1.5 (
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import StringIO
 
 from rich.console import Console
@@ -23,7 +23,6 @@ from shardwise.core.plan import Plan
 from shardwise.verify import rounding
 from shardwise.verify.coverage import uncovered
 from shardwise.verify.finding import Errors, Finding, Parts
-from shardwise.verify.wire import Wire
 
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": rounding.MOST, "fp16": rounding.MOST}
 #: The columns of the report, and the source of their numbers.
@@ -70,8 +69,7 @@ class Report:
     (limits.py); both may be empty. `strays` lists that rank's storages in no category (memory.py).
     `activations` are the predicted bytes that autograd keeps. `peak_bytes` are the most that is
     stored on the device at a moment of a step but for temporary bytes, and `peak_read` the same as
-    measured. `depends` names the parts of the prediction that depend on values. `wire` is the
-    result of `--wire` (wire.py).
+    measured. `depends` names the parts of the prediction that depend on values.
     """
 
     plan: str
@@ -89,7 +87,6 @@ class Report:
     depends: tuple[str, ...] = ()
     peak_bytes: int = 0
     peak_read: int = 0
-    wire: Wire | None = None
 
     @property
     def bound(self) -> float:
@@ -138,7 +135,6 @@ class Report:
             "first_difference": first and vars(first),
             "uncovered": self.uncovered,
             "strays": self.strays,
-            "wire": self.wire and asdict(self.wire),
             "columns": COLUMNS,
         }
         return json.dumps(found)
@@ -234,8 +230,6 @@ def show(found: Report, console: Console) -> None:
     table.add_section()
     _show_step(found, table)
     console.print(table)
-    if found.wire is not None:
-        show_wire(found.wire, console)
     first = found.first_difference
     if first is not None:
         console.print(
@@ -260,20 +254,6 @@ def _show_step(found: Report, table: Table) -> None:
         same = found.peak_read == found.peak_bytes
         cells = f"{found.peak_bytes:,}", "", f"{found.peak_read:,}"
         table.add_row("held in a step: peak", *cells, "=" if same else "at most")
-
-
-def show_wire(wire: Wire, console: Console) -> None:
-    """The bytes of all ranks on the loopback interface, and what was subtracted from them."""
-    whose = "of these ranks alone" if wire.namespace == "own" else "of this host, others included"
-    table = Table(f"bytes of all ranks, {wire.steps} steps", *COLUMNS.values(), "")
-    cells = [f"{n:,}" for n in (wire.theory_bytes, wire.counted_bytes, wire.read_bytes)]
-    table.add_row("sent over TCP", *cells, "within 2 %" if wire.holds else "differs")
-    console.print(table)
-    console.print(
-        f"The loopback interface ({whose}) carried {wire.interface_bytes:,} bytes: "
-        f"{wire.header_bytes:,} of packet headers, {wire.idle_bytes:,} as when idle, "
-        f"{wire.envelope_bytes:,} around messages, and the rest."
-    )
 
 
 def _mark(good: bool) -> str:

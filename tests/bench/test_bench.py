@@ -177,8 +177,8 @@ def test_contenders_are_found_by_the_beginning_of_their_names() -> None:
     ("arguments", "instead"),
     [
         ((["smal"], 2, None, []), "--size small"),
-        (([], 1, None, []), "--ranks 2"),
-        (([], 3, None, []), "--ranks 2"),
+        (([], 1, None, []), "--nproc 2"),
+        (([], 3, None, []), "--nproc 2"),
         ((["tiny"], 2, 0, []), "--repeats 5"),
         ((["tiny"], 2, 10**12, []), "--repeats 5"),
     ],

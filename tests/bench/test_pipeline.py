@@ -106,7 +106,7 @@ def test_a_reference_runs_with_whom_it_is_for() -> None:
 @pytest.mark.parametrize(
     ("word", "ranks", "says"),
     [
-        ("1f1b:4", 1, "--ranks 2"),
+        ("1f1b:4", 1, "--nproc 2"),
         ("dualpipe-v:4", 4, "from 8 up"),
         ("interleaved:4", 3, "multiples of 3"),
         ("zb-v:8", 5, "at most 8, half a layer each"),

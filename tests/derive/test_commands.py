@@ -23,23 +23,19 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["predict", "memory"])
-def test_predictions_derive_the_table(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_predictions_derive_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """They equal those under the printed table, and tensor ranks hold less than one alone."""
     name = f"{HAND}:tied"
     file = tmp_path / "table.toml"
     file.write_text(printed(capsys, "table", name))
-    option = {"predict": "--table", "memory": "--styles"}[command]
-    derived = json.loads(printed(capsys, command, "tp2", "--model", name, "--json"))
-    given = json.loads(
-        printed(capsys, command, "tp2", "--model", name, option, str(file), "--json")
-    )
-    plain = json.loads(printed(capsys, command, "dp1", "--model", name, "--json"))
-    key = {"predict": "memory", "memory": "between_steps"}[command]
-    assert derived[key] == given[key]
-    assert derived[key]["parameters"] < plain[key]["parameters"]
+
+    def memory(plan: str, *argv: str) -> dict[str, int]:
+        text = printed(capsys, "predict", plan, "--model", name, *argv, "--json")
+        return json.loads(text)["memory"]
+
+    derived = memory("tp2")
+    assert derived == memory("tp2", "--table", str(file))
+    assert derived["parameters"] < memory("dp1")["parameters"]
 
 
 def test_a_run_derives_the_table(tmp_path: Path):

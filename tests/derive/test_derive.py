@@ -171,11 +171,11 @@ def test_the_command_prints_a_table_to_keep(tmp_path: Path, capsys: pytest.Captu
     assert code == 0
     assert table_in(tmp_path / "table.toml") == derived(f"{HAND}:encoder_decoder").table
     assert "bytes stay whole on every rank:" in printed.out
-    code, printed = run(capsys, "table", "gpt", "--ranks", "1")
+    code, printed = run(capsys, "table", "gpt", "--tp", "1")
     assert (code, printed.err.count("\n")) == (2, 1)
 
 
 @pytest.mark.full
 def test_verify_derives_the_table_of_a_model_without_one(capsys: pytest.CaptureFixture[str]):
     """`verify tp2` needs no table."""
-    assert run(capsys, "verify", "tp2", "--model", f"{HAND}:tied", "--steps", "1")[0] == 0
+    assert run(capsys, "verify", "tp2", "--model", f"{HAND}:tied")[0] == 0

@@ -80,8 +80,8 @@ def test_what_is_not_understood_is_refused(name: str, why: str):
 
 @pytest.mark.full
 def test_the_command_prints_the_entries(capsys: pytest.CaptureFixture[str]):
-    """`shardwise table MODEL --ranks 2 --sp` has a section [sequence]; verify derives it."""
-    code, printed = run(capsys, "table", f"{HAND}:tied", "--ranks", "2", "--sp")
+    """`shardwise table MODEL --tp 2 --sp` has a section [sequence]; verify derives it."""
+    code, printed = run(capsys, "table", f"{HAND}:tied", "--tp", "2", "--sp")
     assert code == 0
     assert '[sequence]\n"embed" = "vocabulary:sequence"\n"norm" = "sequence"\n' in printed.out
-    assert run(capsys, "verify", "tp2 sp", "--model", f"{HAND}:tied", "--steps", "1")[0] == 0
+    assert run(capsys, "verify", "tp2 sp", "--model", f"{HAND}:tied")[0] == 0

@@ -8,8 +8,7 @@ from shardwise.core.errors import InputError
 from shardwise.models import decoder
 from shardwise.models.published import PUBLISHED
 from shardwise.models.registry import find
-from shardwise.train.memory_command import Request as MemoryRequest
-from shardwise.train.memory_command import print_step
+from shardwise.train.predict_command import predict_command
 from shardwise.verify.command import verify
 
 THREE = """
@@ -132,9 +131,9 @@ def test_a_published_size_has_the_published_number_of_parameters(name: str) -> N
     [
         lambda: find("llama:70b").build(),
         lambda: verify("dp2 zero3", "llama:70b"),
-        lambda: print_step(MemoryRequest("dp2 zero3", "llama:70b", measure=True), "dp2 zero3"),
+        lambda: predict_command(plan="dp2 zero3", model="llama:70b", measure=True),
     ],
-    ids=["build", "verify", "memory --measure"],
+    ids=["build", "verify", "predict --measure"],
 )
 def test_weights_that_do_not_fit_the_host_are_refused(use: Callable[[], object]) -> None:
     """Before any is allocated, with their size and what needs none."""

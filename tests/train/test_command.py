@@ -176,7 +176,7 @@ def test_what_is_predicted_for_a_configuration_is_what_its_run_holds_and_sends(
     found = json.loads(printed(capsys, "predict", "--config", str(file), "--json"))
     checked = printed(capsys, "train", str(file), "--dry-run")
     assert sorted(tmp_path.rglob("*")) == before
-    assert found["model"] == "quickstart of run.toml"
+    assert found["model"] == "gpt:quickstart of run.toml"
     assert found["rows_a_step"] == 5  # of which one of two data ranks has three
     assert "A step trains on 5 rows" in checked
     assert checked.startswith(f"{found['plan']} on 2 ranks, ")
@@ -216,8 +216,6 @@ def test_the_model_of_a_configuration_is_proved(
     """Under its own plan, which a plan on the command line replaces."""
     file = command(tmp_path)[-1]
     for plan, proved in (((), "dp2 zero3"), (("dp2 zero1",), "dp2 zero1")):
-        found = json.loads(
-            printed(capsys, "verify", *plan, "--config", file, "--steps", "1", "--json")
-        )
+        found = json.loads(printed(capsys, "verify", *plan, "--config", file, "--json"))
         assert (found["plan"], found["holds"]) == (f"{proved} fp64", True)
-        assert found["model"] == "quickstart of config.toml"
+        assert found["model"] == "gpt:quickstart of config.toml"

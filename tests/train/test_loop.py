@@ -300,7 +300,8 @@ def test_a_model_that_no_machine_holds_is_refused_before_it_is_built(tmp_path: P
         given = runs.settings(tmp_path / "run")
         model = given.model.model_copy(update=size)
         with pytest.raises(
-            InputError, match=r"a model of [\d,]+ parameters .* of memory\. Allowed"
+            InputError,
+            match=r"model gpt:quickstart of [\d,]+ parameters .* of memory\. Allowed",
         ):
             loop.train(given.model_copy(update={"model": model}), alone())
         assert not given.folder.exists()

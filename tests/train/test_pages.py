@@ -21,7 +21,7 @@ from shardwise.core.plan_check import problems
 from shardwise.train.cli import with_resume_value
 from shardwise.train.config import Config
 from shardwise.verify.command import verify
-from tests.train.test_cli import named
+from tests import surface
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -203,7 +203,7 @@ def test_the_commands_of_a_page_are_those_of_the_program(page: str) -> None:
     for argv in given:
         words = 2 if argv[0] == "checkpoint" else 1
         name, rest = " ".join(argv[:words]), with_resume_value(argv[words:])
-        named(name).make_context(name, rest)
+        surface.command(name).make_context(name, rest)
 
 
 @pytest.mark.full

@@ -91,8 +91,8 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path) -> No
 
 def test_a_vocabulary_that_does_not_fit_is_refused() -> None:
     """256 rows cannot hold 257 tokens; 257 can.  Those of a folder cannot be changed."""
-    tokens.check_fits(tokens.ByteVocabulary(), 257, "quickstart")
+    tokens.check_fits(tokens.ByteVocabulary(), 257, "gpt:quickstart")
     with pytest.raises(InputError, match=r"model\.vocabulary = 257"):
-        tokens.check_fits(tokens.ByteVocabulary(), 256, "quickstart")
+        tokens.check_fits(tokens.ByteVocabulary(), 256, "gpt:quickstart")
     with pytest.raises(InputError, match=r"instead: data\.tokens = 'PATH/tokenizer\.json'"):
         tokens.check_fits(tokens.ByteVocabulary(), 256, "hf:./folder")

@@ -1,4 +1,4 @@
-"""Units and tables on the command line of verify."""
+"""Tables on the command line of verify."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from shardwise.core.errors import InputError
 from shardwise.core.tensor_plan import Table
 from shardwise.train.cli import main
-from shardwise.verify.options import table_in, units_in
+from shardwise.verify.options import table_in
 
 STYLES = {"0": "colwise", "2": "rowwise"}
 MODEL = """
@@ -56,20 +56,13 @@ def test_a_file_that_has_no_table_is_refused(text: str, said: str, tmp_path: Pat
     assert "table.toml" in str(error.value)
 
 
-def test_units_are_a_pattern_or_a_size():
-    """As parallelize takes them; a size has its unit or is in bytes."""
-    assert units_in("auto") == "auto" and units_in("blocks.*") == "blocks.*"
-    assert units_in("16MiB") == 2**24 and units_in("4096") == 4096 and units_in("3B") == 3
-    assert units_in("²") == "²"  # a digit that is no number
-
-
 @pytest.mark.full
 def test_a_table_is_derived_or_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Under sp, a model whose sequence no embedding shows is refused."""
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "table.json").write_text('{"0": "colwise", "2": "rowwise"}')
-    options = ["--model", f"{tmp_path / 'model.py'}:build", "--steps", "1"]
-    own = ["--table", str(tmp_path / "table.json"), "--units", "2"]
+    options = ["--model", f"{tmp_path / 'model.py'}:build"]
+    own = ["--table", str(tmp_path / "table.json")]
     ends = []
     for command in (["tp2 sp"], ["tp2"], ["tp2", *own]):
         with pytest.raises(SystemExit) as leaving:

@@ -173,7 +173,7 @@ def test_a_table_that_does_not_fit_is_answered_before_any_rank_is_started(
     path = tmp_path / "own.py"
     path.write_text(OWN)
     with pytest.raises(SystemExit) as leaving:
-        main(["verify", "tp2", "--model", f"{path}:{build}", "--steps", "1"])
+        main(["verify", "tp2", "--model", f"{path}:{build}"])
     said = capsys.readouterr().err.strip()
     assert leaving.value.code == 2
     assert re.search(phrase, said) and "Write instead:" in said and "Traceback" not in said

@@ -15,10 +15,9 @@ from shardwise.core.errors import InputError, RankError
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.training import Metrics
-from shardwise.verify import wire
-from shardwise.verify.command import verify
-from shardwise.verify.wire import Wire, wire_of
 from tests.pool import run_gloo
+from tests.verify import wire
+from tests.verify.wire import Wire, wire_of
 
 PLAN = Plan.parse("dp2 fp64")
 
@@ -90,15 +89,6 @@ def test_without_counters_and_with_one_rank_it_is_refused(monkeypatch: pytest.Mo
         wire_of(PLAN, "gpt")
 
 
-def test_under_a_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch):
-    """Ranks of torchrun may be on several hosts: nothing of theirs is read from this one."""
-    here = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    for name, value in here.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match="without torchrun"):
-        verify("dp2", wire=True)
-
-
 @pytest.mark.parametrize("error", [InputError("no such model"), RankError(1, "died")])
 def test_an_error_of_the_ranks_is_the_same_error_here(
     error: Exception, monkeypatch: pytest.MonkeyPatch
@@ -110,8 +100,8 @@ def test_an_error_of_the_ranks_is_the_same_error_here(
         wire.main()
         return ""
 
-    monkeypatch.setattr(interface, "namespace_prefix", list)
-    monkeypatch.setattr(interface, "on_loopback", in_this_process)
+    monkeypatch.setattr(wire, "namespace_prefix", list)
+    monkeypatch.setattr(wire, "on_loopback", in_this_process)
     monkeypatch.setattr(wire, "spawn", Mock(side_effect=error))
     with pytest.raises(type(error), match=str(error)):
         wire_of(PLAN, "gpt")

@@ -1,8 +1,8 @@
-"""`verify --wire`: compares the bytes of a plan's steps with the kernel's interface counters.
+"""Compares the bytes of a plan's steps with the kernel's interface counters.
 
-The ranks run once more without shared memory, so every message goes through gloo and TCP over the
-loopback interface: in their own network namespace if the system permits it, else on the host's,
-which also counts the traffic of other programs.  Subtracted from the interface's bytes are
+The ranks run without shared memory, so every message goes through gloo and TCP over the loopback
+interface: in their own network namespace if the system permits it (root, or user namespaces), else
+on the host's, which also counts the traffic of other programs. Subtracted from its bytes are
 
     headers      66 bytes per packet: Ethernet 14, IPv4 20, TCP 32 with its timestamps;
                  acknowledgements are headers only
@@ -14,12 +14,18 @@ The rest includes barriers and the launcher's messages, so a step has to send en
 repeated until they send 32 MiB, or fifty times.
 """
 
+import fcntl
 import json
+import os
 import pickle
+import shutil
+import socket
+import struct
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -41,7 +47,9 @@ from shardwise.verify.batches import Division
 from shardwise.verify.loads import Routed
 from shardwise.verify.parity import alone_of, engine_of, theory_of
 
-MAIN: Final = "from shardwise.verify.wire import main; main()"
+MAIN: Final = "from tests.verify.wire import main; main()"
+SET_FLAGS: Final = 0x8914  # SIOCSIFFLAGS of <linux/sockios.h>
+UP_RUNNING: Final = 0x1 | 0x40  # IFF_UP, IFF_RUNNING of <linux/if.h>
 HEADER_BYTES: Final = 66
 TOLERANCE: Final = 0.02
 ENOUGH_BYTES, MOST_STEPS = 2**25, 50
@@ -81,15 +89,15 @@ def wire_of(plan: Plan, model: str | Trainable, *options: Any) -> Wire:
     one rank, which sends nothing; RankError or RunError if the run fails.
     """
     if plan.size == 1:
-        raise bad(f"--wire for the plan '{plan}' of one rank", "a plan that sends", "dp2")
+        raise bad(f"the plan '{plan}' of one rank on the wire", "a plan that sends", "dp2")
     interface.sent(interface.LOOPBACK)
-    prefix = interface.namespace_prefix()
+    prefix = namespace_prefix()
     with tempfile.TemporaryDirectory() as folder:
         asked, answer = Path(folder, "asked"), Path(folder, "answer")
         asked.write_bytes(pickle.dumps((plan, model, options, bool(prefix))))
-        said = interface.on_loopback(MAIN, [str(asked), str(answer)], prefix)
+        said = on_loopback(MAIN, [str(asked), str(answer)], prefix)
         if not answer.exists():
-            raise RunError(f"the ranks of --wire did not end normally:\n{said}")
+            raise RunError(f"the ranks on the loopback interface did not end normally:\n{said}")
         found = json.loads(answer.read_text())
     if "refused" in found:
         raise InputError(found["refused"])
@@ -103,7 +111,7 @@ def main() -> None:
     asked, answer = Path(sys.argv[1]), Path(sys.argv[2])
     plan, model, options, apart = pickle.loads(asked.read_bytes())  # noqa: S301 (our own file)
     if apart:
-        interface.bring_up_loopback()
+        bring_up_loopback()
     try:
         ranks = spawn(_on_rank, plan.size, (plan, model, *options))
         found = asdict(_joined(ranks, "own" if apart else "host"))
@@ -214,3 +222,36 @@ def _joined(ranks: list[_Measured], namespace: str) -> Wire:
         idle_bytes=idle,
         envelope_bytes=envelopes,
     )
+
+
+def namespace_prefix() -> list[str]:
+    """A command prefix that runs a command in a new network namespace; empty if not permitted."""
+    for options in (["--net"], ["--net", "--map-root-user"]):
+        prefix = ["unshare", *options, "--"]
+        if shutil.which("unshare") and _succeeds([*prefix, "true"]):
+            return prefix
+    return []
+
+
+def _succeeds(line: Sequence[str]) -> bool:
+    return subprocess.run(line, capture_output=True, check=False).returncode == 0
+
+
+def bring_up_loopback() -> None:
+    """Switch the loopback interface on.  In a new namespace it is off."""
+    request = struct.pack("16sh14x", interface.LOOPBACK.encode(), UP_RUNNING)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SET_FLAGS, request)
+
+
+def on_loopback(statement: str, arguments: Sequence[str], prefix: Sequence[str]) -> str:
+    """Run `python -c statement arguments` with its ranks on the loopback interface.
+
+    Returns the last lines of its error output.
+    """
+    settings = {"GLOO_SOCKET_IFNAME": interface.LOOPBACK, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    line = [*prefix, sys.executable, "-c", statement, *arguments]
+    ended = subprocess.run(
+        line, env={**os.environ, **settings}, capture_output=True, text=True, check=False
+    )
+    return "\n".join(ended.stderr.splitlines()[-20:])

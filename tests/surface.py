@@ -1,0 +1,67 @@
+"""What users have in their scripts: commands, options, plan words, keys, public names.
+
+    python -m tests.surface      writes tests/surface.txt from the program
+
+A change of that file is a change of what people have written. `test_surface` compares the two.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import shardwise as sw
+from shardwise.core.plan import WORDS
+from shardwise.train import cli
+from shardwise.train.config import Config
+
+FILE = Path(__file__).parent / "surface.txt"
+
+
+def command(name: str) -> Any:
+    """A command by its name, with its parameters."""
+    found: Any = typer.main.get_command(cli.application(name.split()))
+    for word in name.split():
+        found = found.commands[word]
+    return found
+
+
+def commands() -> list[str]:
+    """The names of all commands, `checkpoint inspect` and its neighbours among them."""
+    group: Any = typer.main.get_command(cli.application())
+    return [
+        f"{name} {inner}".strip()
+        for name, each in sorted(group.commands.items())
+        for inner in sorted(getattr(each, "commands", [""]))
+    ]
+
+
+def parameters(name: str) -> Iterator[str]:
+    """The arguments of a command, and its options by name."""
+    for param in command(name).params:
+        argument = param.param_type_name == "argument"
+        yield str(param.metavar or param.name.upper()) if argument else param.opts[-1]
+
+
+def lines() -> Iterator[str]:
+    """Every name, one a line, under its heading."""
+    for name in commands():
+        yield f"shardwise {name}"
+        yield from (f"    {text}" for text in sorted(parameters(name)))
+    yield "plan words"
+    yield from (f"    {word.form}" for word in WORDS if not word.later)
+    yield "configuration"
+    for section, keys in Config().model_dump().items():
+        yield from (f"    {section}.{key}" for key in keys)
+    yield "python"
+    yield from (f"    sw.{name}" for name in sorted(sw.__all__))
+
+
+def text() -> str:
+    """The content of the file."""
+    return "\n".join([*lines(), ""])
+
+
+if __name__ == "__main__":
+    FILE.write_text(text(), encoding="utf-8")
