@@ -76,13 +76,8 @@ def theory(
     make: Callable[[], nn.Module] = stack,
 ) -> Theory:
     """The predictions of this rank."""
-    chosen: dict[str, Any] = {
-        "rank": world.rank,
-        "ranks": world.size,
-        "optimizer": recipe,
-        "loss": loss,
-    }
-    return Predictor(make(), f"{plan} fp64", EngineOptions(**chosen)).of
+    options = EngineOptions(optimizer=recipe, loss=loss)
+    return Predictor(make(), f"{plan} fp64", options, rank=world.rank, ranks=world.size).of
 
 
 def simulated(plan: str, recipe: OptimizerSpec = RECIPE, **how: Any) -> Oracles:
