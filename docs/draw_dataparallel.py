@@ -76,19 +76,19 @@ class Timed(nn.Module):
 def one(module: nn.Module, batch: dict[str, torch.Tensor], devices: list[str]) -> Step:
     """A step, forward and backward."""
     step = Step()
-    inputs = sw.scatter(batch["inputs"], devices)
+    inputs = sw.replicas.scatter(batch["inputs"], devices)
     at = step.add(0, "scatter", 0.0)
-    replicas = sw.replicate(module, devices)
+    replicas = sw.replicas.replicate(module, devices)
     step.add(0, "replicate", at)
     timed = [Timed(replica, i + 1, step) for i, replica in enumerate(replicas)]
-    outputs = sw.parallel_apply(timed, inputs, devices=devices)
+    outputs = sw.replicas.parallel_apply(timed, inputs, devices=devices)
     at = step.now()
     first, last = [0.0] * len(devices), [0.0] * len(devices)
     for i, (replica, output) in enumerate(zip(replicas, outputs, strict=True)):
         output.register_hook(lambda _, i=i: first.__setitem__(i, step.now()))
         for p in replica.parameters():
             p.register_hook(lambda _, i=i: last.__setitem__(i, step.now()))
-    together = sw.gather(outputs, devices[0])
+    together = sw.replicas.gather(outputs, devices[0])
     at = step.add(0, "gather", at)
     targets = batch["targets"].flatten()
     nn.functional.cross_entropy(together.flatten(0, 1), targets).backward()

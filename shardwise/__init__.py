@@ -35,11 +35,9 @@ if TYPE_CHECKING:
     from shardwise.engine.unwrap import unwrap
     from shardwise.engine.wrap import DDP, FSDP, clip_grad_norm, no_sync
     from shardwise.kernels.cross_entropy import cross_entropy
+    from shardwise.parallel import replicas
     from shardwise.parallel.expert.gate import Gate
     from shardwise.parallel.expert.layer import MoE
-    from shardwise.parallel.replicas.replicate import replicate
-    from shardwise.parallel.replicas.rows import gather, scatter
-    from shardwise.parallel.replicas.threads import parallel_apply
     from shardwise.verify import Verify
 
     verify: Verify
@@ -85,17 +83,15 @@ _HOMES = {
     "cross_entropy": "kernels.cross_entropy",
     "derive_table": "derive.table",
     "fill_from": "checkpoint.weights_folder",
-    "gather": "parallel.replicas.rows",
-    "parallel_apply": "parallel.replicas.threads",
-    "replicate": "parallel.replicas.replicate",
-    "scatter": "parallel.replicas.rows",
     "load": "checkpoint.engines",
     "move": "comm.move",
     "save": "checkpoint.engines",
     "spawn": "comm.launch",
     "unwrap": "engine.unwrap",
-    "verify": "verify",
 }
+
+#: Folders that are public names themselves.
+_FOLDERS = {"replicas": "parallel.replicas", "verify": "verify"}
 
 __all__ = [
     "DDP",
@@ -129,18 +125,15 @@ __all__ = [
     "derive_table",
     "fill_from",
     "full_state_dict",
-    "gather",
     "init",
     "load",
     "move",
     "no_sync",
-    "parallel_apply",
     "parallelize",
     "place_experts",
     "predict",
-    "replicate",
+    "replicas",
     "save",
-    "scatter",
     "spawn",
     "unwrap",
     "verify",
@@ -148,11 +141,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        text = f"module 'shardwise' has no attribute {name!r}"  # Python adds the nearest name
-        raise AttributeError(text, name=name, obj=sys.modules[__name__])
-    home = import_module(f"shardwise.{_HOMES[name]}")
-    return home if _HOMES[name] == name else getattr(home, name)
+    if name in _FOLDERS:
+        return import_module(f"shardwise.{_FOLDERS[name]}")
+    if name in _HOMES:
+        return getattr(import_module(f"shardwise.{_HOMES[name]}"), name)
+    text = f"module 'shardwise' has no attribute {name!r}"  # Python adds the nearest name
+    raise AttributeError(text, name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

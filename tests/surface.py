@@ -5,6 +5,7 @@
 A change of that file is a change of what people have written. `test_surface` compares the two.
 """
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,12 @@ def parameters(name: str) -> Iterator[str]:
         yield str(param.metavar or param.name.upper()) if argument else param.opts[-1]
 
 
+def arguments(public: Any) -> Iterator[str]:
+    """The arguments of a function or a class that is called, in their order."""
+    if callable(public) and not (isinstance(public, type) and issubclass(public, Exception)):
+        yield from inspect.signature(public).parameters
+
+
 def lines() -> Iterator[str]:
     """Every name, one a line, under its heading."""
     for name in commands():
@@ -55,7 +62,9 @@ def lines() -> Iterator[str]:
     for section, keys in Config().model_dump().items():
         yield from (f"    {section}.{key}" for key in keys)
     yield "python"
-    yield from (f"    sw.{name}" for name in sorted(sw.__all__))
+    for name in sorted(sw.__all__):
+        yield f"    sw.{name}"
+        yield from (f"        {argument}" for argument in arguments(getattr(sw, name)))
 
 
 def text() -> str:

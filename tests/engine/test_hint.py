@@ -109,7 +109,11 @@ def test_calls_of_other_libraries_name_the_equivalent(call: Any, instead: str):
         (lambda: sw.save(made(), "a\0b"), "folder 'a", '"runs/example"'),
         (lambda: sw.MoE(8, 16, MOE.gate, shared=3), "shared=3", "shared=nn.Linear(width, width)"),
         (lambda: MOE("x"), "width 8 with 'x'", "sw.MoE(width=8, ...)"),
-        (lambda: sw.parallel_apply([None], [X]), "of None", "parallel_apply(replicas, inputs)"),
+        (
+            lambda: sw.replicas.parallel_apply([None], [X]),
+            "of None",
+            "parallel_apply(replicas, inputs)",
+        ),
         (lambda: sw.Table({"up": "colwise"}), "styles={'up'", 'Table.of({"blocks.*.up"'),
         (lambda: sw.Plan(axes=3), "axes=3", 'axes=(("dp", 2),)'),
         (lambda: sw.Plan(row=3), "row=3", "Plan.parse(TEXT)"),

@@ -213,15 +213,23 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "without torch.compile",
     ),
     "changes its weights": (lambda: on_two(nn.Embedding(3, 2, max_norm=1.0)), "max_norm"),
-    "elsewhere": (lambda: sw.replicate(Block().to("meta"), ["cpu", "cpu"]), "on meta"),
-    "counts": (lambda: sw.parallel_apply([Block()], [1, 2]), "1 modules, 2 inputs"),
-    "structures": (lambda: sw.gather([{"a": torch.ones(1)}, {"b": torch.ones(1)}], "cpu"), "'b'"),
+    "elsewhere": (lambda: sw.replicas.replicate(Block().to("meta"), ["cpu", "cpu"]), "on meta"),
+    "counts": (lambda: sw.replicas.parallel_apply([Block()], [1, 2]), "1 modules, 2 inputs"),
+    "structures": (
+        lambda: sw.replicas.gather([{"a": torch.ones(1)}, {"b": torch.ones(1)}], "cpu"),
+        "'b'",
+    ),
     "order": (
-        lambda: sw.gather([dict.fromkeys(names, torch.ones(1)) for names in ("ab", "ba")], "cpu"),
+        lambda: sw.replicas.gather(
+            [dict.fromkeys(names, torch.ones(1)) for names in ("ab", "ba")], "cpu"
+        ),
         "output 1",
     ),
-    "lengths": (lambda: sw.gather([torch.ones(1, 2), torch.ones(1, 3)], "cpu"), "differ in dim 0"),
-    "nothing": (lambda: sw.gather([], "cpu"), "no outputs"),
+    "lengths": (
+        lambda: sw.replicas.gather([torch.ones(1, 2), torch.ones(1, 3)], "cpu"),
+        "differ in dim 0",
+    ),
+    "nothing": (lambda: sw.replicas.gather([], "cpu"), "no outputs"),
 }
 
 
@@ -254,25 +262,25 @@ def test_threads_have_the_callers_state() -> None:
 def test_the_four_operations_compose_by_hand() -> None:
     """scatter, replicate, parallel_apply and gather are what a call of the wrapper does."""
     module, x, devices = settled(Block()), rows_of(0, 7).float(), ["cpu"] * 3
-    parts = sw.scatter(x, devices)
+    parts = sw.replicas.scatter(x, devices)
     assert [len(part) for part in parts] == [3, 2, 2]
-    replicas = sw.replicate(module, devices)
+    replicas = sw.replicas.replicate(module, devices)
     assert replicas[0] is module and replicas[1].up is not module.up
     assert type(replicas[1]) is Block and not replicas[1].up.weight.is_leaf
-    out = sw.gather(sw.parallel_apply(replicas, parts), "cpu")
+    out = sw.replicas.gather(sw.replicas.parallel_apply(replicas, parts), "cpu")
     assert torch.allclose(out, module(x), atol=1e-6)
     assert torch.equal(
-        sw.gather([torch.tensor(1.0), torch.tensor(2.0)], "cpu"), torch.tensor([1.0, 2.0])
+        sw.replicas.gather([torch.tensor(1.0), torch.tensor(2.0)], "cpu"), torch.tensor([1.0, 2.0])
     )
 
 
 def test_replicas_do_not_outlive_a_step() -> None:
     """After the backward pass no copy is alive."""
     module = settled(Block())
-    replicas = sw.replicate(module, ["cpu", "cpu"])
+    replicas = sw.replicas.replicate(module, ["cpu", "cpu"])
     copies = [weakref.ref(p) for p in replicas[1].parameters()]
-    parts = sw.scatter(torch.ones(4, 6), ["cpu", "cpu"])
-    torch.cat(sw.parallel_apply(replicas, parts)).sum().backward()
+    parts = sw.replicas.scatter(torch.ones(4, 6), ["cpu", "cpu"])
+    torch.cat(sw.replicas.parallel_apply(replicas, parts)).sum().backward()
     del replicas
     gc.collect()
     assert [ref() for ref in copies] == [None] * len(copies)
