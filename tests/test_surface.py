@@ -1,5 +1,11 @@
 """The surface of the program is the one that is checked in."""
 
+from dataclasses import fields
+from inspect import signature
+from pathlib import Path
+
+import shardwise as sw
+from shardwise.engine.options import EngineOptions
 from tests import surface
 
 
@@ -11,3 +17,12 @@ def test_the_surface_is_the_one_that_is_checked_in() -> None:
     less = [f"- {line.strip()}" for line in wanted if line not in found]
     remedy = "if this is meant, run: python -m tests.surface"
     assert found == wanted, "\n".join(["the surface changed", *less, *more, remedy])
+
+
+def test_the_options_of_an_engine_are_arguments_and_documented() -> None:
+    """`parallelize` takes each by its name and with its default, and docs/python.md has its row."""
+    page = (Path(__file__).parents[1] / "docs" / "python.md").read_text(encoding="utf-8")
+    taken = signature(sw.parallelize).parameters
+    options = {field.name: field.default for field in fields(EngineOptions)}
+    assert options == {name: p.default for name, p in taken.items() if p.kind == p.KEYWORD_ONLY}
+    assert [name for name in options if f"| `{name}` |" not in page] == []
