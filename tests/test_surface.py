@@ -2,11 +2,19 @@
 
 from dataclasses import fields
 from inspect import signature
-from pathlib import Path
 
 import shardwise as sw
 from shardwise.engine.options import EngineOptions
 from tests import surface
+from tests.house import ROOT
+
+
+def test_the_version_is_the_package_s() -> None:
+    """Where a citation and the list of changes name it too."""
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\nversion: {sw.__version__}\n" in citation
+    assert f"\n## {sw.__version__}" in changes
 
 
 def test_the_surface_is_the_one_that_is_checked_in() -> None:
@@ -21,7 +29,7 @@ def test_the_surface_is_the_one_that_is_checked_in() -> None:
 
 def test_the_options_of_an_engine_are_arguments_and_documented() -> None:
     """`parallelize` takes each by its name and with its default, and docs/python.md has its row."""
-    page = (Path(__file__).parents[1] / "docs" / "python.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     taken = signature(sw.parallelize).parameters
     options = {field.name: field.default for field in fields(EngineOptions)}
     assert options == {name: p.default for name, p in taken.items() if p.kind == p.KEYWORD_ONLY}
