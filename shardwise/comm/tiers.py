@@ -130,6 +130,14 @@ class Tiers:
                 self._host[storage._cdata] = _HostMemory(StorageWeakRef(storage))
         return x
 
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of all storages of the host that are alive."""
+        with self._lock:
+            weak = [each.weak.cdata for each in self._host.values()]
+        storages = map(torch.UntypedStorage._new_with_weak_ptr, weak)
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
     def empty_like(self, x: Tensor, tier: Tier) -> Tensor:
         """A tensor of the shape, dtype and order of dims of `x` on `tier`; values are undefined."""
         strides = torch.empty_like(x, device="meta").stride()

@@ -348,7 +348,7 @@ def compare(
     prediction = theory(so_far.shared(ours, steps - 1)[1])
     held = by_tier(ours.memory(), ours.host_memory(), ours.disk_memory())
     finding = Finding(ours.world.rank, (), so_far.costs, held, prediction.memory_by_tier)
-    finding = finding.with_promises(textbook.broken(ours))
+    finding = finding.with_promises(textbook.broken(ours, prediction.activations))
     again = ours
     if fresh is not None:
         again, so_far.theory = fresh()

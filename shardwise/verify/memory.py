@@ -6,6 +6,9 @@ After the third and the tenth step, two columns are compared:
     theory    the bytes of each category by its formula, and no live storage outside a category
     read      the sizes of the live storages
 
+What is alive in host memory is also counted by the table of tiers, which no list of categories
+makes.
+
 The fourth step and the evaluation are measured at each of their moments (moments.py).
 
 A model may keep activations in attributes of its modules (`self.seen = x`).  Those that the model
@@ -84,8 +87,8 @@ def over_steps(
     strays, costs, moments = "", Costs(), Moments()
     evaluation: StepMeter | None = None
     for step in range(1, READ_AFTER[-1] + 1):
-        share = batch(step)
-        routed = loads(step)
+        same = step - (step == MEASURED_STEP)  # lengths of the step before: arenas stay
+        share, routed = batch(same), loads(same)
         prediction = predicted(share, None, routed)
         measured = foresee is not None and step == MEASURED_STEP
         with live, measuring(engine, share, peaks=False) if measured else nullcontext() as seen:
@@ -110,6 +113,13 @@ def over_steps(
             when = f"after step {step}"
             read |= {f"{name}, {when}": n for name, n in off.items()}
             theory |= {f"{name}, {when}": expected.get(name, 0) for name in off}
+            listed, alive = sum(engine.host_memory().values()), engine.world.tiers.host_bytes
+            if alive != listed:
+                read[f"in host memory, {when}"] = alive
+                theory[f"in host memory, {when}"] = listed
+            if missed := engine.world.arenas.kept.missed + engine.world.arenas.gradients.missed:
+                read[f"tensors without a slot of an arena, {when}"] = missed
+                theory[f"tensors without a slot of an arena, {when}"] = 0
             read[f"in no category, {when}"] = sum(stray.stored_bytes for stray in left)
             theory[f"in no category, {when}"] = 0
             strays = strays or _words(left, when)

@@ -3,6 +3,9 @@
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Final
+
+import torch
 
 from shardwise.checkpoint import engines
 from shardwise.checkpoint import load as reading
@@ -15,13 +18,20 @@ from shardwise.comm.world import World, alone
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
 
+#: What weights are before a load.
+FORGOTTEN: Final = 0.5
+
 
 def reload_engine(saved: Engine, fresh: Engine) -> Engine:
     """Save `saved` to a temporary folder, and load it into `fresh`. Called by all ranks.
 
+    All weights of `fresh` are overwritten before: it has the seed of `saved`, so that some would be
+    right without a load.
+
     The first rank makes the folder, so all ranks must be on one machine. It is removed at the end,
     also if saving or loading fails on the first rank.
     """
+    _forget(fresh)
     world = saved.world
     own = tempfile.mkdtemp(prefix="shardwise-verify-") if world.rank == 0 else ""
     folder = Path(all_gather_object(own, world)[0])
@@ -36,6 +46,15 @@ def reload_engine(saved: Engine, fresh: Engine) -> Engine:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
     return fresh
+
+
+@torch.no_grad()
+def _forget(engine: Engine) -> None:
+    """Overwrite the weights in memory."""
+    for flat in engine.flats:
+        for weights in (flat.full, flat.shard):
+            if weights.untyped_storage().nbytes():
+                weights.fill_(FORGOTTEN)
 
 
 def _through_threads(saved: Engine, fresh: Engine, folder: Path) -> None:

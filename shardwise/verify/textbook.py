@@ -16,10 +16,16 @@ what these words promise is compared with what the engine has:
     tile:N                  units with 1/N of the rows of a layer, rounded up (ZeRO-Infinity,
                             arXiv 2104.07857, section 5.1.3); of its logits see tiled.py
     buffers:SIZE            the bytes of the pool
+    recompute:SIZE          activations of at most so many bytes
+    arenas                  every tensor that is to lie in an arena has found a slot
+    blocks.A-B              the layers with the numbers A to B, both included
+
+Units are padded by less than 64 bytes for each parameter and each rank.
 """
 
 import math
 import os
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -55,14 +61,27 @@ PAGE_BYTES, EXTENTS = 4096, 6
 #: Steps before updates are delayed, if the plan has no number of them.
 UNDELAYED_STEPS: Final = 40
 NAMES: Final = ("parameters", "gradients", "optimizer")
+#: A flat parameter is padded by less than this for each parameter and each rank.
+ALIGNED_BYTES: Final = 64
+#: The bytes of a unit of sizes.
+UNITS: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 #: By name: as read, and as promised.
 Promises = dict[str, tuple[int, int]]
 
 
-def broken(engine: Engine) -> Promises:
-    """The promises of the plan that this rank of `engine` does not keep, between two steps."""
-    plan, found = engine.plan, dict[str, tuple[int, int]]()
+def broken(engine: Engine, activations: int) -> Promises:
+    """The promises of the plan that this rank of `engine` does not keep, between two steps.
+
+    `activations` are the predicted bytes of the last step.
+    """
+    plan = engine.plan
+    found = _padded(engine.flats) | _ranges(plan, engine.names)
+    size = re.fullmatch(r"(\d+)([KMG]?i?B)", plan.recompute or "")
+    if size and activations > (most := int(size[1]) * UNITS[size[2]]):
+        found |= _unequal("activations", activations, most)
+    missed = engine.world.arenas.kept.missed + engine.world.arenas.gradients.missed
+    found |= _unequal("tensors without a slot of an arena", missed, 0)
     if plan.offloaded is None:
         found |= _states(engine)
     else:
@@ -96,6 +115,41 @@ def first_delayed(plan: Plan) -> Promises:
 
 def _unequal(name: str, read: int, theory: int) -> Promises:
     return {} if read == theory else {f"{name}, as the plan's words": (read, theory)}
+
+
+def _padded(flats: Sequence[Flat]) -> Promises:
+    """The bytes of the flat parameters with more padding than alignment needs."""
+    found: Promises = {}
+    for flat in flats:
+        size, padding = flat.shard.element_size(), flat.plan.padded - sum(flat.plan.numels)
+        most = ALIGNED_BYTES * (len(flat.params) + flat.shard_axis.size)
+        if padding * size > most:
+            found |= _unequal(f"padding of {flat.names[0]}", padding * size, most)
+    return found
+
+
+def _ranges(plan: Plan, names: Sequence[str]) -> Promises:
+    """The parameters of layers by a range of numbers that have another layer's plan."""
+    found: Promises = {}
+    for number, layer in enumerate(plan.layers, 1):
+        for pattern in layer.patterns:
+            inner = [
+                (int(asked[1]), int(asked[2]))
+                for word in pattern.split(".")
+                if (asked := re.fullmatch(r"(\d+)-(\d+)", word))
+            ]
+            regex = re.sub(r"\d+-\d+", r"(\\d+)", re.escape(pattern).replace(r"\-", "-"))
+            regex = regex.replace(r"\*", ".*").replace(r"\?", ".")
+            matches = [(re.match(rf"{regex}(?:\.|$)", name), name) for name in names if inner]
+            inside = [
+                name
+                for each, name in matches
+                if each
+                and all(a <= int(n) <= b for (a, b), n in zip(inner, each.groups(), strict=True))
+            ]
+            read = sum(0 < plan.layer_of(name) <= number for name in inside)
+            found |= _unequal(f"parameters of {pattern}", read, len(inside))
+    return found
 
 
 def _states(engine: Engine) -> Promises:

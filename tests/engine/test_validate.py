@@ -105,7 +105,6 @@ BAD: dict[str, tuple[Give, str]] = {
         give(fill=lambda t: t),
         "fill=<lambda>, which cannot be called like this",
     ),
-    "an unknown option": (give(clipp=1.0), r"option clipp.*Write instead: clip="),
     "nothing to train": (lambda m: give()(m.requires_grad_(False)), "all frozen"),
     "a table that is a number": (give(table=3), "table=3.*a dict from patterns"),
     "a table of no styles": (give(table={"0": "foo"}), "foo"),

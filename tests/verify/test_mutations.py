@@ -24,6 +24,7 @@ from tests.verify.mutations import (
     pipeline,
     promises,
     run,
+    shared,
     tensor,
     updates,
 )
@@ -32,7 +33,7 @@ from tests.verify.mutations.mutation import Mutation
 CATALOGUE = (
     *(*data.MUTATIONS, *tensor.MUTATIONS, *pipeline.MUTATIONS),
     *(*accounts.MUTATIONS, *run.MUTATIONS, *experts.MUTATIONS, *moments.MUTATIONS),
-    *(*promises.MUTATIONS, *updates.MUTATIONS),
+    *(*promises.MUTATIONS, *updates.MUTATIONS, *shared.MUTATIONS),
 )
 NAMED = {mutation.name: mutation for mutation in CATALOGUE}
 PROVED = sorted({(mutation.model, mutation.plan) for mutation in CATALOGUE})
