@@ -103,7 +103,6 @@ def test_calls_of_other_libraries_name_the_equivalent(call: Any, instead: str):
         (lambda: sw.Plan(layers=(3,)), "layers=(3,)", "Plan.parse(TEXT)"),
         (lambda: sw.AdamW(groups={0: {"lr": 1}}), "groups={0", 'groups={"*.bias"'),
         (lambda: sw.predict(nn.Linear(3, 3), "dp2", X, rank="0"), "rank='0'", "rank=0"),
-        (lambda: sw.predict(nn.Linear(3, 3), "ddp", X, ranks=-2), "ranks=-2", "ranks=2"),
         (lambda: sw.spawn(str, 2, args=3), "args=3", "spawn(work, 2, args=(3,))"),
         (lambda: sw.save(made(), ""), "folder ''", '"runs/example"'),
         (lambda: sw.save(made(), "a\0b"), "folder 'a", '"runs/example"'),

@@ -113,7 +113,6 @@ def test_on_gloo(plan: str):
         ("gpt", {"prefetch": 0}),
         ("gpt", {"prefetch": 3, "units": 1}),
         ("gpt", {"clip": None}),
-        ("gpt", {"kernels": "torch"}),
         ("gpt", {"least_unit_bytes": None}),
     ],
 )

@@ -228,8 +228,8 @@ def test_json_has_exactly_these_keys():
     [
         ("dp2 zero9", "gpt", 3, "no plan word"),
         ("dp2", "hf:lama", 3, "hf:llama"),
-        ("dp2", "gpt", 0, "from 1 to 1000. Write instead: steps 3"),
-        ("dp2", "gpt", 10**9, "steps 1000000000. Allowed: a whole number from 1 to 1000"),
+        ("dp2", "gpt", 0, "from 1 to 1000. Write instead: steps=3"),
+        ("dp2", "gpt", 10**9, "steps=1000000000. Allowed: a whole number from 1 to 1000"),
         ("dp2 cp2", "gpt", 3, "not in this version"),
         ("dp99999999", "gpt", 3, "99999999 processes on this machine"),
         ("accumulate:99999999", "gpt", 3, "at most 512 microbatches"),
