@@ -161,7 +161,6 @@ REFUSED = [
     ("pp2 1f1b:4", {"stages": "8"}, r"stages='8'.*a list of the names"),
     ("pp2 1f1b:4", {"stages": [8]}, r"stages=\[8\].*a list of the names"),
     ("pp2 1f1b:4", {"stages": 8}, r"stages=8.*a list of the names"),
-    ("pp2 1f1b:4", {"stage": ["8"]}, r"option stage.*stages=\.\.\."),
 ]
 
 
