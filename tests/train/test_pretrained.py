@@ -143,7 +143,7 @@ def test_the_folders_tokenizer_is_the_runs(tmp_path: Path):
         ({"name": "hf:./bert"}, "a causal language model"),
         ({"name": "hf:./part"}, "which lacks 1 weights of its LlamaForCausalLM, the first lm_head"),
         ({"name": "hf:./bare"}, "the folder 'bare' without config.json"),
-        ({"name": "hff:./w"}, "or hf:./FOLDER"),
+        ({"name": "hff:./w"}, "hf:./FOLDER or file.py:build"),
     ],
 )
 def test_bad_input_is_one_paragraph(
