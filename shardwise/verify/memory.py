@@ -113,13 +113,8 @@ def over_steps(
             when = f"after step {step}"
             read |= {f"{name}, {when}": n for name, n in off.items()}
             theory |= {f"{name}, {when}": expected.get(name, 0) for name in off}
-            listed, alive = sum(engine.host_memory().values()), engine.world.tiers.host_bytes
-            if alive != listed:
-                read[f"in host memory, {when}"] = alive
-                theory[f"in host memory, {when}"] = listed
-            if missed := engine.world.arenas.kept.missed + engine.world.arenas.gradients.missed:
-                read[f"tensors without a slot of an arena, {when}"] = missed
-                theory[f"tensors without a slot of an arena, {when}"] = 0
+            for name, (own, said) in _beside(engine).items():
+                read[f"{name}, {when}"], theory[f"{name}, {when}"] = own, said
             read[f"in no category, {when}"] = sum(stray.stored_bytes for stray in left)
             theory[f"in no category, {when}"] = 0
             strays = strays or _words(left, when)
@@ -129,6 +124,16 @@ def over_steps(
         strays,
         costs.within(moments.peak, moments.note),
     )
+
+
+def _beside(engine: Engine) -> dict[str, tuple[int, int]]:
+    """Host memory that is alive and in no list, and tensors that found no slot of an arena."""
+    arenas, listed = engine.world.arenas, sum(engine.host_memory().values())
+    found = {
+        "in host memory": (engine.world.tiers.host_bytes, listed),
+        "tensors without a slot of an arena": (arenas.kept.missed + arenas.gradients.missed, 0),
+    }
+    return {name: each for name, each in found.items() if each[0] != each[1]}
 
 
 def _evaluate(engine: Engine, share: Any) -> StepMeter:
