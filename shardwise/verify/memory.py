@@ -113,8 +113,8 @@ def over_steps(
             when = f"after step {step}"
             read |= {f"{name}, {when}": n for name, n in off.items()}
             theory |= {f"{name}, {when}": expected.get(name, 0) for name in off}
-            for name, (own, said) in _beside(engine).items():
-                read[f"{name}, {when}"], theory[f"{name}, {when}"] = own, said
+            for name, (alive, listed) in _beside(engine).items():
+                read[f"{name}, {when}"], theory[f"{name}, {when}"] = alive, listed
             read[f"in no category, {when}"] = sum(stray.stored_bytes for stray in left)
             theory[f"in no category, {when}"] = 0
             strays = strays or _words(left, when)
