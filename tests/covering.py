@@ -1,0 +1,171 @@
+"""The pairwise covering array: plans in which every two words that may meet do meet.
+
+    python -m tests.covering > tests/covering.txt
+
+A word is one value of a factor; a plan has at most one value of each.  Two words may meet if some
+plan with both is accepted for the GPT or for the mixture.  Plans are drawn with a fixed seed, each
+begun with a pair that no plan before has, and filled with the words that add most new pairs.
+"""
+
+import itertools
+import random
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+import shardwise as sw
+from shardwise.core.errors import InputError
+from shardwise.core.plan import Plan
+from shardwise.core.plan_parser import SCHEDULES
+from shardwise.engine.prediction import Predictor
+from tests.engine.tensors import ADAMW
+from tests.models import task_of
+
+SEED = 20261
+MOST_RANKS = 8
+DRAWS = 12  # fillings that are tried for one plan
+FILE = Path(__file__).with_suffix(".txt")
+
+PIPES = {"M": "4", "MxV": "4x2", "": ""}
+SCHEDULED = [
+    f"pp2 {name}:{PIPES[numbers]}".rstrip(":")
+    for name, numbers in SCHEDULES.items()
+    if name not in ("pipedream", "2bw")  # their own oracle: weights are not those of one process
+]
+#: The values of each factor; every word stands for its technique.
+FACTORS: dict[str, list[str]] = {
+    "data": ["dp2", "dp_replicate2 dp_shard2"],
+    "row": ["ddp", "zero1", "zero2", "zero3", "row:R,R,S"],
+    "tensor": ["tp2", "tp2 sp"],
+    "pipeline": SCHEDULED,
+    "experts": ["ep2"],
+    "accumulate": ["accumulate:2"],
+    "recompute": [
+        *("recompute:full", "recompute:selective", "recompute:every2", "recompute:blocks.0"),
+        *("recompute:64KiB", "recompute:partitioned", "recompute:partitioned-host"),
+    ],
+    "activations": ["activations:host"],
+    "offload": [
+        *("offload:optim", "offload:optim=0.6", "offload:param", "offload:optim@disk"),
+        *("offload:param@disk", "offload:optim=0.7,disk=0.3", "offload:optim-delayed=1"),
+    ],
+    "tile": ["tile:2", "tile:2=head"],
+    "bucket": ["bucket:4KiB"],
+    "buffers": ["buffers:64KiB"],
+    "arenas": ["arenas"],
+    "layers": ["| blocks.1: zero3", "| head: tp2", "| blocks.0: recompute:full"],
+}
+NONE = ""
+Words = dict[str, str]
+
+
+def text_of(words: Mapping[str, str]) -> str:
+    """The plan of the words, in fp64."""
+    chosen = [words.get(factor, NONE) for factor in FACTORS]
+    *plain, layers = chosen
+    return " ".join(word for word in [*plain, "fp64", layers] if word)
+
+
+def accepted(words: Mapping[str, str]) -> bool:
+    """Whether the plan may be run: by its words, by its size, and for its model."""
+    text = text_of(words)
+    try:
+        plan = Plan.parse(text)
+        if plan.completed(None).size > MOST_RANKS:
+            return False
+        task = task_of(text)
+        recipe = sw.Optim(torch.optim.AdamW, **ADAMW["options"])
+        Predictor(
+            task.make(), text, rank=0, ranks=plan.size, optimizer=recipe, loss=task.loss, units=1
+        )
+    except InputError:
+        return False
+    return True
+
+
+def pairs_of(words: Mapping[str, str]) -> set[frozenset[str]]:
+    """Every two words of a plan."""
+    return {frozenset(two) for two in itertools.combinations([w for w in words.values() if w], 2)}
+
+
+def candidates() -> list[Words]:
+    """Every two words of different factors, as a plan's beginning."""
+    return [
+        {one: a, other: b}
+        for one, other in itertools.combinations(FACTORS, 2)
+        for a in FACTORS[one]
+        for b in FACTORS[other]
+    ]
+
+
+def filled(start: Words, left: set[frozenset[str]], own: random.Random) -> Words | None:
+    """An accepted plan with the words of `start` and as many pairs that are left as were found."""
+    best: Words | None = None
+    for _ in range(DRAWS):
+        words = dict(start)
+        if not accepted(words) and not _completed(words, own):
+            continue
+        free = [factor for factor in FACTORS if factor not in words]
+        own.shuffle(free)
+        for factor in free:
+            values = [v for v in FACTORS[factor] if pairs_of(words | {factor: v}) & left]
+            own.shuffle(values)
+            for value in values[:3]:
+                if accepted(words | {factor: value}):
+                    words[factor] = value
+                    break
+        if best is None or len(pairs_of(words) & left) > len(pairs_of(best) & left):
+            best = words
+        if best is not None and len(pairs_of(best) & left) > 30:
+            break
+    return best
+
+
+def _completed(words: Words, own: random.Random) -> bool:
+    """Add what the words need of others (data ranks, a row, tensor ranks) until accepted."""
+    needed = ["data", "row", "tensor", "recompute", "offload", "pipeline"]
+    for number in (1, 2, 3):
+        for factors in itertools.combinations([f for f in needed if f not in words], number):
+            values = [FACTORS[f] for f in factors]
+            every = list(itertools.product(*values))
+            for chosen in own.sample(every, min(len(every), 12)):
+                more = dict(zip(factors, chosen, strict=True))
+                if accepted(words | more):
+                    words.update(more)
+                    return True
+    return False
+
+
+def covering() -> tuple[list[str], set[frozenset[str]]]:
+    """The plans, and the pairs that may meet."""
+    own, plans, covered = random.Random(SEED), list[str](), set[frozenset[str]]()
+    starts = candidates()
+    own.shuffle(starts)
+    meeting = [s for s in starts if accepted(s) or _completed(dict(s), own)]
+    left = {pair for start in meeting for pair in pairs_of(start)}
+    all_pairs = set(left)
+    for start in meeting:
+        if pairs_of(start) <= covered:
+            continue
+        words = filled(start, left, own)
+        if words is not None:
+            plans.append(text_of(words))
+            covered |= pairs_of(words)
+            left -= covered
+    return plans, all_pairs
+
+
+def read() -> list[str]:
+    """The plans that are checked in."""
+    return FILE.read_text().splitlines()
+
+
+def main(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(covering()[0])

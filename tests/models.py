@@ -1,0 +1,29 @@
+"""The small models of tests: a GPT whose sizes divide by nothing convenient, and a mixture."""
+
+from shardwise.core.plan import Plan
+from tests.engine.cases import Task
+from tests.engine.tensors import gpt_task
+from tests.expert.moe import task as moe_task
+
+ROWS = 17
+
+
+#: The training of each kind of model.
+TASKS = {
+    "mixture": moe_task("topk-renormalised", rows=ROWS),
+    "untied": gpt_task("untied", rows=ROWS),
+    "tied": gpt_task("tied", rows=ROWS),
+}
+
+
+def kind_of(text: str) -> str:
+    """The kind of model that the plan trains: a mixture where experts are spread, else a GPT."""
+    plan = Plan.parse(text)
+    if plan.mesh.size_of("ep") > 1 or plan.experts:
+        return "mixture"
+    return "untied" if plan.sp else "tied"
+
+
+def task_of(text: str) -> Task:
+    """The training of the plan's kind of model."""
+    return TASKS[kind_of(text)]

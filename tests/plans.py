@@ -1,0 +1,54 @@
+"""The table of plans that are proved: a technique adds rows here, not files of tests.
+
+`CANONICAL` has the plans of each technique, which run on real processes; `covering.read()` those
+of the covering array, in which every two words that may meet do meet.
+"""
+
+ROWS = ("ddp", "zero1", "zero2", "zero3")
+
+CANONICAL: dict[str, list[str]] = {
+    "one process": ["fp64"],
+    "data rows": [
+        *(f"dp{ranks} {row}" for ranks in (2, 4) for row in ROWS),
+        *(f"dp_replicate2 dp_shard2 {row}" for row in ROWS[1:]),
+        *("dp2 row:R,R,S", "dp2 row:R,S,S", "dp2 zero3 bucket:4KiB", "dp2 zero2 buffers:64KiB"),
+        *("dp3 zero3 accumulate:2", "dp2 zero2 accumulate:3"),
+    ],
+    "tensor": [
+        *("tp2", "tp4", "tp2 sp", "dp2 tp2 zero1", "dp2 tp2 sp zero3", "tp2 accumulate:2"),
+    ],
+    "pipeline": [
+        *("pp2", "pp2 naive", "pp2 gpipe:3", "pp2 1f1b:4", "pp4 1f1b:8", "pp2 dapple:4"),
+        *("pp2 interleaved:4x2", "pp2 bfs:4x2", "pp2 zb-h1:4", "pp2 zb-v:4", "pp2 dualpipe-v:4"),
+        *("pp2 pipedream:4", "pp2 2bw:4", "pp2 dp2 zero3 1f1b:2", "pp2 dp2 2bw:4"),
+        *("pp2 tp2 sp zero1 zb-h1:2", "pp2 dp2 zero2 accumulate:2 gpipe:2"),
+    ],
+    "experts": [
+        *("dp2 ep2", "dp4 ep2 zero3", "dp2 ep2 accumulate:2", "dp2 ep2 tp2", "pp2 dp2 ep2 1f1b:2"),
+    ],
+    "recomputation": [
+        *(f"dp2 zero3 recompute:{how}" for how in ("full", "selective", "every2", "64KiB")),
+        *("ddp recompute:blocks.0.mlp,blocks.1", "tp2 recompute:partitioned"),
+        *("tp2 sp recompute:full", "pp2 zb-v:4 recompute:full", "tp2 recompute:partitioned-host"),
+        *("dp2 zero3 activations:host", "pp2 1f1b:4 activations:host"),
+    ],
+    "offload": [
+        *(f"dp2 zero2 offload:{what}" for what in ("optim", "optim=0.6", "optim@disk")),
+        *(f"dp2 zero3 offload:{what}" for what in ("param", "param@disk")),
+        *("dp2 zero1 offload:optim-delayed=1", "dp2 zero3 offload:optim=0.7,disk=0.3"),
+        *("pp2 gpipe:2 offload:optim", "tp2 offload:optim", "offload:auto device_memory:4GiB"),
+    ],
+    "memory": [
+        *("dp2 zero3 tile:2", "dp2 zero3 tile:3=head", "dp2 zero3 arenas recompute:full"),
+        *("dp2 zero2 arenas", "pp2 1f1b:3 recompute:full arenas"),
+    ],
+    "layers": [
+        *("dp2 | blocks.1: zero3", "dp2 zero3 | head: tp2", "tp2 | blocks.1: dp2"),
+        *("dp2 pp2 1f1b:2 | blocks.0: zero3", "dp2 zero3 | blocks.0: ddp recompute:full"),
+    ],
+}
+#: Plans in 16 bits and a plan in the same precision that must be equal to it bit for bit.
+EQUAL_16 = [
+    *(f"dp2 {row} {half}" for half in ("bf16", "fp16") for row in ROWS),
+    *("dp2 zero3 bf16 recompute:full", "dp2 zero3 bf16 offload:optim", "dp2 zero2 bf16 arenas"),
+]
