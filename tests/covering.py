@@ -3,36 +3,34 @@
     python -m tests.covering > tests/covering.txt
 
 A word is one value of a factor; a plan has at most one value of each.  Two words may meet if some
-plan with both is accepted for the GPT or for the mixture.  Plans are drawn with a fixed seed, each
-begun with a pair that no plan before has, and filled with the words that add most new pairs.
+plan with both is accepted: by its words, and by `parallelize` for its model on a traced rank.
+Plans are drawn with a fixed seed, each begun with a pair that no plan before has, and filled with
+words that add new pairs.
 """
 
 import itertools
 import random
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
 
-import shardwise as sw
+from shardwise.comm.world import traced
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
+from shardwise.core.plan_check import problems
 from shardwise.core.plan_parser import SCHEDULES
-from shardwise.engine.prediction import Predictor
-from tests.engine.tensors import ADAMW
-from tests.models import task_of
+from tests.engine.cases import build, ranks_of
+from tests.plan_runs import Proof
 
 SEED = 20261
-MOST_RANKS = 8
-DRAWS = 12  # fillings that are tried for one plan
+MOST_RANKS, FEW_RANKS = 8, 4
+DRAWS = 2  # fillings that are tried for one plan
 FILE = Path(__file__).with_suffix(".txt")
 
 PIPES = {"M": "4", "MxV": "4x2", "": ""}
-SCHEDULED = [
-    f"pp2 {name}:{PIPES[numbers]}".rstrip(":")
-    for name, numbers in SCHEDULES.items()
-    if name not in ("pipedream", "2bw")  # their own oracle: weights are not those of one process
-]
+SCHEDULED = [f"pp2 {name}:{PIPES[numbers]}".rstrip(":") for name, numbers in SCHEDULES.items()]
 #: The values of each factor; every word stands for its technique.
 FACTORS: dict[str, list[str]] = {
     "data": ["dp2", "dp_replicate2 dp_shard2"],
@@ -43,7 +41,7 @@ FACTORS: dict[str, list[str]] = {
     "accumulate": ["accumulate:2"],
     "recompute": [
         *("recompute:full", "recompute:selective", "recompute:every2", "recompute:blocks.0"),
-        *("recompute:64KiB", "recompute:partitioned", "recompute:partitioned-host"),
+        *("recompute:40KiB", "recompute:partitioned", "recompute:partitioned-host"),
     ],
     "activations": ["activations:host"],
     "offload": [
@@ -54,6 +52,7 @@ FACTORS: dict[str, list[str]] = {
     "bucket": ["bucket:4KiB"],
     "buffers": ["buffers:64KiB"],
     "arenas": ["arenas"],
+    "device": ["device_memory:1GiB"],
     "layers": ["| blocks.1: zero3", "| head: tp2", "| blocks.0: recompute:full"],
 }
 NONE = ""
@@ -69,16 +68,19 @@ def text_of(words: Mapping[str, str]) -> str:
 
 def accepted(words: Mapping[str, str]) -> bool:
     """Whether the plan may be run: by its words, by its size, and for its model."""
-    text = text_of(words)
+    return runs(text_of(words))
+
+
+@cache
+def runs(text: str) -> bool:
+    """Whether `parallelize` accepts the plan for its model."""
     try:
         plan = Plan.parse(text)
-        if plan.completed(None).size > MOST_RANKS:
+        plan = plan.completed(plan.size)
+        if plan.size > MOST_RANKS or problems(plan, plan.size):
             return False
-        task = task_of(text)
-        recipe = sw.Optim(torch.optim.AdamW, **ADAMW["options"])
-        Predictor(
-            task.make(), text, rank=0, ranks=plan.size, optimizer=recipe, loss=task.loss, units=1
-        )
+        proof = Proof(text)
+        build(traced(0, plan.size), proof.task, proof.case)
     except InputError:
         return False
     return True
@@ -100,29 +102,29 @@ def candidates() -> list[Words]:
 
 
 def filled(start: Words, left: set[frozenset[str]], own: random.Random) -> Words | None:
-    """An accepted plan with the words of `start` and as many pairs that are left as were found."""
+    """An accepted plan with the words of `start` and as many pairs that are left as were found.
+
+    It has at most `FEW_RANKS` ranks, unless `start` needs more.
+    """
     best: Words | None = None
     for _ in range(DRAWS):
         words = dict(start)
-        if not accepted(words) and not _completed(words, own):
+        if not accepted(words) and not completed(words, random.Random(SEED)):
             continue
+        most = max(FEW_RANKS, ranks_of(text_of(words)))
         free = [factor for factor in FACTORS if factor not in words]
         own.shuffle(free)
         for factor in free:
             values = [v for v in FACTORS[factor] if pairs_of(words | {factor: v}) & left]
             own.shuffle(values)
-            for value in values[:3]:
-                if accepted(words | {factor: value}):
-                    words[factor] = value
-                    break
+            more = (words | {factor: value} for value in values[:2])
+            words = next((w for w in more if accepted(w) and ranks_of(text_of(w)) <= most), words)
         if best is None or len(pairs_of(words) & left) > len(pairs_of(best) & left):
             best = words
-        if best is not None and len(pairs_of(best) & left) > 30:
-            break
     return best
 
 
-def _completed(words: Words, own: random.Random) -> bool:
+def completed(words: Words, own: random.Random) -> bool:
     """Add what the words need of others (data ranks, a row, tensor ranks) until accepted."""
     needed = ["data", "row", "tensor", "recompute", "offload", "pipeline"]
     for number in (1, 2, 3):
@@ -137,12 +139,17 @@ def _completed(words: Words, own: random.Random) -> bool:
     return False
 
 
+def can_meet(start: Words) -> bool:
+    """Whether some plan with the words is accepted."""
+    return accepted(start) or completed(dict(start), random.Random(SEED))
+
+
 def covering() -> tuple[list[str], set[frozenset[str]]]:
     """The plans, and the pairs that may meet."""
     own, plans, covered = random.Random(SEED), list[str](), set[frozenset[str]]()
     starts = candidates()
     own.shuffle(starts)
-    meeting = [s for s in starts if accepted(s) or _completed(dict(s), own)]
+    meeting = [start for start in starts if can_meet(start)]
     left = {pair for start in meeting for pair in pairs_of(start)}
     all_pairs = set(left)
     for start in meeting:
@@ -159,6 +166,17 @@ def covering() -> tuple[list[str], set[frozenset[str]]]:
 def read() -> list[str]:
     """The plans that are checked in."""
     return FILE.read_text().splitlines()
+
+
+def words_of(text: str) -> Words:
+    """The words of a plan that `text_of` wrote, by factor."""
+    base, bar, layers = text.partition("|")
+    there, found = set(base.split()), dict[str, str]()
+    for factor, values in FACTORS.items():
+        for value in sorted(values, key=len):  # "tp2 sp" is not "tp2"
+            if there >= {*value.split()} or (bar and value == f"|{layers}"):
+                found[factor] = value
+    return found
 
 
 def main(lines: Iterable[str]) -> None:

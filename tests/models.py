@@ -19,9 +19,13 @@ TASKS = {
 def kind_of(text: str) -> str:
     """The kind of model that the plan trains: a mixture where experts are spread, else a GPT."""
     plan = Plan.parse(text)
-    if plan.mesh.size_of("ep") > 1 or plan.experts:
+    if plan.ep > 1:
         return "mixture"
-    return "untied" if plan.sp else "tied"
+    return (
+        "untied"
+        if plan.sp or plan.layers or (plan.pipeline or "").startswith("pipedream")
+        else "tied"
+    )
 
 
 def task_of(text: str) -> Task:
