@@ -41,7 +41,7 @@ FACTORS: dict[str, list[str]] = {
     "accumulate": ["accumulate:2"],
     "recompute": [
         *("recompute:full", "recompute:selective", "recompute:every2", "recompute:blocks.0"),
-        *("recompute:40KiB", "recompute:partitioned", "recompute:partitioned-host"),
+        *("recompute:96KiB", "recompute:partitioned", "recompute:partitioned-host"),
     ],
     "activations": ["activations:host"],
     "offload": [

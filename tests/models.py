@@ -21,11 +21,9 @@ def kind_of(text: str) -> str:
     plan = Plan.parse(text)
     if plan.ep > 1:
         return "mixture"
-    return (
-        "untied"
-        if plan.sp or plan.layers or (plan.pipeline or "").startswith("pipedream")
-        else "tied"
-    )
+    own_head = plan.sp or plan.layers or "head" in (plan.tile or "")
+    stale = (plan.pipeline or "").startswith("pipedream")  # whose stages share no weight
+    return "untied" if own_head or stale else "tied"
 
 
 def task_of(text: str) -> Task:
