@@ -10,7 +10,8 @@ words that add new pairs.
 
 import itertools
 import random
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -18,10 +19,9 @@ import torch
 
 from shardwise.comm.world import traced
 from shardwise.core.errors import InputError
-from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
 from shardwise.core.plan_parser import SCHEDULES
-from tests.engine.cases import build, ranks_of
+from tests.engine.cases import build
 from tests.plan_runs import Proof
 
 SEED = 20261
@@ -66,6 +66,11 @@ def text_of(words: Mapping[str, str]) -> str:
     return " ".join(word for word in [*plain, "fp64", layers] if word)
 
 
+def ranks_of(words: Mapping[str, str]) -> int:
+    """The ranks of an accepted plan."""
+    return Proof(text_of(words)).plan.size
+
+
 def accepted(words: Mapping[str, str]) -> bool:
     """Whether the plan may be run: by its words, by its size, and for its model."""
     return runs(text_of(words))
@@ -75,12 +80,11 @@ def accepted(words: Mapping[str, str]) -> bool:
 def runs(text: str) -> bool:
     """Whether `parallelize` accepts the plan for its model."""
     try:
-        plan = Plan.parse(text)
-        plan = plan.completed(plan.size)
-        if plan.size > MOST_RANKS or problems(plan, plan.size):
-            return False
         proof = Proof(text)
-        build(traced(0, plan.size), proof.task, proof.case)
+        ranks = proof.plan.size
+        if ranks > MOST_RANKS or problems(proof.plan, ranks):
+            return False
+        build(traced(0, ranks), proof.task, proof.case)
     except InputError:
         return False
     return True
@@ -111,14 +115,14 @@ def filled(start: Words, left: set[frozenset[str]], own: random.Random) -> Words
         words = dict(start)
         if not accepted(words) and not completed(words, random.Random(SEED)):
             continue
-        most = max(FEW_RANKS, ranks_of(text_of(words)))
+        most = max(FEW_RANKS, ranks_of(words))
         free = [factor for factor in FACTORS if factor not in words]
         own.shuffle(free)
         for factor in free:
             values = [v for v in FACTORS[factor] if pairs_of(words | {factor: v}) & left]
             own.shuffle(values)
             more = (words | {factor: value} for value in values[:2])
-            words = next((w for w in more if accepted(w) and ranks_of(text_of(w)) <= most), words)
+            words = next((w for w in more if accepted(w) and ranks_of(w) <= most), words)
         if best is None or len(pairs_of(words) & left) > len(pairs_of(best) & left):
             best = words
     return best
@@ -126,17 +130,20 @@ def filled(start: Words, left: set[frozenset[str]], own: random.Random) -> Words
 
 def completed(words: Words, own: random.Random) -> bool:
     """Add what the words need of others (data ranks, a row, tensor ranks) until accepted."""
+    more = next((more for more in additions(words, own) if accepted(words | more)), None)
+    words.update(more or {})
+    return more is not None
+
+
+def additions(words: Words, own: random.Random) -> Iterator[Words]:
+    """Up to three words of other factors, the fewest first."""
     needed = ["data", "row", "tensor", "recompute", "offload", "pipeline"]
+    free = [factor for factor in needed if factor not in words]
     for number in (1, 2, 3):
-        for factors in itertools.combinations([f for f in needed if f not in words], number):
-            values = [FACTORS[f] for f in factors]
-            every = list(itertools.product(*values))
-            for chosen in own.sample(every, min(len(every), 12)):
-                more = dict(zip(factors, chosen, strict=True))
-                if accepted(words | more):
-                    words.update(more)
-                    return True
-    return False
+        for factors in itertools.combinations(free, number):
+            every = list(itertools.product(*(FACTORS[factor] for factor in factors)))
+            chosen = own.sample(every, min(len(every), 12))
+            yield from (dict(zip(factors, values, strict=True)) for values in chosen)
 
 
 def can_meet(start: Words) -> bool:
@@ -144,23 +151,35 @@ def can_meet(start: Words) -> bool:
     return accepted(start) or completed(dict(start), random.Random(SEED))
 
 
-def covering() -> tuple[list[str], set[frozenset[str]]]:
-    """The plans, and the pairs that may meet."""
-    own, plans, covered = random.Random(SEED), list[str](), set[frozenset[str]]()
+def covering() -> list[str]:
+    """The plans."""
+    own, plans = random.Random(SEED), list[Words]()
     starts = candidates()
     own.shuffle(starts)
     meeting = [start for start in starts if can_meet(start)]
     left = {pair for start in meeting for pair in pairs_of(start)}
-    all_pairs = set(left)
     for start in meeting:
-        if pairs_of(start) <= covered:
-            continue
-        words = filled(start, left, own)
+        words = filled(start, left, own) if pairs_of(start) <= left else None
         if words is not None:
-            plans.append(text_of(words))
-            covered |= pairs_of(words)
-            left -= covered
-    return plans, all_pairs
+            plans.append(words)
+            left -= pairs_of(words)
+    return [text_of(words) for words in thinned(plans)]
+
+
+def thinned(plans: list[Words]) -> list[Words]:
+    """The plans without words whose pairs other plans have, the last factors first.
+
+    So a plan has few ranks and few words that take long, and says more when it fails.
+    """
+    times = Counter(pair for words in plans for pair in pairs_of(words))
+    for words in plans:
+        for factor in [f for f in reversed(FACTORS) if f in words]:
+            fewer = {f: word for f, word in words.items() if f != factor}
+            gone = pairs_of(words) - pairs_of(fewer)
+            if all(times[pair] > 1 for pair in gone) and (not fewer or accepted(fewer)):
+                times.subtract(gone)
+                del words[factor]
+    return [words for words in plans if words]
 
 
 def read() -> list[str]:
@@ -186,4 +205,4 @@ def main(lines: Iterable[str]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(covering()[0])
+    main(covering())

@@ -54,8 +54,8 @@ class Proof:
 
     @property
     def plan(self) -> Plan:
-        plan = Plan.parse(self.exact)
-        return plan.completed(plan.size)
+        """On the smallest world on which each word has an effect."""
+        return Plan.parse(self.exact).completed(None)
 
     @property
     def precision(self) -> str:
