@@ -25,8 +25,8 @@ from tests.forks import fork_ranks
 os.environ["OMP_NUM_THREADS"] = "1"
 
 CASES = 2
-#: Files of which every case runs: it costs next to nothing, or is a fact of its own.
-WHOLE = ("tests/test_house.py", "tests/core/")
+#: Files of which every case that is not `full` runs: it costs next to nothing, or is a fact.
+WHOLE = ("tests/test_house.py", "tests/test_plans.py", "tests/core/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -76,8 +76,9 @@ class Proof:
 
     @property
     def case(self) -> Case:
-        """Clipped, where stages have a common norm."""
-        return Case(self.exact, clip=None if is_asynchronous(self.plan) else 0.5, **ADAMW)
+        """Clipped, where stages have a common norm; ranks begin with different weights."""
+        clip = None if is_asynchronous(self.plan) else 0.5
+        return Case(self.exact, clip=clip, seeds=True, **ADAMW)
 
     @property
     def oracle(self) -> tuple[str, str]:

@@ -16,7 +16,6 @@ from shardwise.core.errors import InputError
 from shardwise.engine.meter import Meter
 from shardwise.engine.state_dict import full_parameters
 from tests.engine.cases import (
-    PLANS,
     Case,
     Run,
     Task,
@@ -24,38 +23,15 @@ from tests.engine.cases import (
     difference,
     oracle,
     share,
-    tied_gpt,
 )
 from tests.engine.offloading import (
-    WITH,
-    assert_costs,
     assert_parity,
-    assert_resumes,
     trained,
-    trained_as_one,
 )
 from tests.pool import run_gloo, run_threads
 
-TASK, TIED = Task(), Task(tied_gpt)
+TASK = Task()
 WORD = "offload:optim@disk"
-
-
-@pytest.mark.crossed
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("plan", PLANS)
-def test_parity_and_costs(plan: str, clip: float | None):
-    """fp64, ranks that begin with different weights: 3 steps on real processes."""
-    case = Case(f"{plan} fp64 {WORD}", clip=clip, seeds=True)
-    results = trained_as_one(run_gloo, TASK, case)
-    assert_costs(results, on_disk=True)
-
-
-@pytest.mark.parametrize("words", WITH)
-def test_with_other_techniques(words: str):
-    """Together with accumulation, recomputation, hybrid sharding, tensor ranks and pipelines."""
-    case = Case(f"{words} fp64 {WORD}", clip=0.5)
-    results = trained_as_one(run_threads, TIED, case)
-    assert_costs(results, on_disk=True)
 
 
 @pytest.mark.parametrize(
@@ -76,35 +52,6 @@ def test_with_other_optimizers(kind: Any, options: dict[str, Any]):
     for _, costs in results:
         for (counted, predicted), (held, formula) in costs:
             assert (counted, held[1:]) == (predicted, formula[1:])
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("plan", ["dp2", "dp2 zero1", "dp2 zero2 accumulate:2", "dp2 zero3"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_no_bit_changes_in_16_bits(plan: str, precision: str):
-    """Over masters on a disk, overflows of fp16 skipped: the numbers of the plan without."""
-    plain, offloaded = (
-        run_threads(2, trained, TASK, Case(f"{plan} {precision} {words}", clip=0.5, steps=4))
-        for words in ("", WORD)
-    )
-    for (run, _), (other, _) in zip(plain, offloaded, strict=True):
-        assert run.losses == other.losses
-        assert run.norms == pytest.approx(other.norms, rel=1e-6)
-        for name, weight in run.weights.items():
-            assert torch.allclose(weight, other.weights[name], rtol=1e-2, atol=1e-6), name
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (f"dp2 zero2 {WORD}", "ddp"),
-        ("dp2 zero3 offload:optim", f"dp2 zero1 {WORD}"),
-        (f"dp2 {WORD}", f"dp_replicate2 dp_shard2 zero3 {WORD}"),
-    ],
-)
-def test_checkpoints_of_any_tier(before: str, after: str):
-    """Saved after two steps under one plan and resumed under another: a run without a stop."""
-    assert_resumes(TASK, before, after)
 
 
 # --- memory: a model of any size in the same buffers ----------------------------------------------

@@ -29,75 +29,21 @@ from tests.pool import run_gloo, run_threads
 
 TASK, TIED = Task(), Task(tied_gpt)
 WORD = "offload:param@disk"
-PLANS = ["dp1", "dp1 zero3", "dp2", "dp2 zero3", "dp4 zero3", "dp_replicate2 dp_shard2 zero3"]
-WITH = [
-    "dp2 zero3 accumulate:2 recompute:full",
-    "dp2 accumulate:3",
-    "dp_replicate2 dp_shard2 zero3 accumulate:2",
-    "dp2 tp2 sp zero3",
-    "tp2",
-    "pp2 gpipe:2",
-    "dp2 pp2 1f1b:2 zero3",
-    "dp2 pp2 zb-h1:2 zero3",
-]
 
 
-@pytest.fixture(params=[None, 512], ids=["one chunk", "several chunks"])
-def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of the usual length, and so short that each flat parameter has many."""
-    if request.param:
-        monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", request.param)
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("plan", PLANS)
-def test_parity_and_costs(plan: str, clip: float | None):
-    """fp64, ranks that begin with different weights: 3 steps on real processes."""
-    case = Case(f"{plan} fp64 {WORD}", clip=clip, seeds=True)
-    results = trained_as_one(run_gloo, TASK, case)
-    assert_costs(results, on_disk=True)
-
-
-@pytest.mark.crossed
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("words", WITH)
-def test_with_other_techniques(words: str, chunks: None):
-    """Together with accumulation, recomputation, hybrid sharding, tensor ranks and pipelines."""
+@pytest.mark.parametrize("words", ["dp2 zero3 accumulate:2 recompute:full", "pp2 gpipe:2"])
+def test_several_chunks(words: str, monkeypatch: pytest.MonkeyPatch):
+    """Chunks so short that each flat parameter has many: parity, and bytes as predicted."""
+    monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 512)
     case = Case(f"{words} fp64 {WORD}", clip=0.5)
     results = trained_as_one(run_threads, TIED, case)
     assert_costs(results, on_disk=True)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("plan", ["dp2", "dp2 zero3"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_no_bit_changes_in_16_bits(plan: str, precision: str):
-    """Masters and weights both on the disk, overflows skipped: the numbers without offload."""
-    plain, offloaded = (
-        run_threads(2, trained, TASK, Case(f"{plan} {precision} {words}", clip=0.5, steps=4))
-        for words in ("", WORD)
-    )
-    for (run, _), (other, costs) in zip(plain, offloaded, strict=True):
-        assert run.losses == other.losses
-        assert run.norms == pytest.approx(other.norms, rel=1e-6)
-        assert all(sent == foreseen and held == told for (sent, foreseen), (held, told) in costs)
-        for name, weight in run.weights.items():
-            assert torch.allclose(weight, other.weights[name], rtol=1e-2, atol=1e-6), name
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (f"dp2 zero3 {WORD}", "ddp"),
-        ("dp2 zero1 offload:optim", f"dp2 zero3 {WORD}"),
-        (f"dp1 {WORD}", f"dp_replicate2 dp_shard2 zero3 {WORD}"),
-        (f"dp2 zero3 {WORD} bf16", f"dp1 {WORD} bf16"),
-        ("dp2 zero3 bf16", f"dp2 zero3 {WORD} bf16"),
-    ],
-)
-def test_checkpoints_of_any_tier(before: str, after: str):
+@pytest.mark.parametrize("before", [f"dp2 zero3 {WORD} bf16", "dp2 zero3 bf16"])
+def test_a_checkpoint_in_16_bits(before: str):
     """Saved after two steps under one plan and resumed under another: a run without a stop."""
-    assert_resumes(TASK, before, after)
+    assert_resumes(TASK, before, f"dp1 {WORD} bf16")
 
 
 class Frozen(torch.nn.Module):
