@@ -78,7 +78,7 @@ class Proof:
     def case(self) -> Case:
         """Clipped, where stages have a common norm; ranks begin with different weights."""
         clip = None if is_asynchronous(self.plan) else 0.5
-        return Case(self.exact, clip=clip, seeds=True, **ADAMW)
+        return Case(str(self.plan), clip=clip, seeds=True, **ADAMW)
 
     @property
     def oracle(self) -> tuple[str, str]:
