@@ -41,7 +41,7 @@ FACTORS: dict[str, list[str]] = {
     "accumulate": ["accumulate:2"],
     "recompute": [
         *("recompute:full", "recompute:selective", "recompute:every2", "recompute:blocks.0"),
-        *("recompute:96KiB", "recompute:partitioned", "recompute:partitioned-host"),
+        *("recompute:256KiB", "recompute:partitioned", "recompute:partitioned-host"),
     ],
     "activations": ["activations:host"],
     "offload": [
@@ -179,7 +179,7 @@ def thinned(plans: list[Words]) -> list[Words]:
             if all(times[pair] > 1 for pair in gone) and (not fewer or accepted(fewer)):
                 times.subtract(gone)
                 del words[factor]
-    return [words for words in plans if words]
+    return [words for words in plans if pairs_of(words)]
 
 
 def read() -> list[str]:

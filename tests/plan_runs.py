@@ -197,7 +197,7 @@ def load(engine: Engine, arrays: Arrays, scalars: Any) -> None:
 @cache
 def checkpoint(kind: str, precision: str) -> tuple[Arrays, Any]:
     """What one process saved after two steps of a kind of model."""
-    states = [saved(alone(), TASKS[kind], Proof(precision).case, SAVED)]
+    states = [saved(alone(), TASKS[kind], Proof(f"dp1 {precision}").case, SAVED)]
     return assembled(states), states[0][1]
 
 

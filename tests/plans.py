@@ -27,7 +27,7 @@ CANONICAL: dict[str, list[str]] = {
         *("dp2 ep2", "dp4 ep2 zero3", "dp2 ep2 accumulate:2", "dp2 ep2 tp2", "pp2 dp2 ep2 1f1b:2"),
     ],
     "recomputation": [
-        *(f"dp2 zero3 recompute:{how}" for how in ("full", "selective", "every2", "96KiB")),
+        *(f"dp2 zero3 recompute:{how}" for how in ("full", "selective", "every2", "128KiB")),
         *("ddp recompute:blocks.0.mlp,blocks.1", "tp2 recompute:partitioned"),
         *("tp2 sp recompute:full", "pp2 zb-v:4 recompute:full", "tp2 recompute:partitioned-host"),
         *("dp2 zero3 activations:host", "pp2 1f1b:4 activations:host"),
