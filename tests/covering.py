@@ -41,7 +41,7 @@ FACTORS: dict[str, list[str]] = {
     "accumulate": ["accumulate:2"],
     "recompute": [
         *("recompute:full", "recompute:selective", "recompute:every2", "recompute:blocks.0"),
-        *("recompute:256KiB", "recompute:partitioned", "recompute:partitioned-host"),
+        *("recompute:1MiB", "recompute:partitioned", "recompute:partitioned-host"),
     ],
     "activations": ["activations:host"],
     "offload": [
