@@ -22,6 +22,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.plan_check import problems
 from shardwise.core.plan_parser import SCHEDULES
 from tests.engine.cases import build
+from tests.models import ROWS
 from tests.plan_runs import Proof
 
 SEED = 20261
@@ -82,7 +83,8 @@ def runs(text: str) -> bool:
     try:
         proof = Proof(text)
         ranks = proof.plan.size
-        if ranks > MOST_RANKS or problems(proof.plan, ranks):
+        pieces = proof.plan.data_size * proof.plan.microbatches  # each has a row at least
+        if ranks > MOST_RANKS or pieces > ROWS or problems(proof.plan, ranks):
             return False
         build(traced(0, ranks), proof.task, proof.case)
     except InputError:

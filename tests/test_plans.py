@@ -13,15 +13,19 @@ from shardwise.verify.oracles import is_asynchronous
 from tests import covering
 from tests.engine.tensors import Piece, assert_pieces
 from tests.plan_runs import Run, Trained, run_in_16_bits, run_of
-from tests.plans import CANONICAL, ELSEWHERE, EQUAL_16, every_plan
+from tests.plans import CANONICAL, ELSEWHERE, EQUAL_16, FAULTS, every_plan
 from tests.pool import run_gloo, run_threads
+
+
+def marks(plan: str) -> list[pytest.MarkDecorator]:
+    """The marks of a plan of the array: those with a known fault are expected to fail."""
+    known = [fault for pattern, fault in FAULTS.items() if re.search(pattern, plan)]
+    return [pytest.mark.full, *(pytest.mark.xfail(reason=r, strict=s) for r, s in known)]
+
 
 PLANS = [
     *(pytest.param((run_gloo, plan), id=plan) for rows in CANONICAL.values() for plan in rows),
-    *(
-        pytest.param((run_threads, plan), id=plan, marks=pytest.mark.full)
-        for plan in covering.read()
-    ),
+    *(pytest.param((run_threads, p), id=p, marks=marks(p)) for p in covering.read()),
 ]
 
 
