@@ -7,7 +7,7 @@ of the covering array, in which every two words that may meet do meet.
 ROWS = ("ddp", "zero1", "zero2", "zero3")
 
 CANONICAL: dict[str, list[str]] = {
-    "one process": ["dp1", "dp1 fp32"],
+    "one process": ["dp1 fp64", "dp1 fp32"],
     "data rows": [
         *(f"dp{ranks} {row}" for ranks in (2, 4) for row in ROWS),
         *(f"dp_replicate2 dp_shard2 {row}" for row in ROWS[1:]),
