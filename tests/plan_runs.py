@@ -29,7 +29,7 @@ from shardwise.verify.oracles import is_asynchronous, oracles_of
 from tests.engine.cases import Case, Task, build, foreseen
 from tests.engine.tensors import ADAMW, Piece, mine, pieces, sent
 from tests.engine.test_state import assembled, saved
-from tests.models import TASKS, kind_of
+from tests.tasks import TASKS, kind_of
 from tests.pool import run_threads
 
 STEPS = 3
@@ -122,9 +122,13 @@ class Expected:
 
 def train(world: World, proof: Proof, expected: Expected) -> Trained:
     """Three steps, of which the last is metered, and an evaluation."""
-    task, case, found = proof.task, proof.case, Trained()
-    engine, theory = build(world, task, case), foreseen(world, task, case)
-    meter = Meter(engine, peaks=False)
+    engine, theory = build(world, proof.task, proof.case), foreseen(world, proof.task, proof.case)
+    return trained(engine, theory, proof, expected)
+
+
+def trained(engine: Engine, theory: Predictor, proof: Proof, expected: Expected) -> Trained:
+    """The training of an engine that has run no step."""
+    task, found, meter = proof.task, Trained(), Meter(engine, peaks=False)
     for step in range(STEPS):
         with meter if step == STEPS - 1 else nullcontext():
             metrics = engine.step(mine(engine, task.batch(step)))
@@ -132,7 +136,7 @@ def train(world: World, proof: Proof, expected: Expected) -> Trained:
         found.norms.append(metrics.grad_norm)
         found.gradients.append(pieces(engine.gradients(), "grad/"))
         compare(found, engine, theory, task.batch(step), {"loads": expected.loads[step]})
-    world.barrier()  # ranks in threads read each other's tensors until here
+    engine.world.barrier()  # ranks in threads read each other's tensors until here
     gc.collect()
     # what the engine owns is in `memory`: versions of weights replace others in each step
     found.leaks = [leak for leak in meter.leaks() if leak.place.category == "activations"]
@@ -142,15 +146,21 @@ def train(world: World, proof: Proof, expected: Expected) -> Trained:
 
 
 def train_and_go_on(
-    world: World, proof: Proof, expected: Expected, arrays: Arrays, scalars: Any
+    world: World, proof: Proof, expected: Expected, anew: bool, arrays: Arrays, scalars: Any
 ) -> Trained:
-    """The same; then another engine loads a checkpoint of one process, and takes a step."""
-    found, task, case = train(world, proof, expected), proof.task, proof.case
+    """The same; then a checkpoint of one process is loaded and a step taken.
+
+    By another engine if `anew`, else by the one that has trained.
+    """
+    task, case = proof.task, proof.case
     engine, theory = build(world, task, case), foreseen(world, task, case)
+    found = trained(engine, theory, proof, expected)
+    if anew:
+        engine, theory = build(world, task, case), foreseen(world, task, case)
     load(engine, arrays, scalars)
-    batch = task.batch(SAVED)
+    batch, done = task.batch(SAVED), engine.steps - engine.steps_run
     found.resumed_loss = engine.step(mine(engine, batch)).loss
-    how = {"loads": expected.resumed_loads, "loaded": True, "done": SAVED}
+    how = {"loads": expected.resumed_loads, "loaded": True, "done": done, "flushed": True}
     compare(found, engine, theory, batch, how)
     found.resumed_state = pieces(engine.boxes(), "")
     return found
@@ -259,13 +269,11 @@ class Run:
     expected: Expected
 
 
-def run_of(on_ranks: Callable[..., list[Trained]], text: str) -> Run:
+def run_of(on_ranks: Callable[..., list[Trained]], text: str, *, anew: bool = True) -> Run:
     """The run of a plan on ranks that `on_ranks` provides."""
     proof = Proof(text)
-    expected = trained_alone(*proof.oracle)
-    ranks = on_ranks(
-        proof.plan.size, train_and_go_on, proof, expected, *checkpoint(proof.kind, proof.precision)
-    )
+    expected, saved_alone = trained_alone(*proof.oracle), checkpoint(proof.kind, proof.precision)
+    ranks = on_ranks(proof.plan.size, train_and_go_on, proof, expected, anew, *saved_alone)
     return Run(proof, ranks, expected)
 
 

@@ -23,16 +23,22 @@ def marks(plan: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.full, *(pytest.mark.xfail(reason=r, strict=s) for r, s in known)]
 
 
+#: Each with whether another engine loads the checkpoint, or that which has trained.
 PLANS = [
-    *(pytest.param((run_gloo, plan), id=plan) for rows in CANONICAL.values() for plan in rows),
-    *(pytest.param((run_threads, p), id=p, marks=marks(p)) for p in covering.read()),
+    *(
+        pytest.param((run_gloo, plan, True), id=plan)
+        for rows in CANONICAL.values()
+        for plan in rows
+    ),
+    *(pytest.param((run_threads, p, False), id=p, marks=marks(p)) for p in covering.read()),
 ]
 
 
 @pytest.fixture(scope="module", params=PLANS)
 def run(request: pytest.FixtureRequest) -> Run:
     """The run of one plan, which the facts below are about."""
-    return run_of(*request.param)
+    on_ranks, plan, anew = request.param
+    return run_of(on_ranks, plan, anew=anew)
 
 
 def assert_state(run: Run, ranks: list[list[Piece]], wanted: dict[str, Tensor]) -> None:
