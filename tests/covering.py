@@ -22,8 +22,8 @@ from shardwise.core.errors import InputError
 from shardwise.core.plan_check import problems
 from shardwise.core.plan_parser import SCHEDULES
 from tests.engine.cases import build
-from tests.tasks import ROWS
 from tests.plan_runs import Proof
+from tests.tasks import ROWS
 
 SEED = 20261
 MOST_RANKS, FEW_RANKS = 8, 4

@@ -29,8 +29,8 @@ from shardwise.verify.oracles import is_asynchronous, oracles_of
 from tests.engine.cases import Case, Task, build, foreseen
 from tests.engine.tensors import ADAMW, Piece, mine, pieces, sent
 from tests.engine.test_state import assembled, saved
-from tests.tasks import TASKS, kind_of
 from tests.pool import run_threads
+from tests.tasks import TASKS, kind_of
 
 STEPS = 3
 SAVED = 2  # the steps after which one process saves what the plan then loads

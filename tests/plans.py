@@ -11,11 +11,13 @@ CANONICAL: dict[str, list[str]] = {
     "data rows": [
         *(f"dp{ranks} {row}" for ranks in (2, 4) for row in ROWS),
         *(f"dp_replicate2 dp_shard2 {row}" for row in ROWS[1:]),
-        *("dp2 row:R,R,S", "dp2 row:R,S,S", "dp2 zero3 bucket:4KiB", "dp2 zero2 buffers:64KiB"),
+        *("dp2 row:R,R,S", "dp4 row:R,S,S", "dp2 row:R,R,R", "dp2 row:S,P,S", "dp2 row:S,R,S"),
+        *("dp2 zero3 bucket:4KiB", "dp2 zero2 buffers:64KiB", "dp2 zero3 fp32", "dp2 zero1 fp32"),
         *("dp3 zero3 accumulate:2", "dp2 zero2 accumulate:3"),
     ],
     "tensor": [
-        *("tp2", "tp4", "tp2 sp", "dp2 tp2 zero1", "dp2 tp2 sp zero3", "tp2 accumulate:2"),
+        *("tp2", "tp4", "tp4 sp fp32", "tp2 sp", "dp2 tp2 zero1", "dp2 tp2 sp zero3"),
+        "tp2 accumulate:2",
     ],
     "pipeline": [
         *("pp2", "pp2 naive", "pp2 gpipe:3", "pp2 1f1b:4", "pp4 1f1b:8", "pp2 dapple:4"),
@@ -24,12 +26,14 @@ CANONICAL: dict[str, list[str]] = {
         *("pp2 tp2 sp zero1 zb-h1:2", "pp2 dp2 zero2 accumulate:2 gpipe:2"),
     ],
     "experts": [
-        *("dp2 ep2", "dp4 ep2 zero3", "dp2 ep2 accumulate:2", "dp2 ep2 tp2", "pp2 dp2 ep2 1f1b:2"),
+        *("dp2 ep2", "dp4 ep2 zero3", "dp4 ep4 zero1", "dp2 ep2 accumulate:2", "dp2 ep2 tp2"),
+        "pp2 dp2 ep2 1f1b:2",
     ],
     "recomputation": [
         *(f"dp2 zero3 recompute:{how}" for how in ("full", "selective", "every2", "128KiB")),
         *("ddp recompute:blocks.0.mlp,blocks.1", "tp2 recompute:partitioned"),
         *("tp2 sp recompute:full", "pp2 zb-v:4 recompute:full", "tp2 recompute:partitioned-host"),
+        "dp2 zero3 recompute:blocks.*.mlp,blocks.1",
         *("dp2 zero3 activations:host", "pp2 1f1b:4 activations:host"),
     ],
     "offload": [
@@ -42,7 +46,8 @@ CANONICAL: dict[str, list[str]] = {
         *("tp2 offload:optim", "dp2 zero2 device_memory:4GiB"),
     ],
     "memory": [
-        *("dp2 zero3 tile:2", "dp2 zero3 tile:3=head", "dp2 zero3 arenas recompute:full"),
+        *("dp2 zero3 tile:2", "dp4 zero3 tile:5=head,*.mlp.*", "dp1 offload:param tile:3"),
+        "dp2 zero3 arenas recompute:full",
         *("dp2 zero2 arenas", "pp2 1f1b:3 recompute:full arenas"),
     ],
     "layers": [
@@ -72,7 +77,10 @@ ELSEWHERE = {
 }
 #: Plans of the array that fail today: what they show, and whether all five facts do.
 FAULTS = {
-    r"recompute:.* [|] head: tp2$": ("a head of its own tensor plan beside recomputation", True),
+    r"pp2 .*recompute:(full|selective|every2) .*[|] head: tp2$": (
+        "a stage that recomputes its last block uses the parts of a head of its own tensor plan",
+        True,
+    ),
     r"ep2 recompute:partitioned arenas": ("bytes of arenas that hold parts of inputs", False),
 }
 

@@ -8,16 +8,13 @@ from threading import get_ident
 from typing import Any
 
 import pytest
-import torch
 
 from shardwise.comm.world import World
 from shardwise.core.offload import parse
-from shardwise.core.plan import Plan
 from shardwise.engine.meter import Meter
 from shardwise.engine.state_dict import full_parameters
 from shardwise.parallel.offload.host_thread import HostThread
 from tests.engine.cases import (
-    PLANS,
     Case,
     Run,
     Task,
@@ -26,8 +23,8 @@ from tests.engine.cases import (
     oracle,
     share,
 )
-from tests.engine.offloading import assert_costs, assert_parity, trained
-from tests.pool import run_gloo, run_threads
+from tests.engine.offloading import trained
+from tests.pool import run_threads
 
 TASK = Task()
 
@@ -51,15 +48,6 @@ def test_where_states_rest(plan: str):
         held = dict(zip(("device", "host", "disk"), costs[-1][1][0], strict=True))
         for what, tiers in zip(("parameters", "optimizer"), RESTS[plan], strict=True):
             assert [tier for tier, of in held.items() if of[what]] == tiers.split()
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_updates_beside_arrivals(plan: str):
-    """fp32 without clipping, where updates wait for no norm: parity within 1e-5."""
-    case = Case(f"{plan} fp32 offload:optim", kind=torch.optim.SGD, options={"lr": 0.1})
-    results = run_gloo(Plan.parse(plan).size, trained, TASK, case)
-    assert_parity(results, oracle(TASK, case, torch.float32), 1e-5)
-    assert_costs(results)
 
 
 def in_parts(world: World, words: str) -> tuple[list[bool], Run]:
@@ -93,32 +81,6 @@ def test_several_updates_of_a_step_run_beside_arrivals(words: str, what: str):
         assert run.losses == pytest.approx(wanted.losses, rel=1e-10)
         for name, weight in run.weights.items():
             assert difference(weight, wanted.weights[name]) <= 1e-10, name
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize(
-    "words",
-    [
-        "dp1 offload:optim=0.6",
-        "dp2 zero1 offload:optim=0.3",
-        "dp2 zero3 accumulate:2 offload:optim=0.5",
-        "dp2 offload:optim=0.5",
-        "dp2 pp2 1f1b:2 zero1 offload:optim=0.5",
-        "dp2 tp2 sp zero2 offload:optim=0.5",
-        "dp_replicate2 dp_shard2 zero2 offload:optim=0.4",
-    ],
-)
-def test_some_units(words: str, clip: float | None):
-    """The last units that have the fraction of the parameters leave the device, and no more."""
-    case = Case(f"{words} fp64", clip=clip)
-    results = run_threads(Plan.parse(words).size, trained, TASK, case)
-    assert_parity(results, oracle(TASK, case), 1e-10)
-    for _, costs in results:
-        for (counted, predicted), (held, formula) in costs:
-            assert counted == predicted
-            assert held == formula
-            device, host, _ = held
-            assert all(of["gradients"] > 0 < of["optimizer"] for of in (device, host))
 
 
 def test_the_fewest_units_with_the_fraction():

@@ -84,9 +84,9 @@ def wide_task(width: int) -> Task:
     return Task(lambda: Wide(width), batch, loss, None)
 
 
-def arena(world: World, width: int) -> tuple[Run, list[int], int, int, list[Any]]:
-    """A training with the host's peaks in each step, the bytes on disk, the predicted buffers."""
-    case, task = Case(f"dp2 zero2 fp64 {WORD}", clip=0.5), wide_task(width)
+def arena(world: World, width: int, plan: str) -> tuple[Run, list[int], list[int], list[Any]]:
+    """A training with the host's peaks in each step, and the bytes of disk, host and device."""
+    case, task = Case(f"{plan} fp64", clip=0.5), wide_task(width)
     engine, run, peaks = build(world, task, case), Run(), []
     meter = Meter(engine)
     for step in range(case.steps):
@@ -96,25 +96,29 @@ def arena(world: World, width: int) -> tuple[Run, list[int], int, int, list[Any]
     run.weights = full_parameters(engine.flats)
     world.barrier()
     gc.collect()
-    disk = sum(engine.disk_memory().values())
-    return run, peaks, disk, sum(engine.host_memory().values()), meter.leaks()
+    device = {category: n for category, n in engine.memory().items() if category != "buffers"}
+    tiers = [sum(of.values()) for of in (engine.disk_memory(), engine.host_memory(), device)]
+    return run, peaks, tiers, meter.leaks()
 
 
-def test_states_larger_than_the_host_memory_they_have(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("plan", [f"dp2 zero2 {WORD}", "dp2 zero3 offload:param@disk"])
+def test_states_larger_than_the_host_memory_they_have(plan: str, monkeypatch: pytest.MonkeyPatch):
     """States of 4 times the host's buffers and more; a model of 4 times the size needs no more."""
     monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 512)
     counts = 4 * 4  # bytes of the step counts of four parameters, which an update copies
     found: set[int] = set()
     for width in (2048, 8192):
-        results = run_threads(2, arena, width)
+        results = run_threads(2, arena, width, plan)
         wanted = oracle(wide_task(width), Case("ddp", clip=0.5))
-        for run, peaks, disk, held, leaks in results:
+        for run, peaks, (disk, held, device), leaks in results:
             assert run.losses == pytest.approx(wanted.losses, rel=1e-10)
             for name, weight in run.weights.items():
                 assert difference(weight, wanted.weights[name]) <= 1e-10, name
             assert disk >= 4 * held
             assert max(peaks[1:]) <= held + 2 * counts  # in the first step torch makes states
             assert leaks == []
+            assert device == 0 or "optim" in plan
             found.add(held)
     assert found == {reserved_bytes(2, 8, 512) + counts}
 

@@ -1,8 +1,6 @@
 """`offload:param@disk`: parameters rest on a disk too, and stream to the device before each use."""
 
-import gc
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,13 +8,10 @@ import torch
 import shardwise as sw
 from shardwise.comm.disk import DiskError
 from shardwise.comm.world import World
-from shardwise.core.chunks import reserved_bytes
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
-from shardwise.engine.meter import Meter
-from shardwise.engine.state_dict import full_parameters
-from tests.engine.cases import Case, Run, Task, build, difference, oracle, share, tied_gpt
+from tests.engine.cases import Case, Task, build, oracle, share, tied_gpt
 from tests.engine.offloading import (
     assert_costs,
     assert_parity,
@@ -69,47 +64,6 @@ def test_frozen_parameters_rest_there_too(plan: str):
     results = run_threads(Plan.parse(plan).size, trained, task, case)
     assert_parity(results, oracle(task, case), 1e-10)
     assert_costs(results, on_disk=True)
-
-
-# --- memory: a model of any size in the same buffers ----------------------------------------------
-
-
-def arena(world: World, width: int, plan: str) -> tuple[Run, list[int], int, int, int, list[Any]]:
-    """A training with the host's peaks in each step, and bytes on disk, host and device."""
-    case, task = Case(f"{plan} fp64 {WORD}", clip=0.5), wide_task(width)
-    engine, run, peaks = build(world, task, case), Run(), []
-    meter = Meter(engine)
-    for step in range(case.steps):
-        with meter:
-            run.losses.append(engine.step(share(task.batch(step), world.rank, world.size)).loss)
-        peaks.append(sum(meter.host_peak.values()))
-    run.weights = full_parameters(engine.flats)
-    world.barrier()
-    gc.collect()
-    disk, host = (sum(each.values()) for each in (engine.disk_memory(), engine.host_memory()))
-    device = engine.memory()
-    return run, peaks, disk, host, sum(device.values()) - device["buffers"], meter.leaks()
-
-
-@pytest.mark.full
-def test_parameters_larger_than_the_host_memory_they_have(monkeypatch: pytest.MonkeyPatch):
-    """Nothing stays on the device; the host's peak is that of the buffers for any model."""
-    monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 512)
-    counts = 4 * 4  # bytes of the step counts of four parameters, which an update copies
-    found: set[int] = set()
-    for width in (2048, 8192):
-        results = run_threads(2, arena, width, "dp2 zero3")
-        wanted = oracle(wide_task(width), Case("ddp", clip=0.5))
-        for run, peaks, disk, held, device, leaks in results:
-            assert run.losses == pytest.approx(wanted.losses, rel=1e-10)
-            for name, weight in run.weights.items():
-                assert difference(weight, wanted.weights[name]) <= 1e-10, name
-            assert disk >= 4 * held
-            assert max(peaks[1:]) <= held + 2 * counts
-            assert leaks == []
-            found.add(held)
-            assert device == 0
-    assert found == {reserved_bytes(2, 8, 512) + counts}
 
 
 # --- errors ---------------------------------------------------------------------------------------

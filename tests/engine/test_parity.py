@@ -3,18 +3,10 @@
 import pytest
 import torch
 
-from tests.engine.cases import PLANS, Case, Task, assert_same, oracle, ranks_of, train
+from tests.engine.cases import Case, Task, assert_same, oracle, train
 from tests.pool import run_gloo, run_threads
 
 TASK = Task()
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_parity_in_fp32(plan):
-    """fp32: the same within 1e-5, units chosen automatically."""
-    case = Case(f"{plan} fp32", kind=torch.optim.SGD, options={"lr": 0.1}, units="auto")
-    results = run_gloo(ranks_of(plan), train, TASK, case)
-    assert_same(results, oracle(TASK, case, torch.float32), 1e-5)
 
 
 OPTIMIZERS = {

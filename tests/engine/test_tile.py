@@ -40,14 +40,6 @@ from tests.engine.test_timeline import both, check
 from tests.pool import run_gloo, run_threads
 
 TASK = Task()
-PLANS = ["dp2 zero3 tile:3", "dp4 zero3 tile:5=head,*.mlp.*", "dp1 offload:param tile:3"]
-WITH = [
-    *("dp1 zero3 tile:2", "dp2 zero3 tile:4=head accumulate:2", "dp2 zero3 tile:3=*"),
-    *("dp2 zero3 tile:2 recompute:full", "dp2 zero3 tile:3=* recompute:selective"),
-    *("dp_replicate2 dp_shard2 zero3 tile:3", "dp2 zero3 offload:param tile:3"),
-    *("dp2 zero3 offload:optim tile:3", "dp2 zero3 offload:optim@disk tile:3"),
-    *("dp2 zero3 offload:optim=0.5 tile:3", "dp2 zero3 offload:param@disk tile:3"),
-]
 
 
 def assert_costs(results: list[Any]) -> None:
@@ -56,26 +48,6 @@ def assert_costs(results: list[Any]) -> None:
         for (counted, predicted), (held, formula) in costs:
             assert counted == predicted
             assert held == formula
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_parity_and_costs(plan: str):
-    """fp64, clipped, ranks that begin with different weights: 3 steps on real processes."""
-    case = Case(f"{plan} fp64", clip=0.5, seeds=True)
-    results = run_gloo(Plan.parse(plan).size, trained, TASK, case)
-    assert_parity(results, oracle(TASK, case), 1e-10)
-    assert_costs(results)
-
-
-@pytest.mark.crossed
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("words", WITH)
-def test_with_other_techniques(words: str, clip: float | None):
-    """Together with accumulation, recomputation, hybrid sharding and offload."""
-    case = Case(f"{words} fp64", clip=clip)
-    results = run_threads(Plan.parse(words).size, trained, TASK, case)
-    assert_parity(results, oracle(TASK, case), 1e-10)
-    assert_costs(results)
 
 
 def test_with_delayed_updates():

@@ -26,20 +26,6 @@ from tests.engine.tensors import (
 from tests.expert import moe
 from tests.pool import run_gloo, run_threads
 
-PLANS = [
-    *(f"dp2 ep2 {row}" for row in ("ddp", "zero1", "zero2", "zero3")),
-    *(f"dp4 ep{n} {row}" for n in (2, 4) for row in ("ddp", "zero1", "zero2", "zero3")),
-    "dp_replicate2 dp_shard2 ep2 zero3",
-    "dp4 zero3",
-]
-
-
-@pytest.mark.crossed
-@pytest.mark.parametrize("plan", PLANS)
-def test_capacity(plan: str):
-    """Tokens beyond an expert's capacity are dropped as in one process; bytes as predicted."""
-    moe.holds(moe.task("topk-renormalised", 1.0), plan)
-
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("name", GATES)
@@ -64,23 +50,6 @@ def test_every_gate(name: str):
 def test_ranks_without_rows(name: str, plan: str):
     """Ranks without rows take part without a token; their experts learn from the other ranks."""
     moe.holds(moe.task(name, 1.0, rows=2), plan)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "accumulate:2",
-        "recompute:full",
-        "recompute:selective",
-        "recompute:full accumulate:2",
-        "offload:optim",
-        "offload:optim recompute:full accumulate:2",
-        "offload:param",
-    ],
-)
-def test_with_other_words(words: str):
-    """Losses and capacity are those of one process on the same microbatches; bytes are exact."""
-    moe.holds(moe.task("topk", 1.0), f"dp2 ep2 zero3 {words}")
 
 
 @pytest.mark.crossed
