@@ -8,7 +8,7 @@ ARGS ?=
 # and repeats it.
 TESTS := $(BIN)/python -m pytest -n 2 --dist worksteal --max-worker-restart 1
 
-.PHONY: setup train train-moe test test-all check format wheel clean
+.PHONY: setup train train-moe test test-all mutants check format wheel clean
 
 # The environment: made once, and again only when what it is made from has changed.
 setup: $(STAMP)
@@ -37,6 +37,10 @@ test: setup
 # The core of the tests, then the rest (tests/conftest.py). ARGS='-m ""' runs all combinations too.
 test-all: test
 	$(TESTS) -m "not core and not combination" $(ARGS)
+
+# Which core test notices each mutation of the catalogue, and which mutations none does.
+mutants: setup
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check

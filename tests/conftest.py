@@ -9,6 +9,7 @@ others are marked `combination`, and run with `pytest -m ""`.
 """
 
 import gc
+import importlib
 import itertools
 import os
 import sys
@@ -25,6 +26,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 CASES = 2
 #: Files of which every case that is not `full` runs: it costs next to nothing, or is a fact.
 WHOLE = ("tests/test_house.py", "tests/test_plans.py", "tests/core/")
+
+
+def pytest_sessionstart() -> None:
+    """The mutation that the judge of the suite tries (tests/mutants.py)."""
+    if "SHARDWISE_TESTS_MUTATION" in os.environ:
+        importlib.import_module("tests.mutated")
 
 
 @pytest.fixture(scope="session", autouse=True)

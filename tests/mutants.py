@@ -1,0 +1,205 @@
+"""The judge of the suite: which test notices each mutation of the catalogue, and which none does.
+
+    python -m tests.mutants                the whole catalogue; `make mutants` is this
+    python -m tests.mutants "dp2 zero3"    the mutations whose name or plan has this text
+    python -m tests.mutants --table        which of them the table notices
+
+Each mutation is put into a process of its own, first for the facts of the table (tests/plans.py) in
+threads, the plans nearest to the mutation's first, until one fails.  For those that no plan notices
+run the core tests of the folders nearest to what the mutation patches, until one fails.
+"""
+
+import io
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+import torch
+
+from tests import plan_runs, test_plans
+from tests.mutated import VARIABLE, apply, modules_of
+from tests.plans import CANONICAL, EQUAL_16
+from tests.pool import run_threads
+from tests.tasks import kind_of
+from tests.verify.mutations.mutation import Mutation
+from tests.verify.test_mutations import CATALOGUE, NAMED
+
+AT_ONCE = 2
+TABLE_ALONE = "--table"
+SECONDS, TEST_SECONDS = 240, 900  # of the table, and of the tests of one mutation
+PLANS = [plan for plans in CANONICAL.values() for plan in plans]
+FACTS: list[Callable[[plan_runs.Run], None]] = [
+    *(test_plans.test_parity, test_plans.test_bytes, test_plans.test_memory),
+    *(test_plans.test_nothing_is_left, test_plans.test_a_checkpoint_of_one_process_goes_on),
+]
+#: Folders of tests beside that of the package's folder; in their order all are tried.
+FOLDERS = ("engine", "parallel", "expert", "predict", "core", "comm", "checkpoint", "verify")
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def nearness(mutation: Mutation, plan: str) -> float:
+    """The share of words that a plan has in common with the mutation's."""
+    mixture = {"moe", "sigmoid", "choice"}
+    one, other = (set(re.sub("[|:=]", " ", text).split()) for text in (mutation.plan, plan))
+    experts = (mutation.model in mixture) == (kind_of(plan) == "mixture")
+    return len(one & other) / len(one | other) + 0.5 * experts
+
+
+def checks(mutation: Mutation) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Facts of plans, the nearest plans first."""
+    pairs = [[one, *(f"{one} {word}" for word in words)] for one, words in EQUAL_16.items()]
+    in_16_bits = {plan: group[0] for group in pairs for plan in group}
+    every = sorted([*PLANS, *in_16_bits], key=lambda plan: -nearness(mutation, plan))
+    for plan in every:
+        if plan in in_16_bits:
+            yield f"test_bytes_memory_and_leaks_in_16_bits[{plan}]", _costs_in_16_bits(plan)
+            plain = in_16_bits[plan]
+            if plan != plain:
+                word = plan.removeprefix(f"{plain} ")
+                yield f"test_no_bit_changes_in_16_bits[{plain}-{word}]", _bits(plain, word)
+        else:
+            yield plan, _facts(plan)
+
+
+def _costs_in_16_bits(plan: str) -> Callable[[], None]:
+    return lambda: test_plans.test_bytes_memory_and_leaks_in_16_bits(plan)
+
+
+def _bits(plain: str, word: str) -> Callable[[], None]:
+    return lambda: test_plans.test_no_bit_changes_in_16_bits(plain, word)
+
+
+def _facts(plan: str) -> Callable[[], None]:
+    def check() -> None:
+        run = plan_runs.run_of(run_threads, plan)
+        for fact in FACTS:
+            try:
+                fact(run)
+            except AssertionError as error:
+                raise AssertionError(fact.__name__) from error
+
+    return check
+
+
+def first_noticing(mutation: Mutation) -> str:
+    """The test of the table that fails first, or nothing."""
+    for name, check in checks(mutation):
+        try:
+            check()
+        except AssertionError as error:
+            return f"{error}[{name}]" if str(error).startswith("test_") else name
+        except Exception as error:  # noqa: BLE001 - a run that fails is a test that fails
+            return f"test_parity[{name}] ({type(error).__name__})"
+    return ""
+
+
+def in_the_table(name: str, answers: Any) -> None:
+    """One process: a mutation, and the plans until one notices it."""
+    signal.alarm(SECONDS)  # ends the process, with the signal as its exit code
+    apply(name)
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        answers.put((name, first_noticing(NAMED[name])))
+
+
+# --- the tests of folders -------------------------------------------------------------------------
+
+
+def folders(modules: Iterable[str]) -> list[str]:
+    """Folders of tests, those named as the package's folders first."""
+    own = [module.split(".")[1:3] for module in modules if module.startswith("shardwise.")]
+    first = [part for parts in own for part in (parts[-1], parts[0]) if part in FOLDERS]
+    return [f"tests/{folder}" for folder in dict.fromkeys([*first, *FOLDERS])]
+
+
+def in_the_tests(name: str) -> str:
+    """The core test that fails first, or nothing."""
+    patch = apply(name)
+    changed = modules_of(patch)
+    patch.undo()
+    command = [
+        *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no"),
+        *("--deselect", "tests/verify/test_mutations.py", *folders(changed)),
+    ]
+    environment = os.environ | {VARIABLE: name}
+    try:
+        done = subprocess.run(
+            command,
+            check=False,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TEST_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return "a test that does not end"
+    found = re.search(r"^(?:FAILED|ERROR) (\S+.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    return found[1] if found else "" if done.returncode == 0 else "pytest"
+
+
+# --- the judge ------------------------------------------------------------------------------------
+
+
+def judged(names: list[str]) -> Iterator[tuple[str, str, float]]:
+    """Each mutation, the test of the table that notices it or nothing, and the seconds it took."""
+    context = multiprocessing.get_context("fork")  # of this process, which has imported torch
+    answers: Any = context.SimpleQueue()
+    waiting, running = list(reversed(names)), dict[str, tuple[Any, float]]()
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            name = waiting.pop()
+            process = context.Process(target=in_the_table, args=(name, answers))
+            process.start()
+            running[name] = process, time.monotonic()
+        time.sleep(0.05)
+        found = dict[str, str]()
+        while not answers.empty():
+            name, said = answers.get()
+            found[name] = said
+        for name, (process, since) in list(running.items()):
+            if name in found or process.exitcode is not None:
+                said = found.get(name, f"test_parity (the process ended with {process.exitcode})")
+                process.kill()
+                process.join()
+                del running[name]
+                yield name, said, time.monotonic() - since
+
+
+def main(words: list[str]) -> int:
+    """Print a line for each mutation, and the survivors.  1 if there are any."""
+    torch.set_num_threads(1)
+    names = [word for word in words if word != TABLE_ALONE]
+    chosen = [m.name for m in CATALOGUE if not names or any(name in m.id for name in names)]
+    plan_runs.run_of(run_threads, "dp2 zero3")  # what torch imports late, once
+    for kept in (plan_runs.trained_alone, plan_runs.checkpoint):
+        kept.cache_clear()
+    unnoticed = list[str]()
+    for name, said, seconds in judged(chosen):
+        print(f"{seconds:5.0f} s  {NAMED[name].id}: {said or 'noticed by no plan'}", flush=True)
+        unnoticed += [] if said else [name]
+    survivors = unnoticed if TABLE_ALONE in words else [n for n in unnoticed if not by_tests(n)]
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutations are noticed")
+    for name in survivors:
+        print(f"  survives: {NAMED[name].id}")
+    return int(bool(survivors))
+
+
+def by_tests(name: str) -> str:
+    """The core test beside the table that fails first, which is printed."""
+    began = time.monotonic()
+    said = in_the_tests(name)
+    seconds = time.monotonic() - began
+    print(f"{seconds:5.0f} s  {NAMED[name].id}: {said or 'SURVIVES'}", flush=True)
+    return said
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
