@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +34,14 @@ from tests.verify.test_mutations import CATALOGUE, NAMED
 
 AT_ONCE = 2
 TABLE_ALONE = "--table"
-SECONDS, TEST_SECONDS = 240, 900  # of the table, and of the tests of one mutation
+NEAREST = 16  # plans that are tried before the tests of folders
+SECONDS, TEST_SECONDS = 300, 1800  # after which one plan, and the tests of folders, hang
 PLANS = [plan for plans in CANONICAL.values() for plan in plans]
+IN_16_BITS = {
+    f"{plan} {word}".strip(): (plan, word)
+    for plan, words in EQUAL_16.items()
+    for word in ("", *words)
+}
 FACTS: list[Callable[[plan_runs.Run], None]] = [
     *(test_plans.test_parity, test_plans.test_bytes, test_plans.test_memory),
     *(test_plans.test_nothing_is_left, test_plans.test_a_checkpoint_of_one_process_goes_on),
@@ -56,55 +63,43 @@ def nearness(mutation: Mutation, plan: str) -> float:
 
 def checks(mutation: Mutation) -> Iterator[tuple[str, Callable[[], None]]]:
     """Facts of plans, the nearest plans first."""
-    pairs = [[one, *(f"{one} {word}" for word in words)] for one, words in EQUAL_16.items()]
-    in_16_bits = {plan: group[0] for group in pairs for plan in group}
-    every = sorted([*PLANS, *in_16_bits], key=lambda plan: -nearness(mutation, plan))
-    for plan in every:
-        if plan in in_16_bits:
-            yield f"test_bytes_memory_and_leaks_in_16_bits[{plan}]", _costs_in_16_bits(plan)
-            plain = in_16_bits[plan]
-            if plan != plain:
-                word = plan.removeprefix(f"{plain} ")
-                yield f"test_no_bit_changes_in_16_bits[{plain}-{word}]", _bits(plain, word)
-        else:
-            yield plan, _facts(plan)
+    every = sorted([*PLANS, *IN_16_BITS], key=lambda plan: -nearness(mutation, plan))
+    for plan in every[:NEAREST]:
+        if plan in PLANS:
+            yield plan, partial(_facts, plan)
+            continue
+        for fact in (test_plans.test_near_one_process_in_16_bits, test_plans.test_costs_in_16_bits):
+            yield f"{fact.__name__}[{plan}]", partial(fact, plan)
+        plain, word = IN_16_BITS[plan]
+        if word:
+            bits = test_plans.test_no_bit_changes_in_16_bits
+            yield f"{bits.__name__}[{plain}-{word}]", partial(bits, plain, word)
 
 
-def _costs_in_16_bits(plan: str) -> Callable[[], None]:
-    return lambda: test_plans.test_bytes_memory_and_leaks_in_16_bits(plan)
-
-
-def _bits(plain: str, word: str) -> Callable[[], None]:
-    return lambda: test_plans.test_no_bit_changes_in_16_bits(plain, word)
-
-
-def _facts(plan: str) -> Callable[[], None]:
-    def check() -> None:
-        run = plan_runs.run_of(run_threads, plan)
-        for fact in FACTS:
-            try:
-                fact(run)
-            except AssertionError as error:
-                raise AssertionError(fact.__name__) from error
-
-    return check
+def _facts(plan: str) -> None:
+    run = plan_runs.run_of(run_threads, plan)
+    for fact in FACTS:
+        try:
+            fact(run)
+        except AssertionError as error:
+            raise AssertionError(fact.__name__) from error
 
 
 def first_noticing(mutation: Mutation) -> str:
     """The test of the table that fails first, or nothing."""
     for name, check in checks(mutation):
+        signal.alarm(SECONDS)  # ends the process, with the signal as its exit code
         try:
             check()
         except AssertionError as error:
             return f"{error}[{name}]" if str(error).startswith("test_") else name
         except Exception as error:  # noqa: BLE001 - a run that fails is a test that fails
-            return f"test_parity[{name}] ({type(error).__name__})"
+            return f"{name} ({type(error).__name__})"
     return ""
 
 
 def in_the_table(name: str, answers: Any) -> None:
     """One process: a mutation, and the plans until one notices it."""
-    signal.alarm(SECONDS)  # ends the process, with the signal as its exit code
     apply(name)
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         answers.put((name, first_noticing(NAMED[name])))
@@ -127,7 +122,7 @@ def in_the_tests(name: str) -> str:
     patch.undo()
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no"),
-        *("--deselect", "tests/verify/test_mutations.py", *folders(changed)),
+        *("--deselect", "tests/verify/test_mutations.py", *folders(changed), "tests/test_plans.py"),
     ]
     environment = os.environ | {VARIABLE: name}
     try:
@@ -166,7 +161,7 @@ def judged(names: list[str]) -> Iterator[tuple[str, str, float]]:
             found[name] = said
         for name, (process, since) in list(running.items()):
             if name in found or process.exitcode is not None:
-                said = found.get(name, f"test_parity (the process ended with {process.exitcode})")
+                said = found.get(name, f"a process that ends with {process.exitcode}")
                 process.kill()
                 process.join()
                 del running[name]

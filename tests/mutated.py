@@ -4,6 +4,7 @@ Imported by the processes of a test run, their ranks among them, where `VARIABLE
 """
 
 import os
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def apply(name: str) -> pytest.MonkeyPatch:
 
 def modules_of(patch: pytest.MonkeyPatch) -> list[str]:
     """The modules that are patched, or whose classes are."""
-    owners = [owner for owner, *_ in patch._setattr]
+    owners: list[Any] = [owner for owner, *_ in patch._setattr]
     return [getattr(owner, "__module__", None) or owner.__name__ for owner in owners]
 
 

@@ -78,7 +78,8 @@ class Proof:
     def case(self) -> Case:
         """Clipped, where stages have a common norm; ranks begin with different weights."""
         clip = None if is_asynchronous(self.plan) else 0.5
-        return Case(str(self.plan), clip=clip, seeds=True, **ADAMW)
+        options = {**ADAMW["options"], "betas": (0.8, 0.95)}  # no defaults of torch
+        return Case(str(self.plan), clip=clip, seeds=True, options=options)
 
     @property
     def oracle(self) -> tuple[str, str]:
