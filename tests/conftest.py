@@ -25,7 +25,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 CASES = 2
 #: Files of which every case that is not `full` runs: it costs next to nothing, or is a fact.
-WHOLE = ("tests/test_house.py", "tests/test_plans.py", "tests/core/")
+WHOLE = ("tests/test_house.py", "tests/test_plans.py", "tests/test_refused.py", "tests/core/")
 
 
 def pytest_sessionstart() -> None:

@@ -10,7 +10,7 @@ from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.engine.meter import Meter
-from tests.engine.cases import Case, build, foreseen, small_gpt
+from tests.engine.cases import Case, build, foreseen
 from tests.engine.tensors import (
     gpt_task,
     mine,
@@ -131,25 +131,6 @@ def test_evaluation_copies_nothing():
     before = engine.ledger.copy()
     engine.evaluate(task.batch(0))
     assert not any(key.axis == "tier" for key in engine.ledger.since(before))
-
-
-REFUSED = {
-    "activations:disk": "Allowed: activations:host; without the word",
-    "activations:": "Write instead: activations:host",
-    "activations:host recompute:8GiB": "a budget of device memory, with 'activations:host'",
-    "recompute:partitioned-host": "Write instead: 'recompute:full', or tp2 beside it",
-    "activations:host recompute:blocks,": "recompute:",
-}
-
-
-@pytest.mark.parametrize("plan", REFUSED)
-def test_what_is_refused(plan: str):
-    """One paragraph before anything is changed."""
-    model = small_gpt()
-    with pytest.raises(InputError) as caught:
-        sw.parallelize(model, plan, alone())
-    assert REFUSED[plan] in str(caught.value)
-    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_a_model_without_blocks_is_refused():

@@ -170,11 +170,12 @@ def test_a_disk_that_fails(tmp_path: Path, damage: bool):
         assert float(losses[0]) == pytest.approx(wanted.losses[1], rel=1e-10)
 
 
-def test_a_folder_is_needed():
+@pytest.mark.parametrize("word", [WORD, "offload:param@disk"])
+def test_a_folder_is_needed(word: str):
     """Without a folder, or with one that is not there, nothing is started."""
-    for folder, words in ((None, "without a folder"), ("/none", "which is not there")):
+    for folder, words in ((None, f"{word} without a folder"), ("/none", "which is not there")):
         with pytest.raises(InputError, match=words):
-            sw.parallelize(torch.nn.Linear(2, 2), WORD, sw.init(), offload_folder=folder)
+            sw.parallelize(torch.nn.Linear(2, 2), word, sw.init(), offload_folder=folder)
 
 
 def test_state_that_is_made_with_the_optimizer_is_refused(tmp_path: Path):

@@ -13,7 +13,6 @@ from shardwise.comm.tiers import Tiers
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
-from shardwise.core.plan_check import problems
 from shardwise.engine import shard
 from shardwise.engine.meter import Meter
 from shardwise.engine.shard import driver_of, flats_of
@@ -55,15 +54,6 @@ def test_the_device_has_few_parameters_at_once(plan: str):
 def test_a_checkpoint_in_16_bits():
     """Saved after two steps under one plan and resumed under another: a run without a stop."""
     assert_resumes(TASK, "dp2 zero3 offload:param bf16", "dp1 offload:param bf16")
-
-
-@pytest.mark.parametrize("row", ["zero1", "zero2", "row:R,R,S"])
-def test_rows_that_keep_all_parameters_are_refused(row: str):
-    """Each rank would update a block of what it keeps whole: the error names zero3 and ddp."""
-    (problem,) = problems(Plan.parse(f"dp2 {row} offload:param"))
-    assert "zero3" in str(problem)
-    assert "ddp" in str(problem)
-    assert problem.instead == "'dp2 zero3 offload:param'"
 
 
 # --- a plain loop -----------------------------------------------------------------------------

@@ -8,9 +8,7 @@ import torch
 import shardwise as sw
 from shardwise.comm.disk import DiskError
 from shardwise.comm.world import World
-from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
-from shardwise.core.plan_check import problems
 from tests.engine.cases import Case, Task, build, oracle, share, tied_gpt
 from tests.engine.offloading import (
     assert_costs,
@@ -100,16 +98,3 @@ def test_a_damaged_weight_is_never_used(tmp_path: Path):
     for rank, (said, loss) in enumerate(run_gloo(2, failing, str(tmp_path))):
         assert f"Rank {rank} cannot read chunk 0 of 1 of the tensor 'weight of " in said
         assert loss == pytest.approx(wanted.losses[1], rel=1e-10)
-
-
-def test_a_folder_is_needed():
-    """Without a folder nothing is started."""
-    with pytest.raises(InputError, match=r"offload:param@disk without a folder"):
-        sw.parallelize(torch.nn.Linear(2, 2), WORD, sw.init())
-
-
-@pytest.mark.parametrize("row", ["zero1", "zero2", "row:R,R,S"])
-def test_rows_that_keep_all_parameters_are_refused(row: str):
-    """Each rank would update a block of what it keeps whole: the error names zero3 and ddp."""
-    (problem,) = problems(Plan.parse(f"dp2 {row} {WORD}"))
-    assert "zero3" in str(problem)

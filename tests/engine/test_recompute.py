@@ -150,24 +150,6 @@ def test_parts_of_inputs_are_gathered_once(plan: str, sends: bool):
     assert (predicted > 0) == sends
 
 
-def refused(plan: str) -> str:
-    model = small_gpt()
-    with pytest.raises(InputError) as caught:
-        sw.parallelize(model, plan, alone())
-    assert not any("forward" in vars(module) for module in model.modules())
-    return str(caught.value)
-
-
-def test_a_name_that_matches_nothing_is_refused():
-    """Before anything is changed, with the nearest."""
-    assert "Write instead: recompute:blocks.1.mlp" in refused("recompute:blocks.1.mlpp")
-
-
-def test_parts_without_a_tensor_axis_are_refused():
-    """There is no rank to share an input with."""
-    assert "Write instead: 'recompute:full', or tp2 beside it" in refused("recompute:partitioned")
-
-
 def test_a_module_in_two_stages_is_refused():
     """It would be recomputed where one half of it is not."""
 

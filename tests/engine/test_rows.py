@@ -39,13 +39,6 @@ def test_rows_that_make_no_sense(columns: tuple[Placement, Placement, Placement]
         Row(*columns)
 
 
-@pytest.mark.parametrize("word", ["row:R,R", "row:RRS", "row:R,R,S0", "row:", "row:S,S,R"])
-def test_words_that_are_no_row(word: str):
-    """What follows `row:` is three placements that make a row."""
-    with pytest.raises(InputError, match=f"'{word}'"):
-        Plan.parse(f"dp2 {word}")
-
-
 def test_tiers():
     """States rest on the device; the optimizer's may rest on the host: two copies of a block."""
     assert {move.src_tier for move in INVENTED.moves()} == {"device"}
