@@ -139,25 +139,21 @@ def trained(engine: Engine, theory: Predictor, proof: Proof, expected: Expected)
         compare(found, engine, theory, task.batch(step), {"loads": expected.loads[step]})
     engine.world.barrier()  # ranks in threads read each other's tensors until here
     gc.collect()
-    # what the engine owns is in `memory`: versions of weights replace others in each step
-    found.leaks = [leak for leak in meter.leaks() if leak.place.category == "activations"]
+    # under these, versions of weights replace others in each step, which `memory` counts
+    own = {"parameters"} if is_asynchronous(proof.plan) else set[str]()
+    found.leaks = [leak for leak in meter.leaks() if leak.place.category not in own]
     found.state = pieces(engine.boxes(), "")
     found.evaluated = evaluate(engine, theory, task.batch(STEPS), expected.loads[STEPS], found)
     return found
 
 
 def train_and_go_on(
-    world: World, proof: Proof, expected: Expected, anew: bool, arrays: Arrays, scalars: Any
+    world: World, proof: Proof, expected: Expected, arrays: Arrays, scalars: Any
 ) -> Trained:
-    """The same; then a checkpoint of one process is loaded and a step taken.
-
-    By another engine if `anew`, else by the one that has trained.
-    """
+    """The same; then the engine loads a checkpoint of one process, and takes a step."""
     task, case = proof.task, proof.case
     engine, theory = build(world, task, case), foreseen(world, task, case)
     found = trained(engine, theory, proof, expected)
-    if anew:
-        engine, theory = build(world, task, case), foreseen(world, task, case)
     load(engine, arrays, scalars)
     batch, done = task.batch(SAVED), engine.steps - engine.steps_run
     found.resumed_loss = engine.step(mine(engine, batch)).loss
@@ -270,11 +266,11 @@ class Run:
     expected: Expected
 
 
-def run_of(on_ranks: Callable[..., list[Trained]], text: str, *, anew: bool = True) -> Run:
+def run_of(on_ranks: Callable[..., list[Trained]], text: str) -> Run:
     """The run of a plan on ranks that `on_ranks` provides."""
     proof = Proof(text)
     expected, saved_alone = trained_alone(*proof.oracle), checkpoint(proof.kind, proof.precision)
-    ranks = on_ranks(proof.plan.size, train_and_go_on, proof, expected, anew, *saved_alone)
+    ranks = on_ranks(proof.plan.size, train_and_go_on, proof, expected, *saved_alone)
     return Run(proof, ranks, expected)
 
 

@@ -13,10 +13,10 @@ CANONICAL: dict[str, list[str]] = {
         *(f"dp_replicate2 dp_shard2 {row}" for row in ROWS[1:]),
         *("dp2 row:R,R,S", "dp4 row:R,S,S", "dp2 row:R,R,R", "dp2 row:S,P,S", "dp2 row:S,R,S"),
         *("dp2 zero3 bucket:4KiB", "dp2 zero2 buffers:64KiB", "dp2 zero3 fp32", "dp2 zero1 fp32"),
-        *("dp3 zero3 accumulate:2", "dp2 zero2 accumulate:3"),
+        *("dp3 zero3 accumulate:2", "dp2 accumulate:3", "dp2 zero2 accumulate:2"),
     ],
     "tensor": [
-        *("tp2", "tp4", "tp4 sp fp32", "tp2 sp", "dp2 tp2 zero1", "dp2 tp2 sp zero3"),
+        *("tp2", "tp4", "tp4 sp", "tp2 sp", "dp2 tp2 zero1", "dp2 tp2 sp zero3"),
         "tp2 accumulate:2",
     ],
     "pipeline": [

@@ -68,6 +68,7 @@ def by_rank() -> list[list[Record]]:
     return run_gloo(2, measured, TASK)
 
 
+@pytest.mark.full
 def test_the_json_has_the_agreed_keys(by_rank: list[list[Record]]) -> None:
     """One object, `rows`, a row for each contender with the keys of the agreement, in order."""
     printed = json.loads(json.dumps(table.as_json(table.lines(TASK, by_rank))))

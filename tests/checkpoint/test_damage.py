@@ -145,6 +145,7 @@ def test_special_files_are_refused(kind: str, saved: Path, tmp_path: Path):
         assert describe(tmp_path / "all").scalars["step"] == 2
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*was saved without a manifest:UserWarning")
 def test_damage_to_a_checkpoint_without_a_manifest_is_no_wrong_load(saved: Path, tmp_path: Path):
     """Of an older version: a flipped bit is refused, or it changes nothing that is loaded."""

@@ -137,6 +137,7 @@ def test_what_torchrun_reports_points_to_the_paragraph(
     assert int(told["extraInfo"]["timestamp"]) > 0
 
 
+@pytest.mark.full
 def test_an_environment_that_is_incomplete_is_one_paragraph():
     """RANK without the rest ends a script without a traceback, and with exit code 2."""
     environment = os.environ | {"RANK": "x", "WORLD_SIZE": "2"}

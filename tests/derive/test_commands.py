@@ -23,6 +23,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
     return capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["predict", "memory"])
 def test_predictions_derive_the_table(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -42,6 +43,7 @@ def test_predictions_derive_the_table(
     assert derived[key]["parameters"] < plain[key]["parameters"]
 
 
+@pytest.mark.full
 def test_a_run_derives_the_table(tmp_path: Path):
     """`train` of a folder of opt, which has no table: the losses are those of one process."""
     weights = folder("opt", tmp_path / "w")

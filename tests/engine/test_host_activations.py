@@ -66,6 +66,7 @@ TIERS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", TIERS)
 def test_bytes_by_tier(plan: str):
     """At the loss the device keeps what is outside of blocks, the host the rest, to the byte."""
@@ -88,7 +89,7 @@ def on_stages(world: World, plan: str) -> list[int]:
 
 
 @pytest.mark.crossed
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("words", WORDS[:2])
 @pytest.mark.parametrize("plan", ["pp2 1f1b:4", "pp2 gpipe:4", "pp2 zb-h1:4", "pp2 zb-v:4"])
 def test_host_bytes_of_stages(plan: str, words: str):
@@ -107,6 +108,7 @@ def test_dropout(plan: str, words: str):
         same(one, other)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", [WORDS[0], "recompute:partitioned-host"])
 @pytest.mark.parametrize("plan", ["tp2", "tp2 sp"])
 def test_dropout_on_the_tensor_axis(plan: str, words: str):

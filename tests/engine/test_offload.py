@@ -111,7 +111,7 @@ def measured(world: World, plan: str) -> tuple[int, int, list[Any], list[int]]:
     return meter.most["gradients"], meter.host_peak["optimizer"] - held, meter.leaks(), units
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3"])
 def test_the_device_has_few_gradients_at_once(row: str):
     """Of a rank's gradients the device has those of at most four units; a step leaves nothing."""

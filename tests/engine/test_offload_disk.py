@@ -101,7 +101,7 @@ def arena(world: World, width: int, plan: str) -> tuple[Run, list[int], list[int
     return run, peaks, tiers, meter.leaks()
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("plan", [f"dp2 zero2 {WORD}", "dp2 zero3 offload:param@disk"])
 def test_states_larger_than_the_host_memory_they_have(plan: str, monkeypatch: pytest.MonkeyPatch):
     """States of 4 times the host's buffers and more; a model of 4 times the size needs no more."""

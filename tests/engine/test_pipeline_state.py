@@ -133,7 +133,7 @@ def test_a_rank_holds_as_many_microbatches_as_the_schedule_says(
     assert [found // kept_bytes for found in peaks] == list(held)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "plan",
     [

@@ -130,6 +130,7 @@ def drawn(world: World, plan: str) -> list[float]:
     return [engine.step(model.batch(4, step, world.device)).loss for step in range(2)]
 
 
+@pytest.mark.full
 def test_tensor_ranks_of_a_stage_agree_with_dropout():
     """Whole activations have the same masks on them: all report one loss, and none refuses."""
     pytest.importorskip("transformers")
@@ -333,7 +334,7 @@ def proved(world: World, plan: str, trainable: Trainable) -> tuple[float, bool, 
     return largest(found), found.bytes_hold, found.memory_measured == found.memory_predicted
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["hf:llama", "hf:gpt2", "hf:t5"])
 @pytest.mark.parametrize("plan", ["pp2 1f1b:2", "pp3 zb-h1:3"])
 def test_models_of_transformers(plan: str, model: str):

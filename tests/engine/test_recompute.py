@@ -140,6 +140,7 @@ def parts_of(plan: str) -> int:
     return sum(part_bytes(value, spec, 0).values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("plan", "sends"), [("tp2", True), ("tp2 sp", False), ("tp4", True)])
 def test_parts_of_inputs_are_gathered_once(plan: str, sends: bool):
     """Each block's input once for each recomputation, as predicted; under sp nothing more."""

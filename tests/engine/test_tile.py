@@ -143,6 +143,7 @@ def test_an_overflow_on_one_rank_skips_every_tile_on_all(plan: str):
 # --- memory --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "plan",
     [
@@ -192,6 +193,7 @@ def peaks(world: World, plan: str) -> tuple[Any, ...]:
     return (measured.events, predicted), meter.peak_bytes, leaks
 
 
+@pytest.mark.full
 def test_the_peak_falls_with_the_number_of_tiles():
     """Gathered weights, gradients and logits: predicted, measured, and less with more tiles."""
     most: list[tuple[int, int]] = []

@@ -175,6 +175,7 @@ def large(plan: str) -> Prediction:
     return predict(model, plan, rows, loss=gpt_loss, rank=1)
 
 
+@pytest.mark.full
 def test_a_world_of_any_size():
     """Nothing is computed for each rank: of 5000 the numbers are those of the formulas."""
     few, many = large("dp2 zero3"), large("dp5000 zero3")
@@ -195,6 +196,7 @@ def command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int | str |
     return left.value.code, said.out, said.err
 
 
+@pytest.mark.full
 def test_the_command_has_one_object(capsys: pytest.CaptureFixture[str]):
     """Its keys are what scripts read; the sequence and the batch change activations alone."""
     code, out, _ = command(capsys, "dp64 zero3 bf16", "--rank", "63", "--json")
