@@ -67,8 +67,12 @@ EQUAL_16: dict[str, list[str]] = {
         *("offload:param", "offload:param@disk", "offload:optim=0.7,disk=0.3", "recompute:full"),
         *("activations:host", "bucket:4KiB"),
     ],
+    "dp_replicate2 dp_shard2 zero2 bf16": [],
+    "dp2 tp2 sp zero3 fp16": [],
     "tp2 bf16": ["offload:optim", "recompute:partitioned"],
     "pp2 1f1b:4 fp16": ["offload:optim@disk", "recompute:full"],
+    "pp2 dp2 zero3 zb-v:2 bf16": [],
+    "pp2 tp2 sp zero1 gpipe:2 bf16": [],
 }
 #: Words of no plan above, and where they are proved.
 ELSEWHERE = {

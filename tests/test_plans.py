@@ -119,13 +119,14 @@ IN_16_BITS = [
 
 @pytest.mark.parametrize("plan", IN_16_BITS)
 def test_near_one_process_in_16_bits(plan: str):
-    """Losses are within 2 % of one process's in fp32, norms and first gradients 5 %."""
+    """Losses are within 2 % of one process's in fp32, norms 5 %, gradients as precise."""
     ranks, wanted = run_in_16_bits(plan), trained_alone(kind_of(plan), "fp32")
     for rank in ranks:
         assert rank.losses == pytest.approx(wanted.losses, rel=0.02)
         assert rank.norms == pytest.approx(wanted.norms, rel=0.05)
         assert (rank.losses, rank.norms) == (ranks[0].losses, ranks[0].norms)
-    assert_pieces([rank.gradients[0] for rank in ranks], wanted.gradients[0], 0.05)
+    digits = 0.02 if "fp16" in plan else 0.08  # bf16 has three bits fewer
+    assert_pieces([rank.gradients[0] for rank in ranks], wanted.gradients[0], digits)
 
 
 @pytest.mark.parametrize("plan", IN_16_BITS)

@@ -186,24 +186,6 @@ def test_microbatches_without_tokens(plan: str):
 # --- precisions ------------------------------------------------------------------------------
 
 
-HALF = [
-    *("pp2 1f1b:3 fp16", "pp2 dp2 zero3 zb-v:2 bf16", "pp2 dp2 zero2 1f1b:2 fp16"),
-    "pp2 tp2 sp zero1 gpipe:2 bf16",
-]
-
-
-@pytest.mark.parametrize("plan", HALF)
-def test_half_precision(plan: str):
-    """Losses stay within 2 % of fp32's, the same on every rank; bytes and memory hold."""
-    work = gpt_task("tied", rows=9)
-    case = Case(plan, clip=1.0, **ADAMW)
-    ranks = run_threads(ranks_of(plan), train, work, case)
-    expected = whole_run(work, case, torch.float32)
-    assert all(held.losses == ranks[0].losses for held in ranks)
-    assert ranks[0].losses == pytest.approx(expected.losses, rel=0.02)
-    assert_counted(ranks)
-
-
 @pytest.mark.parametrize("plan", ["pp2 1f1b:3", "pp2 zb-h1:3", "pp2 dp2 zero3 gpipe:2"])
 def test_an_overflow_in_one_stage_is_skipped_by_all(plan: str):
     """Nobody updates, and the scale is halved everywhere."""

@@ -160,13 +160,6 @@ def step(world: World, plan: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("plan", ["tp2", "tp2 sp"])
-def test_a_step_leaves_no_activation_behind(plan: str):
-    """What was entered, gathered or is on its way back is gone when the second step is over."""
-    assert [later for _, later in run_gloo(2, step, plan)] == [[], []]
-
-
 def test_large_norms_keep_their_input_alone():
     """From as many elements on as the code says; 16 bits and smaller ones keep another."""
     assert LARGE == LEAST
