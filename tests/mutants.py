@@ -6,7 +6,8 @@
 
 Each mutation is put into a process of its own, first for the facts of the table (tests/plans.py) in
 threads, the plans nearest to the mutation's first, until one fails.  For those that no plan notices
-run the core tests of the folders nearest to what the mutation patches, until one fails.
+run the core tests that import what the mutation patches, then those of all folders, until one
+fails.
 """
 
 import io
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,36 +110,40 @@ def in_the_table(name: str, answers: Any) -> None:
 # --- the tests of folders -------------------------------------------------------------------------
 
 
-def folders(modules: Iterable[str]) -> list[str]:
-    """Folders of tests, those named as the package's folders first."""
+def relevant(modules: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Files of tests that import one of the modules; and all folders, the modules' own first."""
     own = [module.split(".")[1:3] for module in modules if module.startswith("shardwise.")]
     first = [part for parts in own for part in (parts[-1], parts[0]) if part in FOLDERS]
-    return [f"tests/{folder}" for folder in dict.fromkeys([*first, *FOLDERS])]
+    imports = [f"from {module} import" for module in modules]
+    files = [str(path) for path in sorted(Path("tests").rglob("test_*.py"))]
+    near = [one for one in files if any(line in Path(one).read_text() for line in imports)]
+    return near, [f"tests/{folder}" for folder in dict.fromkeys([*first, *FOLDERS])]
 
 
 def in_the_tests(name: str) -> str:
     """The core test that fails first, or nothing."""
     patch = apply(name)
-    changed = modules_of(patch)
+    near, every = relevant(modules_of(patch))
     patch.undo()
+    said = failing(name, near) if near else ""
+    return said or failing(name, [*every, "tests/test_plans.py"])
+
+
+def failing(name: str, paths: list[str]) -> str:
+    """The core test of these files or folders that fails first, or nothing."""
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no"),
-        *("--deselect", "tests/verify/test_mutations.py", *folders(changed), "tests/test_plans.py"),
+        *("--deselect", "tests/verify/test_mutations.py", *paths),
     ]
     environment = os.environ | {VARIABLE: name}
+    how: dict[str, Any] = {"env": environment, "capture_output": True, "text": True}
     try:
-        done = subprocess.run(
-            command,
-            check=False,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TEST_SECONDS,
-        )
+        done = subprocess.run(command, check=False, timeout=TEST_SECONDS, **how)
     except subprocess.TimeoutExpired:
         return "a test that does not end"
     found = re.search(r"^(?:FAILED|ERROR) (\S+.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    return found[1] if found else "" if done.returncode == 0 else "pytest"
+    # 5: of these files no test is core
+    return found[1] if found else "" if done.returncode in {0, 5} else f"pytest {done.returncode}"
 
 
 # --- the judge ------------------------------------------------------------------------------------

@@ -78,7 +78,8 @@ class Proof:
     def case(self) -> Case:
         """Clipped, where stages have a common norm; ranks begin with different weights."""
         clip = None if is_asynchronous(self.plan) else 0.5
-        options = {**ADAMW["options"], "betas": (0.8, 0.95)}  # no defaults of torch
+        groups = {"*norm*": {"weight_decay": 0.0, "lr": 0.02}}
+        options = {**ADAMW["options"], "betas": (0.8, 0.95), "groups": groups}
         return Case(str(self.plan), clip=clip, seeds=True, options=options)
 
     @property
@@ -96,6 +97,7 @@ class Trained:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     gradients: list[list[Piece]] = field(default_factory=list)
     bytes: list[Pair] = field(default_factory=list)
     memory: list[Pair] = field(default_factory=list)
@@ -135,6 +137,7 @@ def trained(engine: Engine, theory: Predictor, proof: Proof, expected: Expected)
             metrics = engine.step(mine(engine, task.batch(step)))
         found.losses.append(metrics.loss)
         found.norms.append(metrics.grad_norm)
+        found.tokens.append(metrics.tokens)
         found.gradients.append(pieces(engine.gradients(), "grad/"))
         compare(found, engine, theory, task.batch(step), {"loads": expected.loads[step]})
     engine.world.barrier()  # ranks in threads read each other's tensors until here
@@ -180,7 +183,8 @@ def evaluate(
     """The loss of an evaluation, whose bytes are compared too."""
     engine.wait()
     before, own = engine.ledger.copy(), mine(engine, batch)
-    loss, _ = engine.evaluate(own)
+    loss, tokens = engine.evaluate(own)
+    found.tokens.append(tokens)
     counted = {key: t.sent_bytes for key, t in engine.ledger.since(before).items() if t.sent_bytes}
     told = theory.of(own, Division(engine.data_ranks, 1).counts(batch), whole=True)
     predicted = {tuple(line): count for line, count in told.in_evaluation(loads).items()}

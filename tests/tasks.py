@@ -1,4 +1,6 @@
-"""The small models of tests: a GPT whose sizes divide by nothing convenient, and a mixture."""
+"""The small models of tests: a GPT whose sizes divide by nothing convenient, and a mixture
+whose experts drop tokens.
+"""
 
 from shardwise.core.plan import Plan
 from tests.engine.cases import Task
@@ -10,7 +12,7 @@ ROWS = 17
 
 #: The training of each kind of model.
 TASKS = {
-    "mixture": moe_task("topk-renormalised", rows=ROWS),
+    "mixture": moe_task("topk-renormalised", 1.0, rows=ROWS),
     "untied": gpt_task("untied", rows=ROWS),
     "tied": gpt_task("tied", rows=ROWS),
 }

@@ -9,10 +9,11 @@ from torch import Tensor
 from shardwise.core.offload import BY_FRACTION, WHAT
 from shardwise.core.plan import WORDS
 from shardwise.core.plan_parser import PARTITIONED_WORDS
+from shardwise.models import gpt
 from shardwise.verify.oracles import is_asynchronous
 from tests import covering
 from tests.engine.tensors import Piece, assert_pieces
-from tests.plan_runs import Run, Trained, run_in_16_bits, run_of, trained_alone
+from tests.plan_runs import STEPS, Run, Trained, run_in_16_bits, run_of, trained_alone
 from tests.plans import CANONICAL, ELSEWHERE, EQUAL_16, FAULTS, every_plan
 from tests.pool import run_gloo, run_threads
 from tests.tasks import kind_of
@@ -52,9 +53,10 @@ def assert_predicted(ranks: list[Trained], what: str) -> None:
 
 
 def test_parity(run: Run):
-    """Losses, norms, gradients, weights and states are those of one process; 1e-10 in fp64."""
-    wanted, tolerance = run.expected, run.proof.tolerance
+    """Losses, tokens, norms, gradients, weights, states are one process's; 1e-10 in fp64."""
+    wanted, tolerance, task = run.expected, run.proof.tolerance, run.proof.task
     for rank in run.ranks:
+        assert rank.tokens == [gpt.tokens(task.batch(step)) for step in range(STEPS + 1)]
         assert rank.losses == pytest.approx(wanted.losses, rel=tolerance)
         assert rank.evaluated == pytest.approx(wanted.evaluated, rel=tolerance)
     if not is_asynchronous(run.proof.plan):  # whose stages have their own norms and gradients

@@ -24,11 +24,11 @@ TASK, TIED = Task(), Task(tied_gpt)
 WORD = "offload:param@disk"
 
 
-@pytest.mark.parametrize("words", ["dp2 zero3 accumulate:2 recompute:full", "pp2 gpipe:2"])
-def test_several_chunks(words: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("plan", [f"pp2 gpipe:2 {WORD}", "dp2 zero3 offload:optim@disk"])
+def test_several_chunks(plan: str, monkeypatch: pytest.MonkeyPatch):
     """Chunks so short that each flat parameter has many: parity, and bytes as predicted."""
     monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 512)
-    case = Case(f"{words} fp64 {WORD}", clip=0.5)
+    case = Case(f"{plan} fp64", clip=0.5)
     results = trained_as_one(run_threads, TIED, case)
     assert_costs(results, on_disk=True)
 
