@@ -76,6 +76,7 @@ def test_torchrun_shows_one_paragraph(tmp_path: Path, where: str):
     assert done.returncode == 1  # of torchrun, whatever its workers' is
 
 
+@pytest.mark.full
 def test_spawn_shows_one_paragraph(tmp_path: Path):
     """Without a traceback of the launcher's or the rank's, and with exit code 2."""
     done = ran(tmp_path, "spawn", "1")

@@ -248,6 +248,7 @@ def initial(world: World, plan: str) -> tuple[float, float]:
     return engine.evaluate(batch)[0], engine.step(batch).loss
 
 
+@pytest.mark.full
 def test_models_on_the_meta_device():
     """Weights that follow from the seed, the same with tiles; evaluation and training agree."""
     (plain, first), *_ = run_gloo(2, initial, "dp2 zero3 fp64")
