@@ -104,6 +104,7 @@ class Trained:
     leaks: list[Leak] = field(default_factory=list)
     evaluated: float = 0.0
     state: list[Piece] = field(default_factory=list)
+    resumed_steps: int = 0
     resumed_loss: float = 0.0
     resumed_state: list[Piece] = field(default_factory=list)
 
@@ -162,6 +163,7 @@ def train_and_go_on(
     found.resumed_loss = engine.step(mine(engine, batch)).loss
     how = {"loads": expected.resumed_loads, "loaded": True, "done": done, "flushed": True}
     compare(found, engine, theory, batch, how)
+    found.resumed_steps = engine.steps
     found.resumed_state = pieces(engine.boxes(), "")
     return found
 
