@@ -9,11 +9,10 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
 from shardwise.engine.prediction import Predictor
-from shardwise.models.gpt import GPT, GPTConfig
+from shardwise.models.gpt import GPT, GPTConfig, random_text
 from shardwise.models.gpt import loss as gpt_loss
 from shardwise.models.gpt import tokens as gpt_tokens
 from shardwise.models.initial import fill
-from shardwise.models.registry import random_text
 
 SMALL = {"layers": 3, "heads": 2, "kv_heads": 2, "sequence": 8, "vocabulary": 61}
 

@@ -12,8 +12,8 @@ from shardwise.engine.meter import Meter
 from shardwise.engine.prediction import predict
 from shardwise.kernels.fused_linear import LEAST
 from shardwise.models import gpt
+from shardwise.models.gpt import random_text
 from shardwise.models.initial import fill
-from shardwise.models.registry import random_text
 from shardwise.prediction.activations import (
     LARGE,
     BlockShape,

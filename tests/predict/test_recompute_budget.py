@@ -15,8 +15,8 @@ from shardwise.core.plan_parser import size_text
 from shardwise.engine.meter import Meter
 from shardwise.engine.recomputation import KEPT, Recomputation
 from shardwise.models import gpt
+from shardwise.models.gpt import random_text
 from shardwise.models.initial import fill
-from shardwise.models.registry import random_text
 from shardwise.prediction.recompute_budget import Cost, cheapest
 from tests.pool import run_threads
 
