@@ -100,7 +100,7 @@ class EngineOptions:
         return validate.loss(own_loss if self.loss is None else self.loss)
 
     @property
-    def calls(self) -> dict[str, str]:
+    def checked_beside(self) -> dict[str, str]:
         """`beside`, checked."""
         return validate.beside(self.beside)
 

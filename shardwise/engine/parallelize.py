@@ -111,7 +111,7 @@ def build_engine(
     layable(model, options.units, plan)
     table = table_for(model, plan, options.table)
     layers = layer_tables(model, plan, options.table)
-    begin = stage_module.stage_starts(model, plan, options.stages, options.calls)
+    begin = stage_module.stage_starts(model, plan, options.stages, options.checked_beside)
     recomputed = recompute_budget.recomputation(model, plan, world.rank, objective, options, begin)
     clip = weight_stashing.require(model, plan, begin, options)
     if world.rank == 0:
@@ -138,7 +138,7 @@ def build_engine(
         prefetch=options.prefetch,
         table=table,
         starts=begin,
-        beside=options.calls,
+        beside=options.checked_beside,
         least_unit_bytes=options.least_unit_bytes,
         recompute=recomputed,
         layers=layers,

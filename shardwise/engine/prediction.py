@@ -144,7 +144,7 @@ class Predictor:
         if self.plan.experts:
             self.rank, self.plan = place(self.plan, rank)[1], plan_of_expert(self.plan)
         validate.rows(options.rows)
-        begin = stage_starts(model, self.plan, options.stages, options.calls)
+        begin = stage_starts(model, self.plan, options.stages, options.checked_beside)
         clip = weight_stashing.require(model, self.plan, begin, options)
         self.options = replace(options, clip=clip)
         self.spec, self.objective = options.spec, options.objective

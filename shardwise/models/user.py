@@ -62,10 +62,9 @@ def of_function(
     make_batch: Callable[[int, int], Any] | None = None,
 ) -> Trainable:
     """The model that `build` returns, with its loss and batches, or with these."""
-    _, own_loss, own_batch = _call(build, name, seed, make_batch)
-    return Trainable(
-        name, partial(_model, build, name, seed, make_batch), loss or own_loss, own_batch
-    )
+    _, found_loss, found_batch = _call(build, name, seed, make_batch)
+    make = partial(_model, build, name, seed, make_batch)
+    return Trainable(name, make, loss or found_loss, found_batch)
 
 
 def _model(

@@ -168,7 +168,10 @@ predict_command.__signature__ = inspect.signature(PredictOptions)
 def numbers_of(
     found: "Prediction", model: str, began: float, links: Cluster | None = None
 ) -> dict[str, Any]:
-    """The numbers of a prediction for `model`, computed since `began`, as they are printed."""
+    """The keys of `shardwise predict --json` that the prediction itself gives.
+
+    `began` is the time.perf_counter() at which the command started.
+    """
     return {
         "plan": str(found.plan),
         "model": model,

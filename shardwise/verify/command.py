@@ -51,8 +51,7 @@ def verify(
     ranks run on the `device` "cpu" (the default) or "cuda", a GPU for each; with `fork` they are
     forked.
     Raises InputError for a plan that cannot run, an unknown model, steps below 1 or above
-    MOST_STEPS, fewer GPUs than ranks;
-    RankError if a rank fails.
+    MOST_STEPS, fewer GPUs than ranks; RankError if a rank fails.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     plan = replace(plan, precision=plan.precision or "fp64")

@@ -6,8 +6,8 @@ After the third and the tenth step, two columns are compared:
     theory    the bytes of each category by its formula, and no live storage outside a category
     read      the sizes of the live storages
 
-What is alive in host memory is also counted by the table of tiers, which no list of categories
-makes.
+Live bytes in host memory are also counted from the storages that comm/tiers.py knows, because a
+category that leaves one out would leave it out of both columns.
 
 The fourth step and the evaluation are measured at each of their moments (moments.py).
 
@@ -87,8 +87,9 @@ def over_steps(
     strays, costs, moments = "", Costs(), Moments()
     evaluation: StepMeter | None = None
     for step in range(1, READ_AFTER[-1] + 1):
-        same = step - (step == MEASURED_STEP)  # lengths of the step before: arenas stay
-        share, routed = batch(same), loads(same)
+        # the measured step has the lengths of the one before it, so that arenas are not made anew
+        seed = step - (step == MEASURED_STEP)
+        share, routed = batch(seed), loads(seed)
         prediction = predicted(share, None, routed)
         measured = foresee is not None and step == MEASURED_STEP
         with live, measuring(engine, share, peaks=False) if measured else nullcontext() as seen:

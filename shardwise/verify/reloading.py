@@ -18,7 +18,7 @@ from shardwise.comm.world import World, alone
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
 
-#: What weights are before a load.
+#: The value of every weight before a load.
 FORGOTTEN: Final = 0.5
 
 

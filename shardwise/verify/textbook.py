@@ -63,6 +63,8 @@ UNDELAYED_STEPS: Final = 40
 NAMES: Final = ("parameters", "gradients", "optimizer")
 #: A flat parameter is padded by less than this for each parameter and each rank.
 ALIGNED_BYTES: Final = 64
+#: Numbers of layers in a pattern, both included.
+RANGE: Final = re.compile(r"\d+-\d+")
 #: The bytes of a unit of sizes.
 UNITS: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -77,7 +79,7 @@ def broken(engine: Engine, activations: int) -> Promises:
     """
     plan = engine.plan
     found = _padded(engine.flats) | _ranges(plan, engine.names)
-    size = re.fullmatch(r"(\d+)([KMG]?i?B)", plan.recompute or "")
+    size = re.fullmatch(r"(\d+)(B|KiB|MiB|GiB)", plan.recompute or "")
     if size and activations > (most := int(size[1]) * UNITS[size[2]]):
         found |= _unequal("activations", activations, most)
     missed = engine.world.arenas.kept.missed + engine.world.arenas.gradients.missed
@@ -129,27 +131,27 @@ def _padded(flats: Sequence[Flat]) -> Promises:
 
 
 def _ranges(plan: Plan, names: Sequence[str]) -> Promises:
-    """The parameters of layers by a range of numbers that have another layer's plan."""
+    """The parameters of layers in a range of numbers that have the plan of other layers."""
     found: Promises = {}
     for number, layer in enumerate(plan.layers, 1):
         for pattern in layer.patterns:
-            inner = [
-                (int(asked[1]), int(asked[2]))
-                for word in pattern.split(".")
-                if (asked := re.fullmatch(r"(\d+)-(\d+)", word))
-            ]
-            regex = re.sub(r"\d+-\d+", r"(\\d+)", re.escape(pattern).replace(r"\-", "-"))
-            regex = regex.replace(r"\*", ".*").replace(r"\?", ".")
-            matches = [(re.match(rf"{regex}(?:\.|$)", name), name) for name in names if inner]
-            inside = [
-                name
-                for each, name in matches
-                if each
-                and all(a <= int(n) <= b for (a, b), n in zip(inner, each.groups(), strict=True))
-            ]
+            inside = [name for name in names if _in_range(pattern, name)]
             read = sum(0 < plan.layer_of(name) <= number for name in inside)
             found |= _unequal(f"parameters of {pattern}", read, len(inside))
     return found
+
+
+def _in_range(pattern: str, name: str) -> bool:
+    """Whether a parameter is of a layer that matches a pattern with a range, such as blocks.0-3."""
+    ranges = [text.split("-") for text in RANGE.findall(pattern)]
+    fixed = (
+        re.escape(text).replace(r"\*", ".*").replace(r"\?", ".") for text in RANGE.split(pattern)
+    )
+    match = re.match(r"(\d+)".join(fixed) + r"(?:\.|$)", name)
+    if not ranges or match is None:
+        return False
+    numbers = zip(ranges, map(int, match.groups()), strict=True)
+    return all(int(first) <= n <= int(last) for (first, last), n in numbers)
 
 
 def _states(engine: Engine) -> Promises:

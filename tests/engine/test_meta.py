@@ -77,7 +77,13 @@ def odd_ones(world: World, how: str, folder: str) -> dict[str, Tensor]:
         state = sw.full_state_dict(model)
     else:
         engine = sw.parallelize(
-            *(model, how, world), optimizer=sw.AdamW(), loss=mean, units=1, least_unit_bytes=0
+            model,
+            how,
+            world,
+            optimizer=sw.AdamW(),
+            loss=mean,
+            units=1,
+            least_unit_bytes=0,
         )
         engine.step(torch.ones(4, 6))
         sw.save(engine, folder)

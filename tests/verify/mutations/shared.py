@@ -1,4 +1,4 @@
-"""Sabotages of what run and prediction share, and of what the conditions of a proof could hide."""
+"""Sabotages of rules that the run and the prediction share, and of loads and arenas."""
 
 from typing import Any
 
@@ -65,20 +65,31 @@ def frozen_weights_are_not_loaded(patch: Patch) -> None:
 MUTATIONS = (
     Mutation(
         "host memory in no list",
-        *("dp2 zero1 offload:optim-delayed=0", "memory", host_memory_in_no_list),
+        "dp2 zero1 offload:optim-delayed=0",
+        "memory",
+        host_memory_in_no_list,
     ),
     Mutation(
         "units are aligned to elements",
-        *("dp2 zero3", "memory", units_are_aligned_to_elements, "gpt"),
+        "dp2 zero3",
+        "memory",
+        units_are_aligned_to_elements,
+        "gpt",
     ),
     Mutation("a budget is doubled", "dp2 recompute:24KiB", "memory", a_budget_is_doubled, "deep"),
     Mutation(
         "a slot is never free again",
-        *("recompute:full arenas", "memory", a_slot_is_never_free_again, "gpt"),
+        "recompute:full arenas",
+        "memory",
+        a_slot_is_never_free_again,
+        "gpt",
     ),
     Mutation(
         "the last layer of a range left out",
-        *("dp2 zero1 | blocks.0-2: zero3", "memory", the_last_layer_of_a_range_left_out, "deep"),
+        "dp2 zero1 | blocks.0-2: zero3",
+        "memory",
+        the_last_layer_of_a_range_left_out,
+        "deep",
     ),
     Mutation("frozen weights are not loaded", "dp2 zero1", "parity", frozen_weights_are_not_loaded),
 )
