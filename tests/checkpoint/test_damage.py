@@ -19,10 +19,10 @@ from shardwise.checkpoint.contents import describe
 from shardwise.checkpoint.export import export
 from shardwise.checkpoint.folder import METADATA
 from shardwise.checkpoint.metadata import read_metadata
+from shardwise.cli.main import main
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.box import Box
-from shardwise.train.cli import main
 from tests.checkpoint.absurd import ABSURD, NUMBERS, limits, special
 from tests.checkpoint.cuts import save_by_all
 from tests.checkpoint.damage import as_format_1, damages, flip, reseal

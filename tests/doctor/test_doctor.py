@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.cli.doctor import examine
+from shardwise.cli.main import main
 from shardwise.comm import disk_bandwidth, move
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.doctor import textbook
-from shardwise.doctor.command import examine
 from shardwise.doctor.diagnosis import Diagnosis, Finding
 from shardwise.doctor.machine import links, look
 from shardwise.doctor.timing import PAIR_ELEMENTS, TIMED, Timing, fit, fits, slow_ranks
-from shardwise.train.cli import main
 from tests.pool import run_gloo, run_threads
 
 CPU = torch.device("cpu")
@@ -193,7 +193,7 @@ def test_the_command_prints_and_saves(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks: exit code 0, one JSON object, a file that reads back."""
-    monkeypatch.setattr("shardwise.doctor.command.MOST_BYTES", 2**20)
+    monkeypatch.setattr("shardwise.cli.doctor.MOST_BYTES", 2**20)
     toml = tmp_path / "cluster.toml"
     with pytest.raises(SystemExit) as end:
         main(["doctor", "--nproc", "2", "--json", "--save", str(toml)])

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.migrate.draft import flat
 from shardwise.migrate.read import imported
-from shardwise.train.cli import main
 from tests.migrate.test_migrate import CASES, DEEPSPEED, LAUNCHED, TITAN, written
 
 #: More keys of DeepSpeed's documentation (docs/_pages/config-json.md), with values of its text.

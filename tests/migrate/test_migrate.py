@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
 from shardwise.migrate.draft import SAME, flat
 from shardwise.migrate.read import imported
-from shardwise.train.cli import main
 from shardwise.train.config import build
 
 yaml = pytest.importorskip("yaml")
