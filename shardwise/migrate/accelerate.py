@@ -180,7 +180,7 @@ RULES: Final[Rules] = {
     "parallelism_config.parallelism_config_sp_size": only_if(lambda value: value != 1, CONTEXT),
     "parallelism_config.*": why(CONTEXT),
     "fp8_config.*": why("8-bit computation is not in this version"),
-    "dynamo_config.*": why("docs/compile.md says where torch.compile works"),
+    "dynamo_config.*": why("docs/explanation/states.md says where torch.compile works"),
     "use_cpu": _on_cpu,
     "downcast_bf16": UNNEEDED,
     "debug": why("collectives of different shapes are found by run.check_every"),

@@ -29,7 +29,7 @@ CONTEXT: Final = (
 )
 OFFLOAD: Final = (
     "offload:optim has the optimizer state in host memory, offload:param parameters too; "
-    "offload:optim@disk and offload:param@disk have them on a disk (docs/offload.md)"
+    "offload:optim@disk and offload:param@disk have them on a disk (docs/explanation/offload.md)"
 )
 
 
@@ -144,7 +144,7 @@ RULES: Final[Rules] = {
     "scheduler.params.cos_min_ratio": key("train.final"),
     "scheduler.params.*": why("the warmup of shardwise train is linear and begins near 0"),
     "tensor_parallel.autotp_size": axis("tp"),
-    "tensor_parallel.*": why("styles of layers are a table: docs/tensor-tables.md"),
+    "tensor_parallel.*": why("styles of layers are a table: docs/how-to/tables.md"),
     "sequence_parallel_size": why(CONTEXT),
     "zero_optimization.offload_optimizer.device": offloaded,
     "zero_optimization.offload_param.device": offloaded_param,
@@ -221,7 +221,7 @@ RULES: Final[Rules] = {
     "curriculum_learning.*": why("sampling is not a matter of plans"),
     "sparse_attention.*": why("attention is the model's"),
     "hybrid_engine.*": why("generation is not a matter of plans"),
-    "compile.*": why("docs/compile.md says where torch.compile works"),
+    "compile.*": why("docs/explanation/states.md says where torch.compile works"),
     "progressive_layer_drop.*": why("every layer of the model is computed in every step"),
     "eigenvalue.*": why("a means of compression, which is not a matter of plans"),
     "data_sampling.*": why("sampling is not a matter of plans"),
