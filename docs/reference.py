@@ -251,15 +251,43 @@ def python() -> str:
         for name in names:
             parts.append(_name(name))
             parts += [OPTIONS, _options()] * (name == "parallelize")
+            parts += {"Engine": [ENGINE], "World": [WORLD]}.get(name, [])
     return page_of(*parts)
 
 
+#: The members of a class that programs use; of other classes, all public ones.
+MEMBERS: Final = {
+    "Engine": (
+        *("step", "evaluate", "outputs", "set_lr", "data_rank", "data_ranks", "microbatches"),
+        *("memory", "host_memory", "disk_memory", "measured_bytes", "sent", "gradients", "flush"),
+    ),
+    "World": ("close", "barrier"),
+    "MoE": ("forward", "fit"),
+    "Gate": (),
+    "core": ("I", "P", "R", "S"),
+    "verify": ("Verify",),
+}
+
+ENGINE: Final = """\
+| attribute | meaning |
+| --- | --- |
+| `model`, `plan`, `world` | the arguments of `sw.parallelize`; the plan is the completed one |
+| `optimizer` | a `torch.optim.Optimizer`, for torch's schedulers |
+| `steps` | the number of steps so far |
+| `ledger`, `last` | what this rank sent since the start, and in the last step |"""
+
+WORLD: Final = """\
+| attribute | meaning |
+| --- | --- |
+| `rank`, `size` | the number of this rank, and of all ranks |
+| `device` | the device of this rank |
+| `expert` | under `experts:independent`, the number of this rank's expert |"""
+
+
 def _name(name: str) -> str:
-    members = {
-        "verify": "options:\n      members: [Verify]",
-        "core": "options:\n      members: [I, P, R, S]",
-    }
-    lines = [f"::: shardwise.{name}", *([f"    {members[name]}"] if name in members else [])]
+    lines = [f"::: shardwise.{name}"]
+    if name in MEMBERS:
+        lines += ["    options:", f"      members: [{', '.join(MEMBERS[name])}]"]
     return "\n".join(lines)
 
 

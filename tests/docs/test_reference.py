@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from docs.docstrings import markdown, rows
-from docs.reference import PAGES
+from docs.reference import ENGINE, MEMBERS, PAGES, WORLD
 from shardwise.comm.limits import Limits
 from shardwise.comm.world import alone
 from shardwise.engine.options import EngineOptions
@@ -42,6 +42,18 @@ def test_every_public_name_is_in_the_reference() -> None:
             own = [member for n, member in vars(public).items() if not n.startswith("_")]
             said += [inspect.getdoc(member) or "" for member in own if callable(member)]
         assert said[0] and not re.findall(r"\w+\.py\b", "".join(said)), name
+
+
+def test_the_members_that_are_shown_are_there() -> None:
+    """Of classes, and the attributes of an engine and of a world."""
+    for name, members in MEMBERS.items():
+        assert [each for each in members if not hasattr(getattr(sw, name), each)] == []
+    world = alone()
+    engine = sw.parallelize(nn.Linear(4, 2), "zero3", world, loss=lambda m, x: m(x).sum())
+    for made, said in ((engine, ENGINE), (world, WORLD)):
+        names = " ".join(re.findall(r"^\| (`.+`) \|", said, re.MULTILINE))
+        assert [each for each in re.findall("`(\\w+)`", names) if not hasattr(made, each)] == []
+    world.close()
 
 
 def test_every_key_has_a_meaning() -> None:
