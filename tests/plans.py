@@ -31,7 +31,7 @@ CANONICAL: dict[str, list[str]] = {
     ],
     "recomputation": [
         *(f"dp2 zero3 recompute:{how}" for how in ("full", "selective", "every2", "128KiB")),
-        *("ddp recompute:blocks.0.mlp,blocks.1", "tp2 recompute:partitioned"),
+        *("ddp recompute:blocks.0.mlp,blocks.1", "tp2 recompute:partitioned", "tp2 recompute:head"),
         *("tp2 sp recompute:full", "pp2 zb-v:4 recompute:full", "tp2 recompute:partitioned-host"),
         "dp2 zero3 recompute:blocks.*.mlp,blocks.1",
         *("dp2 zero3 activations:host", "pp2 1f1b:4 activations:host"),
