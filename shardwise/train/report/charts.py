@@ -147,7 +147,7 @@ def charts(figure: Figure | None) -> Sequence[Chart]:
 
 
 def _loss(curve: Curve) -> Plot:
-    top = curve.most * 1.05
+    top = curve.most * 1.05 or 1.0
     first, last = curve.steps[0], max(curve.steps[-1], curve.steps[0] + 1)
 
     def place(step: float, loss: float) -> Xy:
@@ -190,7 +190,8 @@ def _loss_tips(curve: Curve, first: int, last: int) -> list[Tip]:
     tips = []
     for n in shown:
         step, loss = curve.steps[n], curve.losses[n]
-        said = f"step {step}: loss {loss:.4f}, smoothed {curve.smoothed[n]:.4f}"
+        now = f"{loss:.4f}" if math.isfinite(loss) else "not finite"
+        said = f"step {step}: loss {now}, smoothed {curve.smoothed[n]:.4f}"
         said += f", validation {evaluated[step]:.4f}" if step in evaluated else ""
         tips.append(Tip((step - first) / (last - first) * WIDE - wide / 2, wide, said))
     return tips

@@ -91,7 +91,7 @@ class Table(NamedTuple):
     @property
     def numbers(self) -> Sequence[bool]:
         """Whether a column has numbers only."""
-        columns = zip(*self.rows, strict=True)
+        columns = zip(*self.rows, strict=True) if self.rows else [("",)] * len(self.head)
         return [all(NUMBER.fullmatch(cell) for cell in column) for column in columns]
 
 
