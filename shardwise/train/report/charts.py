@@ -32,7 +32,7 @@ WIDE: Final = 1000
 HIGH: Final = 400
 MOST_POINTS: Final = 600  # of a line; of more steps, the least and the most of each few
 MOST_TIPS: Final = 120  # places of a plot that show their numbers
-LETTER: Final = 1.9  # percent of a plot's width that a letter of a label takes
+LETTER: Final = 2.8  # percent of a plot's width that a letter of a label takes
 
 Xy = tuple[float, float]
 
@@ -283,13 +283,15 @@ def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _phases(events: Sequence[Event]) -> list[Tick]:
-    """A label in the middle of each run of events of one kind that has room for it."""
-    ticks, at = [], 0
+    """A label in the middle of each run of events of one kind, if the one before leaves room."""
+    ticks, first, taken = list[Tick](), 0, -LETTER
     for kind, run in groupby(event.kind for event in events):
-        wide = len(list(run))
-        if 100 * wide / len(events) >= LETTER * (len(kind) + 1):
-            ticks.append(Tick(100 * (at + wide / 2) / len(events), kind))
-        at += wide
+        count = len(list(run))
+        middle, half = 100 * (first + count / 2) / len(events), LETTER * (len(kind) + 1) / 2
+        if taken <= middle - half and middle + half <= 100 + LETTER:
+            ticks.append(Tick(middle, kind))
+            taken = middle + half
+        first += count
     return ticks
 
 
