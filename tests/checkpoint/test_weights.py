@@ -14,11 +14,11 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint import export as exporting
 from shardwise.checkpoint.export import export, import_weights
+from shardwise.cli.main import main
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.models import hf
 from shardwise.models.registry import find
-from shardwise.train.cli import main
 from shardwise.train.prepare import Start
 from shardwise.verify.command import verify
 from tests.engine.cases import regression, vectors

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardwise.bench.communication_bytes import CommunicationBytes
+from benchmarks.communication_bytes import CommunicationBytes
 from shardwise.comm.gloo import Gloo
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.move import begin_sum, start

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.core.tensor_plan import Table
 from shardwise.train import config
-from shardwise.train.cli import main
 from shardwise.train.prepare import Start, prepare
 from tests.derive.test_derive import HAND
 from tests.train.runs import run

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.core.tensor_plan import matches
@@ -16,7 +17,6 @@ from shardwise.derive.table import Derived, derive_table
 from shardwise.engine.prediction import predict
 from shardwise.engine.tensor_plan import own_table
 from shardwise.models.registry import find
-from shardwise.train.cli import main
 from shardwise.verify.options import Options, table_in
 from shardwise.verify.parity import prove
 from shardwise.verify.report import Report, report

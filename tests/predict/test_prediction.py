@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.cli.main import main
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.expert_moves import Loads
@@ -23,7 +24,6 @@ from shardwise.parallel.expert.gate import GATES
 from shardwise.prediction.experts import EVEN
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.traffic import by_kind
-from shardwise.train.cli import main
 from shardwise.verify.options import Options
 from shardwise.verify.parity import build_options
 from tests.engine.cases import Case, build, share, vectors

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from shardwise.checkpoint.export import export
+from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.models import hf, pretrained
 from shardwise.models.hf import causal_loss
 from shardwise.train import config
-from shardwise.train.cli import main
 from shardwise.train.prepare import Start, prepare
 from shardwise.train.sizes import model_sizes
 from shardwise.train.tokens import load_tokenizer, train_bpe

@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 from torch import nn
 
+from shardwise.cli.main import main
+from shardwise.cli.verify import verify_command
 from shardwise.comm.move import begin_sum
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RunError
@@ -22,8 +24,6 @@ from shardwise.engine.engine import Engine
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.train.cli import main
-from shardwise.train.verify_command import verify_command
 from shardwise.verify import memory
 from shardwise.verify.command import verify
 from shardwise.verify.comparison import compare
@@ -374,7 +374,7 @@ def test_dropout_is_set_to_zero_and_the_report_says_so(
     """A model with dropout holds without it; the note stands under the table, beside the JSON."""
     said = "Dropout (1) was set to 0 on both sides of the comparison"
     found = verify("dp2", f"{own}:drop", 1)
-    monkeypatch.setattr("shardwise.train.verify_command.verify", lambda *_, **_more: found)
+    monkeypatch.setattr("shardwise.cli.verify.verify", lambda *_, **_more: found)
     for json_too in (False, True):
         with pytest.raises(typer.Exit) as leaving:
             verify_command(plan="dp2", model=f"{own}:drop", as_json=json_too)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli.main import main
 from shardwise.core.errors import RankError
 from shardwise.core.plan import Plan
 from shardwise.engine import hint
 from shardwise.engine.tensor_layout import nowhere
-from shardwise.train.cli import main
 from shardwise.verify.parity import prove
 from shardwise.verify.report import Report, report
 from tests.pool import run_gloo
