@@ -137,6 +137,7 @@ def test_a_run_leaves_its_report_pictures_and_sample(plan: str, tmp_path: Path) 
     assert texts[0] == (given.folder / "sample.txt").read_text()
     for name in (
         "report.md",
+        "report.html",
         "config.toml",
         "plots/loss.png",
         "plots/memory.png",

@@ -50,6 +50,7 @@ def test_every_rank_of_every_pipeline_is_recorded(tmp_path: Path) -> None:
     assert report.count("% measured, ") == 1
     drawn = (given.folder / "timeline.svg").read_text()
     assert drawn.count(", measured: ") == drawn.count(">predicted: ") == 1
+    assert drawn in (given.folder / "report.html").read_text()
 
 
 @pytest.mark.full
