@@ -126,6 +126,7 @@ def test_a_snippet_runs_as_shown(page: str, number: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_what_replaces_another_system_runs_as_shown() -> None:
     """Each block of docs/migration.md, without the lines that it replaces, is a whole program."""
     page = (DOCS / "migration.md").read_text(encoding="utf-8")
