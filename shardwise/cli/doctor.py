@@ -1,11 +1,9 @@
 """The command `shardwise doctor`, on the ranks that a launcher started, or on new ones."""
 
-import inspect
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import torch
 import typer
@@ -46,60 +44,49 @@ def _on_rank(mesh: str, device: str, most_bytes: int) -> Finding:
     return found
 
 
-@dataclass(frozen=True)
-class DoctorOptions:
-    """The options of `shardwise doctor`."""
-
-    nproc: Annotated[int | None, typer.Option(help="Processes; 4, or one for each GPU.")] = None
-    mesh: Annotated[str | None, typer.Option(help='Axes to measure, such as "dp2 tp2".')] = None
+def doctor_command(
+    *,
+    nproc: Annotated[int | None, typer.Option(help="Processes; 4, or one for each GPU.")] = None,
+    mesh: Annotated[str | None, typer.Option(help='Axes to measure, such as "dp2 tp2".')] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, or cuda, which is the default with several GPUs.")
-    ] = None
+    ] = None,
     disk_folder: Annotated[
         Path | None, typer.Option("--disk", metavar="FOLDER", help="Measure this folder's disk.")
-    ] = None
+    ] = None,
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the links to a TOML file.")
-    ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
-
-
-def doctor_command(**given: Any) -> None:
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
     """Look at the devices, check every collective, and measure the links."""
-    asked = DoctorOptions(**given)
-    choice("--device", asked.device or "cpu", ("cpu", "cuda"))
-    _require_writable(asked.save)
+    choice("--device", device or "cpu", ("cpu", "cuda"))
+    _require_writable(save)
     start = environment()
     gpus = torch.cuda.device_count()
-    kind = asked.device or ("cuda" if gpus > 1 else "cpu")
-    count = _count(
-        asked.nproc, asked.mesh, start.size if start else None, gpus if kind == "cuda" else 4
-    )
-    if asked.device == "cuda" and not gpus:
+    kind = device or ("cuda" if gpus > 1 else "cpu")
+    count = _count(nproc, mesh, start.size if start else None, gpus if kind == "cuda" else 4)
+    if device == "cuda" and not gpus:
         none = "--device cuda on a machine without a GPU that PyTorch sees"
         raise bad(none, "cuda with a GPU for each rank, or cpu", "--device cpu")
-    axes = Mesh.parse(f"dp{count}" if asked.mesh is None else asked.mesh)
+    axes = Mesh.parse(f"dp{count}" if mesh is None else mesh)
     _fits(axes, count)
     first = start is None or start.rank == 0
-    folder = asked.disk_folder if first else None
+    folder = disk_folder if first else None
     measured = None if folder is None else disk_bandwidth.measure(folder)
     if start is None:
         require_local(count)
         findings = spawn(_on_rank, count, (str(axes), kind, MOST_BYTES), kind)
     else:
-        world = init(asked.device)
+        world = init(device)
         findings = all_gather_object(examine(world, axes, MOST_BYTES), world)
     found = Diagnosis(str(axes), findings, measured)
     if not first:
         raise typer.Exit(1 if found.failures else 0)
-    if asked.save is not None:
-        asked.save.write_text(found.toml(), encoding="utf-8")
-    print(json.dumps(found.object(), indent=2) if asked.as_json else found.text())
+    if save is not None:
+        save.write_text(found.toml(), encoding="utf-8")
+    print(json.dumps(found.object(), indent=2) if as_json else found.text())
     raise typer.Exit(1 if found.failures else 0)
-
-
-# typer reads the options off a function's signature
-doctor_command.__signature__ = inspect.signature(DoctorOptions)
 
 
 def _count(ranks: int | None, mesh: str | None, started: int | None, usual: int) -> int:

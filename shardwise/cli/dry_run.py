@@ -22,7 +22,7 @@ from shardwise.train.config import Config
 from shardwise.train.folder import finished_message
 from shardwise.train.model import Batch, largest_share, options_of_run
 from shardwise.train.prepare import PreparedRun, Start, prepare
-from shardwise.train.report import ranks_text
+from shardwise.train.progress import ranks_text
 
 
 def dry_run(config: Config, ranks: int, start: Start) -> None:

@@ -14,13 +14,11 @@ Torch is imported only when it is needed, so help and errors of input are fast. 
 `ELSEWHERE` are in other modules, imported only when they are used.
 """
 
-import inspect
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -207,28 +205,26 @@ def options(
     """Options before a command."""
 
 
-@dataclass(frozen=True)
-class TrainOptions:
-    """The options of `shardwise train`."""
-
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file.")]
-    plan: Annotated[str | None, typer.Option(help="The plan, instead of the file's.")] = None
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file.")],
+    *,
+    plan: Annotated[str | None, typer.Option(help="The plan, instead of the file's.")] = None,
     model: Annotated[
         str | None,
         typer.Option(
             help="The model, instead of the file's: gpt:small, hf:./FOLDER or file.py:build."
         ),
-    ] = None
+    ] = None,
     table: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Styles of tensor parallelism (shardwise table)."),
-    ] = None
+    ] = None,
     nproc: Annotated[
         int | None,
         typer.Option(
             help="Processes to start here; without it, the fewest on which the plan runs."
         ),
-    ] = None
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -236,7 +232,7 @@ class TrainOptions:
             metavar="KEY=VALUE",
             help="Replace a value, e.g. train.steps=100. Can be given several times.",
         ),
-    ] = None
+    ] = None,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -246,41 +242,45 @@ class TrainOptions:
             help="Continue the run in run.folder from its checkpoint; with auto, begin it if there "
             "is none.",
         ),
-    ] = None
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the run in run.folder by a new one.")
-    ] = False
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and predict; start nothing.")
-    ] = False
-
-
-def train(**given: Any) -> None:
+    ] = False,
+) -> None:
     """Train a model; also under torchrun and Slurm."""
+    overrides = [*(set_ or ()), *([] if plan is None else [f"plan.text={plan}"])]
+    overrides += [] if model is None else [f"model.name={model}"]
+    overrides += [] if table is None else [f"plan.table={table.resolve()}"]
+    raise typer.Exit(_started(config, overrides, resume, nproc, overwrite, dry_run))
+
+
+def _started(
+    config: Path,
+    overrides: Sequence[str],
+    resume: str | None,
+    nproc: int | None,
+    overwrite: bool,
+    dry_run: bool,
+) -> int:
+    """Train, or check what would be trained; returns the exit code."""
     from shardwise.comm.rendezvous import environment
     from shardwise.train.prepare import Start
     from shardwise.train.stop_signal import NOTHING, StopSignal
 
-    asked = TrainOptions(**given)
-    overrides = [*(asked.set_ or ()), *([] if asked.plan is None else [f"plan.text={asked.plan}"])]
-    overrides += [] if asked.model is None else [f"model.name={asked.model}"]
-    overrides += [] if asked.table is None else [f"plan.table={asked.table.resolve()}"]
     # a single process may exit at a signal; one of several ranks may not
     with StopSignal(leaving=environment() is None) as stop:
         try:
-            start = Start(asked.resume == ALWAYS, asked.overwrite, asked.resume == AUTO)
-            train_or_check = _dry_run if asked.dry_run else _train
-            code = train_or_check(asked.config, overrides, start, asked.nproc, stop)
+            start = Start(resume == ALWAYS, overwrite, resume == AUTO)
+            train_or_check = _dry_run if dry_run else _train
+            return train_or_check(config, overrides, start, nproc, stop)
         except KeyboardInterrupt:
             if not stop.leaving:  # asked a second time
                 raise
             print(NOTHING)
-            code = 0
-    raise typer.Exit(code)
-
-
-# typer reads the options off a function's signature
-train.__signature__ = inspect.signature(TrainOptions)
+            return 0
 
 
 def _train(

@@ -5,12 +5,11 @@ and clipping, in fp64 if the plan names no precision, after its first steps. Wit
 for a run of `shardwise train`.
 """
 
-import inspect
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -31,118 +30,115 @@ if TYPE_CHECKING:
     from shardwise.engine.options import EngineOptions
     from shardwise.models.trainable import Trainable
     from shardwise.prediction.prediction import Prediction
-    from shardwise.prediction.timeline import Event
 
 ROWS = 2  # per microbatch
 MOST_PARAMETERS = 1e18
 ZERO_RANKS = [1, 4, 16, 64, 256, 1024]  # the paper's
 
 
-@dataclass(frozen=True)
-class PredictOptions:
-    """The options of `shardwise predict`."""
-
-    plan: Annotated[str | None, PLAN] = None
+def predict_command(
+    plan: Annotated[str | None, PLAN] = None,
+    *,
     model: Annotated[
         str | None,
         typer.Option(help="gpt, llama:70b, hf:NAME, hf:./FOLDER, file.py:build and others."),
-    ] = None
+    ] = None,
     batch: Annotated[
         int | None, typer.Option(help="Rows of the rank's batch; 2 a microbatch if not given.")
-    ] = None
+    ] = None,
     sequence: Annotated[
         int | None, typer.Option(help="Positions of a row; the model's own if not given.")
-    ] = None
-    rank: Annotated[int, typer.Option(help="The rank to predict.")] = 0
+    ] = None,
+    rank: Annotated[int, typer.Option(help="The rank to predict.")] = 0,
     table: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Styles by module, TOML or JSON.")
-    ] = None
+    ] = None,
     cluster: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Links (doctor --save), for seconds beside the bytes."),
-    ] = None
+    ] = None,
     device_memory: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE",
-            help="Memory of a rank's device, such as 80GiB; the plan's device_memory or this "
-            "host's GPU if not given.",
+            metavar="SIZE", help="Memory of a device: 80GiB. Default: the plan's, or the GPU's."
         ),
-    ] = None
-    config: Annotated[Path | None, CONFIG] = None
+    ] = None,
+    config: Annotated[Path | None, CONFIG] = None,
     timeline: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw the memory of a step, as .svg or .png."),
-    ] = None
+    ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the memory of a step too, on local ranks.")
-    ] = False
+    ] = False,
     device: Annotated[
         str, typer.Option(help="With --measure: cpu, or cuda, with a GPU for each rank.")
-    ] = "cpu"
+    ] = "cpu",
     zero_table: Annotated[
         str | None,
         typer.Option(metavar="PARAMETERS", help="Print ZeRO's table for 7.5e9,128e9 and so on."),
-    ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
-
-
-def predict_command(**given: Any) -> None:
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
     """Predict the memory and the traffic of any rank of a plan, without starting a process."""
     began = time.perf_counter()
-    asked = PredictOptions(**given)
-    console = Console(emoji=False, highlight=False, markup=False)
-    if asked.zero_table is not None:
-        _print_zero_table(asked.zero_table, console, as_json=asked.as_json)
+    if zero_table is not None:
+        _print_zero_table(zero_table, as_json=as_json)
         return
-    choice("--device", asked.device, ("cpu", "cuda"))
-    links = None if asked.cluster is None else cluster_in(asked.cluster)
-    device_bytes = _device_bytes(asked.device_memory)
-    run = configured(asked.config, asked.plan, asked.model)
-    request = predict_request(run, asked.batch, asked.sequence, asked.rank, asked.table)
-    found, events = _predicted(request, asked)
-    rows = run.batch if asked.batch is None else None
-    told = answered(found, request.batch, device_bytes, rows=rows, device=run.device)
-    printed = numbers_of(found, run.name, began, links)
-    step = _step(request, asked, events)
-    if asked.as_json:
-        print(json.dumps(printed | told.as_json() | ({} if step is None else step.as_json())))
-    else:
-        show(printed, told, console)
-        if step is not None:
-            step.show(console)
+    choice("--device", device, ("cpu", "cuda"))
+    links = None if cluster is None else cluster_in(cluster)
+    run = configured(config, plan, model)
+    request = predict_request(run, batch, sequence, rank, table)
+    found, step = _predicted(request, rank, Picture(timeline, device if measure else None))
+    rows, size = run.batch if batch is None else None, _device_bytes(device_memory)
+    told = answered(found, request.batch, size, rows=rows, device=run.device)
+    _print(numbers_of(found, run.name, began, links), told, step, as_json=as_json)
     for note in found.notes:
         print(f"Note: {note}.", file=sys.stderr)
 
 
+class Picture(NamedTuple):
+    """What is asked of the memory of a step: a file to draw it, a device to measure it on."""
+
+    file: Path | None
+    device: str | None
+
+
 def _predicted(
-    request: "PredictRequest", asked: PredictOptions
-) -> "tuple[Prediction, Sequence[Event]]":
-    """The prediction, and the memory of a step if it was asked for."""
-    if asked.timeline is None and not asked.measure:
-        return request.prediction(asked.rank), ()
-    from shardwise.cli.predict_timeline import predicted_step
-
-    return predicted_step(request, asked.rank, asked.timeline, measure=asked.measure)
-
-
-def _step(
-    request: "PredictRequest", asked: PredictOptions, events: "Sequence[Event]"
-) -> "Step | None":
-    """The step that was asked for, measured and drawn into a file if that was asked."""
-    if not events and not asked.measure:
-        return None
-    from shardwise.cli.predict_timeline import Step, measured_step
+    request: "PredictRequest", rank: int, picture: Picture
+) -> "tuple[Prediction, Step | None]":
+    """The prediction; and the memory of a step, drawn into a file, if it was asked for."""
+    if picture == (None, None):
+        return request.prediction(rank), None
+    from shardwise.cli.predict_timeline import Step, measured_step, predicted_step
     from shardwise.train.memory_picture import draw
 
-    measured = measured_step(request, asked.device)[asked.rank] if asked.measure else ([], {}, {})
-    step = Step(events, *measured)
-    if asked.timeline is not None:
-        draw(asked.timeline, step.series)
-    return step
+    measuring = picture.device is not None
+    found, events = predicted_step(request, rank, picture.file, measure=measuring)
+    measured = (
+        ([], {}, {}) if picture.device is None else measured_step(request, picture.device)[rank]
+    )
+    step = Step(events, *measured) if events or measuring else None
+    if picture.file is not None and step is not None:
+        draw(picture.file, step.series)
+    return found, step
 
 
-def _print_zero_table(text: str, console: Console, *, as_json: bool) -> None:
+def _print(numbers: dict[str, Any], told: Answer, step: "Step | None", *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(numbers | told.as_json() | ({} if step is None else step.as_json())))
+        return
+    console = _console()
+    show(numbers, told, console)
+    if step is not None:
+        step.show(console)
+
+
+def _console() -> Console:
+    return Console(emoji=False, highlight=False, markup=False)
+
+
+def _print_zero_table(text: str, *, as_json: bool) -> None:
     """Print ZeRO's table 1 for models of these numbers of parameters.
 
     Raises InputError for text that is no numbers.
@@ -158,11 +154,7 @@ def _print_zero_table(text: str, console: Console, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(zero_as_json(lines)))
     else:
-        show_zero_table(lines, console)
-
-
-# typer reads the options off a function's signature
-predict_command.__signature__ = inspect.signature(PredictOptions)
+        show_zero_table(lines, _console())
 
 
 def numbers_of(

@@ -1,6 +1,5 @@
 """The command `shardwise schedule`."""
 
-import inspect
 import json
 import os
 import re
@@ -27,37 +26,61 @@ from shardwise.core.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Request:
-    """The options of the command line."""
+    """The schedule that the command line asks for."""
 
+    name: str | None
+    stages: int | None
+    microbatches: int | None
+    chunks: int | None
+    batches: int
+
+
+def schedule_command(
     name: Annotated[
         str | None,
         typer.Argument(metavar="[NAME]", help="1f1b, or 1f1b:8 as in a plan, or a text FILE."),
-    ] = None
+    ] = None,
+    *,
     stages: Annotated[int | None, typer.Option(help="Ranks of the pipeline; 4 if not given.")] = (
         None
-    )
-    microbatches: Annotated[int | None, typer.Option(help="A batch's; 8 if not given.")] = None
-    chunks: Annotated[int | None, typer.Option(help="Stages that a rank owns.")] = None
-    batches: Annotated[int, typer.Option(help="With 2bw: batches without a drain.")] = 1
+    ),
+    microbatches: Annotated[int | None, typer.Option(help="A batch's; 8 if not given.")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Stages that a rank owns.")] = None,
+    batches: Annotated[int, typer.Option(help="With 2bw: batches without a drain.")] = 1,
     costs: Annotated[
         str,
         typer.Option(
             help="Time of each action, and of a message (hop=0.1); F=1/2/1/1 is one for each stage."
         ),
-    ] = "F=1,I=1,W=1"
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it into this file.")] = None
-    text: Annotated[bool, typer.Option("--text", help="Print it as text, to be edited.")] = False
-    config: Annotated[Path | None, CONFIG] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
-
-
-def schedule_command(**given: Any) -> None:
+    ] = "F=1,I=1,W=1",
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it into this file.")
+    ] = None,
+    as_text: Annotated[
+        bool, typer.Option("--text", help="Print it as text, to be edited.")
+    ] = False,
+    config: Annotated[Path | None, CONFIG] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
     """Draw a pipeline schedule and price it: makespan, bubble, activations, transfers."""
-    show(Request(**given))
-
-
-# typer reads the options off a function's signature: here they are the fields of the request
-schedule_command.__signature__ = inspect.signature(Request)
+    if as_json and as_text:
+        allowed = "one of them: numbers as JSON, or the schedule as text"
+        raise bad("--json and --text together", allowed, "--json, or --text")
+    request = Request(name, stages, microbatches, chunks, batches)
+    subject = _subject(request if config is None else _of_run(request, config))
+    times = read_costs(costs, len(subject.schedule.home))
+    timeline = clock(lower(subject.schedule, gather=bool(times.GATHER)), times)
+    if not timeline.makespan:
+        given = f"the costs '{costs}', by which no action takes any time"
+        raise bad(given, "a time above 0 for an action of the schedule", "--costs F=1,I=1,W=1")
+    if svg is not None:
+        _draw(svg, timeline, subject.title)
+    if as_text:
+        typer.echo(text.write(subject.schedule), nl=False)
+    elif as_json:
+        typer.echo(json.dumps(_numbers(subject, timeline, times)))
+    else:
+        show(subject, timeline, _numbers(subject, timeline, times))
 
 
 @dataclass(frozen=True)
@@ -69,27 +92,8 @@ class Subject:
     known: tuple[Entry, Size] | None = None
 
 
-def show(request: Request) -> None:
-    """Draw and price a schedule. Raises InputError for wrong options."""
-    if request.as_json and request.text:
-        allowed = "one of them: numbers as JSON, or the schedule as text"
-        raise bad("--json and --text together", allowed, "--json, or --text")
-    subject = _subject(request)
-    costs = read_costs(request.costs, len(subject.schedule.home))
-    whole = lower(subject.schedule, gather=bool(costs.GATHER))
-    timeline = clock(whole, costs)
-    if not timeline.makespan:
-        given = f"the costs '{request.costs}', by which no action takes any time"
-        raise bad(given, "a time above 0 for an action of the schedule", "--costs F=1,I=1,W=1")
-    if request.svg is not None:
-        _draw(request.svg, timeline, subject.title)
-    if request.text:
-        typer.echo(text.write(subject.schedule), nl=False)
-        return
-    numbers = _numbers(subject, timeline, costs)
-    if request.as_json:
-        typer.echo(json.dumps(numbers))
-        return
+def show(subject: Subject, timeline: Timeline, numbers: dict[str, Any]) -> None:
+    """Print the picture of a schedule, and its numbers beside the closed forms."""
     paper = f" ({subject.known[0].paper})" if subject.known else ""
     typer.echo(f"{subject.title}{paper}\n\n{draw.as_text(timeline)}\n")
     Console().print(_table(numbers))
@@ -142,8 +146,6 @@ def _time(given: str) -> float | None:
 
 def _subject(request: Request) -> Subject:
     """The requested schedule."""
-    if request.config is not None:
-        request = _of_run(request, request.config)
     if request.name is None:
         raise bad("no schedule", "its name, a file, or the configuration of a run", "1f1b")
     name, _, numbers = request.name.partition(":")

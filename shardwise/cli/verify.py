@@ -1,10 +1,8 @@
 """The command `shardwise verify PLAN`: proves a plan on a model, and prints a table or JSON."""
 
-import inspect
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -19,45 +17,36 @@ from shardwise.verify.report import show
 STEPS = 3
 
 
-@dataclass(frozen=True)
-class VerifyOptions:
-    """The options of `shardwise verify`."""
-
-    plan: Annotated[str | None, PLAN] = None
+def verify_command(
+    plan: Annotated[str | None, PLAN] = None,
+    *,
     model: Annotated[
         str | None,
         typer.Option(
             help="gpt, gpt:SIZE, moe[:GATE[:CAPACITY]], hf:NAME, hf:./FOLDER or file.py:build."
         ),
-    ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     table: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Styles by module, TOML or JSON.")
-    ] = None
-    config: Annotated[Path | None, CONFIG] = None
+    ] = None,
+    config: Annotated[Path | None, CONFIG] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, the default; or cuda, with a GPU for each rank.")
-    ] = None
-
-
-def verify_command(**given: Any) -> None:
+    ] = None,
+) -> None:
     """Prove that a plan computes what one process computes, with the predicted bytes and memory."""
-    asked = VerifyOptions(**given)
     start = environment()
-    run = configured(asked.config, asked.plan, asked.model)
-    styles = run.table if asked.table is None else table_in(asked.table)
+    run = configured(config, plan, model)
+    styles = run.table if table is None else table_in(table)
     doing = f"{run.plan} on {run.name}: {STEPS} steps, beside one process"
     with Console(stderr=True).status(Text(doing)):
-        found = verify(run.plan, run.model, STEPS, Options(table=styles), device=asked.device)
+        found = verify(run.plan, run.model, STEPS, Options(table=styles), device=device)
     if start is None or start.rank == 0:
-        if asked.as_json:
+        if as_json:
             print(found.json())
             for note in found.notes:
                 print(note, file=sys.stderr)
         else:
             show(found, Console(emoji=False, markup=False))
     raise typer.Exit(0 if found.holds else 1)
-
-
-# typer reads the options off a function's signature
-verify_command.__signature__ = inspect.signature(VerifyOptions)

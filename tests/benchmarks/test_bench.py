@@ -68,6 +68,7 @@ def by_rank() -> list[list[Record]]:
     return run_gloo(2, measured, TASK)
 
 
+@pytest.mark.full
 def test_the_json_has_the_agreed_keys(by_rank: list[list[Record]]) -> None:
     """One object, `rows`, a row for each contender with the keys of the agreement, in order."""
     printed = json.loads(json.dumps(table.as_json(table.lines(TASK, by_rank))))
@@ -76,6 +77,7 @@ def test_the_json_has_the_agreed_keys(by_rank: list[list[Record]]) -> None:
     assert all(list(row) == KEYS for row in printed["rows"])
 
 
+@pytest.mark.full
 def test_everyone_trains_the_same_model(by_rank: list[list[Record]]) -> None:
     """After as many steps from the same weights on the same data, the losses agree."""
     rows = {row.contender: row for row in table.lines(TASK, by_rank)}

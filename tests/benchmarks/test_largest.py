@@ -52,6 +52,7 @@ def held(prediction: Prediction) -> tuple[int, int, int]:
     return device_peak_bytes(prediction), sum(host.values()), sum(disk.values())
 
 
+@pytest.mark.full
 def test_offload_trains_larger_models():
     """Each step runs within the bound, and a model of twice the layers is predicted not to."""
     lines = [found(offload) for offload in (None, "optim", "param")]
@@ -65,6 +66,7 @@ def test_offload_trains_larger_models():
     assert "offload:param" in largest.as_text(lines)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("small_chunks")
 def test_three_tiers_are_filled_with_whole_units():
     """More layers than with two tiers, each full to one unit; one layer more fits in no way."""
@@ -80,6 +82,7 @@ def test_three_tiers_are_filled_with_whole_units():
     assert fractions(more, FILLED_DISK, room) is None
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("small_chunks")
 def test_a_model_on_three_tiers_trains(tmp_path: Path):
     """Within the bound of the device, with more layers than the device and the host hold."""
@@ -94,6 +97,7 @@ def test_a_model_on_three_tiers_trains(tmp_path: Path):
     )
 
 
+@pytest.mark.full
 def test_a_step_that_runs_out_of_memory_takes_fewer_layers():
     """The prediction is for more memory than there is: layers are taken away until a step runs."""
     much = replace(ROOM, device_bytes=5 * MIB)
@@ -102,6 +106,7 @@ def test_a_step_that_runs_out_of_memory_takes_fewer_layers():
     assert found(None, replace(ROOM, words="device_memory:20000B")).layers == 0
 
 
+@pytest.mark.full
 def test_a_tier_without_room():
     """No layer fits on a host or a disk that cannot even have what is there without layers."""
     assert most_layers(FILLED_DISK, replace(ROOM, host_bytes=1000)) == Fit(0, FILLED_DISK)

@@ -38,6 +38,7 @@ def test_everyone_trains_the_same_model() -> None:
         assert row.ratio == 1.0 or not row.contender.startswith("torch")
 
 
+@pytest.mark.full
 def test_what_a_rank_forbids_is_a_line() -> None:
     """Four microbatches do not fill DualPipe-V on four ranks: both say so, and others go on."""
     names = ("torch dualpipe-v:4", "dualpipe-v:4", "torch 1f1b:8", "1f1b:8")

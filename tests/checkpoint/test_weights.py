@@ -270,8 +270,8 @@ def test_the_commands(
 @pytest.mark.parametrize(
     ("argv", "phrase"),
     [
-        (["export", "run"], "checkpoint export run .missing option '--to'.* instead: --to FOLDER"),
-        (["import", "there"], "checkpoint import there .missing option '--to'"),
+        (["export", "run"], "Missing option '--to'.* instead: shardwise checkpoint export"),
+        (["import", "there"], "Missing option '--to'.* instead: shardwise checkpoint import"),
         (["export", "run", "--to", "there"], "the folder '.*there', which exists"),
         (["export", "run", "--to", "there", "--overwrite"], r"which has other files \(mine"),
         (["export", "run", "--to", "run/latest/x"], "which cannot be written"),

@@ -141,7 +141,8 @@ def test_a_tutorial_can_be_followed(page: str, tmp_path: Path) -> None:
         if block.title and "/" not in block.title:
             (tmp_path / block.title).write_text(block.text)
         for program, *argv in block.commands:
-            if "HOST0:29400" in argv:  # on several hosts
+            shown = [program, *argv] in [shlex.split(command) for command, _ in block.printed]
+            if shown or "HOST0:29400" in argv:  # another test runs it; it is for several hosts
                 continue
             module = ["-m", programs[program]] if program in programs else []
             command = [sys.executable, *module, *argv]

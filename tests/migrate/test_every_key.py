@@ -110,16 +110,6 @@ def test_every_key_of_deepspeeds_templates(stage: int, tmp_path: Path) -> None:
     require_every_key(tmp_path, values, "json")
 
 
-def test_a_switch_that_is_off_is_said(tmp_path: Path) -> None:
-    """False is not "Shardwise does so always": its line says that it cannot be turned off."""
-    draft, _ = imported(written(tmp_path, DOCUMENTED, "json"))
-    left = {key: why for key, _, why in draft.left}
-    for name in ("overlap_comm", "contiguous_gradients"):
-        assert left[f"zero_optimization.{name}"].startswith("it cannot be turned off")
-    assert left["zero_optimization.reduce_scatter"].startswith("not needed")
-    assert left["scheduler.params.warmup_max_lr"] == "train.lr is 0.001 by another key"
-
-
 def test_what_is_not_done_has_the_interval_zero(tmp_path: Path) -> None:
     """Without checkpoint.enable, torchtitan saves at the end alone; use_cpu of accelerate: cpu."""
     ending, values = FILES["nothing saved or validated"]

@@ -39,7 +39,7 @@ def configured(at: Path, weights: Path, plan: str, **train: Any) -> config.Confi
 
 
 @pytest.mark.crossed
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("plan", ["dp2 zero3", "tp2 zero1", "pp2 1f1b:2"])
 def test_every_plan_trains_the_weights_of_the_folder(kind: str, plan: str, tmp_path: Path):
