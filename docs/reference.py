@@ -80,7 +80,8 @@ def _option(param: Any) -> tuple[str, str, str]:
     flag = param.is_flag
     kind = getattr(param.type_descriptor.annotation, "__name__", "")
     value = "" if flag else f" {param.metavar or {'int': 'N', 'float': 'X'}.get(kind, 'TEXT')}"
-    default = "" if flag or param.default in (None, ()) else f"`{param.default}`"
+    default = "" if flag or param.default in (None, (), "") else f"`{param.default}`"
+    default = "required" if param.required else default
     return f"`{param.opts[-1]}{value}`", default, param.help or ""
 
 
@@ -155,7 +156,7 @@ states."""
 EXPLAINED: Final = {
     **dict.fromkeys(("dp", "ddp", "zero", "row", "bucket", "accumulate"), "explanation/states.md"),
     **dict.fromkeys(("fp", "bf16"), "explanation/states.md#precision"),
-    **dict.fromkeys(("tp", "sp"), "explanation/tensor.md"),
+    **dict.fromkeys(("tp", "sp", "cp"), "explanation/tensor.md"),
     **dict.fromkeys(("ep", "experts"), "explanation/experts.md"),
     **dict.fromkeys(("recompute", "activations", "buffers", "arenas"), "explanation/memory.md"),
     **dict.fromkeys(("offload", "device_memory"), "explanation/offload.md"),
