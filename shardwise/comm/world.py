@@ -249,12 +249,11 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
     of one host send everything through their process group, as ranks of different hosts do; None
     reads SHARDWISE_SHARED_MEMORY from the environment (default: True).
 
-    It also installs an excepthook that prints an InputError as one paragraph (excepthook.py).
+    It also installs an excepthook that prints an InputError as one paragraph.
 
     Raises:
         InputError: there is no GPU for device "cuda"; the environment is incomplete; the world of
-            this process has been closed; the ranks cannot connect, or some did not start in time
-            (start.py).
+            this process has been closed; the ranks cannot connect, or some did not start in time.
     """
     if shared_memory is not None:
         flag("shared_memory", shared_memory)

@@ -36,10 +36,10 @@ class Plan:
     """A parallel strategy. Equal strategies are equal values: axes are sorted, fsdp is zero3.
 
     axes        names and sizes
-    row         the word of a row of the states table (zero.py)
+    row         the word of a row of the states table
     precision   None: the default of the command or engine that runs the plan
     accumulate  microbatches per step
-    experts     "independent": one model for each rank of `ep` (independent.py)
+    experts     "independent": one model for each rank of `ep`
     schedule, recompute, activations, offload, tile
                 as written
     device_memory_bytes
@@ -212,8 +212,7 @@ class Plan:
         """The plan for a world of `ranks`, with `dp` added if it is open.
 
         None means the smallest world on which every word has an effect: `zero3` becomes
-        `dp2 zero3`, `tp2` stays. A plan that does not fit the world is returned unchanged;
-        plan_check.py reports it.
+        `dp2 zero3`, `tp2` stays. A plan that does not fit the world is returned unchanged.
         """
         if not self.open:
             return self

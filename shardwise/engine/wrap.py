@@ -115,7 +115,8 @@ def FSDP(  # noqa: N802
 
     sharding_strategy: "FULL_SHARD" (zero3), "SHARD_GRAD_OP" (zero2), "NO_SHARD" (ddp), or
     "HYBRID_SHARD" with groups of `shard_size` ranks.  torch's enum is accepted too.
-    units: the wrap policy; see parallel/data/wrap_policy.py.
+    units: what is gathered together: "auto" (the repeated block), a class or several, a pattern of
+    module names, a size in bytes, or f(name, module) -> bool.
     cpu_offload: True, or torch's CPUOffload(offload_params=True): shards of parameters and
     gradients rest in host memory, where the optimizer updates them; a unit is on the device while
     it is used.

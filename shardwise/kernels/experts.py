@@ -7,7 +7,8 @@
 
 `torch.nn.functional.grouped_mm` multiplies the rows of all experts in one call. It saves what a
 call costs for each expert, and the stacking of the experts' gradients. On a CPU it is faster or
-slower with 4 experts, depending on the rows, and three times as fast with 64 (docs/experts.md).
+slower with 4 experts, depending on the rows, and three times as fast with 64
+(benchmarks/results/experts.toml).
 """
 
 from functools import lru_cache

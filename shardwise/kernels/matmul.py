@@ -7,7 +7,8 @@
 
 The product of a linear layer is x [..., in], weight [out, in], bias [out] -> [..., out].  The
 weight may be a transposed view, so gy W is such a product too.  Figures are in
-docs/measurements.md.  With `torch.backends.mkldnn.enabled = False` torch chooses everywhere.
+benchmarks/results/kernels.toml.  With
+`torch.backends.mkldnn.enabled = False` torch chooses everywhere.
 """
 
 import platform

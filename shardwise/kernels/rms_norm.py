@@ -6,7 +6,7 @@
 w is the weight of D elements, g the gradient of y.  The tensor g x is computed once for both sums.
 The node saves x and r; autograd also saves the normalised x.  It is used in fp32 and fp64 on CPUs:
 torch has kernels of its own for GPUs, and rounds differently in 16 bits.  Figures are in
-docs/measurements.md.  (Zhang & Sennrich, arXiv 1910.07467.)
+benchmarks/results/kernels.toml.  (Zhang & Sennrich, arXiv 1910.07467.)
 """
 
 from collections.abc import Callable

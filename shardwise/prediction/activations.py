@@ -18,7 +18,7 @@ positions in its stream (all, or under sp its shard), keeps:
     attention            B T ((2 h + 2 k) E s + h w)     q and k turned, v, the result; log-sum-exp
     feed-forward         4 B T f s             gate, silu of it, up, their product
 
-With recomputation, arXiv 2205.05198 section 5 (docs/recompute.md derives it):
+With recomputation, arXiv 2205.05198 section 5 (docs/explanation/memory.md derives it):
 
     full                 N D s                 the block's input
     partitioned          N D s / t             its part of the input, padded (without sp)

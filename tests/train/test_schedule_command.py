@@ -111,18 +111,16 @@ def test_pictures_are_written_over(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_what_the_commands_print(tmp_path: Path) -> None:
-    """Every figure of docs/pipeline.md, and its example, is what the line on the page gives."""
+    """Every figure of docs/explanation/pipeline.md is what the line on the page gives."""
     docs = Path(__file__).parents[2] / "docs"
-    page = (docs / "pipeline.md").read_text(encoding="utf-8")
+    page = (docs / "explanation" / "pipeline.md").read_text(encoding="utf-8")
     line = re.compile(r"^shardwise schedule (.*) --svg docs/(figures/(.*)\.svg)$", re.MULTILINE)
     lines = line.findall(page)
     assert {name for _, _, name in lines} == set(LIBRARY)
     for argv, figure, name in lines:
         shown(*argv.split(), "--svg", str(tmp_path / name))
         assert (tmp_path / name).read_text() == (docs / figure).read_text()
-        assert f"]({figure})" in page
-    printed = [line.rstrip() for line in shown("1f1b").splitlines()][2:]
-    assert "\n".join(printed) in page
+        assert f"](../{figure})" in page
 
 
 @pytest.mark.parametrize(
