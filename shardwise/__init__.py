@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise import hf
     from shardwise.checkpoint.engines import load, save
     from shardwise.checkpoint.weights_folder import fill_from
     from shardwise.comm.launch import spawn
@@ -91,7 +92,7 @@ _HOMES = {
 }
 
 #: Folders that are public names themselves.
-_FOLDERS = {"replicas": "parallel.replicas", "verify": "verify"}
+_FOLDERS = {"hf": "hf", "replicas": "parallel.replicas", "verify": "verify"}
 
 __all__ = [
     "DDP",
@@ -125,6 +126,7 @@ __all__ = [
     "derive_table",
     "fill_from",
     "full_state_dict",
+    "hf",
     "init",
     "load",
     "move",

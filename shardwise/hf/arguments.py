@@ -62,7 +62,7 @@ REFUSED: Final = {
     "liger_kernel_config": "the model patched before it is given to Trainer",
     "neftune_noise_alpha": "the noise in the model's own embedding, before Trainer gets the model",
     "optim_target_modules": "optim='adamw_torch'",
-    "auto_find_batch_size": "a batch size that fits; `shardwise predict` computes what a plan holds",
+    "auto_find_batch_size": "a batch size that fits; `shardwise predict` computes the memory",
     "torch_empty_cache_steps": "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
     "eval_use_gather_object": "predictions that are tensors",
     "save_on_each_node": "an output_dir on storage that all hosts share",
@@ -72,7 +72,7 @@ REFUSED: Final = {
     **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb"), _ROWS),
     **dict.fromkeys(("ddp_broadcast_buffers", "ddp_static_graph"), _ROWS),
     **dict.fromkeys(("fsdp", "fsdp_config"), "the plan alone: plan='zero3'"),
-    "deepspeed": "the plan alone; `shardwise migrate` reads a DeepSpeed configuration",
+    "deepspeed": "the plan that `shardwise plan --from ds_config.json` prints",
     "debug": "the engine's own check, which names the first parameter that is not finite",
 }
 #: Optimizers of `optim` whose update of an element needs no other element.

@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainingArguments
-from transformers.trainer_utils import EvalPrediction
+from transformers.trainer_utils import EvalPrediction, has_length
 
 from shardwise.checkpoint.engines import load, save
 from shardwise.comm.world import World, init
@@ -64,6 +64,10 @@ class Trainer(transformers.Trainer):
     """
 
     accelerator: DataRanks
+    model: Any
+    lr_scheduler: Any
+    callback_handler: Any
+    _outputs_only = False
 
     def __init__(
         self,
@@ -88,11 +92,11 @@ class Trainer(transformers.Trainer):
         preprocess_logits_for_metrics: Callable[..., Tensor] | None = None,
     ) -> None:
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        self.world = world_of(args, world)  # first, since it shows errors as one paragraph
         whole = arguments.completed_plan(args, plan_of(plan))
         arguments.require_honoured(args, whole)
         given = arguments.Given(model_init, optimizers, compute_metrics)
         arguments.require_trainable(type(self), Trainer, given, whole)
-        self.world = world_of(args, world)
         require(whole, self.world.size)
         super().__init__(
             *(model, args, data_collator, train_dataset, eval_dataset, processing_class),
@@ -177,6 +181,7 @@ class Trainer(transformers.Trainer):
         """The engine's model and a new scheduler, or those of a checkpoint."""
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
+        self._require_rows(train_dataloader)
         model = self.accelerator.prepare_model(self.model)
         self._microbatches.clear()
         optimizer = self.engine.optimizer
@@ -189,6 +194,27 @@ class Trainer(transformers.Trainer):
         handler.model, handler.optimizer, handler.lr_scheduler = model, self.optimizer, scheduler
         handler.train_dataloader = train_dataloader
         return model, train_dataloader
+
+    def _require_rows(self, loader: Any) -> None:
+        """Raise InputError if the last update of an epoch has too few rows for a pipeline."""
+        if not self.engine.staging or not has_length(loader.dataset):
+            return
+        ranks, rows, least = (
+            self.engine.data_ranks,
+            self._train_batch_size,
+            self.engine.microbatches,
+        )
+        batch, left = rows * ranks, len(loader.dataset)
+        left -= left % batch if self.args.dataloader_drop_last else 0
+        batches, over = divmod(left % (batch * self.args.gradient_accumulation_steps), batch)
+        shares = {batches * rows + (over + add) // ranks for add in (0, ranks - 1)}
+        if any(0 < share < least for share in shares):
+            raise bad(
+                f"{len(loader.dataset)} rows, whose last update has {min(shares)} for "
+                f"{least} microbatches of the plan '{self.engine.plan}'",
+                "at least one row for each microbatch in every update",
+                "dataloader_drop_last=True",
+            )
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -231,20 +257,20 @@ class Trainer(transformers.Trainer):
         """The mean over the tokens of a microbatch, by the model's or the user's own loss."""
         inputs, items = dict(part), self._items(part)
         if not self._evaluates:
-            return self.compute_loss(model, inputs, num_items_in_batch=items)
+            loss: Any = self.compute_loss(model, inputs, num_items_in_batch=items)
+            return loss
         if self._outputs_only:
             self._outputs = model(**inputs)
             return torch.zeros((), device=self.args.device)
-        loss, self._outputs = self.compute_loss(
-            model, inputs, return_outputs=True, num_items_in_batch=items
-        )
+        both: Any = self.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=items)
+        loss, self._outputs = both
         return loss
 
     def _items(self, part: Mapping[str, Any]) -> Tensor | None:
-        """`num_items_in_batch` of a loss of the user's; a model's own loss divides by itself."""
-        own = type(self).compute_loss is not transformers.Trainer.compute_loss
-        labels = self._labels(part) if own or self.compute_loss_func is not None else None
-        return None if labels is None else labels.ne(IGNORED).sum()
+        """`num_items_in_batch`, counted as Trainer does, by which a loss divides its sum."""
+        labels = self._labels(part)
+        counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        return labels.ne(IGNORED).sum() if labels is not None and counted else None
 
     def _labels(self, batch: Mapping[str, Any]) -> Tensor | None:
         """The labels in the loss: a causal loss does not predict the first position."""
@@ -265,7 +291,10 @@ class Trainer(transformers.Trainer):
     # --- evaluation -------------------------------------------------------------------------------
 
     def predict(
-        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
     ) -> Any:
         """As Trainer's. Raises InputError under a pipeline, where only a stage has predictions."""
         if self.engine.staging:
@@ -354,10 +383,12 @@ def world_of(args: TrainingArguments, world: World | None) -> World:
     device = args.device  # makes the process group, if a launcher has started this process
     world = init(device.type) if world is None else world
     if world.size != args.world_size:
+        without_gpu = device.type == "cpu" and not args.use_cpu
         raise bad(
             f"a world of {world.size} ranks for TrainingArguments of {args.world_size} processes",
-            "one process for each rank, with the environment variables of a launcher",
-            "torchrun --nproc_per_node 2 script.py",
+            "one process for each rank, with the environment variables of a launcher; where there "
+            "is no GPU transformers ignores them without use_cpu=True",
+            "use_cpu=True" if without_gpu else "torchrun --nproc_per_node 2 script.py",
         )
     return world
 

@@ -70,21 +70,16 @@ class Counts(TrainerCallback):
 def model(kind: str = "llama") -> Any:
     """A model with the same weights in each call; dropout is 0."""
     torch.manual_seed(0)
-    if kind == "gpt2":  # its output is tied to its embedding
-        config: Any = transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS
-        )
-        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    else:
-        config = transformers.LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=POSITIONS,
-        )
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=kind == "tied",
+    )
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
@@ -164,7 +159,7 @@ def trained(
             "callbacks": [counts],
         } | options
         if plan is None:
-            trainer: Any = transformers.Trainer(**given)
+            trainer: Any = given.pop("trainer", transformers.Trainer)(**given)
         else:
             trainer = given.pop("trainer", Trainer)(**given, plan=plan, world=world)
         trainer.train(resume_from_checkpoint=resume)
