@@ -48,6 +48,7 @@ class DataRanks(Accelerator):
     ) -> DataLoader[Any]:
         """The loader of this rank's data rank."""
         ranks, rank = self.engine.data_ranks, self.engine.data_rank
+        shares: dict[str, Any]
         if isinstance(data_loader.dataset, IterableDataset):
             own, shares = data_loader, {"num_processes": ranks, "process_index": rank}
         else:

@@ -41,7 +41,7 @@ class Shares(BatchSampler):
 class Collate:
     """A loader's collator that makes a batch without rows of a share without rows."""
 
-    def __init__(self, collate: Callable[[Sequence[Any]], Any], dataset: Any) -> None:
+    def __init__(self, collate: Callable[[Any], Any], dataset: Any) -> None:
         self.collate, self.dataset = collate, dataset
 
     def __call__(self, samples: Sequence[Any]) -> Any:
