@@ -77,7 +77,6 @@ EQUAL_16: dict[str, list[str]] = {
 }
 #: Words of no plan above, and where they are proved.
 ELSEWHERE = {
-    "experts:independent": "tests/expert/test_independent.py",
     "offload:auto": "tests/engine/test_device_memory.py",  # chosen before any rank starts
 }
 #: Plans of the array that fail today: what they show, and whether all five facts do.
