@@ -281,8 +281,7 @@ WORLD: Final = """\
 | attribute | meaning |
 | --- | --- |
 | `rank`, `size` | the number of this rank, and of all ranks |
-| `device` | the device of this rank |
-| `expert` | under `experts:independent`, the number of this rank's expert |"""
+| `device` | the device of this rank |"""
 
 
 def _name(name: str) -> str:

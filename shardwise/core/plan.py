@@ -39,7 +39,6 @@ class Plan:
     row         the word of a row of the states table
     precision   None: the default of the command or engine that runs the plan
     accumulate  microbatches per step
-    experts     "independent": one model for each rank of `ep`
     schedule, recompute, activations, offload, tile
                 as written
     device_memory_bytes
@@ -56,7 +55,6 @@ class Plan:
     bucket_bytes: int = BUCKET_BYTES
     schedule: str | None = None
     sp: bool = False
-    experts: str | None = None
     recompute: str | None = None
     activations: str | None = None
     offload: str | None = None
@@ -110,7 +108,6 @@ class Plan:
         """The text without the plans of single layers."""
         words = [f"{name}{size}" for name, size in self.axes]
         words += ["sp"] * self.sp
-        words += [f"experts:{self.experts}"] * (self.experts is not None)
         words += [self.row] * (self.row != "ddp")
         words += [word for word in (self.schedule, self.precision) if word is not None]
         words += [f"accumulate:{self.accumulate}"] * (self.accumulate != 1)

@@ -86,7 +86,6 @@ WORDS: tuple[Word, ...] = (
     Word("ppN", "pp2", "pipeline on N ranks, under a schedule (the default: 1f1b:2N)"),
     Word("cpN", "cp2", "context parallelism: the sequence on N ranks", "context parallelism is"),
     Word("epN", "ep2", "expert parallelism: each expert on one of N neighbouring data ranks"),
-    Word("experts:independent", "experts:independent", "N models that do not communicate (epN)"),
     Word("ddp", "ddp", "every rank keeps all states (the default)"),
     Word("zero1", "zero1", "shard the optimizer's state"),
     Word("zero2", "zero2", "shard the optimizer's state and gradients"),
@@ -221,7 +220,6 @@ _LABELS: dict[str, str] = {
     "precision": "precision",
     "schedule": "pipeline schedule",
     "sp": "word sp",
-    "experts": "word experts:independent",
     "accumulate": "number of microbatches to accumulate",
     "bucket_bytes": "bucket size",
     "recompute": "choice of recomputation",
@@ -362,17 +360,12 @@ def _read_recompute(key: str, value: str) -> Found | Problem:
     return Problem(f"the plan word '{key}:{value}'", allowed, instead)
 
 
-_SINGLE = {"activations": "host", "experts": "independent"}
-
-
-def _read_single(key: str, value: str) -> Found | Problem:
-    """A word with one value."""
-    if value == _SINGLE[key]:
+def _read_activations(key: str, value: str) -> Found | Problem:
+    """`activations:host`, the only value."""
+    if value == "host":
         return key, value
-    instead = f"{key}:{_SINGLE[key]}"
-    without = "stay on the device" if key == "activations" else "are layers of one model"
-    allowed = f"{instead}; without the word {key} {without}"
-    return Problem(f"the plan word '{key}:{value}'", allowed, instead)
+    allowed = "activations:host; without the word they stay on the device"
+    return Problem(f"the plan word '{key}:{value}'", allowed, "activations:host")
 
 
 _VALUES: dict[str, Callable[[str, str], Found | Problem]] = {
@@ -382,8 +375,7 @@ _VALUES: dict[str, Callable[[str, str], Found | Problem]] = {
     "buffers": _read_size,
     "device_memory": _read_size,
     "recompute": _read_recompute,
-    "activations": _read_single,
-    "experts": _read_single,
+    "activations": _read_activations,
 }
 
 

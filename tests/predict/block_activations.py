@@ -13,7 +13,7 @@ A Block of models/gpt.py, with s bytes an element and w = max(s, 4) for values o
 on a rank with h query heads and k key heads of width E, f of the feed-forward's F, and N of the B T
 positions in its stream (all, or under sp its shard), keeps:
 
-    two norms            2 N (D + 1) w         the input, the reciprocal root
+    two norms            2 N (2 D + 1) w       the input, the normalised input, the reciprocal root
     two column inputs    2 B T D s             q, k, v read one; gate and up the other
     attention            B T ((2 h + 2 k) E s + h w)     q and k turned, v, the result; log-sum-exp
     feed-forward         4 B T f s             gate, silu of it, up, their product
@@ -28,8 +28,7 @@ With recomputation, arXiv 2205.05198 section 5 (docs/explanation/memory.md deriv
 
 No term grows with T squared: torch's attention kernel recomputes the scores. The column inputs are
 complete under sp too: they are gathered once, in forward, and kept for the weight gradients; the
-paper keeps a shard of each and gathers it again.  Torch's own norm, used in 16 bits and below
-65,536 elements, also keeps the normalised input: 2 N D w more.
+paper keeps a shard of each and gathers it again.
 """
 
 from dataclasses import dataclass
@@ -39,7 +38,6 @@ from shardwise.core.errors import bad
 from shardwise.core.uneven import even, heads
 
 WIDE_BYTES: Final = 4  # norms and log-sum-exps are computed in fp32 or wider
-LARGE: Final = 2**16  # elements from which on a norm is one node (kernels/fused_linear.py)
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,7 @@ def block_bytes(
         summed_in_place = ranks > 1 and not sp
         products = 2 * (features + (0 if summed_in_place else block.width)) * element_bytes
         return batch * (stream + positions * (attention + products))
-    node = element_bytes >= WIDE_BYTES and batch * shard * block.width >= LARGE
-    norms = 2 * shard * ((1 if node else 2) * block.width + 1) * wide
+    norms = 2 * shard * (2 * block.width + 1) * wide
     inputs = 2 * block.width * element_bytes
     forward = 4 * features * element_bytes
     return batch * (norms + positions * (inputs + attention + forward))

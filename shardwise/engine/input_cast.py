@@ -1,6 +1,6 @@
 """A forward pre-hook that casts the floating-point inputs of a layer to a dtype.
 
-It is copied with its module, and other hooks of ours run after it (fused_linear.py).
+It is copied with its module.
 """
 
 from dataclasses import dataclass

@@ -84,7 +84,8 @@ def looped(rows: Tensor, counts: list[int], stacks: Stacks) -> Tensor:
 def grouped(rows: Tensor, counts: list[int], stacks: Stacks) -> Tensor:
     """All experts in one product for each of the three weights."""
     gate, up, down = stacks
-    ends = torch.tensor(counts, device="cpu").cumsum(0).to(rows.device, torch.int32)
+    ends = torch.tensor(counts, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+    ends = ends.to(rows.device)
     hidden = functional.silu(_product(rows, gate, ends)) * _product(rows, up, ends)
     return _Dense.apply(_product(hidden, down, ends))
 
