@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise import callbacks
     from shardwise.checkpoint.engines import load, save
     from shardwise.checkpoint.weights_folder import fill_from
     from shardwise.comm.launch import spawn
@@ -91,7 +92,7 @@ _HOMES = {
 }
 
 #: Folders that are public names themselves.
-_FOLDERS = {"replicas": "parallel.replicas", "verify": "verify"}
+_FOLDERS = {"callbacks": "callbacks", "replicas": "parallel.replicas", "verify": "verify"}
 
 __all__ = [
     "DDP",
@@ -120,6 +121,7 @@ __all__ = [
     "Table",
     "World",
     "balance_by_time",
+    "callbacks",
     "clip_grad_norm",
     "cross_entropy",
     "derive_table",

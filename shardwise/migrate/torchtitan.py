@@ -16,6 +16,7 @@ from shardwise.migrate.draft import (
     of_optimizer,
     only_if,
     optimizer,
+    tracker,
     why,
     word,
 )
@@ -203,7 +204,8 @@ RULES: Final[Rules] = {
     "checkpoint.*": why("checkpoints are in the run's folder, and load under any plan"),
     "job.dump_folder": key("run.folder", "text"),
     "job.*": UNNEEDED,
-    "metrics.enable_tensorboard": key("run.tensorboard", "true or false"),
+    "metrics.enable_tensorboard": tracker("tensorboard"),
+    "metrics.enable_wandb": tracker("wandb"),
     "metrics.*": why("metrics are written to metrics.jsonl and TensorBoard"),
     "profiling.*": why("run.trace records a pipeline's timeline"),
     **dict.fromkeys(

@@ -22,6 +22,7 @@ from shardwise.core.errors import Problem, bad, refusal
 from shardwise.core.suggest import suggest
 from shardwise.train.config_sections import (
     CLOSED,
+    TRACKERS,
     DataSection,
     ModelSection,
     OffloadSection,
@@ -207,9 +208,8 @@ def _problem(found: dict[str, Any], values: Mapping[str, Any]) -> Problem:
         return Problem(f"{key} = {given!r}", f"a section [{key}] of keys", f"[{key}]")
     remedy = _in_right_type(path, given)
     instead = f"{key} = {_toml(remedy)}" if remedy is not None else f"leave {key} out"
-    return Problem(
-        f"{key} = {_short_json(given)}", _PAIR if len(path) > 2 else _expectation(found), instead
-    )
+    allowed = _LISTS.get(key) or _expectation(found)
+    return Problem(f"{key} = {_short_json(given)}", allowed, instead)
 
 
 def _in_right_type(path: Sequence[str], given: Any) -> Any:
@@ -233,8 +233,12 @@ def _expectation(found: dict[str, Any]) -> str:
     return _WORDS.get(str(found["type"]), message)
 
 
-#: The range of train.betas, the only list.
-_PAIR: Final = "two numbers in brackets, each from 0 up and below 1"
+#: What the keys whose values are lists allow.
+_LISTS: Final = {
+    "train.betas": "two numbers in brackets, each from 0 up and below 1",
+    "run.trackers": f"a list of {', '.join(TRACKERS)}",
+    "run.callbacks": "a list of functions in files: file.py:function",
+}
 #: Plain words for kinds of pydantic's errors.
 _WORDS: Final = {
     "bool_type": "true or false",
@@ -243,8 +247,6 @@ _WORDS: Final = {
     "string_type": "text in quotes",
     "string_unicode": "text in UTF-8",
     "string_pattern_mismatch": "text without the character NUL",
-    "tuple_type": _PAIR,
-    "too_long": _PAIR,
 }
 
 

@@ -8,6 +8,8 @@ CLOSED: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, str
 MOST: Final = 10**9  # of anything that is counted
 MOST_SAMPLED: Final = 10**5  # tokens, each a forward pass of the model
 WARMUP: Final = 50
+#: The class of `sw.callbacks` of each tracker.
+TRACKERS: Final = {"tensorboard": "TensorBoard", "wandb": "WandB", "mlflow": "MLflow"}
 
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Size = Annotated[int, Field(ge=1, le=MOST)]
@@ -143,6 +145,8 @@ class RunSection(BaseModel):
     """[run]: the folder of results, and the device.
 
     device       "auto": a GPU if every rank on the machine can have one, else the CPU
+    trackers     that get the metrics of each step, of tensorboard, wandb and mlflow
+    callbacks    file.py:function, each of which returns a callback (shardwise/callbacks)
     trace        record a pipeline's timeline in a few steps after the first
     check_every  steps between two consistency checks along tensor, pipeline and data axes
     """
@@ -151,9 +155,18 @@ class RunSection(BaseModel):
 
     folder: Text = "runs/default"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    tensorboard: bool = True
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    callbacks: tuple[Text, ...] = ()
     trace: bool = False
     check_every: Count = 100
+
+    @field_validator("trackers", "callbacks", mode="before")
+    @classmethod
+    def _as_tuple(cls, given: Any) -> Any:
+        """Accept a list, which TOML has, and names in one text: "wandb, mlflow"."""
+        if isinstance(given, str):
+            return tuple(name.strip() for name in given.split(",") if name.strip())
+        return tuple(given) if isinstance(given, list) else given
 
 
 class OffloadSection(BaseModel):

@@ -76,6 +76,8 @@ def test_what_is_written_reads_back(
         ('run.folder="2024"', "2024"),
         ("plan.text=2", "2"),
         ("train.lr=1", 1.0),
+        ("run.trackers=wandb, mlflow", ("wandb", "mlflow")),
+        ("run.trackers=[]", ()),
     ],
 )
 def test_an_override_sets_one_key(override: str, expected: object) -> None:
@@ -104,7 +106,9 @@ def test_an_override_sets_one_key(override: str, expected: object) -> None:
         ({"run": {"folder": "a\0b"}}, ["run.folder", "the character NUL"]),
         ({"run": {"folder": "\udcff"}}, ['run.folder = "\\udcff"', "text in UTF-8"]),
         ({"sample": {"prompt": "\udcff"}}, ["sample.prompt", "text in UTF-8"]),
-        ({"run": {"tensorboard": 1}}, ["run.tensorboard = 1", "true or false"]),
+        ({"run": {"trace": 1}}, ["run.trace = 1", "true or false"]),
+        ({"run": {"trackers": ["wnb"]}}, ['run.trackers = ["wnb"]', "tensorboard, wandb, mlflow"]),
+        ({"run": {"callbacks": [3]}}, ["run.callbacks = [3]", "file.py:function"]),
         ({"model": {"layers": 10**30}}, ["model.layers", "less than or equal to 1000000000"]),
         ({"sample": {"tokens": 10**6}}, ["sample.tokens", "less than or equal to 100000"]),
         ({"train": {"betas": [1.5, 2]}}, ["train.betas = [1.5, 2]", "below 1", "[0.9, 0.95]"]),

@@ -115,14 +115,15 @@ def _run(folder: Path, *argv: str, script: str = "train.py") -> str:
         *(("README.md", 0), ("docs/python.md", 6)),
         *(("docs/dataparallel.md", 0), ("docs/weights.md", 0), ("docs/weights.md", 1)),
         ("docs/verify.md", 0),
+        ("docs/callbacks.md", 1),
         ("docs/derived-tables.md", 0),
     ],
 )
-def test_a_snippet_runs_as_shown(page: str, number: int) -> None:
+def test_a_snippet_runs_as_shown(page: str, number: int, tmp_path: Path) -> None:
     """What these pages show is a whole program: it runs as it stands, from no file."""
     snippet = SNIPPET.findall((ROOT / page).read_text(encoding="utf-8"))[number]
     command = [sys.executable, "-W", "error", "-c", snippet]
-    done = subprocess.run(command, check=False, capture_output=True)
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True)
     assert done.returncode == 0, done.stderr
 
 
