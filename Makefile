@@ -4,11 +4,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
-# Files of tests run two at a time. A test that hangs ends its process (pyproject.toml), which starts
-# once more and repeats it.
-TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 1
+# Tests run two at a time. A test that hangs ends its process (pyproject.toml), which starts once more
+# and repeats it.
+TESTS := $(BIN)/python -m pytest -n 2 --dist worksteal --max-worker-restart 1
 
-.PHONY: setup train train-moe test test-all check format wheel clean
+.PHONY: setup train train-moe test test-all mutants check format wheel clean
 
 # The environment: made once, and again only when what it is made from has changed.
 setup: $(STAMP)
@@ -34,10 +34,13 @@ train-moe: setup
 test: setup
 	$(TESTS) $(ARGS)
 
-# The matrices of tests: the sample that `make test` runs, then the rest. Every combination of the
-# longest matrices (marked `crossed`) runs with ARGS=--matrix=full.
+# The core of the tests, then the rest (tests/conftest.py). ARGS='-m ""' runs all combinations too.
 test-all: test
-	$(TESTS) --matrix=rest $(ARGS)
+	$(TESTS) -m "not core and not combination" $(ARGS)
+
+# Which core test notices each mutation of the catalogue, and which mutations none does.
+mutants: setup
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check

@@ -11,14 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise import callbacks
+    from shardwise import callbacks, core
     from shardwise.checkpoint.engines import load, save
     from shardwise.checkpoint.weights_folder import fill_from
     from shardwise.comm.launch import spawn
-    from shardwise.comm.move import move
     from shardwise.comm.world import World, init
     from shardwise.core.errors import InputError, RankError, RunError
-    from shardwise.core.layout import I, P, R, S
     from shardwise.core.mesh import Mesh
     from shardwise.core.plan import Plan
     from shardwise.core.tensor_plan import Table
@@ -67,10 +65,6 @@ _HOMES = {
     "AdamW": "engine.optimizer_spec",
     "Optim": "engine.optimizer_spec",
     "SGD": "engine.optimizer_spec",
-    "I": "core.layout",
-    "P": "core.layout",
-    "R": "core.layout",
-    "S": "core.layout",
     "InputError": "core.errors",
     "RankError": "core.errors",
     "RunError": "core.errors",
@@ -85,14 +79,18 @@ _HOMES = {
     "derive_table": "derive.table",
     "fill_from": "checkpoint.weights_folder",
     "load": "checkpoint.engines",
-    "move": "comm.move",
     "save": "checkpoint.engines",
     "spawn": "comm.launch",
     "unwrap": "engine.unwrap",
 }
 
 #: Folders that are public names themselves.
-_FOLDERS = {"callbacks": "callbacks", "replicas": "parallel.replicas", "verify": "verify"}
+_FOLDERS = {
+    "callbacks": "callbacks",
+    "core": "core",
+    "replicas": "parallel.replicas",
+    "verify": "verify",
+}
 
 __all__ = [
     "DDP",
@@ -104,32 +102,28 @@ __all__ = [
     "DataParallel",
     "Engine",
     "Gate",
-    "I",
     "InputError",
     "Lion",
     "Mesh",
     "Metrics",
     "MoE",
     "Optim",
-    "P",
     "Pipe",
     "Plan",
-    "R",
     "RankError",
     "RunError",
-    "S",
     "Table",
     "World",
     "balance_by_time",
     "callbacks",
     "clip_grad_norm",
+    "core",
     "cross_entropy",
     "derive_table",
     "fill_from",
     "full_state_dict",
     "init",
     "load",
-    "move",
     "no_sync",
     "parallelize",
     "place_experts",

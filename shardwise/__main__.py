@@ -1,6 +1,6 @@
 """`python -m shardwise` is the command `shardwise`."""
 
-from shardwise.train.cli import main
+from shardwise.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -1,21 +1,20 @@
-"""Matrices of tests: `make test` runs a fixed sample of each, `make test-all` the rest as well.
+"""Which tests run when: those marked `core` under `make test`, the rest under `make test-all`.
 
-A test with more than `CASES` parameter sets is a matrix; the marker `cases(n)` sets another limit.
-Its sample is the same in every run: the cases are shuffled with a seed made from the test's name,
-and those that show a parameter value not seen yet come first. Tests marked `full` belong to the
-rest: long ones, of facts that another test shows on fewer processes. `pytest --matrix=full` runs
-everything, `--matrix=rest` what the sample leaves out. Of a long test marked `crossed`, whose cases
-are all combinations of several parameters, the rest has each value of each parameter, once.
+A test is core unless it is marked `full`: long, or of a fact that another test shows on fewer
+processes.  Of one with more than `CASES` parameter sets, core are those marked so by hand; else the
+first that is written, then the first of those that show the most values that none before has shown.
+The marker `cases(n)` sets their number.  Of a test marked `crossed`, whose cases are all
+combinations of several parameters, `make test-all` runs each value of each parameter once; the
+others are marked `combination`, and run with `pytest -m ""`.
 """
 
 import gc
+import importlib
 import itertools
 import os
-import random
 import sys
-import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -25,17 +24,14 @@ from tests.forks import fork_ranks
 os.environ["OMP_NUM_THREADS"] = "1"
 
 CASES = 2
-#: Files of which every case runs: it costs next to nothing, or is a fact of its own.
-WHOLE = ("tests/test_house.py", "tests/core/")
+#: Files of which every case that is not `full` runs: it costs next to nothing, or is a fact.
+WHOLE = ("tests/test_house.py", "tests/test_plans.py", "tests/test_refused.py", "tests/core/")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--matrix",
-        choices=("sample", "rest", "full"),
-        default="sample",
-        help="which cases of large parametrized tests run",
-    )
+def pytest_sessionstart() -> None:
+    """The mutation that the judge of the suite tries (tests/mutants.py)."""
+    if "SHARDWISE_TESTS_MUTATION" in os.environ:
+        importlib.import_module("tests.mutated")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -61,50 +57,39 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the sample of every matrix, or what the sample leaves out."""
-    which = config.getoption("--matrix")
-    if which == "full":
-        return
-    short = _by_test(item for item in items if item.get_closest_marker("full") is None)
-    chosen = {item.nodeid for name, cases in short.items() for item in sample(name, cases)}
-    if which == "rest":
-        every = _by_test(items).items()
-        chosen = {item.nodeid for name, cases in every for item in rest(name, cases)} - chosen
-    left_out = [item for item in items if item.nodeid not in chosen]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item.nodeid in chosen]
-
-
-def _by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is core, and the combinations that no run needs."""
     tests: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
-    return tests
+    for name, cases in tests.items():
+        crossed = _is(cases[0], "crossed")
+        first = [case for case, news in _by_news(cases) if news] if crossed else cases
+        chosen = core(name, [case for case in cases if not _is(case, "full")])
+        for case in cases:
+            if case in chosen:
+                case.add_marker("core")
+            elif case not in first:
+                case.add_marker("combination")
 
 
-def sample(name: str, cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
-    """A few of the cases of one test, which show as many different parameter values as can be."""
-    marker = cases[0].get_closest_marker("cases")
-    size = CASES if marker is None else marker.args[0]
-    if len(cases) <= size or name.startswith(WHOLE):
-        return cases
-    return [case for case, _ in itertools.islice(_by_news(name, cases), size)]
+def _is(case: pytest.Item, mark: str) -> bool:
+    return case.get_closest_marker(mark) is not None
 
 
-def rest(name: str, cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
-    """All cases of one test; of a crossed matrix, those with a value not seen yet."""
-    if cases[0].get_closest_marker("crossed") is None:
-        return cases
-    return [case for case, news in _by_news(name, cases) if news]
+def core(name: str, cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    """The cases of one test that `make test` runs."""
+    marked = [case for case in cases if _is(case, "core")]
+    most = next((m.args[0] for case in cases for m in case.iter_markers("cases")), CASES)
+    if marked or len(cases) <= most or name.startswith(WHOLE):
+        return marked or cases
+    return [case for case, _ in itertools.islice(_by_news(cases), most)]
 
 
-def _by_news(name: str, cases: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, int]]:
-    """Each case, and how many parameter values it shows first; the most first."""
-    left = list(cases)
-    random.Random(zlib.crc32(name.encode())).shuffle(left)
-    seen: set[tuple[str, str]] = set()
+def _by_news(cases: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, int]]:
+    """Each case, and how many parameter values it shows first; the most first, else as written."""
+    left, seen = list(cases), set[tuple[str, str]]()
     while left:
         best = max(left, key=lambda case: len(_values(case) - seen))  # the first of the best
         left.remove(best)

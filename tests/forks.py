@@ -25,6 +25,7 @@ from shardwise.comm.rendezvous import LAUNCHER
 IMPORTED = (
     *("torch._dynamo", "shardwise.verify.command", "shardwise.train.prepare"),
     *("shardwise.train.loop", "tests.pool", "tests.forks"),
+    *(["tests.mutated"] if "SHARDWISE_TESTS_MUTATION" in os.environ else []),
 )
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(list(IMPORTED))

@@ -14,12 +14,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 #: Layers from the bottom up; a file imports from its own layer and from those below it. The
-#: package's own face, and the command line, which names every part, stand above all but bench.
+#: package's own face and the command line, which names every part, stand above all; the benchmarks
+#: stand beside the package and use all of it.
 #: `derive` makes tables from the engine's meta pass and predictions, for the programs above it.
 LAYERS = (
     *("core", "prediction", "comm", "kernels", "parallel", "engine"),
     *("derive", "checkpoint", "models", "callbacks"),
-    *("verify", "train", "face", "bench", "cli"),
+    *("verify", "train", "face", "cli", "benchmarks"),
 )
 #: What a parallel run is compared with.
 ORACLES = tuple(f"shardwise.verify.{name}" for name in ("oracle", "async_oracle", "mixture_oracle"))
@@ -61,7 +62,9 @@ Rule = Callable[[Source], list[str]]
 
 def layer(module: str) -> str:
     """The layer of a module of the package, by its dotted name."""
-    if module in ("shardwise.train.cli", "shardwise.__main__"):
+    if within(module, "benchmarks"):
+        return "benchmarks"
+    if module == "shardwise.__main__":
         return "cli"
     part = [*module.split("."), "face"][1]
     return part if part in LAYERS else "face"
@@ -224,7 +227,8 @@ def downward_imports(source: Source) -> list[str]:
     return [
         source.say(node, f"imports {name}, of a layer above {source.layer}")
         for node, name in imports(source)
-        if within(name, "shardwise") and LAYERS.index(layer(name)) > mine
+        if name.partition(".")[0] in ("shardwise", "benchmarks")
+        and LAYERS.index(layer(name)) > mine
     ]
 
 
@@ -242,8 +246,8 @@ def techniques_apart(source: Source) -> list[str]:
 
 
 def one_door(source: Source) -> list[str]:
-    """Only comm/ and bench/ see torch.distributed; checkpoint/ its own part of it."""
-    if source.layer in ("comm", "bench"):
+    """Only comm/ and benchmarks/ see torch.distributed; checkpoint/ its own part of it."""
+    if source.layer in ("comm", "benchmarks"):
         return []
     names = [*imports(source), *_attributes(source)]
     allowed = "torch.distributed.checkpoint" if source.layer == "checkpoint" else "none"
@@ -383,7 +387,8 @@ TESTS: list[Rule] = [*SIZE, no_globals, plain_names, says_its_fact]
 
 @cache
 def package_files() -> list[Source]:
-    return _files("shardwise")
+    """The files of the package, and the benchmarks beside it, which keep the same rules."""
+    return [*_files("shardwise"), *_files("benchmarks")]
 
 
 def files_of_tests() -> list[Source]:

@@ -13,8 +13,8 @@ from typing import Any
 import typer
 
 import shardwise as sw
+from shardwise.cli import main as cli
 from shardwise.core.plan import WORDS
-from shardwise.train import cli
 from shardwise.train.config import Config
 
 FILE = Path(__file__).parent / "surface.txt"

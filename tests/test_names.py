@@ -31,7 +31,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
     """Torch takes seconds, and plans, meshes and errors need none of it."""
     code = (
         "import sys, shardwise as sw\n"
-        "sw.Plan.parse('dp2 zero3'), sw.Mesh.parse('dp2'), sw.S(0), sw.InputError\n"
+        "sw.Plan.parse('dp2 zero3'), sw.Mesh.parse('dp2'), sw.core.S(0), sw.InputError\n"
         "sw.Table.of({})\n"
         "assert 'torch' not in sys.modules\n"
     )

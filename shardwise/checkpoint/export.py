@@ -192,7 +192,7 @@ def _require_own_names(weights: WeightsFolder) -> None:
 
 
 def _model(opened: OpenCheckpoint) -> dict[str, Any]:
-    """The description of the model (description.py); {} in a checkpoint of an older version."""
+    """The description of the model (description.py)."""
     model: Any = opened.scalars.get("model") or {}
     try:
         names = [*model.get("transient", ())]

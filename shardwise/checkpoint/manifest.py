@@ -62,17 +62,17 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     (path / MANIFEST).write_text(manifest.text(), encoding="utf-8")
 
 
-def read_manifest(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint; None if there is none (older versions).
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint.
 
-    Raises InputError if it is damaged or belongs to a checkpoint of another step.
+    Raises InputError if it is missing, damaged or belongs to a checkpoint of another step.
     """
     file = path / MANIFEST
     try:
         with folders.open_regular(file) as stream:
             text = stream.read().decode()
     except FileNotFoundError:
-        return None
+        raise damaged(file, "it is not there") from None
     except (OSError, ValueError) as error:
         raise damaged(file, str(error)) from None
     try:
@@ -122,11 +122,12 @@ def _refuse(file: Path, why: str) -> None:
     except OSError as error:
         raise damaged(file, error.strerror or str(error)) from None
     for other in folders.all_in(file.parent.parent):
+        if other == file.parent:
+            continue
         try:
-            manifest = read_manifest(other) if other != file.parent else None
+            manifest = read_manifest(other)
         except InputError:
             continue
-        names = [n for n, each in manifest.files.items() if each == found] if manifest else []
-        if names:
+        if names := [name for name, each in manifest.files.items() if each == found]:
             raise foreign(file, f"it is {names[0]} of {other.name}")
     raise damaged(file, why)

@@ -5,7 +5,6 @@ manifest.json -> scalars.json, .metadata      checked by hash, then parsed
 """
 
 import json
-import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,29 +27,26 @@ from shardwise.checkpoint.piece import Piece, pieces_of
 from shardwise.core.arguments import is_count, short_repr
 from shardwise.core.errors import bad
 
-#: The first entry of scalars.json; checkpoints of format 1 have no manifest.
-FORMAT, FORMAT_1 = "shardwise 2", "shardwise 1"
+#: The first entry of scalars.json.
+FORMAT = "shardwise 2"
 #: The scalar that only imported weights have: the folder that they are from.
 IMPORTED = "weights_of"
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """The small files of a checkpoint.
-
-    `manifest` is None for a checkpoint of an older version, whose files cannot be checked.
-    """
+    """The small files of a checkpoint."""
 
     path: Path
     ranks: int
     scalars: dict[str, Any]
     metadata: Metadata
-    manifest: Manifest | None
+    manifest: Manifest
 
     @property
     def mark(self) -> str:
         """The id of the save."""
-        return self.manifest.save if self.manifest else self.path.name
+        return self.manifest.save
 
     @property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -75,28 +71,18 @@ class OpenCheckpoint:
 def open_checkpoint(path: Path) -> OpenCheckpoint:
     """Read a checkpoint except its tensors, whose files must exist with the right length.
 
-    Raises InputError for a file that is missing, damaged or of another checkpoint.  Warns of a
-    checkpoint without a manifest.
+    Raises InputError for a file that is missing, damaged or of another checkpoint.
     """
     manifest = read_manifest(path)
-    if manifest is not None:
-        require_sizes(path, manifest)
-        require_files(path, manifest, (METADATA, SCALARS))
+    require_sizes(path, manifest)
+    require_files(path, manifest, (METADATA, SCALARS))
     said = _scalars(path)
-    if manifest is None and said["format"] != FORMAT_1:
-        raise damaged(path / MANIFEST, "it is not there")
-    if manifest is not None and said.get("save") != manifest.save:
+    if said.get("save") != manifest.save:
         raise foreign(path / SCALARS, "it is of another save than the manifest")
-    if manifest is not None and said["scalars"]["step"] != manifest.step:
+    if said["scalars"]["step"] != manifest.step:
         raise foreign(path / SCALARS, "it is of another step than the manifest")
     opened = OpenCheckpoint(path, said["ranks"], said["scalars"], read_metadata(path), manifest)
-    if manifest is None:
-        warnings.warn(
-            f"{path} was saved without a manifest, by an older version: its files cannot be "
-            "checked. The next checkpoint will have one.",
-            stacklevel=2,
-        )
-    elif unknown := set(opened.files()) - set(manifest.files):
+    if unknown := set(opened.files()) - set(manifest.files):
         raise damaged(path / MANIFEST, f"it does not name {min(unknown)}")
     _require_sizes(opened)
     return opened
@@ -110,10 +96,10 @@ def _scalars(path: Path) -> dict[str, Any]:
             said = json.loads(stream.read().decode())
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(file, repr(error)) from error
-    if not isinstance(said, dict) or said.get("format") not in (FORMAT, FORMAT_1):
+    if not isinstance(said, dict) or said.get("format") != FORMAT:
         raise bad(
-            f"'{file}' of another format than '{FORMAT}' or '{FORMAT_1}'",
-            "checkpoints of this version or an older one",
+            f"'{file}' of another format than '{FORMAT}'",
+            "checkpoints of this version",
             "a checkpoint saved by 'shardwise train'",
         )
     ranks, scalars = said.get("ranks"), said.get("scalars")

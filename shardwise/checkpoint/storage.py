@@ -196,13 +196,11 @@ class Pieces(StorageReader):
 def require_content(opened: OpenCheckpoint, rank: int = 0, ranks: int = 1) -> None:
     """Read this rank's share of all tensors, and raise InputError for damaged ones.
 
-    Compares hashes of files, or without a manifest the checksums of pieces; then shapes and dtypes.
+    Compares the hashes of files, then shapes and dtypes.
     """
-    if opened.manifest is not None:
-        require_files(opened.path, opened.manifest, opened.files()[rank::ranks])
-    check = read_piece if opened.manifest is None else check_piece
+    require_files(opened.path, opened.manifest, opened.files()[rank::ranks])
     for piece in list(opened.pieces.values())[rank::ranks]:
-        check(piece)
+        check_piece(piece)
 
 
 def _sealed(result: WriteResult, seals: Mapping[str, Seal]) -> WriteResult:

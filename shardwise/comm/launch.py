@@ -92,7 +92,7 @@ def can_fork(device: str = "cpu") -> bool:
     return sys.platform == "linux" and device == "cpu" and not torch.cuda.is_available()
 
 
-def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.train.cli") -> int:
+def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.cli.main") -> int:
     """Run `python -m module argv` as `nproc` ranks, and return one exit code.
 
     The code is 0 if every rank exited with 0, otherwise that of the rank that failed first, whose

@@ -86,15 +86,17 @@ def move(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
 
 def _require_move(x: Any, axis: Any, src: Any, dst: Any) -> None:
     """Raise InputError for wrong arguments of `move`, which one rank would not notice."""
-    example = 'sw.move(x, world.axis("dp"), sw.P, sw.S(0))'
+    example = 'move(x, world.axis("dp"), P, S(0))'
     kinds = (("x", x, Tensor), ("axis", axis, Axis), ("src", src, Placement))
     for name, value, kind in (*kinds, ("dst", dst, Placement)):
         if not isinstance(value, kind):
-            allowed = "a tensor, an axis of a world, and placements: sw.R, sw.I, sw.P, sw.S(dim)"
-            raise bad(f"sw.move with {name}={short_repr(value)}", allowed, example)
+            allowed = (
+                "a tensor, an axis of a world, and placements of shardwise.core: R, I, P, S(dim)"
+            )
+            raise bad(f"move with {name}={short_repr(value)}", allowed, example)
     for placement in (src, dst):
         if placement.dim is not None and placement.dim >= x.dim():
-            given = f"sw.move of a tensor of {x.dim()} dims with the placement {placement}"
+            given = f"move of a tensor of {x.dim()} dims with the placement {placement}"
             raise bad(given, "S with a dim of the tensor", example)
 
 

@@ -117,10 +117,17 @@ def runnable_forms() -> list[str]:
     return [word.form for word in WORDS if not word.later]
 
 
+def word_of(text: str) -> Word | None:
+    """The line of WORDS that says what the plan word `text` does; None for an unknown word."""
+    exact = (word for word in WORDS if word.form == text)
+    alike = (word for word in WORDS if _key(word.form) == _key(text))
+    return next(exact, None) or next(alike, None)
+
+
 def later(text: str) -> str:
     """The feature of the plan word `text`, as in "offload is", if this version does not have it."""
-    key = _key(text)
-    return next((word.later for word in WORDS if word.later and _key(word.form) == key), "")
+    word = word_of(text)
+    return "" if word is None else word.later
 
 
 def _key(text: str) -> str:

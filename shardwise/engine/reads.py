@@ -258,7 +258,9 @@ def _layer_reader(
     def read() -> Tensor | None:
         of = owner()
         p = None if of is None else of._parameters.get(name)
-        return None if running[0] or p is None else Read.made(p, p.shape, p.data, refuse)
+        # in a backward pass, the layer's forward is recomputed without its hooks
+        inside = running[0] or torch._C._current_graph_task_id() != -1
+        return None if inside or p is None else Read.made(p, p.shape, p.data, refuse)
 
     return read
 

@@ -202,7 +202,6 @@ def scalars(value: Any) -> None:
     """Raise InputError unless `value` has the keys of `engine.scalars()`, with right values."""
     there: Any = value if isinstance(value, Mapping) else {}
     counts = {"step": there.get("step"), "since": there.get("since"), "tokens": there.get("tokens")}
-    counts |= {} if "tokens" in there else {"tokens": 0}  # of an older version
     scale: Any = there.get("loss_scale")
     right = {name: is_count(count) for name, count in counts.items()}
     right["loss_scale"] = is_number(scale) and 0 < scale < math.inf

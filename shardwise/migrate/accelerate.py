@@ -8,16 +8,12 @@ from typing import Any, Final
 
 from shardwise.migrate.deepspeed import (
     CONTEXT,
-    OFFLOAD,
     STAGES,
     accumulated,
     offloaded,
     offloaded_param,
 )
 from shardwise.migrate.draft import (
-    ALWAYS,
-    LAUNCH,
-    UNNEEDED,
     Draft,
     Rule,
     Rules,
@@ -26,7 +22,6 @@ from shardwise.migrate.draft import (
     key,
     only_if,
     whole,
-    why,
     word,
 )
 
@@ -129,32 +124,12 @@ RULES: Final[Rules] = {
     "fsdp_config.fsdp_activation_checkpointing": _flag("recompute", "full"),
     "fsdp_config.fsdp_offload_params": offloaded_param,
     "fsdp_config.fsdp_activation_checkpointing_offload": _flag("activations"),
-    "fsdp_config.fsdp_version": UNNEEDED,
-    "fsdp_config.fsdp_auto_wrap_policy": why("blocks are found: units='auto' of sw.parallelize"),
-    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": why(
-        "blocks are found, or are named in units= of sw.parallelize"
-    ),
-    "fsdp_config.fsdp_min_num_params": why("units='16MiB' of sw.parallelize is a size"),
-    "fsdp_config.fsdp_use_orig_params": ALWAYS,
-    "fsdp_config.fsdp_sync_module_states": ALWAYS,
-    "fsdp_config.fsdp_forward_prefetch": ALWAYS,
-    "fsdp_config.fsdp_backward_prefetch": ALWAYS,
-    "fsdp_config.fsdp_backward_prefetch_policy": ALWAYS,
-    "fsdp_config.fsdp_state_dict_type": why("checkpoints are sharded; sw.full_state_dict gathers"),
-    "fsdp_config.fsdp_cpu_ram_efficient_loading": why("build the model on meta, and pass fill="),
-    "fsdp_config.*": why("an option of FSDP without a counterpart"),
     "deepspeed_config.zero_stage": word("row", STAGES),
     "deepspeed_config.gradient_accumulation_steps": accumulated,
     "deepspeed_config.gradient_clipping": key("train.clip"),
     "deepspeed_config.offload_optimizer_device": offloaded,
     "deepspeed_config.offload_param_device": offloaded_param,
     "deepspeed_config.offload_optimizer_nvme_path": key("offload.folder", "text"),
-    "deepspeed_config.offload_param_nvme_path": why(OFFLOAD),
-    "deepspeed_config.zero3_init_flag": why("build the model on meta, and pass fill="),
-    "deepspeed_config.zero3_save_16bit_model": why("sw.full_state_dict(engine) gathers weights"),
-    "deepspeed_config.deepspeed_config_file": why("none: this file has all keys"),
-    "deepspeed_config.deepspeed_moe_layer_cls_names": why("experts are found in the model"),
-    "deepspeed_config.*": LAUNCH,
     "megatron_lm_config.megatron_lm_tp_degree": axis("tp"),
     "megatron_lm_config.megatron_lm_pp_degree": axis("pp"),
     "megatron_lm_config.megatron_lm_expert_model_parallel_size": axis("ep"),
@@ -172,28 +147,12 @@ RULES: Final[Rules] = {
         lambda value: value != 1, CONTEXT
     ),
     "megatron_lm_config.megatron_lm_optimizer_cpu_offload": offloaded,
-    "megatron_lm_config.*": why("an option of Megatron's own model or optimizer"),
     "parallelism_config.parallelism_config_dp_replicate_size": axis("dp_replicate"),
     "parallelism_config.parallelism_config_dp_shard_size": _shard,
     "parallelism_config.parallelism_config_tp_size": axis("tp"),
     "parallelism_config.parallelism_config_cp_size": only_if(lambda value: value != 1, CONTEXT),
     "parallelism_config.parallelism_config_sp_size": only_if(lambda value: value != 1, CONTEXT),
-    "parallelism_config.*": why(CONTEXT),
-    "fp8_config.*": why("8-bit computation is not in this version"),
-    "dynamo_config.*": why("docs/compile.md says where torch.compile works"),
     "use_cpu": _on_cpu,
-    "downcast_bf16": UNNEEDED,
-    "debug": why("collectives of different shapes are found by run.check_every"),
-    "enable_cpu_affinity": LAUNCH,
-    **dict.fromkeys(
-        (
-            *("compute_environment", "machine_rank", "gpu_ids", "main_process_ip", "num_cpu"),
-            *("main_process_port", "rdzv_backend", "same_network", "main_training_function"),
-            *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_env", "tpu_vm"),
-            *("commands", "command_file", "mpirun_config.*", "ipex_config.*", "main_process"),
-        ),
-        LAUNCH,
-    ),
 }
 
 

@@ -5,6 +5,7 @@ returns "", or returns why the value cannot be carried over. A key that ends in 
 """
 
 import json
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -114,12 +115,16 @@ class Draft:
         refused = [str(problem) for problem in problems(Plan.parse(self.plan))]
         if refused:
             lines += ["", "# This version refuses the plan:", *(f"#   {text}" for text in refused)]
+        reasoned = [each for each in self.left if each[2] != NO_COUNTERPART]
         for title, keys in (
             (f"Not in the file; {project} has other defaults than Shardwise:", self.assumed),
-            ("Not carried over:", self.left),
+            ("Not carried over:", reasoned),
         ):
             lines += ["", f"# {title}"] * bool(keys)
             lines += [f"#   {key} = {_shown(value)}: {why}" for key, value, why in keys]
+        rest = [key for key, _, why in self.left if why == NO_COUNTERPART]
+        lines += ["", "# Without a counterpart here, or not needed:"] * bool(rest)
+        lines += textwrap.wrap(", ".join(rest), 96, initial_indent="#   ", subsequent_indent="#   ")
         return "\n".join(lines) + "\n"
 
 
@@ -145,6 +150,7 @@ class Wrong:
 Rule = Callable[[Draft, Any], "str | Wrong"]
 Rules = Mapping[str, Rule]
 
+NO_COUNTERPART: Final = "no counterpart here"
 AUTO: Final = "auto: the program that reads the file decides; set the value that it takes"
 SAME: Final = "nothing to write: it is the default here, or another key of the file says it"
 
@@ -287,18 +293,6 @@ def word(
     return _rule
 
 
-def ALWAYS(_draft: Draft, value: Any) -> str | Wrong:  # noqa: N802  # one of the constants below
-    """A switch of what Shardwise does in every run."""
-    if value is False:
-        return "it cannot be turned off: Shardwise does so always"
-    return "not needed: Shardwise does so always"
-
-
-#: Keys that Shardwise does not need.
-UNNEEDED: Final = why("not needed: nothing in Shardwise depends on it")
-LAUNCH: Final = why("for the launcher: torchrun's options say where ranks run")
-
-
 def carry(
     draft: Draft,
     rules: Rules,
@@ -318,7 +312,7 @@ def carry(
         if misplaced := _misplaced(name, rules):
             raise _wrong(name, value, misplaced, project)
         if pattern is None:
-            draft.left.append((name, value, f"no key that this version knows of {project}"))
+            draft.left.append((name, value, NO_COUNTERPART))
             continue
         answer = rules[pattern](draft, value)
         if isinstance(answer, Wrong):

@@ -5,8 +5,6 @@ from typing import Any, Final
 
 from shardwise.migrate.deepspeed import CONTEXT, offloaded_param
 from shardwise.migrate.draft import (
-    ALWAYS,
-    UNNEEDED,
     Draft,
     Rule,
     Rules,
@@ -146,30 +144,17 @@ RULES: Final[Rules] = {
         f"schedules: {', '.join(SCHEDULES.values())}",
         ("INTERLEAVEDZEROBUBBLE", "PIPELINESCHEDULESINGLE", "PIPELINESCHEDULEMULTI"),
     ),
-    "parallelism.pipeline_parallel_microbatch_size": why(
-        "a schedule counts microbatches: 1f1b:8 has 8 in a step"
-    ),
     "parallelism.pipeline_parallel_split_points": why("plan.stages names modules"),
     "parallelism.module_fqns_per_model_part": why("plan.stages names modules"),
-    "parallelism.enable_async_tensor_parallel": why("docs/tensor.md says what overlaps"),
-    "parallelism.disable_loss_parallel": ALWAYS,
-    "parallelism.enable_compiled_autograd": why("docs/compile.md says where it works"),
-    "parallelism.*": why("an option of torchtitan without a counterpart"),
     "training.steps": key("train.steps", "a whole number"),
     "training.seq_len": key("model.sequence", "a whole number"),
     "training.max_norm": key("train.clip"),
     "training.seed": key("train.seed", "a whole number"),
     "training.global_batch_size": _batch,
     "training.local_batch_size": why("train.batch is this times accumulate times the data ranks"),
-    "training.batch_size": why("train.batch is this times the data ranks"),
     "training.mixed_precision_param": word("precision", PRECISIONS),
-    "training.mixed_precision_reduce": why("gradients accumulate in fp32"),
     "training.dataset": why(_DATA),
-    "training.dataset_path": why(_DATA),
-    "training.compile": why("docs/compile.md says where torch.compile works"),
     "training.enable_cpu_offload": offloaded_param,
-    "training.gc_freq": UNNEEDED,
-    "training.*": why("an option of torchtitan without a counterpart"),
     "optimizer.name": optimizer(
         {
             "adam": "AdamW is used, whose weight decay is not part of the gradient; in a script, "
@@ -181,11 +166,9 @@ RULES: Final[Rules] = {
     "optimizer.beta1": of_optimizer(_beta(0)),
     "optimizer.beta2": of_optimizer(_beta(1)),
     "optimizer.eps": why(_EPS),
-    "optimizer.*": UNNEEDED,
     "lr_scheduler.warmup_steps": key("train.warmup", "a whole number"),
     "lr_scheduler.decay_type": _decay,
     "lr_scheduler.min_lr_factor": key("train.final"),
-    "lr_scheduler.decay_ratio": why("the decay begins after the warmup and lasts to the end"),
     "lr_scheduler.lr_min": key("train.final"),
     "activation_checkpoint.mode": word(
         "recompute",
@@ -194,38 +177,25 @@ RULES: Final[Rules] = {
         ("MEMORY_BUDGET",),
     ),
     "activation_checkpoint.selective_ac_option": _selective,
-    "activation_checkpoint.*": why("recompute:WHAT says what is kept"),
     **dict.fromkeys(
         ("checkpoint.enable", "checkpoint.enable_checkpoint"),
         _enabled("train", "save_every", "saves only at the end of the run"),
     ),
     "checkpoint.interval": key("train.save_every", "a whole number"),
     "checkpoint.keep_latest_k": key("train.keep", "a whole number"),
-    "checkpoint.*": why("checkpoints are in the run's folder, and load under any plan"),
     "job.dump_folder": key("run.folder", "text"),
-    "job.*": UNNEEDED,
     "metrics.enable_tensorboard": tracker("tensorboard"),
     "metrics.enable_wandb": tracker("wandb"),
-    "metrics.*": why("metrics are written to metrics.jsonl and TensorBoard"),
-    "profiling.*": why("run.trace records a pipeline's timeline"),
     **dict.fromkeys(
         ("validation.enable", "validation.enabled"),
         _enabled("train", "eval_every", "validates only at the end of the run"),
     ),
     "validation.freq": key("train.eval_every", "a whole number"),
-    "validation.*": why("data.validation is the share of sequences that are held out"),
     "model.name": _model,
     "model.flavor": _flavor,
-    "model.*": why("shardwise train has a GPT of any size: [model]; in a script, any model"),
     "float8.*": _ON,
     "mx.*": _ON,
     "quantize.*": _ON,
-    "compile.*": why("docs/compile.md says where torch.compile works"),
-    "comm.*": why("SHARDWISE_PATIENCE_S is how long a collective waits"),
-    "memory_estimation.*": why("shardwise predict PLAN computes it"),
-    "fault_tolerance.*": why("a run continues with --resume"),
-    "experimental.*": why("an experiment of torchtitan"),
-    "debug.*": UNNEEDED,
 }
 
 

@@ -59,6 +59,8 @@ def made_by(name: str, what: str, returns: str) -> Any:
     make = _function(name, what, returns)
     try:
         return make()
+    except InputError:
+        raise
     except (Exception, SystemExit) as error:
         raise failed(name, "calling the function", error, what, returns) from error
 

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from shardwise.core.errors import Problem, bad, refusal
 from shardwise.core.suggest import suggest
 from shardwise.train.config_sections import (
     CLOSED,
-    TRACKERS,
     DataSection,
     ModelSection,
     OffloadSection,
@@ -64,29 +64,17 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises InputError for a file that is missing, empty or not TOML, and for every wrong value.
     """
+    example = "shardwise train examples/quickstart.toml"
     if path == Path():
-        raise bad(
-            "no configuration: the name of the file is empty, or that of the folder itself ('.')",
-            "the path of a TOML file",
-            "shardwise train examples/quickstart.toml",
-        )
+        raise bad("no configuration: the name of its file is empty", "a TOML file", example)
     try:
         with path.open(encoding="utf-8-sig") as file:
             text = file.read(MOST_CHARACTERS + 1)
+        values = tomllib.loads(text) if len(text) <= MOST_CHARACTERS else {}
     except (OSError, UnicodeDecodeError) as error:
-        raise bad(
-            f"the configuration {path}, which cannot be read ({_reason(error)})",
-            "a TOML file",
-            "shardwise train examples/quickstart.toml",
-        ) from None
-    if len(text) > MOST_CHARACTERS:
-        raise bad(
-            f"the configuration {path}, which is longer than {MOST_CHARACTERS} characters",
-            "a TOML file of a few dozen lines",
-            "shardwise train examples/quickstart.toml",
-        )
-    try:
-        values = tomllib.loads(text)
+        reason = getattr(error, "strerror", None) or error
+        given = f"the configuration {path}, which cannot be read ({reason})"
+        raise bad(given, "a TOML file", example) from None
     except (ValueError, RecursionError) as error:  # a number of 5000 digits, 5000 brackets
         raise bad(
             f"the configuration {path}, which is not TOML: {error}",
@@ -94,10 +82,11 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
             "[train] and under it steps = 1000, for example",
         ) from None
     if not values:
+        too_long = f"longer than {MOST_CHARACTERS} characters"
         raise bad(
-            f"the configuration {path}, which is empty",
-            "a TOML file with at least one key: every key has a default, but a file without any "
-            "is more likely the wrong one",
+            f"the configuration {path}, which is "
+            f"{too_long if len(text) > MOST_CHARACTERS else 'empty'}",
+            "a TOML file with at least one key",
             "[train] and under it steps = 1000, for example",
         )
     return build(override(values, overrides), str(path))
@@ -109,7 +98,7 @@ def build(values: Mapping[str, Any], where: str = "the configuration") -> Config
         config = with_tokenizer(Config.model_validate(values))
     except ValidationError as error:
         found = [_problem(dict(found), values) for found in error.errors()]
-        raise refusal(where, list(dict.fromkeys(found))) from None
+        raise refusal(where, list({each.given: each for each in found}.values())) from None
     if config.train.warmup > config.train.steps:
         raise bad(
             f"train.warmup = {config.train.warmup} with train.steps = {config.train.steps}",
@@ -139,49 +128,20 @@ def override(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
         key, equals, value = text.partition("=")
         section, dot, name = key.strip().partition(".")
         if not (equals and dot and section and name):
-            instead = (
-                _with_section(key.strip(), value.strip()) if equals else "--set train.steps=100"
-            )
+            instead = f"--set {_nearest_key(key.strip())}={value.strip() or 100}"
             raise bad(f"--set {text}", "section.key=value", instead)
         part = merged.setdefault(section, {})
         if isinstance(part, dict):
-            part[name] = _value(value.strip(), _takes_text(section, name))
+            part[name] = _value(value.strip(), isinstance(_default(section, name), str))
     return merged
-
-
-def _with_section(key: str, value: str) -> str:
-    """The override that was probably meant by `key=value` without a section, or an example."""
-    if key in Config.model_fields:  # a section without a key
-        return f"--set {key}.{next(iter(_fields(key)))}={value}, for example"
-    full = [f"{part}.{name}" for part in Config.model_fields for name in _fields(part)]
-    named = [name for name in full if name.partition(".")[2] == key]
-    if not named:
-        names = {name.partition(".")[2]: name for name in full}
-        close = suggest(key, names, 0.6)
-        named = [names[close]] if close else []
-    if not named:
-        return "--set train.steps=100, for example"
-    return " or ".join(f"--set {name}={value}" for name in named)
 
 
 def dump(config: Config) -> str:
     """The configuration as TOML that reads back to the same value, without unset keys."""
-    parts = []
-    for section, values in config.model_dump().items():
-        lines = [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
-        parts.append("\n".join([f"[{section}]", *lines]))
-    return "\n\n".join(parts) + "\n"
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, str):  # JSON's escapes are TOML's, except for the character 127
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_toml(item) for item in value)}]"
-    return json.dumps(value)
-
-
-def _value(text: str, only_text: bool = False) -> Any:
+def _value(text: str, only_text: bool) -> Any:
     try:
         values = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -190,95 +150,47 @@ def _value(text: str, only_text: bool = False) -> Any:
     return text if values or (only_text and not isinstance(value, str)) else value
 
 
-def _takes_text(section: str, name: str) -> bool:
-    field = _fields(section).get(name)
-    return field is not None and isinstance(field.default, str)
-
-
-def _problem(found: dict[str, Any], values: Mapping[str, Any]) -> Problem:
-    """Convert one of pydantic's errors."""
-    path = [str(part) for part in found["loc"]]
-    key, given = ".".join(path), found["input"]
-    if len(path) > 2:  # an item of a list: show the whole list
-        section, name = path[:2]
-        key, given = f"{section}.{name}", values[section][name]
-    if found["type"] == "extra_forbidden":
-        return _unknown_key(path)
-    if found["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return Problem(f"{key} = {given!r}", f"a section [{key}] of keys", f"[{key}]")
-    remedy = _in_right_type(path, given)
-    instead = f"{key} = {_toml(remedy)}" if remedy is not None else f"leave {key} out"
-    allowed = _LISTS.get(key) or _expectation(found)
-    return Problem(f"{key} = {_short_json(given)}", allowed, instead)
-
-
-def _in_right_type(path: Sequence[str], given: Any) -> Any:
-    """The same value in the right type (8 for "8" and for 8.0); else the default."""
-    found = [_value(given)] if isinstance(given, str) else [str(given)]
-    found += [int(given)] if isinstance(given, float) and given.is_integer() else []
-    for value in found if len(path) == 2 else ():
-        try:
-            Config.model_validate({path[0]: {path[1]: value}})
-        except ValidationError:
-            continue
-        return value
-    return _default(path)
-
-
-def _expectation(found: dict[str, Any]) -> str:
-    """The range or type that pydantic expects, without its 'Input should be'."""
-    message = str(found["msg"])
-    for opening in ("Input should be ", "Value should be ", "String should have "):
-        message = message.removeprefix(opening)
-    return _WORDS.get(str(found["type"]), message)
-
-
-#: What the keys whose values are lists allow.
-_LISTS: Final = {
-    "train.betas": "two numbers in brackets, each from 0 up and below 1",
-    "run.trackers": f"a list of {', '.join(TRACKERS)}",
-    "run.callbacks": "a list of functions in files: file.py:function",
-}
-#: Plain words for kinds of pydantic's errors.
-_WORDS: Final = {
-    "bool_type": "true or false",
-    "int_type": "a whole number",
-    "string_too_short": "some text",
-    "string_type": "text in quotes",
-    "string_unicode": "text in UTF-8",
-    "string_pattern_mismatch": "text without the character NUL",
-}
-
-
-def _unknown_key(path: list[str]) -> Problem:
-    parent = Config.model_fields if len(path) == 1 else _fields(path[0])
-    names = list(parent)
-    close = suggest(path[-1], names, 0.5)
-    elsewhere = [f"{part}.{path[-1]}" for part in Config.model_fields if path[-1] in _fields(part)]
-    where = f"in [{path[0]}]" if len(path) > 1 else "as sections"
-    if elsewhere:
-        instead = elsewhere[0]
-    elif close:
-        instead = ".".join([*path[:-1], close])
-    else:
-        instead = f"leave {path[-1]} out"
-    return Problem(f"the unknown key {'.'.join(path)}", f"{where}: {', '.join(names)}", instead)
-
-
-def _fields(section: str) -> dict[str, Any]:
-    field = Config.model_fields.get(section)
-    return dict(type(field.default).model_fields) if field is not None else {}
-
-
-def _default(path: Sequence[str]) -> Any:
-    field = _fields(path[0]).get(path[1]) if len(path) > 1 else None
-    return field.default if field is not None else None
-
-
-def _short_json(given: Any) -> str:
+def _problem(error: dict[str, Any], values: Mapping[str, Any]) -> Problem:
+    """One of pydantic's errors, of a key or of an item of its list."""
+    section, *rest = (str(part) for part in error["loc"][:2])
+    key = ".".join([section, *rest])
+    if error["type"] == "extra_forbidden":
+        names = _keys(section) if rest else list(Config.model_fields)
+        instead = _nearest_key(key)
+        return Problem(f"the unknown key {key}", ", ".join(names), instead)
+    given = values[section][rest[0]] if rest else values[section]
     text = json.dumps(given, default=str)
-    return text if len(text) < 80 else text[:77] + "..."
+    default = _default(section, *rest)
+    return Problem(
+        f"{key} = {text if len(text) < 80 else text[:77] + '...'}",
+        str(error["msg"]).removeprefix("Input should be ") if rest else f"a section [{key}]",
+        f"no {key}" if default is None else f"{key} = {json.dumps(default)}, its default",
+    )
 
 
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
+def _nearest_key(key: str) -> str:
+    """The key of a section that was probably meant by `key`, with or without a section."""
+    section, dot, name = key.rpartition(".")
+    name = name if dot else key
+    keys = [f"{part}.{each}" for part in Config.model_fields for each in _keys(part)]
+    if key in Config.model_fields:
+        return f"{key}.{_keys(key)[0]}"
+    same = [each for each in keys if each.partition(".")[2] == name]
+    here = suggest(name, _keys(section), 0.5) if dot else None
+    near = suggest(name, {each.partition(".")[2]: each for each in keys}, 0.5)
+    return (
+        next(iter(same), None)
+        or (f"{section}.{here}" if here else None)
+        or next((each for each in keys if each.endswith(f".{near}")), None)
+        or "train.steps"
+    )
+
+
+def _keys(section: str) -> list[str]:
+    field = Config.model_fields.get(section)
+    return list(type(field.default).model_fields) if field is not None else []
+
+
+def _default(section: str, name: str = "") -> Any:
+    """The value of a key without a configuration; None for a key or a section that is unknown."""
+    return getattr(getattr(Config(), section, None), name, None)

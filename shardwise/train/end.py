@@ -19,12 +19,15 @@ from shardwise.core.errors import InputError, one_line
 from shardwise.models.decoder import logits, parameters
 from shardwise.models.user_text import UserConfig
 from shardwise.prediction.traffic import by_kind
-from shardwise.train import metrics, report
+from shardwise.train import metrics
 from shardwise.train.baseline import ddp_baseline
 from shardwise.train.disk_share import disk_line
+from shardwise.train.folder import PAGE, REPORT
 from shardwise.train.model import optimizer_of, prediction_of
 from shardwise.train.process_memory import process_memory
-from shardwise.train.report import Cost, Summary
+from shardwise.train.report.contents import contents_of, table
+from shardwise.train.report.files import write
+from shardwise.train.report.summary import Cost, Summary
 from shardwise.train.run import Run, is_due, say
 from shardwise.train.sample import NextToken, sample, visible
 from shardwise.train.saving import Position
@@ -101,11 +104,12 @@ def publish_report(summary: Summary, console: Console | None) -> Summary:
     screen = console or Console(highlight=False, markup=False)
     if summary.sample:
         screen.print(Panel(Text(summary.sample), title="sample"))
-    screen.print(report.table(summary))
-    path, failures = report.write(summary)
-    for failure in failures:
+    contents, path = contents_of(summary), summary.config.folder
+    screen.print(table(contents))
+    for failure in write(contents, path):
         screen.print(failure, soft_wrap=True, markup=False)
-    screen.print(one_line(f"report: {path}"), soft_wrap=True, markup=False)
+    page = f"; open {path / PAGE} in a browser" if (path / PAGE).is_file() else ""
+    screen.print(one_line(f"report: {path / REPORT}{page}"), soft_wrap=True, markup=False)
     return summary
 
 

@@ -6,7 +6,9 @@ from typing import Final, NamedTuple
 from shardwise.comm.objects import all_gather_object
 from shardwise.engine.engine import Engine
 from shardwise.parallel.expert.layer import Load
+from shardwise.train.folder import PLOTS
 from shardwise.train.metrics import Record
+from shardwise.train.report.section import HeatMap, Section
 from shardwise.train.stacked_loads import StackedLoads
 
 PICTURE: Final = "experts.png"
@@ -75,28 +77,23 @@ def busiest(loads: dict[str, list[int]]) -> float:
     return max(max(own) for own in relative_loads(loads).values())
 
 
-def panels(records: Sequence[Record]) -> list[tuple[str, dict[str, list[float]]]]:
-    """A heat map's panels, layer by expert: of the first and of the last tenth of the steps."""
-    pairs = zip(("first", "last"), first_and_last(records), strict=True)
-    return [
-        (
-            f"{title} tenth of the steps, in multiples of an even load",
-            relative_loads(sum_loads(part)),
-        )
-        for title, part in pairs
-    ]
+def section(records: Sequence[Record]) -> Section | None:
+    """The section of the report; None without experts.
 
-
-def lines(records: Sequence[Record]) -> list[str]:
-    """The part of report.md on experts; nothing without any."""
+    Its heat map has a panel for the first and for the last tenth of the steps, layer by expert.
+    """
     first, last = (sum_loads(part) for part in first_and_last(records))
     if not last:
-        return []
+        return None
+    panels = [
+        (f"{name} tenth of the steps, in multiples of an even load", relative_loads(loads))
+        for name, loads in (("first", first), ("last", last))
+    ]
     text = (
         f"The busiest expert of a layer has {busiest(first):.2f} times the mean in the first tenth "
         f"of the steps, and {busiest(last):.2f} times in the last."
     )
-    return ["## Experts", "", f"![experts](plots/{PICTURE})", "", text, ""]
+    return Section("Experts", HeatMap(panels), f"{PLOTS}/{PICTURE}", [text])
 
 
 def words(record: Record) -> str:

@@ -4,8 +4,9 @@
       config.toml      the configuration that ran
       metrics.jsonl    one object a step            tensorboard/   the same numbers (wandb/, too)
       checkpoints/     step-000100/, ..., latest    plots/         loss, memory, bytes
-      report.md        the summary                  sample.txt     generated at the end
-      trace.json       with run.trace               timeline.svg   measured beside predicted
+      report.html      the report, for a browser    report.md      the same, as Markdown
+      sample.txt       generated at the end         timeline.svg   of a pipeline
+      trace.json       with run.trace
       tokenizer/       the tokenizer, unless tokens are bytes (tokenizer_files.py)
       run.lock         held by the run that writes here (lock.py)
 
@@ -48,11 +49,11 @@ from shardwise.train.publish import publish
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 PLOTS = "plots"
-REPORT = "report.md"
+REPORT, PAGE = "report.md", "report.html"
 PICTURES: Final = (f"{PLOTS}/loss.png", f"{PLOTS}/memory.png", f"{PLOTS}/bytes.png")
 LOCK = "run.lock"
 #: The files that a run writes, and its folders with patterns of names; --overwrite removes these.
-FILES: Final = (CONFIG, METRICS, REPORT, "sample.txt", "trace.json", "timeline.svg")
+FILES: Final = (CONFIG, METRICS, REPORT, PAGE, "sample.txt", "trace.json", "timeline.svg")
 FOLDERS: Final = {
     "tensorboard": re.compile(r"events\.out\.tfevents\..+"),
     "wandb": re.compile(r"(offline-)?run-.+|latest-run|debug(-internal)?\.log"),
@@ -133,7 +134,8 @@ def claim(config: Config, overwrite: bool) -> None:
     try:
         if overwrite:
             clear(config.folder)
-        (config.folder / REPORT).unlink(missing_ok=True)  # of fewer steps
+        for name in (REPORT, PAGE):  # of fewer steps
+            (config.folder / name).unlink(missing_ok=True)
         (config.folder / PLOTS).mkdir(parents=True, exist_ok=True)
         publish_config(config)
     except OSError as error:
@@ -171,7 +173,7 @@ def finished_message(config: Config) -> str:
 
 def has_report(folder: Path) -> bool:
     """Whether a run has its report, with the pictures that every report shows."""
-    return all((folder / name).is_file() for name in (REPORT, *PICTURES))
+    return all((folder / name).is_file() for name in (REPORT, PAGE, *PICTURES))
 
 
 def clear(folder: Path) -> None:

@@ -32,7 +32,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.out_of_memory import explained, ran_out
 from shardwise.engine.training import Metrics as StepMetrics
 from shardwise.models.decoder import flops_per_token
-from shardwise.train import folder, lock, metrics, progress, report, tokenizer_files
+from shardwise.train import folder, lock, metrics, progress, tokenizer_files
 from shardwise.train.config import Config
 from shardwise.train.data import Index, block, unigram_entropy
 from shardwise.train.disk_share import StepsOnDisk
@@ -54,7 +54,7 @@ from shardwise.train.offload_trace import OffloadTracing
 from shardwise.train.peak import Peak, measured_peak
 from shardwise.train.prepare import PreparedRun, Start, prepare
 from shardwise.train.process_memory import resident_bytes
-from shardwise.train.report import Summary
+from shardwise.train.report.summary import Summary
 from shardwise.train.run import Run, is_due, say
 from shardwise.train.saving import Position, load_run, save_run
 from shardwise.train.stacked_loads import StackedLoads
@@ -176,7 +176,7 @@ def opening(run: Run, at: Position) -> None:
     packed, config = run.prepared.corpus.packed, run.prepared.config
     bits = run.unigram / math.log(2) / packed.bytes_per_token
     run.progress.note(
-        f"{run.prepared.plan} on {report.ranks_text(run.engine.world.size)}, "
+        f"{run.prepared.plan} on {progress.ranks_text(run.engine.world.size)}, "
         f"{len(packed.stream):,} tokens of {config.data.source}"
         + (f", resumed after step {at.step}" if at.step else "")
     )

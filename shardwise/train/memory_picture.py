@@ -17,8 +17,8 @@ from rich.text import Text
 
 from shardwise.core.errors import bad
 from shardwise.prediction.timeline import PREDICTED, TEMPORARY, Event
-from shardwise.train.plots import new_figure
 from shardwise.train.progress import size_text, unit_of
+from shardwise.train.report.plots import new_figure
 
 #: By category: the colour, and the character of a bar on the screen.
 LOOK: Final[dict[str, tuple[str, str]]] = {
@@ -48,21 +48,16 @@ class Series(NamedTuple):
 
 
 def peaks(series: Sequence[Series]) -> Table:
-    """By category, the most bytes at an event, and the event."""
-    head, *rows = _rows(series)
+    """The table of peaks, for the screen."""
+    head, *rows = peak_rows(series)
     table = Table(*head)
     for row in rows:
         table.add_row(*row)
     return table
 
 
-def peaks_in_markdown(series: Sequence[Series]) -> Sequence[str]:
-    """The same as lines of Markdown."""
-    head, *rows = (f"| {' | '.join(row)} |" for row in _rows(series))
-    return [head, "|---" * (1 + len(series)) + "|", *rows]
-
-
-def _rows(series: Sequence[Series]) -> Sequence[tuple[str, ...]]:
+def peak_rows(series: Sequence[Series]) -> Sequence[tuple[str, ...]]:
+    """By category, the most bytes at an event, and the event; the first row is the head."""
     highest = [max(one.events, key=lambda event: event.peak) for one in series]
     between = (
         f"{event.peak:,} before {event}" if TEMPORARY in event.by_category else NOT_PREDICTED

@@ -165,3 +165,8 @@ def unit_of(size_bytes: float) -> tuple[str, int]:
 def duration(seconds: float) -> str:
     """Seconds as minutes and seconds: 95 -> '1:35'."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def ranks_text(ranks: int) -> str:
+    """1 -> '1 rank', 2 -> '2 ranks'."""
+    return f"{ranks} rank{'s' * (ranks > 1)}"

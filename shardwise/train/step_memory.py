@@ -6,15 +6,18 @@ a disk no step is measured: its update has many times the operations, each of wh
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import InputError
 from shardwise.engine.engine import Engine
 from shardwise.engine.timeline import measuring
-from shardwise.prediction.timeline import Event
-from shardwise.train.memory_picture import Series, peaks_in_markdown
+from shardwise.prediction.timeline import TEMPORARY, Event
+from shardwise.train.folder import PLOTS
+from shardwise.train.memory_picture import Series, peak_rows
 from shardwise.train.model import predicted_step
 from shardwise.train.prepare import PreparedRun
+from shardwise.train.report.section import Check, Section, StepPicture, Table
 
 PICTURE = "step.png"
 
@@ -54,14 +57,43 @@ class StepMemory:
         return [Series(f"{title}, predicted", predicted), *found]
 
 
-def lines(series: Sequence[Series]) -> Sequence[str]:
-    """The section of the report, as lines of Markdown; empty without a measurement."""
+def check(series: Sequence[Series]) -> Check:
+    """Whether each event has the predicted bytes of each category that is predicted.
+
+    If not, how far apart the peaks are: kernels may keep less than the model's own operations.
+    """
+    name = "memory in a step"
+    if len(series) < 2:
+        return Check(name, None, "not predicted" if series else "not measured")
+    predicted, measured = ([_predictable(event) for event in one.events] for one in series)
+    if measured == predicted:
+        return Check(name, True)
+    most, expected = (max(sum(of[-1].values()) for of in one) for one in (measured, predicted))
+    share = most / expected - 1
+    return Check(name, None, f"peak {abs(share):.1%} {'above' if share > 0 else 'below'} predicted")
+
+
+def _predictable(event: Event) -> tuple[str, str, int, dict[str, int]]:
+    kept = {name: n for name, n in event.by_category.items() if name != TEMPORARY}
+    return event.kind, event.unit, event.microbatch, kept
+
+
+def section(series: Sequence[Series], config: Path) -> Section:
+    """The section of the report; without a measurement, how to get one for the configuration."""
     if not series:
-        return ()
+        how = f"`shardwise predict --config {config} --measure --timeline step.svg`"
+        return Section("A step", sentences=[f"No step of this run was measured. {how} does that."])
     said = (
         "The memory of the rank at each moment of a step. `gathered` are units that are unsharded "
         "while they are used; `kept` are tensors that autograd saved for the backward pass; "
         "`temporary` is everything else, and is not predicted."
     )
-    picture = f"![step](plots/{PICTURE})"
-    return ["## A step", "", picture, "", said, "", *peaks_in_markdown(series), ""]
+    alone = "The events of a step are not predicted under this plan, so there is no comparison."
+    head, *rows = peak_rows(series)
+    return Section(
+        "A step",
+        StepPicture(series),
+        f"{PLOTS}/{PICTURE}",
+        [said, *[alone] * (len(series) == 1)],
+        Table(head, rows),
+    )

@@ -3,7 +3,7 @@
     trace.json      all recorded steps of all pipelines, for chrome://tracing or ui.perfetto.dev:
                     a track for each rank of a pipeline, and one for the steps above them
     timeline.svg    one step, and below it, to the same scale, the clock's timeline of the same
-                    schedule with the mean times of its actions
+                    schedule with the mean times of its actions; without a recording, the schedule
 
 A few steps are recorded, after the first steps, which allocate memory and exchange shapes.
 """
@@ -12,10 +12,12 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shardwise.comm.objects import all_gather_object
+from shardwise.core.plan import Plan
+from shardwise.core.plan_schedule import schedule_of
+from shardwise.core.schedule.clock import clock
 from shardwise.core.schedule.draw import as_svg
 from shardwise.core.schedule.measured import Measured, as_trace
 from shardwise.core.schedule.schedule import Schedule
@@ -23,10 +25,11 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.stage_module import AXIS
 from shardwise.parallel.pipeline.runtime import Recorder
-from shardwise.train.publish import publish
+from shardwise.train.report.section import Drawing, Section, Table
 
 WARM = 3  # steps before the first recorded step, if the run is long enough
 MOST = 5  # recorded steps
+MOST_ACTIONS = 4096  # of a schedule that is drawn
 
 TRACE = "trace.json"
 PICTURE = "timeline.svg"
@@ -55,19 +58,16 @@ class Recording:
         measured, predicted = self.typical.timeline.bubble, self.typical.predicted.bubble
         return f"{measured:.1%} measured, {predicted:.1%} predicted from its actions' mean times"
 
-    def table(self) -> list[str]:
-        """A table of all recorded steps, as lines of Markdown."""
-        lines = [
-            "| pipeline | step | time, ms | measured bubble | predicted |",
-            "|---|---|---|---|---|",
-        ]
+    def table(self) -> Table:
+        """A table of all recorded steps."""
+        head = ["pipeline", "step", "time, ms", "measured bubble", "predicted"]
+        rows: list[list[str]] = []
         for k, steps in enumerate(self.pipelines):
             for number, seen in zip(self.numbers, steps, strict=True):
                 timeline = seen.timeline
-                time = f"{timeline.makespan * 1e3:.1f}"
-                bubbles = f"{timeline.bubble:.1%} | {seen.predicted.bubble:.1%}"
-                lines.append(f"| {k} | {number} | {time} | {bubbles} |")
-        return lines
+                bubbles = [f"{timeline.bubble:.1%}", f"{seen.predicted.bubble:.1%}"]
+                rows.append([str(k), str(number), f"{timeline.makespan * 1e3:.1f}", *bubbles])
+        return Table(head, rows)
 
 
 class Tracing:
@@ -108,9 +108,8 @@ class Tracing:
         return Recording(tuple(self.numbers), pipelines, tuple(world.mesh.lines(AXIS)))
 
 
-def write(folder: Path, recording: Recording) -> None:
-    """Write the trace and the picture into the run's folder."""
-    publish(folder / TRACE, lambda beside: beside.write_text(trace(recording), encoding="utf-8"))
+def picture(recording: Recording) -> str:
+    """The typical step, measured, above its prediction, as SVG."""
     typical = recording.typical
     number = recording.numbers[recording.pipelines[0].index(typical)]
     measured, predicted = typical.timeline, typical.predicted
@@ -118,8 +117,7 @@ def write(folder: Path, recording: Recording) -> None:
         f"{what}: {timeline.makespan * 1e3:.1f} ms, bubble {timeline.bubble:.1%}"
         for what, timeline in ((f"step {number}, measured", measured), ("predicted", predicted))
     )
-    drawn = as_svg(measured, title, (predicted, below), unit=("ms", 1e3))
-    publish(folder / PICTURE, lambda beside: beside.write_text(drawn, encoding="utf-8"))
+    return as_svg(measured, title, (predicted, below), unit=("ms", 1e3))
 
 
 def trace(recording: Recording) -> str:
@@ -178,13 +176,26 @@ def _start_s(seen: Measured) -> float:
     return min(row[0].start_s for row in seen.rows if row)
 
 
-def lines(recording: Recording | None) -> Sequence[str]:
-    """The section of the report, as lines of Markdown; empty without a recording."""
-    if recording is None:
-        return ()
+def section(recording: Recording | None, plan: Plan) -> Section | None:
+    """The section of the report: the recording, or the schedule; None without a pipeline."""
+    if recording is not None:
+        said = (
+            "The bubble is the fraction of time in which the ranks of a pipeline wait. The "
+            "predicted bubble is that of the schedule with the mean times of the step's actions "
+            f"and messages. `{TRACE}` has all recorded steps, for chrome://tracing or "
+            "ui.perfetto.dev."
+        )
+        drawing, rows = Drawing(picture(recording)), recording.table()
+        return Section("Timeline", drawing, PICTURE, [said], rows)
+    schedule = schedule_of(plan)
+    if schedule is None:
+        return None
+    timeline = clock(schedule)
     said = (
-        "The bubble is the fraction of time in which the ranks of a pipeline wait. The predicted "
-        "bubble is that of the schedule with the mean times of the step's actions and messages. "
-        f"`{TRACE}` has all recorded steps, for chrome://tracing or ui.perfetto.dev."
+        f"The schedule `{plan.pipeline}` if F, I and W take the same time: its bubble is "
+        f"{timeline.bubble:.1%}. `--set run.trace=true` records the times of a run."
     )
-    return ["## Timeline", "", f"![timeline]({PICTURE})", "", said, "", *recording.table(), ""]
+    if sum(map(len, timeline.spans)) > MOST_ACTIONS:
+        return Section("Timeline", sentences=[said])
+    title = f"{plan.pipeline} on {schedule.ranks} ranks"
+    return Section("Timeline", Drawing(as_svg(timeline, title)), PICTURE, [said])

@@ -1,6 +1,5 @@
 """Checkpoints on disk that are damaged on purpose."""
 
-import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -74,14 +73,5 @@ def exchange(file: Path, other: Path) -> None:
 def reseal(path: Path) -> None:
     """Make the manifest fit the files, as somebody would who means harm."""
     manifest = read_manifest(path)
-    assert manifest is not None
     files = {name: seal(path / name) for name in manifest.files}
     write_manifest(path, Manifest(manifest.save, manifest.step, files))
-
-
-def as_format_1(path: Path) -> None:
-    """Make it a checkpoint of the version that had no manifest."""
-    (path / MANIFEST).unlink()
-    said = json.loads((path / SCALARS).read_text())
-    del said["save"]
-    (path / SCALARS).write_text(json.dumps(said | {"format": "shardwise 1"}))

@@ -6,8 +6,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from shardwise.checkpoint.command import inspect_command
 from shardwise.checkpoint.contents import Saved, describe
+from shardwise.cli.inspect import inspect_command
 from shardwise.core.errors import InputError
 from tests.checkpoint.cuts import boxes_of, sample, save_by_all
 

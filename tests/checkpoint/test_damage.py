@@ -19,13 +19,13 @@ from shardwise.checkpoint.contents import describe
 from shardwise.checkpoint.export import export
 from shardwise.checkpoint.folder import METADATA
 from shardwise.checkpoint.metadata import read_metadata
+from shardwise.cli.main import main
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.box import Box
-from shardwise.train.cli import main
 from tests.checkpoint.absurd import ABSURD, NUMBERS, limits, special
 from tests.checkpoint.cuts import save_by_all
-from tests.checkpoint.damage import as_format_1, damages, flip, reseal
+from tests.checkpoint.damage import damages, flip, reseal
 from tests.checkpoint.test_engines import engine_of, steps
 from tests.pool import run_threads
 
@@ -145,36 +145,6 @@ def test_special_files_are_refused(kind: str, saved: Path, tmp_path: Path):
         assert describe(tmp_path / "all").scalars["step"] == 2
 
 
-@pytest.mark.filterwarnings("ignore:.*was saved without a manifest:UserWarning")
-def test_damage_to_a_checkpoint_without_a_manifest_is_no_wrong_load(saved: Path, tmp_path: Path):
-    """Of an older version: a flipped bit is refused, or it changes nothing that is loaded."""
-    whole = tmp_path / "step-000002"
-    shutil.copytree(saved / "step-000002", whole)
-    as_format_1(whole)
-    engine, expected = engine_of(alone(), "fp64"), engine_of(alone(), "fp64")
-    sw.load(expected, whole)
-    steps(engine, 0, 1)
-    refused = 0
-    for number, (name, damage) in enumerate(damages(whole, seed=8, flips=40)):
-        if " bit " in name and not name.startswith("scalars.json"):  # which has no checksum there
-            path = tmp_path / f"{number}" / whole.name
-            shutil.copytree(whole, path)
-            damage(path, whole)
-            refused += outcome(engine, path, state_of(expected)) != ""
-    assert refused > 50
-
-
-def test_a_checkpoint_of_an_older_version_is_loaded_with_a_warning(saved: Path, tmp_path: Path):
-    """It has no manifest: whether its files belong together cannot be told, and that is said."""
-    path = tmp_path / "step-000002"
-    shutil.copytree(saved / "step-000002", path)
-    as_format_1(path)
-    engine = engine_of(alone(), "fp64")
-    with pytest.warns(UserWarning, match="saved without a manifest"):
-        sw.load(engine, path)
-    assert engine.steps == 2
-
-
 def test_a_foreign_file_is_named_with_its_own_checkpoint(saved: Path, tmp_path: Path):
     """Files of another step have the same layout: the error says which checkpoint each is of."""
     folder = tmp_path / "run"
@@ -213,16 +183,14 @@ def harms(mark: Path) -> list[bytes]:
     return [*map(pickle.dumps, calls), dotted + f"touch {mark}".encode() + b"\x85R."]
 
 
-@pytest.mark.filterwarnings("ignore:.*was saved without a manifest:UserWarning")
-@pytest.mark.parametrize("format_1", [False, True])
-def test_a_checkpoint_runs_no_code(saved: Path, tmp_path: Path, format_1: bool):
-    """Whatever `.metadata` names, nothing is called; also where the manifest was made to fit."""
+def test_a_checkpoint_runs_no_code(saved: Path, tmp_path: Path):
+    """Whatever `.metadata` names, nothing is called, though the manifest was made to fit."""
     mark, path = tmp_path / "mark", tmp_path / "step-000002"
     for evil in harms(mark):
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(saved / "step-000002", path)
         (path / METADATA).write_bytes(evil)
-        as_format_1(path) if format_1 else reseal(path)
+        reseal(path)
         engine = engine_of(alone(), "fp64")
         for use in (describe, read_metadata, lambda path, e=engine: sw.load(e, path)):
             with pytest.raises(InputError, match=r"\.metadata', which is damaged"):

@@ -46,6 +46,7 @@ def check(name: str, plans: list[str], folder: Path) -> None:
             assert losses == pytest.approx(straight, rel=1e-10), (plan, first)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "ring",
     [RINGS[0], *(pytest.param(ring, marks=pytest.mark.full) for ring in RINGS[1:])],

@@ -14,11 +14,11 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint import export as exporting
 from shardwise.checkpoint.export import export, import_weights
+from shardwise.cli.main import main
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.models import hf
 from shardwise.models.registry import find
-from shardwise.train.cli import main
 from shardwise.train.prepare import Start
 from shardwise.verify.command import verify
 from tests.engine.cases import regression, vectors
@@ -270,8 +270,8 @@ def test_the_commands(
 @pytest.mark.parametrize(
     ("argv", "phrase"),
     [
-        (["export", "run"], "checkpoint export run .missing option '--to'.* instead: --to FOLDER"),
-        (["import", "there"], "checkpoint import there .missing option '--to'"),
+        (["export", "run"], "Missing option '--to'.* instead: shardwise checkpoint export"),
+        (["import", "there"], "Missing option '--to'.* instead: shardwise checkpoint import"),
         (["export", "run", "--to", "there"], "the folder '.*there', which exists"),
         (["export", "run", "--to", "there", "--overwrite"], r"which has other files \(mine"),
         (["export", "run", "--to", "run/latest/x"], "which cannot be written"),

@@ -73,6 +73,7 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+@pytest.mark.full
 @BOTH
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork beside threads: the child is brief
 def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path, over: Any):
@@ -116,7 +117,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, over: Any):
     assert value_in(to) == 1.0
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 def test_a_disk_that_fills_at_any_write_loses_nothing(tmp_path: Path):
     """A RunError of one paragraph, and the folder as it was; or all was written."""
     disk = tmp_path / "disk"

@@ -76,6 +76,7 @@ def test_torchrun_shows_one_paragraph(tmp_path: Path, where: str):
     assert done.returncode == 1  # of torchrun, whatever its workers' is
 
 
+@pytest.mark.full
 def test_spawn_shows_one_paragraph(tmp_path: Path):
     """Without a traceback of the launcher's or the rank's, and with exit code 2."""
     done = ran(tmp_path, "spawn", "1")
@@ -137,6 +138,7 @@ def test_what_torchrun_reports_points_to_the_paragraph(
     assert int(told["extraInfo"]["timestamp"]) > 0
 
 
+@pytest.mark.full
 def test_an_environment_that_is_incomplete_is_one_paragraph():
     """RANK without the rest ends a script without a traceback, and with exit code 2."""
     environment = os.environ | {"RANK": "x", "WORLD_SIZE": "2"}

@@ -169,6 +169,7 @@ def abort_or_linger(folder: Path) -> int:
     return rank
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("interpreters")
 def test_what_a_process_does_after_its_result_does_not_undo_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -64,6 +64,7 @@ def numbers(how: str) -> list[list[int]]:
     return [[a - b for a, b in zip(each, found[0], strict=True)] for each in found[1:]]
 
 
+@pytest.mark.full
 def test_wrapped_modules_share_groups_and_give_them_back() -> None:
     """The second opens none; when both are unwrapped, no group, thread or file is left."""
     rank, _ = sw.spawn(wrapped_twice, 2)

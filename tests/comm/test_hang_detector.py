@@ -24,6 +24,7 @@ def take_fewer_steps_on_1(closes: bool) -> None:
         time.sleep(60)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_rank_that_waits_for_one_that_is_done_is_told(closes: bool):
     """A loader that gives one rank fewer batches is an error, not a program that hangs."""

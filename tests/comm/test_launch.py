@@ -132,6 +132,7 @@ def kill_the_other() -> None:
     all_reduce(torch.ones(1), world.everyone)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("interpreters")
 def test_a_rank_that_is_killed_is_the_one_that_is_named():
     """Whoever saw that it was gone says so, and is not the cause."""
@@ -321,7 +322,7 @@ def test_launch_shows_the_traceback_of_the_rank_that_failed(
     assert "elastic" not in said and "runpy" not in said
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("what", "number", "code"),
     [("saves", signal.SIGTERM, 0), ("waits", signal.SIGINT, 128 + signal.SIGINT)],
@@ -338,6 +339,7 @@ def test_launch_forwards_signals(what: str, number: int, code: int, tmp_path: Pa
     assert not any(is_alive(int(pid.read_text())) for pid in pids)
 
 
+@pytest.mark.full
 def test_ranks_do_not_outlive_their_launcher(tmp_path: Path):
     """When the launcher is killed, its ranks leave by themselves."""
     pids = [tmp_path / f"pid-{rank}" for rank in range(2)]

@@ -76,6 +76,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return alone["rank 0 of 1"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "launcher",
     [

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardwise.bench.communication_bytes import CommunicationBytes
+from benchmarks.communication_bytes import CommunicationBytes
 from shardwise.comm.gloo import Gloo
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.move import begin_sum, start
@@ -114,6 +114,7 @@ def test_pieces_give_the_same_sums_and_send_the_same_bytes(
             assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", ["", "zero1", "zero2 accumulate:2", "zero3 accumulate:2"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_training_in_pieces(ranks: int, words: str):
@@ -124,6 +125,7 @@ def test_training_in_pieces(ranks: int, words: str):
     assert all(exact for _, exact in runs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", ["dp2 tp2 zero1", "pp2 dp2 zero2 gpipe:2", "tp2 sp"])
 def test_training_in_pieces_on_other_axes(words: str):
     """A pool goes with every axis."""

@@ -117,6 +117,7 @@ def test_a_host_whose_link_is_down_ends_all_ranks():
         assert "on rank 0 or in its launcher" in text or "rank 0 failed: its process" in text
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_is_found_by_its_peers():
     """Who has waited too long says where every rank is."""
     (code, _, said), (other, _, short) = sorted(
@@ -134,6 +135,7 @@ def test_ranks_that_are_watched_end_in_peace():
         assert (code, out, said) == (0, f"rank {rank} has ended\n", "")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", ["part", "pipe"])
 def test_a_rank_that_loses_its_connection_names_the_other_end(what: str):
     """Not the error of gloo alone: the rank, the call, and the line of the program."""

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.core.tensor_plan import Table
 from shardwise.train import config
-from shardwise.train.cli import main
 from shardwise.train.prepare import Start, prepare
 from tests.derive.test_derive import HAND
 from tests.train.runs import run
@@ -23,6 +23,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
     return capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_predictions_derive_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """They equal those under the printed table, and tensor ranks hold less than one alone."""
     name = f"{HAND}:tied"
@@ -38,6 +39,7 @@ def test_predictions_derive_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
     assert derived["parameters"] < memory("dp1")["parameters"]
 
 
+@pytest.mark.full
 def test_a_run_derives_the_table(tmp_path: Path):
     """`train` of a folder of opt, which has no table: the losses are those of one process."""
     weights = folder("opt", tmp_path / "w")

@@ -17,7 +17,7 @@ from tests.pool import run_gloo
 NAME = f"{HAND}:packed"
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["tp4", "dp2 tp2 zero3", "tp2 pp2 1f1b:2"])
 def test_on_four_ranks(plan: str):
     """Parity, bytes and memory on four processes, and after loading a checkpoint."""

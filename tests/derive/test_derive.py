@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.core.tensor_plan import matches
@@ -16,7 +17,6 @@ from shardwise.derive.table import Derived, derive_table
 from shardwise.engine.prediction import predict
 from shardwise.engine.tensor_plan import own_table
 from shardwise.models.registry import find
-from shardwise.train.cli import main
 from shardwise.verify.options import Options, table_in
 from shardwise.verify.parity import prove
 from shardwise.verify.report import Report, report
@@ -47,7 +47,7 @@ def proved(name: str, table: sw.Table, ranks: int = 2) -> Report:
     return report(plan, name, run_gloo(ranks, prove, plan, name, 2, Options(table=table)))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_table_of_a_model_written_by_hand_holds(name: str):
     """Parity, bytes and memory; and every layer that can be sharded is."""
@@ -58,7 +58,7 @@ def test_the_table_of_a_model_written_by_hand_holds(name: str):
         assert {*matches(found.table, modules, sp=False)} == {*MODULES[name].split(", ")}
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind",
     [
@@ -79,6 +79,7 @@ def test_the_table_of_an_architecture_holds_and_sends_no_more_than_its_own(kind:
     assert proved(f"hf:{kind}", found.table).holds
 
 
+@pytest.mark.full
 def test_the_table_of_the_gpt_is_as_good_as_our_own():
     """It shards the same weights, and sends the same bytes."""
     trainable = find("gpt")
@@ -92,6 +93,7 @@ def test_the_table_of_the_gpt_is_as_good_as_our_own():
     }
 
 
+@pytest.mark.full
 def test_layers_in_a_row_are_paired():
     """Of five in a row two pairs are sharded; what is left over is named with its bytes."""
     name = f"{HAND}:chain"
@@ -102,6 +104,7 @@ def test_layers_in_a_row_are_paired():
     assert proved(name, found.table).holds
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "layer", "why"),
     [
@@ -164,6 +167,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
     return int(end.value.code or 0), capsys.readouterr()
 
 
+@pytest.mark.full
 def test_the_command_prints_a_table_to_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """What it prints is a file for --table."""
     code, printed = run(capsys, "table", f"{HAND}:encoder_decoder")

@@ -39,7 +39,7 @@ def holds(name: str, ranks: int = 2) -> bool:
     return report(plan, name, run_gloo(ranks, prove, plan, name, 2, Options(table=table))).holds
 
 
-@pytest.mark.cases(len(ENTRIES))
+@pytest.mark.full
 @pytest.mark.parametrize("name", ENTRIES)
 def test_the_entries_are_derived(name: str):
     """The embedding or a module splits the stream, norms act on shards, attention gathers."""
@@ -48,7 +48,7 @@ def test_the_entries_are_derived(name: str):
     assert dict(table.sequence) == ENTRIES[name]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ENTRIES)
 def test_a_model_written_by_hand_holds(name: str):
     """Parity, bytes and memory of tp2 sp."""

@@ -22,19 +22,6 @@ from tests.engine.tensors import sent
 from tests.engine.test_state import assembled, resumed, saved
 from tests.pool import run_threads
 
-#: Plans of other techniques, which offload of the optimizer's state goes with.
-WITH = [
-    "dp2 zero1 accumulate:3",
-    "dp2 zero3 accumulate:2 recompute:full",
-    "dp_replicate2 dp_shard2 zero2 accumulate:2",
-    "dp2 row:R,R,S",
-    "dp2 tp2 sp zero2",
-    "tp2",
-    "dp2 pp2 1f1b:2 zero1",
-    "pp2 gpipe:2",
-    "dp2 pp2 zb-h1:2 zero3",
-]
-
 
 def trained(world: World, task: Task, case: Case) -> tuple[Run, list[Any]]:
     """The training, and of each step the gradients it used and what was sent and held.

@@ -10,62 +10,16 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.core.errors import InputError
-from shardwise.core.plan import Plan
-from shardwise.core.plan_check import require
 from shardwise.engine.timeline import measuring
 from shardwise.engine.trace import Recorder
 from shardwise.prediction.first_fit import Trace, placed, run
-from tests.engine.cases import Case, build, ranks_of
+from tests.engine.cases import Case, build
 from tests.engine.tensors import (
     ADAMW,
-    assert_counted,
-    assert_parity,
     gpt_task,
-    metered,
     mine,
-    train,
-    whole_run,
 )
-from tests.pool import run_gloo, run_threads
-
-PLANS = [
-    *("dp2 zero2", "dp2 zero3", "dp2 zero3 accumulate:2", "dp2 ddp recompute:full"),
-    *("dp2 zero3 recompute:full", "dp2 zero2 recompute:selective", "tp2 recompute:partitioned"),
-    *("tp2 sp recompute:full", "dp2 zero1 recompute:every2", "pp2 1f1b:3 recompute:full"),
-    *("pp2 zb-v:4 recompute:full", "dp2 tp2 sp zero3 recompute:full"),
-    "dp_replicate2 dp_shard2 zero3 recompute:full",
-]
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_parity(plan: str):
-    """fp64: two steps are one process's, 1e-10; bytes and memory at rest are as predicted."""
-    shape = "untied" if " sp" in plan else "tied"
-    task, case = gpt_task(shape, rows=9), Case(f"{plan} arenas fp64", clip=0.5, steps=2, **ADAMW)
-    ranks = run_threads(ranks_of(plan), train, task, case)
-    assert_parity(ranks, whole_run(task, case), 1e-10)
-    assert_counted(ranks)
-
-
-@pytest.mark.full
-def test_parity_on_processes():
-    """The same on real processes, with the default units."""
-    task = gpt_task("untied", rows=9)
-    case = Case("dp2 zero3 recompute:full arenas fp64", clip=0.5, steps=2, units="auto", **ADAMW)
-    ranks = run_gloo(2, train, task, case)
-    assert_parity(ranks, whole_run(task, case), 1e-10)
-    assert_counted(ranks)
-
-
-@pytest.mark.full
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("plan", ["dp2 zero3 recompute:full", "tp2 recompute:partitioned"])
-def test_a_step_leaves_its_slots_free(plan: str):
-    """After the first step, which takes the arena, no storage outlives a step."""
-    for (first, *_), *later in run_threads(2, metered, f"{plan} arenas", gpt_task):
-        assert {leak.place.category for leak in first} <= {"gradients", "optimizer", "buffers"}
-        assert [(leaks, agree, told) for leaks, agree, told in later] == [([], True, True)] * 2
+from tests.pool import run_threads
 
 
 def slots(world: World, plan: str) -> list[tuple[int, int, bool]]:
@@ -173,18 +127,3 @@ def test_another_shape_gets_another_arena():
         engine.step(x)
         told = sw.predict(plain, plan, x, optimizer=sw.SGD(lr=0.1), **options)
         assert engine.memory()["buffers"] == told.memory["buffers"] > 0
-
-
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        ("dp2 arenas", "with ddp and no recomputation"),
-        ("dp2 zero3 recompute:1GiB arenas", "which chooses for each batch"),
-        ("dp2 recompute:full activations:host arenas", "activations in host memory"),
-        ("pp2 zero2 1f1b:4 arenas", "zero2 and no recomputation"),
-    ],
-)
-def test_refused(plan: str, message: str):
-    """Plans without a tensor for an arena; the plan to write instead can run."""
-    with pytest.raises(InputError, match=message):
-        require(Plan.parse(plan))

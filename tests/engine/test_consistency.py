@@ -231,6 +231,7 @@ def resumed(world: World, table: dict[str, str]) -> list[bool]:
     return found
 
 
+@pytest.mark.full
 def test_ranks_that_go_on_from_a_checkpoint_compare_in_their_first_step():
     """The run may have been another plan's, or this table's first."""
     assert run_threads(2, resumed, FIXED) == [[True] * 3] * 2

@@ -60,7 +60,7 @@ def counted_each_time(world: World, plan: str) -> list[Count]:
     return found
 
 
-@pytest.mark.cases(3)
+@pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS)
 def test_no_operation_adds_more_than_the_bound_adds(plan: str):
     """What was live before and what an operation makes are no less than what is live after it."""
@@ -103,7 +103,7 @@ def bounded(world: World, plan: str) -> tuple[str, list[int]]:
     return "", counts
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -136,6 +136,7 @@ def always(world: World, plan: str) -> list[bool]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

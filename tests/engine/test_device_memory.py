@@ -57,6 +57,7 @@ def test_a_step_within_the_bound_runs():
     assert run_threads(2, stepped, "dp2 zero3 fp32 device_memory:512KiB") == ["", ""]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", ["dp1", "dp2", "dp2 zero1", "dp2 zero3"])
 def test_the_least_offload_that_fits(row: str):
     """A tighter bound takes more: nothing, some units, all of them, parameters; then a refusal."""
@@ -83,6 +84,7 @@ def test_the_least_offload_that_fits(row: str):
         with_offload(Plan.parse(f"{plain} offload:auto device_memory:{least - 1}B"), predicted)
 
 
+@pytest.mark.full
 def test_it_fits_on_every_stage():
     """The first stage keeps more activations, the last the head: the larger decides."""
     rows = share(TASK.batch(0), 0, 1)
@@ -124,7 +126,7 @@ def test_auto_needs_a_bound_and_a_batch():
         run_threads(1, partial(stepped, plan="dp1 offload:auto device_memory:1MiB"))
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "plan",
     [

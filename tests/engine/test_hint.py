@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm.move import move
 from shardwise.comm.world import alone
+from shardwise.core import R, S
 from shardwise.core.errors import InputError
 
 X = torch.ones(2, 3)
-AXIS, MOVE = alone().axis("dp"), 'sw.move(x, world.axis("dp"), sw.P, sw.S(0))'
+AXIS, MOVE = alone().axis("dp"), 'move(x, world.axis("dp"), P, S(0))'
 MOE = sw.MoE(8, 16, sw.Gate("topk", experts=4, k=2))
 
 
@@ -81,10 +83,10 @@ def test_calls_of_other_libraries_name_the_equivalent(call: Any, instead: str):
         (lambda: sw.load(made(), "x", missing_ok="no"), "missing_ok='no'", "missing_ok=True"),
         (lambda: alone().on("dp1"), "world.on('dp1')", 'world.on(sw.Mesh.parse("dp2"))'),
         (lambda: alone().axis("dpp"), "axis='dpp'", 'axis="dp"'),
-        (lambda: sw.move(3, AXIS, sw.R, sw.S(0)), "with x=3", MOVE),
-        (lambda: sw.move(X, None, sw.R, sw.S(0)), "with axis=None", MOVE),
-        (lambda: sw.move(X, AXIS, "R", sw.S(0)), "with src='R'", MOVE),
-        (lambda: sw.move(X, AXIS, sw.R, sw.S(2)), "2 dims with the placement S2", MOVE),
+        (lambda: move(3, AXIS, R, S(0)), "with x=3", MOVE),
+        (lambda: move(X, None, R, S(0)), "with axis=None", MOVE),
+        (lambda: move(X, AXIS, "R", S(0)), "with src='R'", MOVE),
+        (lambda: move(X, AXIS, R, S(2)), "2 dims with the placement S2", MOVE),
         (
             lambda: sw.cross_entropy(X, None),
             "targets=None",
@@ -118,7 +120,7 @@ def test_calls_of_other_libraries_name_the_equivalent(call: Any, instead: str):
         (lambda: sw.Plan(row=3), "row=3", "Plan.parse(TEXT)"),
         (lambda: sw.Mesh("dp2"), "axes='dp2'", 'axes=(("dp", 2), ("tp", 2))'),
         (lambda: sw.Mesh.parse(3), "Mesh.parse(3)", 'Mesh.parse("dp2 tp2")'),
-        (lambda: sw.S("x"), "S with dim 'x'", "S(0)"),
+        (lambda: S("x"), "S with dim 'x'", "S(0)"),
     ],
 )
 def test_an_argument_of_another_type_is_one_paragraph(call: Any, given: str, instead: str):

@@ -10,22 +10,16 @@ from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.engine.meter import Meter
-from tests.engine.cases import Case, build, foreseen, ranks_of, small_gpt
+from tests.engine.cases import Case, build, foreseen
 from tests.engine.tensors import (
-    ADAMW,
-    assert_nothing_left,
     gpt_task,
-    metered,
     mine,
-    train,
 )
 from tests.engine.test_dropout import gradients
-from tests.engine.test_recompute import checked, drawn, same, staged
+from tests.engine.test_recompute import drawn, same, staged
 from tests.pool import run_gloo, run_threads
 
 SUM_BYTES = 8  # the double to which the losses of microbatches are added
-ROWS = ["ddp", "zero1", "zero2", "zero3"]
-PLANS = [*(f"dp2 {row}" for row in ROWS), "tp2", "tp2 sp", "pp2 1f1b:3", "pp2 zb-v:4"]
 WORDS = [
     "activations:host",
     *(
@@ -33,42 +27,6 @@ WORDS = [
         for how in ("full", "selective", "blocks.*.mlp,blocks.1")
     ),
 ]
-THREADS = [
-    *(f"{plan} {words}" for plan in PLANS for words in WORDS),
-    *("tp2 recompute:partitioned-host", "tp2 sp recompute:partitioned-host"),
-    *("tp2 activations:host recompute:partitioned", "pp2 tp2 zb-v:4 recompute:partitioned-host"),
-    *("dp2 tp2 zero2 recompute:partitioned-host accumulate:2", "pp2 2bw:4 activations:host"),
-    *("dp2 zero3 accumulate:2 activations:host", "dp_replicate2 dp_shard2 zero3 activations:host"),
-    *("pp2 interleaved:4x2 activations:host recompute:every2", "pp2 dualpipe-v:4 activations:host"),
-    *("pp2 dp2 zero3 1f1b:2 activations:host", "pp2 zb-h1:4 activations:host recompute:selective"),
-]
-PROCESSES = [
-    *("dp2 zero3 activations:host", "tp2 sp activations:host", "pp2 zb-v:4 activations:host"),
-    *("dp2 tp2 zero3 recompute:partitioned-host", "pp2 tp2 sp zero1 1f1b:2 activations:host"),
-]
-
-
-@pytest.mark.parametrize("plan", THREADS)
-def test_parity(plan: str):
-    """fp64: two steps are one process's, 1e-10; bytes between tiers too are as predicted."""
-    shape = "untied" if " sp" in plan or "2bw" in plan else "tied"
-    clip = None if "2bw" in plan else 0.5
-    task, case = gpt_task(shape, rows=9), Case(f"{plan} fp64", clip=clip, steps=2, **ADAMW)
-    ranks = run_threads(ranks_of(plan), train, task, case)
-    if clip is not None:
-        checked(ranks, task, case)
-    else:  # compared with its own oracle in test_weight_stashing; here with the run without
-        without = Case(case.plan.replace(" activations:host", ""), clip=None, steps=2, **ADAMW)
-        found = run_threads(ranks_of(plan), train, task, without)
-        assert [held.losses for held in ranks] == [held.losses for held in found]
-
-
-@pytest.mark.parametrize("plan", PROCESSES)
-def test_parity_on_processes(plan: str):
-    """The same on real processes, with the default units."""
-    task = gpt_task("untied", rows=9)
-    case = Case(f"{plan} fp64", clip=0.5, steps=2, units="auto", **ADAMW)
-    checked(run_gloo(ranks_of(plan), train, task, case), task, case)
 
 
 def kept(world: World, plan: str) -> list[dict[str, int]]:
@@ -108,6 +66,7 @@ TIERS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", TIERS)
 def test_bytes_by_tier(plan: str):
     """At the loss the device keeps what is outside of blocks, the host the rest, to the byte."""
@@ -130,23 +89,13 @@ def on_stages(world: World, plan: str) -> list[int]:
 
 
 @pytest.mark.crossed
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("words", WORDS[:2])
 @pytest.mark.parametrize("plan", ["pp2 1f1b:4", "pp2 gpipe:4", "pp2 zb-h1:4", "pp2 zb-v:4"])
 def test_host_bytes_of_stages(plan: str, words: str):
     """The host keeps what the schedule has under way, and a rank fetches two blocks at most."""
     for host, fetched, told, ahead in run_threads(2, on_stages, f"{plan} {words}"):
         assert (host, fetched) == (told, ahead)
-
-
-@pytest.mark.full
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("words", [*WORDS[:3], "recompute:partitioned-host"])
-@pytest.mark.parametrize("plan", ["dp2 zero3", "tp2", "tp2 sp"])
-def test_a_step_leaves_nothing_behind(plan: str, words: str):
-    """No copy outlives its step, neither on the device nor on the host."""
-    if "tp2" in plan or "partitioned" not in words:
-        assert_nothing_left(run_threads(2, metered, f"{plan} {words}", gpt_task))
 
 
 @pytest.mark.parametrize("words", WORDS[:3])
@@ -159,6 +108,7 @@ def test_dropout(plan: str, words: str):
         same(one, other)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", [WORDS[0], "recompute:partitioned-host"])
 @pytest.mark.parametrize("plan", ["tp2", "tp2 sp"])
 def test_dropout_on_the_tensor_axis(plan: str, words: str):
@@ -176,15 +126,6 @@ def test_dropout_in_pipelines(plan: str):
     assert [held.losses for held in found] == [held.losses for held in without]
 
 
-def test_fp16():
-    """The loss scale is that of the same plan without the word."""
-    without, found = (
-        run_threads(2, train, gpt_task(), Case(f"dp2 zero3 fp16{word}", clip=0.5, **ADAMW))
-        for word in ("", " activations:host")
-    )
-    assert [held.losses for held in found] == [held.losses for held in without]
-
-
 def test_evaluation_copies_nothing():
     """Without gradients nothing is kept."""
     task = gpt_task()
@@ -192,25 +133,6 @@ def test_evaluation_copies_nothing():
     before = engine.ledger.copy()
     engine.evaluate(task.batch(0))
     assert not any(key.axis == "tier" for key in engine.ledger.since(before))
-
-
-REFUSED = {
-    "activations:disk": "Allowed: activations:host; without the word",
-    "activations:": "Write instead: activations:host",
-    "activations:host recompute:8GiB": "a budget of device memory, with 'activations:host'",
-    "recompute:partitioned-host": "Write instead: 'recompute:full', or tp2 beside it",
-    "activations:host recompute:blocks,": "recompute:",
-}
-
-
-@pytest.mark.parametrize("plan", REFUSED)
-def test_what_is_refused(plan: str):
-    """One paragraph before anything is changed."""
-    model = small_gpt()
-    with pytest.raises(InputError) as caught:
-        sw.parallelize(model, plan, alone())
-    assert REFUSED[plan] in str(caught.value)
-    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_a_model_without_blocks_is_refused():

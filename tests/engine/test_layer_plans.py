@@ -89,7 +89,7 @@ def test_parity_bytes_and_memory(plan: str):
         assert_holds(plan, run_threads(Plan.parse(plan).size, prove, plan))
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("plan", [HEAD, DEEP])
 def test_on_processes(plan: str):
     """The same on 2 and on 4 gloo processes."""

@@ -113,7 +113,7 @@ def test_two_sequences_in_one_forward(plan: str, cross: bool, lengths: tuple[int
     assert_counted(ranks)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["tp2 sp", "pp2 tp2 sp 1f1b:2"])
 @pytest.mark.parametrize("again", [False, True])
 def test_lengths_that_change_from_step_to_step(plan: str, again: bool):

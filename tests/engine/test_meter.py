@@ -30,7 +30,7 @@ def metered(world: World, plan: str) -> list[Any]:
     return found
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ROWS)
 def test_a_step_leaves_nothing_behind(plan: str):
     """From the second step on no storage outlives its step; both ways of reading agree."""

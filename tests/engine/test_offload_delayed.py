@@ -1,6 +1,5 @@
 """`offload:optim-delayed`: updates are made beside the next step, and used one step late."""
 
-import gc
 import threading
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
-from shardwise.engine.meter import Meter
 from shardwise.engine.state_dict import full_parameters
 from shardwise.parallel.offload.delayed import NextStep
 from tests.engine.cases import Case, Task, build, difference, foreseen, share, tied_gpt
@@ -98,7 +96,7 @@ def assert_same(results: list[Any], wanted: tuple[list[float], dict[str, Tensor]
 @pytest.mark.crossed
 @pytest.mark.parametrize("undelayed", [0, 3])
 @pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("plan", ["dp1", "dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "dp4 zero2"])
+@pytest.mark.parametrize("plan", ["dp2 zero2", "dp1", "dp2 zero3"])
 def test_parity_with_a_simulated_delay(plan: str, clip: float | None, undelayed: int):
     """fp64 on real processes: losses, weights, bytes and both tiers in each of 7 steps."""
     case = Case(f"{plan} fp64 offload:optim-delayed={undelayed}", clip=clip, steps=STEPS)
@@ -108,25 +106,6 @@ def test_parity_with_a_simulated_delay(plan: str, clip: float | None, undelayed:
         for step, ((counted, predicted), (held, formula)) in enumerate(costs):
             assert counted == predicted
             assert held == formula or (step, undelayed) == (0, 0)  # states are being made
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize(
-    "words",
-    [
-        "dp2 zero1 accumulate:3",
-        "dp2 zero3 accumulate:2 recompute:full",
-        "dp_replicate2 dp_shard2 zero2",
-        "dp2 tp2 sp zero2",
-        "dp2 pp2 1f1b:2 zero1",
-        "pp2 gpipe:2",
-    ],
-)
-def test_with_other_techniques(words: str, clip: float | None):
-    """Together with accumulation, recomputation, hybrid sharding, tensor ranks and pipelines."""
-    case = Case(f"{words} fp64 offload:optim-delayed=1", clip=clip, steps=5)
-    results = run_threads(Plan.parse(words).size, trained, TIED, case)
-    assert_same(results, simulated(TIED, case, 1))
 
 
 def test_a_checkpoint_applies_the_update_that_waits():
@@ -218,24 +197,6 @@ def test_an_overflow_of_a_delayed_step_is_skipped():
     for skipped, pending in run_threads(2, late_overflow):
         assert skipped == [False, False, True, False, False]
         assert pending == [True, True, False, True, True]
-
-
-def measured(world: World) -> list[Any]:
-    """What a delayed step leaves that was not there before."""
-    engine = build(world, TASK, Case("dp2 zero2 offload:optim-delayed=0"))
-    meter = Meter(engine)
-    for step in range(4):
-        with meter:
-            step_of(engine, TASK, step)
-    world.barrier()
-    gc.collect()
-    return meter.leaks()
-
-
-@pytest.mark.full
-def test_nothing_leaks():
-    """Gradients take turns in two buffers: a step leaves no new memory."""
-    assert run_threads(2, measured) == [[], []]
 
 
 def test_updates_are_published_in_order_when_finished():

@@ -1,6 +1,5 @@
 """`offload:optim=0.7,disk=0.3`: units with states on the device, on the host and on a disk."""
 
-import gc
 import os
 import time
 from pathlib import Path
@@ -11,30 +10,24 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.offload import parse
-from shardwise.engine.meter import Meter
 from tests.engine.cases import (
-    PLANS,
     Case,
     Task,
-    build,
     difference,
     expected_near,
     oracle,
     rows_task,
     settled,
-    share,
-    tied_gpt,
 )
-from tests.engine.offloading import WITH, assert_parity, assert_resumes, trained, trained_as_one
+from tests.engine.offloading import assert_parity, trained
 from tests.engine.test_precision import overflowing
 from tests.engine.test_zoo import DECAY, gated
 from tests.engine.zoo import Gated
-from tests.pool import run_gloo, run_threads
+from tests.pool import run_threads
 
-TASK, TIED = Task(), Task(tied_gpt)
+TASK = Task()
 WORD = "offload:optim=0.7,disk=0.3"
 
 
@@ -47,24 +40,6 @@ def assert_three_tiers(results: list[Any], tiers: str = "device host disk") -> N
             device, host, disk = held
             by_tier = {"device": device, "host": host, "disk": disk}
             assert all(by_tier[tier]["optimizer"] > 0 for tier in tiers.split())
-
-
-@pytest.mark.crossed
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("plan", PLANS)
-def test_parity_and_costs(plan: str, clip: float | None):
-    """fp64, ranks that begin with different weights: 3 steps on real processes."""
-    case = Case(f"{plan} fp64 {WORD}", clip=clip, seeds=True)
-    results = trained_as_one(run_gloo, TASK, case)
-    assert_three_tiers(results)
-
-
-@pytest.mark.parametrize("words", WITH)
-def test_with_other_techniques(words: str):
-    """Together with accumulation, recomputation, hybrid sharding, tensor ranks and pipelines."""
-    case = Case(f"{words} fp64 {WORD}", clip=0.5)
-    results = trained_as_one(run_threads, TIED, case)
-    assert_three_tiers(results, "" if "pp2" in words else "device host disk")
 
 
 @pytest.mark.parametrize("what", ["optim,disk=0.5", "optim=0.4,disk=0.4"])
@@ -101,20 +76,6 @@ def test_a_first_gradient_beside_momenta(words: str):
             assert difference(run.weights[name], weight) <= 1e-10, name
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_no_bit_changes_in_16_bits(precision: str):
-    """Masters on three tiers: the losses and the weights of the plan without."""
-    plain, offloaded = (
-        run_threads(2, trained, TASK, Case(f"dp2 zero2 {precision} {words}", clip=0.5, steps=4))
-        for words in ("", WORD)
-    )
-    for (run, _), (other, _) in zip(plain, offloaded, strict=True):
-        assert run.losses == other.losses
-        assert run.norms == pytest.approx(other.norms, rel=1e-6)
-        assert run.weights.keys() == other.weights.keys() != set()
-        assert all(torch.equal(run.weights[name], other.weights[name]) for name in run.weights)
-
-
 def test_an_overflow_updates_no_tier():
     """All ranks leave the update out on every tier, halve the scale, and go on."""
     plain, offloaded = (
@@ -124,36 +85,6 @@ def test_an_overflow_updates_no_tier():
         assert other.skipped == [False, False, True, False, False, False]
         assert other.moved == [not skipped for skipped in other.skipped]
         assert (other.scales, other.losses) == (log.scales, log.losses)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (f"dp2 zero2 {WORD}", "ddp"),
-        ("dp2 zero3 offload:optim@disk", f"dp2 zero1 {WORD}"),
-        (f"dp2 {WORD}", "dp_replicate2 dp_shard2 zero3 offload:optim=0.9,disk=0.1"),
-    ],
-)
-def test_checkpoints_of_any_tier(before: str, after: str):
-    """Saved after two steps under one plan and resumed under another: a run without a stop."""
-    assert_resumes(TASK, before, after)
-
-
-def leaks_of(world: World) -> list[Any]:
-    """What is alive after a step that was not alive before."""
-    engine = build(world, TASK, Case(f"dp2 zero2 fp64 {WORD}", clip=0.5))
-    meter = Meter(engine)
-    for step in range(3):
-        with meter:
-            engine.step(share(TASK.batch(step), world.rank, world.size))
-    world.barrier()  # until then the other thread may hold a message of this one
-    gc.collect()
-    return meter.leaks()
-
-
-def test_a_step_leaves_nothing():
-    """No buffer or slot of a tier outlives a step."""
-    assert run_threads(2, leaks_of) == [[], []]
 
 
 def test_units_go_to_the_tiers_in_the_order_of_their_gradients():

@@ -32,10 +32,10 @@ from tests.engine.cases import (
     vectors,
 )
 from tests.engine.pipelines import WIDTH, deep, stack, task
-from tests.engine.tensors import Held, assert_nothing_left, gpt_task, metered, train
+from tests.engine.tensors import Held, train
 from tests.engine.test_failure import is_alive
 from tests.engine.zoo import Stack
-from tests.pool import run_gloo, run_threads
+from tests.pool import run_threads
 
 # --- bytes -----------------------------------------------------------------------------------
 
@@ -131,21 +131,6 @@ def test_a_rank_holds_as_many_microbatches_as_the_schedule_says(
     kept_bytes = DEPTH * EACH * WIDE * 8
     peaks = run_threads(4, peak, f"pp4 {word}", m)
     assert [found // kept_bytes for found in peaks] == list(held)
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    "plan",
-    [
-        *("pp2 zb-v:4 bf16", "pp2 dp2 zero3 1f1b:2 fp64", "pp2 tp2 sp interleaved:2x2 fp32"),
-    ],
-)
-def test_a_step_leaves_nothing_behind(plan: str):
-    """From the second step on no storage outlives its step; all ways of counting agree."""
-    work = partial(gpt_task, "tied", rows=9)
-    ranks = run_gloo(ranks_of(plan), metered, plan, work)
-    assert_nothing_left(ranks)
-    assert all(foreseen for steps in ranks for _, _, foreseen in steps[1:])
 
 
 # --- what is refused -------------------------------------------------------------------------

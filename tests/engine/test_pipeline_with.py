@@ -130,6 +130,7 @@ def drawn(world: World, plan: str) -> list[float]:
     return [engine.step(model.batch(4, step, world.device)).loss for step in range(2)]
 
 
+@pytest.mark.full
 def test_tensor_ranks_of_a_stage_agree_with_dropout():
     """Whole activations have the same masks on them: all report one loss, and none refuses."""
     pytest.importorskip("transformers")
@@ -183,24 +184,6 @@ def test_microbatches_without_tokens(plan: str):
 
 
 # --- precisions ------------------------------------------------------------------------------
-
-
-HALF = [
-    *("pp2 1f1b:3 fp16", "pp2 dp2 zero3 zb-v:2 bf16", "pp2 dp2 zero2 1f1b:2 fp16"),
-    "pp2 tp2 sp zero1 gpipe:2 bf16",
-]
-
-
-@pytest.mark.parametrize("plan", HALF)
-def test_half_precision(plan: str):
-    """Losses stay within 2 % of fp32's, the same on every rank; bytes and memory hold."""
-    work = gpt_task("tied", rows=9)
-    case = Case(plan, clip=1.0, **ADAMW)
-    ranks = run_threads(ranks_of(plan), train, work, case)
-    expected = whole_run(work, case, torch.float32)
-    assert all(held.losses == ranks[0].losses for held in ranks)
-    assert ranks[0].losses == pytest.approx(expected.losses, rel=0.02)
-    assert_counted(ranks)
 
 
 @pytest.mark.parametrize("plan", ["pp2 1f1b:3", "pp2 zb-h1:3", "pp2 dp2 zero3 gpipe:2"])
@@ -333,7 +316,7 @@ def proved(world: World, plan: str, trainable: Trainable) -> tuple[float, bool, 
     return largest(found), found.bytes_hold, found.memory_measured == found.memory_predicted
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["hf:llama", "hf:gpt2", "hf:t5"])
 @pytest.mark.parametrize("plan", ["pp2 1f1b:2", "pp3 zb-h1:3"])
 def test_models_of_transformers(plan: str, model: str):

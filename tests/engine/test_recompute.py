@@ -19,67 +19,15 @@ from shardwise.prediction.traffic import part_bytes
 from tests.engine.cases import Case, Run, Task, ranks_of, rows_task, small_gpt
 from tests.engine.cases import train as trained
 from tests.engine.tensors import (
-    ADAMW,
     Held,
-    assert_counted,
-    assert_nothing_left,
-    assert_parity,
     gpt_task,
-    metered,
     train,
-    whole_run,
 )
 from tests.engine.test_dropout import gradients
 from tests.pool import run_gloo, run_threads
 
-HOW = ["full", "selective"]
 ROWS = ["ddp", "zero1", "zero2", "zero3"]
 PLANS = [*(f"dp2 {row}" for row in ROWS), "tp2", "tp2 sp", "pp2 1f1b:3", "pp2 zb-v:4"]
-KINDS = ["full", "selective", "every2", "blocks.*.mlp,blocks.1", "120KiB"]
-THREADS = [
-    *(f"{plan} recompute:{how}" for plan in PLANS for how in KINDS),
-    *("tp2 recompute:partitioned", "tp2 sp recompute:partitioned"),
-    *("dp2 tp2 zero2 recompute:partitioned accumulate:2", "pp2 tp2 zb-v:4 recompute:partitioned"),
-    *("dp2 zero3 recompute:full accumulate:2", "pp2 zb-h1:4 recompute:selective"),
-    *("pp2 interleaved:4x2 recompute:every2", "pp2 dp2 zero3 gpipe:2 recompute:full"),
-]
-PROCESSES = [
-    *("dp2 zero3 recompute:full", "tp2 sp recompute:full", "pp2 zb-v:4 recompute:selective"),
-    *("pp2 tp2 sp zero1 1f1b:2 recompute:full", "dp2 tp2 zero3 recompute:selective"),
-    *("dp2 zero3 recompute:120KiB", "dp2 tp2 zero1 recompute:100KiB"),
-    *("tp2 recompute:partitioned", "dp2 tp2 zero3 recompute:partitioned"),
-]
-
-
-def checked(ranks: list[Held], task: Task, case: Case) -> None:
-    assert_parity(ranks, whole_run(task, case), 1e-10)
-    assert_counted(ranks)
-
-
-@pytest.mark.parametrize("plan", THREADS)
-def test_parity(plan: str):
-    """fp64: two steps are one process's, 1e-10; bytes and memory at rest are as predicted."""
-    shape = "untied" if " sp" in plan else "tied"
-    task, case = gpt_task(shape, rows=9), Case(f"{plan} fp64", clip=0.5, steps=2, **ADAMW)
-    checked(run_threads(ranks_of(plan), train, task, case), task, case)
-
-
-@pytest.mark.parametrize("plan", PROCESSES)
-def test_parity_on_processes(plan: str):
-    """The same on real processes, with the default units."""
-    task = gpt_task("untied", rows=9)
-    case = Case(f"{plan} fp64", clip=0.5, steps=2, units="auto", **ADAMW)
-    checked(run_gloo(ranks_of(plan), train, task, case), task, case)
-
-
-def test_fp16():
-    """The loss scale is that of the same plan without recomputation."""
-    case = Case("dp2 zero3 fp16", clip=0.5, **ADAMW)
-    without, found = (
-        run_threads(2, train, gpt_task(), Case(f"{case.plan}{word}", clip=0.5, **ADAMW))
-        for word in ("", " recompute:full")
-    )
-    assert [held.losses for held in found] == [held.losses for held in without]
 
 
 class Dropped(nn.Module):
@@ -174,17 +122,6 @@ def test_zero3_gathers_as_often(how: str):
         assert held.lines == other.lines
 
 
-LEFT = ["dp2 zero3 recompute:full", "tp2 sp recompute:selective", "dp2 zero3 recompute:60KiB"]
-LEFT += ["tp2 recompute:partitioned"]
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("plan", LEFT)
-def test_a_step_leaves_nothing_behind(plan: str):
-    """No input, product or random state of a recomputed block outlives its step."""
-    assert_nothing_left(run_threads(2, metered, plan, gpt_task))
-
-
 def gathered(world: World, plan: str) -> int:
     """The bytes gathered in the backward pass of a second step."""
     task, case = gpt_task(rows=9), Case(f"{plan} fp64", steps=2)
@@ -203,6 +140,7 @@ def parts_of(plan: str) -> int:
     return sum(part_bytes(value, spec, 0).values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("plan", "sends"), [("tp2", True), ("tp2 sp", False), ("tp4", True)])
 def test_parts_of_inputs_are_gathered_once(plan: str, sends: bool):
     """Each block's input once for each recomputation, as predicted; under sp nothing more."""
@@ -211,24 +149,6 @@ def test_parts_of_inputs_are_gathered_once(plan: str, sends: bool):
     predicted = parts_of(f"{plan}partitioned")
     assert [b - a for a, b in zip(full, parts, strict=True)] == [predicted] * ranks
     assert (predicted > 0) == sends
-
-
-def refused(plan: str) -> str:
-    model = small_gpt()
-    with pytest.raises(InputError) as caught:
-        sw.parallelize(model, plan, alone())
-    assert not any("forward" in vars(module) for module in model.modules())
-    return str(caught.value)
-
-
-def test_a_name_that_matches_nothing_is_refused():
-    """Before anything is changed, with the nearest."""
-    assert "Write instead: recompute:blocks.1.mlp" in refused("recompute:blocks.1.mlpp")
-
-
-def test_parts_without_a_tensor_axis_are_refused():
-    """There is no rank to share an input with."""
-    assert "Write instead: 'recompute:full', or tp2 beside it" in refused("recompute:partitioned")
 
 
 def test_a_module_in_two_stages_is_refused():

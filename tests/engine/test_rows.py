@@ -1,88 +1,16 @@
 """Rows that are not in the table: written down, and trained without another line of code."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.layout import P, Placement, R, S
 from shardwise.core.plan import Plan
 from shardwise.core.zero import ROWS, Moment, Row
-from tests.engine.cases import (
-    Case,
-    Run,
-    Task,
-    assert_same,
-    build,
-    foreseen,
-    oracle,
-    share,
-    tied_gpt,
-    train,
-)
-from tests.engine.tensors import sent
-from tests.pool import run_gloo, run_threads
 
-TASK, TIED = Task(), Task(tied_gpt)
 #: Gradients are replicated: summed after each backward pass; each rank updates its block.
 INVENTED = Row(param=R, grad=R, optim=S(0))
-OTHERS = [Row(R, R, R), Row(S(0), P, S(0)), Row(S(0), R, S(0))]
-
-
-def train_measured(world: World, task: Task, case: Case) -> tuple[Run, list[Any]]:
-    """The training, and after each of two more steps what was sent and held, and predicted."""
-    engine, found, theory = build(world, task, case), [], foreseen(world, task, case)
-    for step in range(3):
-        own = share(task.batch(step), engine.data_rank, engine.data_ranks)
-        engine.step(own)
-        told = theory.of(own)
-        found.append(((sent(engine), told.in_step(step)), (engine.memory(), told.memory)))
-    return train(world, task, case), found
-
-
-def assert_counted(found: list[Any]) -> None:
-    for (counted, predicted), (held, formula) in found:
-        assert counted == predicted
-        assert held == formula
-
-
-@pytest.mark.parametrize("words", ["", "accumulate:3"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_row_that_is_not_in_the_table(ranks: int, words: str):
-    """Gradients R, optimizer S: parity within 1e-10 on real processes, exact bytes and memory."""
-    case = Case(f"dp{ranks} {INVENTED} fp64 {words}", clip=0.5, seeds=True)
-    results = run_gloo(ranks, train_measured, TASK, case)
-    assert_same([run for run, _ in results], oracle(TASK, case), 1e-10)
-    for _, found in results:
-        assert_counted(found)
-
-
-@pytest.mark.crossed
-@pytest.mark.parametrize("words", ["dp2", "dp2 accumulate:3", "dp2 pp2 gpipe:2", "dp2 tp2"])
-@pytest.mark.parametrize("row", [INVENTED, *OTHERS], ids=str)
-def test_other_rows(row: Row, words: str):
-    """Every row that can be trained is, alone and under a pipeline and tensor ranks."""
-    case = Case(f"{words} {row} fp64", clip=0.5)
-    results = run_threads(Plan.parse(case.plan).size, train_measured, TIED, case)
-    wanted = oracle(TIED, case)
-    if "pp" not in words and "tp" not in words:
-        assert_same([run for run, _ in results], wanted, 1e-10)
-    for run, found in results:
-        assert run.losses == pytest.approx(wanted.losses, rel=1e-10)
-        assert run.norms == pytest.approx(wanted.norms, rel=1e-10)
-        assert_counted(found)
-
-
-def test_a_row_between_groups():
-    """Hybrid sharding of an invented row: its block is summed between groups, once a step."""
-    case = Case(f"dp_replicate2 dp_shard2 {INVENTED} fp64 accumulate:2")
-    results = run_threads(4, train_measured, TASK, case)
-    assert_same([run for run, _ in results], oracle(TASK, case), 1e-10)
-    for _, found in results:
-        assert_counted(found)
-        assert ("dp_replicate", "all_reduce") in {line[:2] for line in found[-1][0][0]}
 
 
 def test_the_word_of_a_row():
@@ -109,13 +37,6 @@ def test_rows_that_make_no_sense(columns: tuple[Placement, Placement, Placement]
     """A row that no update can be made under is refused, with the nearest that can."""
     with pytest.raises(InputError, match=message):
         Row(*columns)
-
-
-@pytest.mark.parametrize("word", ["row:R,R", "row:RRS", "row:R,R,S0", "row:", "row:S,S,R"])
-def test_words_that_are_no_row(word: str):
-    """What follows `row:` is three placements that make a row."""
-    with pytest.raises(InputError, match=f"'{word}'"):
-        Plan.parse(f"dp2 {word}")
 
 
 def test_tiers():

@@ -169,6 +169,7 @@ def test_plain_loops_compare_them_too(how: str, what: str, said: str, numbers: s
         assert text.startswith(f"step {step}: ") if said else not text
 
 
+@pytest.mark.full
 def test_processes_compare_them():
     """The exchange is that of any step."""
     for text in run_gloo(2, in_engine, "dp2", "lr"):

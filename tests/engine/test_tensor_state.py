@@ -45,6 +45,7 @@ def test_what_any_plan_kept_any_other_continues(here: str, there: str):
         assert own == pytest.approx(losses[2:], rel=1e-10)
 
 
+@pytest.mark.full
 def test_masters_go_to_any_degree():
     """The fp32 masters of a bf16 run on 2 tensor ranks continue within 2 % on 4, and on one."""
     work = gpt_task()
@@ -57,6 +58,7 @@ def test_masters_go_to_any_degree():
 PACKED = ["gate and up", "qkv, 6 heads, 2 for keys", "qkv, 6 heads, 1 for keys"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [f"packed {what}" for what in PACKED])
 def test_packed_weights_are_kept_whole(name: str):
     """Parts of several ranges of one weight go back where they were; what ranks share, once."""
@@ -75,7 +77,7 @@ LEFT = [
 ]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("plan", "name"), LEFT)
 def test_a_step_leaves_nothing_behind(plan: str, name: str):
     """From the second step on no storage outlives its step; both ways of reading agree."""

@@ -173,7 +173,7 @@ def proved(world: World, plan: str) -> Finding:
     return compare(build(world, READER, case), one, theory, lambda _, s, __: changing(s % 4), 4)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["pp2 pipedream:4", "pp2 2bw:4", "pp2 dp2 zero1 pipedream:2"])
 def test_updates_of_a_schedule_that_changes_its_own_weights(plan: str):
     """PipeDream's: each update divides by the tokens of its own microbatches, fp32 inside."""
@@ -227,7 +227,7 @@ def test_llama_of_transformers(plan: str):
     assert_parity(found, expected, 1e-10)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["dp2 zero1 accumulate:2 fp64", "pp2 1f1b:4 fp64"])
 def test_hf_llama_is_proved(plan: str):
     """`verify` of hf:llama, whose rows end at places of their own: counts change at each step."""

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.engine.timeline import measuring
@@ -44,6 +46,7 @@ def test_a_trace_has_the_bytes_of_the_meter():
         assert max(totals) <= peak_bytes(trace.changes) <= most
 
 
+@pytest.mark.full
 def test_first_fit_needs_more_than_the_peak_where_long_lived_tensors_lie_among_others():
     """With 2 % more than the peak `recompute:full` under `zero3` does not fit by first fit."""
     for trace, _, _ in run_threads(2, recorded, "dp2 zero3 fp32 recompute:full"):

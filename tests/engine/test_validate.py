@@ -372,7 +372,10 @@ def test_scalars_of_something_else_are_refused():
     engine = engine_of(regression)
     saved = engine.scalars() | {"step": 3}
     without = {k: v for k, v in saved.items() if k != "since"}
-    for wrong, names in (({"step": 1, "engine": saved}, "loss_scale, since"), (without, "since")):
+    for wrong, names in (
+        ({"step": 1, "engine": saved}, "loss_scale, since, tokens"),
+        (without, "since"),
+    ):
         with pytest.raises(InputError, match=f"without a number for {names}. Allowed: what engine"):
             engine.load_scalars(wrong)
     other: Any = "all"

@@ -34,7 +34,7 @@ from shardwise.verify.oracles import Oracles, oracles_of
 from shardwise.verify.parity import prove
 from shardwise.verify.report import largest as largest_of
 from tests.engine.cases import settled
-from tests.pool import run_gloo, run_threads
+from tests.pool import run_threads
 
 RECIPE = sw.AdamW(lr=1e-2, eps=1e-4)
 WIDTH = 7
@@ -108,11 +108,6 @@ def test_a_proof_takes_the_simulation():
     """`shardwise verify` compares such a plan with the simulation, and does not clip."""
     plan = Plan.parse("pp2 pipedream:2 fp64")
     assert largest(run_threads(2, prove, plan, "gpt", 1)) <= 1e-10
-
-
-def test_parity_between_processes():
-    """The same between processes."""
-    assert largest(run_gloo(2, proved, "pp2 pipedream:4")) <= 1e-10
 
 
 @contextmanager

@@ -26,21 +26,6 @@ from tests.engine.tensors import (
 from tests.expert import moe
 from tests.pool import run_gloo, run_threads
 
-PLANS = [
-    *(f"dp2 ep2 {row}" for row in ("ddp", "zero1", "zero2", "zero3")),
-    *(f"dp4 ep{n} {row}" for n in (2, 4) for row in ("ddp", "zero1", "zero2", "zero3")),
-    "dp_replicate2 dp_shard2 ep2 zero3",
-    "dp4 zero3",
-]
-
-
-@pytest.mark.crossed
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("capacity", [None, 1.0])
-def test_rows(plan: str, capacity: float | None):
-    """Losses, norm, gradients and weights are one process's; bytes and memory are as predicted."""
-    moe.holds(moe.task("topk-renormalised", capacity), plan)
-
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("name", GATES)
@@ -65,24 +50,6 @@ def test_every_gate(name: str):
 def test_ranks_without_rows(name: str, plan: str):
     """Ranks without rows take part without a token; their experts learn from the other ranks."""
     moe.holds(moe.task(name, 1.0, rows=2), plan)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "accumulate:2",
-        "recompute:full",
-        "recompute:selective",
-        "recompute:full accumulate:2",
-        "offload:optim",
-        "offload:optim recompute:full accumulate:2",
-        "offload:param",
-    ],
-)
-@pytest.mark.parametrize("capacity", [None, 1.0])
-def test_with_other_words(words: str, capacity: float | None):
-    """Losses and capacity are those of one process on the same microbatches; bytes are exact."""
-    moe.holds(moe.task("topk", capacity), f"dp2 ep2 zero3 {words}")
 
 
 @pytest.mark.crossed

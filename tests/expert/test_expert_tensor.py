@@ -18,31 +18,6 @@ from tests.pool import run_gloo
 
 
 @pytest.mark.crossed
-@pytest.mark.cases(3)
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "tp2",
-        "tp2 sp",
-        "dp2 tp2 ep2 zero3 sp",
-        "dp2 tp2 ep2",
-        "dp2 tp2 ep2 zero1 accumulate:2",
-        "dp2 tp2 zero2 recompute:full",
-        "dp2 tp2 ep2 zero3 sp recompute:full",
-        "tp2 recompute:every2",
-        "tp2 sp recompute:selective",
-        "pp2 tp2 1f1b:2",
-        "pp2 tp2 sp 1f1b:2",
-        "dp2 tp2 ep2 offload:optim zero1",
-    ],
-)
-@pytest.mark.parametrize("capacity", [None, 1.0])
-def test_parity_bytes_and_memory(plan: str, capacity: float | None):
-    """Three steps equal those of one process, with hidden features that two ranks do not divide."""
-    moe.holds(moe.task("topk-renormalised", capacity, rows=9), plan)
-
-
-@pytest.mark.crossed
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("plan", ["dp2 tp2 ep2 sp", "tp2"])
 def test_gates(name: str, plan: str):

@@ -20,7 +20,7 @@ from tests.expert import moe
 from tests.pool import run_threads
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gshard", "noisy-topk"])
 @pytest.mark.parametrize(
     "plan",
@@ -31,6 +31,7 @@ def test_random_gates_in_a_pipeline(name: str, plan: str):
     moe.holds(moe.task(name, 1.0, rows=17), plan)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gshard", "noisy-topk", "sigmoid"])
 @pytest.mark.parametrize("words", ["pp2 1f1b:4", "accumulate:4"])
 def test_recomputation_repeats_a_pass(name: str, words: str):

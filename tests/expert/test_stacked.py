@@ -52,6 +52,7 @@ def test_parity(name: str, plan: str, rows: int):
     moe.holds(task(name, rows), plan)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_sequence_parallel(name: str):
     """Under sp a tensor rank dispatches the tokens of its shard of the sequence, as predicted."""

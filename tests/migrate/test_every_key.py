@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.migrate.draft import flat
 from shardwise.migrate.read import imported
-from shardwise.train.cli import main
 from tests.migrate.test_migrate import CASES, DEEPSPEED, LAUNCHED, TITAN, written
 
 #: More keys of DeepSpeed's documentation (docs/_pages/config-json.md), with values of its text.
@@ -108,16 +108,6 @@ def test_every_key_of_deepspeeds_templates(stage: int, tmp_path: Path) -> None:
     folder = Path(TEMPLATES.origin).parent / "autotuning/config_templates"
     values = json.loads((folder / f"template_zero{stage}.json").read_text())
     require_every_key(tmp_path, values, "json")
-
-
-def test_a_switch_that_is_off_is_said(tmp_path: Path) -> None:
-    """False is not "Shardwise does so always": its line says that it cannot be turned off."""
-    draft, _ = imported(written(tmp_path, DOCUMENTED, "json"))
-    left = {key: why for key, _, why in draft.left}
-    for name in ("overlap_comm", "contiguous_gradients"):
-        assert left[f"zero_optimization.{name}"].startswith("it cannot be turned off")
-    assert left["zero_optimization.reduce_scatter"].startswith("not needed")
-    assert left["scheduler.params.warmup_max_lr"] == "train.lr is 0.001 by another key"
 
 
 def test_what_is_not_done_has_the_interval_zero(tmp_path: Path) -> None:

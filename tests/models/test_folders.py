@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from shardwise.cli.configured import configured
+from shardwise.cli.predict import predict_request
 from shardwise.core.errors import InputError
 from shardwise.models import hf, pretrained
 from shardwise.models.registry import find
 from shardwise.prediction.prediction import Prediction
-from shardwise.train.configured import configured
-from shardwise.train.predict_command import predict_request
 from tests.checkpoint.absurd import limits, special
 
 pytest.importorskip("transformers")

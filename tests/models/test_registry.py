@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.cli.predict import predict_command
 from shardwise.core.errors import InputError
 from shardwise.models import decoder
 from shardwise.models.published import PUBLISHED
 from shardwise.models.registry import find
-from shardwise.train.predict_command import predict_command
 from shardwise.verify.command import verify
 
 THREE = """

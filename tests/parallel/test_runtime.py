@@ -81,17 +81,6 @@ def test_every_schedule_is_one_process(ranks: int, word: str):
     assert_good(ranks, schedule, run_threads(ranks, piped, schedule), Size())
 
 
-ON_GLOO = [(2, "gpipe:3"), (2, "1f1b:4"), (2, "interleaved:4x2"), (4, "bfs:4x2"), (4, "1f1b:8")]
-ON_GLOO += [(2, "zb-h1:4"), (4, "zb-v:4"), (2, "dualpipe-v:4")]
-
-
-@pytest.mark.parametrize(("ranks", "word"), ON_GLOO)
-def test_every_kind_of_schedule_between_processes(ranks: int, word: str):
-    """The same over gloo."""
-    schedule = lower(build(word, ranks))
-    assert_good(ranks, schedule, run_gloo(ranks, piped, schedule), Size())
-
-
 @pytest.mark.parametrize("word", ["1f1b:4", "dualpipe-v:4"])
 def test_large_messages_cross(word: str):
     """Two processes that send each other 4 MB at once: neither waits for the other to receive."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.doctor.diagnosis import Diagnosis, Finding
 from shardwise.doctor.machine import look
@@ -12,7 +13,6 @@ from shardwise.doctor.timing import Timing
 from shardwise.engine.prediction import predict_with
 from shardwise.models.registry import find
 from shardwise.prediction.link_time import Cluster, Link
-from shardwise.train.cli import main
 from shardwise.train.cluster import cluster_in
 from shardwise.verify.parity import engine_of
 from tests.pool import run_threads

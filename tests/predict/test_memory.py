@@ -14,9 +14,8 @@ from shardwise.core.pool_size import BUCKETS, pool_bytes
 from shardwise.engine.elementwise import ELEMENTWISE
 from shardwise.engine.spec import optimizer_shape
 from shardwise.prediction.memory import ADAM, MOMENTUM, PLAIN, OptimizerShape, held_bytes
-from tests.pool import run_gloo, run_threads
+from tests.pool import run_threads
 from tests.predict.model import batch, engine, foreseen
-from tests.predict.test_traffic import CASES
 
 
 def held(world: World, plan: str, kind: str, options: dict[str, Any]) -> list[Any]:
@@ -34,18 +33,6 @@ def check(found: list[list[Any]]) -> None:
     for rank in found:
         for measured, predicted in rank:
             assert measured == predicted
-
-
-@pytest.mark.parametrize(("plan", "kind"), CASES)
-def test_live_bytes_equal_the_formula(plan: str, kind: str):
-    """Every category, on every rank: masters, frozen parameters, several types, padding."""
-    check(run_threads(Plan.parse(plan).size, held, plan, kind, {}))
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_live_bytes_equal_the_formula_on_gloo(ranks: int):
-    """The same on real processes."""
-    check(run_gloo(ranks, held, f"dp{ranks} zero3 bf16", "gpt", {}))
 
 
 @pytest.mark.parametrize("plan", ["dp2 zero1", "dp2 zero3 bf16"])

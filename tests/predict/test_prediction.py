@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.cli.main import main
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.expert_moves import Loads
@@ -23,7 +24,6 @@ from shardwise.parallel.expert.gate import GATES
 from shardwise.prediction.experts import EVEN
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.traffic import by_kind
-from shardwise.train.cli import main
 from shardwise.verify.options import Options
 from shardwise.verify.parity import build_options
 from tests.engine.cases import Case, build, share, vectors
@@ -38,12 +38,12 @@ DATA = [
     *(f"dp{n} {row}" for n in (2, 4) for row in ROWS),
     *(f"dp_replicate2 dp_shard2 {row}" for row in ROWS[1:]),
     *("dp2 zero1 accumulate:2", "dp2 zero2 accumulate:3", "dp2 zero3 accumulate:2"),
-    *("dp2 zero3 bf16", "dp2 zero1 fp16", "dp2 zero2 fp64"),
+    "dp2 zero2 fp64",
 ]
 
 PIPELINES = [
     *("pp2 1f1b:4", "pp2 dp2 zero3 1f1b:4", "pp2 gpipe:2 accumulate:2", "pp3 1f1b:3"),
-    *("pp2 dp2 zero1 interleaved:4x2", "pp2 dp2 zero2 zb-v:4 bf16", "pp2 dp2 zero3 dualpipe-v:4"),
+    *("pp2 dp2 zero1 interleaved:4x2", "pp2 dp2 zero2 zb-v:4", "pp2 dp2 zero3 dualpipe-v:4"),
     *("pp2 pipedream:4", "pp2 2bw:4"),
 ]
 
@@ -62,17 +62,12 @@ def trained(world: World, plan: str, kind: str, clip: float | None) -> list[bool
     return [*held, ours.memory() == told.memory, ours.measured_bytes() == told.bytes]
 
 
-@pytest.mark.crossed
-@pytest.mark.parametrize("kind", ["gpt", "tied", "mixed"])
 @pytest.mark.parametrize("plan", [*DATA, *PIPELINES])
-def test_a_run_is_as_predicted(plan: str, kind: str):
-    """Bytes by axis, kind and phase, and memory by category, on every rank."""
-    if (kind == "mixed" and "16" in plan) or (kind == "tied" and "pipedream" in plan):
-        pytest.skip("a plan that is refused for this model")
-    stashes = "pipedream" in plan or "2bw" in plan
-    clip = None if kind == "tied" or stashes else 1.0
+def test_a_run_is_as_predicted(plan: str):
+    """Frozen layers, two types, buffers: bytes on every line and memory by category."""
+    clip = None if "pipedream" in plan or "2bw" in plan else 1.0
     ranks = Plan.parse(plan).size
-    assert run_threads(ranks, trained, plan, kind, clip) == [[True] * 4] * ranks
+    assert run_threads(ranks, trained, plan, "mixed", clip) == [[True] * 4] * ranks
 
 
 def counted(world: World, name: str) -> bool:
@@ -181,6 +176,7 @@ def large(plan: str) -> Prediction:
     return predict(model, plan, rows, loss=gpt_loss, rank=1)
 
 
+@pytest.mark.full
 def test_a_world_of_any_size():
     """Nothing is computed for each rank: of 5000 the numbers are those of the formulas."""
     few, many = large("dp2 zero3"), large("dp5000 zero3")
@@ -201,6 +197,7 @@ def command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int | str |
     return left.value.code, said.out, said.err
 
 
+@pytest.mark.full
 def test_the_command_has_one_object(capsys: pytest.CaptureFixture[str]):
     """Its keys are what scripts read; the sequence and the batch change activations alone."""
     code, out, _ = command(capsys, "dp64 zero3 bf16", "--rank", "63", "--json")

@@ -125,6 +125,7 @@ def least_and_most() -> tuple[int, int]:
     return predicted("fp64 recompute:full").activations, predicted("fp64").activations
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8, 1.0])
 def test_a_budget_is_met_and_used(share: float):
     """The activations live after a forward are those predicted: the budget, less 5 % at most."""
@@ -138,7 +139,7 @@ def test_a_budget_is_met_and_used(share: float):
     assert 0.95 * budget <= kept <= budget
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("words", ["tp2", "tp2 sp"])
 def test_a_budget_on_the_tensor_axis(words: str):
     """Each rank keeps its own part of a block; both keep the budget, and choose the same."""
@@ -193,6 +194,7 @@ def test_operations_of_microbatches():
     assert one.recomputed_flops == two.recomputed_flops > 0
 
 
+@pytest.mark.full
 def test_a_budget_that_cannot_be_met():
     """It is refused with the smallest that can, before a step has begun."""
     least, _ = least_and_most()

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from shardwise.cli.configured import configured
+from shardwise.cli.main import main
+from shardwise.cli.predict import predict_request
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.relief import added_words, peak_parts, relieved
-from shardwise.train.cli import main
-from shardwise.train.configured import configured
-from shardwise.train.predict_command import predict_request
 
 PLANS = ["dp1", "dp2", "dp2 zero1", "dp2 zero3", "dp2 tp2 zero3 recompute:full", "pp2 1f1b:4"]
 

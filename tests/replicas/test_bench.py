@@ -1,8 +1,8 @@
 import pytest
 
-from shardwise.bench import table
-from shardwise.bench.roster import SUITES
-from tests.bench.test_bench import TASK, measured, replace
+from benchmarks import table
+from benchmarks.roster import SUITES
+from tests.benchmarks.test_bench import TASK, measured, replace
 from tests.pool import run_gloo
 
 

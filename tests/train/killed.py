@@ -9,7 +9,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from shardwise.train import cli, loop
+from shardwise.cli import main as cli
+from shardwise.train import loop
 
 #: The steps after which rank 1 is killed, one after the other.
 KILLED = (1, 5, None)

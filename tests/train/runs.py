@@ -19,7 +19,7 @@ from shardwise.models import gpt
 from shardwise.train import config, end, loop
 from shardwise.train.metrics import Record, read
 from shardwise.train.prepare import PreparedRun, Start
-from shardwise.train.report import Cost
+from shardwise.train.report.summary import Cost
 from tests.pool import run_gloo
 
 Change = Callable[[World], None]

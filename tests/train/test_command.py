@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.train import cli, config
+from shardwise.cli import main as cli
+from shardwise.train import config
 from shardwise.train.metrics import read
 from shardwise.train.progress import size_text
 from shardwise.train.stop_signal import NOTHING

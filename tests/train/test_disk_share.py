@@ -83,6 +83,7 @@ def test_only_steps_count(tmp_path: Path) -> None:
         assert beside[0] > 0 == beside[1]
 
 
+@pytest.mark.full
 def test_a_sample_from_parameters_on_a_disk_is_made_only_if_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,7 +60,7 @@ def test_old_checkpoints_that_stay_do_not_fail_a_run(
     assert len(all_in(given.folder / "checkpoints")) == 3
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["sample_text", "publish_report"])
 def test_a_signal_after_the_last_step_ends_without_a_report(where: str, tmp_path: Path) -> None:
     """Rank 0 alone or all ranks: the checkpoint is there, and --resume makes the report."""
@@ -72,7 +72,7 @@ def test_a_signal_after_the_last_step_ends_without_a_report(where: str, tmp_path
     assert folder.has_report(given.folder)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("where", "kind"),
     [
@@ -90,6 +90,7 @@ def test_a_full_disk_ends_all_ranks_in_one_paragraph(where: str, kind: str, tmp_
     assert len(runs.run(given, 2)) == 1
 
 
+@pytest.mark.full
 def test_a_second_start_leaves_the_first_run_alone(tmp_path: Path) -> None:
     """All ranks of the second get the same refusal, also with --overwrite."""
     given = runs.settings(tmp_path / "run", "dp2 ddp fp64", steps=2)

@@ -27,6 +27,7 @@ def constant(given: config.Config) -> config.Config:
     return given.model_copy(update={"train": train})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("plan", "ranks"),
     [
@@ -63,7 +64,7 @@ def test_loads_do_not_depend_on_the_plan(tmp_path: Path):
     assert [r.gate_entropy for r in one] == pytest.approx([r.gate_entropy for r in two], rel=1e-10)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("plan", "ranks"), [("dp2 ep2 zero2", 2), ("tp2", 2), ("pp2 1f1b:2", 2)])
 def test_clusters_are_fitted_before_the_first_step(plan: str, ranks: int, tmp_path: Path):
     """Under every plan on the first batch, as in one process; a resumed run has the same ones."""

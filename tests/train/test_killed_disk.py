@@ -15,7 +15,7 @@ from shardwise.train.config_sections import OffloadSection
 from shardwise.train.metrics import read
 from tests.train import runs
 
-PROGRAM = "from shardwise.train.cli import main; main()"
+PROGRAM = "from shardwise.cli.main import main; main()"
 
 
 @pytest.mark.full

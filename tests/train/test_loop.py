@@ -50,7 +50,7 @@ def same(one: list[Record], other: list[Record]) -> None:
         assert (a.validation or 0.0) == pytest.approx(b.validation or 0.0, rel=1e-10)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_curve_is_that_of_one_rank(plan: str, whole: list[Record], tmp_path: Path) -> None:
     """Loss, gradient norm and validation loss of every step, uneven shares and epochs' ends too."""
@@ -120,6 +120,7 @@ def test_what_was_done_after_the_checkpoint_is_done_again_once(
     assert [record.step for record in again] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.full
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     """Saved at 2, 4, 6 and 7; two are kept."""
     given = runs.settings(tmp_path / "run", keep=2)
@@ -136,6 +137,7 @@ def test_a_run_leaves_its_report_pictures_and_sample(plan: str, tmp_path: Path) 
     assert texts[0] == (given.folder / "sample.txt").read_text()
     for name in (
         "report.md",
+        "report.html",
         "config.toml",
         "plots/loss.png",
         "plots/memory.png",
@@ -145,6 +147,7 @@ def test_a_run_leaves_its_report_pictures_and_sample(plan: str, tmp_path: Path) 
         assert (given.folder / name).stat().st_size > 0
 
 
+@pytest.mark.full
 def test_the_quickstart_holds_and_sends_what_the_formulas_say(tmp_path: Path) -> None:
     """Three short steps of the example: units that are gathered and freed, each category equal."""
     example = Path(__file__).parents[2] / "examples" / "quickstart.toml"
@@ -167,6 +170,7 @@ def test_a_resumed_run_sends_what_is_predicted(tmp_path: Path) -> None:
         assert cost.sent == cost.predicted_sent
 
 
+@pytest.mark.full
 def test_mfu_is_the_models_operations_over_what_the_peak_allows(tmp_path: Path) -> None:
     """Tokens times operations a token, over the step's seconds times the peak in the record."""
     given = runs.settings(tmp_path / "run", steps=2)
@@ -213,6 +217,7 @@ def test_another_model_cannot_be_resumed_with(told: bool, tmp_path: Path) -> Non
         assert config.read(file).train.steps == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("plan", "ranks"), [("fp64", 1), ("dp2 zero3 fp64", 2)])
 def test_a_run_that_has_made_its_steps_says_so(plan: str, ranks: int, tmp_path: Path) -> None:
     """Resumed once more, under its plan or another, it is left as it is, to the last byte."""

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli import main as cli
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError
-from shardwise.train import cli, config, loop
+from shardwise.train import config, loop
 from tests.train.runs import run, settings, trained
 from tests.train.test_pages import ROOT, SNIPPET
 

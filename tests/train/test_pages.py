@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.cli.main import with_resume_value
 from shardwise.core.mesh import AXES
 from shardwise.core.plan import WORDS, Plan, words_table
 from shardwise.core.plan_check import problems
-from shardwise.train.cli import with_resume_value
 from shardwise.train.config import Config
 from shardwise.verify.command import verify
 from tests import surface
@@ -127,6 +127,7 @@ def test_a_snippet_runs_as_shown(page: str, number: int, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_what_replaces_another_system_runs_as_shown() -> None:
     """Each block of docs/migration.md, without the lines that it replaces, is a whole program."""
     page = (DOCS / "migration.md").read_text(encoding="utf-8")
@@ -173,7 +174,7 @@ def commands_of(page: str) -> list[list[str]]:
 def ran(folder: Path, argv: list[str]) -> str:
     """What a command prints that ends well, 100 columns wide."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-    command = [sys.executable, "-m", "shardwise.train.cli", *argv]
+    command = [sys.executable, "-m", "shardwise.cli.main", *argv]
     done = subprocess.run(
         command, check=False, cwd=folder, env=environment, capture_output=True, text=True
     )

@@ -9,8 +9,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from shardwise.cli.predict import predict_command
 from shardwise.core.errors import InputError
-from shardwise.train.predict_command import predict_command
 
 
 def shown(*argv: str) -> str:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from shardwise.checkpoint.export import export
+from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.models import hf, pretrained
 from shardwise.models.hf import causal_loss
 from shardwise.train import config
-from shardwise.train.cli import main
 from shardwise.train.prepare import Start, prepare
 from shardwise.train.sizes import model_sizes
 from shardwise.train.tokens import load_tokenizer, train_bpe
@@ -39,7 +39,7 @@ def configured(at: Path, weights: Path, plan: str, **train: Any) -> config.Confi
 
 
 @pytest.mark.crossed
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("plan", ["dp2 zero3", "tp2 zero1", "pp2 1f1b:2"])
 def test_every_plan_trains_the_weights_of_the_folder(kind: str, plan: str, tmp_path: Path):

@@ -12,11 +12,16 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.models.gpt import GPT, SIZES, loss, random_text
-from shardwise.train import config, plots, report
+from shardwise.train import config
 from shardwise.train.baseline import Baseline, ddp_baseline
 from shardwise.train.config import TrainSection
 from shardwise.train.model import optimizer_of
 from shardwise.train.packed import Packed
+from shardwise.train.report import markdown, plots
+from shardwise.train.report.contents import contents_of, smooth
+from shardwise.train.report.files import write
+from shardwise.train.report.section import Bars
+from shardwise.train.report.summary import Cost, Summary
 from shardwise.train.tokens import ByteVocabulary
 from tests.pool import run_threads
 from tests.train.test_metrics import ONE
@@ -24,25 +29,31 @@ from tests.train.test_metrics import ONE
 PACKED = Packed("key", np.zeros(2000, np.uint16), 1000, 3, ByteVocabulary())
 
 
-def summary(folder: Path, *costs: report.Cost) -> report.Summary:
+def summary(folder: Path, *costs: Cost) -> Summary:
     (folder / "plots").mkdir(exist_ok=True)
     records = [replace(ONE, step=n, loss=4 - n / 10) for n in range(1, 9)]
     records[-1] = replace(records[-1], validation=1.5)
-    return report.Summary(
+    return Summary(
         config=config.build({"run": {"folder": str(folder)}}), plan="dp2 zero3", ranks=len(costs),
         parameters=1234, packed=PACKED, records=records, unigram=3.0, peak_flops=1e9, costs=costs,
         sample="def f():\n    pass\n",
     )  # fmt: skip
 
 
+def written(given: Summary) -> str:
+    """The text of report.md, in the run's folder."""
+    assert write(contents_of(given), given.config.folder) == []
+    return (given.config.folder / "report.md").read_text()
+
+
+def text_of(given: Summary) -> str:
+    return markdown.text(contents_of(given))
+
+
 def test_the_report_holds_the_numbers_and_the_pictures(tmp_path: Path) -> None:
     """Loss, baseline and its distance, measured beside predicted, the sample; three PNG files."""
-    cost = report.Cost(
-        {"parameters": 4096}, {"parameters": 4096}, {"all_gather": 10}, {"all_gather": 12}
-    )
-    path, failures = report.write(summary(tmp_path, cost, cost))
-    assert not failures
-    text = path.read_text()
+    cost = Cost({"parameters": 4096}, {"parameters": 4096}, {"all_gather": 10}, {"all_gather": 12})
+    text = written(summary(tmp_path, cost, cost))
     for part in (
         "dp2 zero3 on 2 ranks",
         "1,234 parameters",
@@ -62,19 +73,19 @@ def test_the_report_holds_the_numbers_and_the_pictures(tmp_path: Path) -> None:
 
 def test_the_rank_with_most_is_told(tmp_path: Path) -> None:
     """Of a pipeline the ranks hold and send different things: the most, and whose that is."""
-    costs = [report.Cost({"x": n}, {"x": n}, {"send": m}, {"send": m}) for n, m in ((8, 9), (9, 8))]
-    text = report.text(summary(tmp_path, *costs))
+    costs = [Cost({"x": n}, {"x": n}, {"send": m}, {"send": m}) for n, m in ((8, 9), (9, 8))]
+    text = text_of(summary(tmp_path, *costs))
     assert (
         "| sent in a step | 9 B (9 bytes, as predicted) by rank 0, the most of any rank |" in text
     )
     assert "| held between steps | 9 B (9 bytes, as predicted) by rank 1, the most" in text
-    assert "| rank 1, bytes | measured | formula |" in text
+    assert "| rank 1, bytes | measured | predicted |" in text
 
 
 def test_one_rank_sends_nothing(tmp_path: Path) -> None:
     """A sentence, and neither a table without rows nor a picture with an empty axis."""
-    given = summary(tmp_path, report.Cost({"x": 8}, {"x": 8}, {}, {}))
-    text = report.write(given)[0].read_text()
+    given = summary(tmp_path, Cost({"x": 8}, {"x": 8}, {}, {}))
+    text = written(given)
     assert "| sent in a step | nothing: there is one rank |" in text
     assert "No bytes: there is no other rank." in text.partition("## Bytes")[2]
     assert "bytes | measured" not in text.partition("## Bytes")[2]
@@ -82,10 +93,10 @@ def test_one_rank_sends_nothing(tmp_path: Path) -> None:
 
 def test_speed_is_that_of_the_steps_made_since_the_run_was_resumed(tmp_path: Path) -> None:
     """The steps of another plan, and the peak they were measured with, do not count."""
-    given = summary(tmp_path, report.Cost({}, {}, {}, {}))
+    given = summary(tmp_path, Cost({}, {}, {}, {}))
     slow = [replace(r, tokens_per_s=1.0, mfu=0.9, peak_flops=5e9) for r in given.records[:6]]
     fast = [replace(r, mfu=0.5, peak_flops=5e8) for r in given.records[6:]]
-    text = report.text(replace(given, records=[*slow, *fast], began=6))
+    text = text_of(replace(given, records=[*slow, *fast], began=6))
     assert "| speed | 128 tokens/s (median) |" in text
     assert "| MFU | 25.0% of the 1 GFLOP/s" in text
 
@@ -99,21 +110,22 @@ def test_bars_are_labelled_in_units_that_fit(
     monkeypatch.setattr(
         Axes, "bar_label", lambda *a, **k: labels.extend(k["labels"]) or drawn(*a, **k)
     )
-    plots.bars(tmp_path / "a.png", "title", {"steps": 8}, {"steps": 3 * 2**20})
+    series = {"measured": {"steps": 8}, "predicted": {"steps": 3 * 2**20}}
+    plots.bars(tmp_path / "a.png", Bars("title", series))
     assert labels == [" 8 B", " 3.0 MiB"]
 
 
 def test_nats_a_token_become_bits_a_byte(tmp_path: Path) -> None:
     """With two tokens a byte, ln 2 nats a token are two bits a byte."""
-    given = summary(tmp_path, report.Cost({}, {}, {}, {}))
+    given = summary(tmp_path, Cost({}, {}, {}, {}))
     assert given.bits(math.log(2)) == pytest.approx(2.0)
 
 
 def test_smoothing_starts_at_the_first_value_and_keeps_a_constant() -> None:
     """The moving mean is not pulled to zero at its start."""
-    assert plots.smooth([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
-    assert plots.smooth([5.0, 1.0])[0] == pytest.approx(5.0)
-    assert 1.0 < plots.smooth([5.0, 1.0])[1] < 5.0
+    assert smooth([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
+    assert smooth([5.0, 1.0])[0] == pytest.approx(5.0)
+    assert 1.0 < smooth([5.0, 1.0])[1] < 5.0
 
 
 def test_ddp_on_the_same_ranks_stands_beside(
@@ -125,10 +137,10 @@ def test_ddp_on_the_same_ranks_stands_beside(
     monkeypatch.setattr(
         Axes, "bar_label", lambda *a, **k: labels.extend(k["labels"]) or drawn(*a, **k)
     )
-    cost = report.Cost({"x": 4, "y": 5}, {"x": 4, "y": 5}, {"dp gather": 1}, {"dp gather": 1})
+    cost = Cost({"x": 4, "y": 5}, {"x": 4, "y": 5}, {"dp gather": 1}, {"dp gather": 1})
     ddp = Baseline({"x": 8, "y": 10}, {"dp all_reduce": 7})
-    text = report.write(replace(summary(tmp_path, cost, cost), baseline=ddp))[0].read_text()
-    assert "| rank 0, bytes | measured | formula | ddp on the same ranks |" in text
+    text = written(replace(summary(tmp_path, cost, cost), baseline=ddp))
+    assert "| rank 0, bytes | measured | predicted | ddp on the same ranks |" in text
     assert "| x | 4 | 4 | 8 |" in text
     assert "| total | 9 | 9 | 18 |" in text
     assert "| dp all_reduce | - | - | 7 |" in text

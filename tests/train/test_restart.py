@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli.main import with_resume_value
 from shardwise.core.errors import InputError
 from shardwise.train import config, folder, prepare
-from shardwise.train.cli import with_resume_value
 from shardwise.train.metrics import read
 from shardwise.train.prepare import Start
 from tests.comm.hosts import HOSTS, two_hosts

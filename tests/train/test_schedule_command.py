@@ -8,10 +8,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from shardwise.cli.schedule import schedule_command
 from shardwise.core.errors import InputError
 from shardwise.core.schedule.library import LIBRARY, build
 from shardwise.core.schedule.text import read
-from shardwise.train.schedule_command import schedule_command
 
 
 def shown(*argv: str) -> str:

@@ -24,6 +24,7 @@ def assert_same(found: list[Record], expected: list[Record]) -> None:
     assert [each.gate_entropy for each in found] == pytest.approx(entropies, rel=1e-10)
 
 
+@pytest.mark.full
 def test_loads_are_those_of_transformers(tmp_path: Path):
     """The choices and the entropy of the first step, from the router's logits by hand."""
     weights = folder("mixtral", tmp_path / "w")
@@ -56,7 +57,7 @@ def assert_plan(kind: str, plan: str, at: Path) -> None:
 
 
 @pytest.mark.crossed
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3"])
 @pytest.mark.parametrize("plan", ["dp2 zero3", "dp2 ep2 zero2", "tp2", "pp2 1f1b:2"])
 def test_every_plan_records_the_loads_of_one_process(kind: str, plan: str, tmp_path: Path):
@@ -70,6 +71,7 @@ def test_loads_of_shards_of_the_sequence(tmp_path: Path):
     assert_plan("mixtral", "tp2 sp", tmp_path)
 
 
+@pytest.mark.full
 def test_a_recomputation_is_not_counted(tmp_path: Path):
     """A pass that is recomputed is one pass: loads are those of a run that keeps activations."""
     weights = folder("mixtral", tmp_path / "w")

@@ -20,6 +20,7 @@ def step_of(world: World, given: Config) -> Any:
     return [tuple(one) for one in summary.step] if summary else None
 
 
+@pytest.mark.full
 def test_the_step_of_a_run_is_as_predicted(tmp_path: Path) -> None:
     """Event by event, on two processes; the report has the picture and both columns."""
     given = settings(tmp_path / "run", "dp2 zero3 fp32")
@@ -38,6 +39,7 @@ def test_the_step_of_a_run_is_as_predicted(tmp_path: Path) -> None:
     assert (given.folder / "plots" / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("plan", "steps"), [("pp2 zb-h1:2 recompute:full", 7), ("fp32", 1)])
 def test_what_is_not_predicted_is_measured(plan: str, steps: int, tmp_path: Path) -> None:
     """Of a pipeline the actions are shown as they were measured; a run of one step shows that."""

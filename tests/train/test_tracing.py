@@ -13,6 +13,7 @@ from tests.pool import run_gloo
 from tests.train import runs
 
 
+@pytest.mark.full
 def test_every_rank_of_every_pipeline_is_recorded(tmp_path: Path) -> None:
     """Steps 3 to 7 of two pipelines: each action of each rank, its messages, and both bubbles."""
     given = runs.settings(tmp_path / "run", "pp2 dp2 zero1 1f1b:2", save_every=0)
@@ -49,8 +50,10 @@ def test_every_rank_of_every_pipeline_is_recorded(tmp_path: Path) -> None:
     assert report.count("% measured, ") == 1
     drawn = (given.folder / "timeline.svg").read_text()
     assert drawn.count(", measured: ") == drawn.count(">predicted: ") == 1
+    assert drawn in (given.folder / "report.html").read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "what", ["zero2 offload:optim", "zero2 offload:optim-delayed=0", "zero3 offload:optim,disk=0.5"]
 )

@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 from torch import nn
 
+from shardwise.cli.main import main
+from shardwise.cli.verify import verify_command
 from shardwise.comm.move import begin_sum
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RunError
@@ -22,8 +24,6 @@ from shardwise.engine.engine import Engine
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.train.cli import main
-from shardwise.train.verify_command import verify_command
 from shardwise.verify import memory
 from shardwise.verify.command import verify
 from shardwise.verify.comparison import compare
@@ -45,7 +45,7 @@ def on_gloo(plan: str, model: str = "gpt") -> Report:
     return report(read, model, run_gloo(read.size, prove, read, model, 3))
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS)
 def test_plans_hold(plan: str):
     """Parity, bytes and memory hold on real processes."""
@@ -63,7 +63,7 @@ def shortly(plan: str, model: str) -> Report:
     return report(read, model, run_gloo(read.size, prove_shortly, read, model))
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["gpt2", "llama", "bert", "mistral", "qwen3", "t5"])
 def test_models_of_transformers_hold(model: str):
     """Tied embeddings, encoders, decoders: sharded, they are what one process computes."""
@@ -75,7 +75,7 @@ TENSOR = ["gpt2", "llama", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "qwe
 
 
 @pytest.mark.crossed
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["tp2 fp64", "tp2 sp fp64", "tp4 fp64"])
 @pytest.mark.parametrize("model", TENSOR)
 def test_models_of_transformers_hold_on_the_tensor_axis(model: str, plan: str):
@@ -173,6 +173,7 @@ def break_gradient(engine: Engine, name: str, after: int) -> None:
     engine.optimizer.step = step
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_broken_gradient_is_named_with_its_rank(after: int):
     """One gradient doubled on rank 1 is found, in the step it is: its name, its rank, its error."""
@@ -208,6 +209,7 @@ def test_bytes_that_were_not_predicted_are_found():
     assert sum(found.sent["counted"].values()) == sum(found.sent["theory"].values()) + 8
 
 
+@pytest.mark.full
 def test_json_has_exactly_these_keys():
     """The object that scripts read, from processes that verify starts itself."""
     found: dict[str, Any] = json.loads(verify("dp2 zero2", "gpt", steps=1).json())
@@ -350,6 +352,7 @@ def test_a_model_that_cannot_be_trained_is_answered_once(own: str, build: str, p
     assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("plan", "build", "phrase"),
     [
@@ -374,7 +377,7 @@ def test_dropout_is_set_to_zero_and_the_report_says_so(
     """A model with dropout holds without it; the note stands under the table, beside the JSON."""
     said = "Dropout (1) was set to 0 on both sides of the comparison"
     found = verify("dp2", f"{own}:drop", 1)
-    monkeypatch.setattr("shardwise.train.verify_command.verify", lambda *_, **_more: found)
+    monkeypatch.setattr("shardwise.cli.verify.verify", lambda *_, **_more: found)
     for json_too in (False, True):
         with pytest.raises(typer.Exit) as leaving:
             verify_command(plan="dp2", model=f"{own}:drop", as_json=json_too)

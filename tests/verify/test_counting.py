@@ -70,7 +70,7 @@ def one_more_sum() -> Iterator[None]:
         yield
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("plan", "sabotage"),
     [("dp2", half_price), ("dp2 zero3", gathered_twice), ("dp2 zero1", one_more_sum)],
@@ -117,7 +117,7 @@ def leaking() -> Iterator[None]:
     KEPT.clear()
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("sabotage", "grows"), [(cloned, 1), (leaking, 10 / 3)])
 def test_memory_that_is_in_no_category(
     sabotage: Callable[[], AbstractContextManager[None]], grows: float
@@ -134,6 +134,7 @@ def test_memory_that_is_in_no_category(
     assert "aten.clone" in found.strays
 
 
+@pytest.mark.full
 def test_the_package_as_it_is_holds():
     """Without any of these, under the same plan."""
     found = proved("dp2 zero3")

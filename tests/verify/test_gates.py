@@ -67,7 +67,7 @@ def proved(
 
 
 @pytest.mark.crossed
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("capacity", [None, 1.0])
 def test_every_gate_holds(gate: str, capacity: float | None):
@@ -83,13 +83,14 @@ def test_stages_hold(gate: str):
     assert proved("dp2 ep2 pp2 1f1b:2", gate, 1.0).holds
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("gate", "capacity"), [("sigmoid", None), ("switch", 1.0)])
 def test_data_ranks_without_ep_hold(gate: str, capacity: float | None):
     """The bias and the capacity are those of one process without an axis of experts too."""
     assert proved("dp2", gate, capacity).holds
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gate", ["gshard", "noisy-topk"])
 def test_layers_of_a_users_model_hold(gate: str):
     """The oracle's layers get the names of the run's, and so draw the same random numbers."""

@@ -111,7 +111,7 @@ def proved(model: str, plan: str) -> dict[str, str]:
         return {"error": str(error)}
 
 
-@pytest.mark.cases(3)
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "plan"), PROVED)
 def test_the_package_holds(model: str, plan: str, monkeypatch: pytest.MonkeyPatch):
     """Without a mutation each of these plans holds."""
@@ -145,7 +145,7 @@ ONCE_REFUSED = (
 )
 
 
-@pytest.mark.cases(3)
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "plan"), ONCE_REFUSED)
 def test_what_was_once_refused_holds(model: str, plan: str, monkeypatch: pytest.MonkeyPatch):
     """Memory of all tiers, delayed updates after an overflow, meshes of layers, experts."""
@@ -154,7 +154,7 @@ def test_what_was_once_refused_holds(model: str, plan: str, monkeypatch: pytest.
     assert proved(model, plan) == {}
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("mutation", CATALOGUE, ids=lambda mutation: mutation.id)
 def test_a_mutation_is_refused(mutation: Mutation, monkeypatch: pytest.MonkeyPatch):
     """The part of the proof that is to find it finds it."""

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.core.tensor_plan import Table
-from shardwise.train.cli import main
 from shardwise.verify.options import table_in
 
 STYLES = {"0": "colwise", "2": "rowwise"}

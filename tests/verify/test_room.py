@@ -22,7 +22,7 @@ def answer(share: float) -> str:
     return str(caught.value)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("share", [0.01, 0.95])
 def test_a_bound_that_a_step_exceeds_is_one_paragraph_with_the_least_that_can_be_met(share: float):
     """Far below the prediction before ranks start, near it when a rank has stopped."""

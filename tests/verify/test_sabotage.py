@@ -112,6 +112,7 @@ SABOTAGES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", SABOTAGES)
 def test_an_update_that_is_another_is_refused(
     what: str, model: str, monkeypatch: pytest.MonkeyPatch
@@ -123,6 +124,7 @@ def test_an_update_that_is_another_is_refused(
     assert found.first_difference.error > 1e-6
 
 
+@pytest.mark.full
 def test_clipping_that_never_rests_is_refused(model: str, monkeypatch: pytest.MonkeyPatch):
     """In the step with an idle rank the bound is above the norm: gradients must not grow to it."""
     monkeypatch.setattr(Updates, "_factor", lambda u, norm: (u.clip or 1) / (norm + 1e-6))
@@ -130,6 +132,7 @@ def test_clipping_that_never_rests_is_refused(model: str, monkeypatch: pytest.Mo
     assert first is not None and first.kind == "gradients"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["dp2 zero3 bf16", "tp2 bf16", "dp2 fp16"])
 def test_one_gradient_of_16_bits_that_is_three_percent_too_large_is_refused(
     plan: str, model: str, monkeypatch: pytest.MonkeyPatch
@@ -149,6 +152,7 @@ def test_one_gradient_of_16_bits_that_is_three_percent_too_large_is_refused(
     assert first is not None and (first.kind, first.name) == ("gradients", DAMAGED)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [1, 7, 40])
 @pytest.mark.parametrize("plan", ["dp2 zero3 bf16", "tp2 fp16", "pp2 2bw:2 bf16"])
 def test_what_is_right_in_16_bits_holds(
@@ -161,6 +165,7 @@ def test_what_is_right_in_16_bits_holds(
     assert found.holds, found.first_difference
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shown", ["gradients", "boxes"])
 @pytest.mark.parametrize("plan", ["dp2 fp64", "dp2 zero3 fp64", "tp2 fp64", "pp2 1f1b:2 fp64"])
 def test_a_rank_that_shows_nothing_is_refused(
@@ -219,6 +224,7 @@ LOOKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", LOOKS)
 def test_looks_and_loads_are_compared(what: str, model: str, monkeypatch: pytest.MonkeyPatch):
     """Evaluation, outputs, and a step after loading."""
@@ -237,7 +243,7 @@ def test_copies_that_a_load_left_are_found_by_the_engine(
         proved("dp2 zero1 fp64", model, 1)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["dp2 zero3 fp64", "tp2 fp64", "pp2 pipedream:2 fp64"])
 def test_what_is_whole_holds_and_leaves_no_folder(
     plan: str, model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

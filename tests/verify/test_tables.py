@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli.main import main
 from shardwise.core.errors import RankError
 from shardwise.core.plan import Plan
 from shardwise.engine import hint
 from shardwise.engine.tensor_layout import nowhere
-from shardwise.train.cli import main
 from shardwise.verify.parity import prove
 from shardwise.verify.report import Report, report
 from tests.pool import run_gloo
@@ -104,6 +104,7 @@ def test_code_that_mixes_what_ranks_share_computes_something_else(tmp_path: Path
     assert proved(tmp_path, "shifted_mended").holds
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("build", ["stream_mean", "hidden_mean"])
 def test_a_penalty_on_what_ranks_share_is_another_on_each(build: str, tmp_path: Path):
     """Each has the mean of its own part: the first step finds it."""
@@ -112,6 +113,7 @@ def test_a_penalty_on_what_ranks_share_is_another_on_each(build: str, tmp_path: 
     assert proved(tmp_path, f"{build}_mended").holds
 
 
+@pytest.mark.full
 def test_a_shape_that_does_not_fit_is_told_what_the_table_may_lack(tmp_path: Path):
     """A last position is on no rank's shard; the note has the entry that mends it."""
     with pytest.raises(RankError) as error:

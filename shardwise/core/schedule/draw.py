@@ -126,7 +126,7 @@ def _axis(makespan: float, unit: tuple[str, float], at: tuple[int, float]) -> li
     """The time axis below a chart; `at` is its top and its scale, in pixels per 1 of makespan."""
     (name, many), (top, scale) = unit, at
     parts = [f'<text x="10" y="{top + 12}">{escape(name or "time")}</text>']
-    step = _step(60 * many / scale) / many
+    step = round_step(60 * many / scale) / many
     for k in range(int(makespan / step + 1e-6) + 1):
         x = _LEFT + k * step * scale
         parts.append(f'<path d="M{x:.2f} {top - 2}v4" stroke="#666"/>')
@@ -134,7 +134,7 @@ def _axis(makespan: float, unit: tuple[str, float], at: tuple[int, float]) -> li
     return parts
 
 
-def _step(least: float) -> float:
+def round_step(least: float) -> float:
     """The smallest of ..., 0.5, 1, 2, 5, 10, 20, ... that is not below `least`."""
     ten = 10.0 ** math.floor(math.log10(least))
     return next(ten * of for of in (1, 2, 5, 10) if ten * of >= least * (1 - 1e-9))

@@ -1,0 +1,198 @@
+"""The suite `data` on one GPU: the overhead of Shardwise without communication.
+
+    A   the model, loss and AdamW in a plain PyTorch loop
+    B   a row of the states table on a world of one: the same arithmetic, with all hooks
+
+A and B take turns. With one rank every row keeps everything (2 + 2 + 12 bytes per parameter in
+bf16, 16 in fp32), so the measured states can be compared with the formula.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.contender import Batch, Loop, Setup, adamw
+from benchmarks.ours import engine_of
+from shardwise.comm.launch import spawn
+from shardwise.core.errors import bad
+from shardwise.core.zero import ROWS, STATE_BYTES, bytes_per_parameter
+from shardwise.models import gpt
+from shardwise.models.gpt import SIZES, GPTConfig
+from shardwise.models.registry import of_gpt
+from shardwise.train.peak import measured_peak
+
+#: 1.05e9 parameters.
+BILLION: Final = GPTConfig(
+    vocabulary=32768, layers=18, width=2048, heads=16, kv_heads=16, hidden=5504, sequence=2048
+)
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One comparison: a row, a size and a precision."""
+
+    size: str
+    config: GPTConfig
+    precision: str
+    row: str
+    rows: int  # sequences in a batch
+    rounds: int
+    device: str = "cuda"
+
+
+@dataclass(frozen=True)
+class DeviceLine:
+    """The result of a comparison: medians of B, its ratio to A, its MFU.
+
+    `state_bytes` are the engine's parameters, gradients and optimizer state between steps;
+    `predicted_bytes` excludes the optimizer's step counts (4 bytes for each tensor). MFU is
+    relative to large matrix products on this GPU.
+    """
+
+    size: str
+    contender: str
+    precision: str
+    step_s: float
+    plain_s: float
+    ratio: float
+    mfu: float
+    state_bytes: int
+    predicted_bytes: int
+    loss: float
+    plain_loss: float
+
+
+def run(rounds: int | None) -> list[DeviceLine]:
+    """All comparisons, in one process on the first GPU. Raises InputError without a GPU."""
+    require_gpu("data")
+    count = 10 if rounds is None else rounds
+    sizes = (("small", SIZES["small"], "fp32", 32), ("1B", BILLION, "bf16", 4))
+    pairs = [
+        Pair(size, config, precision, row, rows, count)
+        for size, config, precision, rows in sizes
+        for row in ROWS
+    ]
+    return spawn(rank, ranks=1, args=(pairs,), device="cuda")[0]
+
+
+def require_gpu(suite: str) -> None:
+    """Raise InputError where PyTorch sees no GPU."""
+    if not torch.cuda.is_available():
+        raise bad(
+            "--device cuda, where PyTorch sees no GPU",
+            "a machine with an NVIDIA GPU and a PyTorch built for it; or the CPU",
+            f"python -m benchmarks {suite} --device cpu",
+        )
+
+
+def rank(pairs: Sequence[Pair]) -> list[DeviceLine]:
+    """The one rank, on NCCL."""
+    dist.init_process_group("nccl")
+    return [compare(pair) for pair in pairs]
+
+
+def compare(pair: Pair) -> DeviceLine:
+    """A and B take turns, A first, for `rounds` rounds after two warm-up rounds."""
+    gc.collect()  # frees the models of the previous pair, whose hooks and modules form cycles
+    device = torch.device(pair.device)
+    trainable = of_gpt(pair.size, pair.config)
+    batch = trainable.batch(pair.rows, 0, device)
+    setup = Setup(gpt.loss, gpt.Block, 1, device, pair.precision)
+    plain = bare_loop(trainable.build(device), setup)
+    engine = engine_of(trainable.build(device), f"dp{{n}} {pair.row}", setup)
+    steps = (plain.step, lambda batch: engine.step(batch).loss)
+    times: list[tuple[float, float]] = []
+    losses = (0.0, 0.0)
+    for _ in range(pair.rounds + 2):
+        turn = [_timed(step, batch, device) for step in steps]
+        times.append((turn[0][0], turn[1][0]))
+        losses = (turn[0][1], turn[1][1])
+    times = times[2:]
+    step_s = statistics.median(b for _, b in times)
+    flops = gpt.flops_per_token(pair.config) * pair.rows * pair.config.sequence
+    kept = engine.memory()
+    n_bytes = bytes_per_parameter(ROWS[pair.row], 1, *STATE_BYTES[pair.precision])
+    return DeviceLine(
+        size=pair.size,
+        contender=pair.row,
+        precision=pair.precision,
+        step_s=step_s,
+        plain_s=statistics.median(a for a, _ in times),
+        ratio=statistics.median(b / a for a, b in times),
+        mfu=flops / step_s / measured_peak(device, DTYPES[pair.precision]),
+        state_bytes=sum(kept[kind] for kind in ("parameters", "gradients", "optimizer")),
+        predicted_bytes=round(n_bytes * gpt.parameters(pair.config)),
+        loss=losses[1],
+        plain_loss=losses[0],
+    )
+
+
+def bare_loop(model: nn.Module, setup: Setup) -> Loop:
+    """The plain PyTorch loop; in bf16 with fp32 master weights."""
+    if setup.precision == "fp32":
+        optimizer = adamw(model.parameters())
+        masters: list[Tensor] = []
+    else:
+        masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+        optimizer = adamw(masters)
+        model = model.to(DTYPES[setup.precision])
+
+    def step(batch: Batch) -> float:
+        """One step; in bf16 the optimizer updates the masters."""
+        loss = setup.loss(model, batch)
+        loss.backward()
+        for master, p in zip(masters, model.parameters(), strict=False):
+            assert p.grad is not None
+            master.grad = p.grad.float()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+        if masters:
+            with torch.no_grad():
+                for p, master in zip(model.parameters(), masters, strict=True):
+                    p.copy_(master)
+        return loss.item()
+
+    return Loop(step)
+
+
+def _timed(
+    step: Callable[[Batch], float | None], batch: Batch, device: torch.device
+) -> tuple[float, float]:
+    _settle(device)
+    began = time.perf_counter()
+    loss = step(batch)
+    _settle(device)
+    assert loss is not None  # every rank knows the loss of a world of one
+    return time.perf_counter() - began, loss
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def as_json(rows: Sequence[DeviceLine]) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    return {"rows": [asdict(row) for row in rows]}
+
+
+def as_text(rows: Sequence[DeviceLine]) -> str:
+    """A line for each comparison."""
+    head = "size   row    prec.   step ms  plain ms   ratio     MFU  states MiB  formula MiB"
+    return "\n".join([f"{head}       loss      plain", *map(_text, rows)])
+
+
+def _text(row: DeviceLine) -> str:
+    times = f"{row.step_s * 1e3:9.2f} {row.plain_s * 1e3:9.2f} {row.ratio:7.3f} {row.mfu:7.1%}"
+    states = f"{row.state_bytes / 2**20:11.1f} {row.predicted_bytes / 2**20:12.1f}"
+    name = f"{row.size:6} {row.contender:6} {row.precision:5}"
+    return f"{name} {times} {states} {row.loss:10.5f} {row.plain_loss:10.5f}"

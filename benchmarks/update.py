@@ -1,0 +1,258 @@
+"""The suite `update`: the optimizer's step over states in host memory, and nothing else of a step.
+
+    ours     flat shards, 64 MiB a call: gradients to the host | AdamW | weights back
+    FSDP2    the parameters of CPUOffloadPolicy, which rest in host memory: torch's AdamW
+    DeepSpeed  one flat parameter, as in its ZeRO-Offload: DeepSpeedCPUAdam
+
+All have the same weights and gradients, in fp32, in one process with one thread unless
+OMP_NUM_THREADS is set, and take turns. The two copies are timed apart: on a CPU FSDP2 makes none,
+and those of DeepSpeed are not part of its optimizer. AdamW of torch is the fused one for both.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from benchmarks.contender import LEARNING_RATE, WEIGHT_DECAY, Setup, adamw
+from benchmarks.ours import engine_of
+from benchmarks.stack import stack
+from benchmarks.table import aligned
+from shardwise.comm.launch import spawn
+from shardwise.models.gpt import Block
+from shardwise.parallel.data.flat_parameter import Flat
+
+ROUNDS = 10
+
+
+@dataclass(frozen=True)
+class Updater:
+    """A contender: `step` updates all weights, and returns the seconds of updates and of copies."""
+
+    step: Callable[[], tuple[float, float]]
+    weights: Callable[[], Sequence[Tensor]]
+
+
+@dataclass
+class UpdateLine:
+    """A row: medians over rounds, None for what was not measured.
+
+    update_s    the optimizer alone
+    copies_s    the gradient to the host, and the updated weight back
+    ratio       update_s over that of the fastest peer in the same round
+    with_copies the same for update_s and copies_s together
+    difference  the largest of weights after all rounds from FSDP2's, relative to its largest weight
+    """
+
+    contender: str
+    parameters: int
+    threads: int
+    update_s: float | None = None
+    copies_s: float | None = None
+    ratio: float | None = None
+    with_copies: float | None = None
+    difference: float | None = None
+    note: str = ""
+
+
+@dataclass
+class _Turns:
+    """The seconds of each round."""
+
+    updates: list[float] = field(default_factory=list[float])
+    copies: list[float] = field(default_factory=list[float])
+
+
+def run(count: int, rounds: int | None) -> list[UpdateLine]:
+    """Measure about `count` parameters in a new process."""
+    return spawn(rank, ranks=1, args=(count, ROUNDS if rounds is None else rounds))[0]
+
+
+def rank(count: int, rounds: int) -> list[UpdateLine]:
+    """The process that measures."""
+    dist.init_process_group("gloo")
+    return compare(count, rounds)
+
+
+# --- the contenders ------------------------------------------------------------------------------
+
+
+def ours(plan: str, model: nn.Module, gradients: Sequence[Tensor]) -> Updater:
+    """The code of an engine's step from the gradient on the device on, without its other thread."""
+
+    def no_loss(_model: nn.Module, _batch: Any) -> Tensor:
+        raise NotImplementedError  # there is no forward pass
+
+    engine = engine_of(model, plan, Setup(no_loss, Block, 1, torch.device("cpu")))
+    by_name = dict(zip([name for name, _ in model.named_parameters()], gradients, strict=True))
+    units = [unit.trained for unit in reversed(engine.data.units.order) if unit.trained]
+    arrived = {id(flat): _flat_gradient(flat, by_name) for flats in units for flat in flats}
+
+    def step() -> tuple[float, float]:
+        """As in a step that clips: all gradients to the host, all updates, all weights back."""
+        began = time.perf_counter()
+        for flats in units:
+            for flat in flats:
+                flat.grads.gshard = arrived[id(flat)]
+                flat.grads.begin_offload()
+                flat.grads.end_reduce()
+                flat.grads.used = [True] * len(flat.params)
+                flat.grads.attach()
+        ready = time.perf_counter()
+        for flats in engine.updates.parts():
+            engine.optimizer.step(flats)
+        updated = time.perf_counter()
+        for flats in units:
+            engine.optimizer.publish(flats)
+            for flat in flats:
+                flat.grads.clear()
+        return updated - ready, ready - began + time.perf_counter() - updated
+
+    return Updater(step, lambda: [*model.parameters()])
+
+
+def _flat_gradient(flat: Flat, by_name: dict[str, Tensor]) -> Tensor:
+    """The gradient on the device, in the layout of the flat parameter; this rank has all of it."""
+    found = torch.zeros(flat.views.plan.padded)
+    for name, view in zip(flat.names, flat.views.every(found), strict=True):
+        view.copy_(by_name[name])
+    return found
+
+
+def fsdp2(model: nn.Module, gradients: Sequence[Tensor]) -> Updater:
+    """What a loop with CPUOffloadPolicy calls: torch's AdamW over its sharded parameters."""
+    mesh = init_device_mesh("cpu", (1,))
+    policy = CPUOffloadPolicy(pin_memory=False)
+    for module in (*model.children(), model):
+        fully_shard(module, mesh=mesh, offload_policy=policy)
+    optimizer = adamw(model.parameters())
+    params: list[Any] = [*model.parameters()]
+    for p, gradient in zip(params, gradients, strict=True):
+        p.grad = DTensor.from_local(gradient, mesh, p.placements)
+    return Updater(partial(_timed, optimizer.step), lambda: [p.to_local() for p in params])
+
+
+def deepspeed(model: nn.Module, gradients: Sequence[Tensor]) -> Updater:
+    """DeepSpeedCPUAdam over one flat parameter, whose kernel it compiles at its first use."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # an optional peer
+
+    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    flat.grad = torch.cat([gradient.flatten() for gradient in gradients])
+    optimizer = DeepSpeedCPUAdam([flat], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    return Updater(partial(_timed, optimizer.step), lambda: [flat.detach()])
+
+
+def _timed(act: Callable[[], Any]) -> tuple[float, float]:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began, 0.0
+
+
+FSDP2 = "FSDP2 CPUOffloadPolicy"
+#: Each is built from a model and the gradients of its parameters.
+CONTENDERS: dict[str, Callable[[nn.Module, Sequence[Tensor]], Updater]] = {
+    "offload:optim": partial(ours, "offload:optim"),
+    "offload:param": partial(ours, "offload:param"),
+    FSDP2: fsdp2,
+    "DeepSpeedCPUAdam": deepspeed,
+}
+_NOTES = {
+    "offload:param": "weights rest in host memory; they go to the device before their use",
+    FSDP2: "torch's AdamW, fused; weights rest in host memory, and on a CPU it copies nothing",
+    "DeepSpeedCPUAdam": "its own AdamW; the copies of ZeRO-Offload are not part of it",
+}
+_PEERS = (FSDP2, "DeepSpeedCPUAdam")
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+def compare(count: int, rounds: int) -> list[UpdateLine]:
+    """All contenders in turn, after one round that makes the optimizer's state."""
+    model = stack(count)
+    own = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(p.shape, generator=own) * 1e-2 for p in model.parameters()]
+    numel = sum(gradient.numel() for gradient in gradients)
+    rows = {name: UpdateLine(name, numel, torch.get_num_threads()) for name in CONTENDERS}
+    ready: dict[str, Updater] = {}
+    for name, build in CONTENDERS.items():
+        try:
+            ready[name] = build(stack(count), gradients)
+            ready[name].step()
+            rows[name].note = _NOTES.get(name, "")
+        except ModuleNotFoundError as error:
+            ready.pop(name, None)
+            rows[name].note = f"{error.name} is not installed"
+        except Exception as error:  # noqa: BLE001 - it becomes the note of the row
+            ready.pop(name, None)
+            rows[name].note = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    turns = {name: _Turns() for name in ready}
+    for index in range(rounds):
+        print(f"round {index + 1} of {rounds}", file=sys.stderr, flush=True)
+        order = list(ready)[index % len(ready) :] + list(ready)[: index % len(ready)]
+        for name in order:
+            update_s, copies_s = ready[name].step()
+            turns[name].updates.append(update_s)
+            turns[name].copies.append(copies_s)
+    _fill(rows, turns, ready)
+    return list(rows.values())
+
+
+def _fill(rows: dict[str, UpdateLine], turns: dict[str, _Turns], ready: dict[str, Updater]) -> None:
+    """Set the numbers of the contenders that ran."""
+    peers = [turns[name].updates for name in _PEERS if name in turns]
+    fastest = [min(times) for times in zip(*peers, strict=True)]
+    wanted = _weights(ready[FSDP2]) if FSDP2 in ready else None
+    for name, own in turns.items():
+        row, both = rows[name], list(map(sum, zip(own.updates, own.copies, strict=True)))
+        row.update_s, row.copies_s = map(statistics.median, (own.updates, own.copies))
+        if fastest:
+            row.ratio, row.with_copies = (
+                statistics.median(a / b for a, b in zip(times, fastest, strict=True))
+                for times in (own.updates, both)
+            )
+        if wanted is not None:
+            apart = (_weights(ready[name]) - wanted).abs().max()
+            row.difference = float(apart / wanted.abs().max())
+
+
+def _weights(updater: Updater) -> Tensor:
+    return torch.cat([w.detach().flatten() for w in updater.weights()])
+
+
+def as_json(rows: Sequence[UpdateLine]) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    return {"rows": [asdict(row) for row in rows]}
+
+
+def as_text(rows: Sequence[UpdateLine]) -> str:
+    """The rows as a table."""
+    head = ("contender", "update ms", "ratio", "copies ms", "ratio with", "difference", "note")
+    cells = [head, *map(_cells, rows)]
+    title = f"{rows[0].parameters:,} parameters, threads: {rows[0].threads}"
+    return "\n".join([title, *aligned(cells)])
+
+
+def _cells(row: UpdateLine) -> tuple[str, ...]:
+    def shown(value: float | None, form: str, scale: float = 1.0) -> str:
+        return "-" if value is None else format(value * scale, form)
+
+    return (
+        row.contender,
+        shown(row.update_s, ".2f", 1e3),
+        shown(row.ratio, ".3f"),
+        shown(row.copies_s, ".2f", 1e3),
+        shown(row.with_copies, ".3f"),
+        shown(row.difference, ".1e"),
+        row.note,
+    )

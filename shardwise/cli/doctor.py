@@ -1,0 +1,117 @@
+"""The command `shardwise doctor`, on the ranks that a launcher started, or on new ones."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Final
+
+import torch
+import typer
+
+from shardwise.comm import disk_bandwidth
+from shardwise.comm.launch import spawn
+from shardwise.comm.local import require_local
+from shardwise.comm.objects import all_gather_object
+from shardwise.comm.rendezvous import environment
+from shardwise.comm.world import World, init
+from shardwise.core.arguments import choice, integer
+from shardwise.core.errors import bad
+from shardwise.core.mesh import Mesh
+from shardwise.doctor import textbook, timing
+from shardwise.doctor.diagnosis import Diagnosis, Finding
+from shardwise.doctor.machine import look
+
+MOST_BYTES: Final = 2**24  # of a message
+
+
+def examine(world: World, mesh: Mesh, most_bytes: int) -> Finding:
+    """The finding of this rank; all ranks call it.  Messages have up to `most_bytes` bytes."""
+    world = world.on(mesh)
+    axes = [world.axis(name) for name, size in mesh.axes if size > 1]
+    sizes = [numel for numel in timing.SIZES if 4 * numel <= most_bytes] or timing.SIZES[:1]
+    return Finding(
+        look(),
+        {axis.name: textbook.check(axis, world.device) for axis in axes},
+        [one for axis in axes for one in timing.measure(axis, world.device, sizes)],
+        timing.pairs(world.everyone, world.device) if world.size > 1 else {},
+    )
+
+
+def _on_rank(mesh: str, device: str, most_bytes: int) -> Finding:
+    world = init(device)
+    found = examine(world, Mesh.parse(mesh), most_bytes)
+    world.barrier()
+    return found
+
+
+def doctor_command(
+    *,
+    nproc: Annotated[int | None, typer.Option(help="Processes; 4, or one for each GPU.")] = None,
+    mesh: Annotated[str | None, typer.Option(help='Axes to measure, such as "dp2 tp2".')] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, or cuda, which is the default with several GPUs.")
+    ] = None,
+    disk_folder: Annotated[
+        Path | None, typer.Option("--disk", metavar="FOLDER", help="Measure this folder's disk.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the links to a TOML file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Look at the devices, check every collective, and measure the links."""
+    choice("--device", device or "cpu", ("cpu", "cuda"))
+    _require_writable(save)
+    start = environment()
+    gpus = torch.cuda.device_count()
+    kind = device or ("cuda" if gpus > 1 else "cpu")
+    count = _count(nproc, mesh, start.size if start else None, gpus if kind == "cuda" else 4)
+    if device == "cuda" and not gpus:
+        none = "--device cuda on a machine without a GPU that PyTorch sees"
+        raise bad(none, "cuda with a GPU for each rank, or cpu", "--device cpu")
+    axes = Mesh.parse(f"dp{count}" if mesh is None else mesh)
+    _fits(axes, count)
+    first = start is None or start.rank == 0
+    folder = disk_folder if first else None
+    measured = None if folder is None else disk_bandwidth.measure(folder)
+    if start is None:
+        require_local(count)
+        findings = spawn(_on_rank, count, (str(axes), kind, MOST_BYTES), kind)
+    else:
+        world = init(device)
+        findings = all_gather_object(examine(world, axes, MOST_BYTES), world)
+    found = Diagnosis(str(axes), findings, measured)
+    if not first:
+        raise typer.Exit(1 if found.failures else 0)
+    if save is not None:
+        save.write_text(found.toml(), encoding="utf-8")
+    print(json.dumps(found.object(), indent=2) if as_json else found.text())
+    raise typer.Exit(1 if found.failures else 0)
+
+
+def _count(ranks: int | None, mesh: str | None, started: int | None, usual: int) -> int:
+    """The number of ranks: those that were started, or requested, or those of the mesh."""
+    if ranks is not None:
+        integer("--nproc", ranks, 1, 4)
+    if started is not None:
+        if ranks not in (None, started):
+            given = f"--nproc {ranks} under a launcher that started {started}"
+            raise bad(given, "no --nproc under torchrun or Slurm", "shardwise doctor")
+        return started
+    if ranks is not None:
+        return ranks
+    return max(1, usual) if mesh is None else Mesh.parse(mesh).size
+
+
+def _fits(mesh: Mesh, ranks: int) -> None:
+    if mesh.size != ranks:
+        given = f"--mesh '{mesh}' of {mesh.size} ranks, with {ranks} ranks"
+        raise bad(given, "axes whose sizes multiply to the number of ranks", f"--mesh dp{ranks}")
+
+
+def _require_writable(file: Path | None) -> None:
+    """Raise InputError for a file of --save that cannot be written."""
+    if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+        what = "a folder" if file.is_dir() else "in a folder that does not exist or is read-only"
+        given = f"--save {file}, {what}"
+        raise bad(given, "a file in a folder that exists", "--save cluster.toml")

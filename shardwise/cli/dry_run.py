@@ -1,0 +1,69 @@
+"""`shardwise train --dry-run`: everything that is checked before a run, and its prediction.
+
+It starts no rank and writes no file. Tokens that the cache does not have are made in a temporary
+folder.
+"""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from shardwise.cli.predict import answered, numbers_of
+from shardwise.cli.predict_table import show
+from shardwise.engine.prediction import predict_with
+from shardwise.models import decoder
+from shardwise.prediction.prediction import Prediction
+from shardwise.train.config import Config
+from shardwise.train.folder import finished_message
+from shardwise.train.model import Batch, largest_share, options_of_run
+from shardwise.train.prepare import PreparedRun, Start, prepare
+from shardwise.train.progress import ranks_text
+
+
+def dry_run(config: Config, ranks: int, start: Start) -> None:
+    """Print the completed plan of a run on `ranks` ranks, and the prediction for its first rank.
+
+    Raises InputError for what `shardwise train` would refuse.
+    """
+    began, start = time.perf_counter(), start.resolve_auto(config)
+    with _without_cache(config) as own:
+        prepared = prepare(own, ranks, start)
+    if start.resume and (done := finished_message(config)):
+        print(done)
+        return
+    train, share = config.train, largest_share(prepared)
+    found = _predicted(prepared, share)
+    print(
+        f"{found.plan} on {ranks_text(ranks)}, {len(prepared.corpus.packed.stream):,} tokens of "
+        f"{config.data.source}, {train.steps} steps of {train.batch} sequences of "
+        f"{prepared.sizes.sequence}"
+    )
+    numbers = numbers_of(found, config.model.name, began)
+    told = answered(found, share, rows=train.batch, device=config.run.device)
+    show(numbers, told, Console(emoji=False, highlight=False, markup=False))
+    for note in found.notes:
+        print(f"Note: {note}.")
+    print("Nothing was started or written: the same command without --dry-run trains.")
+
+
+def _predicted(prepared: PreparedRun, share: Batch) -> Prediction:
+    with torch.device("meta"):
+        model = decoder.build(prepared.sizes)
+    options = options_of_run(prepared.config, prepared.sizes, prepared.table)
+    return predict_with(model, prepared.plan, share, options)
+
+
+@contextmanager
+def _without_cache(config: Config) -> Iterator[Config]:
+    """The configuration with a temporary cache, which begins with the files of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file in config.cache.glob("*"):
+            if file.suffix != ".lock":
+                Path(folder, file.name).symlink_to(file.absolute())
+        data = config.data.model_copy(update={"cache": folder})
+        yield config.model_copy(update={"data": data})

@@ -1,0 +1,409 @@
+"""The command line.
+
+    shardwise train CONFIG     train a model                 0  it holds
+    shardwise verify PLAN      prove a plan                  1  it does not, or the run failed
+    shardwise predict PLAN     memory and traffic            2  bad input: one paragraph says what
+    python -m benchmarks SUITE      measure beside the peers
+    shardwise doctor           devices, collectives, links
+    shardwise plan             the words of plans
+    shardwise table MODEL      derive a table of tensor parallelism
+    shardwise schedule NAME    draw a pipeline schedule
+    shardwise checkpoint       look into checkpoints, export and import weights
+
+Torch is imported only when it is needed, so help and errors of input are fast. The commands of
+`ELSEWHERE` are in other modules, imported only when they are used.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import shardwise
+from shardwise.cli.usage import UsageError, answer
+from shardwise.comm.rendezvous import launched
+from shardwise.core.errors import InputError, RankError, RunError
+
+if TYPE_CHECKING:
+    from shardwise.train.config import Config
+    from shardwise.train.prepare import Start
+    from shardwise.train.stop_signal import StopSignal
+
+# the values of --resume
+ALWAYS, AUTO = "always", "auto"
+
+# how long the process may take to end after its command
+LINGER_S = 20.0
+
+# command: where its function is, and its line in the help
+ELSEWHERE = {
+    "verify": (
+        "shardwise.cli.verify",
+        "verify_command",
+        "Prove a plan: parity, bytes, memory.",
+    ),
+    "predict": (
+        "shardwise.cli.predict",
+        "predict_command",
+        "What a rank will hold and send.",
+    ),
+    "doctor": (
+        "shardwise.cli.doctor",
+        "doctor_command",
+        "Check devices and collectives, and measure links.",
+    ),
+    "table": (
+        "shardwise.cli.table",
+        "table_command",
+        "Derive a table of tensor parallelism.",
+    ),
+    "schedule": (
+        "shardwise.cli.schedule",
+        "schedule_command",
+        "Draw and price a schedule.",
+    ),
+    "inspect": ("shardwise.cli.inspect", "inspect_command", "What a checkpoint holds."),
+    "export": (
+        "shardwise.cli.weights",
+        "export_command",
+        "Write weights as safetensors.",
+    ),
+    "import": (
+        "shardwise.cli.weights",
+        "import_command",
+        "Begin a run with safetensors.",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the program. Always raises SystemExit, with the exit codes of the table above."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    run_app(application(given), given, "shardwise", ends=argv is None)
+
+
+def run_app(app: typer.Typer, given: Sequence[str], program: str, *, ends: bool = True) -> None:
+    """Run the commands `app` of `program`. Always raises SystemExit.
+
+    With `ends`, the process ends soon after it even if a thread of a library is still running.
+    """
+    try:
+        code = app(with_resume_value(given), standalone_mode=False, prog_name=program)
+    except UsageError as error:
+        print(answer(error, program, given), file=sys.stderr)
+        code = 2
+    except typer.Abort:
+        code = 130
+    except InputError as error:
+        print(error, file=sys.stderr)
+        code = 2
+    except (RunError, RankError) as error:
+        print(error, file=sys.stderr)
+        code = 1
+    if ends and not launched():  # our launcher ends its ranks itself
+        end_in(LINGER_S, code or 0)
+    raise SystemExit(code or 0)
+
+
+def end_in(seconds: float, code: int) -> None:
+    """Exit this process after `seconds` if it still runs then.
+
+    A thread or exit handler of a library may keep it alive, and torchrun would wait for it.
+    """
+
+    def _end() -> None:
+        time.sleep(seconds)
+        alive = [t.name for t in threading.enumerate() if not t.daemon and t.is_alive()]
+        by = f" by {', '.join(alive)}" if alive else ", perhaps by an exit handler"
+        print(f"the command is done, but its process is kept alive{by}: killed", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(code)
+
+    threading.Thread(target=_end, name="end", daemon=True).start()
+
+
+def with_resume_value(given: Sequence[str]) -> list[str]:
+    """Give `--resume` a value, since the command line library has no optional values."""
+    words, result = list(given), list[str]()
+    while words:
+        word = words.pop(0)
+        if word == "--resume":
+            auto = words[:1] == [AUTO]
+            word, words = f"--resume={AUTO if auto else ALWAYS}", words[auto:]
+        result.append(word)
+    return result
+
+
+def known_resume(resume: str | None) -> str | None:
+    """Check the value of --resume."""
+    if resume not in (None, ALWAYS, AUTO):
+        raise typer.BadParameter(f"it takes {AUTO} or nothing")
+    return resume
+
+
+def application(given: Sequence[str] = ()) -> typer.Typer:
+    """The commands.  Modules of other commands are imported only if named in `given`."""
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # whose help calls every flag a <bool>
+        help="Train one PyTorch model on many devices, and prove what it computes and sends.",
+    )
+    app.callback()(options)
+    app.command("train")(train)
+    app.command("verify")(command("verify", given))
+    app.command("predict")(command("predict", given))
+    app.command("doctor")(command("doctor", given))
+    app.command("plan")(plan)
+    app.command("table")(command("table", given))
+    app.command("schedule")(command("schedule", given))
+    checkpoint = typer.Typer(
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        help="Look into checkpoints; weights to and from safetensors.",
+    )
+    checkpoint.callback()(lambda: None)
+    for name in ("inspect", "export", "import"):
+        checkpoint.command(name)(command(name, given))
+    app.add_typer(checkpoint, name="checkpoint")
+    return app
+
+
+def command(name: str, given: Sequence[str]) -> Callable[..., Any]:
+    """The function of a command in another module; a placeholder if only the help is needed."""
+    module, function, line = ELSEWHERE[name]
+    if name in given:
+        return getattr(import_module(module), function)
+
+    def placeholder() -> None:
+        return None
+
+    placeholder.__doc__ = line
+    return placeholder
+
+
+def print_version(asked: bool) -> None:
+    """Answer --version, before typer misses a command."""
+    if asked:
+        print(f"shardwise {shardwise.__version__}")
+        raise typer.Exit
+
+
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=print_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Options before a command."""
+
+
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file.")],
+    *,
+    plan: Annotated[str | None, typer.Option(help="The plan, instead of the file's.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="The model, instead of the file's: gpt:small, hf:./FOLDER or file.py:build."
+        ),
+    ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Styles of tensor parallelism (shardwise table)."),
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes to start here; without it, the fewest on which the plan runs."
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Replace a value, e.g. train.steps=100. Can be given several times.",
+        ),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="[auto]",
+            callback=known_resume,
+            help="Continue the run in run.folder from its checkpoint; with auto, begin it if there "
+            "is none.",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run in run.folder by a new one.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and predict; start nothing.")
+    ] = False,
+) -> None:
+    """Train a model; also under torchrun and Slurm."""
+    overrides = [*(set_ or ()), *([] if plan is None else [f"plan.text={plan}"])]
+    overrides += [] if model is None else [f"model.name={model}"]
+    overrides += [] if table is None else [f"plan.table={table.resolve()}"]
+    raise typer.Exit(_started(config, overrides, resume, nproc, overwrite, dry_run))
+
+
+def _started(
+    config: Path,
+    overrides: Sequence[str],
+    resume: str | None,
+    nproc: int | None,
+    overwrite: bool,
+    dry_run: bool,
+) -> int:
+    """Train, or check what would be trained; returns the exit code."""
+    from shardwise.comm.rendezvous import environment
+    from shardwise.train.prepare import Start
+    from shardwise.train.stop_signal import NOTHING, StopSignal
+
+    # a single process may exit at a signal; one of several ranks may not
+    with StopSignal(leaving=environment() is None) as stop:
+        try:
+            start = Start(resume == ALWAYS, overwrite, resume == AUTO)
+            train_or_check = _dry_run if dry_run else _train
+            return train_or_check(config, overrides, start, nproc, stop)
+        except KeyboardInterrupt:
+            if not stop.leaving:  # asked a second time
+                raise
+            print(NOTHING)
+            return 0
+
+
+def _train(
+    config: Path, overrides: Sequence[str], start: "Start", nproc: int | None, stop: "StopSignal"
+) -> int:
+    """Train in this process, or start the ranks; returns the exit code."""
+    from shardwise.comm.local import require_cores, require_local
+    from shardwise.comm.rendezvous import environment
+    from shardwise.core.plan import Plan
+    from shardwise.train import lock
+    from shardwise.train.config import read
+    from shardwise.train.folder import finished_message, forget
+    from shardwise.train.prepare import prepare
+
+    settings = read(config, overrides)
+    if environment() is not None:  # our launcher holds the lock for its ranks
+        return _train_here(settings, start, stop, locked=launched())
+    ranks = Plan.parse(settings.plan.text).size if nproc is None else nproc
+    require_local(ranks)
+    with lock.hold(settings, start) as settled:
+        prepare(settings, ranks, settled)
+        if nproc is None:
+            require_cores(ranks, settings.plan.text)
+        if settled.resume and (done := finished_message(settings)):
+            print(done)
+            return 0
+        if ranks == 1:
+            return _train_here(settings, settled, stop, locked=True)
+        before = _metrics_mtime_ns(settings.folder)
+        code = _launch(config, overrides, start, ranks)
+        if code and not settled.resume:  # rank 0 may have been killed before it could
+            forget(settings)
+        # a signal may have killed ranks before they installed a handler
+        stop.leaving = code > 128 and _metrics_mtime_ns(settings.folder) in (0, before)
+        if stop.leaving:
+            raise KeyboardInterrupt
+        return code
+
+
+def _dry_run(
+    config: Path, overrides: Sequence[str], start: "Start", nproc: int | None, _: "StopSignal"
+) -> int:
+    """Check and predict the run that `_train` would start; returns the exit code."""
+    from shardwise.comm.local import require_cores, require_local
+    from shardwise.comm.rendezvous import environment
+    from shardwise.core.plan import Plan
+    from shardwise.train.config import read
+
+    settings, started = read(config, overrides), environment()
+    if started is not None and started.rank > 0:
+        return 0
+    ranks = Plan.parse(settings.plan.text).size if nproc is None else nproc
+    if started is None:
+        require_local(ranks)
+        if nproc is None:
+            require_cores(ranks, settings.plan.text)
+
+    from shardwise.cli.dry_run import dry_run
+
+    dry_run(settings, ranks if started is None else started.size, start)
+    return 0
+
+
+def _train_here(settings: "Config", start: "Start", stop: "StopSignal", *, locked: bool) -> int:
+    """Train as a rank; returns the exit code."""
+    from shardwise.comm.world import init
+    from shardwise.train.loop import train as run
+
+    world = init(None if settings.run.device == "auto" else settings.run.device)
+    try:
+        run(settings, world, start, stop=stop, locked=locked)
+    finally:
+        world.close()
+    return 0
+
+
+def _metrics_mtime_ns(folder: Path) -> int:
+    """A number that changes when a run records a step."""
+    file = folder / "metrics.jsonl"
+    return file.stat().st_mtime_ns if file.exists() else 0
+
+
+def _launch(config: Path, overrides: Sequence[str], start: "Start", ranks: int) -> int:
+    """Run the same command in `ranks` processes; returns the exit code."""
+    from shardwise.comm.launch import launch
+
+    argv = ["train", str(config)]
+    argv += [part for override in overrides for part in ("--set", override)]
+    argv += ["--resume"] * (start.resume or start.auto) + ["auto"] * start.auto
+    argv += ["--overwrite"] * start.overwrite
+    return launch(argv, ranks)
+
+
+def plan(
+    text: Annotated[str | None, typer.Argument(metavar="[PLAN]", help="A plan to check.")] = None,
+    words: Annotated[bool, typer.Option("--words", help="Print the table of words.")] = False,
+    file: Annotated[
+        Path | None,
+        typer.Option("--from", help="Convert DeepSpeed's JSON, accelerate's YAML, torchtitan's."),
+    ] = None,
+) -> None:
+    """Check a plan and print its canonical text; or print the words; or convert a file.
+
+    After "|" layers have words of their own: "dp4 zero3 | embed,head: tp4 zero1".
+    """
+    from shardwise.core.plan import Plan, words_table
+    from shardwise.core.plan_check import require
+
+    if file is not None:
+        from shardwise.migrate.read import imported
+
+        draft, project = imported(file)
+        print(draft.toml(file.name, project), end="")
+        return
+    if words or text is None:
+        print(words_table())
+        return
+    read = Plan.parse(text)
+    require(read)
+    needs = f"{read.size} rank{'s' * (read.size > 1)}"
+    more = ", or a multiple: the others are data ranks" * read.open
+    print(f"{read} ({needs}{more})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""`shardwise predict PLAN`: the memory and traffic of a rank, without starting one.
+
+The prediction is for the run that `shardwise verify PLAN` proves: the same model, optimizer, units
+and clipping, in fp64 if the plan names no precision, after its first steps. With `--config` it is
+for a run of `shardwise train`.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+
+from shardwise.cli.configured import CONFIG, PLAN, PlannedModel, configured
+from shardwise.cli.predict_table import Answer, answer, show, show_zero_table, zero_as_json
+from shardwise.core.arguments import choice, integer
+from shardwise.core.errors import InputError, bad
+from shardwise.core.optimizers import zero_table
+from shardwise.core.plan import Plan
+from shardwise.prediction.link_time import Cluster
+from shardwise.train.cluster import cluster_in
+
+if TYPE_CHECKING:
+    from shardwise.cli.predict_timeline import Step
+    from shardwise.engine.options import EngineOptions
+    from shardwise.models.trainable import Trainable
+    from shardwise.prediction.prediction import Prediction
+
+ROWS = 2  # per microbatch
+MOST_PARAMETERS = 1e18
+ZERO_RANKS = [1, 4, 16, 64, 256, 1024]  # the paper's
+
+
+def predict_command(
+    plan: Annotated[str | None, PLAN] = None,
+    *,
+    model: Annotated[
+        str | None,
+        typer.Option(help="gpt, llama:70b, hf:NAME, hf:./FOLDER, file.py:build and others."),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Rows of the rank's batch; 2 a microbatch if not given.")
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(help="Positions of a row; the model's own if not given.")
+    ] = None,
+    rank: Annotated[int, typer.Option(help="The rank to predict.")] = 0,
+    table: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Styles by module, TOML or JSON.")
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Links (doctor --save), for seconds beside the bytes."),
+    ] = None,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory of a device: 80GiB. Default: the plan's, or the GPU's."
+        ),
+    ] = None,
+    config: Annotated[Path | None, CONFIG] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the memory of a step, as .svg or .png."),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the memory of a step too, on local ranks.")
+    ] = False,
+    device: Annotated[
+        str, typer.Option(help="With --measure: cpu, or cuda, with a GPU for each rank.")
+    ] = "cpu",
+    zero_table: Annotated[
+        str | None,
+        typer.Option(metavar="PARAMETERS", help="Print ZeRO's table for 7.5e9,128e9 and so on."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Predict the memory and the traffic of any rank of a plan, without starting a process."""
+    began = time.perf_counter()
+    if zero_table is not None:
+        _print_zero_table(zero_table, as_json=as_json)
+        return
+    choice("--device", device, ("cpu", "cuda"))
+    links = None if cluster is None else cluster_in(cluster)
+    run = configured(config, plan, model)
+    request = predict_request(run, batch, sequence, rank, table)
+    found, step = _predicted(request, rank, Picture(timeline, device if measure else None))
+    rows, size = run.batch if batch is None else None, _device_bytes(device_memory)
+    told = answered(found, request.batch, size, rows=rows, device=run.device)
+    _print(numbers_of(found, run.name, began, links), told, step, as_json=as_json)
+    for note in found.notes:
+        print(f"Note: {note}.", file=sys.stderr)
+
+
+class Picture(NamedTuple):
+    """What is asked of the memory of a step: a file to draw it, a device to measure it on."""
+
+    file: Path | None
+    device: str | None
+
+
+def _predicted(
+    request: "PredictRequest", rank: int, picture: Picture
+) -> "tuple[Prediction, Step | None]":
+    """The prediction; and the memory of a step, drawn into a file, if it was asked for."""
+    if picture == (None, None):
+        return request.prediction(rank), None
+    from shardwise.cli.predict_timeline import Step, measured_step, predicted_step
+    from shardwise.train.memory_picture import draw
+
+    measuring = picture.device is not None
+    found, events = predicted_step(request, rank, picture.file, measure=measuring)
+    measured = (
+        ([], {}, {}) if picture.device is None else measured_step(request, picture.device)[rank]
+    )
+    step = Step(events, *measured) if events or measuring else None
+    if picture.file is not None and step is not None:
+        draw(picture.file, step.series)
+    return found, step
+
+
+def _print(numbers: dict[str, Any], told: Answer, step: "Step | None", *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(numbers | told.as_json() | ({} if step is None else step.as_json())))
+        return
+    console = _console()
+    show(numbers, told, console)
+    if step is not None:
+        step.show(console)
+
+
+def _console() -> Console:
+    return Console(emoji=False, highlight=False, markup=False)
+
+
+def _print_zero_table(text: str, *, as_json: bool) -> None:
+    """Print ZeRO's table 1 for models of these numbers of parameters.
+
+    Raises InputError for text that is no numbers.
+    """
+    try:
+        counts = [float(word) for word in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or any(not 1 <= n <= MOST_PARAMETERS for n in counts):
+        allowed = f"numbers from 1 to {MOST_PARAMETERS:g}, with commas between them"
+        raise bad(f"--zero-table {text}", allowed, "--zero-table 7.5e9,128e9")
+    lines = list(zero_table(counts, ZERO_RANKS, "adam"))
+    if as_json:
+        print(json.dumps(zero_as_json(lines)))
+    else:
+        show_zero_table(lines, _console())
+
+
+def numbers_of(
+    found: "Prediction", model: str, began: float, links: Cluster | None = None
+) -> dict[str, Any]:
+    """The keys of `shardwise predict --json` that the prediction itself gives.
+
+    `began` is the time.perf_counter() at which the command started.
+    """
+    return {
+        "plan": str(found.plan),
+        "model": model,
+        "world": found.world,
+        "rank": found.rank,
+        "memory": found.memory_by_tier,
+        "bytes": found.bytes,
+        "bytes_between": found.bytes_between,
+        "activations": found.activations,
+        "host_activations": found.host_activations,
+        "fetched": found.fetched,
+        "device_peak": found.device_peak,
+        "recomputed": dict(found.recomputed),
+        "recomputed_flops": found.recomputed_flops,
+        "messages": found.messages,
+        "seconds": None if links is None else seconds(found, links),
+        "time_ms": round(1000 * (time.perf_counter() - began), 1),
+    }
+
+
+def seconds(found: "Prediction", links: Cluster) -> dict[str, float]:
+    """Seconds of communication in a step, by axis and kind."""
+    messages = found.messages
+    return links.seconds((name, messages.get(name, 1), n) for name, n in found.bytes.items())
+
+
+class PredictRequest(NamedTuple):
+    """The request of a command line: plan, model, a batch of a rank, parallelize's options.
+
+    `share` makes a batch of the same shapes for another data rank, and predict_request(*given) is
+    this request in another process.
+    """
+
+    plan: Plan
+    trainable: "Trainable"
+    batch: Any
+    options: "EngineOptions"
+    share: Callable[[int], Any]
+    given: tuple[Any, ...]
+
+    @property
+    def plain(self) -> Any:
+        """The model, without weights if possible."""
+        return self.trainable.plain()
+
+    def prediction(self, rank: int) -> "Prediction":
+        """The prediction for a rank."""
+        from shardwise.engine.prediction import predict_with
+
+        return predict_with(self.plain, self.plan, self.batch, self.options, rank)
+
+
+def answered(
+    found: "Prediction",
+    batch: Any,
+    device_bytes: int | None = None,
+    *,
+    rows: int | None = None,
+    device: str = "auto",
+) -> Answer:
+    """The answer for a rank's `batch` and devices of `device_bytes`.
+
+    device_bytes  None: of the plan's bound, or this host's GPU, unless the `device` is "cpu"
+    rows          of all ranks; None: each has as many as `batch`
+    """
+    from torch import Tensor, cuda
+    from torch.utils._pytree import tree_leaves
+
+    leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    positions = next((x.shape[1] for x in leaves if _is_text(x)), 0)
+    device_bytes = device_bytes or found.plan.device_memory_bytes
+    if device_bytes is None and device != "cpu" and cuda.is_available():
+        device_bytes = cuda.get_device_properties(0).total_memory
+    rows = len(leaves[0]) * found.plan.data_size if rows is None else rows
+    return answer(found, rows, positions, device_bytes)
+
+
+def _device_bytes(text: str | None) -> int | None:
+    """The bytes of --device-memory. Raises InputError for what is no SIZE of a plan word."""
+    if text is None:
+        return None
+    try:
+        plan = Plan.parse(f"device_memory:{text}")
+    except InputError:
+        plan = Plan()
+    if plan != Plan(device_memory_bytes=plan.device_memory_bytes) or not plan.device_memory_bytes:
+        allowed = "a whole number from 1 up with its unit, B, KiB, MiB or GiB"
+        raise bad(f"--device-memory {text}", allowed, "--device-memory 80GiB")
+    return plan.device_memory_bytes
+
+
+def predict_request(
+    run: PlannedModel,
+    batch: int | None,
+    sequence: int | None,
+    rank: int,
+    table: Path | None = None,
+) -> PredictRequest:
+    """The values of a command line; a model without a table gets a derived one.
+
+    Raises InputError for unsupported values.
+    """
+    plan, name = run.plan, run.name
+    if run.config is None:  # a proof's
+        plan = replace(plan, precision=plan.precision or "fp64").completed(None)
+    for option, value in (("--batch", batch), ("--sequence", sequence)):
+        integer(option, 1 if value is None else value, 1, 2)
+    integer("--rank", rank, 0, 0, plan.size - 1)
+
+    from shardwise.engine.offload_choice import AUTO
+    from shardwise.engine.prediction import predict_with
+    from shardwise.models.registry import find
+    from shardwise.verify import batches, parity
+    from shardwise.verify.options import Options, table_in
+    from shardwise.verify.oracles import is_asynchronous
+    from shardwise.verify.smoke_test import with_table
+
+    trainable = find(run.model)
+    rows = batch or run.rows or ROWS * plan.microbatches
+
+    def share(data_rank: int) -> Any:
+        """The batch of a data rank."""
+        return _resize(trainable.batch(rows, batches.SEED + data_rank), sequence, name)
+
+    made = share(0)
+    clip = None if is_asynchronous(plan) else 1.0
+    styles = Options(table=run.table if table is None else table_in(table))
+    chosen = with_table(trainable, plan, styles)
+    options = (
+        replace(parity.build_options(trainable, plan, chosen), clip=clip)
+        if run.config is None
+        else run.options(chosen.table)
+    )
+    given = run, batch, sequence, rank, table
+    request = PredictRequest(plan, trainable, made, options, share, given)
+    if plan.offload != AUTO:
+        return request
+    return request._replace(plan=predict_with(request.plain, plan, made, options).plan)
+
+
+def _resize(batch: Any, sequence: int | None, name: str) -> Any:
+    """The batch with rows of `sequence` positions: dim 1 of its integer tensors."""
+    if sequence is None:
+        return batch
+    from torch import Tensor
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    from shardwise.models.trainable import require_room
+
+    rows = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and _is_text(x)]
+    if not rows:
+        given = f"--sequence {sequence} for the model {name}, whose batch has no sequences"
+        raise bad(given, "--sequence for models of text [rows, positions]", "no --sequence")
+    what = f"a batch of {len(rows[0])} rows and --sequence {sequence} for the model {name}"
+    require_room(what, rows, sequence / rows[0].shape[1])
+    return tree_map_only(Tensor, lambda x: _of_length(x, sequence), batch)
+
+
+def _is_text(x: Any) -> bool:
+    return x.dim() == 2 and not x.is_floating_point()
+
+
+def _of_length(x: Any, positions: int) -> Any:
+    if not _is_text(x):
+        return x
+    return x.repeat(1, -(-positions // x.shape[1]))[:, :positions].contiguous()

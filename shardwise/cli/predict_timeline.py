@@ -1,0 +1,184 @@
+"""`shardwise predict --timeline FILE` and `--measure`: the memory of a rank, moment by moment.
+
+The step is not the first one, which allocates gradients and optimizer states. A measurement trains
+three steps on local ranks, and measures the third.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.cli.predict import PredictRequest, predict_request
+from shardwise.core.errors import bad
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwise.prediction.first_fit import Placement
+    from shardwise.prediction.prediction import Prediction
+    from shardwise.prediction.timeline import Event
+    from shardwise.train.memory_picture import Series
+
+    Measured = tuple[list[Event], dict[str, Placement], dict[str, int]]
+
+AS_ALLOCATED, IN_ARENA = "as the step allocates", "long-lived tensors in an arena"
+ALLOCATOR = ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
+STEPS = 3  # of a measurement; the last one is measured
+
+
+class Step(NamedTuple):
+    """The memory of a rank in a step: `predicted` and `measured` events, if there are any.
+
+    placements  of a measured step, by a first-fit allocator
+    allocator   the highest values of CUDA's own
+    """
+
+    predicted: "Sequence[Event]"
+    measured: "Sequence[Event]"
+    placements: "dict[str, Placement]"
+    allocator: dict[str, int]
+
+    @property
+    def series(self) -> "list[Series]":
+        """The events under their titles."""
+        from shardwise.train.memory_picture import Series
+
+        named = {"predicted": self.predicted, "measured": self.measured}
+        return [Series(title, events) for title, events in named.items() if events]
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys that it adds to a prediction's."""
+        found: dict[str, Any] = {
+            one.title: {
+                "peak": {"bytes": one.highest.total, "at": str(one.highest)},
+                "events": [_event(one.title, event) for event in one.events],
+            }
+            for one in self.series
+        }
+        if self.placements:
+            found["first_fit"] = {name: one._asdict() for name, one in self.placements.items()}
+        return found | ({"allocator": self.allocator} if self.allocator else {})
+
+    def show(self, console: Console) -> None:
+        """Print a table of peaks, and a bar for each event."""
+        from shardwise.train.memory_picture import legend, on_screen, peaks
+
+        console.print(peaks(self.series))
+        scale = max(one.highest.total for one in self.series)
+        for one in self.series:
+            console.print(f"\n{one.title}:")
+            console.print(on_screen(one, scale))
+        console.print(legend())
+        if self.placements:
+            print_placements(self.placements, console)
+        if self.allocator:
+            print_allocator(self.allocator, console)
+
+
+def predicted_step(
+    wanted: PredictRequest, rank: int, file: Path | None, *, measure: bool
+) -> "tuple[Prediction, Sequence[Event]]":
+    """The prediction for a rank, and the events of a step; none if they are not predicted.
+
+    Raises InputError for a step that is neither predicted nor measured.
+    """
+    from shardwise.engine.timeline import predict_events
+    from shardwise.prediction.timeline import unpredicted
+
+    if word := unpredicted(wanted.plan):
+        if not measure:
+            raise bad(
+                f"--timeline {file} under the plan '{wanted.plan}': the timeline of a step with "
+                f"{word} is not predicted, so there is nothing to draw",
+                "--measure, which measures the step on local ranks, or a plan without that word",
+                f"--timeline {file} --measure",
+            )
+        return wanted.prediction(rank), ()
+    return predict_events(wanted.plain, wanted.plan, wanted.batch, wanted.options, rank)
+
+
+def measured_step(wanted: PredictRequest, device: str) -> "list[Measured]":
+    """The events of a step, and how an allocator places it, on each of new local ranks.
+
+    Raises InputError for ranks that cannot be started here, RankError if one fails.
+    """
+    from shardwise.comm.launch import spawn
+    from shardwise.comm.local import require_local
+    from shardwise.models.trainable import WEIGHT_BYTES
+
+    ranks = wanted.plan.size
+    require_local(ranks)
+    wanted.trainable.require_memory(WEIGHT_BYTES * ranks)
+    with Console(stderr=True).status(Text(f"{wanted.plan}: {STEPS} steps on {ranks} ranks")):
+        return spawn(_measure_step, ranks, (*wanted.given, device), device=device)
+
+
+def _measure_step(*given: Any) -> "Measured":
+    """The last of a few steps on this rank and on a device, each on the same batch."""
+    from torch import Tensor
+    from torch.utils._pytree import tree_map_only
+
+    from shardwise.comm.world import init
+    from shardwise.engine.parallelize import build_engine
+    from shardwise.engine.timeline import measuring
+    from shardwise.engine.trace import Recorder
+    from shardwise.prediction.first_fit import LONG, placed
+
+    *request, device = given
+    world, wanted = init(device), predict_request(*request)
+    folder, tokens = tempfile.gettempdir(), wanted.trainable.tokens
+    options = replace(wanted.options, tokens=tokens, offload_folder=folder)
+    engine = build_engine(wanted.trainable.build(), wanted.plan, world, options)
+    share = wanted.share(engine.data_rank)
+    batch = tree_map_only(Tensor, lambda x: x.to(world.device), share)
+    for _ in range(STEPS - 1):
+        engine.step(batch)
+    recorder = Recorder()
+    with measuring(engine, batch, recorder) as meter:
+        engine.step(batch)
+    world.barrier()
+    trace = recorder.trace
+    placements = {AS_ALLOCATED: placed(trace), IN_ARENA: placed(trace, LONG)}
+    return meter.events, placements, _allocator(world.device)
+
+
+def _allocator(device: "torch.device") -> dict[str, int]:
+    """The highest values so far of CUDA's caching allocator; nothing for other devices.
+
+    `inactive_split_bytes` are free, but in blocks of which another part is in use.
+    """
+    from torch import cuda
+
+    if device.type != "cuda":
+        return {}
+    found = cuda.memory_stats(device)
+    return {name: found[f"{name}.all.peak"] for name in ALLOCATOR}
+
+
+def _event(title: str, event: "Event") -> dict[str, Any]:
+    """The fields that a prediction or a measurement has."""
+    absent = "temporary_most" if title == "measured" else "peak"
+    return {name: value for name, value in event._asdict().items() if name != absent}
+
+
+def print_placements(placements: "dict[str, Placement]", console: Console) -> None:
+    """Print what a first-fit allocator needs for the measured step."""
+    table = Table("first-fit allocator", "bytes needed", "over peak", "fragmentation")
+    for name, one in placements.items():
+        over = f"{one.needed_bytes / one.peak_bytes:.3f}"
+        table.add_row(name, f"{one.needed_bytes:,}", over, f"{one.fragmentation:.1%}")
+    console.print(table)
+
+
+def print_allocator(found: dict[str, int], console: Console) -> None:
+    """Print the statistics of CUDA's allocator."""
+    table = Table("CUDA's allocator, at most", "bytes", "of reserved")
+    for name, count in found.items():
+        table.add_row(name, f"{count:,}", f"{count / max(1, found['reserved_bytes']):.1%}")
+    console.print(table)

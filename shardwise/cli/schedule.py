@@ -1,0 +1,299 @@
+"""The command `shardwise schedule`."""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.cli.configured import CONFIG, configured
+from shardwise.core.errors import InputError, bad
+from shardwise.core.schedule import draw, text
+from shardwise.core.schedule.check import check
+from shardwise.core.schedule.clock import Costs, Timeline, clock
+from shardwise.core.schedule.library import LIBRARY, Entry, Size, entry, size, written
+from shardwise.core.schedule.lower import lower
+from shardwise.core.schedule.memory import peaks, versions
+from shardwise.core.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Request:
+    """The schedule that the command line asks for."""
+
+    name: str | None
+    stages: int | None
+    microbatches: int | None
+    chunks: int | None
+    batches: int
+
+
+def schedule_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="1f1b, or 1f1b:8 as in a plan, or a text FILE."),
+    ] = None,
+    *,
+    stages: Annotated[int | None, typer.Option(help="Ranks of the pipeline; 4 if not given.")] = (
+        None
+    ),
+    microbatches: Annotated[int | None, typer.Option(help="A batch's; 8 if not given.")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Stages that a rank owns.")] = None,
+    batches: Annotated[int, typer.Option(help="With 2bw: batches without a drain.")] = 1,
+    costs: Annotated[
+        str,
+        typer.Option(
+            help="Time of each action, and of a message (hop=0.1); F=1/2/1/1 is one for each stage."
+        ),
+    ] = "F=1,I=1,W=1",
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it into this file.")
+    ] = None,
+    as_text: Annotated[
+        bool, typer.Option("--text", help="Print it as text, to be edited.")
+    ] = False,
+    config: Annotated[Path | None, CONFIG] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Draw a pipeline schedule and price it: makespan, bubble, activations, transfers."""
+    if as_json and as_text:
+        allowed = "one of them: numbers as JSON, or the schedule as text"
+        raise bad("--json and --text together", allowed, "--json, or --text")
+    request = Request(name, stages, microbatches, chunks, batches)
+    subject = _subject(request if config is None else _of_run(request, config))
+    times = read_costs(costs, len(subject.schedule.home))
+    timeline = clock(lower(subject.schedule, gather=bool(times.GATHER)), times)
+    if not timeline.makespan:
+        given = f"the costs '{costs}', by which no action takes any time"
+        raise bad(given, "a time above 0 for an action of the schedule", "--costs F=1,I=1,W=1")
+    if svg is not None:
+        _draw(svg, timeline, subject.title)
+    if as_text:
+        typer.echo(text.write(subject.schedule), nl=False)
+    elif as_json:
+        typer.echo(json.dumps(_numbers(subject, timeline, times)))
+    else:
+        show(subject, timeline, _numbers(subject, timeline, times))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The schedule to draw: from the library with its entry and size, or the user's own."""
+
+    title: str
+    schedule: Schedule
+    known: tuple[Entry, Size] | None = None
+
+
+def show(subject: Subject, timeline: Timeline, numbers: dict[str, Any]) -> None:
+    """Print the picture of a schedule, and its numbers beside the closed forms."""
+    paper = f" ({subject.known[0].paper})" if subject.known else ""
+    typer.echo(f"{subject.title}{paper}\n\n{draw.as_text(timeline)}\n")
+    Console().print(_table(numbers))
+
+
+def read_costs(given: str, stages: int) -> Costs:
+    """Parse costs: F=1,I=1,W=1; F=1/2 is 1 on stage 0 and 2 on stage 1; hop=0.1 is a message's.
+
+    Raises InputError that names the part that cannot be parsed, and why.
+    """
+    found: dict[str, Any] = {}
+    for part in map(str.strip, given.split(",")):
+        op, _, times = part.partition("=")
+        values = [_time(time) for time in times.split("/")]
+        if wrong := _cost_problem(op, times, found, stages):
+            allowed = f"{', '.join(_OPS)}, each once with {_TIME}, or one for each of "
+            allowed += f"{stages} stages"
+            raise bad(f"the costs '{given}': {wrong}", allowed, "--costs F=1,I=1,W=1")
+        each = tuple(value for value in values if value is not None)
+        found[op] = each if len(values) > 1 else sum(each)
+    return Costs(**found)
+
+
+_OPS = tuple(field.name for field in fields(Costs))
+LEAST, MOST = 1e-12, 1e12
+_TIME = f"a time of 0, or from {LEAST:g} to {MOST:g}"
+
+
+def _cost_problem(op: str, times: str, found: Mapping[str, Any], stages: int) -> str:
+    """The problem of one part of the costs, `op`=`times`; "" if none."""
+    if op not in _OPS:
+        return f"'{op}' is no action"
+    if op in found:
+        return f"{op} occurs twice"
+    unread = [time for time in times.split("/") if _time(time) is None]
+    if unread:
+        return f"'{unread[0]}' is no time for {op}" if times else f"{op} has no time"
+    count = len(times.split("/"))
+    allowed = (1,) if op == "hop" else (1, stages)
+    return "" if count in allowed else f"{count} times of {op} for {_count(stages, 'stage')}"
+
+
+def _time(given: str) -> float | None:
+    try:
+        time = float(given)
+    except ValueError:
+        return None
+    return time if time == 0 or LEAST <= time <= MOST else None
+
+
+def _subject(request: Request) -> Subject:
+    """The requested schedule."""
+    if request.name is None:
+        raise bad("no schedule", "its name, a file, or the configuration of a run", "1f1b")
+    name, _, numbers = request.name.partition(":")
+    exists = os.path.exists(request.name)  # noqa: PTH110 (which raises for a name that is too long)
+    if name not in LIBRARY and (exists or {".", "/"} & set(request.name)):
+        return _subject_of_file(request, request.name)
+    _require_known(name)
+    m, _, v = numbers.partition("x")
+    if numbers and not all(re.fullmatch("[0-9]{1,18}", number) for number in (m, v or "1")):
+        raise bad(f"'{request.name}'", "a name, or with a colon M or MxV after it", f"{name}:8")
+    if numbers and (request.microbatches or (v and request.chunks)):
+        given = f"'{request.name}' and its numbers again as options"
+        raise bad(given, "one or the other", name)
+    microbatches = int(m) if numbers else request.microbatches
+    if microbatches is None:
+        microbatches = 1 if name == "naive" else 8
+    stages = 4 if request.stages is None else request.stages
+    n = size(name, stages, microbatches, int(v) if v else request.chunks, request.batches)
+    found = entry(name)
+    chunks = f", {n.v} chunks a rank" * (n.v > 1) + f", {n.batches} batches" * (n.batches > 1)
+    title = f"{found.title}: {_count(n.p, 'rank')}, {_count(n.m, 'microbatch', 'es')}{chunks}"
+    return Subject(title, written(name, n), (found, n))
+
+
+def _of_run(request: Request, config: Path) -> Request:
+    """The request for the schedule of a run: that of its plan, on the ranks of its pipeline."""
+    plan = configured(config, None, None).plan
+    sizes = (request.stages, request.microbatches, request.chunks)
+    if request.name is not None or any(sizes) or plan.pipeline is None:
+        given = f"whose plan '{plan}' has no pipeline"
+        if plan.pipeline is not None:
+            given = "beside a schedule's name or sizes"
+        raise bad(
+            f"--config {config} {given}",
+            "the configuration of a run with a pipeline, alone: its plan says name and sizes",
+            "shardwise schedule 1f1b --stages 4 --microbatches 8",
+        )
+    return replace(request, name=plan.pipeline, stages=plan.mesh.size_of("pp"))
+
+
+def _require_known(name: str) -> None:
+    """Raise InputError if the library has no schedule of that name."""
+    try:
+        entry(name)
+    except InputError as error:
+        [problem] = error.problems
+        allowed = f"{problem.allowed}; or a FILE that holds a schedule as text"
+        raise bad(problem.given, allowed, problem.instead) from None
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural * (number != 1)}"
+
+
+def _subject_of_file(request: Request, file: str) -> Subject:
+    """The user's own schedule, from a file."""
+    if request.stages or request.microbatches or request.chunks or request.batches > 1:
+        given = f"the file {file} and sizes as options"
+        raise bad(given, "a file alone: its rows say its size", file)
+    try:
+        rows = Path(file).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        why = "no such file" if missing else getattr(error, "strerror", None) or "no text"
+        instead = f"shardwise schedule 1f1b --text > {file if missing else 'mine.txt'}"
+        allowed = "the name of a schedule, or of a file with one as text"
+        instead += ", which writes one"
+        raise bad(f"the schedule {file}: {why}", allowed, instead) from error
+    schedule = text.read(rows)
+    check(schedule)
+    sizes = _count(schedule.ranks, "rank"), _count(schedule.microbatches, "microbatch", "es")
+    return Subject(f"{file}: {', '.join(sizes)}", schedule)
+
+
+def _draw(file: Path, timeline: Timeline, title: str) -> None:
+    """Write the picture. Raises InputError if the file cannot be written."""
+    try:
+        file.write_text(draw.as_svg(timeline, title), encoding="utf-8")
+    except OSError as error:
+        given = f"a picture that cannot be written: {error}"
+        where = "a file in an existing folder that can be written"
+        raise bad(given, where, "--svg pipeline.svg") from error
+
+
+def _numbers(subject: Subject, timeline: Timeline, costs: Costs) -> dict[str, Any]:
+    """The clock's numbers, and those of the closed form if there is one."""
+    schedule = timeline.schedule
+    sent = Counter(s.token.kind for row in schedule.rows for s in row if s.op == "SEND")
+    numbers: dict[str, Any] = {
+        "title": subject.title,
+        "ranks": schedule.ranks,
+        "stages": len(schedule.home),
+        "microbatches": schedule.microbatches,
+        "costs": asdict(costs),
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "idle": timeline.idle,
+        "activations": peaks(schedule),
+        "versions": versions(schedule),
+        "transfers": {"act": sent["act"], "grad": sent["grad"]},
+        "formula": None,
+    }
+    if subject.known:
+        numbers["formula"] = _formula(*subject.known, schedule, costs)
+    return numbers
+
+
+def _formula(found: Entry, n: Size, schedule: Schedule, costs: Costs) -> dict[str, Any]:
+    """The closed forms; those of time need equal stages, no hop, and F = I = W if I and W occur."""
+    f, i, w, b = (costs.of(op, 0) for op in ("F", "I", "W", "B"))
+    halves = any(step.op == "I" for row in schedule.rows for step in row)
+    equal_costs = Costs(
+        f, i, w, None if costs.B is None else b
+    )  # all stages; other actions have no cost
+    holds = costs == equal_costs and (not halves or (f == i == w and b == 2 * f))
+    return {
+        "paper": found.paper,
+        "makespan": found.span(n) * (f + b) / 3 if holds else None,
+        "bubble": found.bubble(n) if holds else None,
+        "activations": found.tapes(n),
+        "bubble_text": found.bubble_text,
+        "activations_text": found.tapes_text,
+        "versions_text": found.versions_text,
+    }
+
+
+def _table(numbers: dict[str, Any]) -> Table:
+    """The clock's numbers beside those of the closed forms."""
+    form: dict[str, Any] = numbers["formula"] or {}
+    table = Table("", "clock", "formula", "", box=None, header_style="dim")
+
+    def row(name: str, show: Callable[[Any], str], text: str = "") -> None:
+        said = "-" if form.get(name) is None else show(form[name])
+        table.add_row(name, show(numbers[name]), said, text)
+
+    row("makespan", "{:g}".format)
+    row("bubble", "{:.2%}".format, form.get("bubble_text", ""))
+    row("idle", lambda times: " ".join(f"{time:g}" for time in times), "by rank")
+    row(
+        "activations",
+        lambda held: " ".join(f"{x:g}" for x in held),
+        form.get("activations_text", ""),
+    )
+    if max(numbers["versions"]) > 1:
+        row("versions", lambda held: " ".join(map(str, held)), form.get("versions_text", ""))
+    row(
+        "transfers",
+        lambda sent: f"{sum(sent.values())}",
+        "{act} act, {grad} grad".format(**numbers["transfers"]),
+    )
+    return table

@@ -1,0 +1,38 @@
+"""report.md: the report as Markdown, with its figures as pictures beside it."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+
+from shardwise.train.report.section import Contents, Section, Table
+
+
+def text(contents: Contents) -> str:
+    """The text of report.md."""
+    rows = Table(["", ""], contents.rows)
+    lines = [f"# {contents.title}", "", f"**{contents.headline}**", ""]
+    lines += [*(f"- {check}" for check in contents.checks), "", *_table(rows), ""]
+    for section in contents.sections:
+        lines += _section(section)
+    return "\n".join(lines)
+
+
+def _section(section: Section) -> Iterator[str]:
+    yield from (f"## {section.title}", "")
+    if section.picture:
+        yield from (f"![{PurePosixPath(section.picture).stem}]({section.picture})", "")
+    for sentence in section.sentences:
+        yield from (sentence, "")
+    if section.table is not None:
+        yield from (*_table(section.table), "")
+    if section.quoted:
+        yield from (*(f"    {line}" for line in section.quoted.splitlines()), "")
+
+
+def _table(table: Table) -> Iterator[str]:
+    yield _row(table.head)
+    yield "|---" * len(table.head) + "|"
+    yield from map(_row, table.rows)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -1,0 +1,59 @@
+"""`python -m benchmarks`: bad input is one paragraph and exit code 2."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from benchmarks.__main__ import bench_command
+from benchmarks.roster import SUITES
+from shardwise.core.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "phrase"),
+    [
+        (["nothing"], {}, "Write instead: python -m benchmarks data"),
+        (["data", "nobody"], {}, "torch DDP"),
+        (["data"], {"nproc": 0}, "Write instead: --nproc 2"),
+        (["data"], {"link": "3parsec"}, "Write instead: --link 1gbit"),
+        (["data"], {"device": "tpu"}, "Write instead: --device cpu"),
+        (["data", "zero3"], {"device": "cuda"}, "python -m benchmarks data --device cuda"),
+        (["data"], {"size": ["tiny"], "device": "cuda"}, "one rank on its own models"),
+    ],
+)
+def test_bad_input_is_refused(words: list[str], options: dict, phrase: str) -> None:
+    """The paragraph says what is wrong and what to write instead."""
+    with pytest.raises(InputError, match=phrase):
+        bench_command(words, **options)
+
+
+def test_the_program_ends_with_2() -> None:
+    """As a process: one paragraph on the error output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "data", "--nproc", "x"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--nproc" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_commands_of_the_pages_are_those_of_the_program() -> None:
+    """Each suite exists, and each option is accepted by the parser."""
+    app = typer.Typer()
+    app.command()(bench_command)
+    parser = typer.main.get_command(app)
+    pages = Path(__file__).parents[2].joinpath("docs").rglob("*.md")
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    lines = re.findall(r"python -m benchmarks ([^`]*?)(?:`|  |\n)", text)
+    assert len(lines) > 30
+    for line in lines:
+        argv = shlex.split(line)
+        assert argv[0] in {*SUITES, "update", "disk"}, line
+        parser.make_context("benchmarks", argv)

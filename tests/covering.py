@@ -1,0 +1,210 @@
+"""The pairwise covering array: plans in which every two words that may meet do meet.
+
+    python -m tests.covering > tests/covering.txt
+
+A word is one value of a factor; a plan has at most one value of each.  Two words may meet if some
+plan with both is accepted: by its words, and by `parallelize` for its model on a traced rank.
+Plans are drawn with a fixed seed, each begun with a pair that no plan before has, and filled with
+words that add new pairs.
+"""
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from shardwise.comm.world import traced
+from shardwise.core.errors import InputError
+from shardwise.core.plan_check import problems
+from shardwise.core.plan_parser import SCHEDULES
+from tests.engine.cases import build
+from tests.plan_runs import Proof
+from tests.tasks import ROWS
+
+SEED = 20261
+MOST_RANKS, FEW_RANKS = 8, 4
+DRAWS = 2  # fillings that are tried for one plan
+FILE = Path(__file__).with_suffix(".txt")
+
+PIPES = {"M": "4", "MxV": "4x2", "": ""}
+SCHEDULED = [f"pp2 {name}:{PIPES[numbers]}".rstrip(":") for name, numbers in SCHEDULES.items()]
+#: The values of each factor; every word stands for its technique.
+FACTORS: dict[str, list[str]] = {
+    "data": ["dp2", "dp_replicate2 dp_shard2"],
+    "row": ["ddp", "zero1", "zero2", "zero3", "row:R,R,S"],
+    "tensor": ["tp2", "tp2 sp"],
+    "pipeline": SCHEDULED,
+    "experts": ["ep2"],
+    "accumulate": ["accumulate:2"],
+    "recompute": [
+        *("recompute:full", "recompute:selective", "recompute:every2", "recompute:blocks.0"),
+        *("recompute:1MiB", "recompute:partitioned", "recompute:partitioned-host"),
+    ],
+    "activations": ["activations:host"],
+    "offload": [
+        *("offload:optim", "offload:optim=0.6", "offload:param", "offload:optim@disk"),
+        *("offload:param@disk", "offload:optim=0.7,disk=0.3", "offload:optim-delayed=1"),
+    ],
+    "tile": ["tile:2", "tile:2=head"],
+    "bucket": ["bucket:4KiB"],
+    "buffers": ["buffers:64KiB"],
+    "arenas": ["arenas"],
+    "device": ["device_memory:1GiB"],
+    "layers": ["| blocks.1: zero3", "| head: tp2", "| blocks.0: recompute:full"],
+}
+NONE = ""
+Words = dict[str, str]
+
+
+def text_of(words: Mapping[str, str]) -> str:
+    """The plan of the words, in fp64."""
+    chosen = [words.get(factor, NONE) for factor in FACTORS]
+    *plain, layers = chosen
+    return " ".join(word for word in [*plain, "fp64", layers] if word)
+
+
+def ranks_of(words: Mapping[str, str]) -> int:
+    """The ranks of an accepted plan."""
+    return Proof(text_of(words)).plan.size
+
+
+def accepted(words: Mapping[str, str]) -> bool:
+    """Whether the plan may be run: by its words, by its size, and for its model."""
+    return runs(text_of(words))
+
+
+@cache
+def runs(text: str) -> bool:
+    """Whether `parallelize` accepts the plan for its model."""
+    try:
+        proof = Proof(text)
+        ranks = proof.plan.size
+        pieces = proof.plan.data_size * proof.plan.microbatches  # each has a row at least
+        if ranks > MOST_RANKS or pieces > ROWS or problems(proof.plan, ranks):
+            return False
+        build(traced(0, ranks), proof.task, proof.case)
+    except InputError:
+        return False
+    return True
+
+
+def pairs_of(words: Mapping[str, str]) -> set[frozenset[str]]:
+    """Every two words of a plan."""
+    return {frozenset(two) for two in itertools.combinations([w for w in words.values() if w], 2)}
+
+
+def candidates() -> list[Words]:
+    """Every two words of different factors, as a plan's beginning."""
+    return [
+        {one: a, other: b}
+        for one, other in itertools.combinations(FACTORS, 2)
+        for a in FACTORS[one]
+        for b in FACTORS[other]
+    ]
+
+
+def filled(start: Words, left: set[frozenset[str]], own: random.Random) -> Words | None:
+    """An accepted plan with the words of `start` and as many pairs that are left as were found.
+
+    It has at most `FEW_RANKS` ranks, unless `start` needs more.
+    """
+    best: Words | None = None
+    for _ in range(DRAWS):
+        words = dict(start)
+        if not accepted(words) and not completed(words, random.Random(SEED)):
+            continue
+        most = max(FEW_RANKS, ranks_of(words))
+        free = [factor for factor in FACTORS if factor not in words]
+        own.shuffle(free)
+        for factor in free:
+            values = [v for v in FACTORS[factor] if pairs_of(words | {factor: v}) & left]
+            own.shuffle(values)
+            more = (words | {factor: value} for value in values[:2])
+            words = next((w for w in more if accepted(w) and ranks_of(w) <= most), words)
+        if best is None or len(pairs_of(words) & left) > len(pairs_of(best) & left):
+            best = words
+    return best
+
+
+def completed(words: Words, own: random.Random) -> bool:
+    """Add what the words need of others (data ranks, a row, tensor ranks) until accepted."""
+    more = next((more for more in additions(words, own) if accepted(words | more)), None)
+    words.update(more or {})
+    return more is not None
+
+
+def additions(words: Words, own: random.Random) -> Iterator[Words]:
+    """Up to three words of other factors, the fewest first."""
+    needed = ["data", "row", "tensor", "recompute", "offload", "pipeline"]
+    free = [factor for factor in needed if factor not in words]
+    for number in (1, 2, 3):
+        for factors in itertools.combinations(free, number):
+            every = list(itertools.product(*(FACTORS[factor] for factor in factors)))
+            chosen = own.sample(every, min(len(every), 12))
+            yield from (dict(zip(factors, values, strict=True)) for values in chosen)
+
+
+def can_meet(start: Words) -> bool:
+    """Whether some plan with the words is accepted."""
+    return accepted(start) or completed(dict(start), random.Random(SEED))
+
+
+def covering() -> list[str]:
+    """The plans."""
+    own, plans = random.Random(SEED), list[Words]()
+    starts = candidates()
+    own.shuffle(starts)
+    meeting = [start for start in starts if can_meet(start)]
+    left = {pair for start in meeting for pair in pairs_of(start)}
+    for start in meeting:
+        words = filled(start, left, own) if pairs_of(start) <= left else None
+        if words is not None:
+            plans.append(words)
+            left -= pairs_of(words)
+    return [text_of(words) for words in thinned(plans)]
+
+
+def thinned(plans: list[Words]) -> list[Words]:
+    """The plans without words whose pairs other plans have, the last factors first.
+
+    So a plan has few ranks and few words that take long, and says more when it fails.
+    """
+    times = Counter(pair for words in plans for pair in pairs_of(words))
+    for words in plans:
+        for factor in [f for f in reversed(FACTORS) if f in words]:
+            fewer = {f: word for f, word in words.items() if f != factor}
+            gone = pairs_of(words) - pairs_of(fewer)
+            if all(times[pair] > 1 for pair in gone) and (not fewer or accepted(fewer)):
+                times.subtract(gone)
+                del words[factor]
+    return [words for words in plans if pairs_of(words)]
+
+
+def read() -> list[str]:
+    """The plans that are checked in."""
+    return FILE.read_text().splitlines()
+
+
+def words_of(text: str) -> Words:
+    """The words of a plan that `text_of` wrote, by factor."""
+    base, bar, layers = text.partition("|")
+    there, found = set(base.split()), dict[str, str]()
+    for factor, values in FACTORS.items():
+        for value in sorted(values, key=len):  # "tp2 sp" is not "tp2"
+            if there >= {*value.split()} or (bar and value == f"|{layers}"):
+                found[factor] = value
+    return found
+
+
+def main(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(covering())

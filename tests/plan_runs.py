@@ -1,0 +1,287 @@
+"""One run of a plan on all ranks, and the same training in one process, for the facts of the table.
+
+run_of(run_gloo, "dp2 zero3")    trains, evaluates, saves, and goes on from a checkpoint
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.comm.world import World, alone
+from shardwise.core.expert_moves import Loads
+from shardwise.core.plan import Plan
+from shardwise.engine.engine import Engine
+from shardwise.engine.meter import Leak, Meter
+from shardwise.engine.prediction import Predictor
+from shardwise.prediction.memory import by_tier
+from shardwise.verify.batches import Division
+from shardwise.verify.loads import Choices
+from shardwise.verify.oracle import Oracle, Weights
+from shardwise.verify.oracles import is_asynchronous, oracles_of
+from tests.engine.cases import Case, Task, build, foreseen
+from tests.engine.tensors import ADAMW, Piece, mine, pieces, sent
+from tests.engine.test_state import assembled, saved
+from tests.pool import run_threads
+from tests.tasks import TASKS, kind_of
+
+STEPS = 3
+SAVED = 2  # the steps after which one process saves what the plan then loads
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+
+Pair = tuple[dict[Any, int], dict[Any, int]]  # measured and predicted
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A plan, in fp64 if it names no precision, with its model and its division of batches."""
+
+    text: str
+
+    @property
+    def exact(self) -> str:
+        base, bar, layers = self.text.partition("|")
+        known = set(base.split()) & {*PRECISIONS}
+        return self.text if known else f"{base.strip()} fp64 {bar}{layers}".strip()
+
+    @property
+    def plan(self) -> Plan:
+        """On the smallest world on which each word has an effect."""
+        return Plan.parse(self.exact).completed(None)
+
+    @property
+    def precision(self) -> str:
+        return self.plan.precision or ""
+
+    @property
+    def tolerance(self) -> float:
+        """Relative, of all that is compared with one process."""
+        return 1e-10 if self.precision == "fp64" else 1e-5
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.text)
+
+    @property
+    def task(self) -> Task:
+        return TASKS[self.kind]
+
+    @property
+    def case(self) -> Case:
+        """Clipped, where stages have a common norm; ranks begin with different weights."""
+        clip = None if is_asynchronous(self.plan) else 0.5
+        groups = {"*norm*": {"weight_decay": 0.0, "lr": 0.02}}
+        options = {**ADAMW["options"], "betas": (0.8, 0.95), "groups": groups}
+        return Case(str(self.plan), clip=clip, seeds=True, options=options)
+
+    @property
+    def oracle(self) -> tuple[str, str]:
+        """What determines the training in one process: for most plans their model alone."""
+        plan, offload = self.plan, self.plan.offloaded
+        delayed = offload is not None and offload.undelayed is not None
+        own = self.kind == "mixture" or is_asynchronous(plan) or delayed
+        return self.kind, self.exact if own else self.precision
+
+
+@dataclass
+class Trained:
+    """One rank's training: its values, and pairs of what was measured and predicted."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    gradients: list[list[Piece]] = field(default_factory=list)
+    bytes: list[Pair] = field(default_factory=list)
+    memory: list[Pair] = field(default_factory=list)
+    leaks: list[Leak] = field(default_factory=list)
+    evaluated: float = 0.0
+    state: list[Piece] = field(default_factory=list)
+    resumed_steps: int = 0
+    resumed_loss: float = 0.0
+    resumed_state: list[Piece] = field(default_factory=list)
+
+
+@dataclass
+class Expected:
+    """The same in one process, in plain PyTorch; `loads` are those of the experts."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    loads: list[tuple[Loads, ...]] = field(default_factory=list)
+    evaluated: float = 0.0
+    state: dict[str, Tensor] = field(default_factory=dict)
+    resumed_loss: float = 0.0
+    resumed_loads: tuple[Loads, ...] = ()
+    resumed_state: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train(world: World, proof: Proof, expected: Expected) -> Trained:
+    """Three steps, of which the last is metered, and an evaluation."""
+    engine, theory = build(world, proof.task, proof.case), foreseen(world, proof.task, proof.case)
+    return trained(engine, theory, proof, expected)
+
+
+def trained(engine: Engine, theory: Predictor, proof: Proof, expected: Expected) -> Trained:
+    """The training of an engine that has run no step."""
+    task, found, meter = proof.task, Trained(), Meter(engine, peaks=False)
+    for step in range(STEPS):
+        with meter if step == STEPS - 1 else nullcontext():
+            metrics = engine.step(mine(engine, task.batch(step)))
+        found.losses.append(metrics.loss)
+        found.norms.append(metrics.grad_norm)
+        found.tokens.append(metrics.tokens)
+        found.gradients.append(pieces(engine.gradients(), "grad/"))
+        compare(found, engine, theory, task.batch(step), {"loads": expected.loads[step]})
+    engine.world.barrier()  # ranks in threads read each other's tensors until here
+    gc.collect()
+    # under these, versions of weights replace others in each step, which `memory` counts
+    own = {"parameters"} if is_asynchronous(proof.plan) else set[str]()
+    found.leaks = [leak for leak in meter.leaks() if leak.place.category not in own]
+    found.state = pieces(engine.boxes(), "")
+    found.evaluated = evaluate(engine, theory, task.batch(STEPS), expected.loads[STEPS], found)
+    return found
+
+
+def train_and_go_on(
+    world: World, proof: Proof, expected: Expected, arrays: Arrays, scalars: Any
+) -> Trained:
+    """The same; then the engine loads a checkpoint of one process, and takes a step."""
+    task, case = proof.task, proof.case
+    engine, theory = build(world, task, case), foreseen(world, task, case)
+    found = trained(engine, theory, proof, expected)
+    load(engine, arrays, scalars)
+    batch, done = task.batch(SAVED), engine.steps - engine.steps_run
+    found.resumed_loss = engine.step(mine(engine, batch)).loss
+    how = {"loads": expected.resumed_loads, "loaded": True, "done": done, "flushed": True}
+    compare(found, engine, theory, batch, how)
+    found.resumed_steps = engine.steps
+    found.resumed_state = pieces(engine.boxes(), "")
+    return found
+
+
+def compare(
+    found: Trained, engine: Engine, theory: Predictor, batch: Any, how: dict[str, Any]
+) -> None:
+    """Add bytes and memory after a step beside the prediction."""
+    counts = Division(engine.data_ranks, engine.microbatches).counts(batch)
+    told = theory.of(mine(engine, batch), counts, how["loads"])
+    found.bytes.append((sent(engine), told.in_step(engine.steps_run - 1, **how)))
+    held = by_tier(engine.memory(), engine.host_memory(), engine.disk_memory())
+    found.memory.append((held, told.memory_by_tier))
+
+
+def evaluate(
+    engine: Engine, theory: Predictor, batch: Any, loads: Sequence[Loads], found: Trained
+) -> float:
+    """The loss of an evaluation, whose bytes are compared too."""
+    engine.wait()
+    before, own = engine.ledger.copy(), mine(engine, batch)
+    loss, tokens = engine.evaluate(own)
+    found.tokens.append(tokens)
+    counted = {key: t.sent_bytes for key, t in engine.ledger.since(before).items() if t.sent_bytes}
+    told = theory.of(own, Division(engine.data_ranks, 1).counts(batch), whole=True)
+    predicted = {tuple(line): count for line, count in told.in_evaluation(loads).items()}
+    found.bytes.append(({tuple(key): count for key, count in counted.items()}, predicted))
+    return loss
+
+
+def load(engine: Engine, arrays: Arrays, scalars: Any) -> None:
+    """Load what another engine saved."""
+    tensors = {name: (a.shape, torch.from_numpy(a).dtype) for name, a in arrays.items()}
+    for box in engine.loading(tensors, scalars):
+        at = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+        box.tensor.detach().copy_(torch.from_numpy(np.array(arrays[box.name][at])))
+    engine.load_scalars(scalars)
+    engine.loaded()
+
+
+# --- in one process -------------------------------------------------------------------------------
+
+
+@cache
+def checkpoint(kind: str, precision: str) -> tuple[Arrays, Any]:
+    """What one process saved after two steps of a kind of model."""
+    states = [saved(alone(), TASKS[kind], Proof(f"dp1 {precision}").case, SAVED)]
+    return assembled(states), states[0][1]
+
+
+@cache
+def trained_alone(kind: str, exact: str) -> Expected:
+    """The oracle's training: three steps, an evaluation, and a step from the checkpoint."""
+    proof, task, found = Proof(exact), TASKS[kind], Expected()
+    plan, clip = proof.plan, proof.case.clip
+    oracle = oracle_of(proof, task)
+    choices = Choices(oracle.model)
+    for step in range(STEPS):
+        batch = task.batch(step)
+        found.losses.append(oracle.step(batch, clip))
+        found.norms.append(oracle.weights.norm)
+        found.loads.append(choices.loads(batch, plan))
+        found.gradients.append({n: g.clone() for n, g in oracle.weights.used.items()})
+    found.state = state_of(oracle.weights)
+    last = task.batch(STEPS)
+    found.evaluated = float(oracle.evaluate(lambda m: oracle.task.loss_of(m, last, oracle.dtype)))
+    found.loads.append(choices.loads(last, plan, Division(plan.data_size, 1), trained=False))
+    resumed = oracle_of(proof, task)
+    load_alone(resumed.weights, checkpoint(kind, proof.precision)[0])
+    if isinstance(resumed, Oracle):
+        resumed.steps = SAVED
+    choices, batch = Choices(resumed.model), task.batch(SAVED)
+    found.resumed_loss = resumed.step(batch, clip)
+    found.resumed_loads = choices.loads(batch, plan)
+    found.resumed_state = state_of(resumed.weights)
+    return found
+
+
+def oracle_of(proof: Proof, task: Task) -> Any:
+    recipe = sw.Optim(proof.case.kind, **proof.case.options)
+    return oracles_of(task.make, proof.plan, recipe, task.loss, task.tokens).exact
+
+
+def state_of(weights: Weights) -> dict[str, Tensor]:
+    """Copies of the weights and of the optimizer's state, by the names of checkpoints."""
+    found = {f"model/{n}": t.clone() for n, t in weights.values().items()}
+    return found | {f"optim/{n}": t.clone() for n, t in weights.state().items()}
+
+
+def load_alone(weights: Weights, arrays: Arrays) -> None:
+    """Load a checkpoint into the oracle's weights and its optimizer's state."""
+    for name, master in weights.masters.items():
+        master.data.copy_(torch.from_numpy(arrays[f"model/{name}"]))
+        weights.params[name].data.copy_(master.data)
+        kept = {key: f"optim/{key}/{name}" for key in ("step", "exp_avg", "exp_avg_sq")}
+        state = {key: torch.from_numpy(np.array(arrays[n])) for key, n in kept.items()}
+        weights.optimizer.state[master] = state
+
+
+@dataclass(frozen=True)
+class Run:
+    """A plan's run on all ranks, and the same in one process."""
+
+    proof: Proof
+    ranks: list[Trained]
+    expected: Expected
+
+
+def run_of(on_ranks: Callable[..., list[Trained]], text: str) -> Run:
+    """The run of a plan on ranks that `on_ranks` provides."""
+    proof = Proof(text)
+    expected, saved_alone = trained_alone(*proof.oracle), checkpoint(proof.kind, proof.precision)
+    ranks = on_ranks(proof.plan.size, train_and_go_on, proof, expected, *saved_alone)
+    return Run(proof, ranks, expected)
+
+
+@cache
+def run_in_16_bits(text: str) -> list[Trained]:
+    """The run of a plan in 16 bits, without a comparison with one process, in threads."""
+    proof = Proof(text)
+    return run_threads(proof.plan.size, train, proof, Expected(loads=[()] * (STEPS + 1)))

@@ -1,0 +1,179 @@
+"""Every plan of the table: parity, bytes, memory, leaks and checkpoints, from one run of each."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.core.offload import BY_FRACTION, WHAT
+from shardwise.core.plan import WORDS
+from shardwise.core.plan_parser import PARTITIONED_WORDS
+from shardwise.models import gpt
+from shardwise.verify.oracles import is_asynchronous
+from tests import covering
+from tests.engine.tensors import Piece, assert_pieces
+from tests.plan_runs import SAVED, STEPS, Run, Trained, run_in_16_bits, run_of, trained_alone
+from tests.plans import CANONICAL, ELSEWHERE, EQUAL_16, FAULTS, every_plan
+from tests.pool import run_gloo, run_threads
+from tests.tasks import kind_of
+
+
+def marks(plan: str) -> list[pytest.MarkDecorator]:
+    """The marks of a plan of the array: those with a known fault are expected to fail."""
+    known = [fault for pattern, fault in FAULTS.items() if re.search(pattern, plan)]
+    return [pytest.mark.full, *(pytest.mark.xfail(reason=r, strict=s) for r, s in known)]
+
+
+PLANS = [
+    *(pytest.param((run_gloo, plan), id=plan) for rows in CANONICAL.values() for plan in rows),
+    *(pytest.param((run_threads, p), id=p, marks=marks(p)) for p in covering.read()),
+]
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def run(request: pytest.FixtureRequest) -> Run:
+    """The run of one plan, which the facts below are about."""
+    return run_of(*request.param)
+
+
+def assert_state(run: Run, ranks: list[list[Piece]], wanted: dict[str, Tensor]) -> None:
+    """Weights and optimizer states are those of one process."""
+    for kind in ("model/", "optim/"):
+        wholes = {name: t for name, t in wanted.items() if name.startswith(kind)}
+        parts = [[p for p in rank if p.name.startswith(kind)] for rank in ranks]
+        assert_pieces(parts, wholes, run.proof.tolerance)
+
+
+def assert_predicted(ranks: list[Trained], what: str) -> None:
+    """Each measured number is the predicted one."""
+    for rank in ranks:
+        for measured, predicted in getattr(rank, what):
+            assert measured == predicted
+
+
+def test_parity(run: Run):
+    """Losses, tokens, norms, gradients, weights, states are one process's; 1e-10 in fp64."""
+    wanted, tolerance, task = run.expected, run.proof.tolerance, run.proof.task
+    for rank in run.ranks:
+        assert rank.tokens == [gpt.tokens(task.batch(step)) for step in range(STEPS + 1)]
+        assert rank.losses == pytest.approx(wanted.losses, rel=tolerance)
+        assert rank.evaluated == pytest.approx(wanted.evaluated, rel=tolerance)
+    if not is_asynchronous(run.proof.plan):  # whose stages have their own norms and gradients
+        for rank in run.ranks:
+            assert rank.norms == pytest.approx(wanted.norms, rel=tolerance)
+        for step, gradients in enumerate(wanted.gradients):
+            assert_pieces([rank.gradients[step] for rank in run.ranks], gradients, tolerance)
+    assert_state(run, [rank.state for rank in run.ranks], wanted.state)
+
+
+def test_bytes(run: Run):
+    """Every line of the ledger, of each step and of an evaluation, equals its prediction."""
+    assert_predicted(run.ranks, "bytes")
+
+
+def test_memory(run: Run):
+    """Bytes of every category on every tier equal their prediction."""
+    assert_predicted(run.ranks, "memory")
+
+
+def test_nothing_is_left(run: Run):
+    """No storage that the third step makes outlives it."""
+    assert [rank.leaks for rank in run.ranks] == [[]] * len(run.ranks)
+
+
+def test_a_checkpoint_of_one_process_goes_on(run: Run):
+    """What one process saved after two steps continues under the plan as in one process."""
+    for rank in run.ranks:
+        wanted = pytest.approx(run.expected.resumed_loss, rel=run.proof.tolerance)
+        assert (rank.resumed_loss, rank.resumed_steps) == (wanted, SAVED + 1)
+    assert_state(run, [rank.resumed_state for rank in run.ranks], run.expected.resumed_state)
+
+
+@pytest.mark.parametrize(
+    ("plain", "word"), [(plan, word) for plan, words in EQUAL_16.items() for word in words]
+)
+def test_no_bit_changes_in_16_bits(plain: str, word: str):
+    """Losses, norms, gradients and states under the word are those without it, bit for bit."""
+    for one, other in zip(run_in_16_bits(plain), run_in_16_bits(f"{plain} {word}"), strict=True):
+        assert (one.losses, one.norms, one.evaluated) == (
+            other.losses,
+            other.norms,
+            other.evaluated,
+        )
+        for before, after in zip(one.gradients, other.gradients, strict=True):
+            assert_equal(before, after)
+        assert_equal(one.state, other.state)
+
+
+def assert_equal(one: list[Piece], other: list[Piece]) -> None:
+    """The same pieces, bit for bit."""
+    order = lambda piece: (piece.name, piece.offsets, piece.replica)  # noqa: E731
+    for a, b in zip(sorted(one, key=order), sorted(other, key=order), strict=True):
+        assert a._replace(values=b.values) == b
+        assert torch.equal(a.values, b.values), a.name
+
+
+IN_16_BITS = [
+    p for plan, words in EQUAL_16.items() for p in (plan, *(f"{plan} {w}" for w in words))
+]
+
+
+@pytest.mark.parametrize("plan", IN_16_BITS)
+def test_near_one_process_in_16_bits(plan: str):
+    """Losses are within 2 % of one process's in fp32, norms 5 %, gradients as precise."""
+    ranks, wanted = run_in_16_bits(plan), trained_alone(kind_of(plan), "fp32")
+    for rank in ranks:
+        assert rank.losses == pytest.approx(wanted.losses, rel=0.02)
+        assert rank.norms == pytest.approx(wanted.norms, rel=0.05)
+        assert (rank.losses, rank.norms) == (ranks[0].losses, ranks[0].norms)
+    digits = 0.02 if "fp16" in plan else 0.08  # bf16 has three bits fewer
+    assert_pieces([rank.gradients[0] for rank in ranks], wanted.gradients[0], digits)
+
+
+@pytest.mark.parametrize("plan", IN_16_BITS)
+def test_costs_in_16_bits(plan: str):
+    """Bytes of every line and memory on every tier are as predicted, and nothing is left."""
+    ranks = run_in_16_bits(plan)
+    assert_predicted(ranks, "bytes")
+    assert_predicted(ranks, "memory")
+    assert [rank.leaks for rank in ranks] == [[]] * len(ranks)
+
+
+# --- the table --------------------------------------------------------------------------------
+
+
+def there(start: str) -> bool:
+    """Whether a plan that a hand wrote has a word that begins like this."""
+    return any(word.startswith(start) for plan in every_plan() for word in plan.split())
+
+
+@pytest.mark.parametrize("form", [word.form for word in WORDS if not word.later])
+def test_every_word_has_a_plan(form: str):
+    """A plan word stands in a plan that a hand wrote, or in the list of those proved elsewhere."""
+    assert there(re.sub("(N|[A-Z]+.*)$", "", form)) or form in ELSEWHERE
+
+
+@pytest.mark.parametrize("value", [*PARTITIONED_WORDS, *WHAT, *BY_FRACTION])
+def test_every_value_has_a_plan(value: str):
+    """So does each value of the words `recompute` and `offload`, with any fraction."""
+    known = re.compile(re.sub("0[.][0-9]+", "[0-9.]+", value) + "(=[0-9]+)?$")
+    words = (word.partition(":")[2] for plan in every_plan() for word in plan.split())
+    assert any(known.match(word) for word in words) or f"offload:{value}" in ELSEWHERE
+
+
+def test_every_plan_of_the_array_can_be_read():
+    """Its words are those of the factors, and it has no plan twice."""
+    plans = covering.read()
+    assert len({*plans}) == len(plans)
+    assert [covering.text_of(covering.words_of(plan)) for plan in plans] == plans
+
+
+@pytest.mark.full
+def test_the_array_has_every_pair():
+    """Two words that meet in no plan of the array cannot meet."""
+    found = set[frozenset[str]]().union(
+        *(covering.pairs_of(covering.words_of(plan)) for plan in covering.read())
+    )
+    missing = [s for s in covering.candidates() if not covering.pairs_of(s) <= found]
+    assert not [s for s in missing if covering.can_meet(s)]
