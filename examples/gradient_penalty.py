@@ -4,7 +4,7 @@ python examples/gradient_penalty.py         under zero1
 python examples/gradient_penalty.py ddp     under ddp
 
 A gradient of a gradient needs the full parameters: `ddp` and `zero1` have them, and the optimizer's
-state is still sharded under `zero1`. `zero2` and `zero3` refuse the second derivative.
+state is still sharded under `zero1`. `zero3` refuses the second derivative.
 """
 
 import sys

@@ -8,6 +8,7 @@ from shardwise.comm.launch import can_fork
 from tests.house import ROOT
 
 
+@pytest.mark.full
 def test_the_cells_of_the_notebook_train_on_two_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
