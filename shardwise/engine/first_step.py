@@ -1,26 +1,22 @@
-"""The first step on a tensor axis: the sharded model is compared with the plain one.
+"""The first step on a tensor axis: the loss of the sharded model is compared with the plain one's.
 
-    plain     a copy of the model with all weights                 loss, gradients
-    sharded   the same copy, sharded on the tensor axis alone      loss, gradients: must be equal
+    plain     a copy of the model with all weights                 loss
+    sharded   the same copy, sharded on the tensor axis alone      loss: must be equal
 
 Code may compute with what a rank has only a part of: a length (`h / h.shape[-1]` of a sharded dim),
 or a fixed number of heads.  It runs, and is wrong.  Before its first update each rank computes the
-loss of its first microbatch twice.  Dropout draws nothing: modules are in eval mode, apart from
-recurrent layers.
+loss of its first microbatch twice, forward only; `shardwise verify` proves gradients too.  Dropout
+draws nothing: modules are in eval mode, apart from recurrent layers.  A pass that draws random
+numbers proves nothing: ranks draw others for sharded activations.
 
-Gradients are compared under a derived table, which nobody has read.  Under a table that the program
-or the model gives, the loss is, more strictly.  A pass that draws random numbers proves nothing
-there: ranks draw others for sharded activations.
-
-While it compares, a rank holds up to four times the plain model's parameters (two copies and their
-gradients), or twice without gradients, and rank 0 the parameters once more in host memory.  A model
-for which a rank has too little memory is not compared, and a line says so.
+While it compares, a rank holds two copies of the plain model's parameters, and rank 0 the
+parameters once more in host memory.  A model for which a rank has too little memory is not
+compared, and a line says so.
 """
 
 import copy
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -32,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm import host_memory
 from shardwise.comm.host import host_number
-from shardwise.comm.move import all_gather, begin_sum, broadcast, part
+from shardwise.comm.move import all_gather, broadcast
 from shardwise.comm.parameter import parameter_like
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
@@ -53,22 +49,10 @@ from shardwise.engine.tensor_parallel import lay_out
 from shardwise.engine.training import Build, Training
 from shardwise.parallel.data.initial_weights import Fill
 
-#: The parameters' bytes that a rank needs: two copies, and their gradients under a derived table.
-COPIES, COPIES_FORWARD = 4, 2
-#: Relative difference of losses in 32 bits and more that counts as rounding, under a given table.
+#: The copies of the parameters that a rank needs.
+COPIES: Final = 2
+#: Relative difference of losses in 32 bits and more that counts as rounding.
 CLOSE: Final = 2e-5
-#: A gradient whose norm is below this fraction of all gradients' counts as rounding.
-NEGLIGIBLE: Final = 1e-3
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How far a sharded pass is from the plain one: relative errors, and the worst parameter."""
-
-    losses: tuple[float, float]
-    loss: float
-    gradient: float
-    name: str
 
 
 @dataclass(frozen=True)
@@ -92,52 +76,45 @@ def engine_of(model: nn.Module, build: Build, training: Training) -> Engine:
 
 
 def compare(engine: Engine, given: Plain, batch: Any) -> None:
-    """Compare the loss, and under a derived table the gradients, of the first microbatch.
-
-    All ranks call it.
+    """Compare the loss of the first microbatch.  All ranks call it.
 
     Raises:
-        InputError: on every rank, if they differ on one.
+        InputError: on every rank, if the losses differ on one.
     """
-    world, graded = engine.world, given.table.derived
-    needed = (COPIES if graded else COPIES_FORWARD) * sum(
-        p.numel() * p.element_size() for p in given.twin.parameters()
-    )
+    world = engine.world
+    needed = COPIES * sum(p.numel() * p.element_size() for p in given.twin.parameters())
     with world.ledger.phase("compare"):
         if not _fits(needed, world):
-            _not_compared(world, graded, f"it needs {needed:,} bytes on each rank")
+            _not_compared(world, given.table.derived, f"it needs {needed:,} bytes on each rank")
             return
-        found, short = _compared(engine, given, batch)
+        losses, short = _losses(engine, given, batch)
         collect()  # modules and their hooks refer to one another
-        names = [name for name, _ in given.twin.named_parameters()]
-        _require(found, names, engine, graded=graded, short=short)
+        _require(losses, engine, given.table.derived, short=short)
 
 
-def _compared(engine: Engine, given: Plain, batch: Any) -> tuple[Difference | None, bool]:
-    """The difference of two copies on this rank's rows, and whether they compute in 16 bits.
+def _losses(engine: Engine, given: Plain, batch: Any) -> tuple[tuple[float, float], bool]:
+    """The losses of the two copies on this rank's rows, and whether they compute in 16 bits.
 
-    None without rows, and where losses depend on random numbers.
+    Zeros without rows, and where losses depend on random numbers.
     """
-    world, graded = engine.world, given.table.derived
+    world = engine.world
     dtype = torch.float32 if engine.dtype in HALF else engine.dtype
     plain = _with_weights(engine, given, dtype)
     sharded = copy.deepcopy(plain)
-    found, rounding = None, _Rounding()
+    losses, rounding = (0.0, 0.0), _Rounding()
     with seeded(world.device, 0):
         tensors = lay_out(sharded, world, engine.plan.sp, given.table)
         share = split(batch, engine.microbatches, count=engine.rows.count)[0]
         if not is_empty(share, engine.rows.count):
             share = tree_map_only(Tensor, lambda x: x.to(world.device), share)
             share = widened(share, dtype)
-            passes = (plain, nowhere()), (sharded, tensors)
             with rounding:
-                first, second = (_loss(engine, *one, share, graded=graded) for one in passes)
-            if graded:
-                found = _difference((first, second), plain, sharded, tensors)
-            elif not _drew(world.device):
-                error = _ratio(abs(second - first), abs(first))
-                found = Difference((first, second), error, 0.0, "")
-    return found, rounding.short or any(p.dtype in HALF for p in plain.parameters())
+                first = _loss(engine, plain, nowhere(), share)
+                second = _loss(engine, sharded, tensors, share)
+            # the step itself reports a loss that is not finite
+            if not _drew(world.device) and math.isfinite(first):
+                losses = first, second
+    return losses, rounding.short or any(p.dtype in HALF for p in plain.parameters())
 
 
 def _not_compared(world: World, derived: bool, why: str) -> None:
@@ -194,51 +171,19 @@ def _with_weights(engine: Engine, given: Plain, dtype: torch.dtype | None) -> nn
     return plain
 
 
-def _loss(engine: Engine, model: nn.Module, tensors: Tensors, share: Any, *, graded: bool) -> float:
-    """The loss of a microbatch; if `graded`, its gradients are in the parameters."""
+@torch.no_grad()
+def _loss(engine: Engine, model: nn.Module, tensors: Tensors, share: Any) -> float:
+    """The loss of a microbatch."""
     for module in model.modules():
         recurrent = isinstance(module, nn.RNNBase) and not module.dropout
-        module.training = recurrent  # cuDNN has no backward of them in eval mode
+        module.training = recurrent  # as in a step
     torch.manual_seed(0)
-    with torch.set_grad_enabled(graded), tensors.random.during(engine.world.device):
+    with tensors.random.during(engine.world.device):
         tensors.begin()
         with hint.shapes(tensors):
             loss = engine.training.loss(model, share)
-        if loss.requires_grad:
-            loss.backward()
         tensors.end()
-    return float(loss.detach())
-
-
-@torch.no_grad()
-def _difference(
-    losses: tuple[float, float], plain: nn.Module, sharded: nn.Module, tensors: Tensors
-) -> Difference:
-    """The largest difference of this rank; gradients are summed over ranks as in a step."""
-    wanted = {name: p for name, p in plain.named_parameters() if p.requires_grad}
-    norms = {name: _norm(p.grad) for name, p in wanted.items()}
-    total = math.hypot(*norms.values())
-    worst, named = 0.0, ""
-    for name, p in sharded.named_parameters():
-        if name not in wanted:
-            continue
-        found = torch.zeros_like(p) if p.grad is None else p.grad
-        if name in tensors.sums:
-            found = begin_sum(found.contiguous(), tensors.sums[name]).wait()
-        expected, cut = wanted[name].grad, tensors.of(name).cut
-        if expected is None:
-            expected = torch.zeros_like(wanted[name])
-        if cut is not None:
-            expected = part(expected, cut, tensors.axis.rank)
-        error = _ratio(_norm(found - expected), norms[name] + NEGLIGIBLE * total)
-        if error > worst:
-            worst, named = error, name
-    first, second = losses
-    return Difference(losses, _ratio(abs(second - first), abs(first)), worst, named)
-
-
-def _norm(x: Tensor | None) -> float:
-    return 0.0 if x is None else float(x.double().norm())
+    return float(loss)
 
 
 def _ratio(error: float, size: float) -> float:
@@ -248,24 +193,14 @@ def _ratio(error: float, size: float) -> float:
     return error / size if size else float(error > 0)
 
 
-def _require(
-    found: Difference | None, names: Sequence[str], engine: Engine, *, graded: bool, short: bool
-) -> None:
-    """Raise InputError on every rank if the passes of one rank differ."""
+def _require(losses: tuple[float, float], engine: Engine, derived: bool, *, short: bool) -> None:
+    """Raise InputError on every rank if the losses of one rank differ."""
     world = engine.world
-    none = Difference((0.0, 0.0), 0.0, 0.0, "")
-    own = found or none
-    if not math.isfinite(own.losses[0]):
-        own = none  # the step itself reports a loss that is not finite
-    place = names.index(own.name) if own.name else 0
-    numbers = torch.tensor(
-        [*own.losses, own.loss, own.gradient, place], dtype=torch.float64, device=world.device
-    )
-    everyone = torch.stack(all_gather(numbers, world.everyone)).tolist()
-    close = TOLERANCE_16_BIT if short else TOLERANCE if graded or _rounds(world.device) else CLOSE
-    for row in everyone:
-        if max(row[2:4]) > close:
-            raise _differs(row, names, engine) if graded else _given_differs(row, engine)
+    own = torch.tensor(losses, dtype=torch.float64, device=world.device)
+    close = TOLERANCE_16_BIT if short else TOLERANCE if _rounds(world.device) else CLOSE
+    for plain, sharded in torch.stack(all_gather(own, world.everyone)).tolist():
+        if _ratio(abs(sharded - plain), abs(plain)) > close:
+            raise _differs(plain, sharded, engine, derived)
 
 
 def _rounds(device: torch.device) -> bool:
@@ -285,29 +220,14 @@ class _Rounding(TorchDispatchMode):
         return out
 
 
-def _given_differs(row: Sequence[float], engine: Engine) -> Exception:
-    plain, sharded = row[:2]
+def _differs(plain: float, sharded: float, engine: Engine, derived: bool) -> Exception:
     return bad(
-        f"a table of styles under '{engine.plan}', by which the model does not compute what it "
-        f"computes on one rank: in the first step the loss is {sharded:.9g} instead of {plain:.9g}",
+        f"a {'derived table' if derived else 'table of styles'} under '{engine.plan}', by which "
+        "the model does not compute what it computes on one rank: in the first step the loss is "
+        f"{sharded:.9g} instead of {plain:.9g}",
         "styles under which the code of each module computes its part: where it has a number of "
-        "heads, or of features, each rank needs its own",
-        'Table.of({...}, heads=8, sets={"*.attn": {"heads": "heads"}}), or sw.derive_table; '
-        "'shardwise verify' names the first tensor that differs (docs/how-to/tables.md)",
-    )
-
-
-def _differs(row: Sequence[float], names: Sequence[str], engine: Engine) -> Exception:
-    plain, sharded, loss, gradient, place = row
-    shown = f"the loss is {sharded:.6g} instead of {plain:.6g}" if loss > gradient else ""
-    name = names[int(place)]
-    shown = shown or f"the gradient of {name} is {gradient:.1%} off"
-    near = f", most of all in the gradient of {name}" if loss > gradient else ""
-    return bad(
-        f"a derived table under '{engine.plan}', by which the model does not compute what it "
-        f"computes on one rank: in the first step {shown}{near}",
-        "a forward that computes with shapes only to reshape: `h / h.shape[-1]` divides by a "
-        "rank's own features",
-        f"the whole length as a number in the code near {name}, or a table of your own without "
-        "these layers (print(table); docs/how-to/tables.md)",
+        "heads, or of features, each rank needs its own (`h / h.shape[-1]` divides by a rank's own "
+        "features)",
+        'Table.of({...}, heads=8, sets={"*.attn": {"heads": "heads"}}), or a table without these '
+        "layers; 'shardwise verify' names the first tensor that differs (docs/how-to/tables.md)",
     )
