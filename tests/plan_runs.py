@@ -29,7 +29,7 @@ from shardwise.verify.oracles import is_asynchronous, oracles_of
 from tests.engine.cases import Case, Task, build, foreseen
 from tests.engine.tensors import ADAMW, Piece, mine, pieces, sent
 from tests.engine.test_state import assembled, saved
-from tests.pool import run_threads
+from tests.pool import run_gloo, run_nccl, run_threads
 from tests.tasks import TASKS, kind_of
 
 STEPS = 3
@@ -263,6 +263,21 @@ def load_alone(weights: Weights, arrays: Arrays) -> None:
         weights.optimizer.state[master] = state
 
 
+OnRanks = Callable[..., list[Trained]]
+#: Who runs plans under `--device`: the canonical ones, and all others.
+RUNNERS: dict[str, tuple[OnRanks, OnRanks]] = {
+    "cpu": (run_gloo, run_threads),
+    "cuda": (run_nccl, run_nccl),
+}
+
+
+def lacking(text: str, device: str, gpus: int) -> str:
+    """Why the ranks of a plan cannot run on the device; nothing if they can."""
+    ranks = Proof(text).plan.size
+    short = device == "cuda" and ranks > gpus
+    return f"it needs a GPU for each of {ranks} ranks; there are {gpus}" if short else ""
+
+
 @dataclass(frozen=True)
 class Run:
     """A plan's run on all ranks, and the same in one process."""
@@ -272,7 +287,7 @@ class Run:
     expected: Expected
 
 
-def run_of(on_ranks: Callable[..., list[Trained]], text: str) -> Run:
+def run_of(on_ranks: OnRanks, text: str) -> Run:
     """The run of a plan on ranks that `on_ranks` provides."""
     proof = Proof(text)
     expected, saved_alone = trained_alone(*proof.oracle), checkpoint(proof.kind, proof.precision)
@@ -281,7 +296,8 @@ def run_of(on_ranks: Callable[..., list[Trained]], text: str) -> Run:
 
 
 @cache
-def run_in_16_bits(text: str) -> list[Trained]:
-    """The run of a plan in 16 bits, without a comparison with one process, in threads."""
+def run_in_16_bits(on_ranks: OnRanks, text: str) -> Run:
+    """The run of a plan in 16 bits, and the same in one process in fp32."""
     proof = Proof(text)
-    return run_threads(proof.plan.size, train, proof, Expected(loads=[()] * (STEPS + 1)))
+    ranks = on_ranks(proof.plan.size, train, proof, Expected(loads=[()] * (STEPS + 1)))
+    return Run(proof, ranks, trained_alone(proof.kind, "fp32"))

@@ -7,7 +7,16 @@ of the covering array, in which every two words that may meet do meet.
 ROWS = ("ddp", "zero1", "zero2", "zero3")
 
 CANONICAL: dict[str, list[str]] = {
-    "one process": ["dp1 fp64", "dp1 fp32"],
+    # what one GPU can run of every technique that has an effect there
+    "one process": [
+        *("dp1 fp64", "dp1 fp32", "dp1 accumulate:3", "dp1 device_memory:4GiB"),
+        *(f"dp1 recompute:{how}" for how in ("full", "selective", "every2", "128KiB", "head")),
+        *("dp1 activations:host", "dp1 recompute:full arenas", "dp1 fp32 recompute:full"),
+        *(f"dp1 offload:{what}" for what in ("optim", "optim=0.6", "optim@disk", "param@disk")),
+        *("dp1 offload:optim=0.7,disk=0.3", "dp1 offload:optim-delayed=1"),
+        *("dp1 fp32 offload:param", "dp1 offload:param tile:2=head"),
+        "dp1 offload:param accumulate:2 recompute:full",
+    ],
     "data rows": [
         *(f"dp{ranks} {row}" for ranks in (2, 4) for row in ROWS),
         *(f"dp_replicate2 dp_shard2 {row}" for row in ROWS[1:]),
@@ -57,6 +66,8 @@ CANONICAL: dict[str, list[str]] = {
 }
 #: Plans in 16 bits, and words that change no bit of them.
 EQUAL_16: dict[str, list[str]] = {
+    "dp1 bf16": ["offload:optim", "offload:optim@disk", "offload:param", "recompute:full"],
+    "dp1 fp16": ["offload:optim=0.7,disk=0.3", "offload:param@disk", "activations:host"],
     "dp2 bf16": ["offload:optim", "offload:optim@disk", "offload:param", "offload:param@disk"],
     "dp2 zero1 fp16": ["offload:optim", "offload:optim@disk"],
     "dp2 zero2 bf16": [

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.world import World
@@ -76,10 +77,13 @@ class Held:
 
 
 def pieces(boxes: list[Box], kind: str) -> list[Piece]:
-    """Copies of the boxes of a kind, by the names of parameters."""
+    """Copies on the host of the boxes of a kind, by the names of parameters."""
     found = [b for b in boxes if b.name.startswith(kind)]
     return [
-        Piece(b.name.removeprefix(kind), b.offsets, b.tensor.detach().clone(), b.replica)
+        Piece(
+            *(b.name.removeprefix(kind), b.offsets),
+            *(b.tensor.detach().to("cpu", copy=True), b.replica),
+        )
         for b in found
     ]
 
@@ -90,8 +94,9 @@ def sent(engine: Engine) -> dict[Line, int]:
 
 
 def mine(engine: Engine, batch: Any) -> Any:
-    """This rank's share of the global batch."""
-    return share(batch, engine.data_rank, engine.data_ranks)
+    """This rank's share of the global batch, on its device."""
+    own = share(batch, engine.data_rank, engine.data_ranks)
+    return tree_map(lambda x: x.to(engine.world.device), own)
 
 
 def train(world: World, task: Task, case: Case) -> Held:
