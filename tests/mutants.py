@@ -48,6 +48,8 @@ FACTS: list[Callable[[plan_runs.Run], None]] = [
     *(test_plans.test_parity, test_plans.test_bytes, test_plans.test_memory),
     *(test_plans.test_nothing_is_left, test_plans.test_a_checkpoint_of_one_process_goes_on),
 ]
+HALF_FACTS = [test_plans.test_near_one_process_in_16_bits, test_plans.test_costs_in_16_bits]
+OVERFLOW = test_plans.test_an_overflow_on_one_rank_is_skipped_by_all
 #: Folders of tests beside that of the package's folder; in their order all are tried.
 FOLDERS = ("engine", "parallel", "expert", "predict", "core", "comm", "checkpoint", "verify")
 
@@ -70,7 +72,7 @@ def checks(mutation: Mutation) -> Iterator[tuple[str, Callable[[], None]]]:
         if plan in PLANS:
             yield plan, partial(_facts, plan)
             continue
-        for fact in (test_plans.test_near_one_process_in_16_bits, test_plans.test_costs_in_16_bits):
+        for fact in [*HALF_FACTS, *([OVERFLOW] if "fp16" in plan else [])]:
             yield f"{fact.__name__}[{plan}]", partial(_of_halves, fact, plan)
         plain, word = IN_16_BITS[plan]
         if word:

@@ -107,6 +107,7 @@ class Trained:
     resumed_steps: int = 0
     resumed_loss: float = 0.0
     resumed_state: list[Piece] = field(default_factory=list)
+    overflow: tuple[bool, float, bool] | None = None
 
 
 @dataclass
@@ -122,12 +123,6 @@ class Expected:
     resumed_loss: float = 0.0
     resumed_loads: tuple[Loads, ...] = ()
     resumed_state: dict[str, Tensor] = field(default_factory=dict)
-
-
-def train(world: World, proof: Proof, expected: Expected) -> Trained:
-    """Three steps, of which the last is metered, and an evaluation."""
-    engine, theory = build(world, proof.task, proof.case), foreseen(world, proof.task, proof.case)
-    return trained(engine, theory, proof, expected)
 
 
 def trained(engine: Engine, theory: Predictor, proof: Proof, expected: Expected) -> Trained:
@@ -154,10 +149,11 @@ def trained(engine: Engine, theory: Predictor, proof: Proof, expected: Expected)
 def train_and_go_on(
     world: World, proof: Proof, expected: Expected, arrays: Arrays, scalars: Any
 ) -> Trained:
-    """The same; then the engine loads a checkpoint of one process, and takes a step."""
+    """Training; then the engine loads a checkpoint of one process, and takes a step."""
     task, case = proof.task, proof.case
     engine, theory = build(world, task, case), foreseen(world, task, case)
     found = trained(engine, theory, proof, expected)
+    found.overflow = overflowing(engine, task) if proof.precision == "fp16" else None
     load(engine, arrays, scalars)
     batch, done = task.batch(SAVED), engine.steps - engine.steps_run
     found.resumed_loss = engine.step(mine(engine, batch)).loss
@@ -166,6 +162,22 @@ def train_and_go_on(
     found.resumed_steps = engine.steps
     found.resumed_state = pieces(engine.boxes(), "")
     return found
+
+
+def overflowing(engine: Engine, task: Task) -> tuple[bool, float, bool]:
+    """A step in which a gradient of the last rank alone is infinite.
+
+    Returns whether it was skipped, the factor of the loss scale, and whether all states stayed.
+    """
+    before, scale = pieces(engine.boxes(), ""), engine.scale.value
+    norms = [p for name, p in engine.model.named_parameters() if "norm" in name]
+    last = engine.world.rank == engine.world.size - 1
+    hook = norms[-1].register_hook(lambda g: g * torch.inf if last else g)
+    skipped = engine.step(mine(engine, task.batch(STEPS))).skipped
+    hook.remove()
+    after = pieces(engine.boxes(), "")
+    same = all(torch.equal(a.values, b.values) for a, b in zip(before, after, strict=True))
+    return skipped, engine.scale.value / scale, same
 
 
 def compare(
@@ -299,5 +311,9 @@ def run_of(on_ranks: OnRanks, text: str) -> Run:
 def run_in_16_bits(on_ranks: OnRanks, text: str) -> Run:
     """The run of a plan in 16 bits, and the same in one process in fp32."""
     proof = Proof(text)
-    ranks = on_ranks(proof.plan.size, train, proof, Expected(loads=[()] * (STEPS + 1)))
+    expected, saved_alone = (
+        Expected(loads=[()] * (STEPS + 1)),
+        checkpoint(proof.kind, proof.precision),
+    )
+    ranks = on_ranks(proof.plan.size, train_and_go_on, proof, expected, *saved_alone)
     return Run(proof, ranks, trained_alone(proof.kind, "fp32"))

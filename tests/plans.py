@@ -9,7 +9,8 @@ ROWS = ("ddp", "zero1", "zero2", "zero3")
 CANONICAL: dict[str, list[str]] = {
     # what one GPU can run of every technique that has an effect there
     "one process": [
-        *("dp1 fp64", "dp1 fp32", "dp1 accumulate:3", "dp1 device_memory:4GiB"),
+        *("dp1 fp64", "dp1 fp32", "dp1 accumulate:3", "dp1 device_memory:4GiB", "dp1 zero1"),
+        *("dp1 zero2", "dp1 zero3 accumulate:2"),
         *(f"dp1 recompute:{how}" for how in ("full", "selective", "every2", "128KiB", "head")),
         *("dp1 activations:host", "dp1 recompute:full arenas", "dp1 fp32 recompute:full"),
         *(f"dp1 offload:{what}" for what in ("optim", "optim=0.6", "optim@disk", "param@disk")),
@@ -32,6 +33,7 @@ CANONICAL: dict[str, list[str]] = {
         *("pp2", "pp2 naive", "pp2 gpipe:3", "pp2 1f1b:4", "pp4 1f1b:8", "pp2 dapple:4"),
         *("pp2 interleaved:4x2", "pp2 bfs:4x2", "pp2 zb-h1:4", "pp2 zb-v:4", "pp2 dualpipe-v:4"),
         *("pp2 pipedream:4", "pp2 2bw:4", "pp2 dp2 zero3 1f1b:2", "pp2 dp2 2bw:4"),
+        *("pp4 pipedream:8", "pp3 2bw:4", "pp2 dp2 zero1 pipedream:4", "pp2 dp2 zero2 pipedream:4"),
         *("pp2 tp2 sp zero1 zb-h1:2", "pp2 dp2 zero2 accumulate:2 gpipe:2"),
     ],
     "experts": [
@@ -55,13 +57,29 @@ CANONICAL: dict[str, list[str]] = {
         *("tp2 offload:optim", "dp2 zero2 device_memory:4GiB"),
     ],
     "memory": [
-        *("dp2 zero3 tile:2", "dp4 zero3 tile:5=head,*.mlp.*", "dp1 offload:param tile:3"),
+        *(
+            "dp2 zero3 tile:2",
+            "dp2 zero3 offload:optim-delayed=1 tile:3=head,*.mlp.*",
+            "dp4 zero3 tile:5=head,*.mlp.*",
+            "dp1 offload:param tile:3",
+        ),
         "dp2 zero3 arenas recompute:full",
         *("dp2 zero2 arenas", "pp2 1f1b:3 recompute:full arenas"),
     ],
     "layers": [
         *("dp2 | blocks.1: zero3", "dp2 zero3 | head: tp2", "tp2 | blocks.1: dp2"),
         *("dp2 pp2 1f1b:2 | blocks.0: zero3", "dp2 zero3 | blocks.0: ddp recompute:full"),
+        "dp2 zero3 accumulate:2 | blocks.0: ddp recompute:full",
+        "dp2 zero2 | blocks.0: zero3 offload:param | embed: offload:optim",
+        "dp2 tp2 accumulate:2 | blocks.0: dp4 zero3 | head: tp4",
+        "dp_replicate2 dp_shard2 zero3 | blocks.0: dp4 zero1 | head,embed: tp2 dp2",
+        "dp2 zero3 | embed,head: tp2 | blocks.0: ddp recompute:full",
+        "dp2 zero3 accumulate:2 | blocks.*.mlp: tp2 | blocks.*.attn: tp2 ddp",
+        "dp2 pp2 zero1 1f1b:2 | head: tp2 | blocks.0: zero3",
+        *("dp2 pp2 zb-h1:2 | blocks.0-1: tp2", "dp2 pp2 1f1b:2 | blocks.0.mlp: tp2"),
+        "dp2 tp2 pp2 gpipe:2 | blocks.0: dp4 zero3 | head: tp4",
+        "dp2 zero3 | embed,head: tp2 zero1",
+        "dp4 zero3 | embed,head: tp4 zero1 | blocks.0: tp2 dp2 recompute:full",
     ],
 }
 #: Plans in 16 bits, and words that change no bit of them.
@@ -84,6 +102,12 @@ EQUAL_16: dict[str, list[str]] = {
     "pp2 1f1b:4 fp16": ["offload:optim@disk", "recompute:full"],
     "pp2 dp2 zero3 zb-v:2 bf16": [],
     "pp2 tp2 sp zero1 gpipe:2 bf16": [],
+    "dp2 zero3 bf16 tile:3=head,*.mlp.*": ["offload:param"],
+    "dp2 zero3 fp16 tile:3=head,*.mlp.*": ["offload:optim@disk"],
+    "dp2 zero3 bf16 | head: tp2 zero1": [],
+    "dp2 fp16 | head: tp2 zero1": [],
+    "pp2 dp2 zero3 gpipe:2 fp16": [],
+    "dp2 zero2 fp16 offload:optim-delayed=9": [],
 }
 #: Words of no plan above, and where they are proved.
 ELSEWHERE = {

@@ -3,7 +3,6 @@ whose experts drop tokens.
 """
 
 from shardwise.core.plan import Plan
-from tests.engine.cases import Task
 from tests.engine.tensors import gpt_task
 from tests.expert.moe import task as moe_task
 
@@ -26,8 +25,3 @@ def kind_of(text: str) -> str:
     own_head = plan.sp or plan.layers or "head" in (plan.tile or "")
     stale = (plan.pipeline or "").startswith("pipedream")  # whose stages share no weight
     return "untied" if own_head or stale else "tied"
-
-
-def task_of(text: str) -> Task:
-    """The training of the plan's kind of model."""
-    return TASKS[kind_of(text)]

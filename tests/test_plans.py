@@ -40,6 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             *((plan, (others, plan), marks(plan)) for plan in covering.read()),
         ],
         "half": [(plan, (others, plan), []) for plan in IN_16_BITS],
+        "scaled": [(plan, (others, plan), []) for plan in IN_16_BITS if "fp16" in plan],
         "two": [(f"{p} {word}", (others, p, f"{p} {word}"), []) for p, word in pairs],
     }
     for name in cases.keys() & {*metafunc.fixturenames}:
@@ -60,6 +61,12 @@ def run(request: pytest.FixtureRequest) -> Run:
 @pytest.fixture
 def half(request: pytest.FixtureRequest) -> Run:
     """The run of one plan in 16 bits."""
+    return run_in_16_bits(*request.param)
+
+
+@pytest.fixture
+def scaled(request: pytest.FixtureRequest) -> Run:
+    """The run of one plan in fp16, whose loss is scaled."""
     return run_in_16_bits(*request.param)
 
 
@@ -134,6 +141,8 @@ def test_no_bit_changes_in_16_bits(two: tuple[Run, Run]):
         for before, after in zip(one.gradients, other.gradients, strict=True):
             assert_equal(before, after)
         assert_equal(one.state, other.state)
+        assert one.resumed_loss == other.resumed_loss
+        assert_equal(one.resumed_state, other.resumed_state)
 
 
 def assert_equal(one: list[Piece], other: list[Piece]) -> None:
@@ -151,8 +160,14 @@ def test_near_one_process_in_16_bits(half: Run):
         assert rank.losses == pytest.approx(wanted.losses, rel=0.02)
         assert rank.norms == pytest.approx(wanted.norms, rel=0.05)
         assert (rank.losses, rank.norms) == (first.losses, first.norms)
+        assert rank.resumed_loss == pytest.approx(wanted.resumed_loss, rel=0.02)
     digits = 0.02 if half.proof.precision == "fp16" else 0.08  # bf16 has three bits fewer
     assert_pieces([rank.gradients[0] for rank in half.ranks], wanted.gradients[0], digits)
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_all(scaled: Run):
+    """No rank updates anything on any tier, and the loss scale is halved on all."""
+    assert [rank.overflow for rank in scaled.ranks] == [(True, 0.5, True)] * len(scaled.ranks)
 
 
 def test_costs_in_16_bits(half: Run):

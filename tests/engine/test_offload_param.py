@@ -17,7 +17,6 @@ from shardwise.engine import shard
 from shardwise.engine.meter import Meter
 from shardwise.engine.shard import driver_of, flats_of
 from tests.engine.cases import Case, Task, build, difference, settled, share
-from tests.engine.offloading import assert_resumes
 from tests.pool import run_threads
 
 TASK = Task()
@@ -49,11 +48,6 @@ def test_the_device_has_few_parameters_at_once(plan: str):
         assert 0 < most <= sum(sorted(units)[-3:]) < sum(units)
         assert between == 0
         assert leaks == []
-
-
-def test_a_checkpoint_in_16_bits():
-    """Saved after two steps under one plan and resumed under another: a run without a stop."""
-    assert_resumes(TASK, "dp2 zero3 offload:param bf16", "dp1 offload:param bf16")
 
 
 # --- a plain loop -----------------------------------------------------------------------------

@@ -262,13 +262,6 @@ def test_steps_add_rows_directly(plan: str, written: list[int]):
     assert [count for _, count in runs] == written
 
 
-class Louder(nn.Module):
-    """Twice what it is given."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * x
-
-
 def negative(net: Net) -> None:
     net.large.padding_idx = -1
 

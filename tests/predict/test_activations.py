@@ -22,7 +22,7 @@ from shardwise.prediction.activations import (
     first_stage_layers,
     paper_bytes,
 )
-from tests.pool import run_gloo, run_threads
+from tests.pool import run_threads
 
 GIB = 2**30
 BIG_22B = PaperLayer(sequence=2048, batch=4, width=6144, heads=64)
@@ -138,13 +138,6 @@ def test_live_bytes_of_parts(plan: str):
     """A partitioned block adds its rank's part of the input, padded; under sp its shard."""
     plan, ranks = f"{plan} recompute:partitioned", int(plan[2])
     check(run_threads(ranks, live, plan, UNEVEN, (3, 9)), plan, UNEVEN, (3, 9))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("plan", ["tp2 bf16", "tp4 sp fp32"])
-def test_live_bytes_equal_the_formula_on_gloo(plan: str):
-    """The same on real processes."""
-    check(run_gloo(int(plan[2]), live, plan, UNEVEN, (2, 9)), plan, UNEVEN, (2, 9))
 
 
 def step(world: World, plan: str) -> list[list[str]]:
