@@ -16,7 +16,6 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.comm.world import World
-from shardwise.core.errors import InputError
 from shardwise.core.offload import parse
 from shardwise.engine.meter import Meter
 from shardwise.engine.state_dict import full_parameters
@@ -173,9 +172,6 @@ def test_an_error_of_an_update_is_raised():
     assert updated == []
 
 
-WORD = "offload:optim=0.7,disk=0.3"
-
-
 def assert_three_tiers(results: list[Any], tiers: str = "device host disk") -> None:
     """Bytes sent and held are those predicted, and all of `tiers` have optimizer states."""
     for _, costs in results:
@@ -305,15 +301,3 @@ def test_full_weights_while_the_disk_writes(
     assert steps_of(plain, 0, 2) == steps_of(engine, 0, 2)
     wanted, found = (sw.full_state_dict(each) for each in (plain, engine))
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
-
-
-def test_states_that_are_means_of_matrices_are_refused(tmp_path: Path):
-    """Adafactor's rows and columns are not in a chunk of the flat parameter."""
-    with pytest.raises(InputError, match="means of rows and columns"):
-        sw.parallelize(
-            Scaled(),
-            WORD,
-            sw.init(),
-            optimizer=sw.Optim(torch.optim.Adafactor, lr=0.1),
-            offload_folder=str(tmp_path),
-        )

@@ -16,7 +16,6 @@ from shardwise.comm.disk import THREADS, DiskError
 from shardwise.comm.disk_use import Used
 from shardwise.comm.world import World
 from shardwise.core.chunks import reserved_bytes
-from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.engine.meter import Meter
 from shardwise.engine.state_dict import full_parameters
@@ -177,26 +176,6 @@ def test_a_disk_that_fails(tmp_path: Path, damage: bool):
             assert f"Rank {rank} cannot read chunk 0 of 1" in text
             assert ("checksum" if damage else "the file ends") in text
         assert float(losses[0]) == pytest.approx(wanted.losses[1], rel=1e-10)
-
-
-@pytest.mark.parametrize("word", [WORD, "offload:param@disk"])
-def test_a_folder_is_needed(word: str):
-    """Without a folder, or with one that is not there, nothing is started."""
-    for folder, words in ((None, f"{word} without a folder"), ("/none", "which is not there")):
-        with pytest.raises(InputError, match=words):
-            sw.parallelize(torch.nn.Linear(2, 2), word, sw.init(), offload_folder=folder)
-
-
-def test_state_that_is_made_with_the_optimizer_is_refused(tmp_path: Path):
-    """Adagrad makes its state at once, all of it in host memory."""
-    with pytest.raises(InputError, match="Adagrad, whose state is made before the first step"):
-        sw.parallelize(
-            torch.nn.Linear(2, 2),
-            WORD,
-            sw.init(),
-            optimizer=sw.Optim(torch.optim.Adagrad, lr=0.1),
-            offload_folder=str(tmp_path),
-        )
 
 
 @pytest.mark.parametrize("plan", ["pp2 gpipe:2 offload:param@disk", "dp2 zero3 offload:optim@disk"])

@@ -11,7 +11,6 @@ from torch.distributed.fsdp import CPUOffload
 import shardwise as sw
 from shardwise.comm.tiers import Tiers
 from shardwise.comm.world import World
-from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.engine import shard
 from shardwise.engine.meter import Meter
@@ -102,15 +101,6 @@ def test_fsdp_in_a_plain_loop(ranks: int, backwards: int, asked: Any):
         assert places == {"host"}
         assert whole == 0
         assert {"device_to_host", "host_to_device"} <= kinds
-
-
-def test_fsdp_refuses_what_it_cannot_offload():
-    """A strategy with full parameters, and a value that says neither yes nor no."""
-    asked: list[dict[str, Any]] = [{"cpu_offload": "y"}]
-    asked.append({"sharding_strategy": "SHARD_GRAD_OP", "cpu_offload": True})
-    for how in asked:
-        with pytest.raises(InputError, match="cpu_offload=True"):
-            sw.FSDP(perceptron(), **how)
 
 
 @pytest.mark.parametrize("plan", ["offload:param", "dp2 zero3 offload:param", "tp2 offload:param"])

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm.world import World
-from shardwise.core.errors import InputError, RankError
+from shardwise.core.errors import RankError
 from shardwise.core.plan import Plan
 from shardwise.core.schedule import memory
 from shardwise.core.schedule.library import build
@@ -281,9 +281,3 @@ def test_a_norm_that_nobody_knows():
     with pytest.raises(RankError, match=r"clip=1.0 with pipedream:2.*1f1b:2"):
         run_threads(1, clipped, 1.0)
     assert run_threads(1, clipped, float("inf")) == [None]
-
-
-def test_zero3_is_refused():
-    """Whole versions of the weights are kept, so they are not sharded."""
-    with pytest.raises(InputError, match="zero2 pipedream:4"):
-        sw.parallelize(stack(), "zero3 pipedream:4", run_threads(1, lambda world: world)[0])

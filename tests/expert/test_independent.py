@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.world import World
-from shardwise.core.errors import InputError
 from shardwise.core.independent import ranks_by_expert
 from shardwise.core.plan import Plan
-from shardwise.core.plan_check import require
 from shardwise.models.initial import fill
 from shardwise.parallel.expert.hard import hashed
 from shardwise.verify.command import verify
@@ -141,21 +139,6 @@ def test_verify(plan: str):
     found = verify(plan, "gpt", steps=2)
     assert found.holds
     assert {columns["ep, between experts"] for columns in found.sent.values()} == {0}
-
-
-@pytest.mark.parametrize(
-    ("plan", "instead"),
-    [
-        (f"dp2 {WORD}", "dp2 ep2 experts:independent"),
-        (f"dp3 ep2 {WORD}", "a divisor of the 3 ranks"),
-        ("dp2 ep2 experts:alone", "experts:independent"),
-        (f"{WORD} {WORD} dp2 ep2", "twice"),
-    ],
-)
-def test_refused(plan: str, instead: str):
-    """The word needs `ep`, which divides the data ranks."""
-    with pytest.raises(InputError, match=instead):
-        require(Plan.parse(plan))
 
 
 def test_prediction_of_an_expert():
