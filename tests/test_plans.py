@@ -15,7 +15,7 @@ from shardwise.verify.oracles import is_asynchronous
 from tests import covering
 from tests.engine.tensors import Piece, assert_pieces
 from tests.plan_runs import RUNNERS, SAVED, STEPS, Run, Trained, lacking, run_in_16_bits, run_of
-from tests.plans import CANONICAL, ELSEWHERE, EQUAL_16, FAULTS, every_plan
+from tests.plans import CANONICAL, ELSEWHERE, EQUAL_16, FAULTS, LONG, every_plan
 
 
 def marks(plan: str) -> list[pytest.MarkDecorator]:
@@ -36,7 +36,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     pairs = [(plan, word) for plan, words in EQUAL_16.items() for word in words]
     cases: dict[str, list[tuple[str, Any, list[Any]]]] = {
         "run": [
-            *((plan, (first, plan), []) for plans in CANONICAL.values() for plan in plans),
+            *(
+                (plan, (first, plan), [pytest.mark.full] if name == LONG else [])
+                for name, plans in CANONICAL.items()
+                for plan in plans
+            ),
             *((plan, (others, plan), marks(plan)) for plan in covering.read()),
         ],
         "half": [(plan, (others, plan), []) for plan in IN_16_BITS],
