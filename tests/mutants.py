@@ -30,7 +30,6 @@ from tests import plan_runs, test_plans
 from tests.mutated import VARIABLE, apply, modules_of
 from tests.plans import CANONICAL, EQUAL_16
 from tests.pool import run_threads
-from tests.tasks import kind_of
 from tests.verify.mutations.mutation import Mutation
 from tests.verify.test_mutations import CATALOGUE, NAMED
 
@@ -61,7 +60,7 @@ def nearness(mutation: Mutation, plan: str) -> float:
     """The share of words that a plan has in common with the mutation's."""
     mixture = {"moe", "sigmoid", "choice"}
     one, other = (set(re.sub("[|:=]", " ", text).split()) for text in (mutation.plan, plan))
-    experts = (mutation.model in mixture) == (kind_of(plan) == "mixture")
+    experts = (mutation.model in mixture) == (plan_runs.kind_of(plan) == "mixture")
     return len(one & other) / len(one | other) + 0.5 * experts
 
 

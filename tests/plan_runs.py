@@ -27,14 +27,33 @@ from shardwise.verify.loads import Choices
 from shardwise.verify.oracle import Oracle, Weights
 from shardwise.verify.oracles import is_asynchronous, oracles_of
 from tests.engine.cases import Case, Task, build, foreseen
-from tests.engine.tensors import ADAMW, Piece, mine, pieces, sent
+from tests.engine.tensors import ADAMW, Piece, gpt_task, mine, pieces, sent
 from tests.engine.test_state import assembled, saved
+from tests.expert.moe import task as moe_task
 from tests.pool import run_gloo, run_nccl, run_threads
-from tests.tasks import TASKS, kind_of
 
 STEPS = 3
 SAVED = 2  # the steps after which one process saves what the plan then loads
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+ROWS = 17  # of each global batch
+#: The training of each kind of model: GPTs whose sizes divide by nothing convenient, and a mixture
+#: whose experts drop tokens.
+TASKS = {
+    "mixture": moe_task("topk-renormalised", 1.0, rows=ROWS),
+    "untied": gpt_task("untied", rows=ROWS),
+    "tied": gpt_task("tied", rows=ROWS),
+}
+
+
+def kind_of(text: str) -> str:
+    """The kind of model that the plan trains: a mixture where experts are spread, else a GPT."""
+    plan = Plan.parse(text)
+    if plan.ep > 1:
+        return "mixture"
+    own_head = plan.sp or plan.layers or "head" in (plan.tile or "")
+    stale = (plan.pipeline or "").startswith("pipedream")  # whose stages share no weight
+    return "untied" if own_head or stale else "tied"
+
 
 Pair = tuple[dict[Any, int], dict[Any, int]]  # measured and predicted
 Arrays = dict[str, np.ndarray]

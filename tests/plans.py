@@ -12,7 +12,7 @@ CANONICAL: dict[str, list[str]] = {
     "one process": [
         *("dp1 fp64", "dp1 fp32", "dp1 accumulate:3", "dp1 device_memory:4GiB", "dp1 zero1"),
         *("dp1 zero2", "dp1 zero3 accumulate:2"),
-        *(f"dp1 recompute:{how}" for how in ("full", "selective", "every2", "128KiB", "head")),
+        *(f"dp1 recompute:{how}" for how in ("full", "selective", "every2", "256KiB", "head")),
         *("dp1 activations:host", "dp1 recompute:full arenas", "dp1 fp32 recompute:full"),
         *(f"dp1 offload:{what}" for what in ("optim", "optim=0.6", "optim@disk", "param@disk")),
         *("dp1 offload:optim=0.7,disk=0.3", "dp1 offload:optim-delayed=1"),
@@ -72,7 +72,7 @@ CANONICAL: dict[str, list[str]] = {
         "dp2 zero2 | blocks.0: zero3 offload:param | embed: offload:optim",
         "dp2 zero3 | embed,head: tp2 | blocks.0: ddp recompute:full",
     ],
-    # on four ranks and more: of these `make test-all` runs every one
+    # long, most of them on four ranks and more: of these `make test-all` runs every one
     LONG: [
         *("pp4 pipedream:8", "pp3 2bw:4", "pp2 dp2 zero1 pipedream:4", "pp2 dp2 zero2 pipedream:4"),
         "dp_replicate2 dp_shard2 zero3 | blocks.0: dp4 zero1 | head,embed: tp2 dp2",
@@ -81,6 +81,9 @@ CANONICAL: dict[str, list[str]] = {
         *("dp2 pp2 zb-h1:2 | blocks.*.mlp: tp2", "dp2 pp2 1f1b:2 | blocks.0.mlp: tp2"),
         "dp2 pp2 zero1 1f1b:2 | head: tp2 | blocks.0: zero3",
         "dp2 tp2 pp2 gpipe:2 | blocks.0.mlp: dp4 zero3 | head: tp4",
+        *(f"dp4 {row} accumulate:2 buffers:3KiB" for row in ROWS),
+        *("tp2 sp buffers:3KiB", "dp2 tp2 zero1 buffers:3KiB"),
+        "pp2 dp2 zero2 gpipe:2 buffers:3KiB",
     ],
 }
 #: Plans in 16 bits, and words that change no bit of them.
