@@ -8,7 +8,7 @@ ARGS ?=
 # and repeats it.
 TESTS := $(BIN)/python -m pytest -n 2 --dist worksteal --max-worker-restart 1
 
-.PHONY: setup train train-moe test test-all mutants check format wheel clean
+.PHONY: setup train train-moe test test-all mutants check docs format wheel clean
 
 # The environment: made once, and again only when what it is made from has changed.
 setup: $(STAMP)
@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { rm -rf .venv; echo \
 	  "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
-	  -c constraints.txt -e '.[dev,hf,parquet]'
+	  -c constraints.txt -e '.[dev,docs,hf,parquet]'
 	@touch $@
 
 # The main job: a small GPT on real text, every state sharded over two local processes.
@@ -48,6 +48,12 @@ check: setup
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_house.py
 
+# The documentation site, in site/: pages of the reference are written from the program, and a link
+# that leads nowhere is an error.
+docs: setup
+	$(BIN)/python -m docs.reference
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 format: setup
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
@@ -56,4 +62,4 @@ wheel: setup
 	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis

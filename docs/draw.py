@@ -6,6 +6,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.patches import Rectangle
 
 from shardwise.core.zero import ROWS, step_moves
 
@@ -33,7 +34,7 @@ def draw(path: Path) -> None:
         panel.set_xticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)], fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("bytes per parameter on a rank")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[state]) for state in BYTES]
+    handles = [Rectangle((0, 0), 1, 1, color=COLOURS[state]) for state in BYTES]
     labels = [NAMES[state] for state in BYTES]
     figure.legend(handles, labels, loc="lower center", ncol=3, frameon=False)
     figure.tight_layout(rect=(0, 0.08, 1, 1))

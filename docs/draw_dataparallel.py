@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib as mpl
-import matplotlib.patches
 import torch
 from torch import nn
 
@@ -23,6 +22,7 @@ from shardwise.models.registry import of_gpt
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.patches import Rectangle
 
 STEPS = 11
 ROWS = 8
@@ -108,7 +108,7 @@ def draw(step: Step, devices: list[str], title: str, path: Path) -> None:
     panel.set_xlabel("ms")
     panel.set_title(title, fontsize=10)
     panel.spines[["top", "right"]].set_visible(False)
-    handles = [mpl.patches.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     figure.legend(handles, list(COLOURS), loc="lower center", ncol=len(COLOURS), frameon=False)
     figure.tight_layout(rect=(0, 0.1, 1, 1))
     figure.savefig(path, dpi=110)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     *("core", "prediction", "comm", "kernels", "parallel", "engine"),
     *("derive", "checkpoint", "models"),
-    *("verify", "train", "face", "cli", "benchmarks"),
+    *("verify", "train", "hf", "face", "cli", "benchmarks"),
 )
 #: What a parallel run is compared with.
 ORACLES = tuple(f"shardwise.verify.{name}" for name in ("oracle", "async_oracle", "mixture_oracle"))

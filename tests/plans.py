@@ -43,6 +43,7 @@ CANONICAL: dict[str, list[str]] = {
     "recomputation": [
         *(f"dp2 zero3 recompute:{how}" for how in ("full", "selective", "every2", "128KiB")),
         *("ddp recompute:blocks.0.mlp,blocks.1", "tp2 recompute:partitioned", "tp2 recompute:head"),
+        *("pp2 gpipe:2 recompute:head", "dp2 pp2 1f1b:2 recompute:full | head: tp2"),
         *("tp2 sp recompute:full", "pp2 zb-v:4 recompute:full", "tp2 recompute:partitioned-host"),
         "dp2 zero3 recompute:blocks.*.mlp,blocks.1",
         *("dp2 zero3 activations:host", "pp2 1f1b:4 activations:host"),
@@ -115,15 +116,10 @@ EQUAL_16: dict[str, list[str]] = {
 }
 #: Words of no plan above, and where they are proved.
 ELSEWHERE = {
-    "experts:independent": "tests/expert/test_independent.py",
     "offload:auto": "tests/engine/test_device_memory.py",  # chosen before any rank starts
 }
 #: Plans of the array that fail today: what they show, and whether all five facts do.
 FAULTS = {
-    r"pp2 .*recompute:(full|selective|every2) .*[|] head: tp2$": (
-        "a stage that recomputes its last block uses the parts of a head of its own tensor plan",
-        True,
-    ),
     r"ep2 recompute:partitioned arenas": ("bytes of arenas that hold parts of inputs", False),
 }
 

@@ -25,15 +25,14 @@ from shardwise.core.layout import P, Placement, R, S
 from shardwise.core.mesh import Mesh
 from shardwise.core.optimizers import k_bytes
 from shardwise.core.plan import Plan
-from shardwise.core.plan_check import require
 from shardwise.core.schedule.classic import dapple
 from shardwise.core.schedule.clock import clock
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
-from shardwise.core.schedule.text import read
 from shardwise.core.zero import Row
 from shardwise.models import gpt, moe
 from shardwise.models.registry import find
+from tests.core.schedule.as_text import read
 from tests.engine.cases import CONFIG, ranks_of, small_gpt, tied_gpt
 
 #: Plans that a small GPT cannot run under.
@@ -188,15 +187,6 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         ),
         (lambda: Row(R, S(1), S(0)), "sharded on dim 1"),
         (partial(k_bytes, "adm"), r"'adm'.*Write instead: adam"),
-        *(
-            (partial(lambda text: require(Plan.parse(text)), text), said)
-            for text, said in (
-                ("dp2 experts:independent", "dp2 ep2 experts:independent"),
-                ("dp3 ep2 experts:independent", "a divisor of the 3 ranks"),
-                ("dp2 ep2 experts:alone", "experts:independent"),
-                ("experts:independent experts:independent dp2 ep2", "twice"),
-            )
-        ),
     ],
     "schedules": [
         (lambda: clock(read("rank 0 B0 F0")), "deadlocks"),

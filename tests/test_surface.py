@@ -27,10 +27,8 @@ def test_the_surface_is_the_one_that_is_checked_in() -> None:
     assert found == wanted, "\n".join(["the surface changed", *less, *more, remedy])
 
 
-def test_the_options_of_an_engine_are_arguments_and_documented() -> None:
-    """`parallelize` takes each by its name and with its default, and docs/python.md has its row."""
-    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+def test_the_options_of_an_engine_are_arguments() -> None:
+    """`parallelize` takes each by its name and with its default."""
     taken = signature(sw.parallelize).parameters
     options = {field.name: field.default for field in fields(EngineOptions)}
     assert options == {name: p.default for name, p in taken.items() if p.kind == p.KEYWORD_ONLY}
-    assert [name for name in options if f"| `{name}` |" not in page] == []

@@ -68,7 +68,6 @@ def save(
     rank: the epoch, the position in the data.  `keep` removes all but that many of the newest
     checkpoints.  `step` numbers a module's checkpoint, else it is one more than the newest there.
     The checkpoint appears in one step: if saving fails, older checkpoints are unchanged.
-    Independent experts have a folder each, `folder/expert0` and so on; its ranks alone save there.
 
     Raises:
         InputError: `extra` cannot be written as JSON; `keep` is below one; the module is not
@@ -133,7 +132,7 @@ def write(
         f"The weights of step {scalars['step']} are not saved: {name} is not finite. The older "
         "checkpoints are unchanged; resume from the newest."
     )
-    folder = _of_expert(trained.world, as_path(folder))
+    folder = as_path(folder)
     refusal = refusal if name else ""
     world, pages = trained.world, _pages(trained)
     return writing.save(folder, boxes, scalars, world, refusal, pages, keep=keep, locks=locks)
@@ -143,12 +142,6 @@ def _pages(trained: Engine | PlainLoop) -> Pages:
     """The pages of an engine's states on a disk; none elsewhere."""
     states = trained.optimizer.disk if isinstance(trained, Engine) else None
     return Pages() if states is None else Pages(states.disk.drop)
-
-
-def _of_expert(world: World, folder: Path) -> Path:
-    """The folder of an independent expert; `folder` for a model of all ranks."""
-    expert = world.expert
-    return folder if expert is None else folder / f"expert{expert}"
 
 
 @torch.no_grad()
@@ -198,7 +191,6 @@ def load(
     flag("missing_ok", missing_ok)
     trained = _trained(engine_or_module, optimizer, "sw.load")
     folder = as_path(folder)
-    folder = folder if is_whole(folder) else _of_expert(trained.world, folder)
     if missing_ok:
         found = is_whole(folder) or bool(all_in(folder))
         told = torch.tensor([found], dtype=torch.uint8, device=trained.world.device)

@@ -55,7 +55,6 @@ def load(
                 storage_reader=pieces,
                 planner=BoxLoadPlanner(boxes, str(folder), convert, pages),
                 no_dist=world.size == 1,
-                process_group=world.group,
             )
     except CheckpointException as error:
         what = f"The checkpoint in '{folder}' could not be loaded"

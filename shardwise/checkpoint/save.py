@@ -72,7 +72,6 @@ def save(
                     storage_writer=publisher,
                     planner=BoxSavePlanner(boxes, refusal=refusal, pages=pages),
                     no_dist=world.size == 1,
-                    process_group=world.group,
                 )
         except CheckpointException as error:
             what = f"The checkpoint of step {step} could not be saved in '{folder}'"

@@ -1,7 +1,6 @@
 """The command `shardwise schedule`."""
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,11 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.cli.configured import CONFIG, configured
-from shardwise.core.errors import InputError, bad
-from shardwise.core.schedule import draw, text
-from shardwise.core.schedule.check import check
+from shardwise.core.errors import bad
+from shardwise.core.schedule import draw
 from shardwise.core.schedule.clock import Costs, Timeline, clock
-from shardwise.core.schedule.library import LIBRARY, Entry, Size, entry, size, written
+from shardwise.core.schedule.library import Entry, Size, entry, size, written
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.memory import peaks, versions
 from shardwise.core.schedule.schedule import Schedule
@@ -38,7 +36,7 @@ class Request:
 def schedule_command(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="1f1b, or 1f1b:8 as in a plan, or a text FILE."),
+        typer.Argument(metavar="[NAME]", help="1f1b, or 1f1b:8 as in a plan."),
     ] = None,
     *,
     stages: Annotated[int | None, typer.Option(help="Ranks of the pipeline; 4 if not given.")] = (
@@ -56,16 +54,10 @@ def schedule_command(
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw it into this file.")
     ] = None,
-    as_text: Annotated[
-        bool, typer.Option("--text", help="Print it as text, to be edited.")
-    ] = False,
     config: Annotated[Path | None, CONFIG] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Draw a pipeline schedule and price it: makespan, bubble, activations, transfers."""
-    if as_json and as_text:
-        allowed = "one of them: numbers as JSON, or the schedule as text"
-        raise bad("--json and --text together", allowed, "--json, or --text")
     request = Request(name, stages, microbatches, chunks, batches)
     subject = _subject(request if config is None else _of_run(request, config))
     times = read_costs(costs, len(subject.schedule.home))
@@ -75,9 +67,7 @@ def schedule_command(
         raise bad(given, "a time above 0 for an action of the schedule", "--costs F=1,I=1,W=1")
     if svg is not None:
         _draw(svg, timeline, subject.title)
-    if as_text:
-        typer.echo(text.write(subject.schedule), nl=False)
-    elif as_json:
+    if as_json:
         typer.echo(json.dumps(_numbers(subject, timeline, times)))
     else:
         show(subject, timeline, _numbers(subject, timeline, times))
@@ -85,17 +75,17 @@ def schedule_command(
 
 @dataclass(frozen=True)
 class Subject:
-    """The schedule to draw: from the library with its entry and size, or the user's own."""
+    """The schedule to draw, with its entry in the library and its size."""
 
     title: str
     schedule: Schedule
-    known: tuple[Entry, Size] | None = None
+    entry: Entry
+    size: Size
 
 
 def show(subject: Subject, timeline: Timeline, numbers: dict[str, Any]) -> None:
     """Print the picture of a schedule, and its numbers beside the closed forms."""
-    paper = f" ({subject.known[0].paper})" if subject.known else ""
-    typer.echo(f"{subject.title}{paper}\n\n{draw.as_text(timeline)}\n")
+    typer.echo(f"{subject.title} ({subject.entry.paper})\n\n{draw.as_text(timeline)}\n")
     Console().print(_table(numbers))
 
 
@@ -147,12 +137,9 @@ def _time(given: str) -> float | None:
 def _subject(request: Request) -> Subject:
     """The requested schedule."""
     if request.name is None:
-        raise bad("no schedule", "its name, a file, or the configuration of a run", "1f1b")
+        raise bad("no schedule", "its name, or the configuration of a run", "1f1b")
     name, _, numbers = request.name.partition(":")
-    exists = os.path.exists(request.name)  # noqa: PTH110 (which raises for a name that is too long)
-    if name not in LIBRARY and (exists or {".", "/"} & set(request.name)):
-        return _subject_of_file(request, request.name)
-    _require_known(name)
+    found = entry(name)
     m, _, v = numbers.partition("x")
     if numbers and not all(re.fullmatch("[0-9]{1,18}", number) for number in (m, v or "1")):
         raise bad(f"'{request.name}'", "a name, or with a colon M or MxV after it", f"{name}:8")
@@ -164,10 +151,9 @@ def _subject(request: Request) -> Subject:
         microbatches = 1 if name == "naive" else 8
     stages = 4 if request.stages is None else request.stages
     n = size(name, stages, microbatches, int(v) if v else request.chunks, request.batches)
-    found = entry(name)
     chunks = f", {n.v} chunks a rank" * (n.v > 1) + f", {n.batches} batches" * (n.batches > 1)
     title = f"{found.title}: {_count(n.p, 'rank')}, {_count(n.m, 'microbatch', 'es')}{chunks}"
-    return Subject(title, written(name, n), (found, n))
+    return Subject(title, written(name, n), found, n)
 
 
 def _of_run(request: Request, config: Path) -> Request:
@@ -186,38 +172,8 @@ def _of_run(request: Request, config: Path) -> Request:
     return replace(request, name=plan.pipeline, stages=plan.mesh.size_of("pp"))
 
 
-def _require_known(name: str) -> None:
-    """Raise InputError if the library has no schedule of that name."""
-    try:
-        entry(name)
-    except InputError as error:
-        [problem] = error.problems
-        allowed = f"{problem.allowed}; or a FILE that holds a schedule as text"
-        raise bad(problem.given, allowed, problem.instead) from None
-
-
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural * (number != 1)}"
-
-
-def _subject_of_file(request: Request, file: str) -> Subject:
-    """The user's own schedule, from a file."""
-    if request.stages or request.microbatches or request.chunks or request.batches > 1:
-        given = f"the file {file} and sizes as options"
-        raise bad(given, "a file alone: its rows say its size", file)
-    try:
-        rows = Path(file).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        why = "no such file" if missing else getattr(error, "strerror", None) or "no text"
-        instead = f"shardwise schedule 1f1b --text > {file if missing else 'mine.txt'}"
-        allowed = "the name of a schedule, or of a file with one as text"
-        instead += ", which writes one"
-        raise bad(f"the schedule {file}: {why}", allowed, instead) from error
-    schedule = text.read(rows)
-    check(schedule)
-    sizes = _count(schedule.ranks, "rank"), _count(schedule.microbatches, "microbatch", "es")
-    return Subject(f"{file}: {', '.join(sizes)}", schedule)
 
 
 def _draw(file: Path, timeline: Timeline, title: str) -> None:
@@ -234,7 +190,7 @@ def _numbers(subject: Subject, timeline: Timeline, costs: Costs) -> dict[str, An
     """The clock's numbers, and those of the closed form if there is one."""
     schedule = timeline.schedule
     sent = Counter(s.token.kind for row in schedule.rows for s in row if s.op == "SEND")
-    numbers: dict[str, Any] = {
+    return {
         "title": subject.title,
         "ranks": schedule.ranks,
         "stages": len(schedule.home),
@@ -246,11 +202,8 @@ def _numbers(subject: Subject, timeline: Timeline, costs: Costs) -> dict[str, An
         "activations": peaks(schedule),
         "versions": versions(schedule),
         "transfers": {"act": sent["act"], "grad": sent["grad"]},
-        "formula": None,
+        "formula": _formula(subject.entry, subject.size, schedule, costs),
     }
-    if subject.known:
-        numbers["formula"] = _formula(*subject.known, schedule, costs)
-    return numbers
 
 
 def _formula(found: Entry, n: Size, schedule: Schedule, costs: Costs) -> dict[str, Any]:
@@ -274,7 +227,7 @@ def _formula(found: Entry, n: Size, schedule: Schedule, costs: Costs) -> dict[st
 
 def _table(numbers: dict[str, Any]) -> Table:
     """The clock's numbers beside those of the closed forms."""
-    form: dict[str, Any] = numbers["formula"] or {}
+    form: dict[str, Any] = numbers["formula"]
     table = Table("", "clock", "formula", "", box=None, header_style="dim")
 
     def row(name: str, show: Callable[[Any], str], text: str = "") -> None:

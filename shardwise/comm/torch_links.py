@@ -138,11 +138,6 @@ def group_timeout(limits: Limits) -> timedelta:
     return timedelta(seconds=limits.patience_s + 60.0)
 
 
-def process_group(transport: Transport) -> dist.ProcessGroup | None:
-    """The process group of a transport; None if it has none (threads, traces)."""
-    return transport.group if isinstance(transport, Gloo | Nccl) else None
-
-
 def device_mesh(mesh: Mesh, transports: Sequence[Transport], device_type: str) -> DeviceMesh:
     """Torch's own mesh over our process groups, for other users of it (DTensor, FSDP2).
 
@@ -151,7 +146,7 @@ def device_mesh(mesh: Mesh, transports: Sequence[Transport], device_type: str) -
     Raises:
         ValueError: a transport that has no process group (threads, traces).
     """
-    groups = [group for group in map(process_group, transports) if group is not None]
+    groups = [each.group for each in transports if isinstance(each, Gloo | Nccl)]
     if len(groups) != len(mesh.axes):
         raise ValueError(f"mesh '{mesh}' has axes without a process group of torch.distributed")
     names, sizes = zip(*mesh.axes, strict=True)

@@ -232,28 +232,3 @@ class Lease(Links):
     @property
     def root(self) -> Links:
         return self.inner.root
-
-
-class GroupLinks(Links):
-    """Opens transports among the ranks of one of several groups of a world, all of the same size.
-
-    Ranks are numbered within the group. All ranks of the world open the transports of all groups,
-    as torch.distributed requires; no message leaves a group. Groups may end their work at different
-    times, so nothing is given back before `close`.
-    """
-
-    def __init__(self, inner: Links, groups: Sequence[Sequence[int]], own: Sequence[int]) -> None:
-        self.inner, self.groups, self.own = inner, groups, own
-
-    def transport(
-        self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
-    ) -> Transport:
-        every = [[group[r] for r in line] for group in self.groups for line in lines]
-        return self.inner.transport(axis, every, self.own[rank], queue)
-
-    def close(self) -> None:
-        self.inner.close()
-
-    @property
-    def root(self) -> Links:
-        return self.inner.root

@@ -28,8 +28,8 @@ from shardwise.comm.pool import Pool
 from shardwise.comm.rendezvous import Start, environment, launched, local_rank
 from shardwise.comm.start import meet
 from shardwise.comm.tiers import Tiers
-from shardwise.comm.torch_links import TorchLinks, device_mesh, group_timeout, process_group
-from shardwise.comm.transport import GroupLinks, Lease, Links, Transport
+from shardwise.comm.torch_links import TorchLinks, device_mesh, group_timeout
+from shardwise.comm.transport import Lease, Links, Transport
 from shardwise.core.arguments import choice, flag, short_repr
 from shardwise.core.errors import InputError, bad
 from shardwise.core.hook import no_copy
@@ -87,9 +87,9 @@ def counted_axis(
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of a run, or those of one independent expert, seen from one of them.
+    """All ranks of a run, seen from one of them.
 
-    `expert` is its number; None: the world has all ranks. `suffix` ends the names of `axes`, under
+    `suffix` ends the names of `axes`, under
     which their bytes are counted, but not those in `mesh`.
     """
 
@@ -104,7 +104,6 @@ class World:
     pool: Pool = field(default_factory=Pool)
     arenas: Arenas = field(default_factory=Arenas)
     tiers: Tiers = field(default_factory=Tiers)
-    expert: int | None = None
     suffix: str = ""
 
     def axis(self, name: str) -> Axis:
@@ -176,18 +175,6 @@ class World:
         opened = pair if len(mine) > 1 else []
         return counted_axis(called, opened, self.ledger, self.device, self.pool)
 
-    def split(self, groups: Sequence[Sequence[int]]) -> "World":
-        """The world of the ranks that are in the same group as this one, for independent experts.
-
-        `groups` divides all ranks into groups of one size. All ranks must call it; after that no
-        message of the new world leaves its group.
-        """
-        expert = next(e for e, group in enumerate(groups) if self.rank in group)
-        own = groups[expert]
-        links = GroupLinks(self.links, groups, own)
-        made = world_of(own.index(self.rank), len(own), self.device, links)
-        return replace(made, expert=expert)
-
     def device_mesh(self) -> DeviceMesh:
         """The axes as torch's DeviceMesh, on the same process groups, without axes of size one.
 
@@ -196,11 +183,6 @@ class World:
         """
         wide = Mesh(tuple((axis.name, axis.size) for axis in self.axes))
         return device_mesh(wide, [axis.transport for axis in self.axes], self.device.type)
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group of the ranks of one expert; None means all processes."""
-        return None if self.expert is None else process_group(self.everyone.transport)
 
     def barrier(self) -> None:
         """Return when every rank has called this."""
@@ -249,12 +231,11 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
     of one host send everything through their process group, as ranks of different hosts do; None
     reads SHARDWISE_SHARED_MEMORY from the environment (default: True).
 
-    It also installs an excepthook that prints an InputError as one paragraph (excepthook.py).
+    It also installs an excepthook that prints an InputError as one paragraph.
 
     Raises:
         InputError: there is no GPU for device "cuda"; the environment is incomplete; the world of
-            this process has been closed; the ranks cannot connect, or some did not start in time
-            (start.py).
+            this process has been closed; the ranks cannot connect, or some did not start in time.
     """
     if shared_memory is not None:
         flag("shared_memory", shared_memory)

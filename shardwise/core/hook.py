@@ -35,7 +35,7 @@ def no_copy(name: str) -> InputError:
         f"a copy (copy.deepcopy, pickle, torch.save, AveragedModel) of a sharded {name}",
         "copies of modules whose full values are on every rank, and state dicts",
         "sw.full_state_dict(module_or_engine) on all ranks, for the values; or sw.unwrap(module) "
-        "before the copy; for an average of weights the loop in docs/python.md",
+        "before the copy; for an average of weights the loop in docs/how-to/one-technique.md",
     )
 
 

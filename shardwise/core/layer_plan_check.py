@@ -71,7 +71,6 @@ def _together(plan: Plan) -> str:
         ("arenas", plan.arenas),
         (f"tile:{plan.tile}", plan.tile is not None),
         ("activations:host", plan.activations is not None),
-        (f"experts:{plan.experts}", plan.experts is not None),
     ):
         if on:
             return f"'{word}'"

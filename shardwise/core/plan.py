@@ -36,10 +36,9 @@ class Plan:
     """A parallel strategy. Equal strategies are equal values: axes are sorted, fsdp is zero3.
 
     axes        names and sizes
-    row         the word of a row of the states table (zero.py)
+    row         the word of a row of the states table
     precision   None: the default of the command or engine that runs the plan
     accumulate  microbatches per step
-    experts     "independent": one model for each rank of `ep` (independent.py)
     schedule, recompute, activations, offload, tile
                 as written
     device_memory_bytes
@@ -56,7 +55,6 @@ class Plan:
     bucket_bytes: int = BUCKET_BYTES
     schedule: str | None = None
     sp: bool = False
-    experts: str | None = None
     recompute: str | None = None
     activations: str | None = None
     offload: str | None = None
@@ -110,7 +108,6 @@ class Plan:
         """The text without the plans of single layers."""
         words = [f"{name}{size}" for name, size in self.axes]
         words += ["sp"] * self.sp
-        words += [f"experts:{self.experts}"] * (self.experts is not None)
         words += [self.row] * (self.row != "ddp")
         words += [word for word in (self.schedule, self.precision) if word is not None]
         words += [f"accumulate:{self.accumulate}"] * (self.accumulate != 1)
@@ -212,8 +209,7 @@ class Plan:
         """The plan for a world of `ranks`, with `dp` added if it is open.
 
         None means the smallest world on which every word has an effect: `zero3` becomes
-        `dp2 zero3`, `tp2` stays. A plan that does not fit the world is returned unchanged;
-        plan_check.py reports it.
+        `dp2 zero3`, `tp2` stays. A plan that does not fit the world is returned unchanged.
         """
         if not self.open:
             return self

@@ -226,11 +226,7 @@ def _data_axes(plan: Plan) -> list[Problem]:
 
 
 def _experts(plan: Plan) -> list[Problem]:
-    """`ep` that does not divide the data ranks; independent experts without it."""
-    if plan.experts and plan.ep == 1:
-        given = f"'experts:{plan.experts}' without epN, which says how many experts there are"
-        allowed = f"experts:{plan.experts} together with epN of two experts or more"
-        return [Problem(given, allowed, f"'dp2 ep2 experts:{plan.experts}'")]
+    """`ep` that does not divide the data ranks."""
     axis, ranks = plan.inner_data_axis, plan.mesh.size_of(plan.inner_data_axis)
     if ranks % plan.ep == 0:
         return []
@@ -280,7 +276,6 @@ def _runnable_model(plan: Plan) -> Plan:
     near = Plan(
         axes=(*axes, *kept),
         sp=plan.sp and not alone,
-        experts=plan.experts if "ep" in dict(kept) else None,
         schedule=None if _forbidden(plan) else plan.schedule,
         row=plan.row,
         precision=plan.precision,

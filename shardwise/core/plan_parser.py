@@ -47,13 +47,36 @@ MOST_BYTES: Final = 2**40
 
 @dataclass(frozen=True)
 class Word:
-    """One line of the table of words; `later` names a feature that this version does not have."""
+    """One line of the table of words.
+
+    later   a feature that this version does not have
+    values  forms of the word with one value each, and their meanings
+    """
 
     form: str
     example: str
     meaning: str
     later: str = ""
+    values: tuple[tuple[str, str], ...] = ()
 
+    def said_of(self, text: str) -> str:
+        """The meaning of the word as it is written in a plan, with that of its value."""
+        return ": ".join([self.meaning, *(said for form, said in self.values if form == text)])
+
+
+_OF_SCHEDULES: Final = {
+    "gpipe": "pipeline: all M forwards, then all backwards",
+    "1f1b": "pipeline: forwards and backwards of M microbatches alternate",
+    "interleaved": "1f1b with V stages per rank",
+    "bfs": "V stages per rank: all M microbatches pass one, then the next",
+    "zb-h1": "1f1b with weight gradients postponed into the bubble",
+    "zb-v": "two stages per rank in a V; no bubble but the ramps from M = ranks on",
+    "dualpipe-v": "two stages per rank in a V; forwards paired with backwards",
+    "dapple": "early backward: the order of 1f1b",
+    "pipedream": "each stage updates after every microbatch, from older weights",
+    "2bw": "each stage updates by itself once a step; computes the same as 1f1b",
+    "naive": "pipeline without overlap: one microbatch",
+}
 
 WORDS: tuple[Word, ...] = (
     Word("dpN", "dp2", "data parallelism on N ranks"),
@@ -63,7 +86,6 @@ WORDS: tuple[Word, ...] = (
     Word("ppN", "pp2", "pipeline on N ranks, under a schedule (the default: 1f1b:2N)"),
     Word("cpN", "cp2", "context parallelism: the sequence on N ranks", "context parallelism is"),
     Word("epN", "ep2", "expert parallelism: each expert on one of N neighbouring data ranks"),
-    Word("experts:independent", "experts:independent", "N models that do not communicate (epN)"),
     Word("ddp", "ddp", "every rank keeps all states (the default)"),
     Word("zero1", "zero1", "shard the optimizer's state"),
     Word("zero2", "zero2", "shard the optimizer's state and gradients"),
@@ -74,11 +96,7 @@ WORDS: tuple[Word, ...] = (
         Word(
             f"{name}:{numbers}" if numbers else name,
             {"M": f"{name}:8", "MxV": f"{name}:8x2", "": name}[numbers],
-            {
-                "M": "pipeline schedule with M microbatches",
-                "MxV": "pipeline schedule with M microbatches, V chunks per rank",
-                "": "pipeline without overlap, one microbatch",
-            }[numbers],
+            _OF_SCHEDULES[name],
         )
         for name, numbers in SCHEDULES.items()
     ),
@@ -91,17 +109,33 @@ WORDS: tuple[Word, ...] = (
     Word(
         "recompute:WHAT",
         "recompute:full",
-        "recompute activations in backward: full, selective, partitioned (over the tensor axis), "
-        "partitioned-host, everyN, names of modules, or SIZE, the activations that a rank may keep",
+        "recompute activations in the backward pass",
+        values=(
+            ("recompute:full", "every block"),
+            ("recompute:selective", "every block, without its matrix products and attention"),
+            ("recompute:everyN", "blocks 0, N, 2N, ..."),
+            ("recompute:NAMES", "modules whose names match: blocks.*.mlp"),
+            ("recompute:SIZE", "what must be, to keep at most SIZE of activations on a rank"),
+            ("recompute:partitioned", "every block; each tensor rank keeps a part of its input"),
+            ("recompute:partitioned-host", "the same, with the parts in host memory"),
+        ),
     ),
     Word("activations:host", "activations:host", "keep the activations of blocks in host memory"),
     Word(
         "offload:WHAT",
         "offload:optim",
-        "states that rest in host memory: optim, updated there (optim=0.6: of a fraction of the "
-        "parameters), or param, parameters too; optim-delayed, updated beside the next step after "
-        "the first 40 (optim-delayed=N); optim@disk, param@disk, on a disk; optim=0.9,disk=0.5, "
-        "0.9 off the device, 0.5 on a disk; auto, the least in host memory that fits device_memory",
+        "states rest outside of the device",
+        values=(
+            ("offload:optim", "gradients and optimizer states in host memory, updated there"),
+            ("offload:optim=0.6", "the same for the last units with 60 % of the parameters"),
+            ("offload:optim-delayed", "updates run beside the next step, after the first 40 steps"),
+            ("offload:optim-delayed=N", "the same after the first N steps"),
+            ("offload:param", "parameters rest in host memory too"),
+            ("offload:optim@disk", "gradients and optimizer states rest on a disk"),
+            ("offload:param@disk", "parameters rest on the disk too"),
+            ("offload:optim=0.9,disk=0.5", "90 % of the states leave the device, 50 % go to disk"),
+            ("offload:auto", "the least in host memory that fits into device_memory"),
+        ),
     ),
     Word("tile:N", "tile:4", "gather large linear layers in N tiles (tile:N=NAMES: these layers)"),
     Word("buffers:SIZE", "buffers:64MiB", "communication buffers of SIZE (the default: 2 buckets)"),
@@ -136,13 +170,13 @@ def _key(text: str) -> str:
 
 def words_table() -> str:
     """The table of plan words as text: form, example, meaning, whether this version has it."""
-    form, example = (max(len(getattr(w, field)) for w in WORDS) for field in ("form", "example"))
-    lines = [
-        f"{w.form:{form}}  {w.example:{example}}  {w.meaning}"
-        + " (not in this version)" * bool(w.later)
-        for w in WORDS
-    ]
-    return "\n".join([f"{'word':{form}}  {'example':{example}}  meaning", *lines])
+    rows: list[tuple[str, str, str]] = [("word", "example", "meaning")]
+    for word in WORDS:
+        later = " (not in this version)" * bool(word.later)
+        rows.append((word.form, word.example, word.meaning + later))
+        rows += [(f"  {form}", "", meaning) for form, meaning in word.values]
+    form, example = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return "\n".join(f"{row[0]:{form}}  {row[1]:{example}}  {row[2]}" for row in rows)
 
 
 def size_text(size_bytes: int) -> str:
@@ -186,7 +220,6 @@ _LABELS: dict[str, str] = {
     "precision": "precision",
     "schedule": "pipeline schedule",
     "sp": "word sp",
-    "experts": "word experts:independent",
     "accumulate": "number of microbatches to accumulate",
     "bucket_bytes": "bucket size",
     "recompute": "choice of recomputation",
@@ -327,17 +360,12 @@ def _read_recompute(key: str, value: str) -> Found | Problem:
     return Problem(f"the plan word '{key}:{value}'", allowed, instead)
 
 
-_SINGLE = {"activations": "host", "experts": "independent"}
-
-
-def _read_single(key: str, value: str) -> Found | Problem:
-    """A word with one value."""
-    if value == _SINGLE[key]:
+def _read_activations(key: str, value: str) -> Found | Problem:
+    """`activations:host`, the only value."""
+    if value == "host":
         return key, value
-    instead = f"{key}:{_SINGLE[key]}"
-    without = "stay on the device" if key == "activations" else "are layers of one model"
-    allowed = f"{instead}; without the word {key} {without}"
-    return Problem(f"the plan word '{key}:{value}'", allowed, instead)
+    allowed = "activations:host; without the word they stay on the device"
+    return Problem(f"the plan word '{key}:{value}'", allowed, "activations:host")
 
 
 _VALUES: dict[str, Callable[[str, str], Found | Problem]] = {
@@ -347,8 +375,7 @@ _VALUES: dict[str, Callable[[str, str], Found | Problem]] = {
     "buffers": _read_size,
     "device_memory": _read_size,
     "recompute": _read_recompute,
-    "activations": _read_single,
-    "experts": _read_single,
+    "activations": _read_activations,
 }
 
 

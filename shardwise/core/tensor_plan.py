@@ -61,7 +61,7 @@ class Table:
 
     `heads` and `kv_heads` are those of the model; styles and `sets` that count heads need them.
     `kv_heads` defaults to `heads`. A `derived` table comes from shapes alone: the engine compares
-    the first step under it with the plain model (engine/first_step.py).
+    the first step under it with the plain model.
     """
 
     styles: Entries

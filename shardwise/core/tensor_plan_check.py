@@ -38,7 +38,7 @@ def check(table: Table, modules: Mapping[str, ModuleShape], sp: bool, ranks: int
         allowed = "entries for all modules with parameters that work on shards of the sequence"
         instead = 'sequence={"embed": "vocabulary:sequence", "*norm": "sequence"}'
         given = "sp with a table that has no entries for the sequence"
-        return [Problem(given, allowed, f"{instead}; see docs/tensor-tables.md")]
+        return [Problem(given, allowed, f"{instead}; see docs/how-to/tables.md")]
     placed = _Placed(table, modules, ranks, matches(table, list(modules), sp))
     if problems := list(_heads(placed)):
         return problems

@@ -163,7 +163,7 @@ def _with_sequence(
         f"sp of a {type(model).__name__}: {why}",
         "models whose blocks act on each position separately, apart from attention",
         f"tp{ranks} without sp, or a table with sequence entries of your own "
-        "(docs/tensor-tables.md)",
+        "(docs/how-to/tables.md)",
     )
 
 
@@ -344,5 +344,5 @@ def _nothing(model: nn.Module, ranks: int, whole: Sequence[Whole]) -> InputError
     return bad(
         f"tp{ranks} of a {type(model).__name__}, of which no layer can be sharded ({why})",
         "models with two linear layers in a row, or an embedding of more rows than ranks",
-        f"dp{ranks}, or a table of your own (docs/tensor-tables.md)",
+        f"dp{ranks}, or a table of your own (docs/how-to/tables.md)",
     )

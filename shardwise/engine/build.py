@@ -35,12 +35,12 @@ from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors
 from shardwise.engine.tiling import tile
 from shardwise.engine.training import Build
-from shardwise.kernels.choice import kernels_of
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.hooks import Data
 from shardwise.parallel.data.pace import Pace
 from shardwise.parallel.data.staged_hooks import StagedUnits
 from shardwise.parallel.data.units import Unit, Units
+from shardwise.parallel.data.weight_gradient import take_over
 from shardwise.parallel.data.wrap_policy import UnitSpec
 from shardwise.parallel.redistribute.exchange import RowExchange
 
@@ -107,22 +107,23 @@ def lay_out(
     model: nn.Module, build: Build, weights: RankZeroWeights, disk: Disk | None = None
 ) -> ShardedModel:
     """Shard `model` in place.  All ranks of the world call it."""
-    world, plan, kernels = build.world, build.plan, kernels_of(build.world.device)
+    world, plan = build.world, build.plan
     how = _sharding(model, build, weights, disk)
     schedule, tensor_ranks = stage_module.schedule_of(plan), world.axis(tensor_parallel.AXIS).size
     regions = Regions.open(build, how)
     if schedule is None:
         specs = units_of(model, how, tensor_ranks, regions.unit_key)
         require_units(specs, plan)
-        tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table, kernels.products)
-        tensors.others = regions.lay_out(model, kernels.products)
+        tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table)
+        tensors.others = regions.lay_out(model)
         experts = expert_parallel.lay_out(model, world, plan, how.axes, build.rows)
         build.recompute.apply(model, world, tensors)
         units = regions.shard(how, specs, tensors, experts=experts)
         data = hooked(model, how, units, Pace(ahead=build.prefetch, by_hand=False))
         if plan.arenas:
             world.arenas.gradients.reserve(_gradient_slots(units, data.pace), world.device)
-        kernels.install(model, data, sizes(units), several=plan.accumulate > 1)
+        if plan.accumulate > 1:
+            take_over(model, data, sizes(units))
         regions.install(model, build.recompute.kinds)
         guard_shards(model, data)
         return ShardedModel(
@@ -138,15 +139,15 @@ def lay_out(
     require_units(specs, plan)
     twins = stage_module.twin(model, world, plan, build.table)
     stage_module.agree(model, world.axis(stage_module.AXIS), world.device)
-    tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table, kernels.products)
-    tensors.others = regions.lay_out(model, kernels.products)
+    tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table)
+    tensors.others = regions.lay_out(model)
     experts = expert_parallel.lay_out(model, world, plan, how.axes, build.rows)
     build.recompute.apply(model, world, tensors)
     staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.beside)
     build.recompute.release(model)
     units = regions.shard(how, staged.own_units(specs), tensors, staged, experts)
     data = _driven(model, how, units, staged, Pace(ahead=build.prefetch, by_hand=False))
-    kernels.install(model, data, sizes(units), several=True)
+    take_over(model, data, sizes(units))
     regions.install(model, build.recompute.kinds)
     model.register_forward_pre_hook(Hook(data, nothing))  # refuses copies of a sharded model
     return ShardedModel(
@@ -168,7 +169,6 @@ def _sharding(
         bucket_bytes=plan.bucket_bytes,
         fill=build.fill,
         device=world.device,
-        products=kernels_of(world.device).products,
         least_unit_bytes=build.least_unit_bytes,
         tiers=world.tiers,
         late=offload is not None and offload.undelayed is not None,

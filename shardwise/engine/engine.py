@@ -434,11 +434,11 @@ class Engine:
         return found if stale is None else found | {"versions": stale.peak_bytes}
 
     def host_memory(self) -> dict[str, int]:
-        """Live bytes in host memory (comm/tiers.py) by category."""
+        """Live bytes in host memory by category."""
         return memory.measured(self.model, self.flats, self.optimizer, self.world, "host")
 
     def disk_memory(self) -> dict[str, int]:
-        """Bytes of this rank on a disk (comm/disk.py) by category."""
+        """Bytes of this rank on a disk by category."""
         return memory.measured(self.model, self.flats, self.optimizer, self.world, "disk")
 
     def sent(self) -> dict[Key, Tally]:

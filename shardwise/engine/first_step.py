@@ -293,7 +293,7 @@ def _given_differs(row: Sequence[float], engine: Engine) -> Exception:
         "styles under which the code of each module computes its part: where it has a number of "
         "heads, or of features, each rank needs its own",
         'Table.of({...}, heads=8, sets={"*.attn": {"heads": "heads"}}), or sw.derive_table; '
-        "'shardwise verify' names the first tensor that differs (docs/tensor-tables.md)",
+        "'shardwise verify' names the first tensor that differs (docs/how-to/tables.md)",
     )
 
 
@@ -309,5 +309,5 @@ def _differs(row: Sequence[float], names: Sequence[str], engine: Engine) -> Exce
         "a forward that computes with shapes only to reshape: `h / h.shape[-1]` divides by a "
         "rank's own features",
         f"the whole length as a number in the code near {name}, or a table of your own without "
-        "these layers (print(table); docs/derived-tables.md)",
+        "these layers (print(table); docs/how-to/tables.md)",
     )

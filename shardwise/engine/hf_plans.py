@@ -119,7 +119,7 @@ def _read(model: nn.Module, kind: str, plan: Mapping[str, str]) -> Table:
             raise bad(
                 f'the plan of {kind} in transformers, with the style "{said}" for {key}',
                 f"plans with the styles {', '.join(_STYLES)}",
-                'table={"...": "colwise", ...}, a table of your own; see docs/tensor-tables.md',
+                'table={"...": "colwise", ...}, a table of your own; see docs/how-to/tables.md',
             )
         if style == "sequence":
             sequence[f"{key}?"] = style

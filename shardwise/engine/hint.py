@@ -31,7 +31,9 @@ _POSITIONS = (
 )
 
 
-_ALLOWED = "step, evaluate, outputs, set_lr, model, optimizer and what docs/python.md lists"
+_ALLOWED = (
+    "step, evaluate, outputs, set_lr, model, optimizer and what docs/reference/python.md lists"
+)
 _CALL = (
     "engine.step(batch), or engine.evaluate(batch) for the loss without an update; "
     "engine.outputs(call, like) for outputs"
@@ -99,7 +101,7 @@ def shapes(tensors: Tensors) -> Iterator[None]:
     except (RuntimeError, IndexError, ValueError) as error:
         if tensors.axis.size > 1 and _SHAPES.search(str(error)):
             sequence = _POSITIONS if tensors.stream.split else ""
-            error.add_note(f"{_FEATURES}{sequence}: docs/tensor-tables.md.")
+            error.add_note(f"{_FEATURES}{sequence}: docs/how-to/tables.md.")
         raise
 
 
@@ -123,6 +125,6 @@ def dtypes(dtype: torch.dtype | None) -> Iterator[None]:
                 "The batch's own floats are not rounded; layers cast their inputs to "
                 f"{str(dtype).removeprefix('torch.')}. Where code outside of layers combines both, "
                 "write x.to(self.weight.dtype), or .float() on the output before the loss: "
-                "docs/mixed-precision.md."
+                "docs/explanation/states.md."
             )
         raise

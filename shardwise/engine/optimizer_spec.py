@@ -203,7 +203,7 @@ def SGD(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> Opti
 
 
 def Lion(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> OptimizerSpec:  # noqa: N802
-    """Lion: lr, betas, weight_decay (Chen et al., arXiv 2302.06675; lion.py)."""
+    """Lion: lr, betas, weight_decay (Chen et al., arXiv 2302.06675)."""
     return OptimizerSpec(lion.Lion, options, groups or {})
 
 

@@ -30,22 +30,33 @@ SHARED = (
 class EngineOptions:
     """The options of an engine; those of a technique that the plan does not use have no effect.
 
-    optimizer         sw.AdamW(...) and others, without parameters; None: sw.AdamW(lr=3e-4)
-    loss              loss(model, batch), the mean over the tokens of the batch; None: what the
-                      model returns
-    tokens            tokens(batch), their number; None: the rows
-    rows              rows(batch), the number of rows of a batch; None: batch.py counts
-    clip              the largest norm of the gradient; None: no clipping
-    on_nonfinite      "raise" or "skip" a step whose loss or gradient is not finite
-    check_every       steps between two comparisons of the ranks; 0: only in the first step
-    units             what is gathered at once (parallel/data/wrap_policy.py)
-    least_unit_bytes  smaller units are merged with their neighbours; None: 2 MiB
-    prefetch          units gathered ahead of their use
-    fill, seed        fill(name, tensor) writes weights on the meta device, else they follow `seed`
-    table             the styles of tensor parallelism
-    stages            the names of the modules that begin each stage except the first
-    beside            {"norm": "head"} for modules that are not called where they are defined
-    offload_folder    the folder of states that rest on a disk
+    optimizer         sw.AdamW(...), sw.SGD(...) and others, without parameters; None:
+                      sw.AdamW(lr=3e-4)
+    loss              loss(model, batch), the mean over the rows or tokens of the batch; None: the
+                      output of the model, or its `.loss`
+    tokens            tokens(batch), the number of elements that the loss is the mean over; it may
+                      change at every step and differ between ranks; None: the rows
+    rows              rows(batch), the number of rows of a batch; None: dim 0 of its tensors
+    clip              the largest norm of all gradients together; None: no clipping
+    on_nonfinite      a step whose loss or gradient is not finite: "raise" raises sw.RunError on
+                      all ranks before any update, "skip" skips the update
+    check_every       steps between two comparisons of the ranks: along tensor and pipeline axes
+                      batch, loss and gradients, along data axes the replicated weights; 0: only
+                      in the first step, and no weights
+    units             what is gathered, freed and reduced together: "auto" (the repeated block), a
+                      class or several, a pattern of module names, a size in bytes, or
+                      f(name, module) -> bool
+    least_unit_bytes  smaller units are merged with their neighbours; None: 2 MiB, 0: merge none
+    prefetch          the number of units to gather ahead of their use under `zero3`
+    fill              fill(name, tensor) writes initial weights of a model on the meta device;
+                      None: its own initialisation, by `seed`
+    seed              the seed of initial weights without `fill`
+    table             the styles of tensor parallelism; None: the model's own table
+    stages            the names of the modules that begin each pipeline stage except the first;
+                      None: balanced by parameters
+    beside            {"norm": "head"}: puts a module that is not called where it is defined into
+                      the pipeline stage of another
+    offload_folder    a folder on a local disk, for states that rest there (`offload:optim@disk`)
 
     Raises InputError for a wrong value.
     """

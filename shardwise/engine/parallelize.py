@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from shardwise.comm.world import World
 from shardwise.core.arguments import short_repr
 from shardwise.core.errors import bad
-from shardwise.core.independent import plan_of_expert, ranks_by_expert
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
 from shardwise.core.tensor_plan import Table
@@ -64,8 +63,7 @@ def parallelize(
 ) -> Engine:
     """Shard `model` in place according to `plan`, and return the engine that trains it.
 
-    With `experts:independent` it is the engine of one expert, number `engine.world.expert`. The
-    options are those of shardwise.engine.options.EngineOptions, where each is described.
+    The options are those of shardwise.engine.options.EngineOptions, where each is described.
 
     Raises:
         InputError: the plan or an argument cannot work or differs between ranks; nothing changed.
@@ -98,7 +96,7 @@ def build_engine(
     validate.model(model, "sw.parallelize")
     validate.no_backward_optimizer(model, "sw.parallelize of a model")
     validate.world(world)
-    plan, world = _of_this_rank(plan_of(plan), world)
+    plan = _checked(plan_of(plan), world)
     compiled.require_plain(model, plan, options.loss)
     spec = options.spec
     require_shardable(spec.kind, spec.by_group, plan)
@@ -161,13 +159,10 @@ def plan_of(plan: Any) -> Plan:
     return Plan.parse(plan)
 
 
-def _of_this_rank(plan: Plan, world: World) -> tuple[Plan, World]:
-    """The plan, checked and completed, and the world; those of this rank's independent expert."""
+def _checked(plan: Plan, world: World) -> Plan:
+    """The plan, checked and completed."""
     require(plan, world.size)
-    plan = _completed(plan, world)
-    if not plan.experts:
-        return plan, world
-    return plan_of_expert(plan), world.split(ranks_by_expert(plan))
+    return _completed(plan, world)
 
 
 def _completed(plan: Plan, world: World) -> Plan:

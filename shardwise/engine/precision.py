@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.kernels.input_cast import InputCast
+from shardwise.engine.input_cast import InputCast
 
 HALF = (torch.bfloat16, torch.float16)
 #: Modules of torch.nn that only call those inside of them.

@@ -14,7 +14,6 @@ from torch import nn
 from shardwise.core.arguments import integer
 from shardwise.core.errors import bad
 from shardwise.core.expert_moves import Loads
-from shardwise.core.independent import place, plan_of_expert
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
 from shardwise.core.tensor_plan import Table
@@ -141,8 +140,6 @@ class Predictor:
         if not 0 <= rank < self.plan.size:
             allowed = f"0 to {self.plan.size - 1}"
             raise bad(f"rank {rank} of the plan '{self.plan}'", allowed, "rank=0")
-        if self.plan.experts:
-            self.rank, self.plan = place(self.plan, rank)[1], plan_of_expert(self.plan)
         validate.rows(options.rows)
         begin = stage_starts(model, self.plan, options.stages, options.checked_beside)
         clip = weight_stashing.require(model, self.plan, begin, options)

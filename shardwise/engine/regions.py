@@ -26,7 +26,6 @@ from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.engine.training import Build
 from shardwise.kernels.logits import Logits, Rows
-from shardwise.kernels.matmul import Products
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.units import Unit
 from shardwise.parallel.data.wrap_policy import UnitSpec
@@ -80,12 +79,12 @@ class Regions:
         """The plan of a unit; units of different ones are not merged."""
         return {self.plan.layer_of(name) for name, _ in spec.params}
 
-    def lay_out(self, model: nn.Module, products: Products) -> tuple[Tensors, ...]:
+    def lay_out(self, model: nn.Module) -> tuple[Tensors, ...]:
         """Shard the layers of each mesh on its tensor axis, in place."""
         for region in self.regions:
             if region.layers.mesh:
                 region.tensors = tensor_parallel.lay_out(
-                    *(model, region.world, False, region.layers.table, products),
+                    *(model, region.world, False, region.layers.table),
                     layers=region.layers.modules,
                 )
         return tuple(region.tensors for region in self.regions if region.layers.mesh)

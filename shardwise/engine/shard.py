@@ -27,7 +27,6 @@ from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.engine.tiling import Tiling, tiled_layers
-from shardwise.kernels.matmul import BY_TORCH, Products
 from shardwise.parallel.data.buffers import Buffers
 from shardwise.parallel.data.consensus import Consensus
 from shardwise.parallel.data.flat_parameter import Flat
@@ -70,7 +69,6 @@ class Sharding:
     bucket_bytes: int = 25 * 2**20
     fill: Fill | None = None
     device: torch.device | None = None
-    products: Products = BY_TORCH
     broadcast_buffers: bool = True
     least_unit_bytes: int | None = None
     tiers: Tiers = field(default_factory=Tiers)
@@ -169,7 +167,7 @@ def shard(
                 how.compute.get(group[0][1]),
             )
             device = how.device or group[0][1].device
-            groups.append(Flat(group, local, fill, device, how.products.add))
+            groups.append(Flat(group, local, fill, device))
             groups[-1].names = [how.tiling.plain(name) for name, _ in group]
             how.weights.expect(groups[-1], [name for name, _ in group], fill)
         units.append(Unit(spec.name, spec.modules, groups))

@@ -12,7 +12,6 @@ from shardwise.comm.world import Axis
 from shardwise.core.layout import I
 from shardwise.core.param_layout import AxisLayout
 from shardwise.engine.rng import ShardedRandom
-from shardwise.kernels.matmul import BY_TORCH
 from shardwise.parallel.tensor.linear import Stream
 
 
@@ -71,4 +70,4 @@ class Tensors:
 
 def nowhere() -> Tensors:
     """The state of a model without a tensor axis."""
-    return Tensors(Axis("none"), Stream(Axis("none"), split=False, products=BY_TORCH))
+    return Tensors(Axis("none"), Stream(Axis("none"), split=False))

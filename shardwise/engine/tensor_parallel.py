@@ -27,7 +27,6 @@ from shardwise.engine.layer_plans import LayerPlans, layer_plans, only
 from shardwise.engine.reads import guard_layer
 from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.engine.tensor_plan import shapes, table_of, without
-from shardwise.kernels.matmul import BY_TORCH, Products
 from shardwise.parallel.tensor import embedding, linear, sequence
 from shardwise.parallel.tensor.logits import sharded_logits
 from shardwise.parallel.tensor.shared_weights import sum_spans
@@ -86,7 +85,6 @@ def lay_out(
     world: World,
     sp: bool,
     table: Table | None,
-    products: Products = BY_TORCH,
     layers: Sequence[str] = (),
 ) -> Tensors:
     """Shard `model` in place on the tensor axis of `world` according to `table`.
@@ -99,7 +97,7 @@ def lay_out(
         return nowhere()
     for module in [model.get_submodule(name) for name in layers] or [model]:
         agree(module, axis, world.device)
-    tensors = Tensors(axis, linear.Stream(axis, sp, products))
+    tensors = Tensors(axis, linear.Stream(axis, sp))
     known = shapes(model)
     styles = assign(table, list(known), sp)
     layout = _Layout(model, world, tensors)
@@ -151,7 +149,7 @@ class _Layout:
         self.model, self.world, self.tensors = model, world, tensors
         self.stream, self.axis = tensors.stream, tensors.axis
         #: the stream of modules that need the gathered sequence
-        self.whole = linear.Stream(self.axis, split=False, products=self.stream.products)
+        self.whole = linear.Stream(self.axis, split=False)
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.wanted: dict[str, tuple[nn.Parameter, Cut]] = {}
         self.entered: list[str] = []  # modules whose inputs are gathered

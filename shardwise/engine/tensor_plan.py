@@ -123,7 +123,7 @@ def without(model: nn.Module, why: str) -> InputError:
         "a table passed as table= (verify: --table FILE), a model with the attribute tensor_table, "
         "a model of transformers that has a tensor plan, or one that is derived: "
         "sw.derive_table(model, batch, ranks=2, loss=loss).table, shardwise table MODEL; see "
-        "docs/tensor-tables.md"
+        "docs/how-to/tables.md"
     )
     return bad(what, allowed, f"table={guessed!r}, with the styles that fit your layers")
 

@@ -44,14 +44,12 @@ from shardwise.engine.shard import (
     hooked,
     layable,
     shard,
-    sizes,
     units_of,
 )
 from shardwise.engine.state_dict import keep_keys
 from shardwise.engine.torch_options import DDP_OPTIONS, FSDP_OPTIONS, refusing
 from shardwise.engine.training import DTYPES
 from shardwise.engine.unwrap import no_pipe, pipe_of
-from shardwise.kernels.choice import kernels_of
 from shardwise.parallel.data.hooks import Data
 from shardwise.parallel.data.inference import normal_mode
 from shardwise.parallel.data.pace import Pace
@@ -115,7 +113,8 @@ def FSDP(  # noqa: N802
 
     sharding_strategy: "FULL_SHARD" (zero3), "SHARD_GRAD_OP" (zero2), "NO_SHARD" (ddp), or
     "HYBRID_SHARD" with groups of `shard_size` ranks.  torch's enum is accepted too.
-    units: the wrap policy; see parallel/data/wrap_policy.py.
+    units: what is gathered together: "auto" (the repeated block), a class or several, a pattern of
+    module names, a size in bytes, or f(name, module) -> bool.
     cpu_offload: True, or torch's CPUOffload(offload_params=True): shards of parameters and
     gradients rest in host memory, where the optimizer updates them; a unit is on the device while
     it is used.
@@ -227,8 +226,7 @@ def _wrap(
     plan = Plan(axes=(("dp", world.size),), bucket_bytes=how.bucket_bytes)
     size_bytes = pool_bytes(plan, sum(p.nbytes for p in module.parameters()))
     world.pool.reserve(size_bytes, world.device)
-    kernels, fill = kernels_of(world.device), default_fill(module, 0)
-    how = replace(how, fill=fill, device=world.device, products=kernels.products)
+    how = replace(how, fill=default_fill(module, 0), device=world.device)
     how = replace(how, tiers=world.tiers, weights=weights)
     handles: list[Any] = []
     if (dtype := DTYPES[precision]) is not None:
@@ -240,8 +238,6 @@ def _wrap(
     weights.deliver()
     data = hooked(module, how, sharded_units, pace, world)
     data.handles += handles
-    if precision is None:  # they add products to gradients of the weights' dtype
-        data.handles += kernels.install(module, data, sizes(sharded_units))
     data.handles += keep_keys(module, data, flats_of(sharded_units))
     data.handles += guard_shards(module, data)
     assert isinstance(world.links, Lease)

@@ -135,7 +135,7 @@ RULES: Final[Rules] = {
     "scheduler.params.total_num_steps": key("train.steps", "a whole number"),
     "scheduler.params.cos_min_ratio": key("train.final"),
     "tensor_parallel.autotp_size": axis("tp"),
-    "tensor_parallel.*": why("styles of layers are a table: docs/tensor-tables.md"),
+    "tensor_parallel.*": why("styles of layers are a table: docs/how-to/tables.md"),
     "sequence_parallel_size": why(CONTEXT),
     "zero_optimization.offload_optimizer.device": offloaded,
     "zero_optimization.offload_param.device": offloaded_param,

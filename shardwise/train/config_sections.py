@@ -16,85 +16,144 @@ Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
 
 class ModelSection(BaseModel):
-    """[model]: a named size of the GPT; single sizes given here override it.
+    """The model: by default a GPT of a named size, whose numbers the other keys override.
 
-    With the name hf:./FOLDER, a model of transformers and its weights, and with file.py:build the
-    user's own; of the sizes only `sequence` can then be given.
-    With `experts` its feed-forward layers are mixtures of experts of `hidden` features.
+    Only `sequence` can be set for a model of transformers (`hf:./FOLDER`) and for your own
+    (`file.py:build`). With `experts`, each feed-forward layer is a mixture of experts of `hidden`
+    features; the keys after it need it.
     """
 
     model_config = CLOSED
 
-    name: str = "gpt:quickstart"
-    vocabulary: Size | None = None
-    layers: Size | None = None
-    width: Size | None = None
-    heads: Size | None = None
-    kv_heads: Size | None = None
-    hidden: Size | None = None
-    sequence: Size | None = None
-    tied: bool | None = None
-    experts: Size | None = None
-    experts_per_token: Size = 2
-    gate: Text = "topk-renormalised"
-    capacity: float | None = Field(default=None, ge=1, allow_inf_nan=False)
-    shared_experts: Count = 0
-    balance: float = Field(default=1e-2, ge=0)
-    router_z: float = Field(default=1e-3, ge=0)
+    name: str = Field(
+        default="gpt:quickstart",
+        description="a named size, `hf:./FOLDER` (a folder of transformers with its weights), or "
+        "`file.py:build` (your own model)",
+    )
+    vocabulary: Size | None = Field(
+        default=None, description="rows of the embedding; unset: the size of the tokenizer"
+    )
+    layers: Size | None = Field(default=None, description="blocks")
+    width: Size | None = Field(
+        default=None, description="features of the stream between blocks, a multiple of 2 x heads"
+    )
+    heads: Size | None = Field(
+        default=None, description="query heads; if set alone, it sets `kv_heads` too"
+    )
+    kv_heads: Size | None = Field(
+        default=None, description="key and value heads, a divisor of `heads`"
+    )
+    hidden: Size | None = Field(
+        default=None, description="features inside the feed-forward layer, or inside each expert"
+    )
+    sequence: Size | None = Field(default=None, description="positions of a training sequence")
+    tied: bool | None = Field(
+        default=None, description="whether the output layer shares the embedding's weight"
+    )
+    experts: Size | None = Field(
+        default=None, description="experts of each layer; unset: a dense model"
+    )
+    experts_per_token: Size = Field(default=2, description="experts that a token uses")
+    gate: Text = Field(
+        default="topk-renormalised",
+        description="`switch`, `gshard`, `topk`, `topk-renormalised`, `topk-softmax-after`, "
+        "`noisy-topk`, `sigmoid`, `expert-choice`, `hash` or `cluster`",
+    )
+    capacity: float | None = Field(
+        default=None,
+        ge=1,
+        allow_inf_nan=False,
+        description="the capacity factor, 1 or more; unset: no token is dropped",
+    )
+    shared_experts: Count = Field(default=0, description="experts that every token uses as well")
+    balance: float = Field(default=1e-2, ge=0, description="coefficient of the load-balance loss")
+    router_z: float = Field(default=1e-3, ge=0, description="coefficient of the routers' z loss")
 
 
 class DataSection(BaseModel):
-    """[data]: the text and its tokens.
-
-    source      "stdlib" or a path: a file (.txt, .jsonl, .parquet), a folder of them, a glob
-    encoding    of .txt and .jsonl; with tokens "bytes" the bytes of a .txt are used unchanged
-    tokens      "bytes", "bpe:SIZE" (trained on the data), or the path of a tokenizer.json; with the
-                model hf:./FOLDER the tokenizer.json in that folder, if there is one
-    validation  the fraction of the sequences held out
-    cache       the folder of tokenised data; default: beside the run's folder
-    """
+    """The text, and how it becomes tokens."""
 
     model_config = CLOSED
 
-    source: Text = "stdlib"
-    field: Text = "text"
-    encoding: Text = "utf-8"
-    tokens: Text = "bytes"
-    validation: float = Field(default=0.05, gt=0, lt=1)
-    cache: Text | None = None
+    source: Text = Field(
+        default="stdlib",
+        description="`stdlib` (the source of Python's standard library), a file (`.txt`, `.jsonl`, "
+        "`.parquet`), a folder of them, or a glob",
+    )
+    field: Text = Field(
+        default="text", description="the field of a `.jsonl` or `.parquet` that holds the text"
+    )
+    encoding: Text = Field(
+        default="utf-8",
+        description="the encoding of `.txt` and `.jsonl` files, under any of Python's names; with "
+        '`tokens = "bytes"` the bytes of a `.txt` are used unchanged',
+    )
+    tokens: Text = Field(
+        default="bytes",
+        description="`bytes`, `bpe:SIZE` (trained on the data), or the path of a `tokenizer.json`; "
+        "with the model `hf:./FOLDER` the one in that folder, if there is one",
+    )
+    validation: float = Field(
+        default=0.05, gt=0, lt=1, description="the share of the sequences held out"
+    )
+    cache: Text | None = Field(
+        default=None,
+        description="folder of the tokenised data; unset: `tokens` beside the run's folder",
+    )
 
 
 class TrainSection(BaseModel):
-    """[train]: steps, batch and optimizer.
-
-    optimizer     with `lr`, `weight_decay` and, but for adafactor, `betas`
-    batch         the global batch in sequences, independent of the number of ranks
-    warmup        steps; at most `steps`
-    final         the fraction of `lr` at the end of the decay
-    clip          the largest norm of the gradient; 0: no clipping
-    on_nonfinite  what to do with a step whose loss or gradient is not finite
-    eval_every    as save_every: steps; 0: only at the end
-    keep          the number of checkpoints to keep
-    """
+    """Steps, batch and optimizer."""
 
     model_config = CLOSED
 
-    steps: Size = 1000
-    batch: Size = 16
-    optimizer: Literal["adamw", "lion", "adafactor"] = "adamw"
-    lr: float = Field(default=1e-3, gt=0)
-    warmup: Count = WARMUP
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
-    final: float = Field(default=0.1, ge=0, le=1)
-    weight_decay: float = Field(default=0.1, ge=0)
-    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)  # TOML has no tuples
-    clip: float = Field(default=1.0, ge=0)
-    on_nonfinite: Literal["raise", "skip"] = "raise"
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    eval_every: Count = 100
-    eval_sequences: Size = 64
-    save_every: Count = 200
-    keep: Size = 2
+    steps: Size = Field(default=1000, description="updates")
+    batch: Size = Field(
+        default=16, description="sequences of the *global* batch, whatever the number of ranks"
+    )
+    optimizer: Literal["adamw", "lion", "adafactor"] = Field(
+        default="adamw",
+        description="`adamw`, `lion`, or `adafactor` where each rank updates whole parameters",
+    )
+    lr: float = Field(default=1e-3, gt=0, description="the highest learning rate, after warmup")
+    warmup: Count = Field(
+        default=WARMUP, description="steps in which the rate rises; at most `steps`"
+    )
+    decay: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="`cosine`, `linear` or `constant`"
+    )
+    final: float = Field(
+        default=0.1, ge=0, le=1, description="the fraction of `lr` at the end of the decay"
+    )
+    weight_decay: float = Field(default=0.1, ge=0, description="the optimizer's weight decay")
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(  # TOML has no tuples
+        default=(0.9, 0.95), description="the two betas of AdamW or Lion"
+    )
+    clip: float = Field(
+        default=1.0,
+        ge=0,
+        description="the largest norm of the gradient; `0` for none, which `pipedream` and `2bw` "
+        "require",
+    )
+    on_nonfinite: Literal["raise", "skip"] = Field(
+        default="raise",
+        description="if the loss or a gradient of a step is not finite: `raise` ends the run, "
+        "`skip` skips the update (not with `pipedream` and `2bw`)",
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="seed of the weights, the order of the data, the gates and the sample",
+    )
+    eval_every: Count = Field(
+        default=100, description="steps between evaluations; `0`: only at the end"
+    )
+    eval_sequences: Size = Field(default=64, description="sequences of an evaluation")
+    save_every: Count = Field(
+        default=200, description="steps between checkpoints; `0`: only at the end"
+    )
+    keep: Size = Field(default=2, description="checkpoints to keep")
 
     @model_validator(mode="before")
     @classmethod
@@ -107,18 +166,21 @@ class TrainSection(BaseModel):
 
 
 class PlanSection(BaseModel):
-    """[plan]: `text` in plan words.
-
-    `stages` balances a pipeline's stages by "parameters" or by measured "time", or names the
-    modules that begin each stage except the first: "blocks.1, blocks.3". `table` is a file of
-    styles of tensor parallelism, as `shardwise table` prints it.
-    """
+    """How the model is distributed."""
 
     model_config = CLOSED
 
-    text: str = ""
-    table: Text | None = None
-    stages: Text = "parameters"
+    text: str = Field(default="", description="plan words; ranks that no word uses are data ranks")
+    table: Text | None = Field(
+        default=None,
+        description="a file of styles of tensor parallelism, as `shardwise table` prints it; "
+        "unset: the model's own table, or a derived one",
+    )
+    stages: Text = Field(
+        default="parameters",
+        description="stages of a pipeline: balanced by `parameters` or by measured `time`, or the "
+        'modules that begin each stage except the first, `"blocks.1, blocks.3"` or a list',
+    )
 
     @field_validator("stages", mode="before")
     @classmethod
@@ -129,36 +191,55 @@ class PlanSection(BaseModel):
 
 
 class SampleSection(BaseModel):
-    """[sample]: the text generated at the end; `tokens = 0` for none, `top_k = 0` for all."""
+    """The text that is generated at the end."""
 
     model_config = CLOSED
 
-    tokens: Annotated[int, Field(ge=0, le=MOST_SAMPLED)] = 240
-    prompt: Annotated[str, Field(min_length=0)] = ""  # the bound makes pydantic check UTF-8
-    temperature: float = Field(default=0.8, ge=0)
-    top_k: Count = 40
+    tokens: Annotated[int, Field(ge=0, le=MOST_SAMPLED)] = Field(
+        default=240, description="tokens to generate; `0` for no sample"
+    )
+    prompt: Annotated[str, Field(min_length=0)] = Field(  # the bound makes pydantic check UTF-8
+        default="", description="the text that the sample continues"
+    )
+    temperature: float = Field(
+        default=0.8, ge=0, description="`0` always takes the most likely token"
+    )
+    top_k: Count = Field(
+        default=40, description="the number of most likely tokens to draw from; `0` for all"
+    )
 
 
 class RunSection(BaseModel):
-    """[run]: the folder of results, and the device.
-
-    device       "auto": a GPU if every rank on the machine can have one, else the CPU
-    trace        record a pipeline's timeline in a few steps after the first
-    check_every  steps between two consistency checks along tensor, pipeline and data axes
-    """
+    """The folder of results, and the device."""
 
     model_config = CLOSED
 
-    folder: Text = "runs/default"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    tensorboard: bool = True
-    trace: bool = False
-    check_every: Count = 100
+    folder: Text = Field(default="runs/default", description="the folder of all files of the run")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description="`auto`, `cpu` or `cuda`; `auto` uses GPUs if every rank of the machine can "
+        "have one",
+    )
+    tensorboard: bool = Field(
+        default=True, description="whether metrics are written for TensorBoard too"
+    )
+    trace: bool = Field(
+        default=False,
+        description="record the timeline of a pipeline, or of offloaded updates, in five steps",
+    )
+    check_every: Count = Field(
+        default=100,
+        description="steps between two comparisons of the ranks (batch, loss, gradients, "
+        "replicated weights); `0`: in the first step only, and no weights",
+    )
 
 
 class OffloadSection(BaseModel):
-    """[offload]: the folder of states that rest on a disk, under a plan with offload to one."""
+    """Where states rest that leave device and host memory."""
 
     model_config = CLOSED
 
-    folder: Text | None = None
+    folder: Text | None = Field(
+        default=None,
+        description="the folder of states on a disk, required by `offload:optim@disk` and others",
+    )

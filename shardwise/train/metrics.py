@@ -30,14 +30,23 @@ FILE = "metrics.jsonl"
 class Record:
     """One step, counted from 1.
 
-    `loss` is the mean over the global batch's `tokens`, in nats; for a step that was skipped
-    because it was not finite, it is null in the file and NaN here. `validation` is set if an
-    evaluation followed the step. `sent_bytes`, `mfu` and `memory_bytes` (by category) are those of
-    rank 0; `mfu` is relative to `peak_flops` per second. `seconds` excludes evaluation and saving.
-    Activations are those at the peak of the run's second step; the other categories are the memory
-    between steps. Of layers of experts (train/experts.py): `expert_loads` are the choices that each
-    expert computed, by layer; `dropped` is the share of choices beyond the capacity;
-    `gate_entropy` is in nats.
+    step          the number of the step
+    consumed      sequences of the training split that were used up to this step
+    loss          the mean over the global batch's tokens, in nats; null if it was not finite
+    lr            the learning rate of the step
+    tokens        tokens of the global batch that the loss is the mean over
+    seconds       the time of the step, without evaluation and saving
+    tokens_per_s  tokens over seconds
+    mfu           the share of `peak_flops` that the step used, on rank 0
+    sent_bytes    bytes that rank 0 sent in the step
+    grad_norm     the norm of the gradient before clipping
+    skipped       whether the update was skipped: fp16 overflowed, or the step was not finite
+    validation    the validation loss in nats a token, if an evaluation followed the step
+    memory_bytes  bytes of rank 0 by category: between steps, and activations at their peak
+    peak_flops    the best rate of matrix products measured at the start, in operations a second
+    expert_loads  choices that each expert computed, by layer
+    dropped       the share of choices beyond the capacity
+    gate_entropy  the mean entropy of a token's probabilities of experts, in nats
     """
 
     step: int

@@ -160,7 +160,7 @@ def _build_engine(prepared: PreparedRun, world: World) -> Engine:
     if prepared.table is not None and prepared.config.plan.table is None and world.rank == 0:
         print(
             f"shardwise: the table of tensor parallelism is derived; 'shardwise table "
-            f"{prepared.config.model.name}' prints it (docs/derived-tables.md)",
+            f"{prepared.config.model.name}' prints it (docs/how-to/tables.md)",
             file=sys.stderr,
         )
     with torch.device("meta"):

@@ -2,8 +2,8 @@
 
 Model FLOPs utilisation (MFU; PaLM, arXiv 2204.02311, appendix B) is the rate of the model's
 operations as a fraction of the peak. A data sheet's peak says little about one CPU core, so the
-peak is measured: on the run's device, in its precision, with its library for matrix products and
-its threads, on all ranks at once. An MFU of 50 % means half the rate of matrix products alone.
+peak is measured: on the run's device, in its precision and with its threads, on all ranks at once.
+An MFU of 50 % means half the rate of matrix products alone.
 
 Other programs may slow the machine down for a while, so the best of several rounds counts, and the
 ranks begin each round together. If a step is faster than the peak, its rate becomes the new peak.
@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-
-from shardwise.kernels.matmul import Linear, fastest
 
 ROUNDS = 5
 REPEATS = 3  # products per round
@@ -44,19 +42,18 @@ def measured_peak(
     """
     size = SIZES.get(device.type, 2048)
     a = torch.full((size, size), 0.5, device=device, dtype=dtype)
-    multiply = fastest(device).linear
-    multiply(a, a, None)  # warm-up
+    torch.mm(a, a)  # warm-up
     best_s = float("inf")
     for _ in range(ROUNDS):
         together()
-        best_s = min(best_s, *(_one_s(a, multiply) for _ in range(REPEATS)))
+        best_s = min(best_s, *(_one_s(a) for _ in range(REPEATS)))
     return 2 * size**3 / best_s
 
 
-def _one_s(a: torch.Tensor, multiply: Linear) -> float:
+def _one_s(a: torch.Tensor) -> float:
     _wait(a.device)
     start = time.perf_counter()
-    multiply(a, a, None)
+    torch.mm(a, a)
     _wait(a.device)
     return time.perf_counter() - start
 

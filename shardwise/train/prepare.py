@@ -84,12 +84,6 @@ def checked_plan(config: Config, ranks: int) -> Plan:
     plan = Plan.parse(config.plan.text)
     require(plan, ranks)
     plan = plan.completed(ranks)
-    if plan.experts:
-        raise bad(
-            f"the plan '{plan}' in shardwise train, whose data are not assigned to experts",
-            "experts:independent for sw.parallelize, each expert with its own batches",
-            f"'{replace(plan, experts=None)}' with model.experts, or sw.parallelize",
-        )
     if config.run.trace and plan.pipeline is None and plan.offload is None:
         raise bad(
             f"run.trace = true under the plan '{plan}', which has no pipeline",

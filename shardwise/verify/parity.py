@@ -41,7 +41,6 @@ from torch import nn
 
 from shardwise.comm.world import World
 from shardwise.core.expert_moves import Loads
-from shardwise.core.independent import plan_of_expert, ranks_by_expert
 from shardwise.core.plan import BUCKET_BYTES, Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live
@@ -58,7 +57,6 @@ from shardwise.verify.comparison import compare, drawn
 from shardwise.verify.costs import Theory
 from shardwise.verify.draws import compare_draws, draws_on_ranks
 from shardwise.verify.finding import Finding
-from shardwise.verify.independent import share_of_expert, with_bytes_between
 from shardwise.verify.limits import without_dropout
 from shardwise.verify.loads import Routed
 from shardwise.verify.masks import compare_masks, recomputes
@@ -82,14 +80,7 @@ def prove(
 ) -> Finding:
     """Train `model` under `plan` and in one process, and compare. All ranks must call it."""
     promises, plan = textbook.first_delayed(plan), with_early_delays(plan)
-    if plan.experts:
-        own = world.split(ranks_by_expert(plan))
-        trainable = share_of_expert(_found(model, plan), plan, own)
-        found = with_bytes_between(
-            _prove(own, plan_of_expert(plan), trainable, steps, options), world
-        )
-    else:
-        found = _prove(world, plan, _found(model, plan), steps, options)
+    found = _prove(world, plan, _found(model, plan), steps, options)
     return found.with_promises(promises)
 
 

@@ -18,7 +18,6 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.core.independent import plan_of_expert, ranks_by_expert
 from shardwise.core.plan import Plan
 from shardwise.verify import rounding
 from shardwise.verify.coverage import uncovered
@@ -155,9 +154,7 @@ def report(plan: Plan, model: str, findings: Sequence[Finding]) -> Report:
     bytes_off = [f for f in findings if not f.bytes_hold]
     memory_off = [f for f in findings if f.memory_measured != f.memory_predicted]
     sent, held = [*bytes_off, findings[0]][0], [*memory_off, findings[0]][0]
-    lacking = ""
-    for ranks in ranks_by_expert(plan):
-        lacking = lacking or _uncovered(plan_of_expert(plan), [findings[rank] for rank in ranks])
+    lacking = _uncovered(plan, findings)
     return Report(
         str(plan),
         model,

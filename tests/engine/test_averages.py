@@ -1,4 +1,4 @@
-"""The recipe of docs/python.md for an average of weights, under each way of wrapping."""
+"""The recipe of docs/how-to/one-technique.md for an average of weights, under each wrapper."""
 
 import re
 from copy import deepcopy
@@ -14,13 +14,13 @@ from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from tests.pool import run_threads
 
-PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "one-technique.md"
 STEPS, RATE = 3, 0.5
 
 
 def recipe() -> dict[str, Any]:
     """The functions that the page defines."""
-    section = PAGE.read_text().split("### An average of weights")[1]
+    section = PAGE.read_text().split("## An average of weights")[1]
     found: dict[str, Any] = {"torch": torch}
     code = re.findall("```python\n(.*?)```", section, re.DOTALL)[0]
     exec(code, found)  # noqa: S102
@@ -98,4 +98,7 @@ def copied(world: World) -> str:
 
 def test_a_copy_for_an_average_names_the_recipe():
     """Torch's class copies the module."""
-    assert "for an average of weights the loop in docs/python.md" in run_threads(2, copied)[0]
+    assert (
+        "for an average of weights the loop in docs/how-to/one-technique.md"
+        in run_threads(2, copied)[0]
+    )

@@ -1,6 +1,9 @@
 """Layers with a plan of their own: parity, bytes, memory, rows that do not divide, refusals."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +17,51 @@ from shardwise.engine.regions import exchange_of
 from shardwise.models import gpt
 from shardwise.parallel.redistribute.exchange import RowExchange, between
 from shardwise.parallel.redistribute.redistributed import Redistributed
+from shardwise.verify import memory, parity
+from shardwise.verify.finding import Finding
+from shardwise.verify.report import report
 from tests.engine.cases import Case, Task, oracle, settled, small_gpt, text
 from tests.pool import run_gloo, run_threads
 from tests.verify import micro
+
+#: What the table of plans does not show: a step takes what its words promise, and no more.
+PLANS = ["dp2 | blocks.1: zero3", "dp2 zero1 | blocks.0-1: zero3", "dp2 zero3 | embed,head: tp2"]
+
+
+def prove(world: World, plan: str) -> Finding:
+    """One rank's proof of a small model, over two steps and a loaded checkpoint."""
+    return parity.prove(world, exact(plan), "gpt", 2)
+
+
+@contextmanager
+def small() -> Iterator[None]:
+    """Proofs are of the models of micro.py; memory is read after one step."""
+    find = mock.patch.object(parity, "find", micro.find)
+    with find, mock.patch.object(memory, "READ_AFTER", (1,)):
+        yield
+
+
+def exact(text: str) -> Plan:
+    """The plan, in fp64 where it says no precision."""
+    plan = Plan.parse(text)
+    return plan if plan.precision else Plan.parse(text.replace(" |", " fp64 |", 1))
+
+
+def assert_holds(plan: str, findings: list[Finding]) -> None:
+    """Losses, gradients, weights, states, bytes, memory and coverage are as they must be."""
+    found = report(exact(plan), "gpt", findings)
+    assert found.first_difference is None
+    assert found.sent["theory"] == found.sent["counted"]
+    assert found.memory["theory"] == found.memory["read"]
+    assert found.holds, found
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_parity_bytes_and_memory(plan: str):
+    """A proof holds, in which the word of each layer has its effect."""
+    with small():
+        assert_holds(plan, run_threads(Plan.parse(plan).size, prove, plan))
+
 
 # --- rows ----------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
 from shardwise.engine.state_dict import full_parameters
 from shardwise.parallel.offload.delayed import NextStep
-from tests.engine.cases import Case, Task, build, difference, share
+from tests.engine.cases import Case, Task, build, difference, ranks_of, share
 from tests.pool import run_threads
 
 TASK = Task()
@@ -67,7 +67,7 @@ def step_of(engine: Engine, task: Task, step: int) -> Any:
 
 
 def trained(
-    world: World, task: Task, case: Case, flushed: tuple[int, ...]
+    world: World, task: Task, case: Case, flushed: tuple[int, ...] = ()
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of a run that saves before each step of `flushed`."""
     engine, losses = build(world, task, case), []
@@ -77,6 +77,19 @@ def trained(
         losses.append(step_of(engine, task, step).loss)
     engine.flush()
     return losses, full_parameters(engine.flats)
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("undelayed", [0, 3])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("plan", ["dp2 zero2", "dp1", "dp2 zero3"])
+def test_parity_with_a_simulated_delay(plan: str, clip: float | None, undelayed: int):
+    """fp64: losses of 7 steps and the weights, whose first updates are delayed or not."""
+    case = Case(f"{plan} fp64 offload:optim-delayed={undelayed}", clip=clip, steps=STEPS)
+    expected, wanted = simulated(TASK, case, undelayed)
+    for losses, weights in run_threads(ranks_of(plan), trained, TASK, case):
+        assert losses == pytest.approx(expected, rel=1e-10)
+        assert all(difference(w, wanted[name]) <= 1e-10 for name, w in weights.items())
 
 
 def test_a_checkpoint_applies_the_update_that_waits():

@@ -142,9 +142,11 @@ def test_between_processes():
 
 
 def page(world: World) -> list[tuple[str, list[int]]]:
-    """The example of docs/pipeline.md as it stands there; this rank's trained parameters."""
-    text = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
-    code = text.partition("## In a plain loop")[2].partition("```python")[2].partition("```")[0]
+    """The example of docs/how-to/one-technique.md as it stands; this rank's trained parameters."""
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "one-technique.md").read_text(
+        encoding="utf-8"
+    )
+    code = text.partition("## A pipeline")[2].partition("```python")[2].partition("```")[0]
     names: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worlds, "init", lambda: world)

@@ -30,7 +30,7 @@ from tests.engine.cases import (
     vectors,
 )
 from tests.engine.offloading import assert_parity, trained
-from tests.engine.test_timeline import check
+from tests.engine.test_timeline import both, check
 from tests.pool import run_gloo, run_threads
 
 
@@ -43,6 +43,13 @@ def assert_costs(results: list[Any]) -> None:
 
 
 # --- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["dp2 zero3 tile:3", "dp2 zero3 tile:2=* accumulate:2 bf16"])
+def test_every_event_is_predicted_to_the_byte(plan: str):
+    """Parameters, gathered tiles, gradients, optimizer and kept activations, on every rank."""
+    check(run_threads(2, both, plan, "gpt", {}))
 
 
 def wide() -> nn.Module:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.kernels import experts
-from shardwise.kernels.experts import Stacks, feed_forward, fits, grouped, looped
+from shardwise.parallel.expert import products as experts
+from shardwise.parallel.expert.products import Stacks, feed_forward, fits, grouped, looped
 
 COUNTS = [3, 0, 5, 1, 0, 0, 7, 2]
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 4e-3}

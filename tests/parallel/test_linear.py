@@ -1,10 +1,8 @@
-"""Large linear layers, by another library and with gradients where they are kept: the same."""
+"""Large linear layers whose weight gradients are added where they are kept: the same gradients."""
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from threading import get_ident
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +12,14 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.engine.shard import drivers
-from shardwise.kernels import choice
-from shardwise.kernels.fused_linear import take_over
-from shardwise.kernels.matmul import BY_TORCH, Products
 from shardwise.parallel.data.flat_gradient import FlatGradient
-from tests.engine.cases import Case, build, difference, regression, rows_task, settled
+from shardwise.parallel.data.weight_gradient import LEAST, take_over
+from tests.engine.cases import Case, build, difference, rows_task, settled
 from tests.engine.tensors import mine
 from tests.pool import run_threads
 
 WIDE = 256  # a square weight has just enough elements
-assert BY_TORCH.least == WIDE * WIDE
+assert LEAST == WIDE * WIDE
 
 
 class Net(nn.Module):
@@ -96,7 +92,7 @@ def directly(net: Net, world: World) -> Net:
     sw.DDP(net, world)
     [data] = drivers(net)
     sizes = {p: p.numel() for p in net.parameters()}
-    take_over(net, BY_TORCH, None, data, sizes, several=True)
+    take_over(net, data, sizes)
     return net
 
 
@@ -275,124 +271,3 @@ def counted(grads: FlatGradient, count: list[int], *args: Any) -> None:
 def batch(step: int) -> tuple[Tensor, Tensor]:
     x = torch.cat([rows(step, rank).flatten(0, 1) for rank in range(2)]).repeat(2, 1)[:8]
     return x, x[:, :3].sin()
-
-
-class Library:
-    """Products that are counted: those of layers, of weights' gradients, and the added ones."""
-
-    def __init__(self, least: int = BY_TORCH.least) -> None:
-        self.times = Counter[tuple[int, str]]()
-        named = {name: self.counted(name) for name in ("linear", "multiply", "add")}
-        self.products = Products(**named, least=least)
-
-    def counted(self, name: str) -> Callable[..., Any]:
-        def product(*args: Any) -> Any:
-            self.times[get_ident(), name] += 1
-            return getattr(BY_TORCH, name)(*args)
-
-        return product
-
-    @property
-    def asked(self) -> tuple[int, int, int]:
-        """By this thread."""
-        me = get_ident()
-        return self.times[me, "linear"], self.times[me, "multiply"], self.times[me, "add"]
-
-
-def elsewhere(net: Net, library: Library) -> Net:
-    """The net in fp32, its large products by `library`, its gradients by autograd."""
-    sizes = {p: p.numel() for p in net.float().parameters()}
-    take_over(net, library.products, None, cast("Any", None), sizes)  # nothing is handed over
-    return net
-
-
-def test_another_library_multiplies_without_a_sink():
-    """Forward, for the gradient of what goes in and for the weight's, which autograd keeps."""
-    library, plain = Library(), made(once).float()
-    net, x = elsewhere(made(once), library), rows(0, 0).float()
-    for each in (plain, net):
-        each(x).square().sum().backward()
-    assert library.asked == (2 + 1, 2, 0)  # what goes into the first layer needs no gradient
-    for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
-        assert difference(there(p), there(q)) <= 1e-5, name
-    for without in (torch.no_grad, torch.inference_mode):
-        with without():
-            assert difference(net(x), plain(x)) <= 1e-5
-    assert library.asked == (7, 2, 0)
-
-
-def test_how_small_a_matrix_may_be_is_the_librarys_to_say():
-    """Of fp32; a table is not a matrix to be multiplied."""
-    for least, asked in ((3 * WIDE, 3), (3 * WIDE + 1, 2)):
-        library = Library(least)
-        net = nn.Sequential(nn.Embedding(3, WIDE), made(once).float())
-        take_over(
-            net, library.products, None, cast("Any", None), {p: p.numel() for p in net.parameters()}
-        )
-        net(torch.tensor([0, 2]))
-        assert library.asked == (asked, 0, 0)
-    library = Library(1)
-    net = made(once).double()
-    take_over(
-        net, library.products, None, cast("Any", None), {p: p.numel() for p in net.parameters()}
-    )
-    assert len(net.c._forward_pre_hooks) == 0
-    assert len(net.a._forward_pre_hooks) == 1
-
-
-@torch.no_grad()
-def test_another_library_leaves_the_rest_to_torch(monkeypatch: pytest.MonkeyPatch):
-    """Autocast, transforms and compilers, another weight in a layer's place, another dtype."""
-    library, x = Library(), rows(0, 0).float()
-    net = elsewhere(made(once), library)
-    with torch.enable_grad():
-        net(x)  # numbers of rows of passes without gradients are left to torch
-    with torch.autocast("cpu", torch.bfloat16):
-        assert net.a(x).dtype == torch.bfloat16
-    assert difference(torch.func.vmap(net)(x), net(x)) <= 1e-5
-    with monkeypatch.context() as compiling:  # a compiler itself would leave its tensors behind
-        compiling.setattr(torch.compiler, "is_compiling", lambda: True)
-        net(x)
-    asked = library.asked
-    others = {name: p.detach().clone() for name, p in net.named_parameters()}
-    assert difference(torch.func.functional_call(net, others, x), net(x)) <= 1e-5
-    net.double()(x.double())
-    assert (asked[0], library.asked[0]) == (4, 6)
-
-
-@pytest.mark.parametrize(
-    ("plan", "asked"),
-    [
-        ("ddp", [(3, 2, 0)]),  # forward, and the second layer's input
-        ("dp2 zero3", [(3, 2, 0)] * 2),
-        ("dp2 accumulate:2", [(6, 0, 4)] * 2),
-        ("tp2", [(5, 3, 0)] * 2),  # see `cut`
-        ("pp2 1f1b:2", [(2, 0, 2), (4, 0, 2)]),  # a wide layer on each rank, of two microbatches
-    ],
-)
-def test_plans_of_fp32_take_the_faster_library(
-    monkeypatch: pytest.MonkeyPatch, plan: str, asked: list[tuple[int, int, int]]
-):
-    """How often each rank asks it, in a step."""
-    library = Library()
-    monkeypatch.setattr(choice, "fastest", lambda _: library.products)
-    assert run_threads(len(asked), asking, plan, library) == asked
-
-
-def asking(world: World, plan: str, library: Library) -> tuple[int, int, int]:
-    model, table = (cut(), {"2": "colwise", "4": "rowwise"}) if "tp" in plan else (in_a_row(), None)
-    optimizer = sw.AdamW(lr=0.01)
-    engine = sw.parallelize(model, plan, world, optimizer=optimizer, loss=regression, table=table)
-    x, y = mine(engine, batch(0))
-    engine.step((x.float(), y.float()))
-    return library.asked
-
-
-def cut() -> nn.Module:
-    """Whole, by columns, by rows, and small: each asks once forward.
-
-    The last two also for what their input gets back, of the columns on the way into the sum.
-    """
-    whole, columns = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 2 * WIDE)
-    rows = nn.Linear(2 * WIDE, WIDE)
-    return settled(nn.Sequential(whole, nn.Tanh(), columns, nn.Tanh(), rows, nn.Linear(WIDE, 3)))

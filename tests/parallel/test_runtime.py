@@ -24,8 +24,8 @@ from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.measured import Measured, as_trace
 from shardwise.core.schedule.memory import peaks
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.schedule.text import read
 from shardwise.parallel.pipeline.runtime import AHEAD, Recorder, run
+from tests.core.schedule.as_text import read
 from tests.core.schedule.sizes import allowed
 from tests.parallel.pipes import Layers, Ran, Size, in_one_process, piped
 from tests.pool import run_gloo, run_threads

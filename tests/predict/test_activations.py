@@ -10,19 +10,17 @@ from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.engine.meter import Meter
 from shardwise.engine.prediction import predict
-from shardwise.kernels.fused_linear import LEAST
 from shardwise.models import gpt
 from shardwise.models.gpt import random_text
 from shardwise.models.initial import fill
-from shardwise.prediction.activations import (
-    LARGE,
+from tests.pool import run_threads
+from tests.predict.block_activations import (
     BlockShape,
     PaperLayer,
     block_bytes,
     first_stage_layers,
     paper_bytes,
 )
-from tests.pool import run_threads
 
 GIB = 2**30
 BIG_22B = PaperLayer(sequence=2048, batch=4, width=6144, heads=64)
@@ -151,15 +149,6 @@ def step(world: World, plan: str) -> list[list[str]]:
             engine.step(random_text(2, 9, 61, number))
         found.append([leak.made_by for leak in meter.leaks()])
     return found
-
-
-def test_large_norms_keep_their_input_alone():
-    """From as many elements on as the code says; 16 bits and smaller ones keep another."""
-    assert LARGE == LEAST
-    bytes_of = {(n, size): block_bytes(WIDE, (1, n), size) for n in (255, 256) for size in (2, 4)}
-    row = {key: found / key[0] for key, found in bytes_of.items()}
-    assert row[255, 2] == row[256, 2]
-    assert row[255, 4] - row[256, 4] == 2 * WIDE.width * 4
 
 
 def test_sequence_parallelism_divides_the_stream():

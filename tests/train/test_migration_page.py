@@ -1,4 +1,4 @@
-"""The programs of docs/migration.md before and after: on two ranks they train the same weights."""
+"""The programs of docs/how-to/migrate.md, before and after, train the same weights on two ranks."""
 
 import json
 import os
@@ -36,7 +36,7 @@ if os.environ["RANK"] == "0":
 
 def program(name: str, sign: str) -> str:
     """The lines of a block with `sign` and without any; a GPU's calls are a processor's."""
-    page = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/how-to/migrate.md").read_text(encoding="utf-8")
     block = page.split(f"**{name}**")[1].split("```diff\n")[1].split("```")[0]
     other = "-" if sign == "+" else "+"
     lines = [line[2:] for line in block.splitlines() if not line.startswith(other)]

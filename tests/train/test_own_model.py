@@ -9,8 +9,8 @@ from shardwise.cli import main as cli
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError
 from shardwise.train import config, loop
+from tests.docs.pages import file_of
 from tests.train.runs import run, settings, trained
-from tests.train.test_pages import ROOT, SNIPPET
 
 MODEL = """
 import torch
@@ -64,12 +64,16 @@ def own(
 
 @pytest.mark.parametrize(
     ("plan", "model"),
-    [("dp2 zero3", ""), ("tp2", ""), ("pp2 gpipe:2", ""), ("dp2 zero3", "docs/configuration.md")],
+    [
+        ("dp2 zero3", ""),
+        ("tp2", ""),
+        ("pp2 gpipe:2", ""),
+        ("dp2 zero3", "docs/tutorials/your-model.md"),
+    ],
 )
 def test_ranks_train_it_as_one_process_does(plan: str, model: str, tmp_path: Path) -> None:
     """The losses of each step in fp64, with its own table under tp; the model of the page too."""
-    shown = SNIPPET.search((ROOT / model).read_text(encoding="utf-8")) if model else None
-    text = shown[1] if shown else MODEL
+    text = file_of(model, "model.py") if model else MODEL
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     wanted = [record.loss for record in run(own(tmp_path / "one", text=text))]

@@ -1,4 +1,4 @@
-"""`sw.verify`: the proof of a model of a Python program; docs/verify.md has one that holds."""
+"""`sw.verify`: the proof of a model of a program; docs/tutorials/your-model.md has one."""
 
 import json
 

@@ -15,7 +15,7 @@ gradients of an earlier backward pass, which a user's loop has not dropped, the 
 Where updates are made one step late, two take turns: `swap` after a step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from shardwise.parallel.data.mean import mean_with_graph
 from shardwise.parallel.data.row_moves import RowMoves
 
 #: out, left, right, beta, alpha: out becomes beta out + alpha left right; of beta 0 it is not read.
-AddProduct = Callable[[Tensor, Tensor, Tensor, float, float], object]  # matmul.py
 
 
 class FlatGradient:
@@ -47,14 +46,12 @@ class FlatGradient:
         moves: RowMoves,
         local: LocalLayout,
         like: Tensor,
-        add_to: AddProduct,
     ) -> None:
         self.names, self.params = [name for name, _ in params], [p for _, p in params]
         self.views, self.moves = views, moves
         self.replicate_axis, self.tiers, self.like = local.replicate, local.tiers, like
         self.arena = local.arena
         self.further = [*moves.replicas, *local.sums]
-        self.add_to = add_to
         self.grad: Tensor | None = None
         self.grad_views: list[Tensor] = []
         self.gsum: Tensor | None = None
@@ -108,14 +105,9 @@ class FlatGradient:
     def add_product(self, index: int, left: Tensor, right: Tensor, scale: float) -> None:
         """Add left^T right, of left [N, out] and right [N, in], to the gradient of a weight."""
         view, filled = self._fill(index)
-        self.add_to(view, left.t(), right, float(filled), scale)  # times 0: not read at all
-
-    def add_rows(self, index: int, ids: Tensor, grad: Tensor, scale: float) -> None:
-        """Add grad [N, D] to the rows `ids` of the gradient of a table."""
-        view, filled = self._fill(index)
-        if not filled:
-            view.zero_()
-        view.index_add_(0, ids, grad, alpha=scale)
+        torch.addmm(
+            view, left.t(), right, beta=float(filled), alpha=scale, out=view
+        )  # beta 0: not read
 
     def show(self, scale: float) -> None:
         """Put what this rank has accumulated on each parameter with the user's own hooks.

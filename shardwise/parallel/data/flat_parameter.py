@@ -47,7 +47,7 @@ from shardwise.comm.move import start
 from shardwise.comm.tiers import begin_copy
 from shardwise.comm.transport import Pending
 from shardwise.core.errors import bad
-from shardwise.parallel.data.flat_gradient import AddProduct, FlatGradient
+from shardwise.parallel.data.flat_gradient import FlatGradient
 from shardwise.parallel.data.flat_views import FlatViews
 from shardwise.parallel.data.initial_weights import Fill, initialize
 from shardwise.parallel.data.local_layout import LocalLayout
@@ -71,7 +71,6 @@ class Flat:
         local: LocalLayout,
         fill: Fill | None,
         device: torch.device,
-        add_to: AddProduct,
     ) -> None:
         self.local, self.layouts = local, list(local.layouts)
         row, shard, replicate = self.layouts[0].row, local.shard, local.replicate
@@ -101,7 +100,7 @@ class Flat:
         self.full_views = self.views.every(self.full)
         # not `full` itself, which `renew` replaces
         like = self.full.new_empty(0, dtype=self.dtype)
-        self.grads = FlatGradient(params, self.views, self.moves, local, like, add_to)
+        self.grads = FlatGradient(params, self.views, self.moves, local, like)
         self.coming = Pending()
         self.full_in_own_dtype: Tensor | None = None  # of `unshard_in_own_dtype`
         self.state = State.UNSHARDED

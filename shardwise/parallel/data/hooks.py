@@ -375,18 +375,11 @@ class Data:
                 earlier.begin_unshard()
 
     def product(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """Add left^T right to the gradient of `p` (fused_linear.py)."""
+        """Add left^T right to the gradient of `p` (weight_gradient.py)."""
         _, group, index = self.places[p]
         self._begin_backward()
         if not self.mute:
             group.grads.add_product(index, left, right, self.pace.scale)
-
-    def rows(self, p: nn.Parameter, ids: Tensor, grad: Tensor) -> None:
-        """Add `grad` to the rows `ids` of the gradient of `p` (fused_linear.py)."""
-        _, group, index = self.places[p]
-        self._begin_backward()
-        if not self.mute:
-            group.grads.add_rows(index, ids, grad, self.pace.scale)
 
     def put_off(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
         """In I: postpone a product to W, in which `multiply` adds it."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwise.parallel.data.reducer import Reductions
 from shardwise.parallel.data.units import Unit
 
-#: Postponed products: a weight, and the factors of left^T right (fused_linear.py).
+#: Postponed products: a weight, and the factors of left^T right (weight_gradient.py).
 PutOff = list[tuple[nn.Parameter, Tensor, Tensor]]
 
 

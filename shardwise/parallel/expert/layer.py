@@ -15,13 +15,13 @@ from shardwise.comm.world import Axis
 from shardwise.core.arguments import MOST_SEED, integer, is_number, short_repr
 from shardwise.core.errors import NonFiniteError, bad
 from shardwise.core.expert_moves import ExpertMove
-from shardwise.kernels.experts import feed_forward
 from shardwise.parallel.expert import hard
 from shardwise.parallel.expert.dispatch import Exchange
 from shardwise.parallel.expert.gate import FIXED, Extra, Gate
 from shardwise.parallel.expert.gates import balanced_bias
 from shardwise.parallel.expert.global_batch import GlobalBatch, phase
 from shardwise.parallel.expert.passes import PassRecords, key_of, uniform
+from shardwise.parallel.expert.products import feed_forward
 from shardwise.parallel.expert.routing import Routing
 
 

@@ -14,8 +14,8 @@ second time, into the branches.  Autograd computes only the requested gradients,
 linear layer's two products and W the other.  Some forks run once, in I, which keeps the gradients
 of their branches for W: custom Functions, which always compute all gradients; nodes whose saved
 tensors come from unpack hooks (checkpointing), which would recompute them; and nodes with a branch
-that other nodes lead to as well.  A node that postpones a product by itself (fused_linear.py) has
-no branch there, unless the weight has other uses too.  If the graph cannot be split (reentrant
+that other nodes lead to as well.  A node that postpones a product by itself (data/weight_gradient)
+has no branch there, unless the weight has other uses too.  If the graph cannot be split (reentrant
 checkpointing, or a branch with such hooks), I does all of B.
 
 If weights are freed between I and W (`freed`), W must not read any.  Then W runs only forks that
@@ -81,7 +81,7 @@ class Tape:
         if graph.way and not (graph.can_be_halved and not (freed and graph.branches_read)):
             return self.backward(grads), Rest((), (), ())
         for node in graph.apart:
-            setattr(node, "puts_off", True)  # noqa: B010  # a node of fused_linear.py, which reads it
+            setattr(node, "puts_off", True)  # noqa: B010  # a node of weight_gradient.py, which reads it
         inputs, outputs = self._played()
         arrivals = list(zip(outputs, grads, strict=True))
         along = [(edge, grad) for edge, grad in arrivals if edge.node in graph.way]

@@ -42,14 +42,13 @@ from shardwise.comm.world import Axis
 from shardwise.core.layout import I, P, Placement, R, S
 from shardwise.core.lengths import Lengths
 from shardwise.core.uneven import Cut
-from shardwise.kernels.matmul import Products
 
 
 class Stream:
     """The residual stream on the tensor axis; `split`: it is sharded along the sequence."""
 
-    def __init__(self, axis: Axis, split: bool, products: Products) -> None:
-        self.axis, self.split, self.products = axis, split, products
+    def __init__(self, axis: Axis, split: bool) -> None:
+        self.axis, self.split = axis, split
         self.lengths = Lengths(axis.size)  # of the sequences, if they are sharded
         self.slot: _Entered | None = None  # the last entered tensor
 
@@ -175,13 +174,12 @@ class Entry:
 
     def add(self, grad: Tensor, weight: Tensor) -> Tensor | None:
         """Add one reader's input gradient; returns the sum after the last reader, else None."""
-        products = self.stream.products
         grad = grad if grad.dtype == weight.dtype else grad.to(weight.dtype)  # under autocast
         if self.grad is None:
-            self.grad = products.linear(grad, weight.t(), None)
+            self.grad = grad @ weight
         else:
             out, width = weight.shape
-            products.add(self.grad.view(-1, width), grad.reshape(-1, out), weight, 1.0, 1.0)
+            self.grad.view(-1, width).addmm_(grad.reshape(-1, out), weight)
         self.waiting -= 1
         if self.waiting or self.mixed:
             return None

@@ -17,7 +17,6 @@ from shardwise.core.errors import bad
 from shardwise.core.uneven import Cut
 from shardwise.kernels.cross_entropy import sharded_cross_entropy
 from shardwise.kernels.logits import Logits
-from shardwise.kernels.matmul import BY_TORCH
 from shardwise.parallel.tensor.linear import Stream
 
 
@@ -86,5 +85,5 @@ def sharded_logits(local: Tensor, axis: Axis, cut: Cut, moves: Moves | None = No
             f"the {columns} columns of {cut.whole} that this rank holds",
             "torch.nn.functional.cross_entropy(logits, targets) for gathered logits",
         )
-    moves = moves or Stream(axis, split=False, products=BY_TORCH)
+    moves = moves or Stream(axis, split=False)
     return Logits.of(local, Shards(axis, cut, moves))

@@ -200,7 +200,7 @@ def _plan(plan: Plan) -> Section:
     rows = []
     for layers, word in words:
         known = word_of(word)
-        meaning = "" if known is None else f"`{known.form}`: {known.meaning}"
+        meaning = "" if known is None else f"`{known.form}`: {known.said_of(word)}"
         rows.append([f"`{word}`", f"{meaning}{f' (only layers {layers})' if layers else ''}"])
     return Section("Plan", sentences=[f"`{plan}`"], table=Table(["word", "meaning"], rows))
 

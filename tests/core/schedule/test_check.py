@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.core.errors import InputError
 from shardwise.core.schedule.check import check
-from shardwise.core.schedule.text import read
+from tests.core.schedule.as_text import read
 
 LOWERED = (
     "rank 0 F0 SEND:act0.0>1 RECV:grad1.0<1 B0 REDUCE:0\n"

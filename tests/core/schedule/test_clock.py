@@ -4,7 +4,7 @@ from shardwise.core.schedule.clock import Costs, clock
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.memory import leftovers, peaks, sizes, versions
-from shardwise.core.schedule.text import read
+from tests.core.schedule.as_text import read
 
 ONE = "rank 0 F0 B0\nrank 1 F0 B0"
 

@@ -12,7 +12,7 @@ from shardwise.core.schedule.library import LIBRARY, build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.relation import makes, needs, takes
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.schedule.text import read, write
+from tests.core.schedule.as_text import read, write
 from tests.core.schedule.sizes import sizes
 
 SOME = ["1f1b:3", "interleaved:4x3", "bfs:3x2", "zb-h1:5", "zb-v:5", "dualpipe-v:4", "pipedream:4"]

@@ -8,7 +8,7 @@ from shardwise.core.schedule.action import Step
 from shardwise.core.schedule.draw import as_text
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.measured import Measured, TimedStep, as_trace
-from shardwise.core.schedule.text import read
+from tests.core.schedule.as_text import read
 
 SCHEDULE = lower(read("rank 0 F0.0 F0.1 B0.0 B0.1\nrank 1 F1.0 B1.0 F1.1 I1.1 W1.1"))
 

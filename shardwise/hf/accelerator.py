@@ -1,0 +1,90 @@
+"""The Accelerator that Trainer sees: its processes are the data ranks of an engine."""
+
+from functools import partial
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, IterableDataset
+from transformers.trainer_utils import seed_worker
+
+from shardwise.engine.engine import Engine
+from shardwise.hf.shares import divided, gathered
+
+
+class DataRanks(Accelerator):
+    """Divides rows over data ranks, and gathers them; the engine does everything else.
+
+    `rows` is the number of rows of the share that is evaluated, `skipped` whether the engine left
+    out the last update.
+    """
+
+    engine: Engine
+    rows = 0
+    skipped = False
+
+    @property
+    def num_processes(self) -> int:
+        """One: losses are those of all data ranks already, so Trainer must not scale them."""
+        return 1
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether a scheduler must wait, since the last step has not updated."""
+        return self.skipped
+
+    def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        """The model as it is: the engine has sharded it."""
+        self._models.append(model)
+        return model
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+    ) -> DataLoader[Any]:
+        """The loader of this rank's data rank."""
+        ranks, rank = self.engine.data_ranks, self.engine.data_rank
+        shares: dict[str, Any]
+        if isinstance(data_loader.dataset, IterableDataset):
+            own, shares = data_loader, {"num_processes": ranks, "process_index": rank}
+        else:
+            own = divided(data_loader, ranks, rank)
+            shares = {"num_processes": 1, "process_index": 0}
+        if own.num_workers:  # equal on ranks of one data rank
+            own.worker_init_fn = partial(seed_worker, num_workers=own.num_workers, rank=rank)
+        prepared = prepare_data_loader(
+            own,
+            self.device,
+            **shares,
+            put_on_device=True,
+            rng_types=None,
+            dispatch_batches=False,
+            use_seedable_sampler=True,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors of all data ranks, concatenated."""
+        return self.gather_for_metrics(tensor, rows=0)
+
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, *, rows: int | None = None
+    ) -> Any:
+        """The rows of all data ranks, in their order; of losses as many as there are rows."""
+        engine = self.engine
+
+        def every(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            flat = x if x.dim() else x.view(1)
+            share = self.rows if rows is None else len(flat)
+            return gathered(flat, engine.world, engine.data_rank, share)
+
+        return tree_map(every, input_data)

@@ -1,0 +1,148 @@
+"""The rows of a data rank: the shares of global batches, and the batches of one update as one.
+
+    order of the sampler      0 1 2 3 4 5 6 7 | 8 9       batches of 8 rows, those of all data ranks
+    data rank 0 of 2          0 1 2 3         | 8
+    data rank 1               4 5 6 7         | 9         ranks of one data rank read the same rows
+
+One process with batches of 8 rows computes the same updates.  A share may be empty: then it is a
+batch without rows, which has weight zero.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
+from torch.utils.data import BatchSampler, DataLoader
+
+from shardwise.comm.move import all_gather
+from shardwise.comm.world import World
+from shardwise.core.errors import bad
+
+#: What rows of an update are padded with at their ends, by the name of the tensor.
+PADDING: Final = {"labels": -100, "attention_mask": 0}
+
+
+class Shares(BatchSampler):
+    """The share of data rank `rank` in each global batch: `batches` for each of `ranks`."""
+
+    def __init__(self, batches: BatchSampler, ranks: int, rank: int) -> None:
+        super().__init__(batches.sampler, batches.batch_size * ranks, batches.drop_last)
+        self.ranks, self.rank = ranks, rank
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in super().__iter__():
+            ends = [len(batch) * (self.rank + n) // self.ranks for n in (0, 1)]
+            yield batch[slice(*ends)]
+
+
+class Collate:
+    """A loader's collator that makes a batch without rows of a share without rows."""
+
+    def __init__(self, collate: Callable[[Any], Any], dataset: Any) -> None:
+        self.collate, self.dataset = collate, dataset
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        if samples:
+            return self.collate(samples)
+        return first_rows(dict(self.collate([self.dataset[0]])), 0)
+
+
+def divided(loader: DataLoader[Any], ranks: int, rank: int) -> DataLoader[Any]:
+    """The loader of one data rank, for a dataset with indices."""
+    batches = loader.batch_sampler
+    if not isinstance(batches, BatchSampler) or loader.batch_size is None:
+        raise bad(
+            "a DataLoader with a batch_sampler of its own",
+            "a DataLoader with batch_size and sampler, whose rows the plan divides",
+            "DataLoader(data, batch_size=8, sampler=sampler)",
+        )
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=Shares(batches, ranks, rank),
+        collate_fn=Collate(loader.collate_fn, loader.dataset),
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        in_order=loader.in_order,
+    )
+
+
+def first_rows(x: Any, rows: int) -> Any:
+    """The first rows of every tensor in nested tuples, lists and dicts."""
+    return tree_map(lambda t: t[:rows] if isinstance(t, Tensor) and t.dim() else t, x)
+
+
+def rows_in(batch: Mapping[str, Any]) -> int:
+    """The number of rows of a batch."""
+    return next((len(x) for x in batch.values() if isinstance(x, Tensor) and x.dim()), 0)
+
+
+# --- the batches of one update -----------------------------------------------------------------
+
+
+def joined(batches: Sequence[dict[str, Any]], padding: Mapping[str, int]) -> dict[str, Any]:
+    """The rows of several batches as one batch; shorter rows are padded at their ends.
+
+    `padding` has the value for each tensor that may be padded.
+
+    Raises InputError for other tensors of different lengths.
+    """
+    batches = [batch for batch in batches if rows_in(batch)] or [*batches[:1]]
+    if len(batches) == 1:
+        return batches[0]
+    out: dict[str, Any] = {}
+    for name, first in batches[0].items():
+        values = [batch.get(name) for batch in batches]
+        if isinstance(first, Tensor) and first.dim():
+            out[name] = torch.cat(_same_length(name, values, batches[0], padding))
+        else:
+            out[name] = first
+    return out
+
+
+def _same_length(
+    name: str, values: Sequence[Any], batch: Mapping[str, Any], padding: Mapping[str, int]
+) -> list[Tensor]:
+    """The tensors `name` of all batches, padded to the longest."""
+    if len({tuple(x.shape[1:]) for x in values}) == 1:
+        return [*values]
+    paddable = all(x.dim() == 2 for x in values) and name in padding and "attention_mask" in batch
+    if not paddable:
+        shapes = ", ".join(str(list(x.shape)) for x in values[:4])
+        raise bad(
+            f"microbatches of one update whose {name!r} have the shapes {shapes}",
+            f"equal shapes, or rows that may be padded: {', '.join(padding)} with attention_mask",
+            "a collator that pads to one length (padding='max_length'), or "
+            "gradient_accumulation_steps=1",
+        )
+    longest = max(x.shape[1] for x in values)
+    return [pad(x, (0, longest - x.shape[1]), value=padding[name]) for x in values]
+
+
+# --- what all data ranks have ------------------------------------------------------------------
+
+
+def gathered(x: Tensor, world: World, data_rank: int, rows: int) -> Tensor:
+    """The rows of all data ranks in their order, no more than the shares' `rows` in all.
+
+    Called by all ranks; dims after the first are equal.
+    """
+    own = torch.tensor([data_rank, rows, len(x)], device=world.device)
+    marks = [mark.tolist() for mark in all_gather(own, world.everyone)]
+    longest = max(length for _, _, length in marks)
+    padded = x.new_zeros(longest, *x.shape[1:]).to(world.device)
+    padded[: len(x)] = x
+    parts: dict[int, Tensor] = {}
+    total = 0
+    for (rank, share, length), part in zip(marks, all_gather(padded, world.everyone), strict=True):
+        if rank not in parts:
+            parts[rank] = part[:length]
+            total += share
+    return torch.cat([parts[rank] for rank in sorted(parts)])[:total]

@@ -1,0 +1,272 @@
+"""The pages: every command, program, link and output in them is that of the program."""
+
+import ast
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwise as sw
+from benchmarks.roster import SUITES
+from docs.measured import FILES, read
+from shardwise.cli.main import with_resume_value
+from shardwise.core.mesh import AXES
+from shardwise.core.plan import WORDS, Plan, words_table
+from shardwise.core.plan_check import problems
+from shardwise.verify.command import verify
+from tests import surface
+from tests.docs.pages import DOCS, PAGES, ROOT, Block, blocks, file_of, text_of
+
+#: What differs from machine to machine: errors of rounding, and the time a prediction takes.
+VARIES = re.compile(r"[0-9.]+e[+-][0-9]+|Computed in [0-9,.]+ ms")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)")
+PROGRAMS = [(p, n) for p in PAGES for n, block in enumerate(blocks(p)) if block.whole]
+PRINTED = [p for p in PAGES if any(block.printed for block in blocks(p))]
+#: Folders of the package, whose files no page names.
+INTERNAL = re.compile(
+    r"\b(?:core|comm|engine|parallel|prediction|kernels|derive|checkpoint|models|verify|train|cli"
+    r"|migrate|doctor|bench|tests)/[a-z_]+(?:\.py)?\b"
+)
+
+
+def ran(folder: Path, argv: list[str], code: int = 0) -> str:
+    """What a command prints, 100 columns wide."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    command = [sys.executable, "-m", "shardwise.cli.main", *argv]
+    done = subprocess.run(
+        command, check=False, cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode in (0, code), done.stderr
+    return done.stdout or done.stderr
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """And the navigation has no other."""
+    listed = re.findall(r"(\S+\.md)$", text_of("mkdocs.yml"), re.MULTILINE)
+    assert sorted(f"docs/{page}" for page in listed) == [p for p in PAGES if p != "README.md"]
+
+
+@pytest.mark.cases(len(PAGES))
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_names_a_file_of_the_package(page: str) -> None:
+    """Users read what the program does, not where."""
+    assert INTERNAL.findall(text_of(page)) == []
+
+
+def test_the_readme_is_short() -> None:
+    """At most 150 lines."""
+    assert len(text_of("README.md").splitlines()) <= 150
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/README.md"])
+def test_links_from_the_root_lead_somewhere(page: str) -> None:
+    """To files, and to headings in them; the site's own links are checked where it is built."""
+    for path, anchor in LINK.findall(text_of(page)):
+        target = (ROOT / page).parent / path
+        assert target.exists(), path
+        heads = re.findall(r"^#+ (.+)$", target.read_text() if anchor else "", re.MULTILINE)
+        slugs = [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads]
+        assert not anchor or anchor[1:] in slugs, anchor
+
+
+# --- commands --------------------------------------------------------------------------------
+
+
+@pytest.mark.cases(len(PAGES))
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_are_those_of_the_program(page: str) -> None:
+    """Each command, option and value is accepted by the parser; each script is there."""
+    for program, *argv in (argv for block in blocks(page) for argv in block.commands):
+        if program == "shardwise":
+            words = 2 if argv[0] == "checkpoint" else 1
+            given = argv[words : argv.index(">")] if ">" in argv else argv[words:]
+            name = " ".join(argv[:words])
+            surface.command(name).make_context(name, with_resume_value(given))
+        for script in (word for word in argv if word.startswith(("examples/", "docs/"))):
+            assert script.endswith((".svg", ".png")) or (ROOT / script).is_file(), script
+
+
+@pytest.mark.parametrize(
+    "page",
+    [p if p == "README.md" else pytest.param(p, marks=pytest.mark.full) for p in PRINTED],
+)
+def test_a_page_shows_what_the_command_prints(page: str, tmp_path: Path) -> None:
+    """Line by line but for rounding and time; a line of dots stands for any others."""
+    for command, shown in (each for block in blocks(page) for each in block.printed):
+        found = ran(tmp_path, shlex.split(command)[1:], code=2)
+        if found.startswith(("Given:", "2 things")):  # one paragraph, which the page folds
+            assert " ".join(shown.split()) == " ".join(found.split())
+            continue
+        lines = [VARIES.sub("", line.rstrip()) for line in found.strip().splitlines()]
+        for part in shown.strip().split("...\n"):
+            wanted = [VARIES.sub("", line.rstrip()) for line in part.strip("\n").splitlines()]
+            wanted = wanted[:-1] if wanted[-1:] == ["..."] else wanted
+            assert part_of(wanted, lines), (wanted, found)
+
+
+def part_of(wanted: list[str], lines: list[str]) -> bool:
+    """Whether the lines have `wanted` in one piece, whatever space stands before the first."""
+    wanted = [wanted[0].strip(), *wanted[1:]] if wanted else wanted
+    size = len(wanted)
+    pieces = (lines[start : start + size] for start in range(len(lines) - size + 1))
+    return any([piece[0].strip(), *piece[1:]] == wanted for piece in pieces if piece) or not wanted
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trains", [False, True], ids=["others", "a run"])
+def test_the_commands_of_the_readme_run(tmp_path: Path, trains: bool) -> None:
+    """Each as it stands, one after the other; those of a run in one folder."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for _, *argv in (argv for block in blocks("README.md") for argv in block.commands):
+        if any("runs/" in word for word in argv) == trains:
+            assert ran(tmp_path, argv)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", [p for p in PAGES if "tutorials/" in p])
+def test_a_tutorial_can_be_followed(page: str, tmp_path: Path) -> None:
+    """Its files are written and its commands run, in the order in which they are shown."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    programs = {"shardwise": "shardwise.cli.main", "torchrun": "torch.distributed.run"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for block in blocks(page):
+        if block.title and "/" not in block.title:
+            (tmp_path / block.title).write_text(block.text)
+        for program, *argv in block.commands:
+            shown = [program, *argv] in [shlex.split(command) for command, _ in block.printed]
+            if shown or "HOST0:29400" in argv:  # another test runs it; it is for several hosts
+                continue
+            module = ["-m", programs[program]] if program in programs else []
+            command = [sys.executable, *module, *argv]
+            done = subprocess.run(
+                command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True
+            )
+            wrong = 2 if "dp2 zero4" in argv else 0
+            assert done.returncode == wrong, (argv, done.stdout[-2000:], done.stderr[-2000:])
+
+
+# --- programs --------------------------------------------------------------------------------
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(("page", "number"), PROGRAMS)
+def test_a_program_runs_as_shown(page: str, number: int) -> None:
+    """A block that imports the package is a whole program: it runs as it stands, from no file."""
+    command = [sys.executable, "-W", "error", "-c", blocks(page)[number].text]
+    done = subprocess.run(command, check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.cases(len(PAGES))
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_is_that_of_the_package(page: str) -> None:
+    """Every block compiles, and every `sw.name` in it exists and takes its arguments."""
+    for block in blocks(page):
+        if block.language == "python" and not block.title.startswith("examples/"):
+            for node in ast.walk(ast.parse(block.text)):
+                require_known(node)
+
+
+def require_known(node: ast.AST) -> None:
+    """A name of the package exists; so do the keyword arguments that are passed to it."""
+    if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "sw":
+        assert node.attr in sw.__all__
+    if isinstance(node, ast.Call) and re.fullmatch(r"sw\.\w+", name := ast.unparse(node.func)):
+        taken = inspect.signature(getattr(sw, name[3:])).parameters
+        if all(each.kind != each.VAR_KEYWORD for each in taken.values()):
+            assert {k.arg for k in node.keywords} <= set(taken), name
+
+
+EXAMPLES = [b for p in PAGES for b in blocks(p) if b.title.startswith("examples/")]
+
+
+@pytest.mark.cases(len(EXAMPLES))
+@pytest.mark.parametrize("block", EXAMPLES, ids=lambda block: block.title)
+def test_a_part_of_an_example_is_in_it(block: Block) -> None:
+    """What a page shows of a file is there, letter by letter."""
+    assert block.text in text_of(block.title)
+
+
+def test_what_replaces_another_system_runs_as_shown() -> None:
+    """Each block of the page, without the lines that it replaces, is a whole program."""
+    shown = [b.text for b in blocks("docs/how-to/migrate.md") if b.language == "diff"]
+    assert len(shown) == 4
+    lines = [[line[2:] for line in b.splitlines() if not line.startswith("-")] for b in shown]
+    programs = ["\n".join(block) for block in lines]
+    code = f"for program in {programs!r}: exec(program, {{}})"
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.full
+def test_the_model_of_the_tables_page_holds_by_the_commands_beside_it(tmp_path: Path) -> None:
+    """The page's file, as it stands, and each `shardwise verify` that the page has for it."""
+    page = "docs/how-to/tables.md"
+    (tmp_path / "model.py").write_text(file_of(page, "model.py"))
+    shown = [argv for b in blocks(page) for argv in b.commands if argv[-1] == "model.py:build"]
+    plans = dict.fromkeys(argv[2] for argv in shown if argv[1] == "verify")
+    assert list(plans) == ["tp2", "tp2 sp"]
+    for plan in plans:
+        assert verify(plan, f"{tmp_path / 'model.py'}:build").holds
+
+
+# --- words and numbers -----------------------------------------------------------------------
+
+
+def test_the_words_say_what_is_to_come() -> None:
+    """Of the words of plans, those that this version refuses are marked, and no others."""
+    lines = [line for line in words_table().splitlines()[1:] if not line.startswith(" ")]
+    for word, line in zip(WORDS, lines, strict=True):
+        refused = any("not in this version" in p.given for p in problems(Plan.parse(word.example)))
+        assert line.startswith(f"{word.form} ")
+        assert line.endswith(" (not in this version)") == refused
+
+
+def word_of(text: str) -> str:
+    """A plan word without its number or value: dp2 and dpN are dp, zero1 stays."""
+    name = text.partition(":")[0]
+    return next((axis for axis in AXES if re.fullmatch(f"{axis}(N|[0-9]+)", name)), name)
+
+
+def test_the_readme_has_twelve_of_the_plan_words() -> None:
+    """Each is a word that this version runs."""
+    section = text_of("README.md").partition("## Plan words")[2].partition("\n## ")[0]
+    shown = re.findall(r"^\| (`.+`) \| .+ \|$", section, re.MULTILINE)
+    assert len(shown) == 12
+    words = " ".join(re.findall("`([^`]+)`", " ".join(shown))).split()
+    known = {word_of(word.form) for word in WORDS if not word.later} | {"fsdp"}
+    assert {word_of(word) for word in words} <= known
+    for word in words:
+        Plan.parse(word)
+
+
+@pytest.mark.cases(len(FILES))
+@pytest.mark.parametrize("name", FILES)
+def test_the_data_of_measurements_are_tables(name: str) -> None:
+    """Each run has a command of this repository and rows as long as its columns."""
+    data: dict[str, Any] = read(name)
+    assert data["title"] and data["says"]
+    for run in data["run"]:
+        assert all(len(row) == len(run["columns"]) for row in run["rows"])
+        for suite in re.findall(r"python -m benchmarks (\w+)", run["command"]):
+            assert suite in (*SUITES, "update", "disk")
+        for file in re.findall(r"examples/\S+", run["command"]):
+            assert (ROOT / file).is_file()
+
+
+def test_the_page_of_measurements_is_a_summary() -> None:
+    """At most 120 lines; the site builds it from files of data."""
+    page = DOCS / "explanation" / "measurements.md"
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= 120
+    machines = tomllib.loads(text_of("benchmarks/results/machines.toml"))
+    used = {run["machine"] for name in FILES for run in read(name)["run"] if "machine" in run}
+    assert used <= set(machines)
