@@ -184,7 +184,7 @@ def _explained(form: str) -> str:
 
 METRICS: Final = """\
 `shardwise train` writes `metrics.jsonl` into the folder of the run: a JSON object for each
-step. The same numbers go to TensorBoard if `run.tensorboard` is true. Keys without a value
+step. The same numbers go to the trackers of `run.trackers`. Keys without a value
 are left out. A resumed run removes the records after its checkpoint, so each step appears
 once."""
 

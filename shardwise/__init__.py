@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise import core, hf
+    from shardwise import callbacks, core, hf
     from shardwise.checkpoint.engines import load, save
     from shardwise.checkpoint.weights_folder import fill_from
     from shardwise.comm.launch import spawn
@@ -85,7 +85,13 @@ _HOMES = {
 }
 
 #: Folders that are public names themselves.
-_FOLDERS = {"core": "core", "hf": "hf", "replicas": "parallel.replicas", "verify": "verify"}
+_FOLDERS = {
+    "callbacks": "callbacks",
+    "core": "core",
+    "hf": "hf",
+    "replicas": "parallel.replicas",
+    "verify": "verify",
+}
 
 __all__ = [
     "DDP",
@@ -110,6 +116,7 @@ __all__ = [
     "Table",
     "World",
     "balance_by_time",
+    "callbacks",
     "clip_grad_norm",
     "core",
     "cross_entropy",

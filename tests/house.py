@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 #: `derive` makes tables from the engine's meta pass and predictions, for the programs above it.
 LAYERS = (
     *("core", "prediction", "comm", "kernels", "parallel", "engine"),
-    *("derive", "checkpoint", "models"),
+    *("derive", "checkpoint", "models", "callbacks"),
     *("verify", "train", "hf", "face", "cli", "benchmarks"),
 )
 #: What a parallel run is compared with.

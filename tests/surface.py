@@ -46,8 +46,13 @@ def parameters(name: str) -> Iterator[str]:
 
 
 def arguments(public: Any) -> Iterator[str]:
-    """The arguments of a function or a class that is called, in their order."""
-    if callable(public) and not (isinstance(public, type) and issubclass(public, Exception)):
+    """The arguments of a function or a class that is called, in their order.
+
+    Of a protocol its methods.
+    """
+    if getattr(public, "_is_protocol", False):
+        yield from (name for name in vars(public) if not name.startswith("_"))
+    elif callable(public) and not (isinstance(public, type) and issubclass(public, Exception)):
         yield from inspect.signature(public).parameters
 
 
@@ -63,8 +68,15 @@ def lines() -> Iterator[str]:
         yield from (f"    {section}.{key}" for key in keys)
     yield "python"
     for name in sorted(sw.__all__):
-        yield f"    sw.{name}"
-        yield from (f"        {argument}" for argument in arguments(getattr(sw, name)))
+        yield from public_lines(f"sw.{name}", getattr(sw, name))
+
+
+def public_lines(name: str, public: Any) -> Iterator[str]:
+    """A public name and its arguments; of a module, also the names in it."""
+    yield f"    {name}"
+    yield from (f"        {argument}" for argument in arguments(public))
+    for inner in getattr(public, "__all__", ()):
+        yield from public_lines(f"{name}.{inner}", getattr(public, inner))
 
 
 def text() -> str:

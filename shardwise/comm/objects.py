@@ -30,6 +30,21 @@ def on_rank_zero(act: Callable[[], T], world: World) -> T:
     return result
 
 
+def on_all_ranks(act: Callable[[], object], world: World) -> None:
+    """Call `act` on every rank. Called by all of them.
+
+    An InputError or RunError of a rank is raised on every rank: that of the lowest.
+    """
+    found: InputError | RunError | None = None
+    try:
+        act()
+    except (InputError, RunError) as error:
+        found = error
+    for error in all_gather_object(found, world):
+        if error is not None:
+            raise error
+
+
 def all_gather_object(value: Any, world: World) -> list[Any]:
     """Every rank's value, by rank, on every rank. Called by all ranks of the world."""
     return gather_object(value, world.everyone, world.device)

@@ -190,6 +190,11 @@ def matches(table: Table, modules: Sequence[str], sp: bool) -> dict[str, Style]:
     return found
 
 
+def matching(key: str, modules: Iterable[str]) -> list[str]:
+    """The names that the pattern `key` matches."""
+    return [name for name in modules if _pattern(key).match(name)]
+
+
 def unmatched(table: Table, modules: Sequence[str], sp: bool) -> list[Problem]:
     """A problem for each pattern that matches no module of the model."""
     names = [name for name in modules if name]

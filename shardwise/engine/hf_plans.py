@@ -58,8 +58,8 @@ def own_plan(model: nn.Module) -> Table | None:
     """
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
-    if not isinstance(kind, str) or not hasattr(model, "base_model_prefix"):
-        return None  # another library, or a layer that has its model's configuration
+    if not isinstance(kind, str) or not hasattr(type(model), "base_model_prefix"):
+        return None  # another library, a layer with its model's configuration, peft's wrapper
     if kind in TABLES:
         return TABLES[kind](model)
     names = [name for name, _ in model.named_modules()]

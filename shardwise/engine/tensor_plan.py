@@ -16,6 +16,7 @@ from shardwise.core.arguments import short_repr
 from shardwise.core.errors import InputError, bad
 from shardwise.core.styles import ModuleShape, general, parent
 from shardwise.core.tensor_plan import Table
+from shardwise.engine.adapters import with_adapters
 from shardwise.engine.hf_plans import own_plan
 
 _EXAMPLE = '{"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}'
@@ -27,6 +28,10 @@ def table_of(model: nn.Module, table: Table | Mapping[str, str] | None = None) -
     A dict of styles uses the numbers of heads of the model's own table, if it has one.
     Raises InputError for a wrong type, and for a model without a table.
     """
+    return with_adapters(_table_of(model, table), model)
+
+
+def _table_of(model: nn.Module, table: Table | Mapping[str, str] | None) -> Table:
     if isinstance(table, Table):
         return table
     if table is not None and not isinstance(table, Mapping):

@@ -14,6 +14,7 @@ from shardwise.migrate.draft import (
     of_optimizer,
     only_if,
     optimizer,
+    tracker,
     whole,
     why,
     word,
@@ -151,7 +152,8 @@ RULES: Final[Rules] = {
     ),
     "pipeline.*": why("write ppN and a schedule such as 1f1b:8"),
     "expert_parallel.autoep_size": axis("ep"),
-    "tensorboard.enabled": key("run.tensorboard", "true or false"),
+    "tensorboard.enabled": tracker("tensorboard"),
+    "wandb.enabled": tracker("wandb"),
 }
 
 

@@ -176,6 +176,19 @@ def key(name: str, kind: str = "a number") -> Rule:
     return _rule
 
 
+def tracker(name: str) -> Rule:
+    """Whether a tracker gets the metrics; `run.trackers` lists those that do."""
+
+    def _rule(draft: Draft, value: Any) -> str | Wrong:
+        if not isinstance(value, bool):
+            return Wrong("true or false", "true")
+        listed = draft.values.setdefault("run", {}).setdefault("trackers", [])
+        listed += [name] * (value and name not in listed)
+        return ""
+
+    return _rule
+
+
 _EXAMPLES: Final = {
     "a number": "1.0",
     "a whole number": "8",

@@ -14,6 +14,7 @@ from shardwise.migrate.draft import (
     of_optimizer,
     only_if,
     optimizer,
+    tracker,
     why,
     word,
 )
@@ -183,7 +184,8 @@ RULES: Final[Rules] = {
     "checkpoint.interval": key("train.save_every", "a whole number"),
     "checkpoint.keep_latest_k": key("train.keep", "a whole number"),
     "job.dump_folder": key("run.folder", "text"),
-    "metrics.enable_tensorboard": key("run.tensorboard", "true or false"),
+    "metrics.enable_tensorboard": tracker("tensorboard"),
+    "metrics.enable_wandb": tracker("wandb"),
     **dict.fromkeys(
         ("validation.enable", "validation.enabled"),
         _enabled("train", "eval_every", "validates only at the end of the run"),

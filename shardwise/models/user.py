@@ -48,9 +48,21 @@ def find(
     `make_batch` replaces its batches.
     Raises InputError if the file or function does not exist, fails, or returns something else.
     """
-    path, function = _split(name)
-    build = _function(_load(path, name), function, name)
-    return of_function(name, build, seed, make_batch=make_batch)
+    return of_function(name, _function(name), seed, make_batch=make_batch)
+
+
+def made_by(name: str, what: str, returns: str) -> Any:
+    """What `path/to/file.py:function` returns, called without arguments.
+
+    Raises InputError as `find` does, about `what` instead of a model.
+    """
+    make = _function(name, what, returns)
+    try:
+        return make()
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise failed(name, "calling the function", error, what, returns) from error
 
 
 def of_function(
@@ -73,21 +85,26 @@ def _model(
     return _call(build, name, seed, make_batch)[0]
 
 
-def _split(name: str) -> tuple[Path, str]:
+def _function(name: str, what: str = "the model", returns: str = RETURNS) -> Callable[[], Any]:
+    path, function = _split(name, what)
+    return _named(_load(path, name, what, returns), function, name, what)
+
+
+def _split(name: str, what: str) -> tuple[Path, str]:
     path, _, function = name.rpartition(":")
     if not path.endswith(".py") or not function:
-        file = name[: name.index(".py") + 3]
-        raise bad(f'the model "{name}"', "a file and a function in it", f"{file}:build")
+        file = name[: name.index(".py") + 3] if ".py" in name else "file.py"
+        raise bad(f'{what} "{name}"', "a file and a function in it", f"{file}:build")
     if not os.path.isfile(path):  # noqa: PTH113 (which raises for a name that is too long)
         raise bad(
-            f'the model "{name}", whose file does not exist',
+            f'{what} "{name}", whose file does not exist',
             "a path relative to the current folder, or an absolute one",
             f"/path/to/{Path(path).name}:{function}",
         )
     return Path(path), function
 
 
-def _load(path: Path, name: str) -> ModuleType:
+def _load(path: Path, name: str, what: str, returns: str) -> ModuleType:
     """Run the file as a module; it can import files of its folder, as with `python file.py`."""
     module_name = f"shardwise_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -99,7 +116,7 @@ def _load(path: Path, name: str) -> ModuleType:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             del sys.modules[module_name]
-            raise failed(name, "running the file", error) from error
+            raise failed(name, "running the file", error, what, returns) from error
     return module
 
 
@@ -113,7 +130,7 @@ def _beside(path: Path) -> Iterator[None]:
         sys.path.remove(folder)
 
 
-def _function(module: ModuleType, function: str, name: str) -> Callable[[], Any]:
+def _named(module: ModuleType, function: str, name: str, what: str) -> Callable[[], Any]:
     build = getattr(module, function, None)
     if callable(build):
         return build
@@ -121,9 +138,9 @@ def _function(module: ModuleType, function: str, name: str) -> Callable[[], Any]
     there = [f.__name__ for f in own if f.__module__ == module.__name__ and f.__name__[0] != "_"]
     close = suggest(function, there)
     raise bad(
-        f'the model "{name}", whose file has no function "{function}"',
+        f'{what} "{name}", whose file has no function "{function}"',
         f"one of its functions: {', '.join(there) or 'it has none'}",
-        f"{name.rpartition(':')[0]}:{close}" if close else "def build(): ... in that file",
+        f"{name.rpartition(':')[0]}:{close}" if close else f"def {function}(): ... in that file",
     )
 
 
@@ -219,12 +236,18 @@ def _guess(model: nn.Module, name: str) -> Callable[[int, int], Tensor]:
     return make_batch
 
 
-def failed(name: str, doing: str, error: BaseException) -> InputError:
+def failed(
+    name: str,
+    doing: str,
+    error: BaseException,
+    what: str = "the model",
+    returns: str = RETURNS,
+) -> InputError:
     """An InputError with the user's error and the line of the user's file that raised it."""
     place = place_of(error, name)
     return bad(
-        f'the model "{name}"; {doing} gives {type(error).__name__}: {error} ({place})',
-        RETURNS,
+        f'{what} "{name}"; {doing} gives {type(error).__name__}: {error} ({place})',
+        returns,
         f"the same command, once {place.partition(',')[0]} is corrected",
     )
 

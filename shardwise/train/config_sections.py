@@ -8,6 +8,8 @@ CLOSED: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, str
 MOST: Final = 10**9  # of anything that is counted
 MOST_SAMPLED: Final = 10**5  # tokens, each a forward pass of the model
 WARMUP: Final = 50
+#: The class of `sw.callbacks` of each tracker.
+TRACKERS: Final = {"tensorboard": "TensorBoard", "wandb": "WandB", "mlflow": "MLflow"}
 
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Size = Annotated[int, Field(ge=1, le=MOST)]
@@ -220,8 +222,12 @@ class RunSection(BaseModel):
         description="`auto`, `cpu` or `cuda`; `auto` uses GPUs if every rank of the machine can "
         "have one",
     )
-    tensorboard: bool = Field(
-        default=True, description="whether metrics are written for TensorBoard too"
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
+        default=("tensorboard",),
+        description="what gets the metrics too: `tensorboard`, `wandb`, `mlflow`",
+    )
+    callbacks: tuple[Text, ...] = Field(
+        default=(), description="callbacks of your own, each `file.py:function`"
     )
     trace: bool = Field(
         default=False,
@@ -232,6 +238,14 @@ class RunSection(BaseModel):
         description="steps between two comparisons of the ranks (batch, loss, gradients, "
         "replicated weights); `0`: in the first step only, and no weights",
     )
+
+    @field_validator("trackers", "callbacks", mode="before")
+    @classmethod
+    def _as_tuple(cls, given: Any) -> Any:
+        """Accept a list, which TOML has, and names in one text: "wandb, mlflow"."""
+        if isinstance(given, str):
+            return tuple(name.strip() for name in given.split(",") if name.strip())
+        return tuple(given) if isinstance(given, list) else given
 
 
 class OffloadSection(BaseModel):

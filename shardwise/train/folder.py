@@ -2,7 +2,7 @@
 
     runs/NAME/
       config.toml      the configuration that ran
-      metrics.jsonl    one object a step            tensorboard/   the same numbers
+      metrics.jsonl    one object a step            tensorboard/   the same numbers (wandb/, too)
       checkpoints/     step-000100/, ..., latest    plots/         loss, memory, bytes
       report.html      the report, for a browser    report.md      the same, as Markdown
       sample.txt       generated at the end         timeline.svg   of a pipeline
@@ -56,6 +56,7 @@ LOCK = "run.lock"
 FILES: Final = (CONFIG, METRICS, REPORT, PAGE, "sample.txt", "trace.json", "timeline.svg")
 FOLDERS: Final = {
     "tensorboard": re.compile(r"events\.out\.tfevents\..+"),
+    "wandb": re.compile(r"(offline-)?run-.+|latest-run|debug(-internal)?\.log"),
     CHECKPOINTS: re.compile(
         rf"(\.saving-|\.removing-)?step-\d+(\.again)?|\.?latest|{re.escape(SAVING_LOCK)}"
     ),

@@ -17,13 +17,15 @@ import math
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from typing import TextIO
 
 import numpy as np
 import torch
 from rich.console import Console
 
+from shardwise.callbacks.callback import Callbacks
 from shardwise.checkpoint.folder import all_in, find, passed_over
-from shardwise.comm.objects import on_rank_zero
+from shardwise.comm.objects import on_all_ranks, on_rank_zero
 from shardwise.comm.world import World
 from shardwise.core.errors import NonFiniteError
 from shardwise.engine.engine import Engine
@@ -129,16 +131,19 @@ def begin(
     config, world = prepared.config, engine.world
     first, done, of = world.rank == 0, at.step, config.train.steps
     peak = Peak(measured_peak(world.device, engine.dtype or torch.float32, world.barrier))
-    writer = metrics.writer(config.folder, done, config.run.tensorboard)
-    opened: list[metrics.Metrics] = []
+    callbacks = Callbacks(prepared.callbacks, world)
+    opened: list[TextIO] = []
+    writer = metrics.writer(config.folder, done)
     on_rank_zero(lambda: opened.append(stack.enter_context(writer)), world)
+    run = callbacks.run(config.folder, config=config.model_dump(), step=done, engine=engine)
+    on_all_ranks(lambda: stack.enter_context(run), world)
     tracing = Tracing(engine, done, of, on=config.run.trace)
     return Run(
         prepared=prepared,
         engine=engine,
         peak=peak,
         unigram=unigram_entropy(prepared.corpus) if first else math.nan,
-        metrics=opened[0] if first else None,
+        metrics=metrics.Metrics(opened[0] if first else None, callbacks),
         progress=stack.enter_context(progress.display(of, first, console)),
         stop=stop,
         tracing=tracing,
@@ -213,13 +218,14 @@ def steps(run: Run, at: Position) -> bool:
         if entry.memory_bytes is not None:
             entry = replace(entry, memory_bytes=entry.memory_bytes | run.memory.activations)
         tell(run, replace(entry, validation=validation))
-        world, unwritten = run.engine.world, run.metrics is not None and bool(run.metrics.failure)
-        stop, failed = stops_and_fails(run.stop.received, unwritten, world)
+        world = run.engine.world
+        stop, failed = stops_and_fails(run.stop.received, bool(run.metrics.failure), world)
         if failed:
-            on_rank_zero(lambda: run.metrics and run.metrics.require_written(), world)
+            on_all_ranks(run.metrics.require_written, world)
         if last or stop or is_due(at.step, config.save_every):
             with run.disk.outside_of_steps():
-                save_run(run.prepared, run.engine, at)
+                path = save_run(run.prepared, run.engine, at)
+            run.metrics.saved(at.step, path)
         if stop and not last:
             run.progress.note(
                 f"stopped by a signal after step {at.step}; the checkpoint is saved, and --resume "
@@ -303,7 +309,6 @@ def record(run: Run, done: StepMetrics, at: Position, seconds: float) -> Record:
 
 
 def tell(run: Run, record: Record) -> None:
-    """Record and show a step, on the first rank."""
+    """Show and record a step, and call the callbacks."""
     run.progress.step(record)
-    if run.metrics is not None:
-        run.metrics.write(record)
+    run.metrics.write(record)

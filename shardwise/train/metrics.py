@@ -1,4 +1,4 @@
-"""The record of a run: metrics.jsonl, one object a step, and the same numbers for TensorBoard.
+"""The record of a run: metrics.jsonl, one object a step, and the same numbers for callbacks.
 
 A resumed run first removes the records after its checkpoint, so that each step appears once. It
 keeps every other line unchanged, also lines that are no records, but for an incomplete last line,
@@ -7,21 +7,18 @@ which a crash leaves.
 
 import json
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from pydantic import TypeAdapter
 
-from shardwise.core.errors import RunError, one_line
+from shardwise.callbacks.callback import Callbacks, numbers
+from shardwise.core.errors import InputError, RunError, one_line
 from shardwise.train.packed import unwritable_folder
 from shardwise.train.publish import publish
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 FILE = "metrics.jsonl"
 
@@ -114,42 +111,52 @@ def _step_of(line: bytes) -> int:
 
 
 class Metrics:
-    """Writes records to the file, and to TensorBoard if asked.
+    """Writes records to the file, on rank 0, and passes them on to the callbacks.
 
-    `failure` says why a record could not be written: the run ends, on all ranks.
+    `failure` says why that failed: the run ends, on all ranks.
     """
 
-    def __init__(self, file: TextIO, board: "SummaryWriter | None") -> None:
+    def __init__(self, file: TextIO | None, callbacks: Callbacks) -> None:
         self._file = file
-        self._board = board
+        self._callbacks = callbacks
         self.failure = ""
 
     def write(self, record: Record) -> None:
-        """Append the record, and flush the file; sets `failure` if that fails."""
+        """Append the record and call the callbacks; sets `failure` if that fails."""
         try:
-            self._file.write(record.line() + "\n")
-            self._file.flush()
-            if self._board is not None:
-                for tag, value in tags(record).items():
-                    self._board.add_scalar(tag, value, record.step)
+            if self._file is not None:
+                self._file.write(record.line() + "\n")
+                self._file.flush()
+            self._callbacks.step_ended(record.step, tags(record))
+            if record.validation is not None:
+                found = {"loss/validation": record.validation}
+                self._callbacks.evaluated(record.step, found)
         except OSError as error:
             self.failure = (
-                f"Step {record.step} could not be recorded in '{self._file.name}' "
+                f"Step {record.step} could not be recorded in '{getattr(self._file, 'name', '')}' "
                 f"({error.strerror or error}). The run was stopped; --resume continues from its "
                 "last checkpoint."
             )
+        except (RunError, InputError) as error:
+            self.failure = str(error)
+
+    def saved(self, step: int, path: Path) -> None:
+        """Call the callbacks after a save; sets `failure` if one fails."""
+        try:
+            self._callbacks.saved(step, path)
+        except (RunError, InputError) as error:
+            self.failure = str(error)
 
     def require_written(self) -> None:
-        """Raise RunError if a record could not be written."""
+        """Raise RunError if a record could not be written, or a callback failed."""
         if self.failure:
             raise RunError(one_line(self.failure))
 
 
 def tags(record: Record) -> dict[str, float]:
-    """The record's numbers under TensorBoard's grouped names."""
+    """The record's finite numbers of the step, by the names that callbacks get."""
     named = {
         "loss/train": record.loss,
-        "loss/validation": record.validation,
         "optimizer/lr": record.lr,
         "optimizer/grad_norm": record.grad_norm,
         "speed/tokens_per_s": record.tokens_per_s,
@@ -159,39 +166,22 @@ def tags(record: Record) -> dict[str, float]:
         "experts/gate_entropy": record.gate_entropy,
     }
     memory = record.memory_bytes or {}
-    named |= {f"memory/{category}": size for category, size in memory.items()}
-    known = {tag: float(value) for tag, value in named.items() if value is not None}
-    return {tag: value for tag, value in known.items() if math.isfinite(value)}
+    return numbers(named | {f"memory/{category}": size for category, size in memory.items()})
 
 
 @contextmanager
-def writer(folder: Path, after: int, tensorboard: bool) -> Iterator[Metrics]:
+def writer(folder: Path, after: int) -> Iterator[TextIO]:
     """Open the metrics of the run in `folder`, to continue after step `after`.
 
     Raises InputError if they cannot be written.
     """
-    board = None
     try:
         keep_until(folder, after)
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            board = SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1)
         file = (folder / FILE).open("a", encoding="utf-8")
     except OSError as error:
         raise unwritable_folder(folder, "run.folder", error) from None
     try:
-        yield Metrics(file, board)
+        yield file
     finally:
-        if board is not None:
-            _close(board)
         with suppress(OSError):  # a full disk, which `write` has said
             file.close()
-
-
-def _close(board: "SummaryWriter") -> None:
-    """Close TensorBoard's file, which has nothing that metrics.jsonl has not."""
-    try:
-        board.close()
-    except OSError as error:
-        print(f"shardwise: TensorBoard's file is incomplete ({error})", file=sys.stderr)

@@ -14,14 +14,16 @@ from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
 from shardwise.train import folder
 from shardwise.train.config import Config
+from shardwise.train.config_sections import TRACKERS, RunSection
 from shardwise.train.data import Batches, Corpus, split
 from shardwise.train.packed import tokenise
 from shardwise.train.sources import find
 from shardwise.train.tokens import Vocabulary, check_fits
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from shardwise.callbacks import Callback
     from shardwise.core.tensor_plan import Table
     from shardwise.models.decoder import Sizes
 
@@ -57,6 +59,7 @@ class PreparedRun:
     corpus: Corpus
     sizes: "Sizes"
     table: "Table | Mapping[str, str] | None" = None
+    callbacks: "Sequence[Callback]" = ()
 
     @property
     def batches(self) -> Batches:
@@ -102,6 +105,26 @@ def checked_plan(config: Config, ranks: int) -> Plan:
     return plan
 
 
+def callbacks_of(config: RunSection) -> "Sequence[Callback]":
+    """The trackers and the user's callbacks, which nothing has called yet.
+
+    Raises InputError for a tracker that is not installed, and for a function that does not exist,
+    fails, or does not return a callback.
+    """
+    from shardwise import callbacks
+
+    made: list[Callback] = [
+        getattr(callbacks, TRACKERS[name])() for name in dict.fromkeys(config.trackers)
+    ]
+    if config.callbacks:
+        from shardwise.models.user import made_by
+
+        returns = "a function that returns a callback"
+        made += [made_by(name, "the callback", returns) for name in config.callbacks]
+    callbacks.Callbacks(made)  # checks them
+    return made
+
+
 def check_batch(plan: Plan, corpus: Corpus, batch: int) -> None:
     """Raise InputError for a step of more sequences or microbatches than training sequences."""
     least, there = plan.microbatches * plan.data_size, len(corpus.training)
@@ -140,6 +163,7 @@ def prepare(config: Config, ranks: int, start: Start) -> PreparedRun:
     """Check and prepare the inputs of a run on `ranks` ranks. Raises InputError for wrong ones."""
     plan = checked_plan(config, ranks)
     folder.check(config, start.resume, start.overwrite)
+    called = callbacks_of(config.run)
     source = find(config.data.source, config.data.field, config.data.encoding)
     packed = tokenise(source, config.data.tokens, config.cache)
 
@@ -166,4 +190,4 @@ def prepare(config: Config, ranks: int, start: Start) -> PreparedRun:
     before = folder.config_of(config.folder) if start.resume else None
     if before is not None:
         check_same(model_sizes(before.model, packed.vocabulary.size), sizes)
-    return PreparedRun(config, plan, corpus, sizes, table)
+    return PreparedRun(config, plan, corpus, sizes, table, called)

@@ -43,7 +43,7 @@ class Run:
     peak: Peak
     unigram: float
     progress: Progress
-    metrics: Metrics | None
+    metrics: Metrics
     stop: StopSignal
     tracing: Tracing
     updates: OffloadTracing

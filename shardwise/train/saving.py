@@ -6,6 +6,7 @@ resume under another plan and on another number of ranks.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardwise.checkpoint.engines import fill, write
 from shardwise.checkpoint.failure import damaged
@@ -25,8 +26,8 @@ class Position:
     consumed: int = 0
 
 
-def save_run(prepared: PreparedRun, engine: Engine, at: Position) -> None:
-    """Save a checkpoint, and remove all but the newest. All ranks must call it."""
+def save_run(prepared: PreparedRun, engine: Engine, at: Position) -> Path:
+    """Save a checkpoint, and remove all but the newest; its path. All ranks must call it."""
     folder = prepared.config.folder / CHECKPOINTS
     scalars = {
         "step": at.step,
@@ -35,7 +36,7 @@ def save_run(prepared: PreparedRun, engine: Engine, at: Position) -> None:
         "plan": str(prepared.plan),  # for information; another plan can load it
         "engine": engine.scalars(),
     }
-    write(engine, folder, scalars, prepared.config.train.keep)
+    return write(engine, folder, scalars, prepared.config.train.keep)
 
 
 def load_run(prepared: PreparedRun, engine: Engine) -> Position:

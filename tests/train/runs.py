@@ -42,7 +42,7 @@ def settings(folder: Path, plan: str = "fp64", **train: Any) -> config.Config:
             "train": {**steps, **train},
             "plan": {"text": plan},
             "sample": {"tokens": 5},
-            "run": {"folder": str(folder), "tensorboard": False, "device": "cpu"},
+            "run": {"folder": str(folder), "trackers": [], "device": "cpu"},
         }
     )
 

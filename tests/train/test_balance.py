@@ -31,7 +31,7 @@ def settings(folder: Path, gate: str, *, balanced: bool) -> config.Config:
             "train": steps | rare,
             "plan": {"text": "fp32"},
             "sample": {"tokens": 0},
-            "run": {"folder": str(folder / "run"), "tensorboard": False, "device": "cpu"},
+            "run": {"folder": str(folder / "run"), "trackers": [], "device": "cpu"},
         }
     )
 

@@ -76,6 +76,8 @@ def test_what_is_written_reads_back(
         ('run.folder="2024"', "2024"),
         ("plan.text=2", "2"),
         ("train.lr=1", 1.0),
+        ("run.trackers=wandb, mlflow", ("wandb", "mlflow")),
+        ("run.trackers=[]", ()),
     ],
 )
 def test_an_override_sets_one_key(override: str, expected: object) -> None:
@@ -102,7 +104,9 @@ def test_an_override_sets_one_key(override: str, expected: object) -> None:
         ({"run": {"folder": 8}}, ["run.folder = 8", "a valid string"]),
         ({"run": {"folder": "a\0b"}}, ["run.folder", "match pattern"]),
         ({"sample": {"prompt": "\udcff"}}, ["sample.prompt", "unicode"]),
-        ({"run": {"tensorboard": 1}}, ["run.tensorboard = 1", "a valid boolean"]),
+        ({"run": {"trace": 1}}, ["run.trace = 1", "a valid boolean"]),
+        ({"run": {"trackers": ["wnb"]}}, ['run.trackers = ["wnb"]', "'wandb' or 'mlflow'"]),
+        ({"run": {"callbacks": [3]}}, ["run.callbacks = [3]", "a valid string"]),
         ({"sample": {"tokens": 10**6}}, ["sample.tokens", "less than or equal to 100000"]),
         ({"train": {"betas": [1.5, 2]}}, ["train.betas = [1.5, 2]", "less than 1", "[0.9, 0.95]"]),
         ({"train": {"betas": [0.9]}}, ["train.betas = [0.9]", "required"]),

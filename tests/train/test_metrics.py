@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from shardwise.callbacks import Callbacks
 from shardwise.train import metrics
 from shardwise.train.metrics import Record
 
@@ -13,7 +14,8 @@ ONE = Record(
 
 
 def write(folder: Path, first: int, last: int) -> None:
-    with metrics.writer(folder, first - 1, tensorboard=False) as kept:
+    with metrics.writer(folder, first - 1) as file:
+        kept = metrics.Metrics(file, Callbacks([]))
         for step in range(first, last + 1):
             kept.write(replace(ONE, step=step, consumed=8 * step))
 
@@ -21,7 +23,8 @@ def write(folder: Path, first: int, last: int) -> None:
 def test_what_is_written_reads_back(tmp_path: Path) -> None:
     """One object a step; what a step does not have is not in its line."""
     evaluated = replace(ONE, step=2, validation=3.25, memory_bytes={"parameters": 12})
-    with metrics.writer(tmp_path, 0, tensorboard=False) as kept:
+    with metrics.writer(tmp_path, 0) as file:
+        kept = metrics.Metrics(file, Callbacks([]))
         kept.write(ONE)
         kept.write(evaluated)
     assert metrics.read(tmp_path) == [ONE, evaluated]
@@ -58,18 +61,3 @@ def test_lines_that_are_no_records_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / metrics.FILE).read_bytes() == text
     metrics.keep_until(tmp_path, 3)
     assert (tmp_path / metrics.FILE).read_bytes() == b"\n".join([*lines[:3], *other, b""])
-
-
-def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
-    """The event file holds every tag of the record at its step."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    record = replace(ONE, validation=3.0, memory_bytes={"parameters": 12})
-    with metrics.writer(tmp_path, 0, tensorboard=True) as kept:
-        kept.write(record)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    found = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
-    assert found.keys() == metrics.tags(record).keys()
-    assert (found["loss/train"], found["memory/parameters"]) == (3.5, 12.0)
-    assert events.Scalars("loss/train")[0].step == 1

@@ -1,0 +1,15 @@
+"""Callbacks: objects that are called as a run proceeds, trackers among them.
+
+    Callback                    run_began, step_ended, evaluated, saved, run_ended
+    Callbacks                   several of them, called in order
+    TensorBoard WandB MLflow    trackers
+
+`shardwise train` calls those of its configuration; a loop of one's own calls the same objects.
+"""
+
+from shardwise.callbacks.callback import Callback, Callbacks, RunFacts
+from shardwise.callbacks.mlflow_runs import MLflow
+from shardwise.callbacks.tensorboard_files import TensorBoard
+from shardwise.callbacks.wandb_runs import WandB
+
+__all__ = ["Callback", "Callbacks", "MLflow", "RunFacts", "TensorBoard", "WandB"]
