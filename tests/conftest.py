@@ -28,6 +28,12 @@ CASES = 2
 WHOLE = ("tests/test_house.py", "tests/test_plans.py", "tests/test_refused.py", "tests/core/")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where the table of plans runs (tests/test_plans.py)."""
+    text = "cuda: the plans of the table run on the GPUs of this machine, a rank on each"
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help=text)
+
+
 def pytest_sessionstart() -> None:
     """The mutation that the judge of the suite tries (tests/mutants.py)."""
     if "SHARDWISE_TESTS_MUTATION" in os.environ:

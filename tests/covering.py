@@ -22,8 +22,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.plan_check import problems
 from shardwise.core.plan_parser import SCHEDULES
 from tests.engine.cases import build
-from tests.plan_runs import Proof
-from tests.tasks import ROWS
+from tests.plan_runs import ROWS, Proof
 
 SEED = 20261
 MOST_RANKS, FEW_RANKS = 8, 4

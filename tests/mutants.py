@@ -30,7 +30,6 @@ from tests import plan_runs, test_plans
 from tests.mutated import VARIABLE, apply, modules_of
 from tests.plans import CANONICAL, EQUAL_16
 from tests.pool import run_threads
-from tests.tasks import kind_of
 from tests.verify.mutations.mutation import Mutation
 from tests.verify.test_mutations import CATALOGUE, NAMED
 
@@ -48,6 +47,8 @@ FACTS: list[Callable[[plan_runs.Run], None]] = [
     *(test_plans.test_parity, test_plans.test_bytes, test_plans.test_memory),
     *(test_plans.test_nothing_is_left, test_plans.test_a_checkpoint_of_one_process_goes_on),
 ]
+HALF_FACTS = [test_plans.test_near_one_process_in_16_bits, test_plans.test_costs_in_16_bits]
+OVERFLOW = test_plans.test_an_overflow_on_one_rank_is_skipped_by_all
 #: Folders of tests beside that of the package's folder; in their order all are tried.
 FOLDERS = ("engine", "parallel", "expert", "predict", "core", "comm", "checkpoint", "verify")
 
@@ -59,7 +60,7 @@ def nearness(mutation: Mutation, plan: str) -> float:
     """The share of words that a plan has in common with the mutation's."""
     mixture = {"moe", "sigmoid", "choice"}
     one, other = (set(re.sub("[|:=]", " ", text).split()) for text in (mutation.plan, plan))
-    experts = (mutation.model in mixture) == (kind_of(plan) == "mixture")
+    experts = (mutation.model in mixture) == (plan_runs.kind_of(plan) == "mixture")
     return len(one & other) / len(one | other) + 0.5 * experts
 
 
@@ -70,12 +71,21 @@ def checks(mutation: Mutation) -> Iterator[tuple[str, Callable[[], None]]]:
         if plan in PLANS:
             yield plan, partial(_facts, plan)
             continue
-        for fact in (test_plans.test_near_one_process_in_16_bits, test_plans.test_costs_in_16_bits):
-            yield f"{fact.__name__}[{plan}]", partial(fact, plan)
+        for fact in [*HALF_FACTS, *([OVERFLOW] if "fp16" in plan else [])]:
+            yield f"{fact.__name__}[{plan}]", partial(_of_halves, fact, plan)
         plain, word = IN_16_BITS[plan]
         if word:
             bits = test_plans.test_no_bit_changes_in_16_bits
-            yield f"{bits.__name__}[{plain}-{word}]", partial(bits, plain, word)
+            yield f"{bits.__name__}[{plan}]", partial(_same_bits, plain, plan)
+
+
+def _of_halves(fact: Callable[[plan_runs.Run], None], plan: str) -> None:
+    fact(plan_runs.run_in_16_bits(run_threads, plan))
+
+
+def _same_bits(plain: str, plan: str) -> None:
+    one, other = (plan_runs.run_in_16_bits(run_threads, text) for text in (plain, plan))
+    test_plans.test_no_bit_changes_in_16_bits((one, other))
 
 
 def _facts(plan: str) -> None:

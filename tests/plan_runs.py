@@ -27,14 +27,33 @@ from shardwise.verify.loads import Choices
 from shardwise.verify.oracle import Oracle, Weights
 from shardwise.verify.oracles import is_asynchronous, oracles_of
 from tests.engine.cases import Case, Task, build, foreseen
-from tests.engine.tensors import ADAMW, Piece, mine, pieces, sent
+from tests.engine.tensors import ADAMW, Piece, gpt_task, mine, pieces, sent
 from tests.engine.test_state import assembled, saved
-from tests.pool import run_threads
-from tests.tasks import TASKS, kind_of
+from tests.expert.moe import task as moe_task
+from tests.pool import run_gloo, run_nccl, run_threads
 
 STEPS = 3
 SAVED = 2  # the steps after which one process saves what the plan then loads
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+ROWS = 17  # of each global batch
+#: The training of each kind of model: GPTs whose sizes divide by nothing convenient, and a mixture
+#: whose experts drop tokens.
+TASKS = {
+    "mixture": moe_task("topk-renormalised", 1.0, rows=ROWS),
+    "untied": gpt_task("untied", rows=ROWS),
+    "tied": gpt_task("tied", rows=ROWS),
+}
+
+
+def kind_of(text: str) -> str:
+    """The kind of model that the plan trains: a mixture where experts are spread, else a GPT."""
+    plan = Plan.parse(text)
+    if plan.ep > 1:
+        return "mixture"
+    own_head = plan.sp or plan.layers or "head" in (plan.tile or "")
+    stale = (plan.pipeline or "").startswith("pipedream")  # whose stages share no weight
+    return "untied" if own_head or stale else "tied"
+
 
 Pair = tuple[dict[Any, int], dict[Any, int]]  # measured and predicted
 Arrays = dict[str, np.ndarray]
@@ -107,6 +126,7 @@ class Trained:
     resumed_steps: int = 0
     resumed_loss: float = 0.0
     resumed_state: list[Piece] = field(default_factory=list)
+    overflow: tuple[bool, float, bool] | None = None
 
 
 @dataclass
@@ -122,12 +142,6 @@ class Expected:
     resumed_loss: float = 0.0
     resumed_loads: tuple[Loads, ...] = ()
     resumed_state: dict[str, Tensor] = field(default_factory=dict)
-
-
-def train(world: World, proof: Proof, expected: Expected) -> Trained:
-    """Three steps, of which the last is metered, and an evaluation."""
-    engine, theory = build(world, proof.task, proof.case), foreseen(world, proof.task, proof.case)
-    return trained(engine, theory, proof, expected)
 
 
 def trained(engine: Engine, theory: Predictor, proof: Proof, expected: Expected) -> Trained:
@@ -154,10 +168,11 @@ def trained(engine: Engine, theory: Predictor, proof: Proof, expected: Expected)
 def train_and_go_on(
     world: World, proof: Proof, expected: Expected, arrays: Arrays, scalars: Any
 ) -> Trained:
-    """The same; then the engine loads a checkpoint of one process, and takes a step."""
+    """Training; then the engine loads a checkpoint of one process, and takes a step."""
     task, case = proof.task, proof.case
     engine, theory = build(world, task, case), foreseen(world, task, case)
     found = trained(engine, theory, proof, expected)
+    found.overflow = overflowing(engine, task) if proof.precision == "fp16" else None
     load(engine, arrays, scalars)
     batch, done = task.batch(SAVED), engine.steps - engine.steps_run
     found.resumed_loss = engine.step(mine(engine, batch)).loss
@@ -166,6 +181,22 @@ def train_and_go_on(
     found.resumed_steps = engine.steps
     found.resumed_state = pieces(engine.boxes(), "")
     return found
+
+
+def overflowing(engine: Engine, task: Task) -> tuple[bool, float, bool]:
+    """A step in which a gradient of the last rank alone is infinite.
+
+    Returns whether it was skipped, the factor of the loss scale, and whether all states stayed.
+    """
+    before, scale = pieces(engine.boxes(), ""), engine.scale.value
+    norms = [p for name, p in engine.model.named_parameters() if "norm" in name]
+    last = engine.world.rank == engine.world.size - 1
+    hook = norms[-1].register_hook(lambda g: g * torch.inf if last else g)
+    skipped = engine.step(mine(engine, task.batch(STEPS))).skipped
+    hook.remove()
+    after = pieces(engine.boxes(), "")
+    same = all(torch.equal(a.values, b.values) for a, b in zip(before, after, strict=True))
+    return skipped, engine.scale.value / scale, same
 
 
 def compare(
@@ -263,6 +294,21 @@ def load_alone(weights: Weights, arrays: Arrays) -> None:
         weights.optimizer.state[master] = state
 
 
+OnRanks = Callable[..., list[Trained]]
+#: Who runs plans under `--device`: the canonical ones, and all others.
+RUNNERS: dict[str, tuple[OnRanks, OnRanks]] = {
+    "cpu": (run_gloo, run_threads),
+    "cuda": (run_nccl, run_nccl),
+}
+
+
+def lacking(text: str, device: str, gpus: int) -> str:
+    """Why the ranks of a plan cannot run on the device; nothing if they can."""
+    ranks = Proof(text).plan.size
+    short = device == "cuda" and ranks > gpus
+    return f"it needs a GPU for each of {ranks} ranks; there are {gpus}" if short else ""
+
+
 @dataclass(frozen=True)
 class Run:
     """A plan's run on all ranks, and the same in one process."""
@@ -272,7 +318,7 @@ class Run:
     expected: Expected
 
 
-def run_of(on_ranks: Callable[..., list[Trained]], text: str) -> Run:
+def run_of(on_ranks: OnRanks, text: str) -> Run:
     """The run of a plan on ranks that `on_ranks` provides."""
     proof = Proof(text)
     expected, saved_alone = trained_alone(*proof.oracle), checkpoint(proof.kind, proof.precision)
@@ -281,7 +327,12 @@ def run_of(on_ranks: Callable[..., list[Trained]], text: str) -> Run:
 
 
 @cache
-def run_in_16_bits(text: str) -> list[Trained]:
-    """The run of a plan in 16 bits, without a comparison with one process, in threads."""
+def run_in_16_bits(on_ranks: OnRanks, text: str) -> Run:
+    """The run of a plan in 16 bits, and the same in one process in fp32."""
     proof = Proof(text)
-    return run_threads(proof.plan.size, train, proof, Expected(loads=[()] * (STEPS + 1)))
+    expected, saved_alone = (
+        Expected(loads=[()] * (STEPS + 1)),
+        checkpoint(proof.kind, proof.precision),
+    )
+    ranks = on_ranks(proof.plan.size, train_and_go_on, proof, expected, *saved_alone)
+    return Run(proof, ranks, trained_alone(proof.kind, "fp32"))

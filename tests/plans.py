@@ -6,8 +6,19 @@ of the covering array, in which every two words that may meet do meet.
 
 ROWS = ("ddp", "zero1", "zero2", "zero3")
 
+LONG = "long"
 CANONICAL: dict[str, list[str]] = {
-    "one process": ["dp1 fp64", "dp1 fp32"],
+    # what one GPU can run of every technique that has an effect there
+    "one process": [
+        *("dp1 fp64", "dp1 fp32", "dp1 accumulate:3", "dp1 device_memory:4GiB", "dp1 zero1"),
+        *("dp1 zero2", "dp1 zero3 accumulate:2"),
+        *(f"dp1 recompute:{how}" for how in ("full", "selective", "every2", "256KiB", "head")),
+        *("dp1 activations:host", "dp1 recompute:full arenas", "dp1 fp32 recompute:full"),
+        *(f"dp1 offload:{what}" for what in ("optim", "optim=0.6", "optim@disk", "param@disk")),
+        *("dp1 offload:optim=0.7,disk=0.3", "dp1 offload:optim-delayed=1"),
+        *("dp1 fp32 offload:param", "dp1 offload:param tile:2=head"),
+        "dp1 offload:param accumulate:2 recompute:full",
+    ],
     "data rows": [
         *(f"dp{ranks} {row}" for ranks in (2, 4) for row in ROWS),
         *(f"dp_replicate2 dp_shard2 {row}" for row in ROWS[1:]),
@@ -47,17 +58,39 @@ CANONICAL: dict[str, list[str]] = {
         *("tp2 offload:optim", "dp2 zero2 device_memory:4GiB"),
     ],
     "memory": [
-        *("dp2 zero3 tile:2", "dp4 zero3 tile:5=head,*.mlp.*", "dp1 offload:param tile:3"),
+        *(
+            "dp2 zero3 tile:2",
+            "dp2 zero3 offload:optim-delayed=1 tile:3=head,*.mlp.*",
+            "dp4 zero3 tile:5=head,*.mlp.*",
+            "dp1 offload:param tile:3",
+        ),
         "dp2 zero3 arenas recompute:full",
         *("dp2 zero2 arenas", "pp2 1f1b:3 recompute:full arenas"),
     ],
     "layers": [
         *("dp2 | blocks.1: zero3", "dp2 zero3 | head: tp2", "tp2 | blocks.1: dp2"),
         *("dp2 pp2 1f1b:2 | blocks.0: zero3", "dp2 zero3 | blocks.0: ddp recompute:full"),
+        "dp2 zero2 | blocks.0: zero3 offload:param | embed: offload:optim",
+        "dp2 zero3 | embed,head: tp2 | blocks.0: ddp recompute:full",
+    ],
+    # long, most of them on four ranks and more: of these `make test-all` runs every one
+    LONG: [
+        *("pp4 pipedream:8", "pp3 2bw:4", "pp2 dp2 zero1 pipedream:4", "pp2 dp2 zero2 pipedream:4"),
+        "dp_replicate2 dp_shard2 zero3 | blocks.0: dp4 zero1 | head,embed: tp2 dp2",
+        "dp4 zero3 | embed,head: tp4 zero1 | blocks.0: tp2 dp2 recompute:full",
+        *("dp2 tp2 | blocks.0.mlp: dp4 zero3 | head: tp4", "dp2 zero3 | blocks.*.mlp: tp2 zero1"),
+        *("dp2 pp2 zb-h1:2 | blocks.*.mlp: tp2", "dp2 pp2 1f1b:2 | blocks.0.mlp: tp2"),
+        "dp2 pp2 zero1 1f1b:2 | head: tp2 | blocks.0: zero3",
+        "dp2 tp2 pp2 gpipe:2 | blocks.0.mlp: dp4 zero3 | head: tp4",
+        *(f"dp4 {row} accumulate:2 buffers:3KiB" for row in ROWS),
+        *("tp2 sp buffers:3KiB", "dp2 tp2 zero1 buffers:3KiB"),
+        "pp2 dp2 zero2 gpipe:2 buffers:3KiB",
     ],
 }
 #: Plans in 16 bits, and words that change no bit of them.
 EQUAL_16: dict[str, list[str]] = {
+    "dp1 bf16": ["offload:optim", "offload:optim@disk", "offload:param", "recompute:full"],
+    "dp1 fp16": ["offload:optim=0.7,disk=0.3", "offload:param@disk", "activations:host"],
     "dp2 bf16": ["offload:optim", "offload:optim@disk", "offload:param", "offload:param@disk"],
     "dp2 zero1 fp16": ["offload:optim", "offload:optim@disk"],
     "dp2 zero2 bf16": [
@@ -74,6 +107,12 @@ EQUAL_16: dict[str, list[str]] = {
     "pp2 1f1b:4 fp16": ["offload:optim@disk", "recompute:full"],
     "pp2 dp2 zero3 zb-v:2 bf16": [],
     "pp2 tp2 sp zero1 gpipe:2 bf16": [],
+    "dp2 zero3 bf16 tile:3=head,*.mlp.*": ["offload:param"],
+    "dp2 zero3 fp16 tile:3=head,*.mlp.*": ["offload:optim@disk"],
+    "dp2 zero3 bf16 | head: tp2 zero1": [],
+    "dp2 fp16 | head: tp2 zero1": [],
+    "pp2 dp2 zero3 gpipe:2 fp16": [],
+    "dp2 zero2 fp16 offload:optim-delayed=9": [],
 }
 #: Words of no plan above, and where they are proved.
 ELSEWHERE = {

@@ -2,6 +2,7 @@
 
     run_threads(4, function, *args)    function(world, *args) on four threads
     run_gloo(4, function, *args)       the same on four processes; function is a module-level name
+    run_nccl(4, function, *args)       the same on four processes, with a GPU each
 
 Both return the results in rank order and raise RankError for the first rank that fails.
 """
@@ -45,19 +46,21 @@ def _follow_parent() -> None:
     os._exit(1)
 
 
-def _serve(rank: int, ranks: int, port: int, inbox: Any, outbox: Any) -> None:
+def _serve(rank: int, ranks: int, address: str, backend: str, inbox: Any, outbox: Any) -> None:
     threading.Thread(target=_follow_parent, name="parent", daemon=True).start()
     torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    patience = timedelta(seconds=180)
-    dist.init_process_group(
-        "gloo", init_method=address, rank=rank, world_size=ranks, timeout=patience
-    )
-    world = world_of(rank, ranks, CPU, TorchLinks(ours=True))
+    gpu = torch.device("cuda", rank) if backend == "nccl" else None
+    if gpu is not None:  # as `init` does (comm/world.py)
+        torch.cuda.set_device(gpu)
+    start: dict[str, Any] = {"init_method": address, "rank": rank, "world_size": ranks}
+    dist.init_process_group(backend, **start, timeout=timedelta(seconds=180), device_id=gpu)
+    device = gpu or CPU
+    world = world_of(rank, ranks, device, TorchLinks(ours=True, device_type=device.type))
     gc.freeze()  # modules need not be looked through after each test
     while True:
         function, args = inbox.get()
-        links = TorchLinks(ours=False)  # of this test alone, and gone with it
+        # of this test alone, and gone with it
+        links = TorchLinks(ours=False, device_type=device.type)
         try:
             value = function(replace(world, links=links), *args)
             world.barrier()
@@ -70,20 +73,20 @@ def _serve(rank: int, ranks: int, port: int, inbox: Any, outbox: Any) -> None:
 
 
 class Pool:
-    """`ranks` gloo processes that wait for functions to run."""
+    """`ranks` processes that wait for functions to run."""
 
-    def __init__(self, ranks: int) -> None:
-        context = CONTEXT
+    def __init__(self, ranks: int, backend: str = "gloo") -> None:
+        context, self.backend = CONTEXT, backend
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+            address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         self.inboxes = [context.Queue() for _ in range(ranks)]
         self.outbox = context.Queue()
         self.processes = [
             context.Process(
-                target=_serve, args=(r, ranks, port, self.inboxes[r], self.outbox), daemon=True
+                target=_serve, args=(r, ranks, address, backend, inbox, self.outbox), daemon=True
             )
-            for r in range(ranks)
+            for r, inbox in enumerate(self.inboxes)
         ]
         for process in self.processes:
             process.start()
@@ -117,17 +120,28 @@ class Pool:
             process.kill()
         for process in self.processes:
             process.join()
-        POOLS.pop(len(self.inboxes), None)
+        POOLS.pop((self.backend, len(self.inboxes)), None)
 
 
-POOLS: dict[int, Pool] = {}
+POOLS: dict[tuple[str, int], Pool] = {}
 
 
 def run_gloo(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `function(world, *args)` on `ranks` gloo processes that outlive the test."""
-    if ranks not in POOLS:
-        POOLS[ranks] = Pool(ranks)
-    return POOLS[ranks].run(function, args)
+    return pool_of("gloo", ranks).run(function, args)
+
+
+def run_nccl(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run `function(world, *args)` on as many GPUs; what it returns must be on the host."""
+    return pool_of("nccl", ranks).run(function, args)
+
+
+def pool_of(backend: str, ranks: int) -> Pool:
+    """The pool of that many processes, which is started once."""
+    key = backend, ranks
+    if key not in POOLS:
+        POOLS[key] = Pool(ranks, backend)
+    return POOLS[key]
 
 
 @atexit.register

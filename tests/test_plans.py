@@ -1,6 +1,7 @@
 """Every plan of the table: parity, bytes, memory, leaks and checkpoints, from one run of each."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,8 @@ from shardwise.models import gpt
 from shardwise.verify.oracles import is_asynchronous
 from tests import covering
 from tests.engine.tensors import Piece, assert_pieces
-from tests.plan_runs import SAVED, STEPS, Run, Trained, run_in_16_bits, run_of, trained_alone
-from tests.plans import CANONICAL, ELSEWHERE, EQUAL_16, FAULTS, every_plan
-from tests.pool import run_gloo, run_threads
-from tests.tasks import kind_of
+from tests.plan_runs import RUNNERS, SAVED, STEPS, Run, Trained, lacking, run_in_16_bits, run_of
+from tests.plans import CANONICAL, ELSEWHERE, EQUAL_16, FAULTS, LONG, every_plan
 
 
 def marks(plan: str) -> list[pytest.MarkDecorator]:
@@ -25,16 +24,61 @@ def marks(plan: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.full, *(pytest.mark.xfail(reason=r, strict=s) for r, s in known)]
 
 
-PLANS = [
-    *(pytest.param((run_gloo, plan), id=plan) for rows in CANONICAL.values() for plan in rows),
-    *(pytest.param((run_threads, p), id=p, marks=marks(p)) for p in covering.read()),
+IN_16_BITS = [
+    p for plan, words in EQUAL_16.items() for p in (plan, *(f"{plan} {w}" for w in words))
 ]
 
 
-@pytest.fixture(scope="module", params=PLANS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each fact of each plan, on the ranks of `--device`; what needs more GPUs is skipped."""
+    device, gpus = str(metafunc.config.getoption("--device")), torch.cuda.device_count()
+    first, others = RUNNERS[device]
+    pairs = [(plan, word) for plan, words in EQUAL_16.items() for word in words]
+    cases: dict[str, list[tuple[str, Any, list[Any]]]] = {
+        "run": [
+            *(
+                (plan, (first, plan), [pytest.mark.full] if name == LONG else [])
+                for name, plans in CANONICAL.items()
+                for plan in plans
+            ),
+            *((plan, (others, plan), marks(plan)) for plan in covering.read()),
+        ],
+        "half": [(plan, (others, plan), []) for plan in IN_16_BITS],
+        "scaled": [(plan, (others, plan), []) for plan in IN_16_BITS if "fp16" in plan],
+        "two": [(f"{p} {word}", (others, p, f"{p} {word}"), []) for p, word in pairs],
+    }
+    for name in cases.keys() & {*metafunc.fixturenames}:
+        params = list[Any]()
+        for plan, value, own in cases[name]:
+            why = lacking(plan, device, gpus)
+            skipped = [pytest.mark.skip(reason=why)] if why else []
+            params.append(pytest.param(value, id=plan, marks=[*own, *skipped]))
+        metafunc.parametrize(name, params, indirect=True)
+
+
+@pytest.fixture(scope="module")
 def run(request: pytest.FixtureRequest) -> Run:
     """The run of one plan, which the facts below are about."""
     return run_of(*request.param)
+
+
+@pytest.fixture
+def half(request: pytest.FixtureRequest) -> Run:
+    """The run of one plan in 16 bits."""
+    return run_in_16_bits(*request.param)
+
+
+@pytest.fixture
+def scaled(request: pytest.FixtureRequest) -> Run:
+    """The run of one plan in fp16, whose loss is scaled."""
+    return run_in_16_bits(*request.param)
+
+
+@pytest.fixture
+def two(request: pytest.FixtureRequest) -> tuple[Run, Run]:
+    """The runs of a plan in 16 bits, without and with a word that changes no bit."""
+    on_ranks, plain, other = request.param
+    return run_in_16_bits(on_ranks, plain), run_in_16_bits(on_ranks, other)
 
 
 def assert_state(run: Run, ranks: list[list[Piece]], wanted: dict[str, Tensor]) -> None:
@@ -90,12 +134,9 @@ def test_a_checkpoint_of_one_process_goes_on(run: Run):
     assert_state(run, [rank.resumed_state for rank in run.ranks], run.expected.resumed_state)
 
 
-@pytest.mark.parametrize(
-    ("plain", "word"), [(plan, word) for plan, words in EQUAL_16.items() for word in words]
-)
-def test_no_bit_changes_in_16_bits(plain: str, word: str):
-    """Losses, norms, gradients and states under the word are those without it, bit for bit."""
-    for one, other in zip(run_in_16_bits(plain), run_in_16_bits(f"{plain} {word}"), strict=True):
+def test_no_bit_changes_in_16_bits(two: tuple[Run, Run]):
+    """Losses, norms, gradients and states under a word are those without it, bit for bit."""
+    for one, other in zip(two[0].ranks, two[1].ranks, strict=True):
         assert (one.losses, one.norms, one.evaluated) == (
             other.losses,
             other.norms,
@@ -104,6 +145,8 @@ def test_no_bit_changes_in_16_bits(plain: str, word: str):
         for before, after in zip(one.gradients, other.gradients, strict=True):
             assert_equal(before, after)
         assert_equal(one.state, other.state)
+        assert one.resumed_loss == other.resumed_loss
+        assert_equal(one.resumed_state, other.resumed_state)
 
 
 def assert_equal(one: list[Piece], other: list[Piece]) -> None:
@@ -114,33 +157,36 @@ def assert_equal(one: list[Piece], other: list[Piece]) -> None:
         assert torch.equal(a.values, b.values), a.name
 
 
-IN_16_BITS = [
-    p for plan, words in EQUAL_16.items() for p in (plan, *(f"{plan} {w}" for w in words))
-]
-
-
-@pytest.mark.parametrize("plan", IN_16_BITS)
-def test_near_one_process_in_16_bits(plan: str):
+def test_near_one_process_in_16_bits(half: Run):
     """Losses are within 2 % of one process's in fp32, norms 5 %, gradients as precise."""
-    ranks, wanted = run_in_16_bits(plan), trained_alone(kind_of(plan), "fp32")
-    for rank in ranks:
+    first, wanted = half.ranks[0], half.expected
+    for rank in half.ranks:
         assert rank.losses == pytest.approx(wanted.losses, rel=0.02)
         assert rank.norms == pytest.approx(wanted.norms, rel=0.05)
-        assert (rank.losses, rank.norms) == (ranks[0].losses, ranks[0].norms)
-    digits = 0.02 if "fp16" in plan else 0.08  # bf16 has three bits fewer
-    assert_pieces([rank.gradients[0] for rank in ranks], wanted.gradients[0], digits)
+        assert (rank.losses, rank.norms) == (first.losses, first.norms)
+        assert rank.resumed_loss == pytest.approx(wanted.resumed_loss, rel=0.02)
+    digits = 0.02 if half.proof.precision == "fp16" else 0.08  # bf16 has three bits fewer
+    assert_pieces([rank.gradients[0] for rank in half.ranks], wanted.gradients[0], digits)
 
 
-@pytest.mark.parametrize("plan", IN_16_BITS)
-def test_costs_in_16_bits(plan: str):
+def test_an_overflow_on_one_rank_is_skipped_by_all(scaled: Run):
+    """No rank updates anything on any tier, and the loss scale is halved on all."""
+    assert [rank.overflow for rank in scaled.ranks] == [(True, 0.5, True)] * len(scaled.ranks)
+
+
+def test_costs_in_16_bits(half: Run):
     """Bytes of every line and memory on every tier are as predicted, and nothing is left."""
-    ranks = run_in_16_bits(plan)
-    assert_predicted(ranks, "bytes")
-    assert_predicted(ranks, "memory")
-    assert [rank.leaks for rank in ranks] == [[]] * len(ranks)
+    for fact in (test_bytes, test_memory, test_nothing_is_left):
+        fact(half)
 
 
 # --- the table --------------------------------------------------------------------------------
+
+
+def test_what_needs_more_gpus_is_skipped():
+    """With the reason; on the CPU any number of ranks runs."""
+    assert lacking("dp1 offload:param", "cuda", 1) == lacking("dp4 zero3", "cpu", 0) == ""
+    assert lacking("dp2 zero3", "cuda", 1) == "it needs a GPU for each of 2 ranks; there are 1"
 
 
 def there(start: str) -> bool:

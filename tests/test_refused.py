@@ -1,21 +1,39 @@
-"""Plans that are refused: what is given, the phrase in the one paragraph, and exit code 2.
+"""What is refused: what is given, the phrase in the one paragraph, and exit code 2.
 
-No rank is started for any of them: the API refuses on a rank that is traced, the command before it
+No rank is started for any of it: the API refuses on a rank that is traced, the command before it
 builds a world.  A row is added here, not a test.
 """
 
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import shardwise as sw
 from shardwise.cli import main as cli
 from shardwise.comm import launch
-from shardwise.comm.world import traced
+from shardwise.comm.move import move
+from shardwise.comm.world import alone, traced
 from shardwise.core.errors import InputError
-from shardwise.models import gpt
-from tests.engine.cases import ranks_of, small_gpt, tied_gpt
+from shardwise.core.layout import P, Placement, R, S
+from shardwise.core.mesh import Mesh
+from shardwise.core.optimizers import k_bytes
+from shardwise.core.plan import Plan
+from shardwise.core.schedule.classic import dapple
+from shardwise.core.schedule.clock import clock
+from shardwise.core.schedule.library import build
+from shardwise.core.schedule.lower import lower
+from shardwise.core.zero import Row
+from shardwise.models import gpt, moe
+from shardwise.models.registry import find
+from tests.core.schedule.as_text import read
+from tests.engine.cases import CONFIG, ranks_of, small_gpt, tied_gpt
 
 #: Plans that a small GPT cannot run under.
 UNTIED = {
@@ -120,3 +138,157 @@ def test_a_command_refuses_the_plan(
     assert leaving.value.code == 2
     assert said in " ".join(printed.err.split())
     assert "Traceback" not in printed.err and not printed.out
+
+
+# --- calls --------------------------------------------------------------------------------------
+
+GIVEN = {"offload_folder": tempfile.gettempdir(), "loss": gpt.loss}
+
+
+def engine_of(plan: str, model: nn.Module | None = None, **options: Any) -> sw.Engine:
+    """An engine of one rank, or of the first of those of the plan."""
+    model = nn.Linear(2, 2) if model is None else model
+    return sw.parallelize(model, plan, traced(0, ranks_of(plan)), **(GIVEN | options))
+
+
+def made_in_inference() -> nn.Module:
+    with torch.inference_mode():
+        return nn.Linear(3, 3)
+
+
+#: Calls, and the pattern of their paragraph.
+CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
+    "placements, meshes and plans": [
+        *((partial(Placement.parse, t), "Write instead: ") for t in ("", "X", "S", "S-1", "r")),
+        *(
+            (partial(Placement, *of), "S with one from 0 up")
+            for of in (("S",), ("R", 0), ("S", -1))
+        ),
+        *(
+            (partial(Mesh.parse, text), "Write instead: ")
+            for text in ("dp", "2dp", "dp-2", "dp0", "xx2", "dp2 dp2", "dp2.5")
+        ),
+        *(
+            (partial(Mesh.parse("dp2 tp2").coordinate, rank), f"rank {rank} of the mesh 'dp2 tp2'.")
+            for rank in (-1, 4)
+        ),
+        (lambda: alone().on(Mesh.parse("dp4")), r"mesh 'dp4' of 4 ranks in a world of 1.*'dp1'"),
+        (lambda: move(torch.zeros(5, 2), traced(0, 2).everyone, R, S(0)), "pad the dim to 6"),
+        (lambda: Plan.parse(3), r'Plan\.parse\(3\).*Write instead: Plan\.parse\("dp2'),  # type: ignore[arg-type]
+        *(
+            (partial(Plan.parse, f"dp2 zero3 {word}"), "tile:4")
+            for word in ("tile", "tile:", "tile:x", "tile:0", "tile:1", "tile:2.5", "tile:2=")
+        ),
+        (lambda: Row(S(0), P, R), "'row:S,P,R'.*needs the whole parameter.*row:S,P,S"),
+        (lambda: Row(R, S(0), R), "'row:R,S,R'.*needs the whole gradient.*row:R,S,S"),
+        *(
+            (partial(Row, *of), "and an optimizer state that are R or S")
+            for of in ((P, P, R), (R, P, P))
+        ),
+        (lambda: Row(R, S(1), S(0)), "sharded on dim 1"),
+        (partial(k_bytes, "adm"), r"'adm'.*Write instead: adam"),
+    ],
+    "schedules": [
+        (lambda: clock(read("rank 0 B0 F0")), "deadlocks"),
+        (
+            lambda: clock(
+                read("rank 0 F0.0 SEND:act0.0>1 F0.1 SEND:act0.1>1\nrank 1 RECV:act0.1<0 F1.1")
+            ),
+            r"rank 1 waits to do F1.1 for act0.1 of F0.1 on rank 0",
+        ),
+        *((partial(dapple, *of), "Allowed: A or B") for of in ((4, 4, "C", None), (4, 4, "A", 0))),
+        (lambda: lower(build("pipedream:4", 2), gather=True), "update at the end"),
+        (lambda: engine_of("pp2 zero3 pipedream:4"), "zero2 pipedream:4"),
+        (
+            lambda: engine_of("pp2 1f1b:4", sw.FSDP(nn.Linear(2, 2), world=alone())),
+            r"wrapped already.*wrap the outermost",
+        ),
+    ],
+    "offload, activations and tiles": [
+        *(
+            (partial(engine_of, f"dp1 {word}", offload_folder=folder), said)
+            for word in ("offload:optim@disk", "offload:param@disk")
+            for folder, said in (
+                (None, f"{word} without a folder"),
+                ("/none", "which is not there"),
+            )
+        ),
+        (
+            lambda: engine_of(
+                "dp1 offload:optim@disk", optimizer=sw.Optim(torch.optim.Adagrad, lr=0.1)
+            ),
+            "Adagrad, whose state is made before the first step",
+        ),
+        (
+            lambda: engine_of(
+                "dp1 offload:optim=0.7,disk=0.3", optimizer=sw.Optim(torch.optim.Adafactor, lr=0.1)
+            ),
+            "means of rows and columns",
+        ),
+        (
+            lambda: engine_of("dp1 offload:param tile:2", nn.Conv1d(2, 2, 1)),
+            "without a linear layer",
+        ),
+        (lambda: engine_of("dp1 activations:host"), "no class of modules repeats"),
+    ],
+    "wrapped modules and optimizers": [
+        *(
+            (partial(sw.FSDP, nn.Linear(2, 2), **how), "cpu_offload=True")
+            for how in (
+                {"cpu_offload": "y"},
+                {"sharding_strategy": "SHARD_GRAD_OP", "cpu_offload": True},
+            )
+        ),
+        (
+            lambda: sw.FSDP(made_in_inference(), world=alone()),
+            r"weight is made under torch\.inference_mode",
+        ),
+        (lambda: sw.unwrap(nn.Linear(1, 1)), "not wrapped"),
+        (
+            lambda: sw.unwrap(nn.Sequential(sw.DDP(nn.Linear(1, 1), alone()))),
+            r"has a part that is \(0\)",
+        ),
+        (lambda: sw.Lion(beta=0.9), r"sw\.Lion\(beta=0\.9\).*lr, betas, weight_decay"),
+        (lambda: sw.Lion(betas=(1.5, 0.9)), r"Invalid betas: \(1\.5, 0\.9\)"),
+        (
+            lambda: sw.derive_table(
+                nn.Sequential(nn.Linear(6, 6)), torch.ones(2, 6), 2, lambda m, x: m(x).sum()
+            ),
+            r"no layer can be sharded \(0 \(168 bytes\)",
+        ),
+        (
+            lambda: sw.derive_table(nn.Linear(6, 6), torch.ones(2, 5), 2, lambda m, x: m(x).sum()),
+            "a Linear whose forward pass gives RuntimeError: mat1",
+        ),
+        (
+            lambda: sw.derive_table(nn.Linear(6, 6, device="meta"), torch.ones(2, 5), 2),
+            "on the meta device gives",
+        ),
+    ],
+    "models": [
+        *(
+            (partial(replace, CONFIG, **sizes), said)
+            for sizes, said in (
+                ({"heads": 3}, "a width that splits"),
+                ({"kv_heads": 3}, "a divisor of heads"),
+                ({"layers": 0}, "1 or more"),
+            )
+        ),
+        *(
+            (partial(find, f"moe:{word}"), "Allowed: ")
+            for word in ("swtich", "switch:0.5", "switch:much")
+        ),
+        *(
+            (partial(moe.tiny, text), r'Write instead: "topk:1\.25"')
+            for text in ("topk:x", "topk:1:many", "topk:1:8:2:1")
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(("call", "said"), [row for rows in CALLS.values() for row in rows])
+def test_a_call_is_refused(call: Callable[[], Any], said: str):
+    """In one paragraph, before a rank is started."""
+    with pytest.raises(InputError, match=said) as caught:
+        call()
+    assert "\n\n" not in str(caught.value)

@@ -15,7 +15,7 @@ from shardwise.comm.move import (
     start,
 )
 from shardwise.comm.world import Axis, World, alone, traced
-from shardwise.core.errors import InputError, RankError
+from shardwise.core.errors import RankError
 from shardwise.core.layout import I, P, Placement, R, S
 from shardwise.core.mesh import Mesh
 from shardwise.core.moves import price
@@ -134,13 +134,6 @@ def test_there_is_no_move_that_would_count_a_value_twice(src, dst):
     axis = traced(0, 2).everyone
     with pytest.raises(ValueError, match="no move"):
         move(torch.zeros(4), axis, src, dst)
-
-
-def test_a_dim_that_does_not_divide_is_refused_with_its_padding():
-    """Splitting 5 rows over 2 ranks says which size would do."""
-    axis = traced(0, 2).everyone
-    with pytest.raises(InputError, match="pad the dim to 6"):
-        move(torch.zeros(5, 2), axis, R, S(0))
 
 
 def test_start_has_no_all_to_all():

@@ -21,8 +21,6 @@ from shardwise.core.pool_size import pool_bytes
 from shardwise.engine.optimizer_spec import SGD
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.pipe import Pipe
-from shardwise.prediction.traffic import by_kind
-from tests.engine.cases import Case, Task, assert_same, oracle, train
 from tests.pool import run_gloo
 
 CPU = torch.device("cpu")
@@ -112,39 +110,6 @@ def test_pieces_give_the_same_sums_and_send_the_same_bytes(
     for pieces, whole in run_gloo(ranks, moved, smallest, dtype, shared):
         for a, b in zip(pieces, whole, strict=True):
             assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("words", ["", "zero1", "zero2 accumulate:2", "zero3 accumulate:2"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_training_in_pieces(ranks: int, words: str):
-    """With a small pool training is that of one process, with bytes and memory as predicted."""
-    case = Case(f"dp{ranks} {words} buffers:3KiB fp64", clip=0.5)
-    runs = run_gloo(ranks, trained, case)
-    assert_same([run for run, _ in runs], oracle(Task(), case), 1e-10)
-    assert all(exact for _, exact in runs)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("words", ["dp2 tp2 zero1", "pp2 dp2 zero2 gpipe:2", "tp2 sp"])
-def test_training_in_pieces_on_other_axes(words: str):
-    """A pool goes with every axis."""
-    case = Case(f"{words} buffers:3KiB fp64", clip=0.5)
-    for run, exact in run_gloo(4 if "dp2" in words else 2, trained, case):
-        assert run.losses == pytest.approx(oracle(Task(), case).losses, rel=1e-10)
-        assert exact
-
-
-def trained(world: World, case: Case) -> tuple[Any, bool]:
-    from tests.engine.cases import build, foreseen, share
-
-    engine = build(world, Task(), case)
-    own = share(Task().batch(0), engine.data_rank, engine.data_ranks)
-    engine.step(own)
-    told = foreseen(world, Task(), case).of(own)
-    exact = engine.measured_bytes() == by_kind(told.in_step(0))
-    exact = exact and engine.memory() == told.memory
-    return train(world, Task(), case), exact
 
 
 def peaks(world: World, plan: str, width: int, layers: int = 1) -> tuple[int, int]:

@@ -40,12 +40,6 @@ def test_a_device_that_does_not_exist_is_refused():
             init("cuda")
 
 
-def test_a_mesh_of_another_size_is_refused():
-    """A mesh of 4 on a world of 1 names both numbers and the mesh that fits."""
-    with pytest.raises(InputError, match=r"mesh 'dp4' of 4 ranks in a world of 1.*'dp1'"):
-        alone().on(Mesh.parse("dp4"))
-
-
 def test_a_mesh_gets_a_ledger_of_its_own():
     """Two engines on one world do not count each other's bytes."""
     world = traced(0, 4)

@@ -1,10 +1,8 @@
 """Coordinates on a mesh."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.core.errors import InputError
 from shardwise.core.mesh import AXES, Mesh
 
 SIZES = st.dictionaries(st.sampled_from(AXES), st.integers(1, 4), max_size=4)
@@ -67,17 +65,3 @@ def test_an_absent_axis_is_of_size_one():
     assert mesh.lines("tp") == [(0,), (1,)]
     assert Mesh().size == 1
     assert Mesh().coordinate(0) == {}
-
-
-@pytest.mark.parametrize("rank", [-1, 4])
-def test_rank_beyond_the_mesh(rank: int):
-    """A rank that is not on the mesh has no coordinate."""
-    with pytest.raises(InputError, match=f"rank {rank} of the mesh 'dp2 tp2'. Allowed: 0 to 3"):
-        Mesh.parse("dp2 tp2").coordinate(rank)
-
-
-@pytest.mark.parametrize("text", ["dp", "2dp", "dp-2", "dp0", "xx2", "dp2 dp2", "dp2.5"])
-def test_bad_text(text: str):
-    """A mesh that cannot be is refused with a line that can."""
-    with pytest.raises(InputError, match="Write instead: "):
-        Mesh.parse(text)

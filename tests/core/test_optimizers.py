@@ -2,7 +2,6 @@
 
 import pytest
 
-from shardwise.core.errors import InputError
 from shardwise.core.optimizers import OPTIMIZERS, gigabytes, k_bytes, zero_table
 
 # ZeRO, arXiv 1910.02054, table 1, as printed: GB a device under P_os, P_os+g, P_os+g+p.
@@ -43,9 +42,3 @@ def test_bytes_of_each_optimizer(name: str):
 def test_means_of_rows_and_columns_count_in_small_matrices():
     """Adafactor's means of a [2, 4] matrix: 6 numbers of 4 bytes for 8 elements."""
     assert OPTIMIZERS["adafactor"].bytes(2, 4) == 4 + 4 * 6 / 8
-
-
-def test_an_unknown_optimizer_is_answered_with_the_nearest():
-    """The error lists the names and suggests one."""
-    with pytest.raises(InputError, match=r"'adm'.*Write instead: adam"):
-        k_bytes("adm")

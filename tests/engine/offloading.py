@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.engine.state_dict import full_parameters
@@ -19,8 +17,6 @@ from tests.engine.cases import (
     share,
 )
 from tests.engine.tensors import sent
-from tests.engine.test_state import assembled, resumed, saved
-from tests.pool import run_threads
 
 
 def trained(world: World, task: Task, case: Case) -> tuple[Run, list[Any]]:
@@ -80,17 +76,3 @@ def assert_costs(results: list[Any], *, on_disk: bool = False) -> None:
             rests = disk if on_disk else host
             assert rests["gradients"] > 0 < rests["optimizer"]
             assert not on_disk or host["gradients"] == 0
-
-
-def assert_resumes(task: Task, before: str, after: str) -> None:
-    """Saved after two steps under one plan and resumed under another: a run without a stop."""
-    half = "bf16" in before
-    one, other = (Case(plan if half else f"{plan} fp64") for plan in (before, after))
-    size, later = Plan.parse(before).size, Plan.parse(after).size
-    states = run_threads(size, saved, task, one, 2)
-    runs = run_threads(later, resumed, task, other, assembled(states), states[0][1], range(2, 4))
-    wanted = oracle(task, Case("ddp", steps=4))
-    for losses, weights, _ in runs:
-        assert losses == pytest.approx(wanted.losses[2:], rel=2e-2 if half else 1e-10)
-        for name, weight in weights.items() if not half else ():
-            assert difference(weight, wanted.weights[name]) <= 1e-10, name

@@ -1,18 +1,17 @@
 """Training on a tensor axis, and the comparison of every rank's pieces with one process's whole."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.world import World
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
-from shardwise.engine.meter import Leak, Meter
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 from shardwise.prediction.traffic import Line
@@ -76,10 +75,13 @@ class Held:
 
 
 def pieces(boxes: list[Box], kind: str) -> list[Piece]:
-    """Copies of the boxes of a kind, by the names of parameters."""
+    """Copies on the host of the boxes of a kind, by the names of parameters."""
     found = [b for b in boxes if b.name.startswith(kind)]
     return [
-        Piece(b.name.removeprefix(kind), b.offsets, b.tensor.detach().clone(), b.replica)
+        Piece(
+            *(b.name.removeprefix(kind), b.offsets),
+            *(b.tensor.detach().to("cpu", copy=True), b.replica),
+        )
         for b in found
     ]
 
@@ -90,8 +92,9 @@ def sent(engine: Engine) -> dict[Line, int]:
 
 
 def mine(engine: Engine, batch: Any) -> Any:
-    """This rank's share of the global batch."""
-    return share(batch, engine.data_rank, engine.data_ranks)
+    """This rank's share of the global batch, on its device."""
+    own = share(batch, engine.data_rank, engine.data_ranks)
+    return tree_map(lambda x: x.to(engine.world.device), own)
 
 
 def train(world: World, task: Task, case: Case) -> Held:
@@ -158,54 +161,3 @@ def assert_counted(ranks: list[Held]) -> None:
         for measured, predicted in held.bytes:
             assert measured == predicted
         assert held.memory[0] == held.memory[1]
-
-
-def metered(
-    world: World, plan: str, make: Callable[[], Task]
-) -> list[tuple[list[Leak], bool, bool]]:
-    """Three steps: what each leaves behind, and whether the meter, engine and prediction agree."""
-    task, case = make(), Case(plan, clip=1.0)
-    engine, found = build(world, task, case), []
-    theory = foreseen(world, task, case)
-    meter = Meter(engine)
-    for step in range(3):
-        with meter:
-            engine.step(mine(engine, task.batch(step)))
-        kept: dict[str, int] = {}
-        for place, count in meter.now().items():
-            kept[place.category] = kept.get(place.category, 0) + count
-        agree = {k: kept.get(k, 0) for k in engine.memory()} == engine.memory()
-        told = theory.of(mine(engine, task.batch(step)))
-        found.append((meter.leaks(), agree, engine.memory() == told.memory))
-    return found
-
-
-def assert_nothing_left(ranks: list[list[tuple[list[Leak], bool, bool]]]) -> None:
-    """From the second step on no storage outlived its step; the meter and the engine agreed."""
-    for (first, *_), *later in ranks:
-        assert {leak.place.category for leak in first} <= {"gradients", "optimizer"}
-        assert [leaks for leaks, *_ in later] == [[], []]
-        assert all(agree for _, agree, _ in later)
-
-
-#: What `overflowing` finds on every rank: the second step is skipped, the scale halved there.
-SKIPPED = [(False, 256.0, True), (True, 128.0, False), (False, 128.0, True)]
-
-
-def overflowing(world: World, plan: str, name: str, rank: int) -> list[tuple[bool, float, bool]]:
-    """In the second step the gradient of one parameter is infinite on one rank.
-
-    Of each step: whether it was skipped, the scale after it, whether a parameter changed.
-    """
-    engine, found = build(world, gpt_task(), Case(f"{plan} fp16", clip=1.0)), []
-    engine.scale.value = 256.0
-    if world.rank == rank:
-        hurt = engine.model.get_parameter(name)
-        hurt.register_hook(lambda g: g * torch.inf if step == 1 else g)
-    for step in range(3):
-        before = [flat.shard.clone() for flat in engine.flats]
-        skipped = engine.step(mine(engine, text(step))).skipped
-        pairs = zip(before, engine.flats, strict=True)
-        moved = any(not torch.equal(old, flat.shard) for old, flat in pairs)
-        found.append((skipped, engine.scale.value, moved))
-    return found

@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.engine.meter import Meter
 from tests.engine.cases import Case, build, foreseen
@@ -133,12 +131,6 @@ def test_evaluation_copies_nothing():
     before = engine.ledger.copy()
     engine.evaluate(task.batch(0))
     assert not any(key.axis == "tier" for key in engine.ledger.since(before))
-
-
-def test_a_model_without_blocks_is_refused():
-    """There is nothing to move, and nothing to bring back ahead of its use."""
-    with pytest.raises(InputError, match="no class of modules repeats"):
-        sw.parallelize(torch.nn.Linear(2, 2), "activations:host", alone())
 
 
 def test_every_word_round_trips():

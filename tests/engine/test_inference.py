@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.core.errors import InputError
 from tests.engine.cases import settled
 from tests.pool import run_gloo, run_threads
 
@@ -120,11 +119,3 @@ def unwrapped(world: World, wrap: str) -> Any:
 def test_unwrapped_in_the_mode(wrap: str):
     """`unwrap` and `full_state_dict` return tensors that may be trained."""
     assert run_threads(2, unwrapped, wrap) == [False, False]
-
-
-def test_parameters_of_the_mode_are_refused():
-    """A model built in the mode can never be trained, in plain torch either."""
-    with torch.inference_mode():
-        model = nn.Linear(3, 3)
-    with pytest.raises(InputError, match=r"weight is made under torch\.inference_mode"):
-        sw.FSDP(model, world=alone())

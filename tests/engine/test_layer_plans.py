@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,26 +24,8 @@ from tests.engine.cases import Case, Task, oracle, settled, small_gpt, text
 from tests.pool import run_gloo, run_threads
 from tests.verify import micro
 
-HEAD = "dp2 zero3 | embed,head: tp2 zero1"
-DEEP = "dp4 zero3 | embed,head: tp4 zero1 | blocks.0: tp2 dp2 recompute:full"
-PLANS = [
-    "dp2 | blocks.1: zero3",
-    "dp2 zero2 | blocks.0: zero3 offload:param | embed: offload:optim",
-    "dp2 zero3 accumulate:2 | blocks.0: ddp recompute:full",
-    "tp2 | blocks.1: dp2",
-    "dp2 tp2 | blocks.0: dp4 zero3 | head: tp4",
-    "dp_replicate2 dp_shard2 zero3 | blocks.0: dp4 zero1 | head,embed: tp2 dp2",
-    "dp2 zero3 | embed,head: tp2 | blocks.0: ddp recompute:full",
-    "dp2 zero3 | blocks.*.mlp: tp2 | blocks.*.attn: tp2 ddp",
-    "dp2 pp2 zero1 1f1b:2 | head: tp2 | blocks.0: zero3",
-    "dp2 pp2 zb-h1:2 | blocks.0-1: tp2",
-    "dp2 pp2 1f1b:2 | blocks.0.mlp: tp2",
-    "dp2 tp2 pp2 gpipe:2 | blocks.0: dp4 zero3 | head: tp4",
-    "dp2 zero3 bf16 | head: tp2 zero1",
-    "dp2 fp16 | head: tp2 zero1",
-    HEAD,
-    DEEP,
-]
+#: What the table of plans does not show: a step takes what its words promise, and no more.
+PLANS = ["dp2 | blocks.1: zero3", "dp2 zero1 | blocks.0-1: zero3", "dp2 zero3 | embed,head: tp2"]
 
 
 def prove(world: World, plan: str) -> Finding:
@@ -58,12 +39,6 @@ def small() -> Iterator[None]:
     find = mock.patch.object(parity, "find", micro.find)
     with find, mock.patch.object(memory, "READ_AFTER", (1,)):
         yield
-
-
-def prove_alone(world: World, plan: str) -> Finding:
-    """The same in a process of its own: ranks in threads share modules."""
-    with small():
-        return prove(world, plan)
 
 
 def exact(text: str) -> Plan:
@@ -81,19 +56,11 @@ def assert_holds(plan: str, findings: list[Finding]) -> None:
     assert found.holds, found
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_parity_bytes_and_memory(plan: str):
-    """Rows, meshes, recomputation and offload of single layers, with the other techniques."""
+    """A proof holds, in which the word of each layer has its effect."""
     with small():
         assert_holds(plan, run_threads(Plan.parse(plan).size, prove, plan))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("plan", [HEAD, DEEP])
-def test_on_processes(plan: str):
-    """The same on 2 and on 4 gloo processes."""
-    assert_holds(plan, run_gloo(Plan.parse(plan).size, prove_alone, plan))
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -265,44 +232,3 @@ def test_a_value_read_under_no_grad():
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
-
-
-def save(world: World, plan: str, folder: Path) -> None:
-    """Train one step and save."""
-    options: dict[str, Any] = {"loss": gpt.loss, "tokens": gpt.tokens}
-    engine = sw.parallelize(small_gpt(), plan, world, optimizer=sw.AdamW(lr=0.01), **options)
-    mine = tree_map(lambda x: x.tensor_split(engine.data_ranks)[engine.data_rank], text(0, 8))
-    engine.step(mine)
-    sw.save(engine, folder)
-
-
-def resume(world: World, plan: str, folder: Path) -> float:
-    """Load, train one step, and return the loss of the next."""
-    options: dict[str, Any] = {"loss": gpt.loss, "tokens": gpt.tokens}
-    engine = sw.parallelize(small_gpt(), plan, world, optimizer=sw.AdamW(lr=0.01), **options)
-    sw.load(engine, folder)
-    losses = [
-        engine.step(
-            tree_map(lambda x: x.tensor_split(engine.data_ranks)[engine.data_rank], text(step, 8))
-        ).loss
-        for step in (1, 2)
-    ]
-    return losses[-1]
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("dp2 zero3 fp64 | embed,head: tp2 zero1", "dp4 zero2 fp64"),
-        ("tp2 fp64", "dp4 fp64 | blocks.0: tp2 dp2 zero1 | embed: tp4"),
-        ("dp2 fp64 | head: tp2", "dp2 pp2 fp64 1f1b:2 | blocks.1: zero3"),
-    ],
-)
-def test_checkpoints_of_other_plans(first: str, second: str, tmp_path: Path):
-    """Saved under one plan and loaded under another, the run continues as in one process."""
-    run_gloo(Plan.parse(first).size, save, first, tmp_path)
-    found = run_gloo(Plan.parse(second).size, resume, second, tmp_path)
-    task = Task(batch=lambda step: text(step, 8))
-    expected = oracle(task, Case("dp1"))
-    assert found[0] == pytest.approx(expected.losses[-1], rel=1e-10)

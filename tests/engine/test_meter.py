@@ -2,43 +2,13 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from shardwise.comm.tiers import begin_copy
-from shardwise.comm.world import World, alone
+from shardwise.comm.world import alone
 from shardwise.engine.meter import Meter
-from tests.pool import run_gloo
 from tests.predict.model import batch, engine
-
-ROWS = ["dp2", "dp2 zero1", "dp2 zero2 bf16", "dp2 zero3", "dp2 zero3 fp16 accumulate:2"]
-
-
-def metered(world: World, plan: str) -> list[Any]:
-    """Three steps: the peak, leaks, and whether the meter and the engine agree afterwards."""
-    ours = engine(world, plan, clip=1.0)
-    meter, found = Meter(ours), []
-    for step in range(3):
-        with meter:
-            ours.step(batch(ours, "gpt", step))
-        kept: dict[str, int] = {}
-        for place, count in meter.now().items():
-            kept[place.category] = kept.get(place.category, 0) + count
-        agree = {k: kept.get(k, 0) for k in ours.memory()} == ours.memory()
-        found.append((meter.peak, meter.leaks(), agree))
-    return found
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("plan", ROWS)
-def test_a_step_leaves_nothing_behind(plan: str):
-    """From the second step on no storage outlives its step; both ways of reading agree."""
-    for rank in run_gloo(2, metered, plan):
-        (_, first, _), *later = rank
-        assert {leak.place.category for leak in first} <= {"gradients", "optimizer"}
-        assert all(leaks == [] and agree for _, leaks, agree in later)
-        assert all(peak["activations"] > 0 for peak, _, _ in rank)
 
 
 def test_a_leak_is_found():

@@ -2,6 +2,9 @@
 
 import gc
 import os
+import re
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,14 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.comm.disk import DiskError
+from shardwise.comm.disk import THREADS, DiskError
+from shardwise.comm.disk_use import Used
 from shardwise.comm.world import World
 from shardwise.core.chunks import reserved_bytes
-from shardwise.core.errors import InputError
+from shardwise.core.plan import Plan
 from shardwise.engine.meter import Meter
 from shardwise.engine.state_dict import full_parameters
+from shardwise.train.disk_share import StepsOnDisk, disk_line
 from tests.engine.cases import (
     Case,
     Run,
@@ -23,10 +28,13 @@ from tests.engine.cases import (
     difference,
     oracle,
     share,
+    tied_gpt,
 )
 from tests.engine.offloading import (
+    assert_costs,
     assert_parity,
     trained,
+    trained_as_one,
 )
 from tests.pool import run_gloo, run_threads
 
@@ -170,21 +178,121 @@ def test_a_disk_that_fails(tmp_path: Path, damage: bool):
         assert float(losses[0]) == pytest.approx(wanted.losses[1], rel=1e-10)
 
 
-@pytest.mark.parametrize("word", [WORD, "offload:param@disk"])
-def test_a_folder_is_needed(word: str):
-    """Without a folder, or with one that is not there, nothing is started."""
-    for folder, words in ((None, f"{word} without a folder"), ("/none", "which is not there")):
-        with pytest.raises(InputError, match=words):
-            sw.parallelize(torch.nn.Linear(2, 2), word, sw.init(), offload_folder=folder)
+@pytest.mark.parametrize("plan", ["pp2 gpipe:2 offload:param@disk", "dp2 zero3 offload:optim@disk"])
+def test_several_chunks(plan: str, monkeypatch: pytest.MonkeyPatch):
+    """Chunks so short that each flat parameter has many: parity, and bytes as predicted."""
+    monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 512)
+    case = Case(f"{plan} fp64", clip=0.5)
+    results = trained_as_one(run_threads, Task(tied_gpt), case)
+    assert_costs(results, on_disk=True)
 
 
-def test_state_that_is_made_with_the_optimizer_is_refused(tmp_path: Path):
-    """Adagrad makes its state at once, all of it in host memory."""
-    with pytest.raises(InputError, match="Adagrad, whose state is made before the first step"):
-        sw.parallelize(
-            torch.nn.Linear(2, 2),
-            WORD,
-            sw.init(),
-            optimizer=sw.Optim(torch.optim.Adagrad, lr=0.1),
-            offload_folder=str(tmp_path),
-        )
+class Frozen(torch.nn.Module):
+    """A frozen layer between two that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = torch.Generator().manual_seed(0)
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+        for p in self.parameters():
+            torch.nn.init.normal_(p, std=0.3, generator=own)
+        self.layers[1].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layers(x))
+
+
+@pytest.mark.parametrize("plan", ["dp1", "dp2 zero3"])
+def test_frozen_parameters_rest_there_too(plan: str):
+    """They are read before each use, and never written."""
+    task = Task(Frozen, wide_task(8).batch, wide_task(8).loss, None)
+    case = Case(f"{plan} fp64 offload:param@disk", clip=0.5)
+    results = run_threads(Plan.parse(plan).size, trained, task, case)
+    assert_parity(results, oracle(task, case), 1e-10)
+    assert_costs(results, on_disk=True)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def damaged(world: World, folder: str) -> tuple[str, float]:
+    """A step and a checkpoint, then a damaged weight: what is said, and a fresh engine's step."""
+    case = Case("dp2 zero3 fp64 offload:param@disk")
+    engine = build(world, TASK, case)
+    engine.step(share(TASK.batch(0), engine.data_rank, engine.data_ranks))
+    sw.save(engine, folder)
+    states = engine.optimizer.disk
+    assert states is not None
+    states.disk.sync()
+    weight = states.weights[0]
+    assert weight is not None
+    weight.tensor[:1].add_(1)
+    weight.map.flush()
+    states.disk.drop()
+    said = ""
+    try:
+        engine.step(share(TASK.batch(1), engine.data_rank, engine.data_ranks))
+    except DiskError as error:
+        said = str(error)
+    world.barrier()
+    again = build(world, TASK, case)
+    sw.load(again, folder)
+    return said, again.step(share(TASK.batch(1), again.data_rank, again.data_ranks)).loss
+
+
+def test_a_damaged_weight_is_never_used(tmp_path: Path):
+    """The step fails before it computes; the last checkpoint is whole."""
+    wanted = oracle(TASK, Case("ddp", steps=2))
+    for rank, (said, loss) in enumerate(run_gloo(2, damaged, str(tmp_path))):
+        assert f"Rank {rank} cannot read chunk 0 of 1 of the tensor 'weight of " in said
+        assert loss == pytest.approx(wanted.losses[1], rel=1e-10)
+
+
+DELAY_S = 0.002
+SLOW = wide_task(2048)
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Delay each read and write of a file by DELAY_S; return a list that gets the name of each."""
+    made = list[str]()
+
+    def slow(name: str, real: Any, *given: Any) -> int:
+        made.append(name)
+        time.sleep(DELAY_S)
+        return real(*given)
+
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, name, partial(slow, name, getattr(os, name)))
+    return made
+
+
+def waiting(world: World, plan: str) -> tuple[Run, Used, int, str]:
+    """A training, its use of the disk, the number of chunks of the rank's states, and the words."""
+    case, run = Case(plan, clip=0.5), Run()
+    engine = build(world, SLOW, case)
+    steps = StepsOnDisk(engine)
+    for step in range(case.steps):
+        own = share(SLOW.batch(step), world.rank, world.size)
+        run.losses.append(engine.step(own).loss)
+    used, states = steps.use_in_steps(), engine.optimizer.disk
+    assert states is not None
+    assert states.disk.free == states.disk.buffers - 1  # the one that widens gradients is kept
+    chunks = sum(extent.chunks for extent in states.disk.extents)
+    run.weights = full_parameters(engine.flats)
+    return run, used, chunks, disk_line(steps, 2**20)
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero2 offload:optim@disk", "dp2 zero3 offload:param@disk"])
+def test_a_slow_disk_is_waited_for(plan: str, monkeypatch: pytest.MonkeyPatch):
+    """More chunks than buffers, all slow: parity, no deadlock, and the run says how it waited."""
+    monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 512)
+    made = slow_down(monkeypatch)
+    wanted = oracle(SLOW, Case("ddp", clip=0.5))
+    for run, used, chunks, words in run_threads(2, waiting, f"{plan} fp64"):
+        assert run.losses == pytest.approx(wanted.losses, rel=1e-10)
+        for name, weight in run.weights.items():
+            assert difference(weight, wanted.weights[name]) <= 1e-10, name
+        assert used.busy_s >= 3 * chunks * DELAY_S / THREADS  # each chunk is read in each step
+        assert used.waited_s > 0 < used.updated_s
+        assert words == "" or re.search(r"they waited \d+\.\d of \d+\.\d s for it$", words)
+    assert {*made} == {"preadv", "pwritev"}

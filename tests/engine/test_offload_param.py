@@ -11,13 +11,11 @@ from torch.distributed.fsdp import CPUOffload
 import shardwise as sw
 from shardwise.comm.tiers import Tiers
 from shardwise.comm.world import World
-from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.engine import shard
 from shardwise.engine.meter import Meter
 from shardwise.engine.shard import driver_of, flats_of
 from tests.engine.cases import Case, Task, build, difference, settled, share
-from tests.engine.offloading import assert_resumes
 from tests.pool import run_threads
 
 TASK = Task()
@@ -49,11 +47,6 @@ def test_the_device_has_few_parameters_at_once(plan: str):
         assert 0 < most <= sum(sorted(units)[-3:]) < sum(units)
         assert between == 0
         assert leaks == []
-
-
-def test_a_checkpoint_in_16_bits():
-    """Saved after two steps under one plan and resumed under another: a run without a stop."""
-    assert_resumes(TASK, "dp2 zero3 offload:param bf16", "dp1 offload:param bf16")
 
 
 # --- a plain loop -----------------------------------------------------------------------------
@@ -108,15 +101,6 @@ def test_fsdp_in_a_plain_loop(ranks: int, backwards: int, asked: Any):
         assert places == {"host"}
         assert whole == 0
         assert {"device_to_host", "host_to_device"} <= kinds
-
-
-def test_fsdp_refuses_what_it_cannot_offload():
-    """A strategy with full parameters, and a value that says neither yes nor no."""
-    asked: list[dict[str, Any]] = [{"cpu_offload": "y"}]
-    asked.append({"sharding_strategy": "SHARD_GRAD_OP", "cpu_offload": True})
-    for how in asked:
-        with pytest.raises(InputError, match="cpu_offload=True"):
-            sw.FSDP(perceptron(), **how)
 
 
 @pytest.mark.parametrize("plan", ["offload:param", "dp2 zero3 offload:param", "tp2 offload:param"])

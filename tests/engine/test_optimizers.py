@@ -100,11 +100,3 @@ def test_adafactor_over_parts_of_parameters_is_refused(plan: str):
     with pytest.raises(InputError, match=match):
         sw.predict(model, plan, text(0), optimizer=sw.Adafactor(), loss=gpt.loss)
     assert all(isinstance(p, Tensor) and p.dim() for p in model.parameters())
-
-
-def test_options_are_checked():
-    """A wrong option of Lion names those that there are."""
-    with pytest.raises(InputError, match=r"sw\.Lion\(beta=0\.9\).*lr, betas, weight_decay"):
-        sw.Lion(beta=0.9)
-    with pytest.raises(InputError, match=r"Invalid betas: \(1\.5, 0\.9\)"):
-        sw.Lion(betas=(1.5, 0.9))

@@ -48,11 +48,3 @@ def test_the_size_of_buckets_changes_no_number(bucket):
     """Units of one parameter each, a few, or all of them: the same training."""
     case = Case(f"dp2 fp64 bucket:{bucket}", units="auto")
     assert_same(run_gloo(2, train, TASK, case), oracle(TASK, case), 1e-10)
-
-
-@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3", "zero3 accumulate:2"])
-def test_on_one_rank_every_row_is_the_plain_loop_and_sends_nothing(plan):
-    """The same code alone computes the same, with an empty ledger."""
-    case = Case(f"{plan} fp64", clip=0.5)
-    runs = run_threads(1, train, TASK, case)
-    assert_same(runs, oracle(TASK, case), 1e-10)

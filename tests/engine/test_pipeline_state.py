@@ -31,7 +31,7 @@ from tests.engine.cases import (
     text,
     vectors,
 )
-from tests.engine.pipelines import WIDTH, deep, stack, task
+from tests.engine.pipelines import WIDTH, deep, task
 from tests.engine.tensors import Held, train
 from tests.engine.test_failure import is_alive
 from tests.engine.zoo import Stack
@@ -162,13 +162,6 @@ def test_what_cannot_be_cut_is_refused_and_left_as_it_was(
     after = dict(model.named_parameters())
     assert all(torch.equal(before[n], after[n]) for n in before)
     sw.parallelize(model, "fp64", alone(), loss=regression).step(vectors(0))
-
-
-def test_a_wrapped_model_is_not_cut():
-    """What sw.FSDP lays out is laid out once."""
-    model = sw.FSDP(stack(), world=alone())
-    with pytest.raises(InputError, match=r"wrapped already.*wrap the outermost"):
-        sw.parallelize(model, "pp2 1f1b:4", traced(0, 2), loss=regression)
 
 
 def too_few(world: World, plan: str) -> tuple[str, bool, float]:

@@ -46,14 +46,12 @@ from tests.engine.pipelines import (
 )
 from tests.engine.tensors import (
     SHAPES,
-    SKIPPED,
     Held,
     assert_counted,
     assert_parity,
     assert_pieces,
     gpt_task,
     mine,
-    overflowing,
     pieces,
     sent,
     train,
@@ -184,13 +182,6 @@ def test_microbatches_without_tokens(plan: str):
 
 
 # --- precisions ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("plan", ["pp2 1f1b:3", "pp2 zb-h1:3", "pp2 dp2 zero3 gpipe:2"])
-def test_an_overflow_in_one_stage_is_skipped_by_all(plan: str):
-    """Nobody updates, and the scale is halved everywhere."""
-    found = run_threads(ranks_of(plan), overflowing, plan, "blocks.0.mlp.up.weight", 0)
-    assert found == [SKIPPED] * ranks_of(plan)
 
 
 # --- what several stages hold ----------------------------------------------------------------

@@ -60,15 +60,6 @@ def test_half_precision_keeps_masters_of_this_ranks_part(plan, precision):
         assert set(found) == {(half, half, full, full, full)}
 
 
-def losses_only(world: World, case: Case) -> list[float]:
-    engine = build(world, Task(), case)
-    engine.scale.value = min(engine.scale.value, 2.0**10)
-    return [
-        engine.step(share(text(s), engine.data_rank, engine.data_ranks)).loss
-        for s in range(case.steps)
-    ]
-
-
 def ones() -> torch.nn.Module:
     """Weights between which bf16 has nothing for a hundredth."""
     model = make("stack")

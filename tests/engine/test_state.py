@@ -8,10 +8,10 @@ import torch
 from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
 from shardwise.engine.state_dict import full_parameters
-from tests.engine.cases import Case, Task, build, difference, ranks_of, rows_task, settled, share
+from tests.engine.cases import Case, Task, build, difference, rows_task, settled, share
 from tests.engine.test_zoo import gated
 from tests.engine.zoo import Gated, make
-from tests.pool import run_gloo, run_threads
+from tests.pool import run_threads
 
 Saved = dict[str, np.ndarray]
 SGD: dict[str, Any] = {
@@ -80,43 +80,6 @@ def resumed(
 def straight(world: World, task: Task, case: Case, until: int) -> tuple[Any, ...]:
     engine = build(world, task, case)
     return steps(engine, task, 0, until), full_parameters(engine.flats)
-
-
-PAIRS = [
-    ("dp2 zero1", "dp4 zero3"),
-    ("dp4 zero3", "dp2"),
-    ("dp2", "dp_replicate2 dp_shard2 zero2"),
-    ("dp_replicate2 dp_shard2 zero3", "zero3"),
-    ("ddp", "dp4 zero2 accumulate:2"),
-]
-
-
-@pytest.mark.parametrize("options", [ADAMW, SGD], ids=["AdamW", "SGD"])
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize(("here", "there"), PAIRS)
-def test_what_one_plan_kept_another_continues(here, there, task, options):
-    """Weights, moments, step counts through plain arrays: the same losses and weights go on."""
-    work = TASKS[task]
-    one, two = Case(f"{here} fp64", **options), Case(f"{there} fp64", **options, units="auto")
-    kept = run_threads(ranks_of(here), saved, work, one, 2)
-    found = run_threads(
-        ranks_of(there), resumed, work, two, assembled(kept), kept[0][1], range(2, 5)
-    )
-    losses, weights = run_threads(1, straight, work, Case("fp64", **options), 5)[0]
-    for own, ended, counted in found:
-        assert counted == 5
-        assert own == pytest.approx(losses[2:], rel=1e-11)
-        assert all(difference(ended[name], weights[name]) <= 1e-11 for name in weights)
-
-
-def test_a_state_goes_through_real_processes():
-    """The same from two gloo processes to four."""
-    one, two = Case("dp2 zero1 fp64", **ADAMW), Case("dp4 zero3 fp64", **ADAMW)
-    kept = run_gloo(2, saved, Task(), one, 2)
-    found = run_gloo(4, resumed, Task(), two, assembled(kept), kept[0][1], range(2, 4))
-    losses, _ = run_threads(1, straight, Task(), Case("fp64", **ADAMW), 4)[0]
-    for own, _, _ in found:
-        assert own == pytest.approx(losses[2:], rel=1e-11)
 
 
 @pytest.mark.parametrize("options", [ADAMW, SGD], ids=["AdamW", "SGD"])

@@ -26,7 +26,6 @@ from tests.engine.cases import (
 )
 from tests.engine.tensors import (
     ADAMW,
-    SKIPPED,
     SMALL,
     Held,
     Piece,
@@ -35,7 +34,6 @@ from tests.engine.tensors import (
     assert_pieces,
     gpt_task,
     mine,
-    overflowing,
     pieces,
     sent,
     train,
@@ -123,13 +121,6 @@ def test_parameters_of_several_dtypes(plan: str):
     assert_parity(ranks, expected, 1e-5)
     assert_counted(ranks)
     assert {p.values.dtype for p in ranks[0].weights} == {torch.float32, torch.float64}
-
-
-@pytest.mark.parametrize("plan", ["tp2", "dp2 tp2 sp zero2"])
-def test_an_overflow_on_one_tensor_rank_is_skipped_by_all(plan: str):
-    """A part that only one rank holds overflows: nobody updates, the scale is halved everywhere."""
-    found = run_gloo(ranks_of(plan), overflowing, plan, "blocks.1.mlp.up.weight", 1)
-    assert found == [SKIPPED] * ranks_of(plan)
 
 
 def born(world: World, plan: str, own: bool) -> list[Piece]:

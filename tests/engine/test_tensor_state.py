@@ -12,16 +12,10 @@ from shardwise.comm.world import alone, traced
 from shardwise.core.errors import InputError
 from shardwise.models import gpt
 from tests.engine.cases import Case, Task, ranks_of
-from tests.engine.tensors import ADAMW, assert_nothing_left, gpt_task, made, metered
+from tests.engine.tensors import ADAMW, made
 from tests.engine.test_state import assembled, resumed, saved, straight
-from tests.parallel.layers import KINDS, task
-from tests.pool import run_gloo, run_threads
-
-PAIRS = [
-    *(("dp2 tp2 zero1", there) for there in ("dp4 zero3", "tp4 sp", "zero3", "dp2 tp2 sp zero3")),
-    *((here, "dp2 tp2 zero1") for here in ("dp4 zero3", "tp4 sp", "zero3")),
-    ("tp4", "dp_replicate2 dp_shard2 zero2"),
-]
+from tests.parallel.layers import task
+from tests.pool import run_threads
 
 
 def continued(work: Task, here: str, there: str, precision: str) -> list[tuple[Any, ...]]:
@@ -33,26 +27,6 @@ def continued(work: Task, here: str, there: str, precision: str) -> list[tuple[A
     assert {n: arrays[f"model/{n}"].shape for n in shapes} == shapes
     assert {n: arrays[f"optim/exp_avg/{n}"].shape for n in shapes} == shapes
     return run_threads(ranks_of(there), resumed, work, two, arrays, scalars, range(2, 5))
-
-
-@pytest.mark.parametrize(("here", "there"), PAIRS)
-def test_what_any_plan_kept_any_other_continues(here: str, there: str):
-    """Tied weights, shared heads, rows of any data table: the same losses as without a break."""
-    work = gpt_task("tied")
-    losses, _ = run_threads(1, straight, work, Case("fp64", **ADAMW), 5)[0]
-    for own, _, counted in continued(work, here, there, "fp64"):
-        assert counted == 5
-        assert own == pytest.approx(losses[2:], rel=1e-10)
-
-
-@pytest.mark.full
-def test_masters_go_to_any_degree():
-    """The fp32 masters of a bf16 run on 2 tensor ranks continue within 2 % on 4, and on one."""
-    work = gpt_task()
-    losses, _ = run_threads(1, straight, work, Case("fp32", **ADAMW), 5)[0]
-    for there in ("tp4 sp", "dp2 zero1"):
-        for own, _, _ in continued(work, "dp2 tp2 zero1", there, "bf16"):
-            assert own == pytest.approx(losses[2:], rel=0.02)
 
 
 PACKED = ["gate and up", "qkv, 6 heads, 2 for keys", "qkv, 6 heads, 1 for keys"]
@@ -67,22 +41,6 @@ def test_packed_weights_are_kept_whole(name: str):
     for here, there in (("tp2", "dp2 zero3"), ("dp2 zero3", "tp2 sp"), ("dp2 tp2 zero3", "tp2")):
         for own, _, _ in continued(work, here, there, "fp64"):
             assert own == pytest.approx(losses[2:], rel=1e-10)
-
-
-LEFT = [
-    ("tp2", "untied"),
-    ("tp2 sp bf16", "tied"),
-    ("tp2 sp fp64", "recomputed"),
-    ("tp2 fp64", "a layer nobody reads"),
-]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("plan", "name"), LEFT)
-def test_a_step_leaves_nothing_behind(plan: str, name: str):
-    """From the second step on no storage outlives its step; both ways of reading agree."""
-    work = partial(task if name in KINDS else gpt_task, name)
-    assert_nothing_left(run_gloo(2, metered, plan, work))
 
 
 REFUSED = [

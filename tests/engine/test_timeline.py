@@ -19,7 +19,7 @@ from shardwise.prediction.timeline import PREDICTED, TEMPORARY, Event
 from tests.engine.cases import Task, ranks_of, rows_task, share, small_gpt, text, tied_gpt
 from tests.engine.tensors import SMALL, gpt_task
 from tests.engine.zoo import make
-from tests.pool import run_gloo, run_threads
+from tests.pool import run_threads
 
 
 def deep_gpt() -> nn.Module:
@@ -95,13 +95,6 @@ PLANS = [
 def test_every_event_is_predicted_to_the_byte(plan: str):
     """Parameters, gathered units, gradients, optimizer and kept activations, on every rank."""
     check(run_threads(ranks_of(plan), both, plan, "gpt", {}))
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("plan", ["dp2 zero3 fp64", "dp4 zero2 bf16", "dp2 tp2 zero3"])
-def test_on_gloo(plan: str):
-    """The same on real processes."""
-    check(run_gloo(ranks_of(plan), both, plan, "gpt", {}))
 
 
 @pytest.mark.parametrize(

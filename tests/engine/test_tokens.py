@@ -6,15 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.comm.world import World
-from shardwise.core.plan import Plan
 from shardwise.engine.scale import power_of_two
-from shardwise.models.registry import find
-from shardwise.verify.comparison import compare
-from shardwise.verify.finding import Finding
-from shardwise.verify.oracles import oracles_of
-from shardwise.verify.parity import prove
-from shardwise.verify.report import largest, report
 from tests.engine import tensors
 from tests.engine.cases import (
     HYBRID,
@@ -22,15 +14,13 @@ from tests.engine.cases import (
     Case,
     Task,
     assert_same,
-    build,
-    foreseen,
     oracle,
     ranks_of,
     settled,
     train,
 )
-from tests.engine.tensors import ADAMW, assert_counted, assert_parity, whole_run
-from tests.pool import run_gloo, run_threads
+from tests.engine.tensors import ADAMW, assert_parity, whole_run
+from tests.pool import run_threads
 
 #: Rows of each step's global batch, and how many in a hundred of their targets count.
 STEPS = ((9, 80), (13, 25), (8, 95), (11, 60))
@@ -113,8 +103,6 @@ def narrow(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 READER = Task(reader, changing, wide, counted)
 NARROW = Task(reader, changing, narrow, counted)
 DATA = [*(f"dp2 {row}" for row in ROWS), HYBRID[2]]
-STAGED = ["pp2 1f1b:4", "pp2 gpipe:2 accumulate:2", "pp2 dp2 zero3 1f1b:4", "pp4 zb-h1:4"]
-ACROSS = ["tp2", "tp2 sp", "dp2 tp2 zero3", "pp2 tp2 1f1b:4"]
 
 
 def test_no_number_of_tokens_is_that_of_the_step_before():
@@ -133,17 +121,6 @@ def test_data_rows_with_fp32_inside(plan: str, more: str, clip: float | None):
     assert_same(run_threads(ranks_of(plan), train, READER, case), oracle(READER, case), 1e-12)
 
 
-@pytest.mark.full
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("plan", [*STAGED, *ACROSS])
-def test_pipelines_and_tensor_ranks_with_fp32_inside(plan: str):
-    """Stages, tensor ranks and both beside data ranks: 1e-10, and the bytes stay as predicted."""
-    case = Case(f"{plan} fp64", clip=0.1, steps=4, **ADAMW)
-    found = run_threads(ranks_of(plan), tensors.train, READER, case)
-    assert_parity(found, whole_run(READER, case), 1e-10)
-    assert_counted(found)
-
-
 @pytest.mark.parametrize("plan", ["dp2 zero3", "dp2 zero1 accumulate:2", "pp2 1f1b:4"])
 def test_a_loss_in_fp32_is_rounded_as_in_one_process(plan: str):
     """Its gradients too are one process's to 1e-10, for ranks with unequal numbers of tokens."""
@@ -154,32 +131,6 @@ def test_a_loss_in_fp32_is_rounded_as_in_one_process(plan: str):
         assert held.losses == pytest.approx(expected.losses, rel=1e-6)
         held.losses = expected.losses
     assert_parity(found, expected, 1e-10)
-
-
-@pytest.mark.parametrize("plan", ["dp2 zero3", "dp2 tp2 zero1"])
-def test_processes_agree_with_one_when_counts_change(plan: str):
-    """The same on real processes."""
-    case = Case(f"{plan} fp64", clip=0.1, steps=4, **ADAMW)
-    found = run_gloo(ranks_of(plan), tensors.train, READER, case)
-    assert_parity(found, whole_run(READER, case), 1e-10)
-
-
-def proved(world: World, plan: str) -> Finding:
-    """Four steps beside the simulation."""
-    case = Case(f"{plan} fp64", **ADAMW)
-    recipe = sw.Optim(case.kind, **case.options)
-    one = oracles_of(reader, Plan.parse(case.plan), recipe, wide, counted)
-    theory = foreseen(world, READER, case).of
-    return compare(build(world, READER, case), one, theory, lambda _, s, __: changing(s % 4), 4)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("plan", ["pp2 pipedream:4", "pp2 2bw:4", "pp2 dp2 zero1 pipedream:2"])
-def test_updates_of_a_schedule_that_changes_its_own_weights(plan: str):
-    """PipeDream's: each update divides by the tokens of its own microbatches, fp32 inside."""
-    for found in run_threads(ranks_of(plan), proved, plan):
-        assert largest(found) <= 1e-10
-        assert found.bytes_hold
 
 
 def llama() -> nn.Module:
@@ -225,15 +176,3 @@ def test_llama_of_transformers(plan: str):
         assert held.losses == pytest.approx(expected.losses, rel=1e-6)
         held.losses = expected.losses
     assert_parity(found, expected, 1e-10)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("plan", ["dp2 zero1 accumulate:2 fp64", "pp2 1f1b:4 fp64"])
-def test_hf_llama_is_proved(plan: str):
-    """`verify` of hf:llama, whose rows end at places of their own: counts change at each step."""
-    pytest.importorskip("transformers")
-    read = Plan.parse(plan)
-    made = find("hf:llama")
-    assert made.tokens is not None
-    assert len({made.tokens(made.batch(4, seed)) for seed in range(3)}) == 3
-    assert report(read, "hf:llama", run_gloo(read.size, prove, read, "hf:llama", 3)).holds

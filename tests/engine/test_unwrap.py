@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.transport import Lease
-from shardwise.comm.world import World, alone
+from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.engine.shard import driver_of
 from tests.engine import loops
@@ -318,11 +318,3 @@ def test_unwrap_of_an_engines_model_is_refused(how: str):
     """The engine would go on without its model: the values are had from sw.full_state_dict."""
     for text in run_threads(2, no_way_back, how):
         assert "passed to sw.DDP, sw.FSDP or sw.Pipe" in text and "sw.full_state_dict" in text
-
-
-def test_unwrap_of_a_plain_module_is_refused():
-    """One that has a wrapped part is told which."""
-    with pytest.raises(InputError, match="not wrapped"):
-        sw.unwrap(nn.Linear(1, 1))
-    with pytest.raises(InputError, match=r"has a part that is \(0\)"):
-        sw.unwrap(nn.Sequential(sw.DDP(nn.Linear(1, 1), alone())))

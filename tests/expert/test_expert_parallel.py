@@ -27,16 +27,6 @@ from tests.expert import moe
 from tests.pool import run_gloo, run_threads
 
 
-@pytest.mark.crossed
-@pytest.mark.parametrize("name", GATES)
-@pytest.mark.parametrize(
-    ("plan", "capacity"), [("dp2 ep2", 1.0), ("dp4 ep2 zero3", None), ("dp4 ep4", 1.25)]
-)
-def test_gates(name: str, plan: str, capacity: float | None):
-    """So they are under each gate, with and without a capacity."""
-    moe.holds(moe.task(name, capacity), plan)
-
-
 @pytest.mark.cases(len(GATES))
 @pytest.mark.parametrize("name", GATES)
 def test_every_gate(name: str):

@@ -1,7 +1,6 @@
 """Experts on the tensor axis: each rank has a part of the hidden features of every expert."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from shardwise.engine.tensor_plan import table_of
 from shardwise.parallel.expert.gate import GATES
 from tests.engine.cases import CONFIG, Case, build
 from tests.expert import moe
-from tests.expert.test_expert_parallel import check_between
 from tests.pool import run_gloo
 
 
@@ -23,15 +21,6 @@ from tests.pool import run_gloo
 def test_gates(name: str, plan: str):
     """So they are under each gate: partial gradients of routers are summed over the ranks."""
     moe.holds(moe.task(name, 1.25), plan)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("dp2 tp2 ep2 zero3 sp", "dp2"), ("dp2 ep2", "dp2 tp2 ep2"), ("tp2 sp", "dp4 ep4 zero1")],
-)
-def test_checkpoints(tmp_path: Path, before: str, after: str):
-    """A checkpoint of experts in parts is continued by any other plan."""
-    check_between(tmp_path, before, after)
 
 
 def shapes(world: World) -> dict[str, tuple[int, ...]]:

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.core.errors import InputError
 from shardwise.models import gpt
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.initial import fill, initial
@@ -178,17 +177,3 @@ def test_operations_are_counted_by_weight() -> None:
     lookup = PLAIN.vocabulary * PLAIN.width
     products = gpt.parameters(short) - vectors - lookup
     assert gpt.flops_per_token(short) == 6 * products + 12 * PLAIN.layers * PLAIN.width
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"heads": 3}, "a width that splits"),
-        ({"kv_heads": 3}, "a divisor of heads"),
-        ({"layers": 0}, "1 or more"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(changes: dict[str, int], said: str) -> None:
-    """A configuration whose numbers do not fit together says which and what would."""
-    with pytest.raises(InputError, match=said):
-        dataclasses.replace(MICRO, **changes)

@@ -13,7 +13,7 @@ from shardwise.engine.prediction import predict
 from shardwise.models import gpt
 from shardwise.models.gpt import random_text
 from shardwise.models.initial import fill
-from tests.pool import run_gloo, run_threads
+from tests.pool import run_threads
 from tests.predict.block_activations import (
     BlockShape,
     PaperLayer,
@@ -136,13 +136,6 @@ def test_live_bytes_of_parts(plan: str):
     """A partitioned block adds its rank's part of the input, padded; under sp its shard."""
     plan, ranks = f"{plan} recompute:partitioned", int(plan[2])
     check(run_threads(ranks, live, plan, UNEVEN, (3, 9)), plan, UNEVEN, (3, 9))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("plan", ["tp2 bf16", "tp4 sp fp32"])
-def test_live_bytes_equal_the_formula_on_gloo(plan: str):
-    """The same on real processes."""
-    check(run_gloo(int(plan[2]), live, plan, UNEVEN, (2, 9)), plan, UNEVEN, (2, 9))
 
 
 def step(world: World, plan: str) -> list[list[str]]:

@@ -66,30 +66,6 @@ def proved(
         return report(parsed, "moe", run_threads(parsed.size, parity.prove, parsed, "moe", 1))
 
 
-@pytest.mark.crossed
-@pytest.mark.full
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("capacity", [None, 1.0])
-def test_every_gate_holds(gate: str, capacity: float | None):
-    """Parity, bytes, memory and outputs hold under every gate, also if a capacity drops choices."""
-    assert proved("dp2 ep2", gate, capacity).holds
-
-
-@pytest.mark.full
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("gate", ["gshard", "noisy-topk", "sigmoid"])
-def test_stages_hold(gate: str):
-    """Random numbers and the bias are those of one process in the stages of a pipeline too."""
-    assert proved("dp2 ep2 pp2 1f1b:2", gate, 1.0).holds
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("gate", "capacity"), [("sigmoid", None), ("switch", 1.0)])
-def test_data_ranks_without_ep_hold(gate: str, capacity: float | None):
-    """The bias and the capacity are those of one process without an axis of experts too."""
-    assert proved("dp2", gate, capacity).holds
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("gate", ["gshard", "noisy-topk"])
 def test_layers_of_a_users_model_hold(gate: str):

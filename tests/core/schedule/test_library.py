@@ -175,13 +175,6 @@ def test_dapple_hides_a_hop_behind_more_activations():
     assert sum(peaks(b)) > sum(peaks(a))
 
 
-def test_dapple_refuses_what_it_has_no_policy_for():
-    """An unknown policy, and no memory at all, are answered."""
-    for arguments in ((4, 4, "C", None), (4, 4, "A", 0)):
-        with pytest.raises(InputError, match="Allowed: A or B"):
-            dapple(*arguments)
-
-
 def test_pipedream_keeps_p_minus_s_versions():
     """Stage s keeps p-s versions of its weights, and with vertical sync every stage keeps p."""
     for p, m in SQUARE:

@@ -6,7 +6,6 @@ from queue import Queue
 
 import pytest
 
-from shardwise.core.errors import InputError
 from shardwise.core.schedule.action import COMPUTE_OPS, Action, Token, Transfer
 from shardwise.core.schedule.check import check
 from shardwise.core.schedule.library import LIBRARY, build
@@ -126,12 +125,6 @@ def test_a_lowered_schedule_is_lowered_already():
     assert not any(
         isinstance(step, Transfer) for row in lower(build("gpipe:4", 1)).rows for step in row
     )
-
-
-def test_an_asynchronous_schedule_gathers_nothing():
-    """zero3 with weights that are kept in whole versions is refused."""
-    with pytest.raises(InputError, match="update at the end"):
-        lower(build("pipedream:4", 2), gather=True)
 
 
 def test_streams_that_overtake_each_other_are_received_in_the_order_sent():
