@@ -104,9 +104,9 @@ def _on_cuda(suite: str, words: Sequence[str], rounds: int | None, as_object: bo
         integer("--repeats", rounds, 1, 5, MOST_REPEATS)
     if suite == "data":
         rows = cuda.run(rounds)
-        return json.dumps(cuda.as_json(rows), indent=2) if as_object else cuda.as_text(rows)
+        return json.dumps(as_json(rows), indent=2) if as_object else cuda.as_text(rows)
     found = largest.run(Path(words[0]) if words else None, rounds)
-    return json.dumps(largest.as_json(found), indent=2) if as_object else largest.as_text(found)
+    return json.dumps(as_json(found), indent=2) if as_object else largest.as_text(found)
 
 
 def _of_offload(
@@ -129,14 +129,14 @@ def _of_offload(
             given = f"bench update {' '.join(words) or f'--nproc {ranks}'}"
             raise bad(given, "no further words, and one rank", "python -m benchmarks update")
         found = update.run(count, rounds)
-        return json.dumps(update.as_json(found), indent=2) if as_object else update.as_text(found)
+        return json.dumps(as_json(found), indent=2) if as_object else update.as_text(found)
     if len(words) != 1:
         given = f"bench disk with {len(words)} folders"
         raise bad(given, "the folder whose disk is measured", "python -m benchmarks disk /mnt/nvme")
     if ranks is not None:
         integer("--nproc", ranks, 1, 1)
     rows = disk.run(Path(words[0]), count, ranks or 1, rounds)
-    return json.dumps(disk.as_json(rows), indent=2) if as_object else disk.as_text(rows)
+    return json.dumps(as_json(rows), indent=2) if as_object else disk.as_text(rows)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.contender import Batch, Loop, Setup, adamw
 from benchmarks.ours import engine_of
+from benchmarks.table import aligned
 from shardwise.comm.launch import spawn
 from shardwise.core.errors import bad
 from shardwise.core.zero import ROWS, STATE_BYTES, bytes_per_parameter
@@ -180,19 +181,26 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def as_json(rows: Sequence[DeviceLine]) -> dict[str, Any]:
-    """The object that `--json` prints."""
-    return {"rows": [asdict(row) for row in rows]}
-
-
 def as_text(rows: Sequence[DeviceLine]) -> str:
     """A line for each comparison."""
-    head = "size   row    prec.   step ms  plain ms   ratio     MFU  states MiB  formula MiB"
-    return "\n".join([f"{head}       loss      plain", *map(_text, rows)])
+    times = (
+        "step ms",
+        "plain ms",
+        "ratio",
+        "MFU",
+        "states MiB",
+        "formula MiB",
+        "loss",
+        "plain",
+        "",
+    )
+    return "\n".join(aligned([("size, row, precision", *times), *map(_cells, rows)]))
 
 
-def _text(row: DeviceLine) -> str:
-    times = f"{row.step_s * 1e3:9.2f} {row.plain_s * 1e3:9.2f} {row.ratio:7.3f} {row.mfu:7.1%}"
-    states = f"{row.state_bytes / 2**20:11.1f} {row.predicted_bytes / 2**20:12.1f}"
-    name = f"{row.size:6} {row.contender:6} {row.precision:5}"
-    return f"{name} {times} {states} {row.loss:10.5f} {row.plain_loss:10.5f}"
+def _cells(row: DeviceLine) -> tuple[str, ...]:
+    return (
+        f"{row.size} {row.contender} {row.precision}",
+        *(f"{row.step_s * 1e3:.2f}", f"{row.plain_s * 1e3:.2f}", f"{row.ratio:.3f}"),
+        *(f"{row.mfu:.1%}", f"{row.state_bytes / 2**20:.1f}", f"{row.predicted_bytes / 2**20:.1f}"),
+        *(f"{row.loss:.5f}", f"{row.plain_loss:.5f}", ""),
+    )

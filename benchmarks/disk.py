@@ -12,9 +12,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -189,11 +189,6 @@ def _line(plan: str, ranks: int, numel: int, turns: Sequence[Turn]) -> DiskLine:
         disk_write_bytes_per_s=median(lambda t: t.alone[0].write_bytes_per_s),
         disk_both_bytes_per_s=median(lambda t: t.alone[0].both_bytes_per_s),
     )
-
-
-def as_json(rows: Sequence[DiskLine]) -> dict[str, Any]:
-    """The object that `--json` prints."""
-    return {"rows": [asdict(row) for row in rows]}
 
 
 def as_text(rows: Sequence[DiskLine]) -> str:

@@ -17,7 +17,7 @@ import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -213,11 +213,6 @@ def covered(spans: Iterable[Span], by: Iterable[Span]) -> float | None:
                 break
             inside += min(last, high) - max(first, low)
     return inside / length if length else None
-
-
-def as_json(rows: Sequence[LargestLine]) -> dict[str, Any]:
-    """The object that `--json` prints."""
-    return {"rows": [asdict(row) for row in rows]}
 
 
 def as_text(rows: Sequence[LargestLine]) -> str:

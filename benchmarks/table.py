@@ -114,8 +114,8 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def as_json(rows: Sequence[Line]) -> dict[str, Any]:
-    """The object that `--json` prints."""
+def as_json(rows: Sequence[Any]) -> dict[str, Any]:
+    """The object that `--json` prints, for the lines of any suite."""
     return {"rows": [asdict(row) for row in rows]}
 
 

@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -228,11 +228,6 @@ def _fill(rows: dict[str, UpdateLine], turns: dict[str, _Turns], ready: dict[str
 
 def _weights(updater: Updater) -> Tensor:
     return torch.cat([w.detach().flatten() for w in updater.weights()])
-
-
-def as_json(rows: Sequence[UpdateLine]) -> dict[str, Any]:
-    """The object that `--json` prints."""
-    return {"rows": [asdict(row) for row in rows]}
 
 
 def as_text(rows: Sequence[UpdateLine]) -> str:

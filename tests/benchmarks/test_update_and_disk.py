@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import disk, update
+from benchmarks import disk, table, update
 from benchmarks.__main__ import bench_command
 from benchmarks.contender import adamw
 from benchmarks.stack import parameter_count, stack
@@ -37,7 +37,7 @@ def test_every_contender_makes_the_same_update() -> None:
         assert row.difference is not None and row.difference <= 1e-5
         assert bool(row.copies_s) == name.startswith("offload:")
     assert "difference" in update.as_text([*rows.values()])
-    assert len(json.loads(json.dumps(update.as_json([*rows.values()])))["rows"]) == len(rows)
+    assert len(json.loads(json.dumps(table.as_json([*rows.values()])))["rows"]) == len(rows)
 
 
 def reference(_world: World, plan: str) -> bool:
