@@ -24,6 +24,9 @@ sent, divided by the least possible. Absolute times vary on a shared machine; ra
 and live memory are stable. This page is a summary: the data, with more tables and other
 machines, are in `benchmarks/results/`.
 
+**Step times are from the version before 2026-11-26**, which had nodes of its own for norms and
+embeddings. Products and norms are now torch's; the step times have not been measured again.
+
 **No figure is from a GPU.** The parts for CUDA and NCCL are written and have not run on
 one: collectives on NCCL, waits for the device, pinned copies on streams of their own,
 random states of a GPU, memory of a GPU, and links between GPUs."""
