@@ -64,7 +64,7 @@ def bench_command(
     if suite == "offload" and contenders and Path(contenders[0]).is_dir():
         raise bad(
             f"the folder {contenders[0]} without --device cuda",
-            "a folder with --device cuda, for the largest model; or bench disk, on a CPU",
+            "a folder with --device cuda, for the largest model; or the suite disk, on a CPU",
             f"python -m benchmarks offload {contenders[0]} --device cuda, "
             f"or python -m benchmarks disk {contenders[0]}",
         )
@@ -126,12 +126,12 @@ def _of_offload(
         integer("--repeats", rounds, 1, 5, MOST_REPEATS)
     if suite == "update":
         if words or ranks not in (None, 1):
-            given = f"bench update {' '.join(words) or f'--nproc {ranks}'}"
+            given = f"python -m benchmarks update {' '.join(words) or f'--nproc {ranks}'}"
             raise bad(given, "no further words, and one rank", "python -m benchmarks update")
         found = update.run(count, rounds)
         return json.dumps(as_json(found), indent=2) if as_object else update.as_text(found)
     if len(words) != 1:
-        given = f"bench disk with {len(words)} folders"
+        given = f"python -m benchmarks disk with {len(words)} folders"
         raise bad(given, "the folder whose disk is measured", "python -m benchmarks disk /mnt/nvme")
     if ranks is not None:
         integer("--nproc", ranks, 1, 1)

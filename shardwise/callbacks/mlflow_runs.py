@@ -49,8 +49,8 @@ class MLflow(Callback):
         number = found.experiment_id if found else self._client.create_experiment(self._experiment)
         tags = {"mlflow.runName": run.folder.name, FOLDER: str(Path(run.folder).absolute())}
         if run.step:
-            own = f"tags.`{FOLDER}` = '{tags[FOLDER]}'"
-            for before in self._client.search_runs([number], own, max_results=1):
+            runs = self._client.search_runs([number])
+            for before in (each for each in runs if each.data.tags.get(FOLDER) == tags[FOLDER]):
                 self._client.update_run(before.info.run_id, status="RUNNING")
                 return before.info.run_id
         made = self._client.create_run(number, tags=tags).info.run_id

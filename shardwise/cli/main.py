@@ -3,7 +3,6 @@
     shardwise train CONFIG     train a model                 0  it holds
     shardwise verify PLAN      prove a plan                  1  it does not, or the run failed
     shardwise predict PLAN     memory and traffic            2  bad input: one paragraph says what
-    python -m benchmarks SUITE      measure beside the peers
     shardwise doctor           devices, collectives, links
     shardwise plan             the words of plans
     shardwise table MODEL      derive a table of tensor parallelism
@@ -28,7 +27,7 @@ import typer
 import shardwise
 from shardwise.cli.usage import UsageError, answer
 from shardwise.comm.rendezvous import launched
-from shardwise.core.errors import InputError, RankError, RunError
+from shardwise.core.errors import InputError, RankError, RunError, bad
 
 if TYPE_CHECKING:
     from shardwise.train.config import Config
@@ -391,6 +390,9 @@ def plan(
 
     if file is not None:
         from shardwise.migrate.read import imported
+
+        if text is not None:
+            raise bad(f'--from {file} beside the plan "{text}"', "one of them", f"--from {file}")
 
         draft, project = imported(file)
         print(draft.toml(file.name, project), end="")

@@ -36,4 +36,4 @@ def answer(error: Any, program: str, given: Sequence[str]) -> str:
     named = [EXAMPLES[word] for word in given if word in EXAMPLES]
     example = EXAMPLES.get(program) or [EXAMPLES["train"], *named][-1]
     context = error.ctx.command_path if error.ctx is not None else program
-    return f"{message.rstrip('.')}. Write instead: {example}. {context} --help lists all options."
+    return f"{message.rstrip('.?')}. Write instead: {example}. {context} --help lists all options."

@@ -1,5 +1,6 @@
 """Whether the libraries that `sw.hf` needs are installed."""
 
+import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
@@ -17,7 +18,7 @@ def require_installed() -> None:
             found = version(name)
         except PackageNotFoundError:
             found = ""
-        if not found or tuple(int(part) for part in found.split(".")[:2]) < oldest:
+        if not found or tuple(map(int, re.findall(r"\d+", found)[:2])) < oldest:
             raise bad(
                 f"shardwise.hf with {f'{name} {found}' if found else f'no {name}'}",
                 f"{' and '.join(wanted)}, of the extra `hf`",

@@ -51,7 +51,6 @@ METRICS = "metrics.jsonl"
 PLOTS = "plots"
 REPORT, PAGE = "report.md", "report.html"
 PICTURES: Final = (f"{PLOTS}/loss.png", f"{PLOTS}/memory.png", f"{PLOTS}/bytes.png")
-LOCK = "run.lock"
 #: The files that a run writes, and its folders with patterns of names; --overwrite removes these.
 FILES: Final = (CONFIG, METRICS, REPORT, PAGE, "sample.txt", "trace.json", "timeline.svg")
 FOLDERS: Final = {
