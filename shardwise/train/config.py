@@ -128,7 +128,8 @@ def override(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
         key, equals, value = text.partition("=")
         section, dot, name = key.strip().partition(".")
         if not (equals and dot and section and name):
-            instead = f"--set {_nearest_key(key.strip())}={value.strip() or 100}"
+            near = (f"--set {each}={value.strip() or 100}" for each in _nearest_keys(key.strip()))
+            instead = " or ".join(near)
             raise bad(f"--set {text}", "section.key=value", instead)
         part = merged.setdefault(section, {})
         if isinstance(part, dict):
@@ -156,7 +157,7 @@ def _problem(error: dict[str, Any], values: Mapping[str, Any]) -> Problem:
     key = ".".join([section, *rest])
     if error["type"] == "extra_forbidden":
         names = _keys(section) if rest else list(Config.model_fields)
-        instead = _nearest_key(key)
+        instead = " or ".join(_nearest_keys(key))
         return Problem(f"the unknown key {key}", ", ".join(names), instead)
     given = values[section][rest[0]] if rest else values[section]
     text = json.dumps(given, default=str)
@@ -168,22 +169,19 @@ def _problem(error: dict[str, Any], values: Mapping[str, Any]) -> Problem:
     )
 
 
-def _nearest_key(key: str) -> str:
-    """The key of a section that was probably meant by `key`, with or without a section."""
+def _nearest_keys(key: str) -> list[str]:
+    """The keys of sections that were probably meant by `key`, with or without a section."""
     section, dot, name = key.rpartition(".")
     name = name if dot else key
     keys = [f"{part}.{each}" for part in Config.model_fields for each in _keys(part)]
     if key in Config.model_fields:
-        return f"{key}.{_keys(key)[0]}"
-    same = [each for each in keys if each.partition(".")[2] == name]
-    here = suggest(name, _keys(section), 0.5) if dot else None
+        return [f"{key}.{_keys(key)[0]}"]
+    if same := [each for each in keys if each.partition(".")[2] == name]:
+        return same
+    if here := suggest(name, _keys(section), 0.5) if dot else None:
+        return [f"{section}.{here}"]
     near = suggest(name, {each.partition(".")[2]: each for each in keys}, 0.5)
-    return (
-        next(iter(same), None)
-        or (f"{section}.{here}" if here else None)
-        or next((each for each in keys if each.endswith(f".{near}")), None)
-        or "train.steps"
-    )
+    return [each for each in keys if each.endswith(f".{near}")] or ["train.steps"]
 
 
 def _keys(section: str) -> list[str]:

@@ -109,7 +109,7 @@ def test_a_process_that_outlives_its_command_is_ended(keep: str) -> None:
         (("train", "{example}", "--nproc", "99999999"), "99999999 processes on this machine"),
         (("train", "{example}", "--set", "data.source=absent.txt"), "absent.txt"),
         (("train", "{example}", "--resume"), "no checkpoint"),
-        (("train", ""), "no configuration: the name of the file is empty"),
+        (("train", ""), "no configuration: the name of its file is empty"),
         (("train", "{example}", "--set", "clip=0"), "Write instead: --set train.clip=0."),
         (("train", "{example}", "--set", "stesp=9"), "Write instead: --set train.steps=9."),
         (
