@@ -170,7 +170,7 @@ def _on_all_ranks(callback: Callback) -> bool:
 
 
 def _call(callback: Callback, moment: str, *facts: Any) -> None:
-    """Call one method. Raises RunError with the error's text, and InputError as it is."""
+    """Call one method. Raises RunError with the error's text; an InputError passes through."""
     try:
         getattr(callback, moment)(*facts)
     except InputError:

@@ -60,7 +60,7 @@ class Word:
     values: tuple[tuple[str, str], ...] = ()
 
     def said_of(self, text: str) -> str:
-        """The meaning of the word as it is written in a plan, with that of its value."""
+        """The meaning of the plan word `text`, and of its value."""
         return ": ".join([self.meaning, *(said for form, said in self.values if form == text)])
 
 
@@ -154,8 +154,8 @@ def runnable_forms() -> list[str]:
 def word_of(text: str) -> Word | None:
     """The line of WORDS that says what the plan word `text` does; None for an unknown word."""
     exact = (word for word in WORDS if word.form == text)
-    alike = (word for word in WORDS if _key(word.form) == _key(text))
-    return next(exact, None) or next(alike, None)
+    same_key = (word for word in WORDS if _key(word.form) == _key(text))
+    return next(exact, None) or next(same_key, None)
 
 
 def later(text: str) -> str:

@@ -213,7 +213,9 @@ class Piped:
         modes = torch.is_grad_enabled(), self.module.training
         stages = self.staged.stages
         return self.known.get(
-            *(part, modes, lambda: self._trace(part)),
+            part,
+            modes,
+            lambda: self._trace(part),
             lambda known: stages.fits(known.trace, lambda model: self.call(model, part)),
         )
 

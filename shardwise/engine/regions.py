@@ -84,7 +84,10 @@ class Regions:
         for region in self.regions:
             if region.layers.mesh:
                 region.tensors = tensor_parallel.lay_out(
-                    *(model, region.world, False, region.layers.table),
+                    model,
+                    region.world,
+                    False,
+                    region.layers.table,
                     layers=region.layers.modules,
                 )
         return tuple(region.tensors for region in self.regions if region.layers.mesh)

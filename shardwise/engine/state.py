@@ -81,7 +81,10 @@ class Loading:
         saved = {name: of for name, of in saved.items() if name.split("/", 2)[-1] not in idle}
         self.optimizer = optimizer
         self.states = incoming(
-            *(optimizer.state, every, saved, scalars.get("states", {})),
+            optimizer.state,
+            every,
+            saved,
+            scalars.get("states", {}),
             expected=_expected(optimizer, saved, scalars),
         )
         extra, self.give_extra = extra_state.incoming(model, saved, scalars.get("modules", {}))

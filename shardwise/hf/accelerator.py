@@ -36,7 +36,7 @@ class DataRanks(Accelerator):
         return self.skipped
 
     def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        """The model as it is: the engine has sharded it."""
+        """Return the model unchanged: the engine has already sharded it."""
         self._models.append(model)
         return model
 

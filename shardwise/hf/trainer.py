@@ -99,7 +99,12 @@ class Trainer(transformers.Trainer):
         arguments.require_trainable(type(self), Trainer, given, whole)
         require(whole, self.world.size)
         super().__init__(
-            *(model, args, data_collator, train_dataset, eval_dataset, processing_class),
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
             callbacks=callbacks,

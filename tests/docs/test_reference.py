@@ -103,7 +103,7 @@ def test_the_files_of_a_checkpoint_are_those_of_the_page(tmp_path: Path) -> None
 
 
 def test_rows_of_a_docstring_become_a_list() -> None:
-    """Rows of names, lines of arguments; sections of Google's style stay as they are."""
+    """Rows of names and lines of arguments; sections of Google's style are left unchanged."""
     text = "First.\n\nname   its text\n       goes on\n\ngiven: another\n\nRaises:\n    X: why"
     shown = markdown(text, frozenset({"given"}))
     assert "- **`name`**: its text\n  goes on" in shown

@@ -85,7 +85,7 @@ def test_the_page_loads_nothing(page: str) -> None:
 
 
 def test_text_of_the_run_is_escaped(page: str) -> None:
-    """Its name, its sample: shown as they are."""
+    """The run's name and sample are shown as text, not as HTML."""
     assert "a&lt;script&gt;alert(1)&lt;script&gt;" in page
     assert "&lt;b&gt;def&lt;/b&gt; f(a &amp; b):" in page
 
