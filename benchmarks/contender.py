@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -57,9 +57,12 @@ class Setup:
     precision: str = "fp32"
 
 
+Built = TypeVar("Built")
+
+
 @dataclass(frozen=True)
-class Contender:
-    """One line of the table.
+class Contender(Generic[Built]):
+    """One line of a table: `build` makes of a model what the suite runs, mostly a Loop.
 
     row          its parallelism in plan words (`zero1`, `tp sp`), for the fewest bytes to send
     whole_batch  every rank gets the whole global batch, otherwise its part of the sequences
@@ -71,7 +74,7 @@ class Contender:
 
     name: str
     row: str
-    build: Callable[[nn.Module, Setup], Loop]
+    build: Callable[[nn.Module, Setup], Built]
     package: str = "torch"
     note: str = ""
     whole_batch: bool = False

@@ -13,7 +13,7 @@ from benchmarks import (
     torch_pipeline,
     torch_tensor,
 )
-from benchmarks.contender import Contender
+from benchmarks.contender import Contender, Loop
 from shardwise.core.errors import bad
 from shardwise.core.suggest import suggest
 
@@ -50,7 +50,7 @@ _PIPELINE: Final = tuple(
     for contender in pair
 )
 
-ROSTER: Final[dict[str, Contender]] = {
+ROSTER: Final[dict[str, Contender[Loop]]] = {
     each.name: each
     for suite in (
         *(_DATA, _TENSOR, _PIPELINE, _MEMORY, _OFFLOAD, _REPLICAS, _LAYERS),

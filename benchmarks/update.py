@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from benchmarks.contender import LEARNING_RATE, WEIGHT_DECAY, Setup, adamw
+from benchmarks.contender import LEARNING_RATE, WEIGHT_DECAY, Contender, Setup, adamw
 from benchmarks.ours import engine_of
 from benchmarks.stack import stack
 from benchmarks.table import aligned
@@ -87,14 +87,10 @@ def rank(count: int, rounds: int) -> list[UpdateLine]:
 # --- the contenders ------------------------------------------------------------------------------
 
 
-def ours(plan: str, model: nn.Module, gradients: Sequence[Tensor]) -> Updater:
+def ours(plan: str, model: nn.Module, setup: Setup) -> Updater:
     """The code of an engine's step from the gradient on the device on, without its other thread."""
-
-    def no_loss(_model: nn.Module, _batch: Any) -> Tensor:
-        raise NotImplementedError  # there is no forward pass
-
-    engine = engine_of(model, plan, Setup(no_loss, Block, 1, torch.device("cpu")))
-    by_name = dict(zip([name for name, _ in model.named_parameters()], gradients, strict=True))
+    by_name = {name: gradient_of(p) for name, p in model.named_parameters()}
+    engine = engine_of(model, plan, setup)
     units = [unit.trained for unit in reversed(engine.data.units.order) if unit.trained]
     arrived = {id(flat): _flat_gradient(flat, by_name) for flats in units for flat in flats}
 
@@ -129,8 +125,15 @@ def _flat_gradient(flat: Flat, by_name: dict[str, Tensor]) -> Tensor:
     return found
 
 
-def fsdp2(model: nn.Module, gradients: Sequence[Tensor]) -> Updater:
+def gradient_of(p: Tensor) -> Tensor:
+    """The gradient that the suite has set."""
+    assert p.grad is not None
+    return p.grad
+
+
+def fsdp2(model: nn.Module, _setup: Setup) -> Updater:
     """What a loop with CPUOffloadPolicy calls: torch's AdamW over its sharded parameters."""
+    gradients = [gradient_of(p) for p in model.parameters()]
     mesh = init_device_mesh("cpu", (1,))
     policy = CPUOffloadPolicy(pin_memory=False)
     for module in (*model.children(), model):
@@ -142,12 +145,12 @@ def fsdp2(model: nn.Module, gradients: Sequence[Tensor]) -> Updater:
     return Updater(partial(_timed, optimizer.step), lambda: [p.to_local() for p in params])
 
 
-def deepspeed(model: nn.Module, gradients: Sequence[Tensor]) -> Updater:
+def deepspeed(model: nn.Module, _setup: Setup) -> Updater:
     """DeepSpeedCPUAdam over one flat parameter, whose kernel it compiles at its first use."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # an optional peer
 
     flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    flat.grad = torch.cat([gradient.flatten() for gradient in gradients])
+    flat.grad = torch.cat([gradient_of(p).flatten() for p in model.parameters()])
     optimizer = DeepSpeedCPUAdam([flat], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     return Updater(partial(_timed, optimizer.step), lambda: [flat.detach()])
 
@@ -158,20 +161,36 @@ def _timed(act: Callable[[], Any]) -> tuple[float, float]:
     return time.perf_counter() - began, 0.0
 
 
+def _no_loss(_model: nn.Module, _batch: Any) -> Tensor:
+    raise NotImplementedError  # there is no forward pass
+
+
+SETUP = Setup(_no_loss, Block, 1, torch.device("cpu"))
 FSDP2 = "FSDP2 CPUOffloadPolicy"
-#: Each is built from a model and the gradients of its parameters.
-CONTENDERS: dict[str, Callable[[nn.Module, Sequence[Tensor]], Updater]] = {
-    "offload:optim": partial(ours, "offload:optim"),
-    "offload:param": partial(ours, "offload:param"),
-    FSDP2: fsdp2,
-    "DeepSpeedCPUAdam": deepspeed,
-}
-_NOTES = {
-    "offload:param": "weights rest in host memory; they go to the device before their use",
-    FSDP2: "torch's AdamW, fused; weights rest in host memory, and on a CPU it copies nothing",
-    "DeepSpeedCPUAdam": "its own AdamW; the copies of ZeRO-Offload are not part of it",
-}
-_PEERS = (FSDP2, "DeepSpeedCPUAdam")
+DEEPSPEED = "DeepSpeedCPUAdam"
+#: Each is built from a model whose parameters have their gradients.
+CONTENDERS = (
+    Contender("offload:optim", "offload:optim", partial(ours, "offload:optim")),
+    Contender(
+        "offload:param",
+        "offload:param",
+        partial(ours, "offload:param"),
+        note="weights rest in host memory; they go to the device before their use",
+    ),
+    Contender(
+        FSDP2,
+        "offload:param",
+        fsdp2,
+        note="torch's AdamW, fused; weights rest in host memory, and on a CPU it copies nothing",
+    ),
+    Contender(
+        DEEPSPEED,
+        "offload:optim",
+        deepspeed,
+        package="deepspeed",
+        note="its own AdamW; the copies of ZeRO-Offload are not part of it",
+    ),
+)
 
 
 # --- the run -------------------------------------------------------------------------------------
@@ -179,23 +198,21 @@ _PEERS = (FSDP2, "DeepSpeedCPUAdam")
 
 def compare(count: int, rounds: int) -> list[UpdateLine]:
     """All contenders in turn, after one round that makes the optimizer's state."""
-    model = stack(count)
-    own = torch.Generator().manual_seed(1)
-    gradients = [torch.randn(p.shape, generator=own) * 1e-2 for p in model.parameters()]
-    numel = sum(gradient.numel() for gradient in gradients)
-    rows = {name: UpdateLine(name, numel, torch.get_num_threads()) for name in CONTENDERS}
+    numel = sum(p.numel() for p in stack(count).parameters())
+    rows = {c.name: UpdateLine(c.name, numel, torch.get_num_threads()) for c in CONTENDERS}
     ready: dict[str, Updater] = {}
-    for name, build in CONTENDERS.items():
+    for each in CONTENDERS:
+        row = rows[each.name]
+        if each.missing:
+            row.note = f"{each.package} is not installed"
+            continue
         try:
-            ready[name] = build(stack(count), gradients)
-            ready[name].step()
-            rows[name].note = _NOTES.get(name, "")
-        except ModuleNotFoundError as error:
-            ready.pop(name, None)
-            rows[name].note = f"{error.name} is not installed"
+            updater = each.build(_with_gradients(stack(count)), SETUP)
+            updater.step()
         except Exception as error:  # noqa: BLE001 - it becomes the note of the row
-            ready.pop(name, None)
-            rows[name].note = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            row.note = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        else:
+            row.note, ready[each.name] = each.note, updater
     turns = {name: _Turns() for name in ready}
     for index in range(rounds):
         print(f"round {index + 1} of {rounds}", file=sys.stderr, flush=True)
@@ -208,9 +225,17 @@ def compare(count: int, rounds: int) -> list[UpdateLine]:
     return list(rows.values())
 
 
+def _with_gradients(model: nn.Module) -> nn.Module:
+    """The model with the same random gradients for every contender."""
+    own = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=own) * 1e-2
+    return model
+
+
 def _fill(rows: dict[str, UpdateLine], turns: dict[str, _Turns], ready: dict[str, Updater]) -> None:
     """Set the numbers of the contenders that ran."""
-    peers = [turns[name].updates for name in _PEERS if name in turns]
+    peers = [turns[name].updates for name in (FSDP2, DEEPSPEED) if name in turns]
     fastest = [min(times) for times in zip(*peers, strict=True)]
     wanted = _weights(ready[FSDP2]) if FSDP2 in ready else None
     for name, own in turns.items():

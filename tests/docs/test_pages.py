@@ -20,9 +20,8 @@ from shardwise.cli.main import with_resume_value
 from shardwise.core.mesh import AXES
 from shardwise.core.plan import WORDS, Plan, words_table
 from shardwise.core.plan_check import problems
-from shardwise.verify.command import verify
 from tests import surface
-from tests.docs.pages import DOCS, PAGES, ROOT, Block, blocks, file_of, text_of
+from tests.docs.pages import DOCS, PAGES, ROOT, Block, blocks, text_of
 
 #: What differs from machine to machine: errors of rounding, and the time a prediction takes.
 VARIES = re.compile(r"[0-9.]+e[+-][0-9]+|Computed in [0-9,.]+ ms")
@@ -120,39 +119,6 @@ def part_of(wanted: list[str], lines: list[str]) -> bool:
     return any([piece[0].strip(), *piece[1:]] == wanted for piece in pieces if piece) or not wanted
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("trains", [False, True], ids=["others", "a run"])
-def test_the_commands_of_the_readme_run(tmp_path: Path, trains: bool) -> None:
-    """Each as it stands, one after the other; those of a run in one folder."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for _, *argv in (argv for block in blocks("README.md") for argv in block.commands):
-        if any("runs/" in word for word in argv) == trains:
-            assert ran(tmp_path, argv)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("page", [p for p in PAGES if "tutorials/" in p])
-def test_a_tutorial_can_be_followed(page: str, tmp_path: Path) -> None:
-    """Its files are written and its commands run, in the order in which they are shown."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    programs = {"shardwise": "shardwise.cli.main", "torchrun": "torch.distributed.run"}
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    for block in blocks(page):
-        if block.title and "/" not in block.title:
-            (tmp_path / block.title).write_text(block.text)
-        for program, *argv in block.commands:
-            shown = [program, *argv] in [shlex.split(command) for command, _ in block.printed]
-            if shown or "HOST0:29400" in argv:  # another test runs it; it is for several hosts
-                continue
-            module = ["-m", programs[program]] if program in programs else []
-            command = [sys.executable, *module, *argv]
-            done = subprocess.run(
-                command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True
-            )
-            wrong = 2 if "dp2 zero4" in argv else 0
-            assert done.returncode == wrong, (argv, done.stdout[-2000:], done.stderr[-2000:])
-
-
 # --- programs --------------------------------------------------------------------------------
 
 
@@ -205,18 +171,6 @@ def test_what_replaces_another_system_runs_as_shown() -> None:
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, check=False, capture_output=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.full
-def test_the_model_of_the_tables_page_holds_by_the_commands_beside_it(tmp_path: Path) -> None:
-    """The page's file, as it stands, and each `shardwise verify` that the page has for it."""
-    page = "docs/how-to/tables.md"
-    (tmp_path / "model.py").write_text(file_of(page, "model.py"))
-    shown = [argv for b in blocks(page) for argv in b.commands if argv[-1] == "model.py:build"]
-    plans = dict.fromkeys(argv[2] for argv in shown if argv[1] == "verify")
-    assert list(plans) == ["tp2", "tp2 sp"]
-    for plan in plans:
-        assert verify(plan, f"{tmp_path / 'model.py'}:build").holds
 
 
 # --- words and numbers -----------------------------------------------------------------------

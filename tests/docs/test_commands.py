@@ -1,0 +1,142 @@
+"""Every command of every page runs, in the order in which the page shows them.
+
+Each page has a folder of its own, with what its reader has already (`BEFORE`). Runs are short here
+and on at most two ranks; what is for several hosts is read by torchrun's own parser.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from shardwise.cli.main import main
+from tests.docs.pages import PAGES, ROOT, blocks, file_of
+from tests.migrate.test_migrate import DEEPSPEED, LAUNCHED, TITAN, written
+from tests.train.test_pretrained import folder as small_model
+
+#: What a page has for other machines, and what stands for it here.
+HERE = {
+    "--nproc-per-node 8": "--nproc-per-node 2",
+    "--nproc 8": "--nproc 2",
+    "/data": ".",
+    "dp4 zero3 bf16. --model gpt:small": "dp2 zero3' --model gpt:tiny",
+}
+#: The plan of a command that a page shows to fail.
+WRONG = "dp2 zero4"
+
+
+def short(folder: Path, name: str) -> None:
+    """A run of twelve steps."""
+    command = ["train", "examples/quickstart.toml", "--set", f"run.folder=runs/{name}"]
+    run(folder, "shardwise", here(command))
+
+
+def runs_before(folder: Path) -> None:
+    """The runs that the page about checkpoints speaks of."""
+    short(folder, "quickstart")
+    short(folder, "first")
+
+
+def folder_before(folder: Path) -> None:
+    """A folder of transformers."""
+    small_model("llama", folder / "folder")
+
+
+def callback_before(folder: Path) -> None:
+    """The page's own callback, in the file that it names."""
+    (mine,) = (b.text for b in blocks("docs/how-to/callbacks.md") if "def make()" in b.text)
+    (folder / "mine.py").write_text(mine)
+
+
+def script_before(folder: Path) -> None:
+    """A script that starts under every launcher, and a configuration."""
+    (folder / "train.py").write_text("import shardwise as sw\n\nprint(sw.init())\n")
+    (folder / "config.toml").write_text((ROOT / "examples/quickstart.toml").read_text())
+
+
+def others_before(folder: Path) -> None:
+    """A configuration of each of three systems."""
+    for name, values in (
+        ("ds_config.json", DEEPSPEED),
+        ("default_config.yaml", LAUNCHED | {"distributed_type": "MULTI_CPU"}),
+        ("llama3_8b.toml", TITAN),
+    ):
+        written(folder, values, name.rpartition(".")[2]).rename(folder / name)
+
+
+def model_before(folder: Path) -> None:
+    """The page's own model."""
+    (folder / "model.py").write_text(file_of("docs/how-to/tables.md", "model.py"))
+
+
+BEFORE: dict[str, Callable[[Path], None]] = {
+    "docs/how-to/callbacks.md": callback_before,
+    "docs/how-to/hugging-face.md": folder_before,
+    "docs/how-to/launch.md": script_before,
+    "docs/how-to/migrate.md": others_before,
+    "docs/how-to/resume-and-export.md": runs_before,
+    "docs/how-to/tables.md": model_before,
+}
+
+
+def here(argv: list[str]) -> list[str]:
+    """The words of a command, for this machine: of a run, few steps."""
+    line = shlex.join(argv)
+    for there, own in HERE.items():
+        line = re.sub(rf"{there}\b", own, line)
+    found = shlex.split(line)
+    if "train" not in found or "--dry-run" in found:
+        return found
+    if any("/mnt/nvme" in word or "billion" in word for word in found):
+        return [*found, "--dry-run"]
+    if not re.search(r"train\.steps=\d\d\b", line):
+        steps = 16 if "--resume" in found else 12
+        found += ["--set", f"train.steps={steps}", "--set", "train.warmup=4"]
+    return found
+
+
+def run(folder: Path, program: str, argv: list[str]) -> None:
+    """Run a command in the folder: our own in this process, as every command can be."""
+    if program == "torchrun" and "--nnodes" in argv:
+        get_args_parser().parse_args(argv)
+    elif program == "shardwise":
+        argv, _, file = (argv[:-2], ">", argv[-1]) if ">" in argv else (argv, "", "printed")
+        with (
+            (folder / file).open("w") as out,
+            redirect_stdout(out),
+            pytest.raises(SystemExit) as end,
+        ):
+            main(argv)
+        assert end.value.code == (2 if WRONG in argv else 0), argv
+    else:
+        module = ["-m", "torch.distributed.run"] if program == "torchrun" else []
+        command = [sys.executable, *module, *argv]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, (argv, done.stdout[-2000:], done.stderr[-3000:])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", [p for p in PAGES if any(b.commands for b in blocks(p))])
+def test_the_commands_of_a_page_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each as it stands; files that the page shows are written before what follows them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "docs/figures").mkdir(parents=True)
+    BEFORE.get(page, lambda _: None)(tmp_path)
+    for block in blocks(page):
+        if block.title and "/" not in block.title:
+            (tmp_path / block.title).write_text(block.text)
+        shown = [shlex.split(command) for command, _ in block.printed]
+        for program, *argv in block.commands:
+            if [program, *argv] not in shown:  # another test runs it, and reads what it prints
+                run(tmp_path, program, here(argv))
