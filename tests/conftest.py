@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tests.forks import fork_ranks
+from tests.forks import JUDGED, fork_ranks
 
 #: Ranks are threads or processes, more than there are processors: each has one thread of torch's.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -34,10 +34,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help=text)
 
 
-def pytest_sessionstart() -> None:
-    """The mutation that the judge of the suite tries (tests/mutants.py)."""
-    if "SHARDWISE_TESTS_MUTATION" in os.environ:
-        importlib.import_module("tests.mutated")
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Do what the judge of the suite asks for (tests/mutants.py)."""
+    if JUDGED & set(os.environ):
+        importlib.import_module("tests.mutated").register(session.config.pluginmanager)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,12 +20,14 @@ import pytest
 
 from shardwise.comm.rendezvous import LAUNCHER
 
+#: Of the judge of the suite (tests/mutants.py).
+JUDGED = {"SHARDWISE_TESTS_MUTATION", "SHARDWISE_TESTS_RECORD"}
 #: What the process that forks has imported; this file among it, so that it knows that process's
 #: environment.
 IMPORTED = (
     *("torch._dynamo", "shardwise.verify.command", "shardwise.train.prepare"),
     *("shardwise.train.loop", "tests.pool", "tests.forks"),
-    *(["tests.mutated"] if "SHARDWISE_TESTS_MUTATION" in os.environ else []),
+    *(["tests.mutated"] if JUDGED & set(os.environ) else []),
 )
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(list(IMPORTED))
