@@ -20,13 +20,15 @@ from shardwise.core.expert_moves import Loads
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.meter import Leak, Meter
-from shardwise.engine.prediction import Predictor
+from shardwise.engine.model_spec import shapes_of
 from shardwise.prediction.memory import by_tier
+from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.tensor_moves import TENSOR
 from shardwise.verify.batches import Division
 from shardwise.verify.loads import Choices
 from shardwise.verify.oracle import Oracle, Weights
 from shardwise.verify.oracles import is_asynchronous, oracles_of
-from tests.engine.cases import Case, Task, build, foreseen
+from tests.engine.cases import Case, Task, build, predictor, share
 from tests.engine.tensors import ADAMW, Piece, gpt_task, mine, pieces, sent
 from tests.engine.test_state import assembled, saved
 from tests.expert.moe import task as moe_task
@@ -144,7 +146,37 @@ class Expected:
     resumed_state: dict[str, Tensor] = field(default_factory=dict)
 
 
-def trained(engine: Engine, theory: Predictor, proof: Proof, expected: Expected) -> Trained:
+def foretell(proof: Proof, expected: Expected) -> list[list[Prediction]]:
+    """Of every rank the predictions of its steps, its evaluation, and its step from a checkpoint.
+
+    Made before any rank starts. Ranks with the same parts and shapes of batches share a recording.
+    """
+    plan, task, made = proof.plan, proof.task, dict[object, Prediction]()
+    steps = [(task.batch(step), expected.loads[step], False) for step in range(STEPS)]
+    last = task.batch(STEPS), (), True
+    again = task.batch(SAVED), expected.resumed_loads, False
+
+    def of(rank: int, batch: Any, loads: tuple[Loads, ...], whole: bool) -> Prediction:
+        at = plan.mesh.coordinate(rank)
+        place = {axis: at[axis] for axis in (TENSOR, "pp") if axis in at}
+        alike = [r for r in range(plan.size) if plan.mesh.coordinate(r).items() >= place.items()]
+        own = share(batch, alike.index(rank), plan.data_size)
+        counts = Division(plan.data_size, 1 if whole else plan.microbatches).counts(batch)
+        if plan.layers:  # of meshes of their own
+            return theories[rank].of(own, counts, loads, whole=whole)
+        hosted = repr(loads) if plan.activations_on_host else ""
+        key = place.get(TENSOR), shapes_of(own), tuple(counts), hosted, whole
+        if key not in made:
+            made[key] = theories[rank].of(own, counts, loads, whole=whole)
+        return made[key].on(rank)
+
+    theories = [predictor(rank, plan.size, task, proof.case) for rank in range(plan.size)]
+    return [[of(rank, *each) for each in (*steps, last, again)] for rank in range(plan.size)]
+
+
+def trained(
+    engine: Engine, told: Sequence[Prediction], proof: Proof, expected: Expected
+) -> Trained:
     """The training of an engine that has run no step."""
     task, found, meter = proof.task, Trained(), Meter(engine, peaks=False)
     for step in range(STEPS):
@@ -154,30 +186,35 @@ def trained(engine: Engine, theory: Predictor, proof: Proof, expected: Expected)
         found.norms.append(metrics.grad_norm)
         found.tokens.append(metrics.tokens)
         found.gradients.append(pieces(engine.gradients(), "grad/"))
-        compare(found, engine, theory, task.batch(step), {"loads": expected.loads[step]})
+        compare(found, engine, told[step], {"loads": expected.loads[step]})
     engine.world.barrier()  # ranks in threads read each other's tensors until here
     gc.collect()
     # under these, versions of weights replace others in each step, which `memory` counts
     own = {"parameters"} if is_asynchronous(proof.plan) else set[str]()
     found.leaks = [leak for leak in meter.leaks() if leak.place.category not in own]
     found.state = pieces(engine.boxes(), "")
-    found.evaluated = evaluate(engine, theory, task.batch(STEPS), expected.loads[STEPS], found)
+    found.evaluated = evaluate(engine, told[STEPS], task.batch(STEPS), expected.loads[STEPS], found)
     return found
 
 
 def train_and_go_on(
-    world: World, proof: Proof, expected: Expected, arrays: Arrays, scalars: Any
+    world: World,
+    proof: Proof,
+    expected: Expected,
+    foretold: list[list[Prediction]],
+    arrays: Arrays,
+    scalars: Any,
 ) -> Trained:
     """Training; then the engine loads a checkpoint of one process, and takes a step."""
     task, case = proof.task, proof.case
-    engine, theory = build(world, task, case), foreseen(world, task, case)
-    found = trained(engine, theory, proof, expected)
+    engine, told = build(world, task, case), foretold[world.rank]
+    found = trained(engine, told, proof, expected)
     found.overflow = overflowing(engine, task) if proof.precision == "fp16" else None
     load(engine, arrays, scalars)
     batch, done = task.batch(SAVED), engine.steps - engine.steps_run
     found.resumed_loss = engine.step(mine(engine, batch)).loss
     how = {"loads": expected.resumed_loads, "loaded": True, "done": done, "flushed": True}
-    compare(found, engine, theory, batch, how)
+    compare(found, engine, told[-1], how)
     found.resumed_steps = engine.steps
     found.resumed_state = pieces(engine.boxes(), "")
     return found
@@ -199,19 +236,15 @@ def overflowing(engine: Engine, task: Task) -> tuple[bool, float, bool]:
     return skipped, engine.scale.value / scale, same
 
 
-def compare(
-    found: Trained, engine: Engine, theory: Predictor, batch: Any, how: dict[str, Any]
-) -> None:
+def compare(found: Trained, engine: Engine, told: Prediction, how: dict[str, Any]) -> None:
     """Add bytes and memory after a step beside the prediction."""
-    counts = Division(engine.data_ranks, engine.microbatches).counts(batch)
-    told = theory.of(mine(engine, batch), counts, how["loads"])
     found.bytes.append((sent(engine), told.in_step(engine.steps_run - 1, **how)))
     held = by_tier(engine.memory(), engine.host_memory(), engine.disk_memory())
     found.memory.append((held, told.memory_by_tier))
 
 
 def evaluate(
-    engine: Engine, theory: Predictor, batch: Any, loads: Sequence[Loads], found: Trained
+    engine: Engine, told: Prediction, batch: Any, loads: Sequence[Loads], found: Trained
 ) -> float:
     """The loss of an evaluation, whose bytes are compared too."""
     engine.wait()
@@ -219,7 +252,6 @@ def evaluate(
     loss, tokens = engine.evaluate(own)
     found.tokens.append(tokens)
     counted = {key: t.sent_bytes for key, t in engine.ledger.since(before).items() if t.sent_bytes}
-    told = theory.of(own, Division(engine.data_ranks, 1).counts(batch), whole=True)
     predicted = {tuple(line): count for line, count in told.in_evaluation(loads).items()}
     found.bytes.append(({tuple(key): count for key, count in counted.items()}, predicted))
     return loss
@@ -322,7 +354,8 @@ def run_of(on_ranks: OnRanks, text: str) -> Run:
     """The run of a plan on ranks that `on_ranks` provides."""
     proof = Proof(text)
     expected, saved_alone = trained_alone(*proof.oracle), checkpoint(proof.kind, proof.precision)
-    ranks = on_ranks(proof.plan.size, train_and_go_on, proof, expected, *saved_alone)
+    told = foretell(proof, expected)
+    ranks = on_ranks(proof.plan.size, train_and_go_on, proof, expected, told, *saved_alone)
     return Run(proof, ranks, expected)
 
 
@@ -334,5 +367,6 @@ def run_in_16_bits(on_ranks: OnRanks, text: str) -> Run:
         Expected(loads=[()] * (STEPS + 1)),
         checkpoint(proof.kind, proof.precision),
     )
-    ranks = on_ranks(proof.plan.size, train_and_go_on, proof, expected, *saved_alone)
+    told = foretell(proof, expected)
+    ranks = on_ranks(proof.plan.size, train_and_go_on, proof, expected, told, *saved_alone)
     return Run(proof, ranks, trained_alone(proof.kind, "fp32"))

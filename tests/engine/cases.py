@@ -149,6 +149,11 @@ def build(world: World, task: Task, case: Case) -> Engine:
 
 def foreseen(world: World, task: Task, case: Case) -> Predictor:
     """The predictions of this rank's steps, from a plain model of its own."""
+    return predictor(world.rank, world.size, task, case)
+
+
+def predictor(rank: int, ranks: int, task: Task, case: Case) -> Predictor:
+    """The predictions of a rank's steps, from a plain model."""
     return Predictor(
         task.make(),
         case.plan,
@@ -158,8 +163,8 @@ def foreseen(world: World, task: Task, case: Case) -> Predictor:
             clip=case.clip,
             units=case.units,
         ),
-        rank=world.rank,
-        ranks=world.size,
+        rank=rank,
+        ranks=ranks,
     )
 
 
