@@ -141,7 +141,7 @@ def _subject(request: Request) -> Subject:
     name, _, numbers = request.name.partition(":")
     found = entry(name)
     m, _, v = numbers.partition("x")
-    if numbers and not all(re.fullmatch("[0-9]{1,18}", number) for number in (m, v or "1")):
+    if numbers and not re.fullmatch("[0-9]{1,18}(x[0-9]{1,18})?", numbers):
         raise bad(f"'{request.name}'", "a name, or with a colon M or MxV after it", f"{name}:8")
     if numbers and (request.microbatches or (v and request.chunks)):
         given = f"'{request.name}' and its numbers again as options"

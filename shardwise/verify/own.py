@@ -13,7 +13,6 @@ from shardwise.comm.launch import can_fork
 from shardwise.core.arguments import choice, short_repr
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
-from shardwise.engine.batch import rows
 from shardwise.models import user
 from shardwise.models.registry import find
 from shardwise.models.trainable import Loss, Trainable
@@ -57,11 +56,11 @@ def model_of(
 
 def _rows_of(batch: Any, count: int, seed: int) -> Any:
     """`count` rows of an example batch in a random order; each row as often as the others."""
-    own = rows(batch)
-    tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
-    if own == 0 or any(x.dim() and len(x) != own for x in tensors):
+    lengths = {len(x) for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.dim()}
+    own = lengths.pop() if len(lengths) == 1 else 0
+    if own == 0:
         raise bad(
-            "an example batch whose tensors have no rows, or different numbers of rows",
+            "batch=, an example batch whose tensors have no rows, or different numbers of rows",
             "tensors with one entry in dim 0 for each row; or a function of (rows, seed) that "
             "makes a batch",
             "batch={'inputs': x, 'targets': y}, or batch=make_batch",

@@ -123,6 +123,7 @@ def test_the_page_shows_what_the_commands_print(tmp_path: Path) -> None:
         (("zb-v", "--chunks", "3"), "2 of them with zb-v"),
         (("1f1b", "--batches", "2"), "2bw alone"),
         (("1f1b:x",), "M or MxV"),
+        (("1f1b:4x",), "M or MxV"),
         (("1f1b:8", "--microbatches", "4"), "its numbers again"),
         (("1f1b", "--costs", "X=1"), "the costs 'X=1'"),
         (("1f1b", "--costs", "F=-1"), "the costs 'F=-1'"),

@@ -260,8 +260,8 @@ def updates(word: str | None, p: int) -> int:
 def allowed(word: str, p: int) -> tuple[str, Size]:
     """The name and size of a plan word. Raises InputError like `build`."""
     name, _, numbers = word.partition(":")
-    m, _, v = (numbers or "1").partition("x")
-    if not m.isdecimal() or not (v or "1").isdecimal():
+    m, times, v = (numbers or "1").partition("x")
+    if not m.isdecimal() or (times and not v.isdecimal()):
         raise bad(f"the schedule '{word}'", "a name, a colon, and M or MxV", f"{name}:8")
     n = size(name, p, int(m), int(v) if v else None)
     entry(name).check(n)
