@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from shardwise.cli.main import main
 from tests.docs.pages import PAGES, ROOT, blocks, file_of
-from tests.migrate.test_migrate import DEEPSPEED, LAUNCHED, TITAN, written
+from tests.migrate.test_migrate import DEEPSPEED, LAUNCHED, TITAN, titan, written
 from tests.train.test_pretrained import folder as small_model
 
 #: What a page has for other machines, and what stands for it here.
@@ -61,11 +61,12 @@ def script_before(folder: Path) -> None:
 
 
 def others_before(folder: Path) -> None:
-    """A configuration of each of three systems."""
+    """A configuration of each of three systems; the last, which is trained, of a small model."""
+    small = {"model": {"name": "llama3"}, "training": TITAN["training"] | {"seq_len": 64}}
     for name, values in (
         ("ds_config.json", DEEPSPEED),
         ("default_config.yaml", LAUNCHED | {"distributed_type": "MULTI_CPU"}),
-        ("llama3_8b.toml", TITAN),
+        ("llama3_8b.toml", titan(tensor_parallel_degree=2) | small),
     ):
         written(folder, values, name.rpartition(".")[2]).rename(folder / name)
 
