@@ -127,16 +127,19 @@ def same(
         assert_part(n, grad, whole, largest)
 
 
+#: On four ranks, of which some have no key heads of their own.
+UNEVEN = ["6 heads, 2 for keys", "5 heads", "packed qkv, 6 heads, 1 for keys"]
+
+
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_cut_layers_are_the_whole_layers(ranks: int, name: str, sp: bool):
+def test_cut_layers_are_the_whole_layers(name: str, sp: bool):
     """Outputs, and gradients of the input and of every parameter, are those of one process."""
-    run_threads(ranks, same, name, sp, once)
+    run_threads(4 if name in UNEVEN else 2, same, name, sp, once)
 
 
 ACTS = [twice_through, two_graphs, after_looking, by_grad, without_input]
-SOME = ["gated", "another class first", "a layer nobody reads", "6 heads, 2 for keys"]
+SOME = ["another class first", "6 heads, 2 for keys"]
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
