@@ -73,7 +73,7 @@ def reductions(schedule: Schedule, rank: int) -> list[int]:
     return [step.stage for step in schedule.actions(rank) if step.op == "REDUCE"]
 
 
-@pytest.mark.parametrize("word", words())
+@pytest.mark.parametrize("word", [*words()])
 def test_every_schedule_has_its_costs(word: str):
     """Bytes, live tapes and leftovers on four ranks; values, as tests/test_plans.py on two."""
     schedule = lower(build(word, 4))
