@@ -1,7 +1,10 @@
+"""A world and its axes, and the DeviceMesh that torch sees of them."""
+
 from collections.abc import Callable
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.comm.move import all_reduce
 from shardwise.comm.transport import Links
@@ -96,3 +99,31 @@ def grouped(world: World) -> list[float]:
 def test_ranks_that_are_alone_open_the_groups_of_others_too(run: Callable[..., list[list[float]]]):
     """Groups of one axis may differ in size, and what is opened after them still fits together."""
     assert run(4, grouped) == [[own, 10, own, 10] for own in (1, 2, 7, 7)]
+
+
+def redistributed(world: World) -> tuple[tuple[str, ...] | None, list[float]]:
+    """A DTensor of 8 numbers, sharded over both axes and gathered by torch."""
+    mesh = world.on(Mesh.parse("dp_replicate2 dp_shard2")).device_mesh()
+    local = torch.arange(4.0) + 4 * mesh.get_local_rank("dp_shard")
+    whole = DTensor.from_local(local, mesh["dp_shard"], [Shard(0)]).redistribute(
+        placements=[Replicate()]
+    )
+    return mesh.mesh_dim_names, whole.to_local().tolist()
+
+
+def test_torch_sees_the_axes():
+    """What torch's DTensor gathers along an axis is what the axis's ranks hold, in their order."""
+    for names, whole in run_gloo(4, redistributed):
+        assert names == ("dp_replicate", "dp_shard")
+        assert whole == [float(k) for k in range(8)]
+
+
+def meshed(world: World) -> None:
+    """Ask a world of threads for torch's mesh."""
+    with pytest.raises(ValueError, match="without a process group"):
+        world.on(Mesh.parse("dp2")).device_mesh()
+
+
+def test_threads_have_no_device_mesh():
+    """A world that is not of torch.distributed says so."""
+    run_threads(2, meshed)

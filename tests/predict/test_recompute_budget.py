@@ -140,11 +140,10 @@ def test_a_budget_is_met_and_used(share: float):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("words", ["tp2", "tp2 sp"])
-def test_a_budget_on_the_tensor_axis(words: str):
+def test_a_budget_on_the_tensor_axis():
     """Each rank keeps its own part of a block; both keep the budget, and choose the same."""
     budget = 600 * 2**10
-    ranks = run_threads(2, live, f"{words} fp64 recompute:600KiB")
+    ranks = run_threads(2, live, "tp2 sp fp64 recompute:600KiB")
     assert all(0.9 * budget <= kept <= budget for kept, _ in ranks)
     assert ranks[0][1] == ranks[1][1] != {}
 
