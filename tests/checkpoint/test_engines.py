@@ -142,9 +142,3 @@ def test_weights_that_are_not_finite_do_not_replace_good_ones(tmp_path: Path):
     first, second = run_gloo(2, spoilt, str(tmp_path))
     assert first == second and "The weights of step 2 are not saved: " in first
     assert [path.name for path in all_in(tmp_path)] == ["step-000001"]
-
-
-def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path):
-    """As of any other folder."""
-    with pytest.raises(InputError, match="the checkpoint folder"):
-        sw.load(engine_of(alone(), "fp64"), tmp_path)

@@ -251,19 +251,6 @@ def test_what_fails_before_its_first_step_is_over_leaves_no_run(
     assert not given.folder.exists()
 
 
-def test_a_model_that_no_machine_holds_is_refused_before_it_is_built(tmp_path: Path) -> None:
-    """By its number of parameters; layers by the million would take hours to build."""
-    for size in ({"width": 10**9, "heads": 1}, {"layers": 10**9}):
-        given = runs.settings(tmp_path / "run")
-        model = given.model.model_copy(update=size)
-        with pytest.raises(
-            InputError,
-            match=r"model gpt:quickstart of [\d,]+ parameters .* of memory\. Allowed",
-        ):
-            loop.train(given.model_copy(update={"model": model}), alone())
-        assert not given.folder.exists()
-
-
 def test_memory_that_is_not_there_is_a_paragraph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
