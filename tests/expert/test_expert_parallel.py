@@ -1,4 +1,4 @@
-"""Expert parallelism under every gate; plans of one gate are in tests/plans.py."""
+"""Expert parallelism under every gate, and of mixtures of transformers, as in one process."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.world import World, traced
 from shardwise.core.errors import InputError, NonFiniteError
 from shardwise.engine.tensor_plan import table_of
+from shardwise.models import hf
+from shardwise.models.registry import find
 from shardwise.parallel.expert.gate import GATES
 from shardwise.parallel.expert.hard import hashed
+from shardwise.parallel.expert.stacked import stacked_experts
 from tests.engine.cases import CONFIG, Case, Task, ranks_of, small_gpt
 from tests.engine.tensors import (
     Held,
@@ -79,19 +82,17 @@ def test_checkpoints_between_degrees(tmp_path: Path):
     assert_pieces([held.weights for held in found], expected.weights, 1e-10)
 
 
-def one_rank_diverges(world: World, gate: str, on_nonfinite: str) -> None:
+def one_rank_diverges(world: World, task: Task, on_nonfinite: str, match: str) -> None:
     """The embedding of one token is NaN, and only rank 1 reads it."""
-    task = moe.task(gate)
-    model, options = task.make(), {"loss": task.loss, "on_nonfinite": on_nonfinite}
-    engine = sw.parallelize(model, "dp2 ep2 fp64", world, optimizer=sw.SGD(lr=0.1), **options)
+    options = {"loss": task.loss, "on_nonfinite": on_nonfinite, "optimizer": sw.SGD(lr=0.1)}
+    engine = sw.parallelize(task.make(), "dp2 ep2 fp64", world, **options)
     with torch.no_grad():
         for name, p in engine.model.named_parameters():
-            if name == "embed.weight":
+            if name.endswith(("embed.weight", "embed_tokens.weight")):
                 p[36] = torch.nan
     tokens = torch.full((2, 9), 36 if world.rank else 3)
     batch = {"inputs": tokens, "targets": tokens}
     if on_nonfinite == "raise":
-        match = r"^Step 1: The router of blocks\.0\.moe gave infinite .* data rank 1\."
         with pytest.raises(NonFiniteError, match=match):
             engine.step(batch)
         return
@@ -108,7 +109,16 @@ def one_rank_diverges(world: World, gate: str, on_nonfinite: str) -> None:
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
 def test_router_that_is_not_finite(gate: str, on_nonfinite: str):
     """Logits that are NaN on one rank stop the step on all, or all skip it, as dense models do."""
-    run_threads(2, one_rank_diverges, gate, on_nonfinite)
+    match = r"^Step 1: The router of blocks\.0\.moe gave infinite .* data rank 1\."
+    run_threads(2, one_rank_diverges, moe.task(gate), on_nonfinite, match)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_router_of_transformers_that_is_not_finite(on_nonfinite: str):
+    """So do weights that are NaN."""
+    pytest.importorskip("transformers")
+    match = r"^Step 1: .*layers\.0\.mlp\.experts gave .* on rank 1 of"
+    run_gloo(2, one_rank_diverges, library_task("mixtral", 2), on_nonfinite, match)
 
 
 @pytest.mark.parametrize(
@@ -157,3 +167,45 @@ def test_sp_needs_the_whole_sequence():
         sw.parallelize(model, "tp2 sp", traced(0, 2), table=lacks)
     assert model.get_parameter("blocks.0.moe.experts.up").shape[1] == CONFIG.hidden
     assert torch.isfinite(model.get_parameter("head.weight")).all()
+
+
+def library_model(name: str) -> nn.Module:
+    return find(f"hf:{name}").build()
+
+
+def library_batch(name: str, rows: int, step: int) -> dict[str, Tensor]:
+    return find(f"hf:{name}").batch(rows, step)
+
+
+def library_task(name: str, rows: int) -> Task:
+    """A small model of the type on uniform random words."""
+    return Task(
+        partial(library_model, name), partial(library_batch, name, rows), hf.causal_loss, hf.tokens
+    )
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(
+    ("name", "plan", "rows"),
+    [
+        ("mixtral", "dp2 ep2 zero3 accumulate:2", 5),
+        ("qwen3_moe", "dp4 ep4 zero3", 2),
+        ("qwen2_moe", "dp2 ep2 pp2 1f1b:2", 5),
+        ("deepseek_v3", "dp2 tp2 ep2", 5),
+        ("gpt_oss", "dp2 ep2", 3),
+        ("qwen3_moe", "dp2 tp2 ep2 sp", 5),
+    ],
+)
+def test_experts_of_transformers(name: str, plan: str, rows: int):
+    """Losses, gradients, weights and bytes are as foreseen; with 2 rows, two ranks have none."""
+    pytest.importorskip("transformers")
+    moe.holds(library_task(name, rows), plan)
+
+
+def test_stacks_are_found_by_their_signature():
+    """The stacks of a mixture are its modules of experts; a dense model has none."""
+    pytest.importorskip("transformers")
+    assert list(stacked_experts(library_model("mixtral"))) == [
+        f"model.layers.{n}.mlp.experts" for n in (0, 1)
+    ]
+    assert stacked_experts(small_gpt()) == {}
