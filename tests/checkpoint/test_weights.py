@@ -20,7 +20,6 @@ from shardwise.core.errors import InputError
 from shardwise.models import hf
 from shardwise.models.registry import find
 from shardwise.train.prepare import Start
-from shardwise.verify.command import verify
 from tests.engine.cases import regression, vectors
 from tests.engine.tensors import mine
 from tests.pool import run_gloo, run_threads
@@ -322,14 +321,12 @@ def test_a_failed_export_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.full
-def test_verify_takes_a_folder_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`hf:./folder` has the weights of the folder, and the plan is proved on them."""
+def test_a_folder_of_transformers_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`hf:./folder` has the weights of the folder."""
     pytest.importorskip("transformers")
     model = hf.find("llama").build()
     model.save_pretrained(tmp_path / "weights")  # type: ignore[operator]
     monkeypatch.chdir(tmp_path)
-    assert verify("dp2 zero3", "hf:./weights", steps=1).holds
     made = find("hf:./weights").build()
     assert all(map(torch.equal, model.parameters(), made.parameters()))
     (tmp_path / "weights/config.json").write_text("{}")
