@@ -207,24 +207,6 @@ def test_the_command_has_one_object(capsys: pytest.CaptureFixture[str]):
     assert other["bytes"] == found["bytes"] and other["activations"] > found["activations"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["dp2 zero9"], "zero9"),
-        (["dp2", "--rank", "2"], "--rank 2"),
-        (["dp2", "--batch", "0"], "--batch 0"),
-        (["dp2", "--batch", "1000000000"], "1000000000 rows"),
-        (["dp2", "--sequence", "1000000000"], "--sequence 1000000000"),
-        (["dp2 accumulate:1000000000"], "2000000000 rows"),
-        (["dp2", "--model", "gpf"], "gpf"),
-    ],
-)
-def test_bad_input_is_a_paragraph(capsys: pytest.CaptureFixture[str], argv: list[str], said: str):
-    """Exit code 2, and what to write instead."""
-    code, out, err = command(capsys, *argv)
-    assert (code, out) == (2, "") and said in err and "Write instead" in err
-
-
 NET = """
 import torch
 from torch import nn

@@ -82,15 +82,6 @@ def test_the_answer_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert found(capsys, "dp4 device_memory:8MiB")["device_memory"] == 2**23
 
 
-@pytest.mark.parametrize("size", ["80GB", "80 GiB", "0GiB", "much", "1GiB dp2", ""])
-def test_a_size_that_is_none_is_refused(size: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """In one paragraph, before anything is computed."""
-    with pytest.raises(SystemExit) as left:
-        main(["predict", "dp2", "--device-memory", size])
-    assert left.value.code == 2
-    assert "Write instead: --device-memory 80GiB" in capsys.readouterr().err
-
-
 @pytest.mark.full
 def test_where_the_memory_of_a_large_model_is(capsys: pytest.CaptureFixture[str]) -> None:
     """Llama 70B on 64 GPUs of 80 GiB: not without recomputation, whose activations are too many."""

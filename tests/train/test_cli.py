@@ -1,5 +1,6 @@
 """The command line: its answers are quick and are paragraphs."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def refused(argv: str, capsys: pytest.CaptureFixture[str]) -> str:
     """The error output of a command line that exits with 2, and prints nothing else."""
     with pytest.raises(SystemExit) as leaving:
-        cli.main(argv.split())
+        cli.main(shlex.split(argv))
     assert leaving.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -164,6 +165,21 @@ def test_help_says_how_options_are_given(capsys: pytest.CaptureFixture[str]) -> 
         ("verify dp2 --model absent.py", "Write instead: absent.py:build"),
         ("verify dpp2", "dp2 for 'dpp2'"),
         ("train /dev/null", "which is empty"),
+        ("verify", "Given: no plan"),
+        ("verify dp99 --device cuda", "99 ranks on cuda, with"),
+        ("verify dp2 --device tpu", "--device tpu"),
+        ("predict", "Given: no plan"),
+        ("predict 'dp2 zero9'", "zero9"),
+        ("predict dp2 --rank 2", "--rank 2"),
+        ("predict dp2 --batch 0", "--batch 0"),
+        ("predict dp2 --batch 1000000000", "1000000000 rows"),
+        ("predict dp2 --sequence 1000000000", "--sequence 1000000000"),
+        ("predict 'dp2 accumulate:1000000000'", "2000000000 rows"),
+        ("predict dp2 --model gpf", "gpf"),
+        *(
+            (f"predict dp2 --device-memory '{size}'", "Write instead: --device-memory 80GiB")
+            for size in ("80GB", "80 GiB", "0GiB", "much", "1GiB dp2", "")
+        ),
     ],
 )
 def test_every_command_answers_bad_input_in_a_paragraph(
@@ -173,7 +189,7 @@ def test_every_command_answers_bad_input_in_a_paragraph(
     err = refused(argv, capsys)
     assert phrase in err
     assert [line for line in err.splitlines() if line.startswith("Given: ")]
-    assert "Traceback" not in err
+    assert "Write instead" in err and "Traceback" not in err
 
 
 def test_the_words_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
