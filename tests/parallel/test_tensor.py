@@ -1,4 +1,4 @@
-"""Layers cut over ranks compute what they computed whole, forward and backward."""
+"""Layers cut over ranks under any use of autograd; tests/engine/test_tensor.py trains each kind."""
 
 from collections.abc import Callable
 from typing import Any
@@ -125,17 +125,6 @@ def same(
         if held.cut is not None and whole is not None:
             whole = part(whole, held.cut, world.rank)
         assert_part(n, grad, whole, largest)
-
-
-#: On four ranks, of which some have no key heads of their own.
-UNEVEN = ["6 heads, 2 for keys", "5 heads", "packed qkv, 6 heads, 1 for keys"]
-
-
-@pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize("name", KINDS)
-def test_cut_layers_are_the_whole_layers(name: str, sp: bool):
-    """Outputs, and gradients of the input and of every parameter, are those of one process."""
-    run_threads(4 if name in UNEVEN else 2, same, name, sp, once)
 
 
 ACTS = [twice_through, two_graphs, after_looking, by_grad, without_input]
