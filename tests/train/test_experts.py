@@ -33,13 +33,12 @@ def constant(given: config.Config) -> config.Config:
 
 @pytest.mark.full
 def test_loads_do_not_depend_on_the_plan(tmp_path: Path):
-    """Four ranks record the loads, the dropped share and the entropy that one rank does."""
-    plans = {"fp64": 1, "dp2 ep2 pp2 1f1b:2 fp64": 4}
+    """Two ranks record the loads, the dropped share and the entropy that one rank does."""
+    plans = {"fp64": 1, "dp2 ep2 zero2 fp64": 2}
     one, two = (
         runs.run(settings(tmp_path / f"run{ranks}", plan, capacity=1.0), ranks)
         for plan, ranks in plans.items()
     )
-    assert list(two[0].expert_loads or {}) == ["blocks.0.moe", "blocks.1.moe"]
     assert [r.expert_loads for r in one] == [r.expert_loads for r in two]
     assert [r.dropped for r in one] == [r.dropped for r in two]
     assert any(record.dropped for record in one)
