@@ -34,16 +34,11 @@ from shardwise.verify.report import Report, report, show
 from tests.pool import run_gloo, run_threads
 
 
-def on_gloo(plan: str, model: str = "gpt") -> Report:
-    read = Plan.parse(plan)
-    return report(read, model, run_gloo(read.size, prove, read, model, 3))
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("plan", ["pp2 dp2 zero3 1f1b:2 fp16", "dp2 tp2 sp zero3 bf16"])
-def test_plans_hold(plan: str):
-    """On real processes, in 16 bits; test_mutations.py proves more plans on threads."""
-    assert on_gloo(plan).holds
+def test_a_plan_holds_on_processes():
+    """In 16 bits; test_mutations.py proves more plans on threads."""
+    plan = Plan.parse("pp2 dp2 zero3 1f1b:2 fp16")
+    assert report(plan, "gpt", run_gloo(4, prove, plan, "gpt", 3)).holds
 
 
 def shortly(plan: str, model: str) -> Report:
