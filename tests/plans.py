@@ -38,7 +38,8 @@ CANONICAL: dict[str, list[str]] = {
     ],
     "experts": [
         *("dp2 ep2", "dp4 ep2 zero3", "dp4 ep4 zero1", "dp2 ep2 accumulate:2", "dp2 ep2 tp2"),
-        "pp2 dp2 ep2 1f1b:2",
+        *("dp2 ep2 tp2 sp", "pp2 dp2 ep2 1f1b:2", "pp2 dp2 ep2 zero2 zb-h1:2"),
+        "pp2 dp2 ep2 zero3 1f1b:2 accumulate:2 recompute:full",
     ],
     "recomputation": [
         *(f"dp2 zero3 recompute:{how}" for how in ("full", "selective", "every2", "128KiB")),

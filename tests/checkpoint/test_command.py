@@ -122,29 +122,3 @@ def test_inspect_refuses_what_is_no_checkpoint(tmp_path: Path, path: str, phrase
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=phrase):
         inspect_command(tmp_path / path)
-
-
-@pytest.mark.parametrize("content", [b"nonsense", b"\x80\x04K\x01.", b"cos\nnothing\n.", b""])
-def test_inspect_names_metadata_that_is_damaged(folder: Path, content: bytes):
-    """Whatever it is: no pickle, a pickle of something else, of a name there is not, nothing."""
-    (folder / "step-000007" / ".metadata").write_bytes(content)
-    with pytest.raises(InputError, match=r"step-000007/\.metadata', which is damaged"):
-        inspect_command(folder)
-
-
-@pytest.mark.parametrize("lost", ["ranks", "scalars"])
-def test_inspect_names_scalars_that_are_damaged(folder: Path, lost: str):
-    """JSON that says less than it should."""
-    file = folder / "step-000007" / "scalars.json"
-    said = json.loads(file.read_text())
-    del said[lost]
-    file.write_text(json.dumps(said))
-    with pytest.raises(InputError, match=r"scalars\.json', which is damaged"):
-        inspect_command(folder)
-
-
-@pytest.mark.parametrize("latest", [b"\xff", b"x" * 5000, b"../elsewhere", b"\0", b""])
-def test_a_damaged_pointer_is_passed_over(folder: Path, latest: bytes):
-    """The checkpoint is found by its name."""
-    (folder / "latest").write_bytes(latest)
-    assert describe(folder).path == folder / "step-000007"

@@ -2,22 +2,24 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint.folder import all_in
 from shardwise.checkpoint.save import save as save_boxes
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
+from tests.checkpoint.own import Own
+from tests.checkpoint.test_plain_loops import Sum
 from tests.engine.cases import regression, vectors
+from tests.engine.loops import rows
 from tests.engine.tensors import mine
 from tests.engine.zoo import make
 from tests.pool import run_gloo
-
-PLANS = ["dp2 zero3 fp64", "pp2 1f1b:2 fp64", "dp2 fp64"]
 
 
 def engine_of(world: World, plan: str, model: nn.Module | None = None) -> sw.Engine:
@@ -44,8 +46,10 @@ def interrupted(world: World, folder: str, plan: str, then: str) -> tuple[list[f
     return losses + steps(engine, 3), extra
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("then", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "then"),
+    [("dp2 zero3 fp64", "pp2 1f1b:2 fp64"), ("pp2 1f1b:2 fp64", "dp2 fp64")],
+)
 def test_a_run_goes_on_under_another_plan(tmp_path: Path, plan: str, then: str):
     """As if there had been no break, and with what else was saved."""
     straight = steps(engine_of(alone(), "fp64"), 0, 6)
@@ -144,7 +148,84 @@ def test_weights_that_are_not_finite_do_not_replace_good_ones(tmp_path: Path):
     assert [path.name for path in all_in(tmp_path)] == ["step-000001"]
 
 
-def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path):
-    """As of any other folder."""
-    with pytest.raises(InputError, match="the checkpoint folder"):
-        sw.load(engine_of(alone(), "fp64"), tmp_path)
+OWN = sw.Optim(Own, lr=0.02, groups={"*.bias": {"lr": 0.01, "betas": (0.7, 0.2)}})
+ADAM = sw.AdamW(lr=0.02, weight_decay=0.1)
+
+
+def loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+    return model(batch["x"], batch["late"]).square().mean()
+
+
+def go(
+    world: World, folder: str, plan: str, optimizer: Any, steps: range, load: bool
+) -> dict[str, Any]:
+    """Steps of an engine, from the folder's checkpoint if `load`, else to one."""
+    engine = sw.parallelize(
+        Sum(), f"{plan} fp64", world, optimizer=optimizer, loss=loss, least_unit_bytes=0
+    )
+    if load:
+        sw.load(engine, folder)
+    for step in steps:
+        x = torch.cat([rows(2 * step, 0), rows(2 * step, 1)])[:4]
+        part = x.tensor_split(engine.data_ranks)[engine.data_rank]
+        engine.step({"x": part, "late": int(step >= 3)})
+    engine.wait()  # parameters are gathered, states are of pieces
+    if not load:
+        sw.save(engine, folder)
+    return sw.full_state_dict(engine)
+
+
+def run(plan: str, *args: Any) -> dict[str, Any]:
+    ranks, (folder, *more) = sw.Plan.parse(plan).size, args
+    if ranks == 1:
+        return go(alone(), folder, plan, *more)
+    return run_gloo(ranks, go, folder, plan, *more)[0]
+
+
+PAIRS = [("dp2 zero3", "pp2 gpipe:1"), ("pp2 gpipe:1", "dp2 zero2")]
+
+
+@pytest.mark.parametrize("at", [0, 2, 4])
+@pytest.mark.parametrize("optimizer", [OWN, ADAM], ids=["Own", "AdamW"])
+@pytest.mark.parametrize(("here", "there"), PAIRS)
+def test_what_is_saved_goes_on(tmp_path: Path, at: int, optimizer: Any, here: str, there: str):
+    """Numbers, lists and counts of an optimizer, and modules' extra state, under another plan.
+
+    Also from before the first step, and where a layer has had no gradient yet.
+    """
+    run(here, str(tmp_path), optimizer, range(at), False)
+    found = run(there, str(tmp_path), optimizer, range(at, 6), True)
+    want = run("dp1", str(tmp_path / "straight"), optimizer, range(6), False)
+    assert found.keys() == want.keys()
+    for key, value in want.items():
+        if isinstance(value, Tensor):
+            assert torch.allclose(found[key], value, rtol=1e-10, atol=1e-12), key
+    counts = [state["chain.0._extra_state"]["calls"] for state in (found, want)]
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_state_goes_into_an_engine_that_has_trained(tmp_path: Path):
+    """Loading a checkpoint from before the first step begins afresh: no state is left over."""
+    engine = sw.parallelize(Sum(), "fp64", alone(), optimizer=ADAM, loss=loss)
+    sw.save(engine, tmp_path)
+    batch = {"x": rows(0, 0), "late": 1}
+    first = [engine.step(batch).loss for _ in range(2)]
+    sw.load(engine, tmp_path)
+    assert not engine.optimizer.state
+    vars(engine.model.get_submodule("chain.0"))["calls"] = 0
+    assert [engine.step(batch).loss for _ in range(2)] == first
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_another_class_of_optimizer_is_refused(tmp_path: Path, steps: int):
+    """One without states cannot give any, and one with other states has not these."""
+    for first, then, text in (
+        (sw.SGD(lr=0.1), ADAM, "saved by SGD, without states of AdamW"),
+        (sw.SGD(lr=0.1, momentum=0.9), ADAM, "exp_avg/chain" if steps else "saved by SGD"),
+    ):
+        folder = tmp_path / str(len(text))
+        go(alone(), str(folder), "dp1", first, range(steps), False)
+        engine = sw.parallelize(Sum(), "fp64", alone(), optimizer=then, loss=loss)
+        with pytest.raises(InputError, match=text):
+            sw.load(engine, folder)
+        assert not engine.optimizer.state and engine.steps == 0

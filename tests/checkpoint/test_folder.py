@@ -69,9 +69,11 @@ def test_latest_is_what_was_saved_last_not_what_has_the_largest_step(tmp_path: P
     assert loaded(tmp_path)[0]["step"] == 100
 
 
-@pytest.mark.parametrize("pointer", [None, "step-000300", "", "../elsewhere"])
+@pytest.mark.parametrize(
+    "pointer", [None, b"step-000300", b"", b"../elsewhere", b"\xff", b"x" * 5000, b"\0"]
+)
 def test_without_a_good_pointer_the_newest_whole_checkpoint_is_found(
-    tmp_path: Path, pointer: str | None
+    tmp_path: Path, pointer: bytes | None
 ):
     """`latest` may be missing or wrong: then the names tell, and halves are passed over."""
     saved(tmp_path, 100, 1.0)
@@ -79,7 +81,7 @@ def test_without_a_good_pointer_the_newest_whole_checkpoint_is_found(
     (tmp_path / "step-000300").mkdir()
     (tmp_path / "latest").unlink()
     if pointer is not None:
-        (tmp_path / "latest").write_text(pointer)
+        (tmp_path / "latest").write_bytes(pointer)
     assert find(tmp_path) == tmp_path / "step-000200"
 
 

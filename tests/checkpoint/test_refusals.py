@@ -60,16 +60,6 @@ def test_all_that_does_not_fit_is_listed(folder: Path):
     assert "and 14 more tensors" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("where", "message"),
-    [("nowhere", "no such folder"), (".", "no complete checkpoint in it")],
-)
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, where: str, message: str):
-    """A folder that is not there, or holds no checkpoint, is said to be so."""
-    with pytest.raises(InputError, match=message):
-        load(tmp_path / where, [whole("model/w", 4, 3)], alone())
-
-
 def shorten(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 

@@ -1,11 +1,19 @@
+"""Collectives by name, and those of a library: values, and what the ledger counts of them."""
+
+import pickle
+
 import pytest
 import torch
 from torch import Tensor
 
 from shardwise.comm import move as c
-from shardwise.comm.ledger import Tally
-from shardwise.comm.world import World, alone
+from shardwise.comm.gloo import Gloo
+from shardwise.comm.ledger import Key, Ledger, Tally
+from shardwise.comm.move import all_to_all, begin_receive, begin_send, broadcast, move
+from shardwise.comm.nccl import Nccl
+from shardwise.comm.world import Axis, World, alone, counted_axis
 from shardwise.core.errors import RankError
+from shardwise.core.layout import I, P, R, S
 from shardwise.core.mesh import Mesh
 from tests.pool import run_gloo, run_threads
 
@@ -13,7 +21,6 @@ WORLDS = [(run_threads, 2), (run_threads, 4), (run_gloo, 2), (run_gloo, 4)]
 IDS = ["threads2", "threads4", "gloo2", "gloo4"]
 on_worlds = pytest.mark.parametrize(("run", "ranks"), WORLDS, ids=IDS)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
-on_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
 
 def mine(rank: int, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -83,12 +90,16 @@ def exchanges(world: World, dtype: torch.dtype) -> list[bool]:
     return good
 
 
+def every_dtype(world: World) -> list[bool]:
+    """Whether each call gives what it should."""
+    functions = (reductions, copies, exchanges)
+    return [good for of in functions for dtype in DTYPES for good in of(world, dtype)]
+
+
 @on_worlds
-@on_dtypes
-@pytest.mark.parametrize("function", [reductions, copies, exchanges], ids=lambda f: f.__name__)
-def test_collectives_give_what_one_process_computes(run, ranks, function, dtype):
+def test_collectives_give_what_one_process_computes(run, ranks):
     """Every collective by name, on every dtype, equals the same worked out from all parts."""
-    assert all(all(good) for good in run(ranks, function, dtype))
+    assert all(all(good) for good in run(ranks, every_dtype))
 
 
 def one_rank_only(world: World, sender: int) -> Tensor:
@@ -201,3 +212,84 @@ def test_each_axis_of_a_grid_meets_its_own_line(run):
         assert inside == [first, first + 1]
         assert across == [rank % 2, rank % 2 + 2]
         assert (inner, outer) == (rank % 2, rank // 2)
+
+
+def results(axis: Axis, rank: int) -> list[Tensor]:
+    """What moves, a broadcast, an all-to-all with counts and messages both ways give."""
+    own = torch.Generator().manual_seed(rank)
+    x = torch.randint(0, 9, (4, 6), generator=own).double()
+    found = [move(x, axis, *pair) for pair in ((P, R), (P, S(1)), (S(0), I), (S(0), S(1)))]
+    found.append(broadcast(x.clone(), axis, 1))
+    found.append(
+        all_to_all(x, axis, [3, 1] if rank == 0 else [1, 3], [3, 1] if rank == 0 else [1, 3])
+    )
+    out, peer = torch.empty(24).double(), 1 - rank
+    pending = [begin_send(x, axis, peer), begin_receive(out, axis, peer)]
+    for each in pending:
+        each.wait()
+    return [*found, out]
+
+
+def compared(world: World) -> tuple[bool, bool]:
+    """Whether results and ledger are those of the transport of gloo."""
+    here, there = (world.on(Mesh((("dp", 2),))) for _ in range(2))
+    gloo, groups = here.axis("dp"), list[Nccl]()
+    for transport in (there.axis("dp").transport, there.axis("dp").behind):
+        assert isinstance(transport, Gloo)
+        groups.append(Nccl(transport.group))
+    library = counted_axis("dp", groups, there.ledger, world.device)
+    one, other = results(gloo, world.rank), results(library, world.rank)
+    same = all(map(torch.equal, one, other))
+    return same, here.ledger.lines == there.ledger.lines
+
+
+def test_the_librarys_collectives_give_and_count_what_messages_do():
+    """Values, calls, elements, bytes and peers, by kind."""
+    assert run_gloo(2, compared) == [(True, True)] * 2
+
+
+def write(ledger: Ledger, kind: str, numel: int, dtype: torch.dtype) -> None:
+    """One call on dp that hands a tensor to one peer."""
+    ledger.begin("dp", kind).add(torch.empty(0, dtype=dtype), numel)
+
+
+def test_lines_of_one_key_add_up():
+    """Calls, elements and bytes of the same axis, kind and phase are one line."""
+    ledger = Ledger()
+    write(ledger, "all_reduce", 10, torch.float32)
+    write(ledger, "all_reduce", 5, torch.float16)
+    assert ledger.lines == {Key("dp", "all_reduce", "start"): Tally(2, 15, 50, 2)}
+    assert ledger.sent_bytes() == 50
+
+
+def test_a_phase_lasts_for_its_block_even_if_it_raises():
+    """Inside `phase` lines carry its name; afterwards the name before is back."""
+    ledger = Ledger()
+    ledger.now = "backward"
+    try:
+        with ledger.phase("update"):
+            write(ledger, "all_gather", 1, torch.int8)
+            raise ArithmeticError
+    except ArithmeticError:
+        write(ledger, "all_gather", 1, torch.int8)
+    assert [key.phase for key in ledger.lines] == ["update", "backward"]
+
+
+def test_since_gives_what_was_written_in_between():
+    """Lines that did not change are left out, the others are differences."""
+    ledger = Ledger()
+    write(ledger, "all_gather", 3, torch.float32)
+    write(ledger, "all_reduce", 3, torch.float32)
+    before = ledger.copy()
+    assert ledger.since(before) == {}
+    write(ledger, "all_gather", 2, torch.float32)
+    assert ledger.since(before) == {Key("dp", "all_gather", "start"): Tally(1, 2, 8, 1)}
+
+
+def test_a_ledger_can_be_handed_to_another_process():
+    """As what a rank returns from `sw.spawn`."""
+    ledger = Ledger()
+    write(ledger, "all_reduce", 5, torch.float32)
+    again = pickle.loads(pickle.dumps(ledger))  # noqa: S301 (its own bytes)
+    write(again, "all_reduce", 5, torch.float32)
+    assert again.lines == {Key("dp", "all_reduce", "start"): Tally(2, 10, 40, 2)}

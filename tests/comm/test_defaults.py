@@ -14,7 +14,7 @@ from tests.engine.cases import regression, settled, share, vectors
 from tests.pool import run_threads
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float64)
-PLANS = ("dp2 ddp", "dp2 zero3", "pp2 gpipe:2", "tp2")
+PLANS = ("dp2 zero3", "pp2 gpipe:2", "tp2")
 STEPS = 60
 
 
@@ -57,8 +57,7 @@ def planned(world: World, plan: str, device: str | None) -> float:
 
 TABLE = {"0": "colwise", "2": "rowwise"}
 CASES = [
-    *((plain, how, ranks) for how in ("DDP", "FSDP") for ranks in (1, 2)),
-    (plain, "Pipe", 2),
+    *((plain, how, 2) for how in ("DDP", "FSDP", "Pipe")),
     *((planned, plan, Plan.parse(plan).size) for plan in PLANS),
 ]
 

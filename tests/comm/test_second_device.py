@@ -27,9 +27,9 @@ from tests.pool import run_gloo, run_threads
 from tests.second_device import DEVICE, SecondDevice, run_on_device
 
 PLANS = (
-    *("dp2 ddp", "dp2 zero1", "dp2 zero2 bf16", "dp2 zero3", "dp_replicate2 dp_shard2 zero3"),
-    *("dp2 fp16 zero1", "tp2 sp", "tp2 dp2 zero3", "pp2 1f1b:2", "pp2 zb-h1:2"),
-    *("pp2 dp2 zero1 gpipe:2", "pp2 2bw:2", "dp2 zero3 tile:2", "dp2 tp2 | blocks.0: dp4 zero3"),
+    *("dp2 zero1 fp16", "dp2 zero2 bf16", "dp_replicate2 dp_shard2 zero3", "tp2 dp2 sp zero3"),
+    *("pp2 zb-h1:2", "pp2 dp2 zero1 gpipe:2", "pp2 2bw:2", "dp2 zero3 tile:2"),
+    "dp2 tp2 | blocks.0: dp4 zero3",
 )
 
 

@@ -318,14 +318,6 @@ class Routed(Stack):
         return super().forward(self.before(x))
 
 
-class Frozen(Stack):
-    """The first half is not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[:2].requires_grad_(False)
-
-
 class LateNorm(Stack):
     """A module that is defined before the blocks and called after them."""
 

@@ -18,13 +18,8 @@ from shardwise.core.errors import RankError
 from shardwise.core.uneven import Cut, even
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.parallel.tensor.logits import sharded_logits
-from shardwise.prediction.tensor import loss_bytes
 from tests.pool import run_gloo, run_threads
 
-WORLDS = [
-    *((run_threads, ranks, vocabulary) for ranks in (2, 3, 4) for vocabulary in (3, 10, 16)),
-    *((run_gloo, 2, 9), (run_gloo, 4, 3), (run_gloo, 4, 10)),
-]
 TERMS: list[dict[str, Any]] = [
     {},
     {"reduction": "sum"},
@@ -92,7 +87,7 @@ def parity(world: World, vocabulary: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "ranks", "vocabulary"), WORLDS, ids=lambda value: getattr(value, "__name__", str(value))
+    ("run", "ranks", "vocabulary"), [(run_threads, 2, 16), (run_threads, 3, 10), (run_gloo, 4, 3)]
 )
 def test_the_loss_and_its_gradient_are_those_of_one_process(run, ranks, vocabulary):
     """Every term and reduction, also where ranks have unlike parts, or none: Megatron-LM#1754."""
@@ -146,29 +141,6 @@ def test_where_all_targets_are_ignored_the_mean_is_nan_and_the_gradient_zero(ter
     x, targets = sample(5)
     targets.fill_(-100)
     run_threads(2, lambda w: same(w, even(0, 5, 2), x, targets, terms))
-
-
-def bytes_sent(world: World, dtype: torch.dtype, positions: int, smoothing: float) -> int:
-    x = torch.randn(positions, even(0, 11, world.size).size(world.rank), dtype=dtype)
-    logits = sharded_logits(x.requires_grad_(), world.everyone, even(0, 11, world.size))
-    before = world.ledger.copy()
-    loss = cross_entropy(logits, torch.zeros(positions).long(), label_smoothing=smoothing)
-    loss.backward()
-    told = world.ledger.since(before)
-    assert {key.kind: tally.calls for key, tally in told.items()} == {"all_reduce": 2}
-    return sum(tally.sent_bytes for tally in told.values())
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_ledger_is_what_is_predicted_and_has_no_gather(ranks, dtype):
-    """Two all-reduces forward, none backward; the vocabulary is not in the formula."""
-    for positions in (1, 5, 8):
-        for smoothing in (0.0, 0.1):
-            size = 8 if dtype == torch.float64 else 4
-            expected = loss_bytes(positions, ranks, smoothing=smoothing > 0, element_bytes=size)
-            sent = run_threads(ranks, bytes_sent, dtype, positions, smoothing)
-            assert sent == [expected] * ranks
 
 
 def narrow(world: World, dtype: torch.dtype, terms: dict[str, Any]) -> tuple[float, float]:

@@ -2,19 +2,22 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.engine.shard import drivers
 from shardwise.parallel.data.flat_gradient import FlatGradient
 from shardwise.parallel.data.weight_gradient import LEAST, take_over
-from tests.engine.cases import Case, build, difference, rows_task, settled
+from tests.engine.cases import Case, build, difference, regression, rows_task, settled
 from tests.engine.tensors import mine
 from tests.pool import run_threads
 
@@ -271,3 +274,157 @@ def counted(grads: FlatGradient, count: list[int], *args: Any) -> None:
 def batch(step: int) -> tuple[Tensor, Tensor]:
     x = torch.cat([rows(step, rank).flatten(0, 1) for rank in range(2)]).repeat(2, 1)[:8]
     return x, x[:, :3].sin()
+
+
+@pytest.mark.parametrize("bad", [(2, WIDE + 1), ()])
+def test_inputs_that_do_not_fit_are_told_as_torch_tells(bad: tuple[int, ...]):
+    """With our node as without."""
+    x, texts = torch.ones(bad), []
+    net = directly(made(once).float(), alone())
+    for layer in (made(once).float().a, net.a):
+        with pytest.raises((RuntimeError, IndexError)) as told:
+            layer(x)
+        texts.append(str(told.value))
+    assert texts[0] == texts[1]
+
+
+def sparse(net: Net, x: Tensor) -> Tensor:
+    return net.a(x.flatten(0, 1).to_sparse())
+
+
+def dual(net: Net, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        y = net.a(forward_ad.make_dual(x, torch.ones_like(x)))
+        tangent = forward_ad.unpack_dual(y).tangent
+        assert tangent is not None
+        return tangent.clone()
+
+
+def traced(net: Net, x: Tensor) -> Tensor:
+    made = cast("Callable[[Tensor], Tensor]", torch.jit.trace(net.a, (x,)))
+    return made(x)
+
+
+def broadcast(net: Net, x: Tensor) -> Tensor:
+    net.a.bias = nn.Parameter(torch.ones(1))
+    return net.a(x)
+
+
+def counted_flops(net: Net, x: Tensor) -> Tensor:
+    with FlopCounterMode(display=False) as counter:
+        net.a(x)
+    return torch.tensor([float(counter.get_total_flops())])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("act", [sparse, dual, traced, broadcast, counted_flops])
+def test_what_only_torch_does_is_left_to_torch(act: Callable[[Net, Tensor], Tensor]):
+    """Sparse inputs, forward-mode derivatives, tracing, a bias of one element, counting modes."""
+    nets = made(once).float(), directly(made(once).float(), alone())
+    plain, found = (act(net, rows(0, 0).float()) for net in nets)
+    assert difference(found.detach(), plain.detach()) <= 1e-5
+
+
+def test_what_a_hook_keeps_of_an_input_is_a_tensor():
+    """It is the input itself, of no other class."""
+    net, seen = made(once), list[Tensor]()
+    model = directly(net, alone())
+    net.a.register_forward_hook(lambda _, args, __: seen.append(args[0]))
+    x = rows(0, 0)
+    model(x)
+    assert seen[0] is x
+
+
+class Silent(torch.autograd.Function):
+    """Gives its input on, and no gradient back."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, __: Tensor) -> None:
+        return None
+
+
+def test_no_gradient_is_no_zeros():
+    """A weight behind something that gives none back keeps none."""
+    net = made(once)
+    model = directly(net, alone())
+    (Silent.apply(net.b(rows(0, 0))).sum() + net.a(rows(0, 0)).sum()).backward()
+    assert net.b.weight.grad is None
+    assert net.a.weight.grad is not None
+    assert model is net
+
+
+def test_a_hook_that_comes_between_the_passes_is_heard(written: list[str]):
+    """One put on the weight after the forward pass changes the gradient."""
+    plain, net = made(once), directly(made(once), alone())
+    for each in (plain, net):
+        y = each(rows(0, 0)).square().sum()
+        each.a.weight.register_hook(lambda grad: grad * 2)
+        y.backward()
+    assert written == ["b.weight"]
+    assert difference(there(net.a.weight), there(plain.a.weight)) <= 1e-12
+
+
+def penalty_in(block: "Wide", x: Tensor) -> Tensor:
+    return torch.tanh(block.lin(x)) + block.lin.weight.square().mean()
+
+
+def decoder(block: "Wide", x: Tensor) -> Tensor:
+    return torch.tanh(block.lin(x)) @ block.lin.weight
+
+
+def transposed(block: "Wide", x: Tensor) -> Tensor:
+    return torch.tanh(block.lin(x)) @ block.lin.weight.t()
+
+
+def elementwise(block: "Wide", x: Tensor) -> Tensor:
+    return torch.tanh(block.lin(x)) * block.lin.weight[0]
+
+
+def twice(block: "Wide", x: Tensor) -> Tensor:
+    return block.lin(torch.tanh(block.lin(x)))
+
+
+def of_a_constant(block: "Wide", x: Tensor) -> Tensor:
+    """Behind the fork that the constant's way leads into."""
+    return block.lin(torch.tanh(x * block.lin(torch.ones_like(x))))
+
+
+def looked_up(block: "Wide", x: Tensor) -> Tensor:
+    """An embedding whose table is the layer's weight."""
+    ids = (100 * x[:, 0].detach()).long() % WIDE
+    return torch.tanh(block.lin(x)) + functional.embedding(ids, block.lin.weight)
+
+
+USES = [penalty_in, decoder, transposed, elementwise, twice, of_a_constant, looked_up]
+
+
+class Wide(nn.Module):
+    """A large layer, whose weight is used in other ways too."""
+
+    def __init__(self, use: Callable[["Wide", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.lin, self.use = nn.Linear(WIDE, WIDE), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+def halved(world: World, plan: str, use: Callable[[Wide, Tensor], Tensor]) -> list[float]:
+    """The losses of three steps on two such blocks."""
+    model = settled(nn.Sequential(Wide(use), Wide(use), Wide(use), nn.Linear(WIDE, 3)))
+    optimizer = sw.Optim(torch.optim.SGD, lr=1e-4)
+    engine = sw.parallelize(model, plan, world, optimizer=optimizer, loss=regression)
+    return [engine.step(mine(engine, batch(step))).loss for step in range(3)]
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("plan", ["pp2 1f1b:2 fp64", "pp2 zb-h1:2 fp64", "pp2 zb-v:2 fp64"])
+def test_a_weight_that_is_used_in_other_ways_too_is_trained_once(plan: str, use: Any):
+    """Whatever half of the backward pass makes a part of its gradient."""
+    expected = run_threads(1, halved, "fp64", use)[0]
+    for losses in run_threads(2, halved, plan, use):
+        assert losses == pytest.approx(expected, rel=1e-11)

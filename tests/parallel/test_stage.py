@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.partition import starts
 from shardwise.engine.staged_model import Stages
-from shardwise.models import gpt
 from shardwise.models.registry import find
 from shardwise.parallel.pipeline.placeholders import twin
 from tests.parallel import between
@@ -31,7 +30,6 @@ def one_thread() -> Iterator[None]:
 TWO, THREE, FOUR = ("blocks.2",), ("blocks.1", "blocks.3"), ("blocks.1", "blocks.2", "blocks.3")
 
 MODELS: dict[str, Any] = {
-    "stack": Stack,
     "skips": between.Skips,
     "mask": between.Masks,
     "in place": between.Writes,
@@ -46,7 +44,6 @@ MODELS: dict[str, Any] = {
     "asks": between.Asks,
     "autograd function": between.Straight,
     "experts": between.Routed,
-    "frozen": between.Frozen,
     "statistics": between.Statistics,
     **{
         how: lambda how=how: between.Speaks(how)
@@ -58,7 +55,7 @@ MODELS: dict[str, Any] = {
 # --- the same as whole -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cut", [TWO, THREE, FOUR], ids=len)
+@pytest.mark.parametrize("cut", [TWO, FOUR], ids=len)
 @pytest.mark.parametrize("model", MODELS)
 def test_stages_compute_what_the_whole_model_does(model: str, cut: tuple[str, ...]) -> None:
     """Loss and every gradient, of two microbatches of which the last has fewer rows."""
@@ -72,25 +69,12 @@ def test_a_rank_may_have_several_stages(model: str, ranks: list[list[int]]) -> N
     check(settled(MODELS[model]()), regression, [rows(3), rows(2, seed=1)], FOUR, ranks)
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("count", [2, 4])
 def test_a_sequential_is_cut_between_its_modules(count: int) -> None:
     """Modules without parameters are done between layers; stages are by parameters."""
     layers = [nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)]
     model = settled(nn.Sequential(*layers, nn.Linear(8, WIDTH)))
     check(model, regression, [rows(3), rows(1, seed=2)], starts(model, count))
-
-
-@pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_gpt_in_stages(count: int, tied: bool) -> None:
-    """A tied embedding is held by the first stage and the last, and their gradients add up."""
-    config = gpt.GPTConfig(37, 4, 20, 2, 1, 27, 9, tied)
-    model = settled(gpt.GPT(config))
-    own = torch.Generator().manual_seed(1)
-    texts = [torch.randint(0, 37, shape, generator=own) for shape in ((3, 10), (2, 8))]
-    batches = [{"inputs": text[:, :-1], "targets": text[:, 1:]} for text in texts]
-    played = check(model, gpt.loss, batches, starts(model, count))
-    assert played.ranks[0].parameters["embed.weight"] == ((0, count - 1) if tied else (0,))
 
 
 def test_layers_may_be_looked_into() -> None:
@@ -109,18 +93,18 @@ def test_a_layer_can_be_put_beside_another() -> None:
         check(model, regression, [rows(3)], TWO, beside={"before": other})
 
 
-HF = ["llama", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "mixtral", "bert", "t5", "opt", "bart"]
+#: Of llama, gpt2 and t5 tests/verify/test_command.py tells.
+HF = ["qwen3", "gemma2", "phi3", "mixtral", "bert", "opt", "bart"]
 
 
-@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", HF)
-def test_models_of_transformers_in_stages(name: str, count: int) -> None:
+def test_models_of_transformers_in_stages(name: str) -> None:
     """Skips, tied embeddings, masks, experts whose shapes are in the data: as whole."""
     pytest.importorskip("transformers")
     found = find(f"hf:{name}")
     model = found.build().double().train()
     batches = [found.batch(3, 0), found.batch(1, 1)]
-    check(model, found.loss, batches, starts(model, count))
+    check(model, found.loss, batches, starts(model, 4))
 
 
 # --- what a rank has -------------------------------------------------------------------------

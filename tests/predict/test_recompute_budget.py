@@ -54,7 +54,7 @@ def best_of_all(costs: list[list[Cost]], room: tuple[int, ...]) -> tuple[int, in
 
 
 @pytest.mark.parametrize("moments", [1, 2])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_choice_is_the_best_of_all(seed: int, moments: int):
     """Of 12 blocks no choice that fits has fewer operations, or keeps more with as many."""
     costs = costs_of(seed, moments)
@@ -126,7 +126,7 @@ def least_and_most() -> tuple[int, int]:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_budget_is_met_and_used(share: float):
     """The activations live after a forward are those predicted: the budget, less 5 % at most."""
     least, most = least_and_most()
@@ -140,11 +140,10 @@ def test_a_budget_is_met_and_used(share: float):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("words", ["tp2", "tp2 sp"])
-def test_a_budget_on_the_tensor_axis(words: str):
+def test_a_budget_on_the_tensor_axis():
     """Each rank keeps its own part of a block; both keep the budget, and choose the same."""
     budget = 600 * 2**10
-    ranks = run_threads(2, live, f"{words} fp64 recompute:600KiB")
+    ranks = run_threads(2, live, "tp2 sp fp64 recompute:600KiB")
     assert all(0.9 * budget <= kept <= budget for kept, _ in ranks)
     assert ranks[0][1] == ranks[1][1] != {}
 

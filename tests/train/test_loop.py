@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import math
 import re
 import resource
 import shutil
@@ -23,16 +24,6 @@ from shardwise.train.stop_signal import NOTHING
 from tests.pool import run_gloo
 from tests.train import runs
 
-PLANS = {
-    "dp2 ddp fp64": 2,
-    "dp2 zero3 fp64": 2,
-    "dp2 zero2 fp64 accumulate:2": 2,
-    "dp4 zero1 fp64": 4,
-    "dp_replicate2 dp_shard2 zero3 fp64": 4,
-    "pp2 1f1b:4 fp64": 2,
-    "pp2 dp2 zero3 1f1b:2 fp64": 4,
-}
-
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
@@ -51,10 +42,10 @@ def same(one: list[Record], other: list[Record]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["dp4 zero1 fp64", "pp2 dp2 zero3 1f1b:2 fp64"])
 def test_the_curve_is_that_of_one_rank(plan: str, whole: list[Record], tmp_path: Path) -> None:
     """Loss, gradient norm and validation loss of every step, uneven shares and epochs' ends too."""
-    same(runs.run(runs.settings(tmp_path / "run", plan), PLANS[plan]), whole)
+    same(runs.run(runs.settings(tmp_path / "run", plan), 4), whole)
 
 
 def test_the_run_reads_the_text_more_than_once_and_learns(whole: list[Record]) -> None:
@@ -66,9 +57,7 @@ def test_the_run_reads_the_text_more_than_once_and_learns(whole: list[Record]) -
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    ("plan", "ranks"), [("fp64", 1), ("dp4 zero1 fp64", 4), ("pp2 1f1b:2 fp64", 2)]
-)
+@pytest.mark.parametrize(("plan", "ranks"), [("fp64", 1), ("pp2 1f1b:2 fp64", 2)])
 def test_a_stopped_run_goes_on_under_another_plan(
     plan: str, ranks: int, whole: list[Record], tmp_path: Path
 ) -> None:
@@ -106,29 +95,6 @@ def test_a_signal_before_a_resumed_run_goes_on_keeps_it(
     same(runs.run(given, start=Start(resume=True)), whole)
 
 
-@pytest.mark.full
-def test_what_was_done_after_the_checkpoint_is_done_again_once(
-    whole: list[Record], tmp_path: Path
-) -> None:
-    """A run killed after step 5 resumes from its checkpoint of step 4: each step once."""
-    given = runs.settings(tmp_path / "run", steps=5, decay="constant", keep=9)
-    runs.run(given)
-    last = given.folder / "checkpoints" / "step-000005"
-    last.rename(tmp_path / "lost")
-    (given.folder / "checkpoints" / "latest").write_text("step-000004\n")
-    again = runs.run(given, start=Start(resume=True))
-    assert [record.step for record in again] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.full
-def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
-    """Saved at 2, 4, 6 and 7; two are kept."""
-    given = runs.settings(tmp_path / "run", keep=2)
-    runs.run(given)
-    names = [path.name for path in all_in(given.folder / "checkpoints")]
-    assert names == ["step-000006", "step-000007"]
-
-
 @pytest.mark.parametrize("plan", ["dp2 zero3", "pp2 1f1b:2"])
 def test_a_run_leaves_its_report_pictures_and_sample(plan: str, tmp_path: Path) -> None:
     """Everything the summary promises is there, the sample too where no rank has all stages."""
@@ -145,19 +111,6 @@ def test_a_run_leaves_its_report_pictures_and_sample(plan: str, tmp_path: Path) 
         "plots/step.png",
     ):
         assert (given.folder / name).stat().st_size > 0
-
-
-@pytest.mark.full
-def test_the_quickstart_holds_and_sends_what_the_formulas_say(tmp_path: Path) -> None:
-    """Three short steps of the example: units that are gathered and freed, each category equal."""
-    example = Path(__file__).parents[2] / "examples" / "quickstart.toml"
-    changed = ("train.steps=3", "train.warmup=1", "train.batch=2", "train.eval_every=0")
-    shorter = ("model.sequence=32", "sample.tokens=2", f"run.folder={tmp_path / 'run'}")
-    given = config.read(example, [*changed, *shorter])
-    cost, _ = run_gloo(2, runs.costed, given, None)
-    assert cost.memory == cost.predicted_memory
-    assert cost.sent == cost.predicted_sent
-    assert sum(cost.sent.values()) > 2 * cost.memory["parameters"]
 
 
 @pytest.mark.full
@@ -218,13 +171,12 @@ def test_another_model_cannot_be_resumed_with(told: bool, tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("plan", "ranks"), [("fp64", 1), ("dp2 zero3 fp64", 2)])
-def test_a_run_that_has_made_its_steps_says_so(plan: str, ranks: int, tmp_path: Path) -> None:
-    """Resumed once more, under its plan or another, it is left as it is, to the last byte."""
+def test_a_run_that_has_made_its_steps_says_so(tmp_path: Path) -> None:
+    """Resumed once more, under another plan, it is left as it is, to the last byte."""
     given = runs.settings(tmp_path / "run", steps=2)
     runs.run(given)
     before = contents(given.folder)
-    said = run_gloo(ranks, runs.said, runs.settings(tmp_path / "run", plan, steps=2))
+    said = run_gloo(2, runs.said, runs.settings(tmp_path / "run", "dp2 zero3 fp64", steps=2))
     assert said[0] == (
         f"the run in {given.folder} is finished: step 2 of 2. Nothing was changed; to train on: "
         "--resume --set train.steps=4\n"
@@ -297,19 +249,6 @@ def test_what_fails_before_its_first_step_is_over_leaves_no_run(
     with pytest.raises(RuntimeError, match="no peak today"):
         loop.train(given, alone())
     assert not given.folder.exists()
-
-
-def test_a_model_that_no_machine_holds_is_refused_before_it_is_built(tmp_path: Path) -> None:
-    """By its number of parameters; layers by the million would take hours to build."""
-    for size in ({"width": 10**9, "heads": 1}, {"layers": 10**9}):
-        given = runs.settings(tmp_path / "run")
-        model = given.model.model_copy(update=size)
-        with pytest.raises(
-            InputError,
-            match=r"model gpt:quickstart of [\d,]+ parameters .* of memory\. Allowed",
-        ):
-            loop.train(given.model_copy(update={"model": model}), alone())
-        assert not given.folder.exists()
 
 
 def test_memory_that_is_not_there_is_a_paragraph(
@@ -430,3 +369,38 @@ def test_stages_may_be_a_list():
     """As in Python."""
     found = config.build({"plan": {"text": "pp3 1f1b:4", "stages": ["blocks.1", "blocks.3"]}})
     assert found.plan.stages == "blocks.1, blocks.3"
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("plan", ["dp2 zero2 fp64", "pp2 1f1b:2 fp64"])
+def test_a_loss_that_is_not_a_number_names_step_and_rank(plan: str, tmp_path: Path) -> None:
+    """Rank 1's loss is NaN in step 4: both ranks stop there, and the checkpoint of step 2 stays.
+
+    Of a pipeline it is the last rank that has a loss, and no loss on meta is taken for one.
+    """
+    given = runs.settings(tmp_path / "run", plan, save_every=2)
+    errors = run_gloo(2, runs.poisoned, given, 1, 4)
+    assert errors[0] == errors[1]
+    assert "Step 4: the loss is not finite, on rank 1; the first parameter" in errors[0]
+    assert str(given.folder / "checkpoints" / "step-000002") in errors[0]
+    assert [path.name for path in all_in(given.folder / "checkpoints")] == ["step-000002"]
+
+
+def test_a_gradient_that_is_not_a_number_names_step_and_ranks(tmp_path: Path) -> None:
+    """Every loss is finite, a gradient is not: the ranks that made it, in stages all before it."""
+    given = runs.settings(tmp_path / "run", "pp2 1f1b:2 fp64", save_every=2)
+    errors = run_gloo(2, runs.poisoned, given, 1, 4, True)
+    assert errors[0] == errors[1]
+    assert "Step 4: the gradient's norm is nan, not finite, on rank 0, 1; the first" in errors[0]
+
+
+def test_a_step_can_be_left_out(tmp_path: Path) -> None:
+    """With train.on_nonfinite = "skip": the run ends, and its record and report say which step."""
+    given = runs.settings(tmp_path / "run", "dp2 zero1 fp64", on_nonfinite="skip")
+    assert run_gloo(2, runs.poisoned, given, 1, 4) == ["", ""]
+    records = read(given.folder)
+    assert [record.skipped for record in records] == [record.step == 4 for record in records]
+    assert len(records) == given.train.steps
+    assert [math.isfinite(record.loss) for record in records] == [r.step != 4 for r in records]
+    assert '"loss": null' in (given.folder / "metrics.jsonl").read_text()
+    assert "nan" not in (given.folder / "report.md").read_text()

@@ -1,11 +1,17 @@
-"""The record of a run: one line a step, whole lines only, no step twice."""
+"""The record of a run, and what it shows: lines, a picture on a terminal, nothing of others."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import torch
+from rich.console import Console
+
 from shardwise.callbacks import Callbacks
-from shardwise.train import metrics
+from shardwise.train import metrics, peak, progress
 from shardwise.train.metrics import Record
+from shardwise.train.peak import Peak, measured_peak
 
 ONE = Record(
     step=1, consumed=8, loss=3.5, lr=1e-3, tokens=64, seconds=0.5, tokens_per_s=128.0, mfu=0.25,
@@ -61,3 +67,87 @@ def test_lines_that_are_no_records_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / metrics.FILE).read_bytes() == text
     metrics.keep_until(tmp_path, 3)
     assert (tmp_path / metrics.FILE).read_bytes() == b"\n".join([*lines[:3], *other, b""])
+
+
+def console(terminal: bool) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, force_terminal=terminal, width=100, highlight=False), file
+
+
+def test_a_log_gets_plain_lines() -> None:
+    """The first step, evaluations and the last have a line with loss, speed, MFU and bytes."""
+    out, file = console(terminal=False)
+    with progress.display(100, first=True, console=out) as shown:
+        shown.step(ONE)
+        shown.step(replace(ONE, step=2))
+        shown.step(replace(ONE, step=3, validation=3.25, memory_bytes={"parameters": 2048}))
+        shown.step(replace(ONE, step=100))
+        shown.note("saved")
+    lines = file.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        "step 1/100",
+        "step 3/100",
+        "step 100/100",
+        "saved",
+    ]
+    assert lines[0] == "step 1/100  loss 3.5000  128 tokens/s  MFU 25.0%  rank 0 sends 1000 B/step"
+    assert "validation 3.2500" in lines[1]
+    assert "holds parameters 2.0 KiB" in lines[1]
+
+
+def test_a_terminal_gets_one_picture_with_everything() -> None:
+    """Bar, loss, validation, speed, MFU, bytes and memory by category; the latest of each stays."""
+    out, file = console(terminal=True)
+    with progress.display(100, first=True, console=out) as shown:
+        shown.step(replace(ONE, validation=3.25, memory_bytes={"parameters": 2048}))
+        shown.step(replace(ONE, step=2))
+    text = file.getvalue()
+    last = text[text.rindex("step 2/100") :]
+    for part in ("3.5000", "3.2500", "128", "25.0%", "1000 B", "parameters 2.0 KiB"):
+        assert part in last
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_note_is_text_in_one_line(terminal: bool) -> None:
+    """A path may have brackets, which are no markup, and line ends."""
+    out, file = console(terminal)
+    with progress.display(100, first=True, console=out) as shown:
+        shown.note("tokens of data/[ab]/[/x]\n*.txt")
+    assert "tokens of data/[ab]/[/x]\\n*.txt" in file.getvalue()
+
+
+def test_other_ranks_show_nothing() -> None:
+    """Rank 1 writes no line."""
+    out, file = console(terminal=False)
+    with progress.display(100, first=False, console=out) as shown:
+        shown.step(ONE)
+        shown.note("saved")
+    assert file.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**40 * 2048, "2048.0 TiB")],
+)
+def test_sizes_are_in_the_largest_unit_that_leaves_one(size: int, text: str) -> None:
+    """Binary units, one digit."""
+    assert progress.size_text(size) == text
+
+
+def test_a_step_above_the_peak_is_the_new_peak() -> None:
+    """No step has used more than all of the machine; later ones are a share of what it showed."""
+    best = Peak(100.0)
+    assert best.share(50.0) == 0.5
+    assert best.share(200.0) == 1.0
+    assert best.share(50.0) == 0.25
+    assert best.flops == 200.0
+
+
+def test_the_best_round_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that something else has for all products but one has the peak of that one."""
+    times = iter([9.0, 8.0, 7.0, 2.0] + [9.0] * 99)
+    begun: list[int] = []
+    monkeypatch.setattr(peak, "_one_s", lambda *_: next(times))
+    found = measured_peak(torch.device("cpu"), torch.float32, lambda: begun.append(1))
+    assert found == 2 * peak.SIZES["cpu"] ** 3 / 2.0
+    assert len(begun) == peak.ROUNDS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.comm.test_launchers import free_port
+from tests.comm.test_start import free_port
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = ("DistributedDataParallel", "fully_shard", "accelerate")
@@ -45,7 +45,7 @@ def program(name: str, sign: str) -> str:
 
 def trained(code: str) -> list[float]:
     """The sum and the norm of the weights that a program trains on two ranks."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", AROUND],

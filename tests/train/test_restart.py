@@ -1,8 +1,10 @@
-"""`--resume auto`: one command that begins a run, and continues it after every restart."""
+"""Runs that are killed: `--resume auto` goes on after every restart, and disks are left empty."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -10,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.checkpoint.folder import CHECKPOINTS, find
 from shardwise.cli.main import with_resume_value
 from shardwise.core.errors import InputError
-from shardwise.train import config, folder, prepare
+from shardwise.train import config, folder, loop, prepare
+from shardwise.train.config_sections import OffloadSection
 from shardwise.train.metrics import read
 from shardwise.train.prepare import Start
 from tests.comm.hosts import HOSTS, two_hosts
@@ -129,3 +133,44 @@ def test_auto_replaces_nothing_of_others(tmp_path: Path) -> None:
 def test_resume_takes_a_word_or_none(given: str, read_as: str) -> None:
     """`auto` behind it is its value; anything else is an argument of its own."""
     assert with_resume_value(given.split()) == read_as.split()
+
+
+PROGRAM = "from shardwise.cli.main import main; main()"
+
+
+@pytest.mark.full
+def test_a_killed_run_leaves_the_folder_empty_and_resumes(tmp_path: Path) -> None:
+    """SIGKILL after a checkpoint: no file is in the folder, and a resumed run goes on."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def given(name: str, steps: int) -> config.Config:
+        made = runs.settings(tmp_path / name, "fp64 offload:param@disk", steps=steps)
+        offload = OffloadSection(folder=str(disk))
+        return made.model_copy(
+            update={"offload": offload, "sample": made.sample.model_copy(update={"tokens": 0})}
+        )
+
+    straight = runs.run(given("straight", 7))
+    endless = given("run", 10**6)
+    file = tmp_path / "config.toml"
+    file.write_text(config.dump(endless))
+    command = [sys.executable, "-c", PROGRAM, "train", str(file), "--nproc", "1"]
+    environment = os.environ | {"PYTHONPATH": str(Path(loop.__file__).parents[2])}
+    running = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    until = time.monotonic() + 120
+    while not list((endless.folder / CHECKPOINTS).glob("step*")) and time.monotonic() < until:
+        assert running.poll() is None
+        time.sleep(0.05)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    assert list(disk.iterdir()) == []
+    assert find(endless.folder / CHECKPOINTS).is_dir()
+    at = max(record.step for record in read(endless.folder))
+    resumed = given("run", at + 1)
+    found = runs.run(resumed, start=runs.Start(resume=True))
+    assert found[-1].step == at + 1
+    assert [r.loss for r in found[:2]] == [r.loss for r in straight[:2]]
+    assert list(disk.iterdir()) == []

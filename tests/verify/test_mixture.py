@@ -2,17 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardwise.core.plan import Plan
 from shardwise.engine.expert_parallel import layers_of
+from shardwise.models import gpt, moe
 from shardwise.models.registry import find
+from shardwise.models.trainable import Trainable
 from shardwise.parallel.expert.gate import GATES
-from shardwise.parallel.expert.layer import MoE, name_layers
+from shardwise.parallel.expert.layer import MoE, Place, name_layers
+from shardwise.verify import parity
 from shardwise.verify.mixture_oracle import Follow, Mixture
+from shardwise.verify.report import report
+from tests.pool import run_threads
+from tests.verify import micro
 
 SMALL = (
     *("topk:1.25", "gshard:1", "noisy-topk:1:8:3", "expert-choice:1.5", "sigmoid:1:4:3"),
@@ -89,3 +98,21 @@ def _chosen(layer: MoE, forward: Callable[..., Any], x: Tensor, ids: Tensor | No
     layer.place = replace(layer.place, on_routing=seen.append)
     forward(x, ids)
     return seen[0]
+
+
+def unnamed(gate: str) -> nn.Module:
+    """A mixture as a user's model, whose layers have no names of their own."""
+    made = micro.mixture(gate, None)
+    for layer in layers_of(made).values():
+        layer.place = Place()
+    return made
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("gate", ["gshard", "noisy-topk"])
+def test_layers_of_a_users_model_hold(gate: str):
+    """The oracle's layers get the names of the run's, and so draw the same random numbers."""
+    plan = Plan.parse("dp2 ep2 fp64")
+    own = Trainable(gate, partial(unnamed, gate), moe.loss, micro.text, gpt.tokens)
+    with patch.object(parity, "find", lambda _: own):
+        assert report(plan, "moe", run_threads(2, parity.prove, plan, "moe", 1)).holds
