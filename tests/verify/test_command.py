@@ -63,12 +63,16 @@ def shortly(plan: str, model: str) -> Report:
     return report(read, model, run_gloo(read.size, prove_shortly, read, model))
 
 
+HOLD = [("dp2 zero3", model) for model in ("gpt2", "llama", "bert", "mistral", "qwen3", "t5")]
+HOLD += [("pp2 1f1b:2", "gpt2"), ("pp2 1f1b:2", "t5"), ("pp3 zb-h1:3", "llama")]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("model", ["gpt2", "llama", "bert", "mistral", "qwen3", "t5"])
-def test_models_of_transformers_hold(model: str):
-    """Tied embeddings, encoders, decoders: sharded, they are what one process computes."""
+@pytest.mark.parametrize(("plan", "model"), HOLD)
+def test_models_of_transformers_hold(plan: str, model: str):
+    """Tied embeddings, encoders, decoders: sharded and in stages, they are one process's."""
     pytest.importorskip("transformers")
-    assert shortly("dp2 zero3 fp64", f"hf:{model}").holds
+    assert shortly(f"{plan} fp64", f"hf:{model}").holds
 
 
 TENSOR = ["gpt2", "llama", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "qwen3_moe"]
