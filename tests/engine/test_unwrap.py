@@ -15,9 +15,9 @@ from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.engine.shard import driver_of
 from tests.engine import loops
-from tests.engine.cases import difference
+from tests.engine.cases import difference, settled, squares
 from tests.engine.loops import adam, rows, wrap
-from tests.engine.zoo import make
+from tests.engine.zoo import Buffered, make
 from tests.pool import run_gloo, run_threads
 
 WAYS = ["DDP", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"]
@@ -92,20 +92,6 @@ def test_groups_are_given_back_after_the_last_message():
     assert run_threads(2, at_the_end) == [shapes] * 2
 
 
-class Tied(nn.Module):
-    """Three layers, the first's weight the last's, a parameter of its own and buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
-        self.last.weight = self.first.weight
-        self.scale = nn.Parameter(torch.full((6,), 2.0))
-        self.norm.register_buffer("odd", torch.tensor([True, False]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.norm(self.first(x) * self.scale)))
-
-
 def train_alike(model: nn.Module, steps: range) -> None:
     """As `train`, on one batch for all ranks."""
     optim = adam(model)
@@ -116,8 +102,7 @@ def train_alike(model: nn.Module, steps: range) -> None:
 
 
 def pipe_given_back(world: World) -> dict[str, bool]:
-    torch.manual_seed(5)
-    model = Tied().double()
+    model = settled(Buffered()).double()
     plain = copy.deepcopy(model)
     own = list(model.named_parameters())
     sw.Pipe(model, 2, world=world)
@@ -130,7 +115,7 @@ def pipe_given_back(world: World) -> dict[str, bool]:
         "names": list(found) == list(plain.state_dict()),
         "values": all(torch.equal(found[key], value) for key, value in whole.items()),
         "objects": {id(p) for _, p in own} & {id(p) for p in model.parameters()} >= held,
-        "tie": model.last.weight is model.first.weight,
+        "tie": model.get_parameter("leave.weight") is model.get_parameter("enter.weight"),
         "plain": all(
             type(m).__module__ != "shardwise.parallel.pipeline.placeholders"
             for m in model.modules()
@@ -248,10 +233,6 @@ def test_a_copy_of_a_replicated_module_is_a_plain_module(way: str):
     """The values of this rank, no process groups, no hooks once it is used; it can be wrapped."""
     for facts in run_gloo(2, copied, way):
         assert all(facts.values()), facts
-
-
-def squares(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
 
 
 def laid_out(world: World, how: str) -> nn.Module:
