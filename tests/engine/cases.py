@@ -115,7 +115,6 @@ class Run:
     norms: list[float | None] = field(default_factory=list)
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
     loads: list[tuple[Loads, ...]] = field(default_factory=list)  # of experts, in every step
 
 
@@ -197,7 +196,6 @@ def oracle(task: Task, case: Case, dtype: torch.dtype | None = torch.float64) ->
         run.losses.append(summed / tokens)
         run.norms.append(norm)
     run.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    run.buffers = {name: b.clone() for name, b in model.named_buffers()}
     return run
 
 

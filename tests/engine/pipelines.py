@@ -1,4 +1,4 @@
-"""Tiny models for pipelines, the plans that every synchronous schedule allows, and an oracle."""
+"""Tiny models for pipelines, and stages that break."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,40 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.core.errors import InputError
-from shardwise.core.schedule.library import LIBRARY, allowed
 from shardwise.engine.engine import Engine
 from tests.engine.cases import Task, rows_task, settled, vectors
 from tests.engine.tensors import ADAMW
 from tests.engine.zoo import Stack
 
-#: Eight rows and one more: no number of microbatches but one and three divides them.
+#: Eight rows and one more: of the numbers of microbatches only three divides them.
 ROWS = 9
 WIDTH = 6
-MICROBATCHES = (1, 3, 4, 8)
-STALE = ("pipedream", "2bw")
 SGD: dict[str, Any] = {"kind": torch.optim.SGD, "options": {"lr": 0.1, "momentum": 0.9}}
-
-
-def forms(name: str) -> list[str]:
-    """The schedule's words with 1, 3, 4 and 8 microbatches."""
-    if name == "naive":
-        return [name]
-    chunks = "x2" if LIBRARY[name].chunks is None else ""
-    return [f"{name}:{m}{chunks}" for m in MICROBATCHES]
-
-
-def is_allowed(word: str, ranks: int) -> bool:
-    """Whether the schedule takes so many microbatches on so many ranks."""
-    try:
-        allowed(word, ranks)
-    except InputError:
-        return False
-    return True
-
-
-WORDS = [word for name in LIBRARY if name not in STALE for word in forms(name)]
-SCHEDULES = [f"pp{p} {word}" for p in (2, 4) for word in WORDS if is_allowed(word, p)]
 
 
 def stack(layers: int = 8, width: int = WIDTH) -> nn.Sequential:
@@ -292,4 +267,4 @@ def task(name: str = "deep", rows: int = ROWS) -> Task:
     return rows_task(MODELS[name], partial(vectors, rows=rows))
 
 
-__all__ = ["ADAMW", "MODELS", "SCHEDULES", "SGD", "WORDS", "chain", "deep", "task"]
+__all__ = ["ADAMW", "MODELS", "SGD", "chain", "deep", "task"]

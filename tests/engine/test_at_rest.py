@@ -6,14 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import shardwise as sw
 from shardwise.comm.world import World
-from shardwise.core.errors import InputError
 from tests.engine.cases import (
     difference,
-    settled,
 )
-from tests.engine.loops import Side, rows, wrap
+from tests.engine.loops import Side, wrap
 from tests.engine.zoo import dims
 from tests.pool import run_gloo, run_threads
 
@@ -74,34 +71,3 @@ def test_an_optimizer_with_groups_by_dimensions_trains_as_on_a_plain_module(how:
             assert len(shapes[name]) == p.dim() or (name == "last.scale" and shapes[name] == (0,))
     holders = [own for _, own, _ in found if own[2] == ["last.scale"]]
     assert holders, "nobody holds the scalar without dimensions"
-
-
-def refused(world: World, kind: Any, after: bool) -> str:
-    model = settled(nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)))
-    optim = None if after else kind(model.parameters())
-    model = sw.FSDP(model, world=world)
-    optim = kind(model.parameters()) if after else optim
-    model(rows(0, world.rank).float()).sum().backward()
-    assert optim is not None
-    with pytest.raises(InputError) as error:
-        optim.step(lambda: 0.0)
-    return str(error.value)
-
-
-class Own(torch.optim.Muon):
-    """A class of the user's that keeps what makes Muon need whole matrices."""
-
-
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.LBFGS, Own])
-def test_an_optimizer_that_needs_whole_tensors_is_refused_over_pieces(kind: Any, after: bool):
-    """A piece of a matrix has two dimensions: Muon would take it, and compute something else."""
-    for text in run_threads(2, refused, kind, after):
-        assert f"a step of {kind.__name__}, which needs whole tensors" in text
-
-
-def test_such_an_optimizer_works_where_parameters_are_whole():
-    """Under sw.DDP, and in plain PyTorch beside Shardwise."""
-    model = sw.DDP(nn.Linear(6, 8, bias=False), sw.init())
-    for optim in (torch.optim.Muon(model.parameters()), torch.optim.Adafactor([torch.zeros(2, 2)])):
-        optim.step()

@@ -19,6 +19,7 @@ from shardwise.core.chunks import reserved_bytes
 from shardwise.engine.meter import Meter
 from shardwise.train.disk_share import StepsOnDisk, disk_line
 from tests.engine.cases import Case, Task, build, oracle, rows_task, settled, tied_gpt, vectors
+from tests.engine.pipelines import task
 from tests.engine.tensors import Held, assert_parity, holds, mine
 from tests.pool import run_gloo, run_threads
 
@@ -135,23 +136,15 @@ CHUNKED = [
 ]
 
 
-def half_frozen() -> nn.Module:
-    """A frozen layer between two that are trained."""
-    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Tanh())
-    layers[1].requires_grad_(False)
-    return settled(layers)
-
-
-FROZEN = rows_task(half_frozen, partial(vectors, rows=6, width=8))
-CHUNKED += [(f"{plan} offload:param@disk", FROZEN) for plan in ("dp1", "dp2 zero3")]
+CHUNKED += [(f"{plan} offload:param@disk", task("half frozen")) for plan in ("dp1", "dp2 zero3")]
 
 
 @pytest.mark.cases(4)
-@pytest.mark.parametrize(("plan", "task"), CHUNKED)
-def test_several_chunks_and_frozen_weights(plan: str, task: Task, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("plan", "work"), CHUNKED)
+def test_several_chunks_and_frozen_weights(plan: str, work: Task, monkeypatch: pytest.MonkeyPatch):
     """Chunks so short that each flat parameter has many; frozen weights are only read."""
     monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 512)
-    for held in holds(run_threads, task, Case(f"{plan} fp64", clip=0.5)):
+    for held in holds(run_threads, work, Case(f"{plan} fp64", clip=0.5)):
         memory = held.memory[0]
         assert memory["gradients"] == memory["optimizer"] == 0 < memory["optimizer on disk"]
 

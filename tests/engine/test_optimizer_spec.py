@@ -14,7 +14,7 @@ from shardwise.core.errors import InputError
 from shardwise.engine.elementwise import ELEMENTWISE, works_on_pieces
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from tests.checkpoint.own import Own
-from tests.engine.cases import regression, vectors
+from tests.engine.cases import regression, settled, vectors
 from tests.engine.loops import rows
 from tests.engine.zoo import make
 from tests.pool import run_threads
@@ -81,24 +81,41 @@ COUNTED = kind("Counted", lambda self, _, g: g / self.calls, count)
 WHOLE = [LAMB, MEANS, POLAR, LATE, CLIPPED]
 
 
-def fsdp(world: World, of: type[Optimizer]) -> str:
-    """A first step in a plain loop: "" or the error."""
-    module = sw.FSDP(make("stack").double(), world=world)
-    options: Any = {"lr": 0.0}
-    optim = of(module.parameters(), **options)  # the begin of a warm-up
-    module(rows(0, world.rank)).sum().backward()
+class Whole(torch.optim.Muon):
+    """A class of the user's that keeps what makes Muon need whole matrices."""
+
+
+def fsdp(world: World, of: type[Optimizer], after: bool = True) -> str:
+    """A first step in a plain loop, of an optimizer made before or after: "" or the error."""
+    module = settled(nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)))
+    options: Any = {"lr": 0.0}  # the begin of a warm-up
+    optim = None if after else of(module.parameters(), **options)
+    module = sw.FSDP(module, world=world)
+    optim = optim or of(module.parameters(), **options)
+    module(rows(0, world.rank).float()).sum().backward()
     try:
-        optim.step()
+        optim.step(lambda: 0.0)
     except InputError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize("of", WHOLE, ids=lambda of: of.__name__)
-def test_what_needs_whole_tensors_is_refused_on_parts(of: type[Optimizer]):
-    """By name, in a loop over sw.FSDP and by plans whose ranks hold parts; not under ddp."""
-    for text in run_threads(2, fsdp, of):
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    "of",
+    [*WHOLE, torch.optim.Muon, torch.optim.Adafactor, torch.optim.LBFGS, Whole],
+    ids=lambda of: of.__name__,
+)
+def test_what_needs_whole_tensors_is_refused_on_parts(of: type[Optimizer], after: bool):
+    """A piece of a matrix has two dimensions: Muon would take it, and compute something else."""
+    for text in run_threads(2, fsdp, of, after):
         assert f"a step of {of.__name__}, which needs whole tensors" in text
+
+
+@pytest.mark.parametrize("of", WHOLE, ids=lambda of: of.__name__)
+def test_plans_whose_ranks_hold_parts_refuse_it(of: type[Optimizer]):
+    """By name; not under ddp."""
     for plan in ("dp2 zero1", "dp2 zero3", "tp2"):
         with pytest.raises(InputError, match=rf"{of.__name__} (under the plan|in an engine)"):
             sw.parallelize(
@@ -129,6 +146,13 @@ def test_whole_tensors_are_fine_where_ranks_have_them():
     regression(plain, vectors(0)).backward()
     optim.step()
     assert all(map(torch.allclose, model.parameters(), plain.parameters()))
+
+
+def test_such_an_optimizer_works_where_parameters_are_whole():
+    """Under sw.DDP, and in plain PyTorch beside Shardwise."""
+    model = sw.DDP(nn.Linear(6, 8, bias=False), sw.init())
+    for optim in (torch.optim.Muon(model.parameters()), torch.optim.Adafactor([torch.zeros(2, 2)])):
+        optim.step()
 
 
 def test_what_cannot_be_tried_is_warned_of():

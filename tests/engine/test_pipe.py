@@ -96,26 +96,21 @@ def assert_same(found: list[dict[str, Any]], whole: dict[str, Any]) -> None:
     assert sorted(names) == sorted(whole["weights"])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_well_known_example(schedule: str, ranks: int):
-    """Two linear layers in 8 chunks: losses, outputs, gradients and weights of the plain loop."""
-    found = run_threads(ranks, lambda w: piped(w, known_example, chunks=8, schedule=schedule))
-    assert_same(found, trained(known_example()))
+PIPED: list[tuple[Any, int, dict[str, Any]]] = [
+    # the well-known example: two linear layers in 8 chunks
+    *((known_example, n, {"chunks": 8, "schedule": word}) for n in (1, 2) for word in SCHEDULES),
+    *((deep, 2, {"chunks": 8, "schedule": word}) for word in (*SCHEDULES, *LOOPED)),
+    # rows that chunks do not divide, one chunk, one row a chunk
+    *((deep, n, {"chunks": m, "count": rows}) for n, m, rows in ((4, 5, 13), (3, 1, 2), (2, 3, 3))),
+]
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, *LOOPED])
-def test_deeper_ones(schedule: str):
-    """Every synchronous schedule, those with several stages a rank among them."""
-    found = run_threads(2, lambda w: piped(w, deep, chunks=8, schedule=schedule))
-    assert_same(found, trained(deep()))
-
-
-@pytest.mark.parametrize(("ranks", "chunks", "count"), [(4, 5, 13), (3, 1, 2), (2, 3, 3)])
-def test_uneven_batches(ranks: int, chunks: int, count: int):
-    """Rows that chunks do not divide, one chunk, one row a chunk."""
-    found = run_threads(ranks, lambda w: piped(w, deep, count=count, chunks=chunks))
-    assert_same(found, trained(deep(), count=count))
+@pytest.mark.cases(6)
+@pytest.mark.parametrize(("make", "ranks", "options"), PIPED)
+def test_a_pipe_trains_as_the_plain_module(make: Any, ranks: int, options: dict[str, Any]):
+    """Losses, outputs, gradients and weights of the plain loop under every synchronous schedule."""
+    found = run_threads(ranks, lambda w: piped(w, make, **options))
+    assert_same(found, trained(make(), count=options.get("count", 16)))
 
 
 def norms(world: World) -> float:

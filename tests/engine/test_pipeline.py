@@ -14,7 +14,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.engine.engine import Engine
 from tests.engine.cases import Case, Task, oracle, settled, text
-from tests.engine.pipelines import ADAMW, MODELS, SCHEDULES, SGD, task
+from tests.engine.pipelines import ADAMW, MODELS, SGD, task
 from tests.engine.tensors import assert_counted, assert_parity, gpt_task, holds, train
 from tests.pool import run_threads
 
@@ -39,7 +39,9 @@ def untold(step: int) -> dict[str, Tensor]:
 
 
 CASES = [
-    *((plan, "deep", ADAMW) for plan in SCHEDULES if plan.startswith("pp4") and ":8" in plan),
+    *((f"pp4 {word}:8", "deep", ADAMW) for word in ("gpipe", "1f1b", "dapple", "zb-h1")),
+    *((f"pp4 {word}:8", "deep", ADAMW) for word in ("zb-v", "dualpipe-v")),
+    *((f"pp4 {word}:8x2", "deep", ADAMW) for word in ("interleaved", "bfs")),
     *(
         (plan, name, SGD)
         for plan in ("pp2 1f1b:3", "pp4 gpipe:2", "pp2 dp2 zero3 zb-h1:4")

@@ -71,7 +71,7 @@ def refused(world: World, wrap: str) -> str:
 def test_not_on_rank_zero(wrap: str):
     """Weights on another rank than 0 are an error that names one, on every rank."""
     for said in run_threads(2, refused, wrap):
-        assert re.search(r"enter.weight and \d+ more on the meta device on rank 0, and not", said)
+        assert re.search(r"scale and \d+ more on the meta device on rank 0, and not", said)
 
 
 def engine_losses(world: World, plan: str, real: tuple[int, ...]) -> list[float]:

@@ -6,39 +6,20 @@ from weakref import ref
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.engine.meter import Meter
 from shardwise.models import gpt
 from tests.engine.cases import ROWS, Case, build, foreseen, ranks_of, rows_task, small_gpt
+from tests.engine.pipelines import Dropped, Dropping, chain
 from tests.engine.tensors import Held, gpt_task, mine, run, train
 from tests.pool import run_gloo, run_threads
 
 
-class Dropped(nn.Module):
-    """Dropout on the stream, before and after a product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = functional.dropout(self.up(functional.dropout(x, 0.2, self.training)).relu(), 0.4)
-        return x + self.down(y)
-
-
-def dropped() -> nn.Module:
-    """Four blocks that draw."""
-    torch.manual_seed(7)
-    return nn.Sequential(*(Dropped() for _ in range(4)))
-
-
 def drawn(world: World, plan: str) -> Held:
     """Steps of blocks with dropout, on generators in a state that follows from the rank."""
-    made = dropped()
+    made = chain(Dropping, Dropped)()
     torch.manual_seed(world.rank)
     return run(
         world, rows_task(lambda: made), Case(f"{plan} fp64", options={"lr": 0.01, "eps": 1e-4})

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
 
 from tests.engine.cases import Case, oracle, ranks_of, rows_task, settled
 from tests.engine.tensors import assert_parity, equals_one, run
@@ -65,8 +63,3 @@ def test_several_dtypes_in_one_unit(plan):
     dtypes = {piece.name: piece.values.dtype for piece in results[0].weights}
     assert dtypes == {"narrow": torch.float32, "wide": torch.float64}
     assert_parity(results, oracle(task, case, None), 1e-6)
-
-
-def two_views(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    x, y = batch
-    return functional.mse_loss(model(x), y) + functional.mse_loss(model(-x), y)
