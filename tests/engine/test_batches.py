@@ -63,6 +63,7 @@ UNEVEN = {
 FEW = [*(f"dp4 {row}" for row in ROWS), *(f"{HYBRID[1]} accumulate:{n}" for n in (2, 4))]
 
 
+@pytest.mark.crossed
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("task", UNEVEN)
 @pytest.mark.parametrize("plan", FEW)

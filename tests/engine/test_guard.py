@@ -92,6 +92,7 @@ def check(plan: str, kind: str, clip: float | None, run: Callable[..., Any] = ru
     assert all(same for _, same in found)
 
 
+@pytest.mark.crossed
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize(

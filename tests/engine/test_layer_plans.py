@@ -55,6 +55,20 @@ def test_ranks_with_different_rows(plan: str, rows: int):
     equals_one(run_threads, Task(batch=lambda step: text(step, rows)), Case(plan, clip=0.5))
 
 
+def stored(world: World, plan: str) -> int:
+    """The bytes of parameters on a rank after a step."""
+    engine = sw.parallelize(small_gpt(), plan, world, loss=gpt.loss, tokens=gpt.tokens)
+    engine.step(tree_map(lambda x: x.chunk(2)[world.rank], text(0, 8)))
+    return engine.memory()["parameters"]
+
+
+def test_a_layer_stores_what_its_words_say():
+    """Of a block under zero3 each of 2 ranks has half, under ddp all."""
+    whole, part = (run_threads(2, stored, f"dp2 fp32{of}")[0] for of in ("", " | blocks.1: zero3"))
+    block = 4 * sum(p.numel() for p in small_gpt().get_submodule("blocks.1").parameters())
+    assert whole - part == pytest.approx(block / 2, abs=64)
+
+
 def sent(world: World, plan: str) -> dict[str, int]:
     """The bytes of a step of 4 rows on each of 2 ranks."""
     options: dict[str, Any] = {"loss": gpt.loss, "tokens": gpt.tokens}

@@ -36,6 +36,7 @@ def filled_weights(world: World, plan: str, units: object) -> dict[str, Tensor]:
     return full_parameters(on_meta(plan, world, fill=partial(initial, seed=5), units=units).flats)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("plan", ["ddp", *PLANS])
 def test_weights_of_a_meta_model_do_not_depend_on_the_layout(plan, precision):

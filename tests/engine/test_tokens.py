@@ -130,18 +130,19 @@ def llama_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 LLAMA = Task(llama, changing, own_loss, shifted)
 LLAMA_WIDE = Task(llama, changing, llama_loss, counted)
 
-MORE = ("", " accumulate:3")
-WIDE = [(plan + more, clip) for plan in DATA for more in MORE for clip in (None, 0.1)]
 #: Losses in fp32, whose gradients too are one process's, for ranks with unequal numbers of tokens.
 IN_FP32 = [(plan, NARROW) for plan in ("dp2 zero3", "dp2 zero1 accumulate:2", "pp2 1f1b:4")]
 IN_FP32 += [(plan, LLAMA) for plan in ("dp2", "dp2 zero3 accumulate:2", "pp2 1f1b:4")]
 IN_FP32 += [("tp2", LLAMA_WIDE)]
 
 
-@pytest.mark.parametrize(("plan", "clip"), WIDE)
-def test_data_rows_with_fp32_inside(plan: str, clip: float | None):
+@pytest.mark.crossed
+@pytest.mark.parametrize("clip", [0.1, None])
+@pytest.mark.parametrize("more", [" accumulate:3", ""])
+@pytest.mark.parametrize("plan", DATA)
+def test_data_rows_with_fp32_inside(plan: str, more: str, clip: float | None):
     """Every row, with masks and rows that change at each step, norms in fp32: 1e-12."""
-    case = Case(f"{plan} fp64", clip=clip, steps=4, **ADAMW)
+    case = Case(f"{plan}{more} fp64", clip=clip, steps=4, **ADAMW)
     equals_one(run_threads, READER, case, 1e-12)
 
 

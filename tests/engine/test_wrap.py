@@ -49,6 +49,7 @@ def test_a_plain_loop_does_what_it_does_on_a_plain_module(loop, how):
     assert_equal(found, loops.alone(ranks, LOOPS[loop], "stack"))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("loop", ["as_written", "unsynced", "clipping"])
 def test_plain_loops_on_processes(loop, how):
