@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 import shardwise as sw
 from shardwise.comm.world import World
+from shardwise.core.errors import InputError
 from shardwise.core.expert_moves import Loads
 from shardwise.core.plan import Plan
 from shardwise.engine.batch import rows
@@ -197,6 +198,13 @@ def oracle(task: Task, case: Case, dtype: torch.dtype | None = torch.float64) ->
         run.norms.append(norm)
     run.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return run
+
+
+def refusal(act: Callable[[], object]) -> str:
+    """The paragraph with which a call is refused."""
+    with pytest.raises(InputError) as caught:
+        act()
+    return str(caught.value)
 
 
 def difference(a: Tensor, b: Tensor) -> float:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.world import World
-from shardwise.core.errors import InputError
-from tests.engine.cases import squares
+from tests.engine.cases import refusal, squares
 from tests.engine.loops import rows
 from tests.engine.zoo import make
 from tests.pool import run_threads
@@ -84,9 +83,7 @@ def test_the_recipe_averages_evaluates_and_goes_back(how: str):
 
 
 def copied(world: World) -> str:
-    with pytest.raises(InputError) as caught:
-        torch.optim.swa_utils.AveragedModel(sw.FSDP(model(), world=world))
-    return str(caught.value)
+    return refusal(lambda: torch.optim.swa_utils.AveragedModel(sw.FSDP(model(), world=world)))
 
 
 def test_a_copy_for_an_average_names_the_recipe():

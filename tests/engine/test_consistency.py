@@ -21,6 +21,7 @@ from shardwise.engine import consistency
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.prediction import Predictor
 from shardwise.engine.tensor_layout import nowhere
+from tests.engine.cases import refusal
 from tests.engine.tensors import sent
 from tests.pool import run_threads
 
@@ -91,9 +92,7 @@ def predicted(world: World, model: nn.Module, plan: str = "tp2", **options: Any)
 
 def told(world: World, act: Any) -> str:
     """What this rank is told when it does this."""
-    with pytest.raises(InputError) as caught:
-        act(world)
-    return str(caught.value)
+    return refusal(lambda: act(world))
 
 
 GIVEN = [

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.world import World
-from shardwise.core.errors import InputError
 from shardwise.engine import rank_zero_weights
 from shardwise.models import gpt
 from shardwise.models.initial import fill
-from tests.engine.cases import CONFIG, settled, share, text
+from tests.engine.cases import CONFIG, refusal, settled, share, text
 from tests.engine.zoo import Buffered
 from tests.pool import run_gloo, run_threads
 
@@ -62,9 +61,7 @@ def test_some_ranks_have_them_too():
 
 
 def refused(world: World, wrap: str) -> str:
-    with pytest.raises(InputError) as caught:
-        loop(world, wrap, (1,))
-    return str(caught.value)
+    return refusal(lambda: loop(world, wrap, (1,)))
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
