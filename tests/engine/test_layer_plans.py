@@ -66,7 +66,7 @@ def test_a_layer_stores_what_its_words_say():
     """Of a block under zero3 each of 2 ranks has half, under ddp all."""
     whole, part = (run_threads(2, stored, f"dp2 fp32{of}")[0] for of in ("", " | blocks.1: zero3"))
     block = 4 * sum(p.numel() for p in small_gpt().get_submodule("blocks.1").parameters())
-    assert whole - part == pytest.approx(block / 2, abs=64)
+    assert whole - part == pytest.approx(block / 2, abs=128)  # but for the padding of units
 
 
 def sent(world: World, plan: str) -> dict[str, int]:
