@@ -23,7 +23,13 @@ CANONICAL: dict[str, list[str]] = {
         *(f"dp{ranks} {row}" for ranks in (2, 4) for row in ROWS),
         *(f"dp_replicate2 dp_shard2 {row}" for row in ROWS[1:]),
         *("dp2 row:R,R,S", "dp4 row:R,S,S", "dp2 row:R,R,R", "dp2 row:S,P,S", "dp2 row:S,R,S"),
-        *("dp2 zero3 bucket:4KiB", "dp2 zero2 buffers:64KiB", "dp2 zero3 fp32", "dp2 zero1 fp32"),
+        *(
+            "dp2 bucket:4KiB",
+            "dp2 zero3 bucket:4KiB",
+            "dp2 zero2 buffers:64KiB",
+            "dp2 zero3 fp32",
+            "dp2 zero1 fp32",
+        ),
         *("dp3 zero3 accumulate:2", "dp2 accumulate:3", "dp2 zero2 accumulate:2"),
     ],
     "tensor": [
@@ -85,7 +91,7 @@ CANONICAL: dict[str, list[str]] = {
         "dp2 tp2 pp2 gpipe:2 | blocks.0.mlp: dp4 zero3 | head: tp4",
         *(f"dp4 {row} accumulate:2 buffers:3KiB" for row in ROWS),
         *("tp2 sp buffers:3KiB", "dp2 tp2 zero1 buffers:3KiB"),
-        "pp2 dp2 zero2 gpipe:2 buffers:3KiB",
+        *("pp2 dp2 zero2 gpipe:2 buffers:3KiB", "pp2 dp2 tp2 zero3 1f1b:2"),
     ],
 }
 #: Plans in 16 bits, and words that change no bit of them.

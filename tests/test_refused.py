@@ -30,10 +30,13 @@ from shardwise.core.schedule.clock import clock
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.zero import Row
+from shardwise.engine.partition import starts
 from shardwise.models import gpt, moe
 from shardwise.models.registry import find
 from tests.core.schedule.as_text import read
 from tests.engine.cases import CONFIG, ranks_of, small_gpt, tied_gpt
+from tests.engine.pipelines import deep
+from tests.engine.tensors import made
 
 #: Plans that a small GPT cannot run under.
 UNTIED = {
@@ -91,7 +94,11 @@ UNTIED = {
     ],
 }
 #: The same of the model whose head is the embedding.
-TIED = [("dp2 | head: tp2", "'embed,head: tp2'"), ("offload:param tile:2=head", "another module")]
+TIED = [
+    ("dp2 | head: tp2", "'embed,head: tp2'"),
+    ("offload:param tile:2=head", "another module"),
+    ("pp2 pipedream:4", "embed.weight is in stages 0 and 1, which update"),
+]
 ROWS = [
     *((small_gpt, plan, said) for rows in UNTIED.values() for plan, said in rows),
     *((tied_gpt, plan, said) for plan, said in TIED),
@@ -156,6 +163,17 @@ def made_in_inference() -> nn.Module:
         return nn.Linear(3, 3)
 
 
+def part_first() -> nn.Module:
+    """A model of which a part is wrapped."""
+    return nn.Sequential(sw.FSDP(nn.Linear(2, 2), world=alone()), nn.Linear(2, 2))
+
+
+def part_later() -> nn.Module:
+    """A wrapped model, of whose parts each is a unit."""
+    return sw.FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), units=nn.Linear, world=alone())
+
+
+SIX_BLOCKS = gpt.GPT(gpt.GPTConfig(8, 6, 8, 2, 2, 8, 8))
 #: Calls, and the pattern of their paragraph.
 CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
     "placements, meshes and plans": [
@@ -204,6 +222,53 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
             r"wrapped already.*wrap the outermost",
         ),
     ],
+    "stages": [
+        *(
+            (partial(engine_of, plan, deep(), **options), said)
+            for plan, options, said in (
+                ("pp16 1f1b:4", {}, r"16 stages for a Sequential of 8 layers.*pp8"),
+                ("pp2 interleaved:3x2", {}, r"interleaved.*multiples of 2.*interleaved:"),
+                ("pp4 dualpipe-v:4", {}, r"twice the ranks or more: from 8 up.*dualpipe-v:8"),
+                ("pp2 naive:4", {}, "naive"),
+                ("pp2 1f1b:4", {"stages": ["9.x"]}, r'"9\.x", which is no module of the Seq'),
+                ("pp2 1f1b:4", {"stages": ["4", "8"]}, r"2 starts \(4, 8\) for 2.*instead: \d"),
+                ("pp4 1f1b:4", {"stages": []}, r"0 starts \(none\) for 4 stages"),
+                ("pp2 1f1b:4", {"stages": "8"}, r"stages='8'.*a list of the names"),
+                ("pp2 1f1b:4", {"stages": [8]}, r"stages=\[8\].*a list of the names"),
+                ("pp2 1f1b:4", {"stages": 8}, r"stages=8.*a list of the names"),
+            )
+        ),
+        *(
+            (partial(starts, SIX_BLOCKS, 3, names), said)  # type: ignore[arg-type]
+            for names, said in (
+                (["blocks.1"], r"1 starts \(blocks\.1\) for 3 stages.*blocks\.2, blocks\.4"),
+                ("head", r"stages='head'.*stages=\['blocks\.2', 'blocks\.4'\]"),
+                ([2, 4], r"stages=\[2, 4\].*a list of the names"),
+                (["blocks.1", "haed"], r'"haed", which is no module of the GPT.*Write.*"head"'),
+            )
+        ),
+        (
+            lambda: engine_of("pp2 1f1b:2 recompute:full", small_gpt(), stages=["blocks.1.mlp"]),
+            "recomputes blocks.1, with a stage that begins inside of it",
+        ),
+        (lambda: engine_of("fp64", on_nonfinite="ignore"), "on_nonfinite='ignore'.*raise or skip"),
+        (
+            lambda: engine_of("pp2 2bw:2 fp64", small_gpt(), on_nonfinite="skip"),
+            "on_nonfinite='skip' with 2bw:2.*1f1b:2",
+        ),
+    ],
+    "tables": [
+        (lambda: engine_of("tp2", nn.Sequential(nn.Linear(4, 4), nn.ReLU())), "no table of styles"),
+        *(
+            (partial(engine_of, plan, made("untied"), table=table), said)
+            for plan, table, said in (
+                ("tp2", {}, "a table without a style.*Write instead: table={'blocks"),
+                ("tp2", {"block.*.mlp.up": "colwise"}, r"blocks\.\*\.mlp"),
+                ("tp2", {"embed": "vocabluary"}, '"vocabulary"'),
+                ("tp8", None, r"tp8 for a model of 4 query heads.*tp4"),
+            )
+        ),
+    ],
     "offload, activations and tiles": [
         *(
             (partial(engine_of, f"dp1 {word}", offload_folder=folder), said)
@@ -243,6 +308,15 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
             lambda: sw.FSDP(made_in_inference(), world=alone()),
             r"weight is made under torch\.inference_mode",
         ),
+        (lambda: sw.FSDP(nn.Linear(2, 2), shard_size=3, world=alone()), "divides the number of"),
+        (
+            lambda: sw.FSDP(nn.Linear(2, 2), "NO_SHARD", shard_size=2, world=alone()),
+            'NO_SHARD with shard_size=2.*"HYBRID_SHARD", shard_size=2',
+        ),
+        (lambda: sw.DDP(part_first(), alone()), "wrapped already"),
+        (lambda: sw.FSDP(part_later().get_submodule("0"), world=alone()), "wrapped already"),
+        (lambda: sw.clip_grad_norm(part_first(), 1.0), "of which a part is wrapped"),
+        (lambda: sw.no_sync(nn.Linear(1, 1)).__enter__(), "a wrapped module"),
         (lambda: sw.unwrap(nn.Linear(1, 1)), "not wrapped"),
         (
             lambda: sw.unwrap(nn.Sequential(sw.DDP(nn.Linear(1, 1), alone()))),

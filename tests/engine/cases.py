@@ -13,15 +13,14 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 import shardwise as sw
-from shardwise.comm.move import all_gather
 from shardwise.comm.world import World
+from shardwise.core.errors import InputError
 from shardwise.core.expert_moves import Loads
 from shardwise.core.plan import Plan
 from shardwise.engine.batch import rows
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.prediction import Predictor
-from shardwise.engine.state_dict import full_parameters
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 from shardwise.verify.loads import Choices
@@ -69,6 +68,11 @@ def regression(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.mse_loss(model(batch[0]), batch[1])
 
 
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    """The mean square of what the model gives."""
+    return model(batch).square().mean()
+
+
 def vectors(step: int, rows: int = 7, width: int = 6) -> tuple[Tensor, Tensor]:
     own = torch.Generator().manual_seed(2000 + step)
     x = torch.randn(rows, width, generator=own, dtype=torch.float64)
@@ -112,7 +116,6 @@ class Run:
     norms: list[float | None] = field(default_factory=list)
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
     loads: list[tuple[Loads, ...]] = field(default_factory=list)  # of experts, in every step
 
 
@@ -168,35 +171,6 @@ def predictor(rank: int, ranks: int, task: Task, case: Case) -> Predictor:
     )
 
 
-def gradients(engine: Engine) -> dict[str, Tensor | None]:
-    """The gradients the optimizer is about to use, whole, by name; None where there is none."""
-    found: dict[str, Tensor | None] = {}
-    for flat in [flat for flat in engine.optimizer.flats if flat.grads.attached]:
-        assert flat.grads.gshard is not None
-        block = flat.grads.gshard.detach()
-        full = torch.cat(all_gather(block, flat.shard_axis)) if flat.split else block
-        for name, view, p in zip(flat.names, flat.views.every(full), flat.params, strict=True):
-            found[name] = view.clone() if p.grad is not None else None
-    return found
-
-
-def train(world: World, task: Task, case: Case) -> Run:
-    """The case on this world, step by step."""
-    engine, run = build(world, task, case), Run()
-    # units are updated as their sums arrive: each call sees some of the gradients
-    see = engine.optimizer.torch.register_step_pre_hook
-    see(lambda *_: run.grads[-1].update(gradients(engine)))
-    for step in range(case.steps):
-        run.grads.append({})
-        batch = share(task.batch(step), engine.data_rank, engine.data_ranks)
-        metrics = engine.step(batch)
-        run.losses.append(metrics.loss)
-        run.norms.append(metrics.grad_norm)
-    run.weights = full_parameters(engine.flats)
-    run.buffers = {name: b.clone() for name, b in engine.model.named_buffers()}
-    return run
-
-
 def oracle(task: Task, case: Case, dtype: torch.dtype | None = torch.float64) -> Run:
     """The same in one process and plain PyTorch, the global batch in one piece.
 
@@ -228,37 +202,19 @@ def oracle(task: Task, case: Case, dtype: torch.dtype | None = torch.float64) ->
         run.losses.append(summed / tokens)
         run.norms.append(norm)
     run.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    run.buffers = {name: b.clone() for name, b in model.named_buffers()}
     return run
+
+
+def refusal(act: Callable[[], object]) -> str:
+    """The paragraph with which a call is refused."""
+    with pytest.raises(InputError) as caught:
+        act()
+    return str(caught.value)
 
 
 def difference(a: Tensor, b: Tensor) -> float:
     """The largest difference relative to the largest element."""
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) if a.numel() else 0.0
-
-
-def assert_same(runs: list[Run], expected: Run, tolerance: float) -> None:
-    """Every rank has the oracle's losses, norms, gradients and weights."""
-    for run in runs:
-        assert run.losses == expected_near(expected.losses, tolerance)
-        assert run.norms == expected_near(expected.norms, tolerance)
-        assert len(run.grads) == len(expected.grads)
-        for found, wanted in zip(run.grads, expected.grads, strict=True):
-            assert_same_gradients(found, wanted, tolerance)
-        assert run.weights.keys() == expected.weights.keys()
-        for name, weight in run.weights.items():
-            assert difference(weight, expected.weights[name]) <= tolerance, f"weight {name}"
-
-
-def assert_same_gradients(
-    found: dict[str, Tensor | None], wanted: dict[str, Tensor | None], tolerance: float
-) -> None:
-    """The same names have a gradient, and it is the same."""
-    there = {name: g for name, g in found.items() if g is not None}
-    expected = {name: g for name, g in wanted.items() if g is not None}
-    assert there.keys() == expected.keys()
-    for name, gradient in there.items():
-        assert difference(gradient, expected[name]) <= tolerance, f"gradient of {name}"
 
 
 def expected_near(values: list[Any], tolerance: float) -> list[Any]:

@@ -53,11 +53,12 @@ def rows(step: int, rank: int) -> Tensor:
 
 
 def wrap(how: str, model: nn.Module, world: World) -> nn.Module:
-    """DDP, or FSDP under a strategy; hybrid with two ranks a group."""
+    """DDP, or FSDP under a strategy; hybrid with two ranks a group; "offload" after it."""
     if how == "DDP":
         return sw.DDP(model, world)
-    size = 2 if "HYBRID" in how else None
-    return sw.FSDP(model, how, units=1, world=world, shard_size=size)
+    strategy, _, offload = how.partition(" ")
+    options: dict[str, Any] = {"shard_size": 2 if "HYBRID" in how else None}
+    return sw.FSDP(model, strategy, units=1, world=world, cpu_offload=bool(offload), **options)
 
 
 def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Tiny models for pipelines, the plans that every synchronous schedule allows, and an oracle."""
+"""Tiny models for pipelines, and stages that break."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,39 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.core.errors import InputError
-from shardwise.core.schedule.library import LIBRARY, allowed
+from shardwise.engine.engine import Engine
 from tests.engine.cases import Task, rows_task, settled, vectors
 from tests.engine.tensors import ADAMW
 from tests.engine.zoo import Stack
 
-#: Eight rows and one more: no number of microbatches but one and three divides them.
+#: Eight rows and one more: of the numbers of microbatches only three divides them.
 ROWS = 9
 WIDTH = 6
-MICROBATCHES = (1, 3, 4, 8)
-STALE = ("pipedream", "2bw")
 SGD: dict[str, Any] = {"kind": torch.optim.SGD, "options": {"lr": 0.1, "momentum": 0.9}}
-
-
-def forms(name: str) -> list[str]:
-    """The schedule's words with 1, 3, 4 and 8 microbatches."""
-    if name == "naive":
-        return [name]
-    chunks = "x2" if LIBRARY[name].chunks is None else ""
-    return [f"{name}:{m}{chunks}" for m in MICROBATCHES]
-
-
-def is_allowed(word: str, ranks: int) -> bool:
-    """Whether the schedule takes so many microbatches on so many ranks."""
-    try:
-        allowed(word, ranks)
-    except InputError:
-        return False
-    return True
-
-
-WORDS = [word for name in LIBRARY if name not in STALE for word in forms(name)]
-SCHEDULES = [f"pp{p} {word}" for p in (2, 4) for word in WORDS if is_allowed(word, p)]
 
 
 def stack(layers: int = 8, width: int = WIDTH) -> nn.Sequential:
@@ -169,6 +145,83 @@ class Dropping(Stack):
         return x
 
 
+class Fragile(nn.Module):
+    """A layer that breaks in one of its forwards, where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.breaks, self.forwards = nn.Linear(WIDTH, WIDTH), -1, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += not x.is_meta  # the engine follows it on meta
+        if self.forwards == self.breaks:
+            raise ValueError("in the middle of a stage")
+        return torch.tanh(self.up(x))
+
+
+class Ends(Stack):
+    """The last layer has the first one's weight, and both are products, which need it backward."""
+
+    def __init__(self) -> None:
+        super().__init__(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+        self.blocks[5].weight = self.blocks[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+class Repeated(Stack):
+    """Two blocks, gone through three times, as in ALBERT."""
+
+    def __init__(self) -> None:
+        once = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        super().__init__(*once * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+class Outside(Stack):
+    """Parameters that are no layer's: one is used at the beginning, one in each stage."""
+
+    def __init__(self) -> None:
+        super().__init__(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.place = nn.Parameter(torch.zeros(WIDTH))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.place
+        for block in self.blocks:
+            x = torch.tanh(block(x) * self.scale)
+        return x
+
+
+class Half(nn.Module):
+    """The last layer's weight is the first one's, and one of them has no gradient."""
+
+    def __init__(self, uses: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight, self.uses = self.first.weight, uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x) if self.uses == "first" else self.first(x).detach()
+        for layer in self.inner:
+            y = torch.tanh(layer(y))
+        z = self.last(y)
+        return z if self.uses == "last" else y + z.detach()
+
+
+def made(kind: Callable[..., nn.Module], *of: Any) -> nn.Module:
+    return settled(kind(*of))
+
+
 def chain(kind: Callable[..., nn.Module], block: Callable[[], nn.Module]) -> Any:
     """What makes such a chain of four blocks."""
     return partial(_chained, kind, block)
@@ -182,6 +235,17 @@ def plain() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH)
 
 
+def fragile() -> nn.Module:
+    return settled(Stack(*[Fragile() for _ in range(4)]))
+
+
+def break_in(engine: Engine, name: str, forward: int) -> None:
+    """Have that layer raise in that forward, on the rank that has it."""
+    layer = engine.model.get_submodule(name)
+    if isinstance(layer, Fragile):
+        layer.breaks = forward
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "deep": deep,
     "half frozen": half_frozen,
@@ -190,6 +254,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dicts": chain(Dicts, Named),
     "skips": chain(Skips, plain),
     "idle": chain(Stack, Idle),
+    "ends": partial(made, Ends),
+    "repeated": partial(made, Repeated),
+    "outside": partial(made, Outside),
+    "used first": partial(made, Half, "first"),
+    "used last": partial(made, Half, "last"),
 }
 
 
@@ -198,4 +267,4 @@ def task(name: str = "deep", rows: int = ROWS) -> Task:
     return rows_task(MODELS[name], partial(vectors, rows=rows))
 
 
-__all__ = ["ADAMW", "MODELS", "SCHEDULES", "SGD", "WORDS", "chain", "deep", "task"]
+__all__ = ["ADAMW", "MODELS", "SGD", "chain", "deep", "task"]

@@ -1,5 +1,6 @@
-"""Training on a tensor axis, and the comparison of every rank's pieces with one process's whole."""
+"""A training, and the comparison of every rank's pieces with one process's whole."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,8 +13,10 @@ from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.world import World
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
+from shardwise.engine.training import Metrics
 from shardwise.models import gpt
 from shardwise.models.initial import fill
+from shardwise.prediction.memory import by_tier
 from shardwise.prediction.traffic import Line
 from tests.engine.cases import (
     CONFIG,
@@ -24,6 +27,7 @@ from tests.engine.cases import (
     expected_near,
     foreseen,
     oracle,
+    ranks_of,
     share,
     text,
 )
@@ -73,6 +77,23 @@ class Held:
     memory: tuple[dict[str, int], dict[str, int]] = ({}, {})
     lines: dict[Key, Tally] = field(default_factory=dict)
 
+    def step(self, engine: Engine, batch: Any) -> Metrics:
+        """A step of an engine on this rank's share of a batch."""
+        metrics = engine.step(batch)
+        self.note(engine, metrics)
+        return metrics
+
+    def note(self, engine: Engine, metrics: Metrics) -> None:
+        """What a step gave, and the gradients it used."""
+        self.losses.append(metrics.loss)
+        self.norms.append(metrics.grad_norm)
+        self.grads.append(pieces(engine.gradients(), "grad/"))
+
+    def ended(self, engine: Engine) -> "Held":
+        """With the weights, and what the last step sent."""
+        self.lines, self.weights = dict(engine.last), pieces(engine.boxes(), "model/")
+        return self
+
 
 def pieces(boxes: list[Box], kind: str) -> list[Piece]:
     """Copies on the host of the boxes of a kind, by the names of parameters."""
@@ -97,23 +118,26 @@ def mine(engine: Engine, batch: Any) -> Any:
     return tree_map(lambda x: x.to(engine.world.device), own)
 
 
-def train(world: World, task: Task, case: Case) -> Held:
-    """The case on this world, step by step."""
+def run(world: World, task: Task, case: Case, share_of: Callable[..., Any] = mine) -> Held:
+    """The case on this world, step by step, on what `share_of` gives this rank of a batch."""
+    engine, held = build(world, task, case), Held()
+    for step in range(case.steps):
+        held.step(engine, share_of(engine, task.batch(step)))
+    return held.ended(engine)
+
+
+def train(world: World, task: Task, case: Case, share_of: Callable[..., Any] = mine) -> Held:
+    """The same, with the predictions of what is sent and held beside it."""
     engine, held, theory = build(world, task, case), Held(), foreseen(world, task, case)
     experts = engine.sharded.experts.routes
     loads = oracle(task, case).loads if experts else [()] * case.steps
     for step in range(case.steps):
-        own = mine(engine, task.batch(step))
-        metrics = engine.step(own)
-        held.losses.append(metrics.loss)
-        held.norms.append(metrics.grad_norm)
-        held.grads.append(pieces(engine.gradients(), "grad/"))
-        told = theory.of(own).in_step(step, loads=loads[step])
-        held.bytes.append((sent(engine), told))
-    held.lines = dict(engine.last)
-    held.memory = engine.memory(), theory.of(own).memory
-    held.weights = pieces(engine.boxes(), "model/")
-    return held
+        held.step(engine, own := share_of(engine, task.batch(step)))
+        told = theory.of(own)
+        held.bytes.append((sent(engine), told.in_step(step, loads=loads[step])))
+        measured = by_tier(engine.memory(), engine.host_memory(), engine.disk_memory())
+        held.memory = measured, told.memory_by_tier
+    return held.ended(engine)
 
 
 def whole_run(task: Task, case: Case, dtype: torch.dtype = torch.float64) -> Run:
@@ -132,6 +156,25 @@ def assert_parity(ranks: list[Held], expected: Run, tolerance: float) -> None:
         }
         assert_pieces([held.grads[step] for held in ranks], wholes, tolerance)
     assert_pieces([held.weights for held in ranks], expected.weights, tolerance)
+
+
+def equals_one(
+    on_ranks: Callable[..., list[Held]], task: Task, case: Case, tolerance: float = 1e-10
+) -> list[Held]:
+    """The case on the ranks of its plan is one process's training."""
+    ranks = on_ranks(ranks_of(case.plan), run, task, case)
+    assert_parity(ranks, oracle(task, case), tolerance)
+    return ranks
+
+
+def holds(
+    on_ranks: Callable[..., list[Held]], task: Task, case: Case, tolerance: float = 1e-10
+) -> list[Held]:
+    """The same, and it sends and holds what is predicted."""
+    ranks = on_ranks(ranks_of(case.plan), train, task, case)
+    assert_parity(ranks, oracle(task, case), tolerance)
+    assert_counted(ranks)
+    return ranks
 
 
 def assert_pieces(ranks: list[list[Piece]], wholes: dict[str, Tensor], tolerance: float) -> None:

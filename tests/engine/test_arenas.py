@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.engine.timeline import measuring
 from shardwise.engine.trace import Recorder
-from shardwise.prediction.first_fit import Trace, placed, run
+from shardwise.prediction.first_fit import LONG, Trace, placed, run
 from tests.engine.cases import Case, build
 from tests.engine.tensors import (
     ADAMW,
@@ -110,6 +110,8 @@ def test_a_step_that_does_not_fit_without_arenas():
     capacity = placed(trace).needed_bytes
     assert run(without.changes, capacity) is None
     assert run(without.changes, int(1.06 * capacity)) is None
+    assert placed(without).needed_bytes > 1.02 * placed(without).peak_bytes
+    assert {without.category[storage] for storage in without.passing(LONG)} == set(LONG)
     fragmentation = run(trace.changes, capacity)
     assert fragmentation is not None and fragmentation < 0.05
 

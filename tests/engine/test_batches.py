@@ -1,3 +1,5 @@
+"""Batches: their rows, ranks and microbatches without any, what is no batch."""
+
 import math
 from functools import partial
 from typing import Any
@@ -11,18 +13,19 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.batch import Rows, filled, rows, split, widened
+from shardwise.models import gpt
 from tests.engine.cases import (
+    CONFIG,
+    HYBRID,
     ROWS,
     Case,
     Task,
-    assert_same,
     build,
-    oracle,
-    share,
+    ranks_of,
     text,
-    train,
     vectors,
 )
+from tests.engine.tensors import equals_one, gpt_task, mine
 from tests.engine.zoo import make
 from tests.pool import run_gloo, run_threads
 
@@ -57,20 +60,16 @@ UNEVEN = {
 }
 
 
+FEW = [*(f"dp4 {row}" for row in ROWS), *(f"{HYBRID[1]} accumulate:{n}" for n in (2, 4))]
+
+
+@pytest.mark.crossed
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("task", UNEVEN)
-@pytest.mark.parametrize("plan", [f"dp4 {row}" for row in ROWS])
+@pytest.mark.parametrize("plan", FEW)
 def test_ranks_that_run_out_of_data_take_part_with_weight_zero(plan, task):
-    """Fewer rows than ranks, or none that count on some: the mean is still the global batch's."""
-    case = Case(f"{plan} fp64", clip=0.5)
-    assert_same(run_gloo(4, train, UNEVEN[task], case), oracle(UNEVEN[task], case), 1e-10)
-
-
-@pytest.mark.parametrize("accumulate", [2, 4])
-@pytest.mark.parametrize("task", UNEVEN)
-def test_microbatches_may_be_empty(task, accumulate):
-    """Fewer rows on a rank than microbatches: the empty ones count for nothing."""
-    case = Case(f"dp_replicate2 dp_shard2 zero2 fp64 accumulate:{accumulate}", clip=0.5)
-    assert_same(run_threads(4, train, UNEVEN[task], case), oracle(UNEVEN[task], case), 1e-10)
+    """Fewer rows than ranks or microbatches, or none that count: the global batch's mean."""
+    equals_one(run_gloo, UNEVEN[task], Case(f"{plan} fp64", clip=0.5))
 
 
 def nothing_at_all(world: World, plan: str) -> list[tuple[float, int, bool]]:
@@ -82,7 +81,7 @@ def nothing_at_all(world: World, plan: str) -> list[tuple[float, int, bool]]:
         if step == 1:
             batch["targets"][:] = -100
         before = [flat.shard.clone() for flat in engine.flats]
-        metrics = engine.step(share(batch, engine.data_rank, engine.data_ranks))
+        metrics = engine.step(mine(engine, batch))
         moved = any(not torch.equal(a, f.shard) for a, f in zip(before, engine.flats, strict=True))
         found.append((metrics.loss, metrics.tokens, moved))
     return found
@@ -96,28 +95,38 @@ def test_a_batch_without_any_token_changes_nothing(plan):
         assert found[0][2] and found[2][2] and math.isfinite(found[2][0])
 
 
-def evaluated(world: World, plan: str) -> list[tuple[float, int]]:
-    engine = build(world, Task(), Case(plan))
+EVALUATED = [text(0), few_rows(1), text(1, rows=1), few_tokens(2)]
+
+
+def evaluated(world: World, task: Task, plan: str) -> list[tuple[float, int]]:
+    engine = build(world, task, Case(f"{plan} fp64"))
     engine.model.train()
     found = []
-    for batch in (text(0), few_rows(1), few_tokens(2)):
-        found.append(engine.evaluate(share(batch, engine.data_rank, engine.data_ranks)))
+    for batch in EVALUATED:
+        found.append(engine.evaluate(mine(engine, batch)))
         assert engine.model.training
+        with torch.no_grad():  # a look of the program's own, at whole logits
+            own = mine(engine, batch)["inputs"]
+            if "pp" not in plan:
+                assert engine.model(own).shape == (*own.shape, CONFIG.vocabulary)
     return found
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
-    "plan", ["dp4 fp64", "dp4 zero3 fp64", "dp_replicate2 dp_shard2 zero1 fp64"]
+    "plan",
+    [
+        *("dp4", "dp4 zero3", "dp_replicate2 dp_shard2 zero1", "tp2", "tp2 sp", "pp2 1f1b:3"),
+        *("pp2 zb-v:4", "pp2 dp2 zero3 gpipe:2", "pp2 tp2 sp 1f1b:2"),
+    ],
 )
 def test_evaluation_is_the_mean_over_the_global_batch(plan):
-    """Uneven rows, ranks without any: all ranks get one process's loss and number of tokens."""
-    task, model = Task(), Task().make().double().eval()
+    """Uneven rows, ranks and microbatches without any: one process's loss and number of tokens."""
+    task = gpt_task("untied")
+    model = task.make().double().eval()
     with torch.no_grad():
-        batches = [text(0), few_rows(1), few_tokens(2)]
-        expected = [
-            (task.loss(model, b).item(), task.tokens(b) if task.tokens else 0) for b in batches
-        ]
-    for found in run_gloo(4, evaluated, plan):
+        expected = [(task.loss(model, batch).item(), gpt.tokens(batch)) for batch in EVALUATED]
+    for found in run_gloo(ranks_of(plan), evaluated, task, plan):
         assert [tokens for _, tokens in found] == [tokens for _, tokens in expected]
         for (loss, _), (wanted, _) in zip(found, expected, strict=True):
             assert loss == pytest.approx(wanted, rel=1e-12)

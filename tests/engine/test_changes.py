@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.structure import Structure
-from tests.engine.cases import difference, settled
+from tests.engine.cases import difference, settled, squares
 from tests.engine.loops import rows
 from tests.pool import run_threads
 
@@ -142,11 +142,8 @@ def test_a_pipe_refuses_a_change_on_every_rank(change):
 
 
 def engine_changed(world: World, plan: str, change: Change, said: str, folder: str) -> None:
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch).square().mean()
-
     engine = sw.parallelize(
-        build(), plan, world, optimizer=sw.SGD(lr=0.1), loss=loss, least_unit_bytes=0
+        build(), plan, world, optimizer=sw.SGD(lr=0.1), loss=squares, least_unit_bytes=0
     )
     engine.step(rows(0, 0))
     change(engine.model)
@@ -161,10 +158,16 @@ def engine_changed(world: World, plan: str, change: Change, said: str, folder: s
             act()
 
 
-@pytest.mark.parametrize("plan", ["zero3 fp64", "ddp fp64", "pp2 1f1b:1 fp64"])
-def test_an_engine_refuses_a_change_of_its_model(plan, tmp_path):
+@pytest.mark.cases(4)
+@pytest.mark.parametrize(
+    ("plan", "change"),
+    [
+        *(("zero3 fp64", new_weight), ("ddp fp64", new_weight), ("ddp fp64", unfreeze)),
+        ("pp2 1f1b:1 fp64", adapter),
+    ],
+)
+def test_an_engine_refuses_a_change_of_its_model(plan, change, tmp_path):
     """In step, evaluate, full_state_dict and save, in the same words."""
-    change = adapter if "pp2" in plan else new_weight
     run_threads(2, engine_changed, plan, change, CHANGES[change], str(tmp_path))
 
 

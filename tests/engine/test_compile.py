@@ -10,7 +10,7 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from tests.engine import loops
-from tests.engine.cases import difference, regression, settled
+from tests.engine.cases import difference, refusal, regression, settled
 from tests.pool import run_gloo, run_threads
 
 #: Ways to compile: on the plain module, and on the wrapped one.
@@ -201,9 +201,7 @@ def refused(world: World, how: str, when: str) -> str:
         after(engine.model, "eager")
         engine.step((x, x))
 
-    with pytest.raises(InputError) as error:
-        act()
-    return str(error.value)
+    return refusal(act)
 
 
 @pytest.mark.parametrize("when", ["model.compile() before", "blocks before", "blocks after"])

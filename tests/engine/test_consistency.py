@@ -21,8 +21,9 @@ from shardwise.engine import consistency
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.prediction import Predictor
 from shardwise.engine.tensor_layout import nowhere
+from tests.engine.cases import refusal
 from tests.engine.tensors import sent
-from tests.pool import run_gloo, run_threads
+from tests.pool import run_threads
 
 WORDS = 50
 
@@ -91,9 +92,7 @@ def predicted(world: World, model: nn.Module, plan: str = "tp2", **options: Any)
 
 def told(world: World, act: Any) -> str:
     """What this rank is told when it does this."""
-    with pytest.raises(InputError) as caught:
-        act(world)
-    return str(caught.value)
+    return refusal(lambda: act(world))
 
 
 GIVEN = [
@@ -271,17 +270,6 @@ def test_a_gradient_that_says_nothing_is_compared_again(plan: str, weight: float
     assert run_threads(ranks, steps, FIXED, plan, weight) == [[True] * 8] * ranks
     for said in run_threads(ranks, told, partial(steps, table=TABLE, plan=plan, weight=weight)):
         assert "the gradient of blocks.0.act.weight" in said
-
-
-def test_a_fault_is_told_on_real_processes():
-    """The exchange is that of any step."""
-    act = partial(step, model=Small, plan="tp2", batch=_text, table=TABLE)
-    for said in run_gloo(2, told, act):
-        assert "the gradient of blocks.0.act.weight" in said
-
-
-def _text(_: int) -> dict[str, Tensor]:
-    return text()
 
 
 class Made:

@@ -4,6 +4,7 @@ Ranks are processes: threads would share torch's default generator.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +14,15 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.comm.world import World, traced
+from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.rng import ShardedRandom
+from tests.engine.cases import Case, build, ranks_of, rows_task, vectors
+from tests.engine.pipelines import SGD, Dropped, Dropping, chain
+from tests.engine.tensors import mine
 from tests.pool import run_gloo
 
 WORDS, WIDTH, HEADS, HEAD, HIDDEN, POSITIONS, ROWS = 31, 20, 6, 4, 27, 9, 8
@@ -173,31 +177,34 @@ def test_the_default_generator_s_state_restores_all_masks(plan: str):
 
 
 def gradients(world: World, plan: str, recompute: bool) -> dict[str, Tensor]:
-    """This rank's gradients of a step."""
+    """This rank's gradients of a step, and its loss."""
     engine = engine_of(world, plan, recompute)
-    engine.step(batch(0))
-    return {box.name: box.tensor for box in engine.gradients()}
+    loss = torch.tensor(engine.step(batch(0)).loss)
+    return {"loss": loss} | {box.name: box.tensor for box in engine.gradients()}
 
 
-@pytest.mark.parametrize("plan", ["tp2", "tp2 sp", "pp2 tp2 1f1b:2", "pp2 tp2 sp zb-v:4"])
-def test_recomputation_draws_the_same_masks(plan: str):
-    """With checkpointed blocks the gradients are those of kept activations, on every rank."""
-    ranks = 4 if plan.startswith("pp") else 2
-    kept, again = (run_gloo(ranks, gradients, plan, recompute) for recompute in (False, True))
+HOW, HOST = ("full", "selective", "partitioned"), ("activations:host", "recompute:partitioned-host")
+#: By checkpoints in the model, and by words of the plan.
+AGAIN = [
+    *((plan, "") for plan in ("tp2", "tp2 sp", "pp2 tp2 1f1b:2", "pp2 tp2 sp zb-v:4")),
+    *(
+        ("pp2 tp2 sp zb-v:4", f"recompute:{how}")
+        for how in ("full", "selective", "blocks.*.stream")
+    ),
+    *((f"tp2{sp}", f"recompute:{how}") for sp in ("", " sp") for how in HOW),
+    *((f"tp2{sp}", word) for sp in ("", " sp") for word in HOST),
+]
+
+
+@pytest.mark.cases(8)
+@pytest.mark.parametrize(("plan", "words"), AGAIN)
+def test_recomputation_draws_the_same_masks(plan: str, words: str):
+    """Gradients are those of kept activations, also where I recomputes them; one loss."""
+    ranks = ranks_of(plan)
+    kept = run_gloo(ranks, gradients, plan, False)
+    again = run_gloo(ranks, gradients, f"{plan} {words}", not words)
     for one, other in zip(kept, again, strict=True):
-        assert one.keys() == other.keys()
-        for name, gradient in one.items():
-            torch.testing.assert_close(other[name], gradient, rtol=1e-12, atol=1e-14, msg=name)
-
-
-@pytest.mark.parametrize(
-    "word", ["recompute:full", "recompute:selective", "recompute:blocks.*.stream"]
-)
-def test_halves_of_a_backward_pass_draw_the_same_masks(word: str):
-    """I recomputes activations too: also there the plan's recomputation draws what F has drawn."""
-    plan = "pp2 tp2 sp zb-v:4"
-    kept, again = (run_gloo(4, gradients, text, False) for text in (plan, f"{plan} {word}"))
-    for one, other in zip(kept, again, strict=True):
+        assert one.keys() == other.keys() and torch.equal(one["loss"], kept[0]["loss"])
         for name, gradient in one.items():
             torch.testing.assert_close(other[name], gradient, rtol=1e-12, atol=1e-14, msg=name)
 
@@ -218,6 +225,47 @@ def test_generators_out_of_step_are_refused():
     for said in run_gloo(2, out_of_step):
         assert "the gradient of blocks.0.norm1.weight, which differs between the ranks" in said
         assert "with the same random numbers" in said
+
+
+# --- stages ----------------------------------------------------------------------------------
+
+DROPPING = rows_task(chain(Dropping, Dropped), partial(vectors, rows=24))
+
+
+def dropped(world: World, plan: str) -> list[float]:
+    """Losses with dropout; ranks come with random states of their own."""
+    torch.manual_seed(5 + world.rank)
+    engine = build(world, DROPPING, Case(f"{plan} fp64", **SGD))
+    return [engine.step(mine(engine, DROPPING.batch(step))).loss for step in range(3)]
+
+
+def test_dropout_does_not_depend_on_where_a_stage_is():
+    """Four stages on four ranks, on two, in a line or a V, or on one: the same losses."""
+    wanted = dropped(alone(), "interleaved:4x4")
+    for plan in ("pp4 1f1b:4", "pp4 gpipe:4", "pp2 interleaved:4x2", "pp2 bfs:4x2", "pp2 zb-v:4"):
+        for losses in run_gloo(ranks_of(plan), dropped, plan):
+            assert losses == pytest.approx(wanted, rel=1e-12), plan
+
+
+def masks(world: World, plan: str) -> list[tuple[bool, ...]]:
+    """What each dropout of this rank left in two steps; ranks have one random state."""
+    torch.manual_seed(5)
+    engine, found = build(world, DROPPING, Case(f"{plan} fp64", **SGD)), list[tuple[bool, ...]]()
+    for module in engine.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(
+                lambda _, __, y: found.append(tuple((y != 0).flatten().tolist()))
+            )
+    for step in range(2):
+        engine.step(mine(engine, DROPPING.batch(step)))
+    return found
+
+
+def test_no_two_masks_are_alike():
+    """Not of two stages, microbatches, turns of the schedule, data ranks, or steps."""
+    every = [m for found in run_gloo(4, masks, "pp2 dp2 accumulate:2 1f1b:2") for m in found]
+    assert len(every) == 4 * 2 * 4 * 2  # blocks, shares, microbatches, steps
+    assert len(set(every)) == len(every)
 
 
 # --- one rank at a time ----------------------------------------------------------------------

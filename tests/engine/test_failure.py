@@ -1,3 +1,5 @@
+"""Ranks that raise or go other ways than the others: all of them end or are told."""
+
 import os
 from functools import partial
 from pathlib import Path
@@ -9,7 +11,9 @@ from torch import Tensor
 from shardwise.comm.launch import spawn
 from shardwise.comm.world import World, init
 from shardwise.core.errors import InputError, RankError
-from tests.engine.cases import Case, build, rows_task, settled, share, vectors
+from tests.engine import pipelines
+from tests.engine.cases import Case, build, ranks_of, rows_task, settled, share, vectors
+from tests.engine.tensors import mine
 from tests.engine.test_step import Fragile
 from tests.pool import run_gloo
 
@@ -18,16 +22,18 @@ def fragile() -> torch.nn.Module:
     return settled(Fragile())
 
 
-def trains(folder: Path) -> None:
-    """Rank 1 of 3 raises in the middle of the second step's backward."""
+def trains(folder: Path, plan: str) -> None:
+    """Rank 1 raises in the second step: in a backward pass, or in a stage."""
     world = init("cpu")
     (folder / f"{world.rank}.pid").write_text(str(os.getpid()))
-    engine = build(world, rows_task(fragile), Case("dp3 zero3 fp64"))
-    assert isinstance(engine.model, Fragile)
+    staged = plan.startswith("pp")
+    engine = build(world, rows_task(pipelines.fragile if staged else fragile), Case(f"{plan} fp64"))
+    if staged:
+        pipelines.break_in(engine, "blocks.1", 4)
     for step in range(50):
-        if world.rank == 1 and step == 1:
+        if isinstance(engine.model, Fragile) and world.rank == 1 and step == 1:
             engine.model.goes_off, engine.model.forwards = "backward", 1
-        engine.step(share(vectors(step), engine.data_rank, engine.data_ranks))
+        engine.step(mine(engine, vectors(step)))
 
 
 class Skips(torch.nn.Module):
@@ -94,10 +100,17 @@ def is_alive(pid: int) -> bool:
     return status.exists() and "State:\tZ" not in status.read_text()
 
 
-def test_a_process_that_raises_in_backward_ends_the_others(tmp_path: Path):
-    """Those that wait for its gradients are ended, and its own error is the one that is raised."""
-    with pytest.raises(RankError, match="in the middle of backward") as caught:
-        spawn(partial(trains, tmp_path), 3)
+BREAKS = [
+    ("dp3 zero3", "in the middle of backward"),
+    pytest.param("pp4 1f1b:3", "(?s)in the middle of a stage.*>>F1.0<<", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("plan", "said"), BREAKS)
+def test_a_process_that_raises_ends_the_others(tmp_path: Path, plan: str, said: str):
+    """Those that wait for it are ended, and its own error, with the place, is the one raised."""
+    with pytest.raises(RankError, match=said) as caught:
+        spawn(partial(trains, tmp_path, plan), ranks_of(plan))
     assert caught.value.rank == 1
     pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
-    assert len(pids) == 3 and not any(is_alive(pid) for pid in pids)
+    assert len(pids) == ranks_of(plan) and not any(is_alive(pid) for pid in pids)

@@ -15,33 +15,14 @@ from tests.engine import loops
 from tests.engine.cases import Case, build, difference, oracle, settled, share
 from tests.engine.loops import wrap
 from tests.engine.tensors import ADAMW, gpt_task, made
+from tests.engine.zoo import Buffered
 from tests.pool import run_gloo, run_threads
 
 State = dict[str, Tensor]
 
 
-class Model(nn.Module):
-    """Tied weights, a shared module, buffers that are kept and one that is not, a scalar."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(6, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.blocks = nn.Sequential(*[nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)])
-        self.leave = nn.Linear(6, 6)
-        self.leave.weight = self.enter.weight
-        self.again = self.blocks[2]
-        self.scale = nn.Parameter(torch.ones(()))
-        self.register_buffer("ramp", torch.arange(6.0))
-        self.register_buffer("passing", torch.ones(3), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.again(self.blocks(self.norm(self.enter(x)))) + self.ramp
-        return self.leave(y) * self.scale
-
-
 def model() -> nn.Module:
-    return settled(Model()).double()
+    return settled(Buffered()).double()
 
 
 def ways(world: World, how: str) -> tuple[State, list[str]]:
@@ -95,7 +76,7 @@ def test_a_plain_module_takes_the_full_state_of_a_wrapped_one(how: str):
         assert value.shape == expected[name].shape
         assert difference(value, expected[name]) <= 1e-10, name
     assert state["leave.weight"] is state["enter.weight"]
-    fresh = Model().double()
+    fresh = Buffered().double()
     fresh.load_state_dict(state)
     x = loops.rows(7, 0)
     with torch.no_grad():
@@ -165,7 +146,7 @@ def test_one_piece_of_a_tensor_is_received_at_a_time():
 @pytest.mark.parametrize("wrap_first", [True, False])
 def test_parts_that_are_compiled_in_their_place_keep_their_keys(wrap_first: bool):
     """`torch.compile(part)` puts a level into names, before the wrapping and after it."""
-    module = Model()
+    module = Buffered()
     expected = list(module.state_dict())
     if wrap_first:
         sw.FSDP(module, world=alone())

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.core.errors import InputError, NonFiniteError
+from shardwise.core.errors import NonFiniteError
 from shardwise.engine import guard, updating
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.prediction import Predictor
 from shardwise.prediction.traffic import Line
-from tests.engine.cases import ranks_of, regression, small_gpt, text, vectors
+from tests.engine.cases import ranks_of, regression, text, vectors
 from tests.engine.pipelines import deep
 from tests.engine.tensors import ADAMW, Case, build, gpt_task, mine
 from tests.pool import run_gloo, run_threads
@@ -26,6 +26,8 @@ PLANS = [
     *("dp_replicate2 dp_shard2 zero3 fp64", "pp2 1f1b:4 fp64", "pp2 dp2 zero2 gpipe:2 fp64"),
     *("pp2 zb-h1:4 fp64", "pp2 interleaved:4x2 zero3 dp2 fp64"),
 ]
+#: On the tensor axis only one rank holds the columns with the bad gradient; the loss is one.
+TABLE = {"2": "colwise", "4": "rowwise"}
 STALE = ["pp2 2bw:4 fp64", "pp2 pipedream:4 fp64", "pp2 dp2 zero1 2bw:4 fp64"]
 #: What is not finite: the loss itself, or one parameter's gradient alone.
 KINDS = ["loss", "gradient"]
@@ -45,6 +47,7 @@ def engine_of(world: World, plan: str, rank: int, kind: str, **options: Any) -> 
         return regression(module, batch) * (float("nan") if kind == "loss" and now() else 1.0)
 
     options = {"optimizer": sw.AdamW(lr=0.01), "units": 1} | options
+    options |= {"table": TABLE} if "tp" in plan else {}
     engines.append(sw.parallelize(model, plan, world, loss=loss, **options))
     hurt = dict(engines[0].model.named_parameters()).get(HURT)  # which one stage has
     if kind == "gradient" and hurt is not None:
@@ -89,9 +92,13 @@ def check(plan: str, kind: str, clip: float | None, run: Callable[..., Any] = ru
     assert all(same for _, same in found)
 
 
+@pytest.mark.crossed
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "kind"),
+    [*((plan, kind) for plan in PLANS for kind in KINDS), ("tp2 fp64", "gradient")],
+)
 def test_all_ranks_raise_before_any_update(
     plan: str, kind: str, clip: float | None, monkeypatch: pytest.MonkeyPatch
 ):
@@ -104,28 +111,6 @@ def test_all_ranks_raise_before_any_update(
 def test_all_processes_raise_before_any_update(kind: str):
     """The same on real processes."""
     check("dp2 zero3 fp64", kind, None, run_gloo)
-
-
-def on_tensor_axis(world: World, clip: float | None) -> str:
-    """What each rank of a tensor axis raises where one has a bad gradient of its own columns."""
-    engine = build(world, gpt_task(), Case("tp2 fp64", clip=clip, **ADAMW))
-    hurt = engine.model.get_parameter("blocks.1.mlp.down.weight")
-    hurt.register_hook(lambda g: g * float("nan") if world.rank and engine.steps == BAD else g)
-    for step in range(BAD):
-        engine.step(mine(engine, text(step)))
-    before = state_of(engine)
-    with pytest.raises(NonFiniteError) as caught:
-        engine.step(mine(engine, text(BAD)))
-    assert all(map(torch.equal, before, state_of(engine)))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_ranks_of_a_tensor_axis_raise_together(clip: float | None):
-    """Their loss is one and finite; only one of them holds the columns with the bad gradient."""
-    first, second = run_threads(2, on_tensor_axis, clip)
-    assert first == second
-    assert "on rank 1; the first parameter" in first and "blocks.1.mlp.down.weight" in first
 
 
 def by_itself(world: World, plan: str, kind: str) -> tuple[str, bool, str]:
@@ -225,20 +210,3 @@ def test_too_many_skips_in_a_row_are_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(guard, "MOST_SKIPS", 5)
     first, second = run_threads(2, overflows)
     assert first == second and "Step 5: 5 steps in a row" in first
-
-
-@pytest.mark.parametrize(
-    ("plan", "given", "message"),
-    [
-        ("fp64", "ignore", r"on_nonfinite='ignore'.*raise or skip"),
-        ("pp2 2bw:2 fp64", "skip", r"on_nonfinite='skip' with 2bw:2.*1f1b:2"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused(plan: str, given: str, message: str):
-    """Another word; skipping under a schedule whose stages have updated already."""
-
-    def make_engine(world: World) -> None:
-        with pytest.raises(InputError, match=message):
-            sw.parallelize(small_gpt(), plan, world, on_nonfinite=given)
-
-    run_threads(ranks_of(plan), make_engine)

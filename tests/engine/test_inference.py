@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from tests.engine.cases import settled
+from tests.engine.cases import settled, squares
 from tests.pool import run_gloo, run_threads
 
 
@@ -76,10 +76,6 @@ def test_between_processes():
     expected = loop(alone(), "plain", inside=False)
     for wrap in ("zero3", "pipe"):
         assert run_gloo(2, loop, wrap, False)[1] == pytest.approx(expected, rel=1e-12)
-
-
-def squares(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
 
 
 def engine_loop(world: World, plan: str, inside: bool) -> list[float]:

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.models.initial import fill
-from tests.engine.cases import Case, Task, ranks_of
-from tests.engine.tensors import ADAMW, assert_counted, assert_parity, train, whole_run
+from tests.engine.cases import Case, Task
+from tests.engine.tensors import ADAMW, equals_one, holds
 from tests.pool import run_threads
 
 WORDS, WIDTH, HEADS = 11, 8, 2
@@ -108,9 +108,7 @@ def work(cross: bool, lengths: tuple[int, int], again: bool = False, turn: bool 
 def test_two_sequences_in_one_forward(plan: str, cross: bool, lengths: tuple[int, int]):
     """Also where both would be padded alike, and where one is whole for the other to read."""
     case, task = Case(f"{plan} fp64", clip=0.5, **ADAMW), work(cross, lengths)
-    ranks = run_threads(ranks_of(plan), train, task, case)
-    assert_parity(ranks, whole_run(task, case), 1e-10)
-    assert_counted(ranks)
+    holds(run_threads, task, case)
 
 
 @pytest.mark.full
@@ -120,5 +118,4 @@ def test_lengths_that_change_from_step_to_step(plan: str, again: bool):
     """What is computed again, and what another stage has split, has the length it had."""
     task = work(cross=True, lengths=(8, 7), again=again, turn=True)
     case = Case(f"{plan} fp64", clip=0.5, steps=4, **ADAMW)
-    ranks = run_threads(ranks_of(plan), train, task, case)
-    assert_parity(ranks, whole_run(task, case), 1e-10)
+    equals_one(run_threads, task, case)

@@ -1,3 +1,5 @@
+"""Models on the meta device: each rank makes its part, as one process would have made the whole."""
+
 import gc
 from functools import partial
 from typing import Any
@@ -13,8 +15,9 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.state_dict import full_parameters
 from shardwise.models import gpt
 from shardwise.models.initial import fill, initial
-from tests.engine.cases import CONFIG, PLANS, Case, Task, oracle, share, text
-from tests.engine.zoo import Block, Recomputed, Stack
+from tests.engine.cases import CONFIG, PLANS, ranks_of, squares, text
+from tests.engine.tensors import SHAPES, Piece, assert_pieces, mine, pieces
+from tests.engine.zoo import Block, Stack
 from tests.pool import run_gloo, run_threads
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -33,6 +36,7 @@ def filled_weights(world: World, plan: str, units: object) -> dict[str, Tensor]:
     return full_parameters(on_meta(plan, world, fill=partial(initial, seed=5), units=units).flats)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("plan", ["ddp", *PLANS])
 def test_weights_of_a_meta_model_do_not_depend_on_the_layout(plan, precision):
@@ -44,6 +48,37 @@ def test_weights_of_a_meta_model_do_not_depend_on_the_layout(plan, precision):
         for found in run_threads(ranks, filled_weights, f"{plan} {precision}", units):
             for name, p in expected.named_parameters():
                 assert torch.equal(found[name], p.detach().to(PRECISIONS[precision])), name
+
+
+def born(world: World, plan: str, own: bool, shape: str) -> list[Piece]:
+    """The weights of a model made on the meta device, by a fill or by its own modules."""
+    with torch.device("meta"):
+        model = gpt.GPT(SHAPES[shape])
+    options: dict[str, Any] = {"seed": 5} if own else {"fill": partial(initial, seed=5)}
+    engine = sw.parallelize(
+        model, plan, world, loss=gpt.loss, tokens=gpt.tokens, units=1, **options
+    )
+    found = pieces(engine.boxes(), "model/")
+    engine.step(mine(engine, text(0, rows=8)))
+    return found
+
+
+BORN = [
+    *("tp2", "tp4 sp", "dp2 tp2 zero3", "pp2 tp2 gpipe:4", "dp2 zero3 tile:3=*"),
+    *("pp2 1f1b:4", "pp2 dp2 zero3 zb-v:2"),
+]
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("own", [False, True], ids=["filled", "by its modules"])
+@pytest.mark.parametrize("plan", BORN)
+def test_parts_and_stages_of_a_meta_model_begin_as_in_one_process(plan: str, own: bool):
+    """Each rank has what one process would have made for it, to the bit; and trains."""
+    shape = "untied" if "tp" in plan or "tile" in plan else "tied"
+    whole = {piece.name: piece.values for piece in born(alone(), "fp32", own, shape)}
+    # modules draw from the state of their process, which threads would share
+    on_ranks = run_gloo if own else run_threads
+    assert_pieces(on_ranks(ranks_of(plan), born, f"{plan} fp32", own, shape), whole, 0.0)
 
 
 class Marked(nn.Parameter):
@@ -81,7 +116,7 @@ def odd_ones(world: World, how: str, folder: str) -> dict[str, Tensor]:
             how,
             world,
             optimizer=sw.AdamW(),
-            loss=mean,
+            loss=squares,
             units=1,
             least_unit_bytes=0,
         )
@@ -95,10 +130,6 @@ def odd_ones(world: World, how: str, folder: str) -> dict[str, Tensor]:
     return state
 
 
-def mean(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
-
-
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("how", ["FSDP", "zero3 fp32", "ddp fp32", "zero1 fp32 recompute:first"])
 def test_unusual_parameters_stay_what_they_are(how, tmp_path):
@@ -106,26 +137,6 @@ def test_unusual_parameters_stay_what_they_are(how, tmp_path):
     state = run_gloo(2, odd_ones, how, str(tmp_path))[0]
     shapes = {name: tuple(p.shape) for name, p in state.items()}
     assert shapes == {"first.weight": (6, 6), "first.bias": (6,), "nothing.weight": (0, 6)}
-
-
-def trained(world: World, plan: str) -> list[float]:
-    engine = on_meta(plan, world, fill=partial(initial, seed=5))
-    assert not any(p.is_meta for p in engine.model.parameters())
-    return [engine.step(share(text(s), engine.data_rank, engine.data_ranks)).loss for s in range(3)]
-
-
-@pytest.mark.parametrize("plan", ["dp2 ddp", "dp2 zero1", "dp4 zero3"])
-def test_a_meta_model_trains(plan):
-    """Its losses are those of the model that was made whole."""
-
-    def made() -> nn.Module:
-        model = gpt.GPT(CONFIG)
-        fill(model, seed=5)
-        return model
-
-    expected = oracle(Task(made), Case("fp64")).losses
-    for losses in run_gloo(2 if "dp2" in plan else 4, trained, f"{plan} fp64"):
-        assert losses == pytest.approx(expected, rel=1e-6)  # drawn in fp32 on both sides
 
 
 class Mixture(nn.Module):
@@ -249,20 +260,6 @@ def test_wrapping_a_meta_module_makes_it_real(how):
     one = wrapped(alone(), how)
     for found in run_gloo(2, wrapped, how):
         assert all(torch.equal(found[name], one[name]) for name in one)
-
-
-def recomputed(world: World, plan: str) -> float:
-    with torch.device("meta"):
-        model = Recomputed("around", reentrant=False)
-    engine = sw.parallelize(model, plan, world, loss=lambda m, x: m(x).square().mean())
-    engine.step(torch.ones(2, 6))
-    return engine.step(torch.ones(2, 6)).loss
-
-
-def test_recomputation_and_meta_go_together():
-    """A model that is neither simple nor real trains on two ranks as on one."""
-    expected = pytest.approx(recomputed(alone(), "fp32"), rel=1e-5)
-    assert run_gloo(2, recomputed, "dp2 zero3 fp32") == [expected, expected]
 
 
 class Ramp(nn.Module):

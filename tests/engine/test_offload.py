@@ -1,4 +1,4 @@
-"""`offload:optim`: gradients, masters and optimizer state rest and are updated in host memory."""
+"""Offload: where states rest and are updated, on which thread, few units on a device at once."""
 
 import gc
 import os
@@ -12,29 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload
 
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.offload import parse
+from shardwise.engine import shard
 from shardwise.engine.meter import Meter
-from shardwise.engine.state_dict import full_parameters
+from shardwise.engine.shard import driver_of, flats_of
 from shardwise.parallel.offload.host_thread import HostThread
-from tests.engine.cases import (
-    Case,
-    Run,
-    Task,
-    build,
-    difference,
-    expected_near,
-    oracle,
-    rows_task,
-    settled,
-    share,
-)
-from tests.engine.offloading import assert_parity, trained
-from tests.engine.test_zoo import DECAY, gated
-from tests.engine.zoo import Gated
+from tests.engine.cases import ROWS, Case, Task, build, oracle, ranks_of
+from tests.engine.loops import rows
+from tests.engine.tensors import Held, assert_parity, mine, train
+from tests.engine.zoo import make
 from tests.pool import run_threads
 
 TASK = Task()
@@ -55,15 +46,16 @@ RESTS = {
 @pytest.mark.parametrize("plan", RESTS)
 def test_where_states_rest(plan: str):
     """After a step parameters and optimizer states are on the tiers of the word, and no other."""
-    for _, costs in run_threads(2, trained, TASK, Case(f"{plan} fp64")):
-        held = dict(zip(("device", "host", "disk"), costs[-1][1][0], strict=True))
+    for held in run_threads(2, train, TASK, Case(f"{plan} fp64")):
         for what, tiers in zip(("parameters", "optimizer"), RESTS[plan], strict=True):
-            assert [tier for tier, of in held.items() if of[what]] == tiers.split()
+            names = {"device": what, "host": f"{what} on the host", "disk": f"{what} on disk"}
+            found = [tier for tier, name in names.items() if held.memory[0].get(name)]
+            assert found == tiers.split()
 
 
-def in_parts(world: World, words: str) -> tuple[list[bool], Run]:
+def in_parts(world: World, words: str) -> tuple[list[bool], Held]:
     """Steps without clipping in which units of 4 KiB are updated at once, and their updates."""
-    engine, run, updates = build(world, TASK, Case(words)), Run(), []
+    engine, held, updates = build(world, TASK, Case(words)), Held(), []
     engine.updates = replace(engine.updates, early_bytes=4096)
     step = engine.optimizer.torch.step
 
@@ -73,25 +65,25 @@ def in_parts(world: World, words: str) -> tuple[list[bool], Run]:
 
     engine.optimizer.torch.step = noted  # type: ignore[method-assign]
     for k in range(3):
-        run.losses.append(engine.step(share(TASK.batch(k), world.rank, world.size)).loss)
-    run.weights = full_parameters(engine.flats)
-    return [get_ident() == thread for thread in updates], run
+        held.step(engine, mine(engine, TASK.batch(k)))
+    return [get_ident() == thread for thread in updates], held.ended(engine)
 
 
-@pytest.mark.parametrize("words", ["dp2 zero2", "dp2 zero3 accumulate:2"])
-@pytest.mark.parametrize("what", ["optim", "optim=0.5", "param"])
-def test_several_updates_of_a_step_run_beside_arrivals(words: str, what: str):
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *(f"dp2 zero2 offload:{what}" for what in ("optim", "optim=0.5")),
+        *(f"dp2 zero3 accumulate:2 offload:{what}" for what in ("optim", "param")),
+    ],
+)
+def test_several_updates_of_a_step_run_beside_arrivals(plan: str):
     """fp64, unclipped, in parts of 4 KiB: several updates a step on the host's thread; parity."""
-    if what == "param" and "zero3" not in words:
-        words = words.replace("zero2", "zero3")
-    case = Case(f"{words} fp64 offload:{what}")
-    wanted = oracle(TASK, case)
-    for here, run in run_threads(2, in_parts, case.plan):
+    case = Case(f"{plan} fp64")
+    found = run_threads(2, in_parts, case.plan)
+    for here, _ in found:
         assert len(here) >= 3 * 3
         assert not any(here)
-        assert run.losses == pytest.approx(wanted.losses, rel=1e-10)
-        for name, weight in run.weights.items():
-            assert difference(weight, wanted.weights[name]) <= 1e-10, name
+    assert_parity([held for _, held in found], oracle(TASK, case), 1e-10)
 
 
 def test_the_fewest_units_with_the_fraction():
@@ -104,32 +96,38 @@ def test_the_fewest_units_with_the_fraction():
     assert list(first.values()) == [4, 4, 3, 3, 0, 0]
 
 
-def measured(world: World, plan: str) -> tuple[int, int, list[Any], list[int]]:
-    """Of the last of three steps: the most bytes of gradients on the device, the leaks."""
-    case = Case(plan)
-    engine = build(world, TASK, case)
+def measured(world: World, plan: str, what: str) -> tuple[int, list[int], int, int, list[Any]]:
+    """Of the last of three steps the most bytes of a category on the device, beside units' bytes.
+
+    What rests there, how much the optimizer's host memory grew, and leaks.
+    """
+    engine = build(world, TASK, Case(plan))
     meter = Meter(engine)
     for step in range(3):
         with meter:
-            engine.step(share(TASK.batch(step), engine.data_rank, engine.data_ranks))
+            engine.step(mine(engine, TASK.batch(step)))
     units = [
-        sum(group.plan.padded * group.shard.element_size() for group in unit.trained)
+        sum(group.plan.padded * group.shard.element_size() for group in unit.groups)
         for unit in engine.data.units.order
     ]
-    held = engine.host_memory()["optimizer"]
+    growth = meter.host_peak["optimizer"] - engine.host_memory()["optimizer"]
+    rests = engine.memory()[what]
     world.barrier()  # until then the other thread may hold a message of this one
     gc.collect()
-    return meter.most["gradients"], meter.host_peak["optimizer"] - held, meter.leaks(), units
+    return meter.most[what], units, rests, growth, meter.leaks()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3"])
-def test_the_device_has_few_gradients_at_once(row: str):
-    """Of a rank's gradients the device has those of at most four units; a step leaves nothing."""
-    for most, growth, leaks, units in run_threads(2, measured, f"dp2 {row} fp32 offload:optim"):
-        assert 0 < most <= sum(sorted(units)[-4:]) < sum(units)
-        assert growth == 0
-        assert leaks == []
+FEW = [(f"{plan} fp32 offload:param", "parameters", 3) for plan in ("dp1", "dp2 zero3")]
+FEW += [(f"dp2 {row} fp32 offload:optim", "gradients", 4) for row in ROWS]
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(("plan", "what", "most_units"), FEW)
+def test_the_device_has_few_units_at_once(plan: str, what: str, most_units: int):
+    """Gradients of at most four units, or three units' parameters; a step leaves nothing there."""
+    for most, units, rests, growth, leaks in run_threads(ranks_of(plan), measured, plan, what):
+        assert 0 < most <= sum(sorted(units)[-most_units:]) < sum(units)
+        assert (rests, growth, leaks) == (0, 0, [])
 
 
 def test_updates_run_in_order_and_are_published_by_the_caller():
@@ -172,51 +170,6 @@ def test_an_error_of_an_update_is_raised():
     assert updated == []
 
 
-def assert_three_tiers(results: list[Any], tiers: str = "device host disk") -> None:
-    """Bytes sent and held are those predicted, and all of `tiers` have optimizer states."""
-    for _, costs in results:
-        for (counted, predicted), (held, formula) in costs:
-            assert counted == predicted
-            assert held == formula
-            device, host, disk = held
-            by_tier = {"device": device, "host": host, "disk": disk}
-            assert all(by_tier[tier]["optimizer"] > 0 for tier in tiers.split())
-
-
-@pytest.mark.parametrize("what", ["optim,disk=0.5", "optim=0.4,disk=0.4"])
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
-        (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
-    ],
-)
-def test_two_tiers_and_other_optimizers(what: str, kind: Any, options: dict[str, Any]):
-    """Host and disk, device and disk; momenta that a step makes, on the tier of each unit."""
-    case = Case(f"dp2 zero2 fp64 offload:{what}", kind=kind, options=options)
-    results = run_threads(2, trained, TASK, case)
-    assert_parity(results, oracle(TASK, case), 1e-10)
-    assert_three_tiers(results, "disk " + ("host" if "optim," in what else "device"))
-
-
-def late(step: int) -> tuple[Tensor, Tensor]:
-    """Rows that do not ask for the module `side` in the first step."""
-    return gated(1 if step == 0 else 2)
-
-
-@pytest.mark.parametrize("words", ["", "offload:optim", "offload:optim@disk"])
-def test_a_first_gradient_beside_momenta(words: str):
-    """One call of torch's SGD has parameters that have a momentum, and some that have none yet."""
-    task = rows_task(lambda: settled(Gated()), late)
-    case = Case(f"dp2 zero2 fp64 {words}", units=2**20, **DECAY["SGD"])
-    wanted = oracle(task, case)
-    assert [g["side.weight"] is None for g in wanted.grads] == [True, False, False]
-    for run, _ in run_threads(2, trained, task, case):
-        assert run.losses == expected_near(wanted.losses, 1e-10)
-        for name, weight in wanted.weights.items():
-            assert difference(run.weights[name], weight) <= 1e-10, name
-
-
 def test_units_go_to_the_tiers_in_the_order_of_their_gradients():
     """The last units, whose gradients come first, go furthest; by whole units."""
     numels = [40, 10, 10, 10, 30]
@@ -229,18 +182,18 @@ def test_units_go_to_the_tiers_in_the_order_of_their_gradients():
     assert str(parse("optim=0.9,disk=0.00001")) == "optim=0.9,disk=0.00001"
 
 
-class Scaled(torch.nn.Module):
+class Scaled(nn.Module):
     """Twelve layers, and a parameter without dims in the last unit."""
 
     def __init__(self) -> None:
         super().__init__()
         own = torch.Generator().manual_seed(0)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(12))
-        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+        self.scale = nn.Parameter(torch.tensor(1.0))
         for p in self.layers.parameters():
-            torch.nn.init.normal_(p, std=0.2, generator=own)
+            nn.init.normal_(p, std=0.2, generator=own)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[N, 64] to [N, 64]."""
         for layer in self.layers:
             x = torch.tanh(layer(x))
@@ -301,3 +254,45 @@ def test_full_weights_while_the_disk_writes(
     assert steps_of(plain, 0, 2) == steps_of(engine, 0, 2)
     wanted, found = (sw.full_state_dict(each) for each in (plain, engine))
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("plan", ["offload:param", "dp2 zero3 offload:param", "tp2 offload:param"])
+def test_weights_go_to_the_device_unit_by_unit(plan: str, monkeypatch: pytest.MonkeyPatch):
+    """Real weights stay where the program made them until their unit is laid out."""
+
+    def cast(model: nn.Module, dtype: Any, _: Any, fill: Any = None, **options: Any) -> None:
+        shard.cast_whole(model, dtype, torch.device("meta"), fill, **options)
+        assert not any(p.is_meta for p in model.parameters())  # none has gone there
+
+    def losses(world: World) -> list[float]:
+        engine = build(world, TASK, Case(f"{plan} fp64"))
+        return [engine.step(mine(engine, TASK.batch(0))).loss]
+
+    ranks = ranks_of(plan)
+    want = run_threads(ranks, losses)
+    monkeypatch.setattr("shardwise.engine.engine.cast_whole", cast)
+    assert run_threads(ranks, losses) == want
+
+
+def resting(world: World, asked: Any) -> tuple[set[str], int, set[str]]:
+    """After a backward pass: the tiers of shards and gradients, whole bytes, copies so far."""
+    model = sw.FSDP(make("stack").double(), world=world, units=1, cpu_offload=asked)
+    data = driver_of(model)
+    assert data is not None
+    flats = flats_of(data.units.order)
+    model(rows(0, world.rank)).square().mean().backward()
+    held = [x.detach() for p in model.parameters() for x in (p, p.grad) if x is not None]
+    whole = sum(flat.full.untyped_storage().nbytes() for flat in flats)
+    return (
+        {flats[0].tiers.of(x) for x in held},
+        whole,
+        {k.kind for k in flats[0].tiers.ledger.copy()},
+    )
+
+
+@pytest.mark.parametrize("asked", [True, CPUOffload(offload_params=True)])
+def test_fsdp_in_a_plain_loop(asked: Any):
+    """`sw.FSDP(cpu_offload=)` keeps shards and gradients in host memory, and nothing whole."""
+    for places, whole, kinds in run_threads(2, resting, asked):
+        assert (places, whole) == ({"host"}, 0)
+        assert {"device_to_host", "host_to_device"} <= kinds

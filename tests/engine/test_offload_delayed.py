@@ -5,69 +5,31 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+import shardwise as sw
 from shardwise.comm.world import World
+from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.state_dict import full_parameters
 from shardwise.parallel.offload.delayed import NextStep
-from tests.engine.cases import Case, Task, build, difference, ranks_of, share
+from shardwise.verify.oracle import Oracle
+from shardwise.verify.oracles import oracles_of
+from tests.engine.cases import Case, Task, build, difference
+from tests.engine.tensors import mine
 from tests.pool import run_threads
 
 TASK = Task()
-STEPS = 7
-
-
-def simulated(
-    task: Task,
-    case: Case,
-    undelayed: int,
-    flushed: tuple[int, ...] = (),
-    dtype: Any = torch.float64,
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of one process that keeps each gradient for one step before it uses it.
-
-    Before each step of `flushed` the gradient that waits is used.
-    """
-    model = task.make().to(dtype)
-    optimizer = case.kind(model.parameters(), **case.options)
-    waiting: list[Tensor] | None = None
-    losses = list[float]()
-
-    def use(gradients: list[Tensor]) -> None:
-        for p, gradient in zip(model.parameters(), gradients, strict=True):
-            p.grad = gradient
-        optimizer.step()
-
-    for step in range(case.steps):
-        if step in flushed and waiting is not None:
-            use(waiting)
-            waiting = None
-        model.zero_grad(set_to_none=True)
-        loss = task.loss(model, task.batch(step))
-        loss.backward()
-        if case.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
-        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        losses.append(loss.item())
-        if waiting is not None:
-            use(waiting)
-        waiting = found
-        if step < undelayed:
-            use(waiting)
-            waiting = None
-    if waiting is not None:
-        use(waiting)
-    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+STEPS, FLUSHED = 7, (3, 5)
 
 
 def step_of(engine: Engine, task: Task, step: int) -> Any:
     """One step on this rank's rows."""
-    return engine.step(share(task.batch(step), engine.data_rank, engine.data_ranks))
+    return engine.step(mine(engine, task.batch(step)))
 
 
 def trained(
-    world: World, task: Task, case: Case, flushed: tuple[int, ...] = ()
+    world: World, task: Task, case: Case, flushed: tuple[int, ...]
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of a run that saves before each step of `flushed`."""
     engine, losses = build(world, task, case), []
@@ -79,27 +41,20 @@ def trained(
     return losses, full_parameters(engine.flats)
 
 
-@pytest.mark.crossed
-@pytest.mark.parametrize("undelayed", [0, 3])
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("plan", ["dp2 zero2", "dp1", "dp2 zero3"])
-def test_parity_with_a_simulated_delay(plan: str, clip: float | None, undelayed: int):
-    """fp64: losses of 7 steps and the weights, whose first updates are delayed or not."""
-    case = Case(f"{plan} fp64 offload:optim-delayed={undelayed}", clip=clip, steps=STEPS)
-    expected, wanted = simulated(TASK, case, undelayed)
-    for losses, weights in run_threads(ranks_of(plan), trained, TASK, case):
-        assert losses == pytest.approx(expected, rel=1e-10)
-        assert all(difference(w, wanted[name]) <= 1e-10 for name, w in weights.items())
-
-
 def test_a_checkpoint_applies_the_update_that_waits():
     """A run that saves in the middle is a simulation that uses the waiting gradient there."""
     case = Case("dp2 zero2 fp64 offload:optim-delayed=1", steps=STEPS)
-    expected, wanted = simulated(TASK, case, 1, (3, 5))
-    for losses, weights in run_threads(2, trained, TASK, case, (3, 5)):
+    recipe, plan = sw.Optim(case.kind, **case.options), Plan.parse(case.plan)
+    alone, expected = oracles_of(TASK.make, plan, recipe, TASK.loss, TASK.tokens).exact, []
+    assert isinstance(alone, Oracle)
+    for step in range(STEPS):
+        if step in FLUSHED:
+            alone.finish()
+        expected.append(alone.step(TASK.batch(step)))
+    for losses, weights in run_threads(2, trained, TASK, case, FLUSHED):
         assert losses == pytest.approx(expected, rel=1e-10)
-        for name, weight in weights.items():
-            assert difference(weight, wanted[name]) <= 1e-10, name
+        for name, weight in alone.weights.values().items():
+            assert difference(weights[name], weight) <= 1e-10, name
 
 
 def rates(world: World, case: Case) -> dict[str, Tensor]:

@@ -4,8 +4,8 @@ import pytest
 
 import shardwise as sw
 from shardwise.core.errors import RankError
-from tests.engine.cases import Case, Task, assert_same, oracle, regression, small_gpt, train
-from tests.pool import run_gloo, run_threads
+from tests.engine.cases import regression, small_gpt
+from tests.pool import run_threads
 
 
 def ranks_of_data(world, plan: str) -> tuple[str, int, int]:
@@ -37,9 +37,3 @@ def test_a_plan_that_names_its_data_ranks_is_not_completed(capsys: pytest.Captur
         run_threads(2, ranks_of_data, "dp1 zero3")
     assert run_threads(2, ranks_of_data, "dp2 zero3")[0][0] == "dp2 zero3"
     assert capsys.readouterr().err == ""
-
-
-def test_an_open_plan_trains_as_one_process_does():
-    """`zero3` on two processes: losses, gradients and weights of three steps, 1e-10 in fp64."""
-    case = Case("zero3 fp64", clip=0.5)
-    assert_same(run_gloo(2, train, Task(), case), oracle(Task(), case), 1e-10)

@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.engine.shard import driver_of
 from shardwise.parallel.data.outputs import Output
-from tests.engine.cases import difference, settled
+from tests.engine.cases import difference, settled, squares
 from tests.engine.loops import rows
 from tests.pool import run_threads
 
@@ -117,10 +117,6 @@ class Model(nn.Module):
         return x
 
 
-def loss(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
-
-
 def build(kind: str) -> nn.Module:
     return settled(Model(kind)).double()
 
@@ -132,12 +128,12 @@ def trained(world: World, kind: str) -> tuple[dict[str, Any], dict[str, Any], li
     seen: list[float] = []
     for step in range(3):
         with torch.no_grad():
-            seen.append(float(loss(model, rows(step, 0))))
-        loss(model, rows(step, world.rank)).backward()
+            seen.append(float(squares(model, rows(step, 0))))
+        squares(model, rows(step, world.rank)).backward()
         optim.step()
         optim.zero_grad()
     plan, how = "zero3 fp64", {"units": Block, "least_unit_bytes": 0}
-    engine = sw.parallelize(build(kind), plan, world, optimizer=sw.SGD(lr=0.1), loss=loss, **how)
+    engine = sw.parallelize(build(kind), plan, world, optimizer=sw.SGD(lr=0.1), loss=squares, **how)
     for step in range(3):
         engine.step(rows(step, engine.data_rank))
         engine.evaluate(rows(step, 0))
@@ -158,9 +154,9 @@ def test_sharded_units_give_their_outputs_in_any_form(kind):
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     evaluated: list[float] = []
     for step in range(3):
-        evaluated.append(float(loss(model, rows(step, 0)).detach()))
+        evaluated.append(float(squares(model, rows(step, 0)).detach()))
         for rank in range(2):
-            (loss(model, rows(step, rank)) / 2).backward()
+            (squares(model, rows(step, rank)) / 2).backward()
         optim.step()
         optim.zero_grad()
     by_hand, by_engine, seen, unwatched = run_threads(2, trained, kind)[0]

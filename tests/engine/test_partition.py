@@ -56,23 +56,6 @@ def test_stages_by_hand_are_those_given():
     assert starts(small(), 3, ["blocks.1", "head"]) == ("blocks.1", "head")
 
 
-GIVEN = {
-    "too few": (["blocks.1"], r"1 starts \(blocks\.1\) for 3 stages.*blocks\.2, blocks\.4"),
-    "none": ([], r"0 starts \(none\) for 3 stages"),
-    "a word": ("head", r"stages='head'.*stages=\['blocks\.2', 'blocks\.4'\]"),
-    "numbers": ([2, 4], r"stages=\[2, 4\].*a list of the names"),
-    "unknown": (["blocks.1", "haed"], r'"haed", which is no module of the GPT.*Write.*"head"'),
-}
-
-
-@pytest.mark.parametrize("given", GIVEN)
-def test_starts_by_hand_that_do_not_fit_are_refused(given: str):
-    """With those that would, or the name that is nearest."""
-    names, text = GIVEN[given]
-    with pytest.raises(InputError, match=text):
-        starts(small(), 3, names)
-
-
 def test_fewer_layers_than_stages_are_refused():
     """The error says how many there are, and the degree to write."""
     text = r"6 stages for a GPT of 5 layers.*embed, blocks\.0, blocks\.1, norm, head.*pp5"

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm import world as worlds
-from shardwise.comm.world import World, alone
-from shardwise.core.errors import InputError, RankError
+from shardwise.comm.world import World, alone, traced
+from shardwise.core.errors import InputError
 from tests.engine.cases import settled
 from tests.pool import run_gloo, run_threads
 
@@ -96,26 +96,21 @@ def assert_same(found: list[dict[str, Any]], whole: dict[str, Any]) -> None:
     assert sorted(names) == sorted(whole["weights"])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_well_known_example(schedule: str, ranks: int):
-    """Two linear layers in 8 chunks: losses, outputs, gradients and weights of the plain loop."""
-    found = run_threads(ranks, lambda w: piped(w, known_example, chunks=8, schedule=schedule))
-    assert_same(found, trained(known_example()))
+PIPED: list[tuple[Any, int, dict[str, Any]]] = [
+    # the well-known example: two linear layers in 8 chunks
+    *((known_example, n, {"chunks": 8, "schedule": word}) for n in (1, 2) for word in SCHEDULES),
+    *((deep, 2, {"chunks": 8, "schedule": word}) for word in (*SCHEDULES, *LOOPED)),
+    # rows that chunks do not divide, one chunk, one row a chunk
+    *((deep, n, {"chunks": m, "count": rows}) for n, m, rows in ((4, 5, 13), (3, 1, 2), (2, 3, 3))),
+]
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, *LOOPED])
-def test_deeper_ones(schedule: str):
-    """Every synchronous schedule, those with several stages a rank among them."""
-    found = run_threads(2, lambda w: piped(w, deep, chunks=8, schedule=schedule))
-    assert_same(found, trained(deep()))
-
-
-@pytest.mark.parametrize(("ranks", "chunks", "count"), [(4, 5, 13), (3, 1, 2), (2, 3, 3)])
-def test_uneven_batches(ranks: int, chunks: int, count: int):
-    """Rows that chunks do not divide, one chunk, one row a chunk."""
-    found = run_threads(ranks, lambda w: piped(w, deep, count=count, chunks=chunks))
-    assert_same(found, trained(deep(), count=count))
+@pytest.mark.cases(6)
+@pytest.mark.parametrize(("make", "ranks", "options"), PIPED)
+def test_a_pipe_trains_as_the_plain_module(make: Any, ranks: int, options: dict[str, Any]):
+    """Losses, outputs, gradients and weights of the plain loop under every synchronous schedule."""
+    found = run_threads(ranks, lambda w: piped(w, make, **options))
+    assert_same(found, trained(make(), count=options.get("count", 16)))
 
 
 def norms(world: World) -> float:
@@ -232,22 +227,10 @@ def test_nothing_is_left():
         gc.enable()
 
 
-def refused(world: World, case: str) -> None:
-    if case == "layers":
-        sw.Pipe(known_example(), world=world)
-    if case == "schedule":
-        sw.Pipe(known_example(), schedule="pipedream", world=world)
-    if case == "name":
-        sw.Pipe(known_example(), schedule="gpip", world=world)
-    model = sw.Pipe(known_example(), 8, world=world)
-    if case == "rows":
-        model(rows(7))
-    if case == "scalar":
-        sw.Pipe(nn.Sequential(known_example(), Mean()), 8, world=world)(rows(16))
-    if case == "twice":
-        out = model(rows(8)).sum()
-        out.backward(retain_graph=True)
-        out.backward()
+def twice(model: nn.Module) -> None:
+    out = model(rows(8)).sum()
+    out.backward(retain_graph=True)
+    out.backward()
 
 
 class Mean(nn.Module):
@@ -259,14 +242,6 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
     "stages that count": (
         lambda w: sw.Pipe(known_example(), stages=3, world=w),  # type: ignore[arg-type]
         r"stages=3\. Allowed: a list of the names.*stages=\[\]",
-    ),
-    "stages of nothing": (
-        lambda w: sw.Pipe(known_example(), stages=[None], world=w),  # type: ignore[list-item]
-        r"stages=\[None\]",
-    ),
-    "stages in one word": (
-        lambda w: sw.Pipe(known_example(), stages="1", world=w),
-        r"stages='1'",
     ),
     "a start for one stage": (
         lambda w: sw.Pipe(known_example(), 2, ["nope"], world=w),
@@ -304,6 +279,30 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
         lambda w: sw.Pipe(known_example(), world=w)(),
         r"a batch of no rows for a pipe of 8 chunks.*Write instead: a batch of 8 rows\.$",
     ),
+    "too many stages": (
+        lambda _: sw.Pipe(known_example(), world=traced(0, 3)),
+        r"3 stages for a Sequential of 2 layers.*pp2",
+    ),
+    "a schedule that updates": (
+        lambda w: sw.Pipe(known_example(), schedule="pipedream", world=w),
+        "pipedream, which updates by itself",
+    ),
+    "no schedule": (
+        lambda w: sw.Pipe(known_example(), schedule="gpip", world=w),
+        r"the schedule 'gpip'.*gpipe",
+    ),
+    "too few rows": (
+        lambda w: sw.Pipe(known_example(), 8, world=w)(rows(7)),
+        r"a batch of 7 rows for a pipe of 8 chunks.*chunks=7",
+    ),
+    "a number for an output": (
+        lambda w: sw.Pipe(nn.Sequential(known_example(), Mean()), 8, world=w)(rows(16)),
+        r"an output of shape \[\] of a pipe.*sw\.parallelize",
+    ),
+    "two backward passes": (
+        lambda w: twice(sw.Pipe(known_example(), 8, world=w)),
+        "a second backward pass",
+    ),
     "rows that differ": (
         lambda w: sw.Pipe(known_example(), 2, world=w)(rows(4), rows(3)),
         r"of shape \[4, 16\].* of shape \[3, 16\] under sw\.Pipe\(module, chunks=2\)",
@@ -318,20 +317,3 @@ def test_bad_input_is_answered_before_anything_changes(what: str):
     with pytest.raises(InputError, match=said) as error:
         call(alone())
     assert not re.search(r"Write instead: ?\.|: ?\. ", str(error.value))
-
-
-@pytest.mark.parametrize(
-    ("case", "ranks", "said"),
-    [
-        ("layers", 3, r"3 stages for a Sequential of 2 layers.*pp2"),
-        ("schedule", 1, r"pipedream, which updates by itself"),
-        ("name", 1, r"the schedule 'gpip'.*gpipe"),
-        ("rows", 2, r"a batch of 7 rows for a pipe of 8 chunks.*chunks=7"),
-        ("scalar", 1, r"an output of shape \[\] of a pipe.*sw\.parallelize"),
-        ("twice", 1, r"a second backward pass"),
-    ],
-)
-def test_refused(case: str, ranks: int, said: str):
-    """What cannot be piped is said, with what to write instead."""
-    with pytest.raises((RankError, InputError), match=said):
-        run_threads(ranks, refused, case)

@@ -1,39 +1,126 @@
-"""Models that only a pipeline meets, and schedules on four ranks: parity, bytes, memory."""
+"""Models that only a pipeline meets, what stages share, ranks without rows, the order of calls."""
+
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from tests.engine.cases import Case, ranks_of
-from tests.engine.pipelines import ADAMW, MODELS, SCHEDULES, SGD, task
-from tests.engine.tensors import (
-    assert_counted,
-    assert_parity,
-    train,
-    whole_run,
-)
+import shardwise as sw
+from shardwise.comm.world import World
+from shardwise.core.errors import RankError
+from shardwise.core.plan import Plan
+from shardwise.core.plan_schedule import schedule_of
+from shardwise.engine.engine import Engine
+from tests.engine.cases import Case, Task, oracle, settled, text
+from tests.engine.pipelines import ADAMW, MODELS, SGD, task
+from tests.engine.tensors import assert_counted, assert_parity, gpt_task, holds, train
 from tests.pool import run_threads
 
-DEEP = [plan for plan in SCHEDULES if plan.startswith("pp4") and ":8" in plan]
+SHARED = [
+    *("pp2 1f1b:3", "pp4 gpipe:2", "pp2 zb-v:4", "pp2 interleaved:4x2", "pp2 dp2 zero3 1f1b:2"),
+    *("pp2 dp2 zero3 zb-v:4", "pp2 dp2 zero2 zb-h1:4", "pp2 dp2 zero3 interleaved:2x2"),
+]
 
 
-@pytest.mark.parametrize("plan", DEEP)
-def test_four_ranks(plan: str):
-    """fp64: 3 steps under every schedule are one process's, 1e-10; bytes and memory as predicted.
+def stages_of(plan: str) -> int:
+    """How many stages the plan's schedule has."""
+    schedule = schedule_of(Plan.parse(plan))
+    return len(schedule.home) if schedule else 1
 
-    Nine rows, which eight microbatches do not divide; gradients are clipped.
+
+def untold(step: int) -> dict[str, Tensor]:
+    """Text of which the first and the last rows have no target that counts."""
+    batch = text(step, rows=8)
+    batch["targets"][:2] = -100
+    batch["targets"][-1] = -100
+    return batch
+
+
+CASES = [
+    *((f"pp4 {word}:8", "deep", ADAMW) for word in ("gpipe", "1f1b", "dapple", "zb-h1")),
+    *((f"pp4 {word}:8", "deep", ADAMW) for word in ("zb-v", "dualpipe-v")),
+    *((f"pp4 {word}:8x2", "deep", ADAMW) for word in ("interleaved", "bfs")),
+    *(
+        (plan, name, SGD)
+        for plan in ("pp2 1f1b:3", "pp4 gpipe:2", "pp2 dp2 zero3 zb-h1:4")
+        for name in ("half frozen", "late frozen", "tuples", "dicts", "skips", "idle")
+    ),
+    *((plan, name, ADAMW) for plan in SHARED for name in ("ends", "outside")),
+    # two blocks are two layers, however often they are gone through: two stages at most
+    *((plan, "repeated", ADAMW) for plan in SHARED if stages_of(plan) == 2),
+    *(("pp2 1f1b:3", f"used {end}", ADAMW) for end in ("first", "last")),
+    *(
+        (plan, "no tokens", ADAMW)
+        for plan in ("pp2 1f1b:4", "pp2 zb-h1:8", "pp2 dp2 zero2 gpipe:4")
+    ),
+]
+
+
+@pytest.mark.cases(12)
+@pytest.mark.parametrize(("plan", "name", "options"), CASES)
+def test_models(plan: str, name: str, options: dict[str, Any]):
+    """Frozen stages, tuples, dicts, skips, parameters that nobody or several stages use.
+
+    fp64: 3 steps are one process's, 1e-10; bytes and memory as predicted. Nine rows, which eight
+    microbatches do not divide; gradients are clipped.
     """
+    work = task(name) if name in MODELS else Task(gpt_task("tied").make, untold)
+    holds(run_threads, work, Case(f"{plan} fp64", clip=0.5, **options))
+
+
+def lopsided(engine: Engine, batch: Any) -> Any:
+    """All rows are the first data rank's."""
+    return batch if engine.data_rank == 0 else tree_map(lambda x: x[:0], batch)
+
+
+@pytest.mark.parametrize("plan", ["pp2 dp2 zero3 1f1b:3", "pp2 dp2 zb-v:4"])
+def test_a_data_rank_without_rows(plan: str):
+    """It takes part with weight zero, in every stage."""
     case = Case(f"{plan} fp64", clip=0.5, **ADAMW)
-    ranks = run_threads(ranks_of(plan), train, task(), case)
-    assert_parity(ranks, whole_run(task(), case), 1e-10)
+    ranks = run_threads(4, train, task(), case, lopsided)
+    assert_parity(ranks, oracle(task(), case), 1e-10)
     assert_counted(ranks)
 
 
-SOME = ["pp2 1f1b:3", "pp4 gpipe:2", "pp2 dp2 zero3 zb-h1:4"]
+# --- a module that is called in another order than it is defined in -------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "deep"])
-@pytest.mark.parametrize("plan", SOME)
-def test_models(plan: str, name: str):
-    """Frozen stages, tuples, dicts, skip connections, parameters that nobody uses."""
-    work, case = task(name), Case(f"{plan} fp64", clip=0.5, **SGD)
-    ranks = run_threads(ranks_of(plan), train, work, case)
-    assert_parity(ranks, whole_run(work, case), 1e-10)
+class Turned(nn.Module):
+    """Its norm is defined first and called last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.norm(x)
+
+
+def turned(world: World, beside: dict[str, str] | None) -> list[float]:
+    """The losses of three steps."""
+    made = sw.parallelize(
+        settled(Turned()),
+        "pp2 1f1b:2 fp64" if world.size > 1 else "fp64",
+        world,
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+        optimizer=sw.SGD(lr=0.1),
+        beside=beside,
+    )
+    x = torch.arange(16.0, dtype=torch.float64).view(4, 4).sin()
+    return [made.step({"x": x}).loss for _ in range(3)]
+
+
+def test_a_module_is_put_in_the_stage_it_is_called_in():
+    """What is called later than it is defined runs beside= the module named, and only there."""
+    [expected] = run_threads(1, turned, None)
+    for losses in run_threads(2, turned, {"norm": "blocks.3"}):
+        assert losses == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(RankError, match=r'beside=\{"norm": "blocks\.3"\}'):
+        run_threads(2, turned, None)
+    with pytest.raises(RankError, match=r"Given: beside=3.*Write instead: beside="):
+        run_threads(2, turned, 3)

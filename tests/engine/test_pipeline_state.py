@@ -1,21 +1,18 @@
-"""On a pipeline: what a step sends, holds and leaves behind, what is refused, what breaks."""
+"""On a pipeline: what a step sends and holds, what stages keep, what is refused, what breaks."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.launch import spawn
-from shardwise.comm.world import World, alone, init, traced
+from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError, RunError
-from shardwise.engine.engine import Engine
 from shardwise.engine.meter import Meter
 from shardwise.models import gpt
 from shardwise.models.initial import fill
@@ -24,6 +21,7 @@ from tests.engine.cases import (
     Case,
     Task,
     build,
+    oracle,
     ranks_of,
     regression,
     rows_task,
@@ -31,9 +29,9 @@ from tests.engine.cases import (
     text,
     vectors,
 )
-from tests.engine.pipelines import WIDTH, deep, task
-from tests.engine.tensors import Held, train
-from tests.engine.test_failure import is_alive
+from tests.engine.pipelines import ADAMW, WIDTH, Normed, break_in, chain, deep, fragile, task
+from tests.engine.tensors import Held, gpt_task, train
+from tests.engine.test_state import assembled, saved
 from tests.engine.zoo import Stack
 from tests.pool import run_threads
 
@@ -133,35 +131,67 @@ def test_a_rank_holds_as_many_microbatches_as_the_schedule_says(
     assert [found // kept_bytes for found in peaks] == list(held)
 
 
-# --- what is refused -------------------------------------------------------------------------
+# --- what stages keep --------------------------------------------------------------------------
 
-REFUSED = [
-    ("pp16 1f1b:4", {}, r"16 stages for a Sequential of 8 layers.*pp8"),
-    ("pp2 interleaved:3x2", {}, r"interleaved.*multiples of 2.*interleaved:"),
-    ("pp4 dualpipe-v:4", {}, r"twice the ranks or more: from 8 up.*dualpipe-v:8"),
-    ("pp2 naive:4", {}, r"naive"),
-    ("pp2 1f1b:4", {"stages": ["9.x"]}, r'"9\.x", which is no module of the Sequential'),
-    ("pp2 1f1b:4", {"stages": ["4", "8"]}, r"2 starts \(4, 8\) for 2 stages.*Write instead: \d"),
-    ("pp4 1f1b:4", {"stages": []}, r"0 starts \(none\) for 4 stages"),
-    ("pp2 1f1b:4", {"stages": "8"}, r"stages='8'.*a list of the names"),
-    ("pp2 1f1b:4", {"stages": [8]}, r"stages=\[8\].*a list of the names"),
-    ("pp2 1f1b:4", {"stages": 8}, r"stages=8.*a list of the names"),
+NORMED = rows_task(chain(Stack, Normed), partial(vectors, rows=10))
+
+
+@pytest.mark.parametrize("word", ["gpipe:4", "1f1b:3", "zb-h1:4", "interleaved:4x2"])
+def test_batch_norm_is_of_the_microbatch(word: str):
+    """Weights, moments and running statistics are those of one process that accumulates."""
+    m = word.partition(":")[2].partition("x")[0]
+    wanted, found = (
+        assembled(run_threads(ranks, saved, NORMED, Case(f"{plan} fp64", **ADAMW), 3))
+        for ranks, plan in ((1, f"accumulate:{m}"), (2, f"pp2 {word}"))
+    )
+    assert found.keys() == wanted.keys()
+    assert {name for name in found if "running_var" in name}
+    for name, array in wanted.items():
+        assert np.allclose(found[name], array, rtol=1e-10, atol=1e-12), name
+
+
+ENDS = [(task("used first"), "first.weight"), (task("used last"), "first.weight")]
+TIED = [
+    *((plan, *of) for plan in ("pp2 1f1b:3 bf16", "pp4 dp2 zero3 gpipe:2 fp32") for of in ENDS),
+    ("pp2 1f1b:4 fp32", gpt_task("tied", rows=9), "embed.weight"),
+    ("pp2 dp2 zero3 gpipe:2 fp32", gpt_task("tied", rows=9), "embed.weight"),
 ]
 
 
-@pytest.mark.parametrize(("plan", "options", "phrase"), REFUSED)
-def test_what_cannot_be_cut_is_refused_and_left_as_it_was(
-    plan: str, options: dict[str, Any], phrase: str
-):
-    """Too many stages, microbatches that the schedule forbids, wrong names, none, too many."""
-    model = deep()
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    ranks = int(plan[2:].partition(" ")[0])
-    with pytest.raises(InputError, match=phrase):
-        sw.parallelize(model, plan, traced(0, ranks), loss=regression, **options)
-    after = dict(model.named_parameters())
-    assert all(torch.equal(before[n], after[n]) for n in before)
-    sw.parallelize(model, "fp64", alone(), loss=regression).step(vectors(0))
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(("plan", "work", "weight"), TIED)
+def test_tied_weights_never_diverge(plan: str, work: Task, weight: str):
+    """After five steps of AdamW all copies are equal to the bit, moments and step counts too."""
+    case = Case(plan, clip=0.5, options={"lr": 0.01, "weight_decay": 0.1})
+    copies: dict[tuple[Any, ...], list[np.ndarray]] = {}
+    for boxes, _ in run_threads(ranks_of(plan), saved, work, case, 5):
+        for name, _, offsets, sizes, _, array in boxes:
+            if name.endswith(weight):
+                copies.setdefault((name, offsets, sizes), []).append(array)
+    assert {key[0].rpartition("/")[0] for key in copies} >= {"model", "optim/exp_avg", "optim/step"}
+    assert all(len(alike) > 1 for alike in copies.values())
+    assert all(np.array_equal(x, alike[0]) for alike in copies.values() for x in alike)
+
+
+def by_hand(world: World, names: list[str]) -> tuple[list[str], list[float]]:
+    """The parameters of this rank, and the losses."""
+    engine = sw.parallelize(
+        deep(), "pp2 1f1b:3 fp64", world, loss=regression, optimizer=sw.SGD(lr=0.1), stages=names
+    )
+    losses = [engine.step(vectors(step)).loss for step in range(3)]
+    return [name for name, _ in engine.model.named_parameters()], losses
+
+
+def test_stages_by_hand():
+    """A stage begins at the module that is named."""
+    (first, one), (second, two) = run_threads(2, by_hand, ["12"])
+    assert {name.split(".")[0] for name in second} == {"12", "14"}
+    assert len(first) == 12
+    case = Case("fp64", kind=torch.optim.SGD, options={"lr": 0.1})
+    assert one == two == pytest.approx(oracle(rows_task(deep), case).losses, rel=1e-10)
+
+
+# --- what is refused -------------------------------------------------------------------------
 
 
 def too_few(world: World, plan: str) -> tuple[str, bool, float]:
@@ -217,53 +247,6 @@ def test_a_model_that_cannot_be_cut_is_named(how: str):
 
 
 # --- what breaks -----------------------------------------------------------------------------
-
-
-class Fragile(nn.Module):
-    """A layer that breaks in one of its forwards, where it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.breaks, self.forwards = nn.Linear(WIDTH, WIDTH), -1, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.forwards += not x.is_meta  # the engine follows it on meta
-        if self.forwards == self.breaks:
-            raise ValueError("in the middle of a stage")
-        return torch.tanh(self.up(x))
-
-
-def fragile() -> nn.Module:
-    return settled(Stack(*[Fragile() for _ in range(4)]))
-
-
-def break_in(engine: Engine, name: str, forward: int) -> None:
-    """Have that layer raise in that forward, on the rank that has it."""
-    layer = engine.model.get_submodule(name)
-    if isinstance(layer, Fragile):
-        layer.breaks = forward
-
-
-def breaking(folder: Path) -> None:
-    """Stage 1 of 4 raises at its fourth forward, the first of the second step."""
-    world = init("cpu")
-    (folder / f"{world.rank}.pid").write_text(str(os.getpid()))
-    engine = build(world, rows_task(fragile), Case("pp4 1f1b:3 fp64"))
-    break_in(engine, "blocks.1", 4)
-    for step in range(50):
-        engine.step(vectors(step))
-
-
-@pytest.mark.full
-def test_a_stage_that_raises_ends_the_others(tmp_path: Path):
-    """Those that wait for it are ended; the error is its own, with the place in its row marked."""
-    with pytest.raises(RankError, match="in the middle of a stage") as caught:
-        spawn(partial(breaking, tmp_path), 4)
-    assert caught.value.rank == 1
-    assert ">>F1.0<<" in str(caught.value)
-    pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
-    assert len(pids) == 4
-    assert not any(is_alive(pid) for pid in pids)
 
 
 def stumbling(world: World) -> list[str]:

@@ -1,3 +1,5 @@
+"""Precisions: dtypes of weights, masters, batches and norms; loss scales; loops in 16 bits."""
+
 import copy
 import math
 from functools import partial
@@ -15,7 +17,6 @@ from shardwise.comm.world import World
 from shardwise.engine.full import full_state_dict
 from shardwise.engine.norm import ROW, squared_norm
 from shardwise.engine.scale import LossScale
-from shardwise.engine.state_dict import full_parameters
 from tests.engine.cases import (
     ROWS,
     Case,
@@ -25,9 +26,9 @@ from tests.engine.cases import (
     rows_task,
     share,
     text,
-    train,
     vectors,
 )
+from tests.engine.tensors import run
 from tests.engine.zoo import make
 from tests.pool import run_gloo, run_threads
 
@@ -87,51 +88,6 @@ def test_masters_add_up_what_bf16_would_lose():
     """The weights do not move, the masters do."""
     for still, moved in run_threads(2, tiny_updates):
         assert still and moved > 0
-
-
-class Log:
-    """What each step was."""
-
-    def __init__(self) -> None:
-        self.scales: list[float] = []
-        self.skipped: list[bool] = []
-        self.moved: list[bool] = []
-        self.losses: list[float] = []
-
-
-def overflowing(world: World, plan: str) -> Log:
-    """Six steps; in the third the last rank's rows are so large that fp16 overflows there only."""
-    engine = build(world, rows_task(partial(make, "stack")), Case(plan, clip=1.0))
-    engine.scale.value = 256.0
-    log = Log()
-    for step in range(6):
-        x, y = vectors(step, rows=8)
-        if step == 2:
-            x, y = x.clone(), y.clone()
-            y[-1] = 6e4
-        before = full_parameters(engine.flats)
-        m = engine.step(share((x, y), engine.data_rank, engine.data_ranks))
-        log.skipped.append(m.skipped)
-        assert (m.grad_norm is None) == m.skipped
-        after = full_parameters(engine.flats)
-        log.moved.append(any(not torch.equal(before[n], after[n]) for n in before))
-        log.scales.append(engine.scale.value)
-        log.losses.append(m.loss)
-    return log
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_an_overflow_on_one_rank_is_skipped_by_all(plan):
-    """Nobody updates, the scale is halved everywhere, and the next step goes on."""
-    logs = run_threads(ranks_of(plan), overflowing, f"{plan} fp16")
-    for log in logs:
-        assert log.skipped == [False, False, True, False, False, False]
-        assert log.moved == [True, True, False, True, True, True]
-        assert log.scales == [256.0, 256.0, 128.0, 128.0, 128.0, 128.0]
-        assert log.losses[3:] == logs[0].losses[3:]
-    one = run_threads(1, overflowing, "fp16")[0]
-    assert logs[0].losses[3:] == pytest.approx(one.losses[3:], rel=5e-3)
-    assert one.skipped == logs[0].skipped
 
 
 def from_the_top(world: World, plan: str) -> tuple[list[bool], list[float]]:
@@ -295,7 +251,7 @@ def test_fp16_and_bf16_run_every_row_alike():
 
 
 def train_masters(world: World, case: Case) -> list[float]:
-    return train(world, Task(), case).losses
+    return run(world, Task(), case).losses
 
 
 def looped(

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
-from tests.engine.cases import difference
+from tests.engine.cases import difference, refusal
 from tests.engine.loops import Side, adam, rows, wrap
 from tests.pool import run_threads
 
@@ -243,9 +243,7 @@ def refused(world: World, how: str, write: Callable[[Any], None]) -> str:
         write(made if plain else made.model)
         (made if plain else made.step)(rows(1, 0))
 
-    with pytest.raises(InputError) as error:
-        go_on()
-    return str(error.value)
+    return refusal(go_on)
 
 
 def reshaped(model: Any) -> None:

@@ -1,112 +1,57 @@
-"""Recomputation with every other technique: parity, bytes, leaks, dropout."""
+"""Recomputation, and activations in host memory: dropout, gathers, bytes by tier, what is freed."""
 
 import gc
+from typing import Any
 from weakref import ref
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.core.errors import InputError
-from shardwise.core.plan import Plan
-from shardwise.engine.model_spec import model_spec
-from shardwise.engine.options import EngineOptions
+from shardwise.engine.meter import Meter
 from shardwise.models import gpt
-from shardwise.prediction.traffic import part_bytes
-from tests.engine.cases import Case, Run, Task, ranks_of, rows_task, small_gpt
-from tests.engine.cases import train as trained
-from tests.engine.tensors import (
-    Held,
-    gpt_task,
-    train,
-)
-from tests.engine.test_dropout import gradients
+from tests.engine.cases import ROWS, Case, build, foreseen, ranks_of, rows_task, small_gpt
+from tests.engine.pipelines import Dropped, Dropping, chain
+from tests.engine.tensors import Held, gpt_task, mine, run, train
 from tests.pool import run_gloo, run_threads
 
-ROWS = ["ddp", "zero1", "zero2", "zero3"]
-PLANS = [*(f"dp2 {row}" for row in ROWS), "tp2", "tp2 sp", "pp2 1f1b:3", "pp2 zb-v:4"]
 
-
-class Dropped(nn.Module):
-    """Dropout on the stream, before and after a product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = functional.dropout(self.up(functional.dropout(x, 0.2, self.training)).relu(), 0.4)
-        return x + self.down(y)
-
-
-def dropped() -> nn.Module:
-    """Four blocks that draw."""
-    torch.manual_seed(7)
-    return nn.Sequential(*(Dropped() for _ in range(4)))
-
-
-def drawn(world: World, plan: str) -> Run:
+def drawn(world: World, plan: str) -> Held:
     """Steps of blocks with dropout, on generators in a state that follows from the rank."""
-    task, case = rows_task(dropped), Case(f"{plan} fp64", options={"lr": 0.01, "eps": 1e-4})
-    made = task.make()
+    made = chain(Dropping, Dropped)()
     torch.manual_seed(world.rank)
-    return trained(world, Task(lambda: made, task.batch, task.loss, task.tokens), case)
-
-
-def same(found: Run, expected: Run) -> None:
-    assert found.losses == expected.losses
-    assert all(torch.equal(x, expected.weights[name]) for name, x in found.weights.items())
-
-
-@pytest.mark.parametrize("how", ["full", "selective", "every2", "3KiB"])
-def test_dropout_alone(how: str):
-    """With dropout the run is equal to the last bit to the run that keeps its activations."""
-    same(drawn(alone(), f"recompute:{how}"), drawn(alone(), "ddp"))
-
-
-@pytest.mark.parametrize("how", ["full", "selective", "3KiB"])
-@pytest.mark.parametrize("plan", [*PLANS[:4], "dp2 zero1 accumulate:2"])
-def test_dropout_on_processes(plan: str, how: str):
-    """The same on real processes, each with random numbers of its own."""
-    without = run_gloo(2, drawn, plan)
-    found = run_gloo(2, drawn, f"{plan} recompute:{how}")
-    for one, other in zip(found, without, strict=True):
-        same(one, other)
-
-
-@pytest.mark.parametrize("words", ["tp2", "tp2 sp"])
-@pytest.mark.parametrize("how", ["full", "selective", "partitioned"])
-def test_dropout_on_the_tensor_axis(how: str, words: str):
-    """Whole and sharded activations are dropped again as they were."""
-    kept, again = (
-        run_gloo(2, gradients, f"{words}{word}", False) for word in ("", f" recompute:{how}")
+    return run(
+        world, rows_task(lambda: made), Case(f"{plan} fp64", options={"lr": 0.01, "eps": 1e-4})
     )
-    for one, other in zip(kept, again, strict=True):
-        for name, gradient in one.items():
-            torch.testing.assert_close(other[name], gradient, rtol=1e-12, atol=1e-14, msg=name)
 
 
-def staged(world: World, plan: str) -> Held:
-    made = iter([dropped(), dropped()])  # the engine's, and the one that is predicted from
-    torch.manual_seed(3)
-    return train(world, rows_task(lambda: next(made)), Case(f"{plan} fp64", steps=2))
+HOST = ["activations:host", *(f"activations:host recompute:{how}" for how in ("full", "selective"))]
+DROPPING = [
+    *(("dp1", f"recompute:{how}") for how in ("full", "selective", "every2", "3KiB")),
+    *(
+        (plan, f"recompute:{how}")
+        for plan in (*(f"dp2 {row}" for row in ROWS), "dp2 zero1 accumulate:2")
+        for how in ("full", "selective", "3KiB")
+    ),
+    *((plan, words) for plan in ("dp2", "dp2 zero3", "dp2 zero1 accumulate:2") for words in HOST),
+    *(
+        (plan, words)
+        for plan in ("pp2 1f1b:3", "pp2 zb-v:2")
+        for words in ("recompute:full", "recompute:selective", "activations:host")
+    ),
+]
 
 
-@pytest.mark.parametrize("how", ["full", "selective"])
-@pytest.mark.parametrize("plan", ["pp2 1f1b:3", "pp2 zb-v:2"])
-def test_dropout_in_pipelines(plan: str, how: str):
-    """Masks of a stage and a microbatch come again in its backward pass, I and W included."""
-    without = run_gloo(2, staged, plan)
-    found = run_gloo(2, staged, f"{plan} recompute:{how}")
-    assert [held.losses for held in found] == [held.losses for held in without]
-    for held, other in zip(found, without, strict=True):
-        assert all(
-            torch.equal(a.values, b.values)
-            for a, b in zip(held.weights, other.weights, strict=True)
-        )
+@pytest.mark.cases(8)
+@pytest.mark.parametrize(("plan", "words"), DROPPING)
+def test_dropout(plan: str, words: str):
+    """Masks of a stage and a microbatch come again, I and W included: equal to the last bit."""
+    without, found = (run_gloo(ranks_of(plan), drawn, text) for text in (plan, f"{plan} {words}"))
+    for one, other in zip(found, without, strict=True):
+        assert one.losses == other.losses
+        for a, b in zip(one.weights, other.weights, strict=True):
+            assert torch.equal(a.values, b.values), a.name
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])
@@ -120,48 +65,6 @@ def test_zero3_gathers_as_often(how: str):
     for held, other in zip(found, without, strict=True):
         assert held.bytes == other.bytes
         assert held.lines == other.lines
-
-
-def gathered(world: World, plan: str) -> int:
-    """The bytes gathered in the backward pass of a second step."""
-    task, case = gpt_task(rows=9), Case(f"{plan} fp64", steps=2)
-    return sum(
-        tally.sent_bytes
-        for key, tally in train(world, task, case).lines.items()
-        if key[:] == ("tp", "all_gather", "backward")
-    )
-
-
-def parts_of(plan: str) -> int:
-    """The bytes of the inputs that rank 0 puts together, by prediction."""
-    task = gpt_task(rows=9)
-    value = Plan.parse(f"{plan} fp64")
-    spec = model_spec(task.make(), value, 0, task.batch(0), task.loss, EngineOptions())
-    return sum(part_bytes(value, spec, 0).values())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("plan", "sends"), [("tp2", True), ("tp2 sp", False), ("tp4", True)])
-def test_parts_of_inputs_are_gathered_once(plan: str, sends: bool):
-    """Each block's input once for each recomputation, as predicted; under sp nothing more."""
-    ranks, plan = ranks_of(plan), f"{plan} recompute:"
-    full, parts = (run_threads(ranks, gathered, f"{plan}{how}") for how in ("full", "partitioned"))
-    predicted = parts_of(f"{plan}partitioned")
-    assert [b - a for a, b in zip(full, parts, strict=True)] == [predicted] * ranks
-    assert (predicted > 0) == sends
-
-
-def test_a_module_in_two_stages_is_refused():
-    """It would be recomputed where one half of it is not."""
-
-    def begin(world: World) -> str:
-        model, plan = small_gpt(), "pp2 1f1b:2 recompute:full"
-        with pytest.raises(InputError) as caught:
-            sw.parallelize(model, plan, world, stages=["blocks.1.mlp"])
-        return str(caught.value)
-
-    for text in run_threads(2, begin):
-        assert "recomputes blocks.1, with a stage that begins inside of it" in text
 
 
 def freed(world: World) -> bool:
@@ -179,3 +82,74 @@ def test_a_pipeline_rank_frees_recomputed_layers_of_others():
         assert run_threads(2, freed) == [True, True]
     finally:
         gc.enable()
+
+
+# --- activations in host memory -----------------------------------------------------------------
+
+SUM_BYTES = 8  # the double to which the losses of microbatches are added
+
+
+def on_tiers(world: World, plan: str) -> list[dict[str, int]]:
+    """Of a second step, measured and predicted: kept by tier at the loss, fetched, peak."""
+    task, case = gpt_task("untied", rows=8), Case(f"{plan} fp64")
+    engine, theory = build(world, task, case), foreseen(world, task, case)
+    engine.step(mine(engine, task.batch(0)))
+    batch, meter, at_loss = mine(engine, task.batch(1)), Meter(engine), dict[str, int]()
+    own, loss = {x.untyped_storage()._cdata for x in batch.values()}, engine.passes.objective
+
+    def watched(model: Any, part: Any) -> torch.Tensor:
+        found = loss(model, part)
+        meter.now()
+        skipped = own | {found.untyped_storage()._cdata}
+        for tier in ("device", "host"):
+            live = (one for key, one in meter.storages.items() if key not in skipped)
+            at_loss[tier] = sum(
+                one.nbytes() or 0 for one in live if one.place[::2] == ("activations", tier)
+            )
+        return found
+
+    engine.passes.objective = watched
+    host = engine.recompute.host
+    assert host is not None
+    with meter:
+        engine.step(batch)
+    told = theory.of(batch)
+    measured = {"fetched": host.most_fetched_bytes, "peak": meter.host_bytes}
+    predicted = {"fetched": told.fetched, "peak": told.host_activations}
+    assert host.fetched_bytes == 0
+    if "pp" in plan:  # whose microbatches under way the schedule says
+        return [measured, predicted]
+    predicted |= {"device": told.activations + SUM_BYTES, "host": told.host_activations}
+    return [measured | at_loss, predicted]
+
+
+TIERS = [
+    *(
+        f"{plan} {words}"
+        for plan in ("dp2 zero3", "tp2", "tp2 sp")
+        for words in (*HOST, "activations:host recompute:blocks.*.mlp,blocks.1")
+    ),
+    *(f"{plan} recompute:partitioned-host" for plan in ("tp2", "tp2 sp")),
+    *(f"pp2 {word} activations:host" for word in ("1f1b:4", "gpipe:4", "zb-v:4")),
+    *(f"pp2 {word} activations:host recompute:full" for word in ("1f1b:4", "zb-h1:4")),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", TIERS)
+def test_bytes_by_tier(plan: str):
+    """At the loss the device keeps what is outside of blocks, the host the rest, to the byte.
+
+    The host keeps what a schedule has under way, and a rank fetches two blocks at most.
+    """
+    for measured, predicted in run_threads(2, on_tiers, plan):
+        assert measured == predicted
+
+
+def test_evaluation_copies_nothing():
+    """Without gradients nothing is kept."""
+    task = gpt_task()
+    engine = build(alone(), task, Case("activations:host fp64"))
+    before = engine.ledger.copy()
+    engine.evaluate(task.batch(0))
+    assert not any(key.axis == "tier" for key in engine.ledger.since(before))

@@ -16,6 +16,7 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.prediction import Predictor
 from shardwise.parallel.data import same_on_ranks
 from tests.engine.cases import ranks_of
+from tests.engine.cases import squares as loss
 from tests.engine.tensors import sent
 from tests.pool import run_gloo, run_threads
 
@@ -29,10 +30,6 @@ def model() -> nn.Module:
 
 def rows(step: int, rank: int) -> Tensor:
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def loss(module: nn.Module, batch: Tensor) -> Tensor:
-    return module(batch).square().mean()
 
 
 def change(
@@ -167,13 +164,6 @@ def test_plain_loops_compare_them_too(how: str, what: str, said: str, numbers: s
     for text in found:
         assert said.format(ranks - 1) in text
         assert text.startswith(f"step {step}: ") if said else not text
-
-
-@pytest.mark.full
-def test_processes_compare_them():
-    """The exchange is that of any step."""
-    for text in run_gloo(2, in_engine, "dp2", "lr"):
-        assert LR.format("data rank 1", "data rank 0") in text
 
 
 def scaled(world: World, scaler: type[torch.amp.GradScaler]) -> list[float]:

@@ -1,16 +1,21 @@
-from functools import partial
+"""What engines save and load: boxes, whole arrays, and trainings that go on under other plans."""
+
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.optim import Adafactor
 
 from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
+from shardwise.engine.lion import Lion
 from shardwise.engine.state_dict import full_parameters
-from tests.engine.cases import Case, Task, build, difference, rows_task, settled, share
-from tests.engine.test_zoo import gated
-from tests.engine.zoo import Gated, make
+from tests.engine import pipelines, tensors
+from tests.engine.cases import Case, Task, build, difference, ranks_of, rows_task, settled, share
+from tests.engine.tensors import gpt_task
+from tests.engine.zoo import Gated, gated
+from tests.parallel import layers
 from tests.pool import run_threads
 
 Saved = dict[str, np.ndarray]
@@ -19,10 +24,6 @@ SGD: dict[str, Any] = {
     "options": {"lr": 0.1, "momentum": 0.9, "dampening": 0.3},
 }
 ADAMW: dict[str, Any] = {"options": {"lr": 0.05, "weight_decay": 0.2}}
-TASKS = {
-    "gpt": Task(),
-    "batch of vectors": rows_task(partial(make, "twice")),
-}
 
 
 def steps(engine: Engine, task: Task, first: int, last: int) -> list[float]:
@@ -82,6 +83,26 @@ def straight(world: World, task: Task, case: Case, until: int) -> tuple[Any, ...
     return steps(engine, task, 0, until), full_parameters(engine.flats)
 
 
+def continued(task: Task, options: dict[str, Any], here: str, there: str, first: int = 2) -> Saved:
+    """What steps under `here` save, which steps under `there` continue as in one process."""
+    alone, one, two = (Case(f"{plan} fp64", **options) for plan in ("dp1", here, there))
+    kept = run_threads(ranks_of(here), saved, task, one, first)
+    arrays, scalars = assembled(kept), kept[0][1]
+    for name, p in task.make().named_parameters():
+        assert arrays[f"model/{name}"].shape == p.shape
+    losses, weights = run_threads(1, straight, task, alone, 5)[0]
+    span = range(first, 5)
+    for own, ended, counted in run_threads(
+        ranks_of(there), resumed, task, two, arrays, scalars, span
+    ):
+        assert counted == 5
+        assert own == pytest.approx(losses[first:], rel=1e-10)
+        for name, weight in ended.items():  # whole, but on a tensor axis
+            if weight.shape == weights[name].shape:
+                assert difference(weight, weights[name]) <= 1e-10, name
+    return arrays
+
+
 @pytest.mark.parametrize("options", [ADAMW, SGD], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_parameter_that_has_had_no_gradient_is_saved_and_begins_afresh(first, options):
@@ -90,25 +111,47 @@ def test_a_parameter_that_has_had_no_gradient_is_saved_and_begins_afresh(first, 
     With dampening, a momentum of zeros is another beginning than none.
     """
     late = rows_task(lambda: settled(Gated()), lambda step: gated(step + 1))
-    one = Case("dp2 zero1 fp64", **options)
-    two = Case("dp4 zero2 fp64", **options)
-    kept = run_threads(2, saved, late, one, first)
-    arrays = assembled(kept)
+    arrays = continued(late, options, "dp2 zero1", "dp4 zero2", first)
     begun = {name.split("/", 2)[2] for name in arrays if name.startswith("optim/")}
     assert not any(name.startswith("never") for name in begun)
     assert any(name.startswith("side") for name in begun) == (first == 2)
-    found = run_threads(4, resumed, late, two, arrays, kept[0][1], range(first, 4))
-    losses, weights = run_threads(1, straight, late, Case("fp64", **options), 4)[0]
-    for own, ended, _ in found:
-        assert own == pytest.approx(losses[first:], rel=1e-11)
-        assert all(difference(ended[name], weights[name]) <= 1e-11 for name in weights)
+
+
+LION: dict[str, Any] = {"kind": Lion, "options": {"lr": 1e-3, "weight_decay": 0.1}}
+ADAFACTOR: dict[str, Any] = {"kind": Adafactor, "options": {"lr": 0.01, "weight_decay": 0.1}}
+PACKED = ["gate and up", "qkv, 6 heads, 2 for keys", "qkv, 6 heads, 1 for keys"]
+#: What the table of plans does not continue: other optimizers, stages that are frozen, weights of
+#: which a rank has several ranges, or shares some with others.
+CONTINUED = [
+    (gpt_task(rows=8), LION, "dp2 zero3", "dp2 tp2 zero1"),
+    (gpt_task(rows=8), LION, "dp2 tp2 zero1", "dp4 zero2"),
+    (gpt_task(rows=8), LION, "pp2 1f1b:2", "zero3"),
+    (gpt_task(rows=8), ADAFACTOR, "dp2", "pp2 1f1b:2"),
+    (gpt_task(rows=8), ADAFACTOR, "pp2 dp2 1f1b:2", "dp1"),
+    (gpt_task(rows=8), ADAFACTOR, "dp1", "dp4"),
+    (pipelines.task("half frozen"), tensors.ADAMW, "pp2 1f1b:3", "ddp"),
+    (pipelines.task("half frozen"), tensors.ADAMW, "zero3", "pp2 dp2 gpipe:2"),
+    *(
+        (layers.task(f"packed {what}"), tensors.ADAMW, *plans)
+        for what in PACKED
+        for plans in (("tp2", "dp2 zero3"), ("dp2 zero3", "tp2 sp"), ("dp2 tp2 zero3", "tp2"))
+    ),
+]
+
+
+@pytest.mark.cases(5)
+@pytest.mark.parametrize(("task", "options", "here", "there"), CONTINUED)
+def test_any_plan_continues_what_another_saved(task: Task, options: Any, here: str, there: str):
+    """Two steps under one plan and three under another lose what five in one process do."""
+    arrays = continued(task, options, here, there)
+    assert any(name.startswith("optim/") for name in arrays)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_masters_are_what_is_saved(precision):
     """A 16-bit plan saves fp32 weights and moments, continues bit for bit, and into fp32."""
     one, two = Case(f"dp2 zero1 {precision}"), Case(f"dp2 zero3 {precision}")
-    task = TASKS["gpt"]
+    task = Task()
     kept = run_threads(2, saved, task, one, 2)
     arrays = assembled(kept)
     assert {a.dtype for n, a in arrays.items() if n.startswith("model/")} == {np.dtype("float32")}

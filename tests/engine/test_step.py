@@ -1,3 +1,5 @@
+"""A step of the engine: what may come between steps or break them, and what it leaves alone."""
+
 from functools import partial
 from itertools import product
 
@@ -10,24 +12,19 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
-from shardwise.engine.state_dict import full_parameters
-from shardwise.parallel.data.flat_parameter import Flat, State
+from shardwise.parallel.data.flat_parameter import State
 from tests.engine.cases import (
     ROWS,
     Case,
-    Run,
     Task,
-    assert_same,
     build,
-    gradients,
     oracle,
     regression,
     rows_task,
     settled,
-    share,
-    train,
     vectors,
 )
+from tests.engine.tensors import Held, assert_parity, mine, run
 from tests.engine.zoo import Block, Stack, make
 from tests.pool import run_gloo, run_threads
 
@@ -36,13 +33,12 @@ PLANS = [*(f"dp2 {row}" for row in ROWS), "dp2 zero2 accumulate:2", "dp2 zero3 a
 SGD = {"kind": torch.optim.SGD, "options": {"lr": 0.1, "momentum": 0.9}}
 
 
-def with_looks_in_between(world: World, task: Task, case: Case) -> Run:
+def with_looks_in_between(world: World, task: Task, case: Case) -> Held:
     """Between steps the model is evaluated, and run in eval, no_grad and inference modes."""
-    engine, run = build(world, task, case), Run()
-    engine.optimizer.torch.register_step_pre_hook(lambda *_: run.grads.append(gradients(engine)))
+    engine, held = build(world, task, case), Held()
     x, _ = vectors(99)
     for step in range(case.steps):
-        batch = share(task.batch(step), engine.data_rank, engine.data_ranks)
+        batch = mine(engine, task.batch(step))
         before = engine.evaluate(batch)
         outs = []
         for mode, training in product((torch.no_grad, torch.inference_mode), (False, True)):
@@ -53,12 +49,8 @@ def with_looks_in_between(world: World, task: Task, case: Case) -> Run:
         assert all(torch.equal(out, outs[0]) for out in outs)
         with pytest.raises(InputError, match=r"outside of engine\.step.*engine\.step\(batch\)"):
             engine.model(x).sum().backward()
-        metrics = engine.step(batch)
-        assert metrics.loss == pytest.approx(before[0])
-        run.losses.append(metrics.loss)
-        run.norms.append(metrics.grad_norm)
-    run.weights = full_parameters(engine.flats)
-    return run
+        assert held.step(engine, batch).loss == pytest.approx(before[0])
+    return held.ended(engine)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -68,7 +60,7 @@ def test_looking_at_the_model_between_steps_changes_nothing(plan):
     Nor does a backward pass of the program's own, which is refused.
     """
     case = Case(f"{plan} fp64", clip=1.0)
-    assert_same(run_threads(2, with_looks_in_between, STACK, case), oracle(STACK, case), 1e-10)
+    assert_parity(run_threads(2, with_looks_in_between, STACK, case), oracle(STACK, case), 1e-10)
 
 
 class Trap(Function):
@@ -103,21 +95,17 @@ class Fragile(nn.Module):
         return self.third(Trap.apply(x, now == "backward"))
 
 
-def with_failures(world: World, task: Task, case: Case, where: str, microbatch: int) -> Run:
+def with_failures(world: World, task: Task, case: Case, where: str, microbatch: int) -> Held:
     """Before every step there is one that raises, in its given microbatch, and is caught."""
-    engine, run = build(world, task, case), Run()
+    engine, held = build(world, task, case), Held()
     model = engine.model
     assert isinstance(model, Fragile)
-    engine.optimizer.torch.register_step_pre_hook(lambda *_: run.grads.append(gradients(engine)))
     for step in range(case.steps):
         model.goes_off, model.forwards = where, microbatch
         with pytest.raises(ArithmeticError, match=f"middle of {where}"):
-            engine.step(share(task.batch(step + 50), engine.data_rank, engine.data_ranks))
-        metrics = engine.step(share(task.batch(step), engine.data_rank, engine.data_ranks))
-        run.losses.append(metrics.loss)
-        run.norms.append(metrics.grad_norm)
-    run.weights = full_parameters(engine.flats)
-    return run
+            engine.step(mine(engine, task.batch(step + 50)))
+        held.step(engine, mine(engine, task.batch(step)))
+    return held.ended(engine)
 
 
 @pytest.mark.parametrize("microbatch", [1, 2])
@@ -128,7 +116,7 @@ def test_a_step_that_raises_and_is_caught_leaves_nothing_behind(row, where, micr
     task = rows_task(lambda: settled(Fragile()))
     case = Case(f"dp2 {row} fp64{' accumulate:2' if microbatch == 2 else ''}", clip=1.0)
     runs = run_threads(2, with_failures, task, case, where, microbatch)
-    assert_same(runs, oracle(task, case), 1e-10)
+    assert_parity(runs, oracle(task, case), 1e-10)
 
 
 def whole_at_once(world: World, plan: str, prefetch: int) -> tuple[int, int, int, bool]:
@@ -147,7 +135,7 @@ def whole_at_once(world: World, plan: str, prefetch: int) -> tuple[int, int, int
     for p in engine.model.parameters():
         p.register_post_accumulate_grad_hook(look)
     for step in range(2):
-        engine.step(share(vectors(step), engine.data_rank, engine.data_ranks))
+        engine.step(mine(engine, vectors(step)))
     left = any(flat.full.untyped_storage().nbytes() for flat in engine.flats)
     return most[0], flying[0], len(data.units.order), left
 
@@ -196,11 +184,11 @@ def buffers_of(world: World, plan: str, lopsided: bool) -> tuple[Seen, Seen]:
     model.norm.register_forward_pre_hook(partial(look, before))
     model.norm.register_forward_hook(partial(look, after))
     for step in range(3):
-        engine.step(share(vectors(step, rows=8), engine.data_rank, engine.data_ranks))
+        engine.step(mine(engine, vectors(step, rows=8)))
         if lopsided and world.rank == 0:
             model.count = model.count + 1  # another tensor: torch counts no change of the old one
             model.table.data.add_(1)
-    engine.evaluate(share(vectors(9, rows=8), engine.data_rank, engine.data_ranks))
+    engine.evaluate(mine(engine, vectors(9, rows=8)))
     return before, after
 
 
@@ -234,22 +222,8 @@ def two_passes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def test_two_forward_passes_through_batch_norm(row):
     """Bringing running statistics in line does not invalidate the graph of the pass before."""
     task = Task(lambda: settled(Normed()), partial(vectors, rows=8), two_passes, None)
-    runs = run_threads(2, train, task, Case(f"dp2 {row} fp64"))
+    runs = run_threads(2, run, task, Case(f"dp2 {row} fp64"))
     assert runs[0].losses == runs[1].losses and len(runs[0].losses) == 3
-
-
-def thawed(world: World) -> None:
-    task = rows_task(partial(make, "first frozen"))
-    engine = build(world, task, Case("dp2 fp64"))
-    engine.model.requires_grad_(True)
-    engine.step(share(vectors(0), engine.data_rank, engine.data_ranks))
-
-
-def test_a_parameter_that_is_unfrozen_later_is_refused():
-    """Its gradient would be summed over no rank: the step says so before anything is computed."""
-    with pytest.raises(RankError, match=r"unfrozen .* after it was wrapped") as caught:
-        run_threads(2, thawed)
-    assert isinstance(caught.value.__cause__, InputError)
 
 
 class Reused(nn.Module):
@@ -271,7 +245,7 @@ def test_two_gradients_of_a_unit_in_one_pass_are_refused(row):
     """A sum that has begun cannot take another term: the remedy is named, nothing is wrong."""
     task, case = rows_task(lambda: settled(Reused())), Case(f"dp2 {row} fp64")
     with pytest.raises(RankError, match="Write instead: use_reentrant=False"):
-        run_threads(2, train, task, case)
+        run_threads(2, run, task, case)
 
 
 def one_fails(world: World, where: str) -> None:
@@ -281,7 +255,7 @@ def one_fails(world: World, where: str) -> None:
     for step in range(3):
         if world.rank == 2 and step == 1:
             engine.model.goes_off, engine.model.forwards = where, 1
-        engine.step(share(vectors(step), engine.data_rank, engine.data_ranks))
+        engine.step(mine(engine, vectors(step)))
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -290,22 +264,6 @@ def test_a_rank_that_raises_inside_a_step_ends_the_others(where):
     with pytest.raises(RankError, match=f"in the middle of {where}") as caught:
         run_threads(4, one_fails, where)
     assert caught.value.rank == 2
-
-
-def leftovers(world: World, plan: str) -> list[dict[str, int]]:
-    engine = build(world, STACK, Case(plan, **SGD))
-    found = []
-    for step in range(4):
-        engine.step(share(vectors(step), engine.data_rank, engine.data_ranks))
-        found.append(engine.memory())
-    return found
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_what_is_kept_does_not_grow(plan):
-    """After every step from the first on the live bytes of each category are the same."""
-    for found in run_threads(2, leftovers, f"{plan} fp64"):
-        assert found[1:] == found[:-1]
 
 
 class Backwards(nn.Module):
@@ -325,7 +283,7 @@ def orders(world: World) -> list[str]:
     """The order of units after a step of a model that runs them in another than it defines."""
     task = rows_task(lambda: settled(Backwards(*[Block() for _ in range(3)])))
     engine = build(world, task, Case("dp2 zero3 fp64"))
-    engine.step(share(vectors(0), engine.data_rank, engine.data_ranks))
+    engine.step(mine(engine, vectors(0)))
     return [unit.name for unit in engine.data.units.order]
 
 
@@ -340,7 +298,7 @@ def identities(world: World, plan: str) -> bool:
     model = make("stack")
     before = (type(model), [(n, id(p)) for n, p in model.named_parameters()])
     engine = build(world, Task(lambda: model, vectors, regression, None), Case(plan))
-    engine.step(share(vectors(0), engine.data_rank, engine.data_ranks))
+    engine.step(mine(engine, vectors(0)))
     after = (type(engine.model), [(n, id(p)) for n, p in engine.model.named_parameters()])
     return engine.model is model and before == after
 
@@ -349,27 +307,3 @@ def identities(world: World, plan: str) -> bool:
 def test_the_users_parameters_stay_the_users(row):
     """The model keeps its class; its parameters keep names, order and identity."""
     assert run_threads(2, identities, f"dp2 {row} fp64") == [True, True]
-
-
-def test_pieces_cover_every_parameter_once():
-    """Over all ranks the pieces of each parameter are its elements, each once, padding aside."""
-
-    def pieces(world: World) -> list[tuple[str, int, int]]:
-        engine = build(world, STACK, Case("dp4 zero3 fp64"))
-        found = []
-        for flat in engine.flats:
-            assert isinstance(flat, Flat)
-            for i, (low, high) in enumerate(flat.pieces):
-                found.append((flat.names[i], flat.plan.origin(i, flat.rank), high - low))
-        return found
-
-    counted: dict[str, list[tuple[int, int]]] = {}
-    for rank in run_threads(4, pieces):
-        for name, origin, size in rank:
-            counted.setdefault(name, []).append((origin, size))
-    for name, p in make("stack").named_parameters():
-        end = 0
-        for origin, size in counted[name]:
-            assert origin == end
-            end += size
-        assert end == p.numel()

@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.comm.world import World, alone
+from shardwise.comm.world import World
 from shardwise.models import gpt
-from shardwise.models.initial import fill, initial
+from shardwise.models.initial import fill
 from tests.engine.cases import (
     ROWS,
     Case,
     Task,
-    build,
-    foreseen,
     oracle,
     ranks_of,
     regression,
@@ -28,16 +26,11 @@ from tests.engine.tensors import (
     ADAMW,
     SMALL,
     Held,
-    Piece,
     assert_counted,
     assert_parity,
-    assert_pieces,
     gpt_task,
-    mine,
-    pieces,
-    sent,
+    holds,
     train,
-    whole_run,
 )
 from tests.parallel.layers import KINDS, sequences, task
 from tests.pool import run_gloo, run_threads
@@ -45,17 +38,14 @@ from tests.pool import run_gloo, run_threads
 SGD: dict[str, Any] = {"kind": torch.optim.SGD, "options": {"lr": 0.1, "momentum": 0.9}}
 
 
-UNEVEN = [("3 heads", "tp2"), ("3 heads", "tp2 sp"), ("3 heads", "tp3 sp")]
-UNEVEN += [("6 heads, 2 for keys", f"tp{n}{sp}") for n in (2, 4) for sp in ("", " sp")]
+HEADS = [("3 heads", "tp2"), ("3 heads", "tp2 sp"), ("3 heads", "tp3 sp")]
+HEADS += [("6 heads, 2 for keys", f"tp{n}{sp}") for n in (2, 4) for sp in ("", " sp")]
 
 
-@pytest.mark.parametrize(("shape", "plan"), UNEVEN)
+@pytest.mark.parametrize(("shape", "plan"), HEADS)
 def test_parity_of_heads_that_the_degree_does_not_divide(shape: str, plan: str):
     """3 heads on 2 ranks, 6 with 2 for keys on 4: ranks hold what they can, and it is the same."""
-    case = Case(f"{plan} fp64", **ADAMW)
-    ranks = run_gloo(ranks_of(plan), train, gpt_task(shape), case)
-    assert_parity(ranks, whole_run(gpt_task(shape), case), 1e-10)
-    assert_counted(ranks)
+    holds(run_gloo, gpt_task(shape), Case(f"{plan} fp64", **ADAMW))
 
 
 def train_kind(world: World, name: str, case: Case) -> Held:
@@ -63,41 +53,28 @@ def train_kind(world: World, name: str, case: Case) -> Held:
     return train(world, task(name), case)
 
 
-@pytest.mark.crossed
-@pytest.mark.parametrize("plan", ["tp2", "tp2 sp"])
-@pytest.mark.parametrize("name", KINDS)
-def test_tables_of_ones_own_train(name: str, plan: str):
-    """Models with biases, packed weights, recomputation, frozen parts: parity, bytes and memory."""
-    case = Case(f"{plan} fp64 accumulate:2", clip=0.5, **SGD)
-    ranks = run_gloo(2, train_kind, name, case)
-    assert_parity(ranks, whole_run(task(name), case), 1e-10)
-    assert_counted(ranks)
-
-
-@pytest.mark.parametrize("name", ["frozen columns", "recomputed", "6 heads, 2 for keys"])
-def test_parts_of_ones_own_models_are_sharded(name: str):
-    """Frozen weights, recomputation under zero3, norms on heads."""
-    case = Case("dp2 tp2 sp zero3 fp64", clip=0.5, **SGD)
-    ranks = run_gloo(4, train_kind, name, case)
-    assert_parity(ranks, whole_run(task(name), case), 1e-10)
-    assert_counted(ranks)
-
-
 SHARED = [f"dp2 tp2 {row}" for row in ROWS] + ["tp3", "tp4 sp", "dp2 tp2 sp zero3 accumulate:2"]
 SHARED += ["pp2 tp2 1f1b:2", "pp2 tp2 zero1 zb-h1:3"]
+OWN = [
+    *((f"{plan} accumulate:2", name) for plan in ("tp2", "tp2 sp") for name in KINDS),
+    *(
+        ("dp2 tp2 sp zero3", name)
+        for name in ("frozen columns", "recomputed", "6 heads, 2 for keys")
+    ),
+    *((plan, f"packed qkv, 6 heads, {1 + i % 2} for keys") for i, plan in enumerate(SHARED)),
+]
 
 
-@pytest.mark.crossed
-@pytest.mark.parametrize("plan", SHARED)
-@pytest.mark.parametrize("keys", [1, 2])
-def test_packed_heads_that_ranks_share(plan: str, keys: int):
-    """Keys and values in one weight with the queries, fewer than ranks: summed and counted once."""
-    work, case = (
-        task(f"packed qkv, 6 heads, {keys} for keys"),
-        Case(f"{plan} fp64", clip=0.5, **ADAMW),
-    )
-    ranks = run_gloo(ranks_of(plan), train, work, case)
-    assert_parity(ranks, whole_run(work, case), 1e-10)
+@pytest.mark.cases(5)
+@pytest.mark.parametrize(("plan", "name"), OWN)
+def test_tables_of_ones_own_train(plan: str, name: str):
+    """Biases, packed weights, recomputation, frozen parts, keys that ranks share: as one process.
+
+    Bytes and memory are as predicted; what ranks share is summed and counted once.
+    """
+    case = Case(f"{plan} fp64", clip=0.5, **SGD)
+    ranks = run_gloo(ranks_of(plan), train_kind, name, case)
+    assert_parity(ranks, oracle(task(name), case), 1e-10)
     assert_counted(ranks)
 
 
@@ -123,65 +100,17 @@ def test_parameters_of_several_dtypes(plan: str):
     assert {p.values.dtype for p in ranks[0].weights} == {torch.float32, torch.float64}
 
 
-def born(world: World, plan: str, own: bool) -> list[Piece]:
-    """The weights of a model made on the meta device, by a fill or by its own modules."""
-    with torch.device("meta"):
-        model = gpt.GPT(SMALL)
-    options: dict[str, Any] = {"seed": 5} if own else {"fill": partial(initial, seed=5)}
-    engine = sw.parallelize(
-        model, plan, world, loss=gpt.loss, tokens=gpt.tokens, units=1, **options
-    )
-    return pieces(engine.boxes(), "model/")
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["filled", "by its modules"])
-@pytest.mark.parametrize("plan", ["tp2", "tp4 sp", "dp2 tp2 zero3"])
-def test_a_meta_model_begins_with_the_weights_of_one_process(plan: str, own: bool):
-    """Every part is that part of what one process would have made, to the bit."""
-    whole = {piece.name: piece.values for piece in born(alone(), "fp32", own)}
-    # modules draw from the state of their process, which threads would share
-    assert_pieces(run_gloo(ranks_of(plan), born, f"{plan} fp32", own), whole, 0.0)
-
-
-def looking(world: World, plan: str) -> bool:
-    """Steps with looks in between, and whether looks see what steps do and are not counted."""
-    task, case = gpt_task(), Case(f"{plan} fp64")
-    engine, theory, same = build(world, task, case), foreseen(world, task, case), True
-    for step in range(2):
-        batch = mine(engine, text(step))
-        loss, _ = engine.evaluate(batch)
-        metrics = engine.step(batch)
-        with torch.no_grad():
-            shape = engine.model(batch["inputs"]).shape
-        same &= metrics.loss == pytest.approx(loss, rel=1e-12)
-        same &= shape == (*batch["inputs"].shape, SMALL.vocabulary)
-        engine.evaluate(batch)
-        same &= sent(engine) == theory.of(batch).in_step(step)
-    return same
-
-
-@pytest.mark.parametrize("plan", ["tp2", "tp2 sp"])
-def test_looks_between_steps_are_steps_without_traces(plan: str):
-    """A look gives the loss of the step to come, or whole logits, and is not in its bytes."""
-    assert run_threads(2, looking, plan) == [True, True]
-
-
-def agreed(world: World) -> tuple[list[Piece], Tensor]:
-    """Weights and a buffer of a model that every rank made otherwise, once it is laid out."""
+def agreed(world: World) -> list[float]:
+    """A buffer of a model that every rank made otherwise, once it is laid out."""
     model = KINDS["biases, norm and residual inside"].model()
     model.register_buffer("table", torch.full((3,), 1.0 + world.rank))
-    for p in model.parameters():
-        p.data.add_(world.rank)
-    engine = sw.parallelize(model, "tp2 fp64", world, loss=regression)
-    return pieces(engine.boxes(), "model/"), model.get_buffer("table")
+    sw.parallelize(model, "tp2 fp64", world, loss=regression)
+    return model.get_buffer("table").tolist()
 
 
-def test_the_first_ranks_weights_and_buffers_are_everyones():
-    """Of parameters that are cut, the first rank's in parts."""
-    whole = dict(KINDS["biases, norm and residual inside"].model().named_parameters())
-    kept, tables = zip(*run_threads(2, agreed), strict=True)
-    assert_pieces(list(kept), {name: p.detach() for name, p in whole.items()}, 0.0)
-    assert [table.tolist() for table in tables] == [[1.0] * 3] * 2
+def test_the_first_ranks_buffers_are_everyones():
+    """Its weights too, as the table of plans proves."""
+    assert run_threads(2, agreed) == [[1.0] * 3] * 2
 
 
 def lowered(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -196,7 +125,7 @@ def test_autocast_in_the_loss(plan: str):
     """Layers compute in 16 bits, weights and their gradients stay fp32: near one process's."""
     work, case = replace(task("gated"), loss=lowered), Case(f"{plan} fp32", **SGD)
     ranks = run_threads(2, train, work, case)
-    assert_parity(ranks, whole_run(work, case, torch.float32), 0.05)
+    assert_parity(ranks, oracle(work, case, torch.float32), 0.05)
 
 
 def eight(step: int) -> dict[str, Tensor]:

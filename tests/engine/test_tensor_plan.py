@@ -1,27 +1,24 @@
-"""Where tables come from, and that by them the parts of a layer sum up to the layer."""
+"""Where tables come from, and what shapes they give a rank."""
 
 import ast
 import copy
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.core.errors import InputError
 from shardwise.core.styles import STYLES, ModuleShape
-from shardwise.core.tensor_plan import Table, assign, bias_cut, cuts, numbers
+from shardwise.core.tensor_plan import Table, assign, cuts
 from shardwise.core.tensor_plan_check import check
-from shardwise.core.uneven import Cut
 from shardwise.engine.hf_plans import _DECODERS, _STYLES
 from shardwise.engine.tensor_plan import shapes, table_of, without
 from shardwise.models import hf
 from shardwise.models.gpt import GPT, GPTConfig
-from shardwise.models.registry import find
 
 transformers = pytest.importorskip("transformers")
 
@@ -146,85 +143,6 @@ def test_our_gpt_has_a_table(tied: bool):
     assert modules["head"].tied == ("embed" if tied else "")
 
 
-# --- parts that sum up to the whole ------------------------------------------------------------
-
-
-def held(tensor: Tensor, cut: Cut, rank: int) -> Tensor:
-    """What `rank` holds of a tensor."""
-    pieces = [tensor.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges[rank]]
-    return torch.cat(pieces, cut.dim)
-
-
-def part(model: nn.Module, table: Table, rank: int, ranks: int) -> nn.Module:
-    """A copy of the model as `rank` holds it; the bias of a rowwise is the first rank's."""
-    modules = shapes(model)
-    styles = assign(table, list(modules), sp=False)
-    mine = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, style in styles.items():
-            module: Any = mine.get_submodule(name)
-            weight = cuts(style, modules[name], table, ranks)
-            bias = bias_cut(style, modules[name], table, ranks)
-            if weight is not None:
-                module.weight = nn.Parameter(held(module.weight, weight, rank))
-            if bias is not None:
-                module.bias = nn.Parameter(held(module.bias, bias, rank))
-            elif weight is not None and modules[name].bias and rank:
-                module.bias.zero_()
-    for name, changes in numbers(table, styles, modules, rank, ranks).items():
-        for attribute, value in changes.items():
-            assert hasattr(mine.get_submodule(name), attribute)
-            setattr(mine.get_submodule(name), attribute, value)
-    return mine
-
-
-def first(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output[0]
-
-
-def summed(model: Any, blocks: list[str], run: Callable[[], object], ranks: int) -> None:
-    """Assert that what each rank's copy of a block makes of its input sums up to what it made."""
-    assert blocks
-    for parameter in model.parameters():  # biases and norms are no zeros and ones
-        nn.init.normal_(parameter, std=0.2)
-    seen: dict[str, tuple[Any, Any, Tensor]] = {}
-    for block in blocks:
-        model.get_submodule(block).register_forward_hook(
-            lambda _, args, kwargs, out, block=block: seen.update(
-                {block: (args, kwargs, first(out))}
-            ),
-            with_kwargs=True,
-        )
-    with torch.no_grad(), hf.Wide():
-        run()
-        parts = [part(model, table_of(model), rank, ranks) for rank in range(ranks)]
-        for block in blocks:
-            args, kwargs, whole = seen[block]
-            ours = sum(first(mine.get_submodule(block)(*args, **kwargs)) for mine in parts)
-            torch.testing.assert_close(ours, whole, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "phi3"])
-def test_the_parts_of_a_block_sum_up_to_the_block(name: str, ranks: int):
-    """In fp64, each rank's attention and feed-forward layer of the same input, cut by the table."""
-    found = find(f"hf:{name}")
-    model, batch = found.build().double(), found.batch(2, seed=1)
-    ends = (
-        (".1.self_attn", ".1.attn") if name == "mixtral" else (".1.self_attn", ".1.attn", ".1.mlp")
-    )
-    blocks = [key for key, _ in model.named_modules() if key.endswith(ends)]
-    summed(model, blocks, lambda: found.loss(model, batch), ranks)
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 5])
-def test_the_parts_of_our_gpts_blocks_sum_up(ranks: int):
-    """Ours too, 6 query heads and 2 key heads on 4 and on 5 ranks."""
-    model = GPT(CONFIG).double()
-    blocks = ["blocks.1.attn", "blocks.1.mlp"]
-    summed(model, blocks, lambda: model(torch.arange(16).view(2, 8)), ranks)
-
-
 # --- models of the user's ----------------------------------------------------------------------
 
 
@@ -322,7 +240,7 @@ PAGE = (HOW_TO / "tables.md").read_text()
 
 
 def test_the_model_on_the_page_has_a_table_that_fits():
-    """Its table is for any number of ranks up to its heads, and its attention sums up to itself."""
+    """Its table is for any number of ranks up to its heads; the page's command trains it."""
     (code,) = [
         text
         for text in re.findall(r"```python[^\n]*\n(.*?)```", PAGE, re.DOTALL)
@@ -334,7 +252,6 @@ def test_the_model_on_the_page_has_a_table_that_fits():
     for ranks in range(1, 9):
         for sp in (False, True):
             assert check(table_of(model), shapes(model), sp, ranks) == []
-    summed(model, ["blocks.1.attn"], lambda: model(torch.arange(16).view(2, 8)), 3)
 
 
 def test_the_table_to_begin_with_is_one():

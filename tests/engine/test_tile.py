@@ -10,8 +10,6 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.core.plan import Plan
-from shardwise.core.tile import Tile
 from shardwise.engine.meter import Meter
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.timeline import measuring, predict_events
@@ -20,36 +18,17 @@ from tests.engine.cases import (
     Case,
     Task,
     build,
-    oracle,
-    regression,
+    rows_task,
     settled,
-    share,
     small_gpt,
     text,
     tied_gpt,
-    vectors,
 )
-from tests.engine.offloading import assert_parity, trained
-from tests.engine.test_timeline import both, check
-from tests.pool import run_gloo, run_threads
-
-
-def assert_costs(results: list[Any]) -> None:
-    """What was sent and held in each step, on each tier, is what was predicted."""
-    for _, costs in results:
-        for (counted, predicted), (held, formula) in costs:
-            assert counted == predicted
-            assert held == formula
-
+from tests.engine.tensors import holds
+from tests.engine.test_timeline import check
+from tests.pool import run_threads
 
 # --- memory --------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("plan", ["dp2 zero3 tile:3", "dp2 zero3 tile:2=* accumulate:2 bf16"])
-def test_every_event_is_predicted_to_the_byte(plan: str):
-    """Parameters, gathered tiles, gradients, optimizer and kept activations, on every rank."""
-    check(run_threads(2, both, plan, "gpt", {}))
 
 
 def wide() -> nn.Module:
@@ -124,23 +103,6 @@ def test_names_and_identity_are_kept():
     assert not torch.equal(found["embed.weight"], plain.state_dict()["embed.weight"])
 
 
-def initial(world: World, plan: str) -> tuple[float, float]:
-    with torch.device("meta"):
-        model = gpt.GPT(small_gpt().config)  # type: ignore[arg-type]
-    engine = sw.parallelize(model, plan, world, loss=gpt.loss, tokens=gpt.tokens, seed=7)
-    batch = share(text(0), world.rank, world.size)
-    return engine.evaluate(batch)[0], engine.step(batch).loss
-
-
-@pytest.mark.full
-def test_models_on_the_meta_device():
-    """Weights that follow from the seed, the same with tiles; evaluation and training agree."""
-    (plain, first), *_ = run_gloo(2, initial, "dp2 zero3 fp64")
-    for evaluated, trained_ in run_gloo(2, initial, "dp2 zero3 fp64 tile:3=*"):
-        assert evaluated == pytest.approx(plain, rel=1e-10)
-        assert trained_ == pytest.approx(first, rel=1e-10)
-
-
 class Perceptron(nn.Module):
     """Layers with biases, one of them frozen, in blocks with parameters of their own."""
 
@@ -172,22 +134,10 @@ def perceptron() -> nn.Module:
 @pytest.mark.parametrize("plan", ["dp2 zero3 tile:2", "dp2 zero3 tile:3=*.up,last recompute:full"])
 def test_biases_and_parameters_around_tiles(plan: str):
     """Biases are in tiles too; a layer's output that no cross-entropy takes is computed whole."""
-    task = Task(perceptron, vectors, regression, None)
-    case = Case(f"{plan} fp64", clip=0.5)
-    results = run_threads(2, trained, task, case)
-    assert_parity(results, oracle(task, case), 1e-10)
-    assert_costs(results)
+    holds(run_threads, rows_task(perceptron), Case(f"{plan} fp64", clip=0.5))
 
 
 # --- errors --------------------------------------------------------------------------------------
-
-
-def test_the_word_round_trips():
-    """Text to plan and back, with and without names of layers."""
-    for text_ in ("tile:4", "tile:3=head,blocks.*.mlp.up"):
-        plan = Plan.parse(f"dp2 zero3 {text_}")
-        assert str(plan).endswith(text_) and Plan.parse(str(plan)) == plan
-    assert plan.tiled == Tile(3, ("head", "blocks.*.mlp.up"))
 
 
 def test_layers_by_default():

@@ -13,11 +13,13 @@ from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.timeline import measuring, predict_events
+from shardwise.engine.trace import Recorder
 from shardwise.models import gpt
 from shardwise.models.initial import fill
+from shardwise.prediction.first_fit import Trace, peak_bytes
 from shardwise.prediction.timeline import PREDICTED, TEMPORARY, Event
 from tests.engine.cases import Task, ranks_of, rows_task, share, small_gpt, text, tied_gpt
-from tests.engine.tensors import SMALL, gpt_task
+from tests.engine.tensors import SMALL, gpt_task, mine
 from tests.engine.zoo import make
 from tests.pool import run_threads
 
@@ -86,11 +88,13 @@ PLANS = [
     *("dp2 zero2 accumulate:3", "dp_replicate2 dp_shard2 zero3", "tp2", "tp2 sp bf16"),
     *("dp2 tp2 zero3", "dp2 tp2 sp zero2 fp64", "dp2 zero3 recompute:full"),
     *("dp2 zero2 recompute:blocks.*.mlp accumulate:2", "dp2 tp2 sp zero1 recompute:full bf16"),
+    *("dp2 zero3 tile:3", "dp2 zero3 tile:2=* accumulate:2 bf16"),
     # a unit that is always whole frees none before it, and its sum is in flight as others are
     *("dp2 zero1 | blocks.0: zero3", "dp2 zero3 accumulate:2 | blocks.1: ddp"),
 ]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_event_is_predicted_to_the_byte(plan: str):
     """Parameters, gathered units, gradients, optimizer and kept activations, on every rank."""
@@ -180,3 +184,30 @@ def test_what_is_not_predicted_is_refused(plan: str):
     task = gpt_task()
     with pytest.raises(InputError, match=r"a timeline of .* with .*--measure"):
         predict_events(task.make(), plan, task.batch(0), EngineOptions(loss=gpt.loss))
+
+
+def recorded(world: World, plan: str) -> tuple[Trace, list[int], int]:
+    """The third step of a plan: its trace, live bytes at its events, and the peak of the meter."""
+    task, recorder = gpt_task(rows=16), Recorder()
+    engine = sw.parallelize(task.make(), plan, world, loss=task.loss, least_unit_bytes=0, clip=1.0)
+    for step in range(2):
+        engine.step(mine(engine, task.batch(step)))
+    with measuring(engine, batch := mine(engine, task.batch(2)), recorder) as meter:
+        engine.step(batch)
+    return recorder.trace, [event.total for event in meter.events], meter.most_bytes
+
+
+def test_a_trace_has_the_bytes_of_the_meter():
+    """At each event, and at the peak; each storage is allocated once and freed at most once."""
+    for trace, totals, most in run_threads(2, recorded, "dp2 zero3 fp32 recompute:full"):
+        live, seen = dict[int, int](), list[int]()
+        for storage, stored_bytes, allocated in trace.changes:
+            if not stored_bytes:
+                seen.append(sum(live.values()))
+            elif allocated:
+                assert storage not in live
+                live[storage] = stored_bytes
+            else:
+                assert live.pop(storage) == stored_bytes
+        assert seen == totals
+        assert max(totals) <= peak_bytes(trace.changes) <= most

@@ -7,19 +7,8 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.engine.scale import power_of_two
-from tests.engine import tensors
-from tests.engine.cases import (
-    HYBRID,
-    ROWS,
-    Case,
-    Task,
-    assert_same,
-    oracle,
-    ranks_of,
-    settled,
-    train,
-)
-from tests.engine.tensors import ADAMW, assert_parity, whole_run
+from tests.engine.cases import HYBRID, ROWS, Case, Task, oracle, ranks_of, settled
+from tests.engine.tensors import ADAMW, assert_parity, equals_one, run
 from tests.pool import run_threads
 
 #: Rows of each step's global batch, and how many in a hundred of their targets count.
@@ -112,27 +101,6 @@ def test_no_number_of_tokens_is_that_of_the_step_before():
     assert all(power_of_two(n) != n and 2 / 3 <= power_of_two(n) / n <= 4 / 3 for n in counts)
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("more", ["", " accumulate:3"])
-@pytest.mark.parametrize("plan", DATA)
-def test_data_rows_with_fp32_inside(plan: str, more: str, clip: float | None):
-    """Every row, with masks and rows that change at each step, norms in fp32: 1e-12."""
-    case = Case(f"{plan}{more} fp64", clip=clip, steps=4, **ADAMW)
-    assert_same(run_threads(ranks_of(plan), train, READER, case), oracle(READER, case), 1e-12)
-
-
-@pytest.mark.parametrize("plan", ["dp2 zero3", "dp2 zero1 accumulate:2", "pp2 1f1b:4"])
-def test_a_loss_in_fp32_is_rounded_as_in_one_process(plan: str):
-    """Its gradients too are one process's to 1e-10, for ranks with unequal numbers of tokens."""
-    case = Case(f"{plan} fp64", steps=4, **ADAMW)
-    found = run_threads(ranks_of(plan), tensors.train, NARROW, case)
-    expected = whole_run(NARROW, case)
-    for held in found:  # the loss itself has the digits of fp32
-        assert held.losses == pytest.approx(expected.losses, rel=1e-6)
-        held.losses = expected.losses
-    assert_parity(found, expected, 1e-10)
-
-
 def llama() -> nn.Module:
     """A small Llama of transformers, whose norms, softmax and loss are in fp32."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -161,17 +129,31 @@ def llama_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 LLAMA = Task(llama, changing, own_loss, shifted)
 LLAMA_WIDE = Task(llama, changing, llama_loss, counted)
-LLAMAS = {"dp2": LLAMA, "dp2 zero3 accumulate:2": LLAMA, "pp2 1f1b:4": LLAMA, "tp2": LLAMA_WIDE}
+
+#: Losses in fp32, whose gradients too are one process's, for ranks with unequal numbers of tokens.
+IN_FP32 = [(plan, NARROW) for plan in ("dp2 zero3", "dp2 zero1 accumulate:2", "pp2 1f1b:4")]
+IN_FP32 += [(plan, LLAMA) for plan in ("dp2", "dp2 zero3 accumulate:2", "pp2 1f1b:4")]
+IN_FP32 += [("tp2", LLAMA_WIDE)]
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("plan", LLAMAS)
-def test_llama_of_transformers(plan: str):
-    """Gradients and weights of a Llama in fp64, fp32 inside, are one process's to 1e-10."""
-    pytest.importorskip("transformers")
-    task, case = LLAMAS[plan], Case(f"{plan} fp64", steps=4, **ADAMW)
-    found = run_threads(ranks_of(plan), tensors.train, task, case)
-    expected = whole_run(task, case)
+@pytest.mark.crossed
+@pytest.mark.parametrize("clip", [0.1, None])
+@pytest.mark.parametrize("more", [" accumulate:3", ""])
+@pytest.mark.parametrize("plan", DATA)
+def test_data_rows_with_fp32_inside(plan: str, more: str, clip: float | None):
+    """Every row, with masks and rows that change at each step, norms in fp32: 1e-12."""
+    case = Case(f"{plan}{more} fp64", clip=clip, steps=4, **ADAMW)
+    equals_one(run_threads, READER, case, 1e-12)
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(("plan", "task"), IN_FP32)
+def test_a_loss_in_fp32_is_rounded_as_in_one_process(plan: str, task: Task):
+    """Also of a Llama of transformers: gradients and weights are one process's to 1e-10."""
+    if task is not NARROW:
+        pytest.importorskip("transformers")
+    case = Case(f"{plan} fp64", steps=4, **ADAMW)
+    found, expected = run_threads(ranks_of(plan), run, task, case), oracle(task, case)
     for held in found:  # the loss itself has the digits of fp32
         assert held.losses == pytest.approx(expected.losses, rel=1e-6)
         held.losses = expected.losses

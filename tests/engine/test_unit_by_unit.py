@@ -30,15 +30,7 @@ from tests.engine.cases import (
     vectors,
 )
 from tests.engine.pipelines import ADAMW, WIDTH
-from tests.engine.tensors import (
-    SHAPES,
-    assert_counted,
-    assert_parity,
-    gpt_task,
-    mine,
-    train,
-    whole_run,
-)
+from tests.engine.tensors import SHAPES, holds, mine
 from tests.engine.zoo import Stack
 from tests.pool import run_threads
 
@@ -55,11 +47,15 @@ def model_of(tied: bool) -> nn.Module:
     return model
 
 
+def both(world: World, plan: str, tied: bool) -> tuple[Engine, Predictor]:
+    """An engine, and the predictions of its rank."""
+    engine = sw.parallelize(model_of(tied), plan, world, tokens=gpt.tokens, **OPTIONS)
+    return engine, Predictor(model_of(tied), plan, EngineOptions(**OPTIONS), rank=world.rank)
+
+
 def peaks(world: World, plan: str, tied: bool) -> list[tuple[int, int]]:
     """Of two steps the most bytes of gathered units, measured and predicted."""
-    engine = sw.parallelize(model_of(tied), plan, world, tokens=gpt.tokens, **OPTIONS)
-    theory = Predictor(model_of(tied), plan, EngineOptions(**OPTIONS), rank=world.rank)
-    return peaks_of(engine, theory, partial(text, rows=8))
+    return peaks_of(*both(world, plan, tied), partial(text, rows=8))
 
 
 def peaks_of(
@@ -78,8 +74,7 @@ def peaks_of(
 
 def sizes(world: World, plan: str, tied: bool) -> tuple[int, dict[str, int], dict[str, int]]:
     """The predicted peak; the bytes of each unit, and of those that are whole in all of a stage."""
-    engine = sw.parallelize(model_of(tied), plan, world, tokens=gpt.tokens, **OPTIONS)
-    theory = Predictor(model_of(tied), plan, EngineOptions(**OPTIONS), rank=world.rank)
+    engine, theory = both(world, plan, tied)
     told = theory.of(mine(engine, text(0, rows=8)))
     whole = {
         unit.name: sum(group.plan.padded * group.dtype.itemsize for group in unit.groups)
@@ -147,20 +142,6 @@ def test_units_that_read_one_input(word: str):
     it is gathered as often as predicted, and no more bytes are gathered at once than predicted.
     """
     case = Case(f"pp2 dp2 zero3 {word} fp64", **ADAMW)
-    ranks = run_threads(4, train, siblings(), case)
-    assert_parity(ranks, whole_run(siblings(), case), 1e-10)
-    assert_counted(ranks)
+    holds(run_threads, siblings(), case)
     for _, (measured, predicted) in run_threads(4, peaks_of_siblings, case.plan):
         assert measured == predicted
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "plan", ["pp2 tp2 dp2 zero3 1f1b:2", pytest.param("tp2 dp2 zero3", marks=pytest.mark.full)]
-)
-def test_columns_that_read_one_input(plan: str):
-    """Their weights' gradients arrive after all of their units are freed."""
-    case, task = Case(f"{plan} fp64", **ADAMW), gpt_task(rows=8)
-    ranks = run_threads(ranks_of(plan), train, task, case)
-    assert_parity(ranks, whole_run(task, case), 1e-10)
-    assert_counted(ranks)

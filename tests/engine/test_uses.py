@@ -6,21 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.world import World
-from tests.engine.cases import (
-    Case,
-    Task,
-    assert_same,
-    build,
-    foreseen,
-    oracle,
-    regression,
-    settled,
-    share,
-    train,
-    vectors,
-)
-from tests.engine.tensors import sent
+from tests.engine.cases import Case, Task, regression, settled, vectors
+from tests.engine.tensors import holds
 from tests.pool import run_threads
 
 SGD = {"kind": torch.optim.SGD, "options": {"lr": 0.1, "momentum": 0.9}}
@@ -54,21 +41,8 @@ WINDING = {
 }
 
 
-def counted(world: World, name: str) -> list[bool]:
-    """Of each of three steps, whether the ledger has what is predicted."""
-    case = Case("dp2 zero3 fp64")
-    engine, theory = build(world, WINDING[name], case), foreseen(world, WINDING[name], case)
-    found: list[bool] = []
-    for step in range(3):
-        engine.step(own := share(vectors(step), engine.data_rank, engine.data_ranks))
-        found.append(sent(engine) == theory.of(own).in_step(step))
-    return found
-
-
 @pytest.mark.parametrize("name", WINDING)
 def test_a_unit_is_gathered_as_often_as_it_is_used(name: str, monkeypatch: pytest.MonkeyPatch):
     """Once for each call forward, once backward; and one that is not called never."""
     monkeypatch.setattr("shardwise.engine.shard.LEAST_BYTES", 0)
-    assert run_threads(2, counted, name) == [[True] * 3] * 2
-    task, case = WINDING[name], Case("dp2 zero3 fp64", **SGD)
-    assert_same(run_threads(2, train, task, case), oracle(task, case), 1e-10)
+    holds(run_threads, WINDING[name], Case("dp2 zero3 fp64", **SGD))

@@ -107,9 +107,6 @@ BAD: dict[str, tuple[Give, str]] = {
     ),
     "nothing to train": (lambda m: give()(m.requires_grad_(False)), "all frozen"),
     "a table that is a number": (give(table=3), "table=3.*a dict from patterns"),
-    "a table of no styles": (give(table={"0": "foo"}), "foo"),
-    "stages that count": (give(stages=3), r"stages=3.*a list of the names"),
-    "stages there are not": (give(stages=["9"]), '"9", which is no module of the'),
     "beside that is a list": (give(beside=["0"]), r"beside=\['0'\]"),
     "beside there is not": (give(beside={"nrom": "0"}), '"nrom", which is no module of the'),
     "a fill of weights that exist": (

@@ -25,7 +25,6 @@ from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.prediction import Predictor
-from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.verify.async_oracle import AsyncOracle
 from shardwise.verify.comparison import compare
 from shardwise.verify.costs import Theory
@@ -122,21 +121,6 @@ def test_schedules_without_a_word(name: str):
         assert largest(run_threads(schedule.ranks, proved_by, name)) <= 1e-10
 
 
-@pytest.mark.parametrize("plan", ["pp3 pipedream:6", "pp2 2bw:8"])
-def test_what_is_late_is_late(plan: str):
-    """A simulation with one version less of delay is another training, where there is a delay."""
-    trained, every = [], 1 if "pipedream" in plan else 8
-    for late in (True, False):
-        oracle = simulated(plan)
-        if not late:
-            assert isinstance(oracle.exact, AsyncOracle)
-            oracle.exact.how = replace(oracle.exact.how, version=lambda _, i: i // every)
-        oracle.exact.step(batch(16, 0, "cpu"))
-        trained.append([p.detach().clone() for p in oracle.exact.model.parameters()])
-    differ = max(float((a - b).abs().max()) for a, b in zip(*trained, strict=True))
-    assert (differ > 1e-4) == ("pipedream" in plan)  # one batch of 2BW has no old version
-
-
 @dataclass
 class Counted:
     """A watch that counts the buffers of flat parameters that are in memory."""
@@ -181,26 +165,6 @@ def test_versions_in_memory(plan: str):
     assert run_threads(p, alive, plan) == [(count, 1) for count in formula]
 
 
-@pytest.mark.parametrize("plan", ["pp3 pipedream:6"])
-def test_an_update_in_place_is_the_fault(plan: str, monkeypatch: pytest.MonkeyPatch):
-    """Where old values are moved away and new ones written in their place, what a pending backward
-    saved of them is wrong: views of weights are remembered by where they lie.
-    """
-
-    def update(self: weight_stashing.Stale, stage: int, *of: Any) -> None:
-        before = {v: [full.clone() for full in fulls] for v, fulls in self.kept[stage].items()}
-        real(self, stage, *of)
-        newest = max(self.kept[stage])
-        self.kept[stage].update({v: before[v] for v in before if v in self.kept[stage]})
-        assert newest in self.kept[stage]
-
-    real = weight_stashing.Stale.update
-    monkeypatch.setattr(Flat, "renew", lambda flat: flat.point_at(flat.full))
-    monkeypatch.setattr(weight_stashing.Stale, "update", update)
-    found = run_threads(3, proved, plan)
-    assert largest(found) > 1e-4
-
-
 def test_updates_are_no_writes_to_autograd(monkeypatch: pytest.MonkeyPatch):
     """Counted as writes, updates make autograd refuse backward passes through other versions."""
     recipe = sw.SGD(lr=0.1, momentum=0.9, foreach=True)
@@ -240,36 +204,6 @@ def test_a_step_that_breaks_off():
         oracle.step(batch(8, step, "cpu"))
     for own, whole in zip(found, oracle.model.parameters(), strict=True):
         torch.testing.assert_close(own, whole.detach(), rtol=1e-12, atol=1e-12)
-
-
-class Tied(nn.Module):
-    """First and last layer are one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)))
-
-
-def tied(world: World, plan: str) -> Finding:
-    torch.set_num_threads(1)
-    ours, theirs = settled(Tied().double()), settled(Tied().double())
-    run = sw.parallelize(ours, f"{plan} fp64", world, optimizer=RECIPE, loss=loss)
-    oracles = oracles_of(lambda: theirs, Plan.parse(f"{plan} fp64"), RECIPE, loss)
-    told = theory(world, plan, make=lambda: settled(Tied().double()))
-    return compare(run, oracles, told, batch, 3)
-
-
-def test_a_weight_of_two_stages():
-    """2BW, all of whose stages are as late, sums its gradients; PipeDream refuses it."""
-    found = run_threads(2, tied, "pp2 2bw:4")
-    assert largest(found) <= 1e-10
-    assert all(one.bytes_hold for one in found)
-    with pytest.raises(RankError, match=r"first\.weight is in stages 0 and 1, which update"):
-        run_threads(2, tied, "pp2 pipedream:4")
 
 
 def test_a_norm_that_nobody_knows():

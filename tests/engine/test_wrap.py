@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.engine.shard import driver_of
 from shardwise.engine.wrap import STRATEGIES
@@ -19,10 +18,11 @@ from shardwise.parallel.data.hooks import Data
 from tests.engine import loops
 from tests.engine.cases import Case, Task, build, difference, share, text
 from tests.engine.loops import LOOPS, adam, on_ranks, rows, wrap
-from tests.engine.zoo import Block, make
+from tests.engine.zoo import make
 from tests.pool import run_gloo, run_threads
 
 WAYS = ["DDP", *STRATEGIES]
+SHARDING = [how for how in STRATEGIES if how != "NO_SHARD"]  # which is DDP
 
 
 def ranks_of(how: str) -> int:
@@ -39,7 +39,8 @@ def assert_equal(found: list[Any], expected: tuple[dict[str, Tensor], list[float
             assert difference(weight, weights[name]) <= 1e-10, name
 
 
-@pytest.mark.parametrize("how", [how for how in WAYS if how != "NO_SHARD"])  # which is DDP
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("how", ["DDP", *SHARDING, "FULL_SHARD offload"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_plain_loop_does_what_it_does_on_a_plain_module(loop, how):
     """The user's own loop and optimizer: weights as if all ranks' losses had been averaged."""
@@ -48,6 +49,7 @@ def test_a_plain_loop_does_what_it_does_on_a_plain_module(loop, how):
     assert_equal(found, loops.alone(ranks, LOOPS[loop], "stack"))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("loop", ["as_written", "unsynced", "clipping"])
 def test_plain_loops_on_processes(loop, how):
@@ -73,37 +75,6 @@ def test_plain_loops_of_other_models(how, model):
             optim.zero_grad()
 
     assert_equal(run_threads(2, on_ranks, how, loop, model), loops.alone(2, loop, model))
-
-
-def made_before(world: World, how: str) -> dict[str, Tensor]:
-    """The optimizer exists before the module is wrapped."""
-    model = make("stack").double()
-    optim = adam(model)
-    model = wrap(how, model, world)
-    for step in range(3):
-        model(rows(step, world.rank)).square().mean().backward()
-        optim.step()
-        optim.zero_grad()
-    return model.state_dict()
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_an_optimizer_made_before_the_wrapping_works(how):
-    """It holds the same parameter objects afterwards."""
-    expected, _ = loops.alone(ranks_of(how), loops.as_written, "stack")
-    for found in run_threads(ranks_of(how), made_before, how):
-        assert all(difference(found[name], expected[name]) <= 1e-10 for name in expected)
-
-
-class Sum(nn.Module):
-    """As in the first example of the documentation: fp32, two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
 
 
 class Counting(nn.Module):
@@ -156,25 +127,6 @@ def test_without_broadcast_buffers_each_rank_keeps_its_own():
     one, two = run_threads(2, counted, "DDP, each its own")
     assert one == ([1.0, 102.0, 3.0, 104.0, 104.0], 0)
     assert two == ([-7.0] * 5, 0)
-
-
-def first_page(world: World) -> list[float]:
-    my_module, x = Sum(), torch.full((2, 6), world.rank + 1.0)
-    with torch.no_grad():
-        for p in my_module.parameters():
-            p.fill_(0.01)
-    sharded_module = sw.FSDP(my_module, world=world)
-    optim = torch.optim.Adam(sharded_module.parameters(), lr=0.0001)
-    sharded_module(x).sum().backward()
-    optim.step()
-    return [float(p.sum()) for p in sharded_module.state_dict().values()]
-
-
-def test_the_loop_of_the_design_runs_as_written():
-    """FSDP(module), Adam over its parameters, sum, backward, step: the same on every rank."""
-    one, two = run_gloo(2, first_page)
-    assert one == two
-    assert one[0] == pytest.approx(192 * (0.01 - 0.0001), rel=1e-5)
 
 
 def kept(world: World, how: str) -> list[bool]:
@@ -305,35 +257,6 @@ def test_a_world_of_one_is_the_plain_module_and_free(how, monkeypatch: pytest.Mo
     assert calls == []
 
 
-BAD = {
-    "strategy": (lambda m: sw.FSDP(m, "SOME_SHARD", world=alone()), "FULL_SHARD"),
-    "hybrid without a size": (lambda m: sw.FSDP(m, "HYBRID_SHARD", world=alone()), "shard_size"),
-    "size": (lambda m: sw.FSDP(m, shard_size=3, world=alone()), "divides the number of ranks"),
-    "twice": (lambda m: sw.DDP(sw.DDP(m, alone()), alone()), "wrapped already"),
-    "a part first": (
-        lambda m: (sw.FSDP(m.blocks[0], world=alone()), sw.FSDP(m, world=alone())),
-        "wrapped already",
-    ),
-    "a part later": (
-        lambda m: (sw.FSDP(m, units=Block, world=alone()), sw.FSDP(m.blocks[0], world=alone())),
-        "wrapped already",
-    ),
-    "a pipe": (
-        lambda _: sw.DDP(sw.Pipe(nn.Sequential(nn.Linear(2, 2)), 2, world=alone()), alone()),
-        "wrapped already",
-    ),
-    "shards of none": (
-        lambda m: sw.FSDP(m, "NO_SHARD", shard_size=2, world=alone()),
-        'NO_SHARD with shard_size=2.*"HYBRID_SHARD", shard_size=2',
-    ),
-    "a model of which a part is wrapped": (
-        lambda m: (sw.FSDP(m.blocks[0], world=alone()), sw.clip_grad_norm(m, 1.0)),
-        "of which a part is wrapped",
-    ),
-    "plain no_sync": (lambda m: sw.no_sync(m).__enter__(), "a wrapped module"),
-}
-
-
 def buckets(world: World, units: Any) -> int:
     model = sw.FSDP(make("stack"), "NO_SHARD", units=units, world=world)
     data = driver_of(model)
@@ -345,14 +268,6 @@ def test_units_are_the_buckets_of_a_strategy_that_shards_nothing():
     """The wrap policy is followed, although no unit is gathered."""
     few, several = (run_threads(2, buckets, units)[0] for units in ("auto", 1))
     assert few < several
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_what_cannot_be_wrapped_is_refused(what):
-    """The error says what would do."""
-    act, text = BAD[what]
-    with pytest.raises(InputError, match=text):
-        act(make("stack"))
 
 
 def half_norm(world: World) -> float:

@@ -4,15 +4,17 @@ Each takes vectors of width 6 and gives vectors of width 6, in fp64 unless it sa
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
+from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.engine.cases import settled
+from tests.engine.cases import Task, rows_task, settled, vectors
 
 
 class Block(nn.Module):
@@ -252,6 +254,56 @@ def frozen(which: str) -> nn.Module:
     return model
 
 
+class Affine(nn.Module):
+    """A parameter of three dimensions, and a scalar that rank 1 holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(1, 1, 6))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale + self.shift).squeeze(0)
+
+
+class Dims(nn.Module):
+    """Parameters of zero to four dimensions; several ranks hold nothing of some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.conv = nn.Linear(6, 12), nn.Conv2d(3, 5, 2)
+        self.norm, self.leave = nn.LayerNorm(5), nn.Linear(5, 6)
+        self.last = Affine()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(torch.tanh(self.enter(x)).view(-1, 3, 2, 2)).flatten(1)
+        return self.last(self.leave(self.norm(y)))
+
+
+def dims() -> nn.Module:
+    return settled(Dims()).double()
+
+
+class Buffered(nn.Module):
+    """Tied weights, a shared module, buffers that are kept and one that is not, a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.blocks = nn.Sequential(*[nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)])
+        self.leave = nn.Linear(6, 6)
+        self.leave.weight = self.enter.weight
+        self.again = self.blocks[2]
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("ramp", torch.arange(6.0))
+        self.register_buffer("passing", torch.ones(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.again(self.blocks(self.norm(self.enter(x)))) + self.ramp
+        return self.leave(y) * self.scale
+
+
 ZOO = {
     "sequential": lambda: nn.Sequential(nn.Linear(6, 11), nn.GELU(), nn.Linear(11, 6)),
     "one layer": lambda: nn.Linear(6, 6),
@@ -287,3 +339,55 @@ ZOO = {
 def make(name: str) -> nn.Module:
     """A model of the zoo with its own weights."""
     return settled(ZOO[name]())
+
+
+# --- trainings of them
+
+
+def any_output(how: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.mse_loss(unwrapped(model(batch[0]), how), batch[1])
+
+
+def two_views(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Two passes through the model, of which every gradient is the sum."""
+    x, y = batch
+    return functional.mse_loss(model(x), y) + functional.mse_loss(model(-x), y)
+
+
+def penalised(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A block is called outside of the root's forward, and one runs without a use."""
+    x, y = batch
+    assert isinstance(model, Stack)
+    first, *rest = model.blocks
+    hidden = first(x)
+    with torch.no_grad():
+        rest[-1](hidden)
+    return functional.mse_loss(model(x), y) + hidden.square().mean()
+
+
+def task_of(name: str) -> Task:
+    task = rows_task(partial(make, name))
+    if name.startswith("returns"):
+        return Task(task.make, task.batch, partial(any_output, name.rpartition(" ")[2]), None)
+    return task
+
+
+TASKS = {
+    "two passes": Task(partial(make, "stack"), vectors, two_views, None),
+    "parts on their own": Task(partial(make, "stack"), vectors, penalised, None),
+    **{name: task_of(name) for name in ZOO},
+}
+
+
+def gated(step: int) -> tuple[Tensor, Tensor]:
+    """Only the first row asks for `side`, and not in step 1."""
+    x, y = vectors(step)
+    x[:, 0] = x[:, 0].clamp(max=0.9)
+    x[0, 0] = 2.0 if step != 1 else 0.0
+    return x, y
+
+
+DECAY = {
+    "AdamW": {"kind": torch.optim.AdamW, "options": {"lr": 0.1, "weight_decay": 0.5}},
+    "SGD": {"kind": torch.optim.SGD, "options": {"lr": 0.1, "weight_decay": 0.5, "momentum": 0.9}},
+}
