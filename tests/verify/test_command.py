@@ -54,10 +54,6 @@ HOLD = [
 ]
 
 
-HOLD = [("dp2 zero3", model) for model in ("gpt2", "llama", "bert", "mistral", "qwen3", "t5")]
-HOLD += [("pp2 1f1b:2", "gpt2"), ("pp2 1f1b:2", "t5"), ("pp3 zb-h1:3", "llama")]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(("plan", "model"), HOLD)
 def test_models_of_transformers_hold(plan: str, model: str):
