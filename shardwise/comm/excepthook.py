@@ -28,13 +28,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.comm.outcome import LOST_CONNECTION
 from shardwise.core.errors import InputError, RankError
 
 #: How long another rank waits for rank 0 to print.
 _GRACE_S = 2.0
 #: The key that the printing rank sets in the store.
 _KEY = "shardwise/refusal"
+#: Errors of a rank whose peer is gone.  They are never the cause if another rank has one.
+LOST_CONNECTION = re.compile(
+    r"closed by peer|reset by peer|Connection reset|Broken pipe|pair\.cc|recvValue failed"
+    r"|Failed to recv|ncclRemoteError|remote process exited"
+    r"|rank \d+( of the group)? (is gone: process|has left, but)|the connection to .* failed in"
+)
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}{os.sep}"
 #: Where code is that is not the user's script: ours, torch's, Python's.
 _NOT_SCRIPT = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))

@@ -7,7 +7,7 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem
 
-from shardwise.comm import call_stack, hang_detector
+from shardwise.comm import call_stack, heartbeat
 from shardwise.comm.launch import spawn
 from shardwise.comm.move import all_reduce, receive
 from shardwise.comm.world import init
@@ -38,7 +38,7 @@ def test_a_rank_that_waits_for_one_that_is_done_is_told(closes: bool):
 
 def wait_for_each_other() -> None:
     """Each rank waits for a message of the other."""
-    hang_detector._MORE_POLLS = 8  # 4 s
+    heartbeat._ALL_S = 4.0
     world = init("cpu")
     receive(torch.ones(1), world.everyone, 1 - world.rank)
 
