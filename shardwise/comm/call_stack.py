@@ -9,8 +9,8 @@ import runpy
 import sys
 import time
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
-from typing import TypeGuard
 
 import torch
 from torch.distributed import distributed_c10d
@@ -88,41 +88,28 @@ def _is_busy(gpu: int | None) -> bool:
 def collective_frame(ident: int) -> FrameType | None:
     """The outermost frame of the collective that the thread is in; None outside collectives.
 
-    Do not keep the frame: see CallStack.
+    Inner frames change while a rank polls a mailbox.  Do not keep the frame: see CallStack.
     """
-    frame = sys._current_frames().get(ident)
-    if not _waits_for_ranks(frame):
-        return None
-    while _waits_for_ranks(frame.f_back):  # inner frames change while a rank polls a mailbox
-        frame = frame.f_back
-    return frame
-
-
-def _waits_for_ranks(frame: FrameType | None) -> TypeGuard[FrameType]:
-    return frame is not None and frame.f_code.co_filename.startswith(_COLLECTIVE_FILES)
-
-
-def caller() -> str:
-    """The function outside comm/ and torch that called this one, such as `step (loop.py:12)`."""
-    return _named(_outside(sys._getframe(), (_COLLECTIVE_FILES[0], _TORCH)))
+    frame, outermost = sys._current_frames().get(ident), None
+    while frame is not None and frame.f_code.co_filename.startswith(_COLLECTIVE_FILES):
+        frame, outermost = frame.f_back, frame
+    return outermost
 
 
 def place() -> str:
-    """`caller`, and the line of the user's program or model from which it was called."""
-    frame = _outside(sys._getframe(), (_COLLECTIVE_FILES[0], _TORCH))
-    users = _outside(frame, (_PACKAGE, _TORCH, _STDLIB, "<frozen "))
-    users_file = users.f_code.co_filename
-    if users is frame or users_file.startswith((_PACKAGE, _TORCH, _STDLIB, "<frozen ")):
-        return _named(frame)
-    return f"{_named(frame)}, from {_named(users)}"
+    """The function outside comm/ and torch that called this one, and the line of the program.
+
+    Such as `step (loop.py:12), from main (train.py:3)`.
+    """
+    function = _outside(sys._getframe(), (_COLLECTIVE_FILES[0], _TORCH))
+    users = _outside(function, (_PACKAGE, _TORCH, _STDLIB, "<frozen "))
+    return ", from ".join(
+        f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        for frame in dict.fromkeys((function, users))
+    )
 
 
-def _outside(frame: FrameType, inside: tuple[str, ...]) -> FrameType:
-    """The innermost frame outside these files, or the outermost."""
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
-        frame = frame.f_back
-    return frame
-
-
-def _named(frame: FrameType) -> str:
-    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+def _outside(start: FrameType, inside: tuple[str, ...]) -> FrameType:
+    """The innermost frame outside these files; `start` if there is none."""
+    frames = (frame for frame, _ in walk_stack(start))
+    return next((f for f in frames if not f.f_code.co_filename.startswith(inside)), start)

@@ -72,7 +72,7 @@ def _excepthook(
     exit code.
     """
     if not isinstance(error, InputError):
-        if not (LOST_CONNECTION.search(str(error)) and _another_prints()):
+        if not (LOST_CONNECTION.search(str(error)) and _printed(0)):
             before(kind, error, frames)
         return
     failed_rank, trace = rank, "".join(traceback.format_tb(frames))
@@ -117,32 +117,23 @@ def _script_line(trace: str) -> list[str]:
 
 def _prints(rank: int, size: int) -> bool:
     """Whether this rank prints: rank 0, or after a delay the first of the others."""
-    if size == 1:
-        return True
-    if rank:
+    if size > 1 and rank:
         time.sleep(_GRACE_S)  # if another rank failed first, the launcher kills this one meanwhile
-    try:
-        return dist.distributed_c10d._get_default_store().add(_KEY, 1) == 1
-    except (RuntimeError, ValueError):  # there is no store, or its server is gone
-        return True
+    return size == 1 or _printed(1) in (0, 1)
 
 
-def _another_prints() -> bool:
-    """Whether another rank has exited with an InputError that it prints."""
+def _printed(more: int) -> int:
+    """How many ranks print an InputError, with `more`; 0 without a store, or if it has closed."""
     try:
-        return dist.distributed_c10d._get_default_store().check([_KEY])
+        return dist.distributed_c10d._get_default_store().add(_KEY, more)
     except (RuntimeError, ValueError):
-        return False
+        return 0
 
 
 def _tell_torchrun(rank: int) -> None:
     """Write the message for torchrun's report to the file that torchrun named."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
     message = f"InputError: see the paragraph that rank {rank} has printed"
     details = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-    try:
-        Path(path).write_text(json.dumps({"message": details}), encoding="utf-8")
-    except OSError:
-        return
+    with suppress(KeyError, OSError):
+        path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        path.write_text(json.dumps({"message": details}), encoding="utf-8")

@@ -65,7 +65,7 @@ class HeartbeatMonitor:
         self._silent_s += elapsed_s
         self._idle_s += elapsed_s
         local = beat.host == self.host and self.host
-        state, cpu_s, _ = process(beat.pid) if local else ("?", 0.0, 0)
+        state, cpu_s = process(beat.pid) if local else ("?", 0.0)
         if state in "Rt" or cpu_s != self._cpu_s:  # t: in a debugger
             self._idle_s, self._cpu_s = 0.0, cpu_s
         long = self._silent_s >= self.limits.frozen_s

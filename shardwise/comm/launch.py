@@ -53,7 +53,10 @@ def spawn(
     """
     install_excepthook()
     require_ranks(ranks, device)
-    _callable(function)
+    if not callable(function):
+        given = f"spawn of {short_repr(function)}"
+        allowed = "a function at the top level of a module"
+        raise bad(given, allowed, "spawn(work, 2), after def work(): ...")
     if not isinstance(args, tuple | list):
         given = f"spawn with args={short_repr(args)}"
         raise bad(given, "a tuple of the function's arguments", "spawn(work, 2, args=(3,))")
@@ -132,15 +135,6 @@ def require_ranks(ranks: int, device: str | None) -> None:
         )
     require_local(ranks)
     read_limits()
-
-
-def _callable(function: Any) -> None:
-    if not callable(function):
-        raise bad(
-            f"spawn of {short_repr(function)}",
-            "a function at the top level of a module",
-            "spawn(work, 2), after def work(): ...",
-        )
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

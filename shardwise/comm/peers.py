@@ -20,7 +20,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError
 
 from shardwise.comm.call_stack import CallStack
 from shardwise.comm.heartbeat import Heartbeat, HeartbeatMonitor, find_hang
@@ -68,9 +69,10 @@ class Peers:
         self.stopped.set()
         for thread in self.threads:
             thread.join(2 * self.limits.frozen_s)
+        if self.threads[0].is_alive():  # it waits for the store
+            return
         with suppress(RuntimeError):  # the store may have gone first
-            if not self.threads[0].is_alive():
-                self._send(replace(self.beat, left=True, waits_s=0.0, idle_s=0.0))
+            self._send(replace(self.beat, left=True, waits_s=0.0, idle_s=0.0))
             last = time.monotonic() + 2 * self.limits.heartbeat_s
             while self.rank == 0 and self.launcher is None and time.monotonic() < last:
                 if all(beat.left for beat in self._heartbeats(range(self.size)).values()):
@@ -80,17 +82,17 @@ class Peers:
     def _run(self) -> None:
         heard = time.monotonic()
         while not self.stopped.wait(self.limits.heartbeat_s):
-            waits_s, idle_s = self.call_stack.waits()
-            seen = {"calls": self.call_stack.calls(), "waits_s": waits_s, "idle_s": idle_s}
-            self.beat = replace(self.beat, count=self.beat.count + 1, **seen)
             elapsed_s, heard = time.monotonic() - heard, time.monotonic()
             try:
+                waits_s, idle_s = self.call_stack.waits()
+                seen = {"calls": self.call_stack.calls(), "waits_s": waits_s, "idle_s": idle_s}
+                self.beat = replace(self.beat, count=self.beat.count + 1, **seen)
                 self._send(self.beat)
                 self._check(elapsed_s)
                 self.rounds += 1
             except DistNetworkError as error:
                 self.closed = str(error).splitlines()[0]
-            except RuntimeError:  # no answer in time
+            except RuntimeError:  # the store did not answer in time, or the GPU has failed
                 continue
 
     def _guard_store(self) -> None:

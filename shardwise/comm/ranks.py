@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from shardwise.comm.excepthook import LOST_CONNECTION
 from shardwise.comm.peers import reported_failure
@@ -43,7 +44,9 @@ class Rank:
         self.failure: Failure | None = None
         self.file = tempfile.TemporaryFile()  # noqa: SIM115  closed by Ranks.kill
         self.pipe, theirs = multiprocessing.Pipe()
-        with theirs, Connection(os.dup(self.file.fileno())) as errors:
+        errors = Connection(os.dup(self.file.fileno()))
+        with theirs, errors, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*use of fork.. may lead to deadlocks")
             self.process = process_of(Job(work, threads, quiet and number > 0, theirs, errors))
             self.process.start()
 
@@ -96,8 +99,9 @@ class Rank:
 
 def process_of(job: Job) -> BaseProcess:
     """The process of a job; it is forked if the job's work is not pickled."""
-    context = multiprocessing.get_context("spawn" if isinstance(job.work, bytes) else "fork")
-    return context.Process(target=run, args=(job,))
+    if isinstance(job.work, bytes):
+        return multiprocessing.get_context("spawn").Process(target=run, args=(job,))
+    return multiprocessing.get_context("fork").Process(target=run, args=(job,))
 
 
 class Ranks:

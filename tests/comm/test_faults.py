@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from shardwise.comm import ranks
 from shardwise.comm.call_stack import CallStack
