@@ -37,7 +37,9 @@ _KILL_S = 3.0
 class Rank:
     """A process, which starts when this is made, and what it has reported."""
 
-    def __init__(self, number: int, work: Any, threads: int, *, quiet: bool) -> None:
+    def __init__(
+        self, number: int, work: Any, variables: Mapping[str, Any], *, quiet: bool
+    ) -> None:
         self.number = number
         self.started = self.signalled = self.killed = False
         self.result: bytes | None = None
@@ -47,7 +49,8 @@ class Rank:
         errors = Connection(os.dup(self.file.fileno()))
         with theirs, errors, warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*use of fork.. may lead to deadlocks")
-            self.process = process_of(Job(work, threads, quiet and number > 0, theirs, errors))
+            own = {name: str(value) for name, value in variables.items()}
+            self.process = process_of(Job(work, own, quiet and number > 0, theirs, errors))
             self.process.start()
 
     @property
@@ -114,14 +117,14 @@ class Ranks:
         self.overdue = False  # killed because they did not exit in time after a signal
 
     def start(self, size: int, work: Any, variables: Mapping[str, str], *, quiet: bool) -> None:
-        """Start the processes, with the environment that torchrun would give them."""
+        """Start the processes, in the environment that torchrun would give them and `variables`."""
         shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
         shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": self.store.port}
         shared |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
-        for number in range(size):
-            own = shared | {"RANK": number, "LOCAL_RANK": number} | dict(variables)
-            with _environment({name: str(value) for name, value in own.items()}):
-                self.ranks.append(Rank(number, work, int(own["OMP_NUM_THREADS"]), quiet=quiet))
+        with _environment(variables):  # read by libraries when they are loaded
+            for number in range(size):
+                own = shared | {"RANK": number, "LOCAL_RANK": number}
+                self.ranks.append(Rank(number, work, own, quiet=quiet))
 
     def watch(self, signals: list[int]) -> None:
         """Return when all processes have exited, or when it is time to kill those that remain."""

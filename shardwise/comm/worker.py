@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -52,12 +52,12 @@ class Failure:
 class Job:
     """What a rank runs: `work` is (function, args), pickled unless the rank is forked.
 
-    A fatal signal writes the stacks of all threads to the file `errors`.  With `quiet`, the error
-    output goes there too.
+    `variables` are set in its environment.  A fatal signal writes the stacks of all threads to the
+    file `errors`.  With `quiet`, the error output goes there too.
     """
 
     work: bytes | tuple[Callable[..., Any], tuple[Any, ...]]
-    threads: int
+    variables: Mapping[str, str]
     quiet: bool
     pipe: "Connection[Any, Any]"
     errors: "Connection[Any, Any]"
@@ -65,6 +65,7 @@ class Job:
 
 def run(job: Job) -> None:
     """The entry point of a rank: sends the pickled result of its function."""
+    os.environ.update(job.variables)
     os.setsid()  # so that Ctrl-C reaches only the launcher
     all_ended = threading.Event()
     threading.Thread(target=_listen, args=(job.pipe, all_ended), daemon=True).start()
@@ -72,7 +73,7 @@ def run(job: Job) -> None:
     if job.quiet:
         os.dup2(job.errors.fileno(), 2)
     faulthandler.enable(job.errors.fileno())
-    torch.set_num_threads(job.threads)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         function, args = pickle.loads(job.work) if isinstance(job.work, bytes) else job.work  # noqa: S301 (ours)
         result = pickle.dumps(function(*args))
