@@ -85,6 +85,11 @@ class Rank:
             self.process.terminate()
         self.signalled = True
 
+    def release(self) -> None:
+        """Let the process exit, since all ranks have results."""
+        with suppress(OSError):  # it has just died
+            self.pipe.send_bytes(b"")
+
     def late_exit(self) -> str:
         """How the process ended if it aborted or was killed after all results were there."""
         if self.killed:
@@ -146,8 +151,7 @@ class Ranks:
             if not told and self.results() is not None:
                 told, deadline = True, min(deadline, now + _LINGER_S)
                 for rank in alive:
-                    with suppress(OSError):  # its process has just died
-                        rank.pipe.send_bytes(b"")
+                    rank.release()
         self._read()
         self.overdue = bool(signals and alive and not self.failures())
 
