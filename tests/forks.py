@@ -11,9 +11,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing import reduction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,23 +63,11 @@ def run(function: Callable[[Any], Any], job: Any, origin: Origin) -> Any:
     return function(job)
 
 
-def _has_exited(pid: int) -> bool:
-    """Whether a process has ended that is not a child of this one."""
-    try:
-        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 def fork_ranks(patch: pytest.MonkeyPatch) -> None:
     """Make the launcher of this process fork its ranks."""
-    from shardwise.comm import launch, watch
+    from shardwise.comm import ranks, worker
 
-    real = launch.elastic_launch
+    def forked(job: worker.Job) -> Any:
+        return CONTEXT.Process(target=run, args=(worker.run, job, Origin({}, ())))
 
-    def forking(config: Any, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        start = real(replace(config, start_method="forkserver"), run)
-        return lambda job: start(function, job, Origin({}, ()))
-
-    patch.setattr(launch, "elastic_launch", forking)
-    patch.setattr(watch, "_has_exited", _has_exited)
+    patch.setattr(ranks, "process_of", forked)

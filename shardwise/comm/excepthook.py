@@ -28,13 +28,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.comm.outcome import LOST_CONNECTION
 from shardwise.core.errors import InputError, RankError
 
 #: How long another rank waits for rank 0 to print.
 _GRACE_S = 2.0
 #: The key that the printing rank sets in the store.
 _KEY = "shardwise/refusal"
+#: Errors of a rank whose peer is gone.  They are never the cause if another rank has one.
+LOST_CONNECTION = re.compile(
+    r"closed by peer|reset by peer|Connection reset|Broken pipe|pair\.cc|recvValue failed"
+    r"|Failed to recv|ncclRemoteError|remote process exited"
+    r"|rank \d+( of the group)? (is gone: process|has left, but)|the connection to .* failed in"
+)
 _PACKAGE = f"{Path(__file__).resolve().parent.parent}{os.sep}"
 #: Where code is that is not the user's script: ours, torch's, Python's.
 _NOT_SCRIPT = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
@@ -67,7 +72,7 @@ def _excepthook(
     exit code.
     """
     if not isinstance(error, InputError):
-        if not (LOST_CONNECTION.search(str(error)) and _another_prints()):
+        if not (LOST_CONNECTION.search(str(error)) and _printed(0)):
             before(kind, error, frames)
         return
     failed_rank, trace = rank, "".join(traceback.format_tb(frames))
@@ -112,32 +117,23 @@ def _script_line(trace: str) -> list[str]:
 
 def _prints(rank: int, size: int) -> bool:
     """Whether this rank prints: rank 0, or after a delay the first of the others."""
-    if size == 1:
-        return True
-    if rank:
+    if size > 1 and rank:
         time.sleep(_GRACE_S)  # if another rank failed first, the launcher kills this one meanwhile
-    try:
-        return dist.distributed_c10d._get_default_store().add(_KEY, 1) == 1
-    except (RuntimeError, ValueError):  # there is no store, or its server is gone
-        return True
+    return size == 1 or _printed(1) in (0, 1)
 
 
-def _another_prints() -> bool:
-    """Whether another rank has exited with an InputError that it prints."""
+def _printed(more: int) -> int:
+    """How many ranks print an InputError, with `more`; 0 without a store, or if it has closed."""
     try:
-        return dist.distributed_c10d._get_default_store().check([_KEY])
+        return dist.distributed_c10d._get_default_store().add(_KEY, more)
     except (RuntimeError, ValueError):
-        return False
+        return 0
 
 
 def _tell_torchrun(rank: int) -> None:
     """Write the message for torchrun's report to the file that torchrun named."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
     message = f"InputError: see the paragraph that rank {rank} has printed"
     details = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-    try:
-        Path(path).write_text(json.dumps({"message": details}), encoding="utf-8")
-    except OSError:
-        return
+    with suppress(KeyError, OSError):
+        path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        path.write_text(json.dumps({"message": details}), encoding="utf-8")

@@ -1,46 +1,31 @@
 """The launcher: starts several ranks on this machine, and ends all of them when one fails.
 
-    launcher   main thread    watches the status directory, forwards signals, kills ranks
-               agent thread   torch.distributed's elastic launcher: rendezvous, processes, results
-    ranks      worker.run     (worker.py; ranks report through status files, see status_dir.py)
-
-The elastic agent alone is not enough.  When a process fails, it sends the others SIGTERM and waits
-half a minute.  A rank inside a collective handles no signal, and later complains about a lost peer,
-which hides the cause.  So the main thread watches too: it reports the first failure and kills the
-other ranks a moment later.
+launcher   ranks.py     starts processes, reads their pipes, kills them
+ranks      worker.py    call the function, report the result or the error
+           peers.py     watch each other's heartbeats, report a rank that is stopped or hangs
 """
 
-import logging
 import multiprocessing
 import os
 import pickle
-import queue
 import signal
 import socket
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardwise.comm.excepthook import install_excepthook
 from shardwise.comm.limits import read_limits
 from shardwise.comm.local import require_local
-from shardwise.comm.outcome import LaunchOutcome, other_failures, report
+from shardwise.comm.ranks import SAVE_S, Ranks, described, first_cause, report
 from shardwise.comm.rendezvous import LAUNCHER
-from shardwise.comm.status_dir import open_status_dir
-from shardwise.comm.watch import POLL_S, SAVE_S, kill_all, watch
-from shardwise.comm.worker import Job, run, run_module
+from shardwise.comm.worker import run_module
 from shardwise.core.arguments import choice, integer, short_repr
 from shardwise.core.errors import InputError, RankError, bad
-
-_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
-_EVENTS = "torchelastic-events-null"  # torch creates it with the first event
 
 
 def spawn(
@@ -68,20 +53,23 @@ def spawn(
     """
     install_excepthook()
     require_ranks(ranks, device)
-    _callable(function)
+    if not callable(function):
+        given = f"spawn of {short_repr(function)}"
+        allowed = "a function at the top level of a module"
+        raise bad(given, allowed, "spawn(work, 2), after def work(): ...")
     if not isinstance(args, tuple | list):
         given = f"spawn with args={short_repr(args)}"
         raise bad(given, "a tuple of the function's arguments", "spawn(work, 2, args=(3,))")
     work = (function, tuple(args)) if fork else _pickled(function, tuple(args))
-    with open_status_dir(ranks) as status:
-        outcome = _run(Job(work, status, _threads(), quiet=False), device, signals=[])
-        if outcome.results is None:
-            failure = outcome.first_failure(status)
-            failed = RankError(failure.rank, failure.text + other_failures(status, failure))
-            if failure.input_error:
-                raise InputError(failure.input_error) from failed
-            raise failed
-        return [pickle.loads(outcome.results[rank]) for rank in range(ranks)]  # noqa: S301
+    started = _run(ranks, work, device, signals=[], quiet=False)
+    if (results := started.results()) is not None:
+        return [pickle.loads(result) for result in results]  # noqa: S301
+    failures = started.failures()
+    first = first_cause(failures)
+    failed = RankError(first.rank, described(failures, first))
+    if first.input_error:
+        raise InputError(first.input_error) from failed
+    raise failed
 
 
 def can_fork(device: str = "cpu") -> bool:
@@ -106,24 +94,25 @@ def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.cli.main") 
     """
     require_ranks(nproc, None)
     work = pickle.dumps((run_module, (module, tuple(argv))))
-    with open_status_dir(nproc) as status, _signals() as received:
-        outcome = _run(Job(work, status, _threads(), quiet=True), None, received)
-        if outcome.results is not None:
-            return 0
-        if outcome.hurried:
-            print(
-                "killed by a second signal; checkpoints reported as saved are complete",
-                file=sys.stderr,
-            )
-            return 128 + received[1]
-        failure = outcome.first_failure(status)
-        if outcome.overdue:
-            late = ", ".join(map(str, sorted(outcome.killed)))
-            print(f"ranks {late} did not end within {SAVE_S:.0f} s", file=sys.stderr)
-            return 1
-        if received and outcome.died is not None and outcome.died[1] == -signal.SIGTERM:
-            return 128 + received[0]
-        return report(status, failure)
+    with _signals() as received:
+        started = _run(nproc, work, None, received, quiet=True)
+    if started.results() is not None:
+        return 0
+    if started.hurried:
+        print(
+            "killed by a second signal; checkpoints reported as saved are complete",
+            file=sys.stderr,
+        )
+        return 128 + received[1]
+    if started.overdue:
+        late = ", ".join(str(rank.number) for rank in started.ranks if rank.killed)
+        print(f"ranks {late} did not end within {SAVE_S:.0f} s", file=sys.stderr)
+        return 1
+    failures = started.failures()
+    first = first_cause(failures)
+    if received and started.ranks[first.rank].process.exitcode == -signal.SIGTERM:
+        return 128 + received[0]
+    return report(failures, first)
 
 
 def require_ranks(ranks: int, device: str | None) -> None:
@@ -148,15 +137,6 @@ def require_ranks(ranks: int, device: str | None) -> None:
     read_limits()
 
 
-def _callable(function: Any) -> None:
-    if not callable(function):
-        raise bad(
-            f"spawn of {short_repr(function)}",
-            "a function at the top level of a module",
-            "spawn(work, 2), after def work(): ...",
-        )
-
-
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     allowed = "a function at the top level of a module, and arguments that can be pickled"
     try:
@@ -177,58 +157,24 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     return work
 
 
-def _run(job: Job, device: str | None, signals: list[int]) -> LaunchOutcome:
+def _run(ranks: int, work: Any, device: str | None, signals: list[int], *, quiet: bool) -> Ranks:
     """Run the ranks until they have all exited; no process is left afterwards."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=job.status.ranks,
-        run_id=job.status.folder.name,
-        role="shardwise",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # 0: a free port
-        local_addr="localhost",
-        max_restarts=0,
-        monitor_interval=2 * POLL_S,
-        start_method="spawn" if isinstance(job.work, bytes) else "fork",
-        logs_specs=DefaultLogsSpecs(log_dir=str(job.status.folder / "agent")),
-    )
-    returned: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    exited = (
-        threading.Event()
-    )  # not Thread.join: interrupted by Ctrl-C, it takes the thread as ended
-
-    def agent() -> None:
-        try:
-            returned.put(elastic_launch(config, run)(job))
-        except BaseException as error:  # noqa: BLE001  handed to the main thread
-            returned.put(error)
-        exited.set()
-
-    outcome = LaunchOutcome()
-    with _silent(), _variables(_for_ranks(job, device)):
-        # A daemon: if every rank exits by os._exit(0), the agent waits forever.
-        thread = threading.Thread(target=agent, name="agent", daemon=True)
-        thread.start()
-        try:
-            watch(job.status, exited, outcome, signals)
-        finally:
-            kill_all(job.status, outcome, exited)
-    if exited.is_set():
-        thread.join()  # so that no thread holds a store while the interpreter shuts down
-    outcome.record(None if returned.empty() else returned.get(), job.status)
-    print(outcome.late_exits(), end="", file=sys.stderr)
-    return outcome
+    started = Ranks()
+    try:
+        started.start(ranks, work, _variables(device), quiet=quiet)
+        started.watch(signals)
+    finally:
+        started.kill()
+    if started.results() is not None:
+        print("".join(rank.late_exit() for rank in started.ranks), end="", file=sys.stderr)
+    return started
 
 
-def _threads() -> int:
+def _variables(device: str | None) -> dict[str, str]:
+    """The environment variables of all ranks, besides those that torchrun would set."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdecimal() and int(asked) > 0 else 1
-
-
-def _for_ranks(job: Job, device: str | None) -> dict[str, str]:
-    """The environment variables of the ranks, besides those that the agent sets."""
-    variables = {"OMP_NUM_THREADS": str(job.threads), LAUNCHER: str(os.getpid())}
+    threads = asked if asked.isdecimal() and int(asked) > 0 else "1"
+    variables = {"OMP_NUM_THREADS": threads, LAUNCHER: str(os.getpid())}
     if device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
@@ -236,37 +182,6 @@ def _for_ranks(job: Job, device: str | None) -> dict[str, str]:
         # Without this gloo resolves the host's name, which may have no usable address.
         variables["GLOO_SOCKET_IFNAME"] = loopback.pop()
     return variables
-
-
-@contextmanager
-def _variables(changes: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        os.environ.update(before)
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Silence the elastic launcher's log, for our own error says what failed; and Python's warning
-    of a fork beside other threads, of which the ranks use none.
-    """
-    names = [name for name in logging.root.manager.loggerDict if name.startswith(_LOGGERS)]
-    loggers = map(logging.getLogger, [*names, _EVENTS])
-    loud = [logger for logger in loggers if not logger.disabled]
-    for logger in loud:
-        logger.disabled = True
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*use of fork.. may lead to deadlocks")
-            yield
-    finally:
-        for logger in loud:
-            logger.disabled = False
 
 
 @contextmanager

@@ -1,21 +1,15 @@
 """The start of a run: all ranks connect to one store, or the error names the ranks that did not.
 
     rank 0, or torchrun's agent   serves a store at MASTER_ADDR, MASTER_PORT
-    every rank                    adds its number to the store, and waits until all have
+    every other rank              asks rank 0 for the id of the meeting, again and again
+    rank 0                        answers when all have asked, or when the time is over
 
-The store of torchrun's agent outlives the ranks, and a restarted run meets at the same address, so
-every meeting has a fresh id.  The agent's count of restarts cannot be that id: an agent does not
-count a restart for another host's sake, so the counts of two hosts differ.
+    asks/r       = nonce          ------------>  rank 0 waits for all of these
+    answer/nonce = id, or who is missing  <----  run/id/...: the keys of this run alone
 
-    rank r    asks/r = nonce  ------------->  rank 0 makes the id, and answers every nonce
-              round/nonce      <-------------  round/nonce = id
-              start/id/...  run/id/...         the keys of this meeting alone
-
-A nonce is new for every meeting, so no rank reads the id of an earlier one.  What a dead rank of an
-earlier round asked is answered too, but only ranks that read their answer are counted.
-
-torch would wait for minutes and not say for which rank.  Under our launcher a missing rank can only
-be slow (the launcher notices one that exits), so there the time limit is that of a collective.
+The store of torchrun's agent outlives the ranks, and a restarted run meets at the same address.  So
+rank 0 first removes what earlier ranks have asked: one that lives asks again.  The agent's count of
+restarts cannot be the id, since an agent does not count a restart for another host's sake.
 """
 
 import os
@@ -23,7 +17,6 @@ import socket
 import threading
 import time
 import uuid
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlparse
@@ -35,11 +28,16 @@ from shardwise.comm.rendezvous import Start, launched
 from shardwise.core.errors import InputError, bad
 
 _GLANCE_S = 0.05
+_TOLD_S = 1.0  # in which the others read who is missing, before rank 0 closes its store
+_LATER_S = 5.0  # how much longer than rank 0 the others wait for its answer
 _SHOWN = 8  # ranks named in an error
 
 
 def meet(start: Start, limits: Limits) -> Store:
     """Connect all ranks of `start`, and return their store.
+
+    torch would wait for minutes and not say for which rank.  Our launcher notices a rank that
+    exits, so there a missing rank is only slow, and the time limit is that of a collective.
 
     Raises:
         InputError: the host does not exist, the port is in use, two processes have the same rank,
@@ -54,13 +52,16 @@ def meet(start: Start, limits: Limits) -> Store:
     store = _store(host, port, start.size, deadline, waited, ours)
     asked = PrefixStore("shardwise", store)
     try:
-        called = uuid.uuid4().hex if start.rank == 0 else _ask(asked, start, deadline, waited)
-        if start.rank == 0:
-            asked.set("round", called)
-        _gather(asked, called, start, deadline, waited)
+        answer = (_ask if start.rank else _lead)(asked, start, deadline)
+        if answer.startswith("rank"):
+            raise InputError(
+                f"{waited} for {start.size} ranks (WORLD_SIZE), and {answer} did not start. Start "
+                "WORLD_SIZE processes, with ranks from 0 up and the same MASTER_ADDR and "
+                "MASTER_PORT. If they start far apart, set SHARDWISE_START_TIMEOUT_S"
+            )
     except RuntimeError as error:  # the rank that served the store has given up
         raise InputError(f"{waited} for {start.size} ranks; the run's store has closed") from error
-    return PrefixStore(f"shardwise/run/{called}", store)
+    return PrefixStore(f"shardwise/run/{answer}", store)
 
 
 def _address(start: Start) -> tuple[str, int]:
@@ -142,87 +143,52 @@ def _free_port() -> int:
         return free.getsockname()[1]
 
 
-def _ask(store: Store, start: Start, deadline: float, waited: str) -> str:
-    """The id of this meeting, from rank 0."""
-    nonce = uuid.uuid4().hex
-    store.set(f"asks/{start.rank}", nonce)
-    while not store.check([f"round/{nonce}"]):
-        late = time.monotonic() > deadline
-        _refuse_second(store, start.rank, late)
-        if late:
-            raise InputError(_missing(start, waited, "rank 0"))
-        time.sleep(_GLANCE_S)
-    return store.get(f"round/{nonce}").decode()
+def _ask(store: Store, start: Start, deadline: float) -> str:
+    """What rank 0 answers: the id of this meeting, or the ranks that are missing.
 
-
-def _refuse_second(store: Store, rank: int, late: bool) -> None:
-    """Raise InputError if another process is this rank of the round that rank 0 is in.
-
-    An agent's store may still know a round that has ended: there only one that is `late` is sure.
+    Raises InputError if another process is this rank: in rank 0's store if the meeting is over, in
+    an agent's, which may still know an earlier meeting, if in addition nobody answers in time.
     """
-    if not store.check(["round"]) or (_of_agent() and not late):
-        return
-    key = f"start/{store.get('round').decode()}/name/{rank}"
-    if store.check([key]) and (late or store.get(key).decode() != _name()):
-        raise _second(rank)
-
-
-def _second(rank: int) -> InputError:
-    return bad(
-        f"two processes with rank {rank} at one address ({_name()} is the second)",
-        "one process for each rank, and a different port for each run",
-        "a different RANK, or another MASTER_PORT",
-    )
-
-
-def _name() -> str:
-    return f"{socket.gethostname()}, process {os.getpid()}"
-
-
-def _answer(store: Store, called: str, ranks: list[int]) -> None:
-    """Tell `ranks` the id of this meeting, as far as they have asked."""
-    for rank in ranks:
-        if store.check([f"asks/{rank}"]):
-            store.set(f"round/{store.get(f'asks/{rank}').decode()}", called)
-
-
-def _gather(asked: Store, called: str, start: Start, deadline: float, waited: str) -> None:
-    """Return when all ranks have started.  The first rank to give up tells the others."""
-    rank, size = start.rank, start.size
-    store = PrefixStore(f"start/{called}", asked)
-    if store.add(f"times/{rank}", 1) > 1:
-        raise _second(rank)
-    store.set(f"name/{rank}", _name())
-    store.add("arrived", 1)
-    while store.add("arrived", 0) < size and not store.check(["missing"]):
-        absent = [r for r in range(size) if not store.check([f"times/{r}"])] if rank == 0 else []
-        _answer(asked, called, absent)
-        if time.monotonic() > deadline:
-            absent = [r for r in range(size) if not store.check([f"times/{r}"])]
-            store.set("missing", _named(absent))
-            break
+    nonce = uuid.uuid4().hex
+    while True:
+        store.set(f"asks/{start.rank}", nonce)
+        late, over = time.monotonic() > deadline + _LATER_S, store.check(["over"])
+        if store.check([f"answer/{nonce}"]):
+            return store.get(f"answer/{nonce}").decode()
+        if over and (late or not _of_agent()):
+            name = f"{socket.gethostname()}, process {os.getpid()}"
+            raise bad(
+                f"two processes with rank {start.rank} at one address ({name} is the second)",
+                "one process for each rank, and a different port for each run",
+                "a different RANK, or another MASTER_PORT",
+            )
+        if late:
+            absent = [0, *_absent(store, start.size)]
+            store.delete_key(f"asks/{start.rank}")
+            return _named(absent)
         time.sleep(_GLANCE_S)
-    if not store.check(["missing"]):
-        return
-    absent_ranks = store.get("missing").decode()
-    with suppress(RuntimeError):
-        store.add("told", 1)
-        last = time.monotonic() + 2.0
-        while rank == 0 and time.monotonic() < last and store.add("told", 0) < _came(store, size):
-            time.sleep(_GLANCE_S)
-    raise InputError(_missing(start, waited, absent_ranks))
 
 
-def _missing(start: Start, waited: str, ranks: str) -> str:
-    return (
-        f"{waited} for {start.size} ranks (WORLD_SIZE), and {ranks} did not start. Start "
-        "WORLD_SIZE processes, with ranks from 0 up and the same MASTER_ADDR and MASTER_PORT. If "
-        "they start far apart, set SHARDWISE_START_TIMEOUT_S"
-    )
+def _lead(store: Store, start: Start, deadline: float) -> str:
+    """Answer all ranks as soon as they have asked, and return the answer."""
+    for rank in range(start.size):
+        store.delete_key(f"asks/{rank}")
+    while (absent := _absent(store, start.size)) and time.monotonic() < deadline:
+        time.sleep(_GLANCE_S)
+    answer = _named(absent) if absent else uuid.uuid4().hex
+    for rank in set(range(1, start.size)).difference(absent):
+        store.set(f"answer/{store.get(f'asks/{rank}').decode()}", answer)
+    store.set("over", "")
+    time.sleep(_TOLD_S if absent else 0.0)
+    return answer
 
 
-def _came(store: Store, size: int) -> int:
-    return min(size, store.add("arrived", 0))
+def _absent(store: Store, size: int) -> list[int]:
+    """The ranks that have not asked rank 0."""
+    keys = [f"asks/{rank}" for rank in range(1, size)]
+    if size == 1 or store.check(keys):
+        return []
+    return [rank for rank, key in enumerate(keys, start=1) if not store.check([key])]
 
 
 def _named(ranks: list[int]) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.comm.call_stack import caller
+from shardwise.comm.call_stack import place
 from shardwise.comm.ledger import Ledger, Line
 from shardwise.comm.pool import Pool
 from shardwise.comm.volume import volume
@@ -88,7 +88,7 @@ class Transport(ABC):
         for x in tensors:
             if x.device != self.device:
                 raise bad(
-                    f"{kind} on axis {self.axis} of a tensor on {x.device}, called by {caller()}",
+                    f"{kind} on axis {self.axis} of a tensor on {x.device}, called by {place()}",
                     f"tensors on {self.device}, the device of the world",
                     "x.to(world.device)",
                 )

@@ -1,13 +1,14 @@
 """The worker: what a process that the launcher started does around its function.
 
-start      become leader of a session, so that Ctrl-C reaches only the launcher; set the number of
-           threads; start a thread that exits the process when the launcher dies
-run        call the function, with a hang detector beside it
-end        write the result, wait for the other ranks, destroy the process group
-or fail    write the error, and wait to be killed
+    launcher  <-- None       the rank has started
+    one pipe  <-- bytes      the pickled result          or  <-- Failure   its error
+    a rank    --> b""        all ranks have results, and may exit
+
+A failed rank keeps its connections open until the launcher kills it, so that other ranks see no
+lost connection.  If the launcher dies, the pipe closes and the rank exits.
 """
 
-import multiprocessing
+import faulthandler
 import os
 import pickle
 import runpy
@@ -16,60 +17,76 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.hang_detector import HangDetector
+from shardwise.comm.call_stack import HIDDEN_FILES
 from shardwise.comm.shared import leave
-from shardwise.comm.status_dir import StatusDir
+from shardwise.comm.torch_links import TorchLinks
 from shardwise.core.errors import InputError
 
-#: How long a failed rank waits to be killed before it exits by itself.
-_HOLD_S = 8.0
-#: Files whose frames are left out of tracebacks.
-_HIDDEN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
+
+@dataclass(frozen=True, order=True)
+class Failure:
+    """Why a rank failed: the time `at_ns` (monotonic clock) and the text of its error.
+
+    `code` is the exit code of a rank that called sys.exit, otherwise None.  `input_error` is the
+    text of an InputError, empty for any other error.  `output` is what a dead rank had written.
+    """
+
+    at_ns: int
+    rank: int
+    text: str
+    code: int | None = None
+    input_error: str = ""
+    output: str = ""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank runs: `work` is (function, args), pickled unless the rank is forked.
+    """What a rank runs: `work` is (function, args), pickled unless the rank is forked.
 
-    With `quiet`, the error output of all ranks but the first goes to the status directory.
+    `variables` are set in its environment.  A fatal signal writes the stacks of all threads to the
+    file `errors`.  With `quiet`, the error output goes there too.
     """
 
     work: bytes | tuple[Callable[..., Any], tuple[Any, ...]]
-    status: StatusDir
-    threads: int
+    variables: Mapping[str, str]
     quiet: bool
+    pipe: "Connection[Any, Any]"
+    errors: "Connection[Any, Any]"
 
 
 def run(job: Job) -> None:
-    """The entry point of a rank: writes the pickled result of its function."""
-    rank = int(os.environ["RANK"])
-    os.setsid()
-    _exit_with_launcher()
-    if not job.status.enter(rank):
-        os._exit(1)
-    if job.quiet and rank > 0:
-        _redirect_stderr(job.status, rank)
-    torch.set_num_threads(job.threads)
-    detector = HangDetector(job.status, rank, _HIDDEN_FILES)
+    """The entry point of a rank: sends the pickled result of its function."""
+    os.environ.update(job.variables)
+    os.setsid()  # so that Ctrl-C reaches only the launcher
+    all_ended = threading.Event()
+    threading.Thread(target=_listen, args=(job.pipe, all_ended), daemon=True).start()
+    job.pipe.send(None)
+    if job.quiet:
+        os.dup2(job.errors.fileno(), 2)
+    faulthandler.enable(job.errors.fileno())
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
-        packed = _work(job)
+        function, args = pickle.loads(job.work) if isinstance(job.work, bytes) else job.work  # noqa: S301 (ours)
+        result = pickle.dumps(function(*args))
         leave()  # before waiting for the other ranks, since one may wait for this rank
-        detector.stop()
-        job.status.finish(rank, packed)
+        links = TorchLinks.of_process
+        if links is not None and links.peers is not None:
+            links.peers.stop()
+        job.pipe.send(result)
     except SystemExit as error:
-        _hold(job.status, rank, f"it ended by sys.exit({error.code!r})", _exit_code(error))
-    except InputError as error:
-        _hold(job.status, rank, _traceback(error), input_error=str(error))
+        _fail(job, f"it ended by sys.exit({error.code!r})", _exit_code(error))
     except BaseException as error:  # noqa: BLE001  every error that ends a rank is reported
-        _hold(job.status, rank, _traceback(error))
+        _fail(job, _traceback(error), None, str(error) if isinstance(error, InputError) else "")
+    all_ended.wait()  # a rank that left earlier would close connections that others still use
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -86,11 +103,12 @@ def run_module(module: str, argv: Sequence[str]) -> None:
             raise
 
 
-def _work(job: Job) -> bytes:
-    work = job.work
-    function, args = pickle.loads(work) if isinstance(work, bytes) else work  # noqa: S301 (ours)
-    result = function(*args)
-    return pickle.dumps(result)
+def _listen(pipe: "Connection[Any, Any]", all_ended: threading.Event) -> None:
+    try:
+        pipe.recv_bytes()
+    except (EOFError, OSError):  # the launcher has died
+        os._exit(1)
+    all_ended.set()
 
 
 def _exit_code(error: SystemExit) -> int:
@@ -104,38 +122,13 @@ def _exit_code(error: SystemExit) -> int:
 def _traceback(error: BaseException) -> str:
     """The traceback without the frames of this file and runpy."""
     frames: TracebackType | None = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in _HIDDEN_FILES:
+    while frames is not None and frames.tb_frame.f_code.co_filename in HIDDEN_FILES:
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
 
 
-def _hold(
-    status: StatusDir, rank: int, text: str, code: int | None = None, input_error: str = ""
-) -> Any:
-    """Record the failure and wait to be killed, so that other ranks keep their connections."""
+def _fail(job: Job, text: str, code: int | None, input_error: str = "") -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    try:
-        status.fail(rank, text, code, input_error)
-        time.sleep(_HOLD_S)
-    except OSError:  # the disk is full, say
-        print(f"rank {rank} failed:\n{text}", file=sys.stderr, flush=True)
-    os._exit(1)
-
-
-def _redirect_stderr(status: StatusDir, rank: int) -> None:
-    sys.stderr.flush()
-    file = os.open(status.stderr(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(file, 2)
-    os.close(file)
-
-
-def _exit_with_launcher() -> None:
-    launcher = multiprocessing.parent_process()
-
-    def wait() -> None:
-        if launcher is not None:
-            launcher.join()
-            os._exit(1)
-
-    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+    rank = int(os.environ["RANK"])
+    job.pipe.send(Failure(time.monotonic_ns(), rank, text, code, input_error))

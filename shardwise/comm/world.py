@@ -8,6 +8,7 @@ The world is passed as an argument; there is no "current" world.
 """
 
 import atexit
+import faulthandler
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +26,7 @@ from shardwise.comm.limits import Limits, read_limits
 from shardwise.comm.malloc import keep_freed_memory
 from shardwise.comm.peers import watch_peers
 from shardwise.comm.pool import Pool
-from shardwise.comm.rendezvous import Start, environment, launched, local_rank
+from shardwise.comm.rendezvous import Start, environment, local_rank
 from shardwise.comm.start import meet
 from shardwise.comm.tiers import Tiers
 from shardwise.comm.torch_links import TorchLinks, device_mesh, group_timeout
@@ -270,8 +271,9 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
     TorchLinks.of_process = links
     # again, since torch sets its own hook
     install_excepthook(start.rank, start.size, links.close)
-    if not launched():
-        links.peers = watch_peers(store, start.rank, start.size, limits)
+    if not faulthandler.is_enabled():  # NCCL aborts a process whose collective has timed out
+        faulthandler.enable(2)
+    links.peers = watch_peers(store, start.rank, start.size, limits, where.index)
     atexit.register(links.close)
     return world_of(dist.get_rank(), dist.get_world_size(), where, links)
 

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from shardwise.comm.hang_detector import HANG_DETECTOR
+from shardwise.comm.peers import PEERS
 from shardwise.core.expert_moves import Loads
 from shardwise.core.garbage import collect
 from shardwise.engine.engine import Engine
@@ -38,7 +38,7 @@ from shardwise.verify.moments import Foresee, Moments
 READ_AFTER: Final = (3, 10)
 MEASURED_STEP: Final = 4
 EVALUATED_STEP: Final = 1  # an evaluation follows it
-_DETECTOR_S: Final = 10.0  # time in which the hang detector releases frames, on a busy machine
+_PEERS_S: Final = 10.0  # time in which the thread of heartbeats releases frames, on a busy machine
 
 
 @dataclass(frozen=True)
@@ -154,16 +154,16 @@ def _restore(model: nn.Module, built: Attributes, own: Collection[tuple[str, str
 
 
 def _left(engine: Engine, live: Live) -> list[Stray]:
-    """The live storages in no category, after the hang detector has released frames of the step.
+    """The live storages in no category, after the thread of heartbeats has released frames of it.
 
-    While a rank's hang detector (comm/hang_detector.py) reads the call stack, it keeps local
-    variables of those calls alive.  A rank in a thread has no detector.
+    While that thread (comm/peers.py) reads the call stack of a rank, it keeps local variables of
+    those calls alive.  A rank in a thread has no such thread.
     """
-    ends = time.monotonic() + _DETECTOR_S
+    ends = time.monotonic() + _PEERS_S
     while True:
         collect()  # storages that only a reference cycle keeps alive do not count
         left = live.unaccounted(engine)
-        watched = any(thread.name == HANG_DETECTOR for thread in threading.enumerate())
+        watched = any(thread.name == PEERS for thread in threading.enumerate())
         if not left or not watched or time.monotonic() > ends:
             return left
         time.sleep(0.1)
