@@ -141,7 +141,7 @@ class Predictor:
             allowed = f"0 to {self.plan.size - 1}"
             raise bad(f"rank {rank} of the plan '{self.plan}'", allowed, "rank=0")
         validate.rows(options.rows)
-        begin = stage_starts(model, self.plan, options.stages, options.checked_beside)
+        begin = stage_starts(model, self.plan, options.stages, options.beside)
         clip = weight_stashing.require(model, self.plan, begin, options)
         self.options = replace(options, clip=clip)
         self.spec, self.objective = options.spec, options.objective

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.core.arguments import short_repr
 from shardwise.core.errors import InputError, bad
-from shardwise.core.styles import ModuleShape, general, parent
+from shardwise.core.styles import ModuleShape
 from shardwise.core.tensor_plan import Table
 from shardwise.engine.adapters import with_adapters
 from shardwise.engine.hf_plans import own_plan
@@ -118,33 +118,11 @@ def _own(module: nn.Module, name: str) -> Table | None:
 
 
 def without(model: nn.Module, why: str) -> InputError:
-    """The error for a model without a table; it suggests one for the model's linear layers."""
-    what = f"tensor parallelism of a {type(model).__name__}, which {why}"
-    guessed = _guess(shapes(model))
-    if not guessed:
-        allowed = "models with linear layers, which can be sharded"
-        return bad(f"{what} and no linear layer", allowed, "a plan without tp, as dp2")
-    allowed = (
+    """The error for a model without a table."""
+    return bad(
+        f"tensor parallelism of a {type(model).__name__}, which {why}",
         "a table passed as table= (verify: --table FILE), a model with the attribute tensor_table, "
-        "a model of transformers that has a tensor plan, or one that is derived: "
-        "sw.derive_table(model, batch, ranks=2, loss=loss).table, shardwise table MODEL; see "
-        "docs/how-to/tables.md"
+        "a model of transformers that has a tensor plan, or one that is derived; see "
+        "docs/how-to/tables.md",
+        "table=sw.derive_table(model, batch, ranks=2, loss=loss).table, or shardwise table MODEL",
     )
-    return bad(what, allowed, f"table={guessed!r}, with the styles that fit your layers")
-
-
-def _guess(modules: Mapping[str, ModuleShape]) -> dict[str, str]:
-    """Styles for repeated linear layers whose sizes form a column-parallel, row-parallel pair."""
-    linear = {name: shape for name, shape in modules.items() if shape.kind == "linear"}
-    beside: dict[str, list[str]] = {}
-    for name in linear:
-        beside.setdefault(parent(name), []).append(name)
-    repeated = {name for name in linear if general(name) != name} or set(linear)
-    found: dict[str, str] = {}
-    for names in beside.values():
-        final = linear[names[-1]]
-        giving = [name for name in names[:-1] if linear[name].out_features == final.in_features]
-        known = dict.fromkeys(giving, "colwise") | ({names[-1]: "rowwise"} if giving else {})
-        for name in (name for name in names if name in repeated):
-            found.setdefault(general(name), known.get(name, "colwise_gather_output"))
-    return dict(list(found.items())[:8])
