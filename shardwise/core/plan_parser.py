@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from shardwise.core.errors import MOST_PROBLEMS, InputError, Problem, bad, refusal
+from shardwise.core.errors import InputError, Problem, bad, refusal
 from shardwise.core.mesh import AXES
 from shardwise.core.offload import parse as parse_offload
 from shardwise.core.suggest import suggest
@@ -379,9 +379,7 @@ def _twice(what: str, first: str, second: str) -> Problem:
 
 def _unknown(words: list[str]) -> Problem:
     """One problem for all unknown words, since the list of allowed words is long."""
-    more = f" and {len(words) - MOST_PROBLEMS} more" * (len(words) > MOST_PROBLEMS)
-    words = words[:MOST_PROBLEMS]
-    given = " and ".join(f"'{word}'" for word in words) + more
+    given = " and ".join(f"'{word}'" for word in words)
     allowed = f"the plan words, with spaces between them: {' '.join(runnable_forms())}"
     near = {word: _nearest(word) for word in words}
     instead = ", ".join(f"{near[word]} for '{word}'" for word in words if near[word])

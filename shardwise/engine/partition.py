@@ -79,7 +79,7 @@ def starts(
     if names is not None:
         if len(names) != stages - 1:
             raise bad(
-                f"{len(names)} starts ({', '.join(names) or 'none'}) for {stages} stages",
+                f"{len(names)} starts ({', '.join(names) or 'none'}) for {stages} stage{'s' * (stages > 1)}",
                 f"{stages - 1}: the first module of each stage after the first",
                 "stages=None, which balances the stages by parameters",
             )

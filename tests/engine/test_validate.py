@@ -106,7 +106,6 @@ BAD: dict[str, tuple[Give, str]] = {
         "fill=<lambda>, which cannot be called like this",
     ),
     "nothing to train": (lambda m: give()(m.requires_grad_(False)), "all frozen"),
-    "a table that is a number": (give(table=3), "table=3.*a dict from patterns"),
     "a table of no styles": (give(table={"0": "foo"}), "foo"),
     "a fill of weights that exist": (
         give(fill=lambda _, t: t.zero_()),
