@@ -78,8 +78,9 @@ def starts(
     beside = _beside(model, beside)
     if names is not None:
         if len(names) != stages - 1:
+            number = f"{stages} stage{'s' * (stages > 1)}"
             raise bad(
-                f"{len(names)} starts ({', '.join(names) or 'none'}) for {stages} stage{'s' * (stages > 1)}",
+                f"{len(names)} starts ({', '.join(names) or 'none'}) for {number}",
                 f"{stages - 1}: the first module of each stage after the first",
                 "stages=None, which balances the stages by parameters",
             )

@@ -266,11 +266,11 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
     ),
     "no layers": (
         lambda w: sw.Pipe(nn.Module(), world=w),
-        "a Module of 0 layers",
+        "stage 0, from the first module on, without a layer",
     ),
-    "an empty list": (lambda w: sw.Pipe(nn.Sequential(), world=w), "a Sequential of 0 layers"),
-    "no parameters": (lambda w: sw.Pipe(nn.ReLU(), world=w), "a ReLU of 0 layers"),
-    "one layer alone": (lambda w: sw.Pipe(nn.Linear(2, 2), world=w), "a Linear of 0 layers"),
+    "an empty list": (lambda w: sw.Pipe(nn.Sequential(), world=w), "without a layer in it"),
+    "no parameters": (lambda w: sw.Pipe(nn.ReLU(), world=w), "without a layer in it"),
+    "one layer alone": (lambda w: sw.Pipe(nn.Linear(2, 2), world=w), "without a layer in it"),
     "a pipe": (
         lambda w: sw.Pipe(sw.Pipe(known_example(), world=w), world=w),
         "a Sequential that is wrapped already",
