@@ -384,6 +384,7 @@ class Engine:
         self.world.require_open()
         self.data.structure.require_unchanged()
         self.flush()
+        validate.scalars(scalars)
         self.data.units.to_sharded()
         at = self.model, self.sharded, self.optimizer
         self.coming = state.Loading(*at, saved, scalars)

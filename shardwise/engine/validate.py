@@ -8,6 +8,7 @@ of a step.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import World, leased
-from shardwise.core.arguments import is_number, short_repr
+from shardwise.core.arguments import is_count, is_number, short_repr
 from shardwise.core.errors import InputError, bad
 from shardwise.core.hook import in_backward
 
@@ -136,15 +137,28 @@ def leased_world(value: World | None) -> World:
     return leased(value)
 
 
+_SCALARS = "what engine.scalars() returned when the checkpoint was saved"
+
+
 def scalars(value: Any) -> None:
-    """Raise InputError unless `value` has the numbers of `engine.scalars()`."""
+    """Raise InputError unless `value` has the keys of `engine.scalars()`, with right values."""
     there: Any = value if isinstance(value, Mapping) else {}
-    names = ("step", "loss_scale", "since", "tokens")
-    wrong = [name for name in names if not is_number(there.get(name))]
+    counts = {"step": there.get("step"), "since": there.get("since"), "tokens": there.get("tokens")}
+    scale: Any = there.get("loss_scale")
+    right = {name: is_count(count) for name, count in counts.items()}
+    right["loss_scale"] = is_number(scale) and 0 < scale < math.inf
+    wrong = [name for name in ("step", "loss_scale", "since", "tokens") if not right[name]]
     if wrong:
         given = f"load_scalars({short_repr(value)}), without a number for {', '.join(wrong)}"
-        allowed = "what engine.scalars() returned when the checkpoint was saved"
-        raise bad(given, allowed, 'engine.load_scalars(saved["engine"])')
+        raise bad(given, _SCALARS, 'engine.load_scalars(saved["engine"])')
+    tables = {name: there.get(name, {}) for name in ("states", "modules", "groups")}
+    groups = tables["groups"].values() if isinstance(tables["groups"], Mapping) else ()
+    options = dict(enumerate(groups))  # of each group: {name: [first value, this one]}
+    wrong = [name for name, table in (tables | options).items() if not isinstance(table, Mapping)]
+    pairs = [pair for group in groups if not wrong for pair in group.values()]
+    if wrong or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        given = f"load_scalars({short_repr(value)}), with states or groups of another form"
+        raise bad(given, _SCALARS, 'engine.load_scalars(saved["engine"])')
 
 
 def function(name: str, value: Any, takes: tuple[str, ...], example: str) -> None:
