@@ -105,7 +105,8 @@ def _tensor(plan: Plan) -> list[Problem]:
         word = f"recompute:{plan.recompute}"
         given = f"'{word}' without tensor parallelism, whose ranks would share inputs"
         allowed = f"{word} together with tpN of two ranks or more"
-        return [Problem(given, allowed, "recompute:full, or tp2 beside it")]
+        instead = f"'{replace(plan, recompute='full')}', or tp2 beside it"
+        return [Problem(given, allowed, instead)]
     if not plan.sp:
         return []
     allowed = "sp together with tpN of two ranks or more, on which the sequence is split"

@@ -133,7 +133,9 @@ def FSDP(  # noqa: N802
     choice("sharding_strategy", name, STRATEGIES)
     row = ROWS[STRATEGIES[name]]
     _require_precision(module, precision, "FSDP")
-    if getattr(cpu_offload, "offload_params", cpu_offload):
+    offloads = getattr(cpu_offload, "offload_params", cpu_offload)
+    flag("cpu_offload", offloads)
+    if offloads:
         if precision is not None:
             raise bad(
                 f"cpu_offload=True with precision={precision!r}",
