@@ -1,6 +1,5 @@
 """Where tables come from, and that by them the parts of a layer sum up to the layer."""
 
-import ast
 import copy
 import re
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from shardwise.core.tensor_plan import Table, assign, bias_cut, cuts, numbers
 from shardwise.core.tensor_plan_check import check
 from shardwise.core.uneven import Cut
 from shardwise.engine.hf_plans import _DECODERS, _STYLES
-from shardwise.engine.tensor_plan import shapes, table_of, without
+from shardwise.engine.tensor_plan import shapes, table_of
 from shardwise.models import hf
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.registry import find
@@ -311,20 +310,6 @@ def test_the_model_on_the_page_has_a_table_that_fits():
         for sp in (False, True):
             assert check(table_of(model), shapes(model), sp, ranks) == []
     summed(model, ["blocks.1.attn"], lambda: model(torch.arange(16).view(2, 8)), 3)
-
-
-def test_the_table_to_begin_with_is_one():
-    """What is shown for a model without a table, or with an empty one, is no further mistake."""
-    sizes = {"attn": [(8, 24), (8, 8)], "mlp": [(8, 32), (32, 8)]}
-    block = nn.ModuleDict(
-        {name: nn.Sequential(*(nn.Linear(*size) for size in of)) for name, of in sizes.items()}
-    )
-    model = nn.ModuleList([block, copy.deepcopy(block)])
-    said = re.search(r"Write instead: table=(\{.*?\})", str(without(model, "has none")))
-    assert said is not None
-    guessed = ast.literal_eval(said[1])
-    assert set(guessed.values()) == {"colwise", "rowwise", "colwise_gather_output"}
-    assert check(Table.of(guessed), shapes(model), sp=False, ranks=2) == []
 
 
 def test_the_page_has_every_style():
