@@ -49,7 +49,7 @@ def test_a_step_beyond_the_bound_says_who_holds_what():
     (advice,) = run_threads(1, stepped, "dp1 fp32 device_memory:128KiB")
     assert "device_memory allows 131,072: parameters 29,440" in advice
     assert "rank 0 stores, bytes" in advice
-    assert "Write instead: --plan 'dp1 fp32 offload:" in advice
+    assert "Write instead: --plan 'dp1 fp32 recompute:full device_memory" in advice
 
 
 def test_a_step_within_the_bound_runs():
