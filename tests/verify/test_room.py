@@ -26,7 +26,7 @@ def answer(share: float) -> str:
 @pytest.mark.parametrize("share", [0.01, 0.95])
 def test_a_bound_that_a_step_exceeds_is_one_paragraph_with_one_that_can_be_met(share: float):
     """Far below the prediction before ranks start, near it when a rank has stopped."""
-    assert re.search(r"Write instead: 'dp1 fp32 device_memory:\d+KiB'", answer(share))
+    assert re.search(r"Write instead: 'dp1 fp32 device_memory:\d+MiB'", answer(share))
 
 
 @pytest.mark.full
