@@ -34,19 +34,6 @@ def integer(name: str, value: Any, least: int, example: int, most: int | None = 
         raise bad(f"{name}{sign}{short_repr(value)}", allowed, f"{name}{sign}{example}")
 
 
-def pairs(name: str, value: Any, second: type, example: str) -> None:
-    """Raise InputError unless `value` has pairs of a text and a `second`."""
-    if type(value) not in (tuple, list) or not all(_is_pair(each, second) for each in value):
-        kind = "whole number" if second is int else "text"
-        allowed = f"pairs of a text and a {kind}"
-        raise bad(f"{name}={short_repr(value)}", allowed, f"{name}={example}")
-
-
-def _is_pair(value: Any, second: type) -> bool:
-    two = type(value) in (tuple, list) and len(value) == 2
-    return two and type(value[0]) is str and type(value[1]) is second
-
-
 def flag(name: str, value: Any) -> None:
     """Raise InputError unless `value` is a bool: a text would be taken for True."""
     if not isinstance(value, bool):

@@ -6,10 +6,7 @@ should be able to continue without opening the documentation.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
-MOST_PROBLEMS: Final = 20  # that a text lists
-MOST_CHARACTERS: Final = 8000  # of what was given
 SPACE, DELETE = 32, 127  # the characters below, and this one, are control characters
 
 
@@ -66,7 +63,7 @@ class Problem:
     def __str__(self) -> str:
         given, allowed, instead = (
             one_line(text.strip().removesuffix("."))
-            for text in (shortened(self.given), self.allowed, self.instead)
+            for text in (self.given, self.allowed, self.instead)
         )
         return f"Given: {given}. Allowed: {allowed}. Write instead: {instead}."
 
@@ -79,12 +76,6 @@ def one_line(text: str) -> str:
     )
 
 
-def shortened(text: str) -> str:
-    """The text without its middle, if it is long: its end says what is wrong with its beginning."""
-    half = MOST_CHARACTERS // 2
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
-
-
 def bad(given: str, allowed: str, instead: str) -> InputError:
     """The error for one bad input: `raise bad("dp0", "sizes from 1 up", "dp2")`.
 
@@ -94,15 +85,9 @@ def bad(given: str, allowed: str, instead: str) -> InputError:
 
 
 def refusal(what: str, problems: Sequence[Problem]) -> InputError:
-    """The error for all problems of `what`: a numbered paragraph each, or as `bad` if only one.
-
-    The text has the first MOST_PROBLEMS.
-    """
-    shown = problems[:MOST_PROBLEMS]
-    listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(shown, start=1))
-    left = f"\nAnd {len(problems) - len(shown)} more." if len(problems) > len(shown) else ""
-    what = one_line(shortened(what))
-    text = f"{len(problems)} things are wrong with {what}.\n{listed}{left}"
+    """The error for all problems of `what`: a numbered paragraph each, or as `bad` if only one."""
+    listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, start=1))
+    text = f"{len(problems)} things are wrong with {one_line(what)}.\n{listed}"
     error = InputError(str(problems[0]) if len(problems) == 1 else text)
     error.problems = tuple(problems)
     return error

@@ -17,9 +17,8 @@ mesh of their own over the same ranks, so the batch and the weights are split di
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase, translate
-from functools import reduce
-from itertools import chain, product
+from fnmatch import fnmatchcase
+from itertools import product
 from typing import Any, Final
 
 from shardwise.core.errors import bad
@@ -57,10 +56,6 @@ class LayerPlan:
         """Whether its ranks are a mesh of their own."""
         return "axes" in self.fields
 
-    def with_axes(self, axes: Sequence[tuple[str, int]]) -> "LayerPlan":
-        """The same words with other axes; without any word if none is left."""
-        return LayerPlan(self.patterns, _canonical(self.fields | {"axes": axes}))
-
     def matches(self, name: str) -> bool:
         """Whether a pattern matches the module `name`."""
         return any(_matches(name, pattern) for pattern in self.patterns)
@@ -72,48 +67,6 @@ class LayerPlan:
             return any(fnmatchcase(name, pattern) for name in names)
 
         return [each for each in self.patterns if not all(map(matched, _expanded(each)))]
-
-    def replace_pattern(self, pattern: str, instead: Iterable[str]) -> "LayerPlan":
-        """The plan with other patterns `instead` of one."""
-        every = (instead if each == pattern else [each] for each in self.patterns)
-        return LayerPlan(tuple(chain.from_iterable(every)), self.words)
-
-
-def existing_ranges(pattern: str, names: Iterable[str]) -> list[str]:
-    """The pattern with ranges of numbers that exist: `blocks.2-9` of four blocks is `blocks.2-3`.
-
-    If none of its numbers exists, all that do: `blocks.7-9` is `blocks.0-3`. Gaps between numbers
-    give several patterns. Nothing for a pattern without ranges or without matches.
-    """
-    words = pattern.split(".")
-    asked = [_RANGE.fullmatch(word) for word in words]
-    ranges = [range(int(found[1]), int(found[2]) + 1) for found in asked if found]
-    marked = ".".join("#" if found else word for word, found in zip(words, asked, strict=True))
-    regex = re.compile(translate(marked).replace(r"\#", "(0|[1-9][0-9]*)"))
-    if not ranges or regex.groups != len(ranges):
-        return []
-    matches = filter(None, map(regex.fullmatch, names))
-    every = sorted({tuple(map(int, found.groups())) for found in matches})
-    inside = [each for each in every if all(n in r for n, r in zip(each, ranges, strict=True))]
-    return [reduce(_fill, run, marked) for run in _runs(inside or every)]
-
-
-def _runs(places: Iterable[tuple[int, ...]]) -> list[list[str]]:
-    """Sorted numbers, of which those that differ in the last one by one are one range."""
-    found: list[list[tuple[int, ...]]] = []
-    for place in places:
-        if found and found[-1][-1] == (*place[:-1], place[-1] - 1):
-            found[-1].append(place)
-        else:
-            found.append([place])
-    return [
-        [*map(str, run[0][:-1]), str(run[0][-1]) + f"-{run[-1][-1]}" * (len(run) > 1)]
-        for run in found
-    ]
-
-
-def _fill(marked: str, number: str) -> str:
-    return marked.replace("#", number, 1)
 
 
 def split_layers(text: Any) -> tuple[str, tuple[LayerPlan, ...]]:
@@ -141,12 +94,11 @@ def _layer_plan(text: str) -> LayerPlan:
         _expanded(pattern)
     others = [word for word in found[2].split() if not _own(word)]
     if others:
-        kept = " ".join(word for word in found[2].split() if _own(word)) or "zero3"
         raise bad(
             f"'{' '.join(others)}' in the plan of the layers {found[1]}",
             "dpN, dp_replicateN and dp_shardN, tpN, a row of the states table, recompute and "
             "offload; everything else is of the whole model",
-            f"'{found[1]}: {kept}', and other words before the first |",
+            f"'{found[1]}: zero3', and other words before the first |",
         )
     return LayerPlan(patterns, _canonical(fields))
 

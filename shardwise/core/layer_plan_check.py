@@ -1,19 +1,14 @@
 """The check of plans of single layers: their own problems, and those of several meshes at once."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
 from itertools import pairwise
 
 from shardwise.core.errors import Problem
-from shardwise.core.layer_plan import LayerPlan
 from shardwise.core.plan import Plan
 from shardwise.core.plan_parser import PARTITIONED_WORDS, recompute_budget
 from shardwise.core.schedule.library import updates
 
 TENSOR, PIPELINE = "tp", "pp"
-
-Axes = Sequence[tuple[str, int]]
 
 
 def layer_problems(plan: Plan, of: Callable[[Plan], list[Problem]]) -> list[Problem]:
@@ -29,35 +24,6 @@ def layer_problems(plan: Plan, of: Callable[[Plan], list[Problem]]) -> list[Prob
     return [
         problem for number in range(1, len(plan.layers) + 1) for problem in _of(plan, number, of)
     ] or (_degrees(plan))
-
-
-def with_layers(
-    near: Plan, layers: Sequence[LayerPlan], of: Callable[[Plan], list[Problem]]
-) -> Plan:
-    """`near` with as much of the plans of single layers as can run on its ranks."""
-    for axes in (_same, partial(_fitting, near), _none):
-        fitted = (each.with_axes(axes(each.fields.get("axes", ()))) for each in layers)
-        found = replace(near, layers=tuple(each for each in fitted if each.words))
-        if not layer_problems(found, of):
-            return found
-    return near
-
-
-def _same(axes: Axes) -> Axes:
-    return axes
-
-
-def _fitting(near: Plan, axes: Axes) -> Axes:
-    """The largest tensor degree up to that of `axes` that goes with `near`; the rest is data."""
-    most, base = dict(axes).get(TENSOR, 1), near.mesh.size_of(TENSOR)
-    ranks = near.size // near.mesh.size_of(PIPELINE)
-    degrees = (n for n in range(min(most, ranks), 1, -1) if max(n, base) % min(n, base) == 0)
-    degree = next((n for n in degrees if ranks % n == 0), 1)
-    return ((TENSOR, degree),) if degree > 1 else ()
-
-
-def _none(_: Axes) -> Axes:
-    return ()
 
 
 def _together(plan: Plan) -> str:
@@ -93,9 +59,7 @@ def _of(plan: Plan, number: int, of: Callable[[Plan], list[Problem]]) -> list[Pr
             Problem(
                 f"{where}'{layer.words}': {product or 'no axis'}, of {ranks} ranks",
                 f"axes whose product is {ranks}, or divides it if it names no data axis",
-                " or ".join(
-                    f"'{','.join(layer.patterns)}: {axis}{ranks}'" for axis in ("tp", "dp")
-                ),
+                f"'{','.join(layer.patterns)}: tp{ranks}'",
             )
         ]
     return [Problem(f"{where}{one.given}", one.allowed, one.instead) for one in of(own)]

@@ -1,13 +1,11 @@
 """The check that this version can run a plan: all problems at once, each with a remedy."""
 
 from dataclasses import replace
-from math import gcd
 
 from shardwise.core.errors import InputError, Problem, refusal
-from shardwise.core.layer_plan_check import layer_problems, with_layers
+from shardwise.core.layer_plan_check import layer_problems
 from shardwise.core.plan import Plan
 from shardwise.core.plan_parser import (
-    MOST,
     PARTITIONED_WORDS,
     later,
     recompute_budget,
@@ -20,15 +18,9 @@ from shardwise.core.zero import row_of
 
 __all__ = ["Problem", "problems", "require"]
 
-#: The nearest alternatives under an asynchronous schedule.
-_STALE: dict[str | None, str] = {"fp16": "bf16"}
-
 
 def problems(plan: Plan, world_size: int | None = None) -> list[Problem]:
-    """All problems of `plan`, on `world_size` ranks if given; empty if it can run.
-
-    Every suggested plan can run.
-    """
+    """All problems of `plan`, on `world_size` ranks if given; empty if it can run."""
     own = [*_not_yet(plan), *_pipeline(plan), *_tensor(plan), *_tiers(plan)]
     own += _data_axes(plan)
     own += _experts(plan.completed(world_size))
@@ -54,7 +46,7 @@ def _not_yet(plan: Plan) -> list[Problem]:
         Problem(
             f"'{word}', but {later(word)} not in this version",
             f"the plan words {' '.join(runnable_forms())}",
-            f"'{_runnable(plan)}'",
+            f"the plan without {word}",
         )
         for word in str(plan).split()
         if later(word) and word not in nothing
@@ -84,21 +76,25 @@ def _is_stale(plan: Plan) -> bool:
 
 def _stale(plan: Plan) -> list[Problem]:
     """Words that do not go with an asynchronous schedule."""
-    found: list[tuple[str, str]] = []
+    found: list[Problem] = []
     schedule = f"{plan.pipeline}, which updates by itself"
     if plan.precision == "fp16":
         given = f"fp16 with {schedule}: an overflow would have to skip the update of all stages"
-        found.append((given, "bf16, fp32 or fp64, which have no loss scale"))
+        allowed = "bf16, fp32 or fp64, which have no loss scale"
+        found.append(Problem(given, allowed, f"'{replace(plan, precision='bf16')}'"))
     if plan.accumulate > 1:
         given = f"accumulate:{plan.accumulate} with {schedule}"
-        found.append((given, "more microbatches in the schedule"))
+        instead = f"'{replace(plan, accumulate=1)}'"
+        found.append(Problem(given, "more microbatches in the schedule", instead))
     if row_of(plan.row).param.kind == "S":
         given = f"{plan.row} with {schedule} and keeps full versions of the weights"
-        found.append((given, "ddp, zero1 or zero2, or a schedule that updates at the end"))
+        allowed = "ddp, zero1 or zero2, or a schedule that updates at the end"
+        found.append(Problem(given, allowed, f"'{replace(plan, row='zero2')}'"))
     if plan.offload is not None:
         given = f"offload:{plan.offload} with {schedule} during the pass"
-        found.append((given, "no offload, or a schedule that updates at the end"))
-    return [Problem(given, allowed, f"'{_runnable(plan)}'") for given, allowed in found]
+        allowed = "no offload, or a schedule that updates at the end"
+        found.append(Problem(given, allowed, f"'{replace(plan, offload=None)}'"))
+    return found
 
 
 def _tensor(plan: Plan) -> list[Problem]:
@@ -109,12 +105,13 @@ def _tensor(plan: Plan) -> list[Problem]:
         word = f"recompute:{plan.recompute}"
         given = f"'{word}' without tensor parallelism, whose ranks would share inputs"
         allowed = f"{word} together with tpN of two ranks or more"
-        return [Problem(given, allowed, f"'{_runnable(plan)}', or tp2 beside it")]
+        instead = f"'{replace(plan, recompute='full')}', or tp2 beside it"
+        return [Problem(given, allowed, instead)]
     if not plan.sp:
         return []
     allowed = "sp together with tpN of two ranks or more, on which the sequence is split"
-    instead = f"'{_runnable(plan)}', or tp2 beside it"
-    return [Problem("'sp' without tensor parallelism, which has no effect", allowed, instead)]
+    given = "'sp' without tensor parallelism, which has no effect"
+    return [Problem(given, allowed, "the plan without sp, or tp2 beside it")]
 
 
 def _bounded(plan: Plan) -> bool:
@@ -128,7 +125,7 @@ def _tiers(plan: Plan) -> list[Problem]:
         return _rests(plan)
     given = f"'recompute:{plan.recompute}', a budget of device memory, with 'activations:host'"
     allowed = "a budget alone; or activations:host with recompute:full, selective, everyN or names"
-    return [Problem(given, allowed, f"'{_runnable(plan)}'")]
+    return [Problem(given, allowed, f"'{replace(plan, activations=None)}'")]
 
 
 def _rests(plan: Plan) -> list[Problem]:
@@ -138,7 +135,7 @@ def _rests(plan: Plan) -> list[Problem]:
     given = f"'offload:{plan.offload}' with {plan.row}, which keeps all parameters on every rank "
     given += "and updates a block on each: the blocks would be gathered in host memory"
     allowed = "zero3, which keeps a block of them; ddp, which updates all; or offload:optim"
-    return [Problem(given, allowed, f"'{_runnable(plan)}'")]
+    return [Problem(given, allowed, f"'{replace(plan, row='zero3')}'")]
 
 
 def _updates_whole(plan: Plan) -> bool:
@@ -154,7 +151,7 @@ def _arenas(plan: Plan) -> list[Problem]:
         return []
     allowed = "arenas with recompute:full, selective, partitioned, everyN or names; or with zero2 "
     allowed += "or zero3 and no pipeline"
-    return [Problem(f"'arenas' with {why}", allowed, f"'{_runnable(plan)}'")]
+    return [Problem(f"'arenas' with {why}", allowed, f"'{replace(plan, arenas=False)}'")]
 
 
 def _no_arenas(plan: Plan) -> str:
@@ -177,7 +174,8 @@ def _tiles(plan: Plan) -> list[Problem]:
         return []
     allowed = "tile with zero3, or with offload:param, which free a tile after its use; with "
     allowed += "accumulate, recompute, clipping and any precision"
-    return [Problem(f"'tile:{plan.tile}' with {why}", allowed, f"'{_runnable(plan)}'")]
+    near = replace(plan, row="zero3") if why.startswith(plan.row) else replace(plan, tile=None)
+    return [Problem(f"'tile:{plan.tile}' with {why}", allowed, f"'{near}'")]
 
 
 def _no_tiles(plan: Plan) -> str:
@@ -211,7 +209,7 @@ def _data_axes(plan: Plan) -> list[Problem]:
     """Data axes that contradict each other or the row."""
     sizes = dict(plan.axes)
     given = " ".join(f"{name}{size}" for name, size in plan.axes if name.startswith("dp"))
-    remedy = f"'{_runnable(plan)}'"
+    remedy = f"dp{plan.data_size} in place of {given}"
     hybrid = [name for name in ("dp_replicate", "dp_shard") if name in sizes]
     if "dp" in sizes and hybrid:
         allowed = "either dpN, or dp_replicateN and dp_shardN, whose product is the same"
@@ -230,20 +228,24 @@ def _experts(plan: Plan) -> list[Problem]:
     axis, ranks = plan.inner_data_axis, plan.mesh.size_of(plan.inner_data_axis)
     if ranks % plan.ep == 0:
         return []
-    listed = ", ".join(f"ep{n}" for n in range(1, min(ranks, 64) + 1) if ranks % n == 0)
+    degrees = [n for n in range(1, min(ranks, 64) + 1) if ranks % n == 0]
+    listed = ", ".join(f"ep{n}" for n in degrees)
     allowed = (
         f"a divisor of the {ranks} ranks of {axis}, over which experts are distributed: {listed}"
     )
-    return [Problem(f"'ep{plan.ep}' with {axis}{ranks}", allowed, f"'{_runnable(plan)}'")]
+    return [
+        Problem(
+            f"'ep{plan.ep}' with {axis}{ranks}",
+            allowed,
+            f"ep{max(n for n in degrees if n <= plan.ep)}",
+        )
+    ]
 
 
 def _world(plan: Plan, world_size: int | None) -> list[Problem]:
     """A world whose size is not the plan's."""
     if world_size is None or plan.completed(world_size).size == world_size:
         return []
-    if world_size < 1:
-        given = f"a world of {world_size} ranks"
-        return [Problem(given, "one rank or more", f"--nproc {plan.size}")]
     needs = f"{plan.size} processes" if plan.size > 1 else "1 process"
     runs = "1 runs" if world_size == 1 else f"{world_size} run"
     product = "*".join(f"{name}{size}" for name, size in plan.mesh.axes) or "no axis, so one rank"
@@ -252,77 +254,7 @@ def _world(plan: Plan, world_size: int | None) -> list[Problem]:
     allowed = "as many processes as the product of the plan's axes"
     if plan.open:
         allowed = "a multiple of the product of the plan's axes; the ranks left over are data ranks"
-    instead = f"'{_fit(plan, world_size)}'"
-    if plan == _runnable(plan):
-        instead += f", or start {needs} for this one"
+    instead = f"start {needs}"
+    if not plan.open:
+        instead += ", or leave the data axis out, which then takes the ranks left over"
     return [Problem(given, allowed, instead)]
-
-
-def _runnable(plan: Plan) -> Plan:
-    """The nearest plan that this version runs, with the same row, data and tensor ranks."""
-    return with_layers(_runnable_model(plan), plan.layers, problems)
-
-
-def _runnable_model(plan: Plan) -> Plan:
-    """The nearest plan of the model, without plans of single layers."""
-    sizes = {name: size for name, size in plan.axes if name.startswith("dp")}
-    whole = row_of(plan.row).sharded and "dp_shard" in sizes and "dp" not in sizes
-    axes = tuple(sizes.items()) if whole else (("dp", min(plan.data_size, MOST)),)
-    if not sizes:
-        axes = ()
-    kept = tuple((name, size) for name, size in plan.axes if name in ("pp", "tp"))
-    kept += _experts_on(axes[-1][1] if axes else 1, plan.ep)
-    alone = plan.mesh.size_of("tp") == 1
-    near = Plan(
-        axes=(*axes, *kept),
-        sp=plan.sp and not alone,
-        schedule=None if _forbidden(plan) else plan.schedule,
-        row=plan.row,
-        precision=plan.precision,
-        accumulate=plan.accumulate,
-        bucket_bytes=plan.bucket_bytes,
-        recompute="full" if alone and plan.recompute in PARTITIONED_WORDS else plan.recompute,
-        activations=None if _bounded(plan) else plan.activations,
-        offload=plan.offload,
-        device_memory_bytes=plan.device_memory_bytes,
-    )
-    offload = near.offloaded
-    if offload is not None and offload.param_tier != "device" and not _updates_whole(near):
-        near = replace(near, row="zero3")
-    tiled = replace(near, tile=plan.tile)
-    tiled = replace(tiled, row="zero3") if _no_tiles(tiled) else tiled
-    near = near if _no_tiles(tiled) else tiled
-    if plan.buffers_bytes is not None:
-        near = replace(near, buffers_bytes=max(plan.buffers_bytes, smallest_pool_bytes(near)))
-    near = replace(near, arenas=plan.arenas and not _no_arenas(replace(near, arenas=True)))
-    if not _is_stale(near):
-        return near
-    precision = _STALE.get(near.precision, near.precision)
-    row = "zero2" if row_of(near.row).param.kind == "S" else near.row
-    return replace(near, precision=precision, row=row, accumulate=1, offload=None)
-
-
-def _experts_on(ranks: int, most: int) -> tuple[tuple[str, int], ...]:
-    """The axis `ep`, of at most `most` ranks, whose size divides `ranks` data ranks."""
-    degree = next(n for n in range(min(most, ranks), 0, -1) if ranks % n == 0)
-    return (("ep", degree),) if degree > 1 else ()
-
-
-def _fit(plan: Plan, world_size: int) -> Plan:
-    """The nearest plan that this version runs on `world_size` ranks: the rest are data ranks."""
-    near, left = _runnable_model(plan), world_size
-    inner: list[tuple[str, int]] = []
-    for axis in ("pp", "tp"):
-        size = near.mesh.size_of(axis)
-        size = gcd(size, left) if axis == "tp" else size
-        if size > 1 and left % size == 0:
-            inner.append((axis, size))
-            left //= size
-    shard = near.mesh.size_of("dp_shard")
-    data = [("dp", left)] if left > 1 else []
-    if near.mesh.size_of("dp_replicate") > 1 and left % shard == 0 and left > shard:
-        data = [("dp_replicate", left // shard), ("dp_shard", shard)]
-    inner += _experts_on(data[-1][1] if data else 1, plan.ep)
-    near = replace(near, axes=(*data, *inner), sp=near.sp and ("tp" in dict(inner)))
-    near = near if "pp" in dict(inner) else replace(near, schedule=None)
-    return with_layers(near, plan.layers, problems)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from shardwise.core.errors import MOST_PROBLEMS, InputError, Problem, bad, refusal
+from shardwise.core.errors import InputError, Problem, bad, refusal
 from shardwise.core.mesh import AXES
 from shardwise.core.offload import parse as parse_offload
 from shardwise.core.suggest import suggest
@@ -235,7 +235,7 @@ Found = tuple[str, Any]  # a field and its value
 
 _AXIS = re.compile(rf"({'|'.join(sorted(AXES, key=len, reverse=True))})([-=:]?)(-?[0-9]*)")
 _SIZE = re.compile(r"([0-9]+)(GiB|MiB|KiB|B)")
-_LIKE_A_SIZE = re.compile(r"([0-9]+)([kmgKMG]?)i?[bB]?")
+_LIKE_A_SIZE = re.compile(r"[0-9]+[kmgKMG]?i?[bB]?")
 
 
 def _read(word: str) -> Found | Problem | None:
@@ -266,10 +266,8 @@ def _read_axis(word: str, found: re.Match[str]) -> Found | Problem:
     name, between, digits = found.groups()
     if not between and _whole(digits):
         return "axes", (name, int(digits))
-    instead = f"{name}{_whole(digits.lstrip('-')) or 2}, or leave {name} out for one rank"
-    return Problem(
-        f"the plan word '{word}'", f"{name} and a whole number from 1 to {MOST}", instead
-    )
+    allowed = f"{name} and a whole number from 1 to {MOST}"
+    return Problem(f"the plan word '{word}'", allowed, f"{name}2, or leave {name} out for one rank")
 
 
 def _read_schedule(word: str) -> Found | Problem:
@@ -301,13 +299,9 @@ def _read_count(key: str, value: str) -> Found | Problem:
 def _read_size(key: str, value: str) -> Found | Problem:
     if (found := _SIZE.fullmatch(value)) and _whole(found[1], MOST_BYTES // UNITS[found[2]]):
         return f"{key}_bytes", int(found[1]) * UNITS[found[2]]
-    like = _LIKE_A_SIZE.fullmatch(value)
-    letter = (like[2].upper() if like else "") or "M"
-    number = _whole(like[1], MOST_BYTES // UNITS[f"{letter}iB"]) if like else 0
-    number, letter = (number, letter) if number else (25, "M")
     allowed = f"{key}: and a whole number from 1 up with its unit, B, KiB, MiB or GiB, "
     allowed += f"{size_text(MOST_BYTES)} at most"
-    return Problem(f"the plan word '{key}:{value}'", allowed, f"{key}:{number}{letter}iB")
+    return Problem(f"the plan word '{key}:{value}'", allowed, f"{key}:25MiB")
 
 
 def _read_value(key: str, value: str) -> Found | Problem:
@@ -354,10 +348,7 @@ def _read_recompute(key: str, value: str) -> Found | Problem:
         "recompute: and full, selective, partitioned, partitioned-host, everyN with N from 2, "
     )
     allowed += "a budget such as 8GiB, or patterns of module names"
-    instead = (
-        "recompute:every2" if every else "recompute:blocks.*" if "," in value else "recompute:full"
-    )
-    return Problem(f"the plan word '{key}:{value}'", allowed, instead)
+    return Problem(f"the plan word '{key}:{value}'", allowed, "recompute:full")
 
 
 def _read_activations(key: str, value: str) -> Found | Problem:
@@ -388,9 +379,7 @@ def _twice(what: str, first: str, second: str) -> Problem:
 
 def _unknown(words: list[str]) -> Problem:
     """One problem for all unknown words, since the list of allowed words is long."""
-    more = f" and {len(words) - MOST_PROBLEMS} more" * (len(words) > MOST_PROBLEMS)
-    words = words[:MOST_PROBLEMS]
-    given = " and ".join(f"'{word}'" for word in words) + more
+    given = " and ".join(f"'{word}'" for word in words)
     allowed = f"the plan words, with spaces between them: {' '.join(runnable_forms())}"
     near = {word: _nearest(word) for word in words}
     instead = ", ".join(f"{near[word]} for '{word}'" for word in words if near[word])
@@ -398,38 +387,8 @@ def _unknown(words: list[str]) -> Problem:
     return Problem(given, allowed, instead or "dp2 zero3, to shard all states over 2 ranks")
 
 
-#: Terms of other systems, and the corresponding plan words.
-_ELSEWHERE: dict[str, str] = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "float32": "fp32",
-    "float64": "fp64",
-    "double": "fp64",
-    "fp8": "bf16",
-    "fsdp2": "zero3",
-    "full_shard": "zero3",
-    "shard_grad_op": "zero2",
-    "no_shard": "ddp",
-    "zero0": "ddp",
-    "hsdp": "dp_replicate2 dp_shard2 zero3",
-    "hybrid_shard": "dp_replicate2 dp_shard2 zero3",
-}
-
-
 def _nearest(word: str) -> str:
-    """The plan words most like an unknown word; "" if nothing is close."""
-    parts = re.split(r"[,;+&]", word.lower())
-    if len(parts) > 1:
-        return " ".join(filter(None, map(_nearest, parts)))
-    if isinstance(_read(parts[0]), tuple) or parts[0] in _ELSEWHERE:
-        return _ELSEWHERE.get(parts[0], parts[0])
-    base = parts[0].rstrip("0123456789")
-    size = _whole(parts[0].removeprefix(base)) or 2
-    whole = {w.example: w.example for w in WORDS} | {name: name for name in ALIASES}
-    whole |= {w.example.partition(":")[0]: w.example for w in WORDS}
-    axes = {name: f"{name}{size}" for name in AXES}
-    for text, known, cutoff in ((parts[0], whole, 0.65), (base.rstrip("-_=:"), axes, 0.5)):
-        if close := suggest(text, known, cutoff):
-            return known[close]
-    return ""
+    """The example of the plan word most like an unknown one; "" if nothing is close."""
+    known = {each.example.partition(":")[0]: each.example for each in WORDS}
+    known |= {name: name for name in ALIASES}
+    return known.get(suggest(word.lower().partition(":")[0], known, 0.55), "")

@@ -26,7 +26,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.core.arguments import pairs
 from shardwise.core.errors import Problem, bad, refusal
 from shardwise.core.styles import OF_SEQUENCE, ModuleShape, Style, general
 from shardwise.core.suggest import suggest
@@ -72,15 +71,6 @@ class Table:
     derived: bool = False
 
     def __post_init__(self) -> None:
-        for name, entries in (("styles", self.styles), ("sequence", self.sequence)):
-            pairs(
-                name,
-                entries,
-                str,
-                '(("blocks.*.up", "colwise"),), or Table.of({"blocks.*.up": "colwise"})',
-            )
-        if self.derived not in (True, False):
-            raise bad(f"derived={self.derived!r} of a table", "true or false", "derived = true")
         for name, count in (("heads", self.heads), ("kv_heads", self.kv_heads)):
             whole = isinstance(count, int) and not isinstance(count, bool) and count > 0
             if count is not None and not whole:
@@ -88,16 +78,14 @@ class Table:
         if self.kv_heads is not None and self.heads is None:
             instead = f"heads={self.kv_heads}, kv_heads={self.kv_heads}"
             raise bad(f"a table with kv_heads={self.kv_heads} and no heads", "both", instead)
-        for pattern, style in (*self.styles, *self.sequence):
+        for _, style in (*self.styles, *self.sequence):
             Style.parse(style)
-            _named(pattern)
         for pattern, style in self.styles:
             if style in OF_SEQUENCE:
                 given = f'"{pattern}": "{style}" among the styles'
                 allowed = f"{', '.join(OF_SEQUENCE)} in sequence, which sp reads"
                 raise bad(given, allowed, f'Table.of({{...}}, sequence={{"{pattern}": "{style}"}})')
         for pattern, numbers in self.sets:
-            _named(pattern)
             for attribute, number in numbers:
                 _counted(pattern, attribute, number)
 
@@ -115,15 +103,14 @@ class Table:
         """The table from dicts, pattern to style, in their order.
 
         `sets` maps a pattern to {attribute: "heads", "kv_heads", "groups" or "queries"}. Raises
-        InputError for an argument that is not a dict, and as Table does.
+        InputError as Table does.
         """
-        counted = _pairs("sets", {} if sets is None else sets)
         return cls(
-            _pairs("the table", styles),
+            tuple(styles.items()),
             heads,
             kv_heads,
-            _pairs("sequence", {} if sequence is None else sequence),
-            tuple((pattern, _pairs("sets", numbers)) for pattern, numbers in counted),
+            tuple((sequence or {}).items()),
+            tuple((pattern, tuple(numbers.items())) for pattern, numbers in (sets or {}).items()),
             derived,
         )
 
@@ -325,21 +312,9 @@ def _some(names: Sequence[str]) -> list[str]:
     return sorted(known, key=lambda name: -name.count("."))[:6] or ["it has none"]
 
 
-def _named(pattern: object) -> None:
-    if not isinstance(pattern, str) or not pattern.removesuffix("?"):
-        raise bad(f"the pattern {pattern!r} of a table", "a name, or several by *", '"blocks.*.up"')
-
-
-def _counted(pattern: str, attribute: object, number: object) -> None:
-    if not isinstance(attribute, str) or number not in NUMBERS:
+def _counted(pattern: str, attribute: str, number: object) -> None:
+    if number not in NUMBERS:
         allowed = ", ".join(f'"{key}" ({what})' for key, what in NUMBERS.items())
         near = suggest(str(number), NUMBERS)
         given = f"sets of {pattern} with {attribute!r}: {number!r}"
-        raise bad(given, allowed, f"{{{str(attribute)!r}: {near!r}}}")
-
-
-def _pairs(what: str, entries: object) -> tuple[tuple[str, Any], ...]:
-    if not isinstance(entries, Mapping):
-        allowed = "a dict from patterns of module names to their entries"
-        raise bad(f"{what} as {entries!r}", allowed, '{"blocks.*.up": "colwise"}')
-    return tuple(entries.items())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        raise bad(given, allowed, f"{{{attribute!r}: {near!r}}}")

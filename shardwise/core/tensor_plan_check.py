@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from shardwise.core.errors import Problem
 from shardwise.core.styles import ModuleShape, Style, general, last, parent
-from shardwise.core.suggest import suggest
 from shardwise.core.tensor_plan import Table, counted_attributes, cuts, matches, unmatched
 from shardwise.core.uneven import Cut, Range, even, wide
 
@@ -125,9 +124,10 @@ def _heads(placed: _Placed) -> Iterator[Problem]:
         allowed = "the model's number of query heads, and of key and value heads if there are fewer"
         yield Problem(given, allowed, "sw.Table.of({...}, heads=8, kv_heads=2)")
     elif counting and table.heads and keys and table.heads % keys:
-        near = max(k for k in range(1, min(keys, table.heads) + 1) if table.heads % k == 0)
         given = f"a table with heads={table.heads}, kv_heads={keys}"
-        yield Problem(given, "kv_heads that divide heads", f"kv_heads={near}")
+        yield Problem(
+            given, "kv_heads that divide heads", "the model's number of key and value heads"
+        )
     elif counting and table.heads and table.heads < placed.ranks:
         given = f"tp{placed.ranks} for a model of {table.heads} query heads"
         allowed = f"the degrees 1 to {table.heads}, so that every rank has a head"
@@ -147,9 +147,8 @@ def _sizes(placed: _Placed) -> Iterator[_Fault]:
         except ValueError:
             counts = f" with heads={placed.table.heads}, kv_heads={placed.table.keys}"
             given = f'which has {size} {what}, as "{style}"{counts if style.by_heads else ""}'
-            instead = f'"{{name}}": "{style.name}"'
-            if style.by_heads:
-                instead = "heads= and kv_heads= of the model, in sw.Table.of({...}, heads=..., ...)"
+            instead = "heads= and kv_heads= of the model, in sw.Table.of({...}, heads=..., ...)"
+            instead = instead if style.by_heads else f'"{{name}}": "{style.name}"'
             yield _Fault(name, given, f"a multiple of what {style} counts", instead)
             continue
         if cut is not None and min(map(cut.size, range(placed.ranks))) == 0:
@@ -177,7 +176,9 @@ def _results(placed: _Placed) -> Iterator[_Fault]:
             what = f'as "{style}", whose {size} input features are sharded differently from the '
             what += f"output of {says}"
             allowed = "a colwise, and a rowwise whose input is sharded in the same way"
-            yield _Fault(name, what, allowed, _fitting(placed, columns, size, by_heads))
+            instead = '"rowwise:heads" after heads, "colwise:N" for N parts in one weight, or '
+            instead += '"colwise_gather_output" and "rowwise_split_input"'
+            yield _Fault(name, what, allowed, instead)
 
 
 def _result(placed: _Placed, name: str) -> tuple[tuple[Range, ...], ...]:
@@ -190,17 +191,6 @@ def _result(placed: _Placed, name: str) -> tuple[tuple[Range, ...], ...]:
         return wide(keys, 0, size // keys.whole).ranges
     heads = queries.whole + (2 * keys.whole if style.by == "qkv" else 0)
     return wide(queries, 0, size // heads).ranges
-
-
-def _fitting(placed: _Placed, columns: list[str], size: int, by_heads: bool) -> str:
-    """The entry that makes a rowwise of `size` input features fit the colwise outputs."""
-    if by_heads:
-        return '"{name}": "rowwise:heads"'
-    for column in columns:
-        parts, rest = divmod(placed.modules[column].out_features, size)
-        if parts > 1 and not rest:
-            return f'"{general(column)}": "colwise:{parts}"'
-    return '"{name}": "rowwise_split_input", and "colwise_gather_output" before it'
 
 
 def _ties(placed: _Placed) -> Iterator[_Fault]:
@@ -221,10 +211,9 @@ def _sets(placed: _Placed) -> Iterator[_Fault]:
         known = dict(placed.modules[name].numbers)
         value = known.get(attribute)
         if value is None:
-            near = suggest(attribute, known) or "num_heads"
             what = f"which has no attribute {attribute} that is a whole number"
             allowed = f"whole numbers of the module: {', '.join(known) or 'it has none'}"
-            yield _Fault(name, what, allowed, f'{{"{near}": "{number}"}}')
+            yield _Fault(name, what, allowed, f'{{"num_heads": "{number}"}}')
         elif value != right.get(number, value) or (number == "queries" and value % queries):
             expected = right.get(number, f"multiples of {queries} heads")
             what = f"whose {attribute} is {value}, and the table's {number} are {expected}"

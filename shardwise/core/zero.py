@@ -39,12 +39,6 @@ from shardwise.core.moves import Move, price
 
 #: Where a state rests between two uses: on the device, in its host's memory, or on a disk.
 Tier = Literal["device", "host", "disk"]
-#: The tiers on which this version lets each state rest.
-TIERS: Final[dict[str, tuple[Tier, ...]]] = {
-    "parameter": ("device", "host", "disk"),
-    "gradient": ("device",),
-    "optimizer state": ("device", "host", "disk"),
-}
 
 
 class Moment(Enum):
@@ -105,18 +99,6 @@ class Row:
                 f"the whole {state} on every rank, so sharding the {state} saves nothing"
             )
             raise bad(given, allowed, _word(self, "S"))
-        tiers = self.param_tier, self.grad_tier, self.optim_tier
-        for (state, allowed), tier in zip(TIERS.items(), tiers, strict=True):
-            if tier not in allowed:
-                what = f"{given} with the {state} on the tier {tier!r}"
-                raise bad(what, " or ".join(allowed), "device")
-        if self.param_tier != "device" and (self.optim_tier, self.param) != (
-            self.param_tier,
-            self.optim,
-        ):
-            what = f"{given} with the parameter on the tier {self.param_tier!r}"
-            allowed = "a parameter and an optimizer state of one placement on one tier"
-            raise bad(what, allowed, "zero3, or ddp")
 
     def __str__(self) -> str:
         word = _word(self)

@@ -238,8 +238,7 @@ def enough(batch: Any, microbatches: int) -> None:
         raise bad(
             f"a share of {found} rows for {microbatches} microbatches",
             "at least one row per microbatch on every data rank, or no rows",
-            f"a batch of {microbatches} rows for each data rank, or fewer microbatches: "
-            f"1f1b:{found}",
+            f"a batch of {microbatches} rows for each data rank, or fewer microbatches",
         )
 
 

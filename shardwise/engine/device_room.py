@@ -1,16 +1,15 @@
-"""Whether a step fits `device_memory` by prediction, and the least bound that some offload meets.
+"""Whether a step fits `device_memory` by prediction.
 
 A step stores LEAST to MOST times its prediction (prediction/peak.py).  So a plan is refused before
 it starts if LEAST times the prediction exceeds the bound. A suggested bound has room for MOST times
 the prediction.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
-from shardwise.core.plan_check import problems
 from shardwise.core.plan_parser import size_text
 from shardwise.prediction.peak import LEAST, MOST, device_peak_bytes
 from shardwise.prediction.prediction import Prediction
@@ -45,38 +44,12 @@ def require_room(plan: Plan, predict: Predict) -> None:
 def no_room(plan: Plan, predict: Predict) -> InputError:
     """The error for a bound that a step of `plan` exceeds."""
     bound, peak = plan.device_memory_bytes or 0, peak_bytes(predict(plan))
-    found, least = least_peak(plan, predict)
-    own = replace(plan, device_memory_bytes=bound_bytes(peak))
-    near = replace(found, device_memory_bytes=bound_bytes(least))
-    instead = f"'{own}'" if near == own else f"'{near}', or '{own}'"
     return bad(
         f"device_memory:{size_text(bound)} in the plan '{plan}', whose step stores {peak:,} bytes "
         "on the device of a rank by prediction, temporary memory of kernels apart",
-        f"a bound above that, or an offload: the least bound that can be met with this model and "
-        f"batch is {bound_bytes(least):,} bytes, under '{replace(near, device_memory_bytes=None)}'",
-        instead,
+        "a bound above that, an offload, recomputation, more ranks or a smaller batch",
+        f"'{replace(plan, device_memory_bytes=bound_bytes(peak))}'",
     )
-
-
-def least_peak(plan: Plan, predict: Predict) -> tuple[Plan, int]:
-    """The plan with the smallest predicted peak among `plan` and its offloads; and that peak.
-
-    zero1 and zero2 cannot offload parameters, so that zero3 is tried for them.
-    """
-    peaks = {each: peak_bytes(predict(each)) for each in _offloads(plan)}
-    best = min(peaks, key=lambda each: peaks[each])
-    return best, peaks[best]
-
-
-def _offloads(plan: Plan) -> Iterator[Plan]:
-    plain = replace(plan, device_memory_bytes=None)
-    yield plain if plain.offload != "auto" else replace(plain, offload=None)
-    rows = [plan.row, "zero3"] if plan.row in ("zero1", "zero2") else [plan.row]
-    for row in rows:
-        for what in ("optim", "param"):
-            changed = replace(plain, row=row, offload=what)
-            if not problems(changed):
-                yield changed
 
 
 def _stages(found: Prediction) -> Iterable[int]:

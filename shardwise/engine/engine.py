@@ -127,7 +127,7 @@ class Engine:
         with hint.shapes(self.tensors):
             return self.training.loss(model, shares.widened(part, self.dtype))
 
-    __call__, __getattr__, __reduce__ = hint.no_call, hint.no_attribute, hint.no_copy
+    __call__, __getattr__ = hint.no_call, hint.no_attribute
 
     @property
     def microbatches(self) -> int:
@@ -327,7 +327,7 @@ class Engine:
 
         Called by all ranks; each gets the result, also ranks without the last stage.
         """
-        found = self._made(validate.call_for(call, like))
+        found = self._made(call)
         own = torch.zeros_like(like) if found is None else validate.outputs(found, like)
         with self.ledger.phase("check"):
             return self._over_stages(own.flatten()).view_as(own)
@@ -364,8 +364,7 @@ class Engine:
             self.data.units.begin_unshard()
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the next steps. Raises InputError for a wrong value."""
-        validate.rate(lr)
+        """Set the learning rate of the next steps."""
         self.optimizer.set_lr(lr)
 
     # --- state, memory, bytes -----------------------------------------------------------------
@@ -412,8 +411,7 @@ class Engine:
         } | state.values(self.model, self.sharded, self.optimizer, self.world)
 
     def load_scalars(self, saved: Mapping[str, Any]) -> None:
-        """Load the numbers of `scalars`, before `loaded()`. Raises InputError for others."""
-        validate.scalars(saved)
+        """Load the numbers of `scalars`, before `loaded()`."""
         self.steps = int(saved["step"])
         self.expected = int(saved.get("tokens", 0))  # determines the power of two
         self.scale.value, self.scale.good = float(saved["loss_scale"]), int(saved["since"])

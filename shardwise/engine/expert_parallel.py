@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -117,13 +118,10 @@ def check_experts(model: nn.Module, plan: Plan) -> None:
         )
     for name, experts in experts_in(model).items():
         if experts % plan.ep:
-            ranks = plan.mesh.size_of(plan.inner_data_axis)
-            degrees = [n for n in range(1, ranks + 1) if ranks % n == experts % n == 0]
             raise bad(
                 f"'ep{plan.ep}' with {experts} experts in {name}",
-                f"a divisor of the experts and of the {ranks} ranks of {plan.inner_data_axis}: "
-                + ", ".join(f"ep{n}" for n in degrees),
-                f"ep{degrees[-1]}",
+                f"a divisor of the experts and of the ranks of {plan.inner_data_axis}",
+                f"ep{gcd(plan.ep, experts)}",
             )
 
 

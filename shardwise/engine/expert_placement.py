@@ -12,7 +12,6 @@ saved and loaded, one tensor at a time.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +49,6 @@ def place_experts(
             permutation of the experts, as many on each rank; an optimizer whose states do not have
             the shape of the weight; a schedule that keeps versions of the weights.
     """
-    _require(engine, placement)
     layers, ranks = layers_of(engine.model), engine.plan.ep
     own = {name: layers[name] for name in engine.sharded.experts.loads if name in layers}
     wanted = _asked(layers, placement, ranks) if placement is not None else _by_load(engine, own)
@@ -76,17 +74,6 @@ def place_experts(
             _moved(engine, whole, before.get(name, ()), after.get(name, ()))
     state.refresh(engine.optimizer, engine.data.units)
     return wanted
-
-
-def _require(engine: Any, placement: Any) -> None:
-    """Raise InputError for arguments of another type."""
-    if not isinstance(engine, Engine):
-        allowed = "the engine that sw.parallelize returned"
-        raise bad(f"place_experts of {short_repr(engine)}", allowed, "sw.place_experts(engine)")
-    if placement is not None and not isinstance(placement, Mapping):
-        allowed = "a dict from the name of a layer to the experts of each rank"
-        instead = 'placement={"blocks.0.moe": [[0, 2], [1, 3]]}'
-        raise bad(f"placement={short_repr(placement)}", allowed, instead)
 
 
 def balanced(loads: Sequence[int], ranks: int) -> Placement:
@@ -116,18 +103,14 @@ def _asked(
 ) -> dict[str, Placement]:
     found: dict[str, Placement] = {}
     for name, by_rank in placement.items():
-        if name not in layers:
-            allowed = f"the layers of experts of this rank: {', '.join(layers) or 'none'}"
-            raise bad(f'a placement of "{name}"', allowed, f'"{next(iter(layers), "")}"')
         experts = layers[name].gate.experts
         each = [list(own) for own in by_rank]
         right = len(each) == ranks and sorted(e for own in each for e in own) == [*range(experts)]
         if not right or any(len(own) != experts // ranks for own in each):
-            even = [list(range(r, experts, ranks)) for r in range(ranks)]
             raise bad(
                 f"the placement {short_repr(by_rank)} of {experts} experts in {name}",
                 f"{ranks} lists of {experts // ranks}, with every expert once",
-                f"{even}",
+                'placement={"blocks.0.moe": [[0, 2], [1, 3]]}',
             )
         found[name] = tuple(map(tuple, each))
     return found

@@ -58,7 +58,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
             *(extra_state.as_boxes(engine.model, engine.sharded.copy) if engine.staging else ()),
         ]
         return _full(plain_of(engine), boxes, engine.world.everyone, engine.world.device)
-    validate.wrapped_module(module_or_engine, "sw.full_state_dict")
+    validate.module(module_or_engine, "sw.full_state_dict")
     for module in (module_or_engine, uncompiled(module_or_engine)):
         piped = pipe_of(module)
         if piped is not None:

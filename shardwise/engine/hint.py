@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from shardwise.core.errors import InputError, NonFiniteError, bad
-from shardwise.core.suggest import suggest
 from shardwise.engine.tensor_layout import Tensors
 
 #: Torch's messages for shapes that do not fit and indices out of range.
@@ -34,59 +33,30 @@ _POSITIONS = (
 _ALLOWED = (
     "step, evaluate, outputs, set_lr, model, optimizer and what docs/reference/python.md lists"
 )
-_CALL = (
-    "engine.step(batch), or engine.evaluate(batch) for the loss without an update; "
-    "engine.outputs(call, like) for outputs"
-)
-_DEVICE = 'sw.init("cuda") or sw.init("cpu"): parallelize puts the model on the device of its world'
 #: What an engine does instead of a method that loops, modules or other libraries have.
 _INSTEAD = {
     "train": "engine.step(batch), which trains, and engine.evaluate(batch), which does not",
     "eval": "engine.evaluate(batch), which computes in eval mode",
     "backward": "engine.step(batch), which runs forward, backward and the update",
-    "forward": _CALL,
     "zero_grad": "engine.step(batch), which drops the gradients after its update",
-    "clip_grad_norm_": "sw.parallelize(..., clip=1.0)",
-    "no_sync": "the plan word accumulate:4, for microbatches",
-    "save": "sw.save(engine, folder)",
     "save_checkpoint": "sw.save(engine, folder)",
-    "load": "sw.load(engine, folder)",
     "load_checkpoint": "sw.load(engine, folder)",
     "state_dict": "sw.full_state_dict(engine) for the weights; sw.save(engine, folder) for all",
-    "load_state_dict": "sw.load(engine, folder); sw.fill_from before sw.parallelize",
     "parameters": "engine.model.parameters(), of which this rank may have pieces",
-    "named_parameters": "engine.model.named_parameters(), of which this rank may have pieces",
-    "module": "engine.model",
-    "lr": "engine.optimizer.lr, and engine.set_lr(3e-4)",
-    "to": _DEVICE,
-    "cuda": _DEVICE,
-    "cpu": _DEVICE,
-    "generate": "sw.full_state_dict(engine), for the plain model on one process",
 }
 
 
 def no_attribute(engine: Any, name: str) -> Any:
     """Raise the error for an attribute that an engine does not have."""
-    public = [each for each in dir(type(engine)) if each[:1] != "_"]
-    close = "" if name in public or name[:1] == "_" else suggest(name, public, 0.6)
-    instead = _INSTEAD.get(name) or (close and f"engine.{close}")
-    if not instead:
+    if name not in _INSTEAD:
         raise AttributeError(f"{type(engine).__name__!r} object has no attribute {name!r}")
-    raise NoAttributeError(str(bad(f"engine.{name}", _ALLOWED, instead)))
+    raise NoAttributeError(str(bad(f"engine.{name}", _ALLOWED, _INSTEAD[name])))
 
 
 def no_call(_: Any, *__: Any, **___: Any) -> Any:
     """Raise the error for a call of an engine."""
-    raise bad("a call of an engine, as of a module", _ALLOWED, _CALL)
-
-
-def no_copy(self: Any) -> Any:  # noqa: ARG001 - as a method
-    """Raise the error for a copy or a pickle of an engine."""
-    raise bad(
-        "a copy or a pickle of an engine, which holds connections and this rank's shards",
-        "one engine for a model on each rank",
-        "sw.save(engine, folder), or sw.full_state_dict(engine) for the weights",
-    )
+    instead = "engine.step(batch), or engine.evaluate(batch) for the loss without an update"
+    raise bad("a call of an engine, as of a module", _ALLOWED, instead)
 
 
 class NoAttributeError(InputError, AttributeError):

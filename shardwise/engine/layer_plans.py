@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from shardwise.core.errors import bad
-from shardwise.core.layer_plan import existing_ranges
 from shardwise.core.plan import Plan
 from shardwise.core.suggest import suggest
 from shardwise.core.tensor_plan import Table, matches
@@ -70,13 +69,12 @@ def layer_plans(model: nn.Module, plan: Plan) -> LayerPlans:
     for number, layer in enumerate(plan.layers, 1):
         names = [name for name, _ in model.named_modules() if name]
         for pattern in layer.unmatched(names):
-            existing = existing_ranges(pattern, names)
             some = any(map(replace(layer, patterns=(pattern,)).matches, names))
             raise bad(
                 f"the layers {pattern} in the plan '{plan}', {'some of ' if some else ''}which "
                 f"match no module of the {type(model).__name__}",
                 f"names of its modules, as {', '.join(names[:6])}, and patterns of them",
-                f"'{layer.replace_pattern(pattern, existing or [suggest(pattern, names)])}'",
+                f"'{suggest(pattern, names)}: {layer.words}'",
             )
         taken = [name for each in found for name in each.modules]
         own = _outermost(model, [name for name in names if layer.matches(name)])

@@ -92,7 +92,7 @@ def model_spec(
 
     expert_parallel.check_experts(plain, plan)
     table = tensor_parallel.table_for(plain, plan, options.table)
-    beside = options.checked_beside
+    beside = options.beside or {}
     begin = stage_module.stage_starts(plain, plan, options.stages, beside)
     at = stage_module.stages_of(plain, begin, beside) if plan.pipeline else {}
 

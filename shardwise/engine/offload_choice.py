@@ -16,7 +16,7 @@ from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
 from shardwise.core.plan_parser import size_text
-from shardwise.engine.device_room import bound_bytes, least_peak, peak_bytes
+from shardwise.engine.device_room import bound_bytes, peak_bytes
 from shardwise.prediction.prediction import Prediction
 
 AUTO = "auto"
@@ -41,15 +41,12 @@ def with_offload(
         if peak <= bound:
             return found.plan
         least = min(least or peak, peak)
-    near, near_bytes = least_peak(plan, predict)
-    sharded = near_bytes < least  # zero1 and zero2 keep all parameters on the device
     raise bad(
         f"'offload:auto' in the plan '{plan}', for whose step the least that a rank can store on "
         f"its device is {least:,} bytes, temporary memory of kernels apart",
-        f"a bound of {least:,} bytes or more, more ranks, recompute:full or a smaller batch"
-        + f"; or {near.row}, which can offload parameters: {near_bytes:,} bytes" * sharded,
-        f"device_memory:{size_text(bound_bytes(least))}"
-        + f", or '{replace(near, device_memory_bytes=bound_bytes(near_bytes))}'" * sharded,
+        f"a bound of {least:,} bytes or more, more ranks, recompute:full, a smaller batch, or "
+        "zero3, which can offload parameters too",
+        f"device_memory:{size_text(bound_bytes(least))}",
     )
 
 

@@ -263,7 +263,7 @@ class ShardedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the options of the groups. Raises InputError for groups of another spec."""
-        saved_groups = groups.of_state(state_dict)
+        saved_groups = state_dict["param_groups"]
         both = saved_groups, self.param_groups
         names, own = ([group.get("name") for group in one] for one in both)
         if names != own:

@@ -23,13 +23,6 @@ def options(group: Options) -> dict[str, Any]:
     return {key: value for key, value in found.items() if _numeric(value)}
 
 
-def of_state(state: Any) -> Groups:
-    """The groups of an optimizer's state_dict; none in anything else."""
-    found = state.get("param_groups", ()) if isinstance(state, Mapping) else ()
-    named = isinstance(found, Sequence) and all(isinstance(each, Mapping) for each in found)
-    return found if named else ()
-
-
 def put(group: dict[str, Any], saved: Options) -> None:
     """Set options of a group, a tensor in place."""
     for key, value in saved.items():

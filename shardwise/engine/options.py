@@ -13,7 +13,7 @@ from shardwise.core.tensor_plan import Table
 from shardwise.engine import validate
 from shardwise.engine.batch import Count
 from shardwise.engine.consistency import CHECK_EVERY
-from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec, written
+from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.training import Loss
 from shardwise.parallel.data.wrap_policy import Rule
 
@@ -95,25 +95,15 @@ class EngineOptions:
             return AdamW(lr=3e-4)
         if isinstance(optimizer, OptimizerSpec):
             return optimizer
-        instead, shown = "optimizer=sw.AdamW(lr=3e-4)", short_repr(optimizer)
-        if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
-            instead = f"optimizer=sw.Optim({written(optimizer)}, lr=3e-4)"
-        elif isinstance(optimizer, Optimizer):
-            options = f"{written(type(optimizer))}, lr={optimizer.defaults.get('lr')}"
-            instead = f"optimizer=sw.Optim({options}), without the model's parameters"
-            shown = type(optimizer).__name__
+        shown = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else optimizer
         allowed = "sw.AdamW, sw.Adam, sw.SGD, sw.Lion or sw.Optim with options, without parameters"
-        raise bad(f"optimizer={shown}", allowed, instead)
+        instead = "optimizer=sw.AdamW(lr=3e-4), or sw.Optim(torch.optim.RMSprop, lr=3e-4)"
+        raise bad(f"optimizer={short_repr(shown)}", allowed, instead)
 
     @property
     def objective(self) -> Loss:
         """The loss, which checks what it returns."""
         return validate.loss(own_loss if self.loss is None else self.loss)
-
-    @property
-    def checked_beside(self) -> dict[str, str]:
-        """`beside`, checked."""
-        return validate.beside(self.beside)
 
     @property
     def shared(self) -> dict[str, object]:

@@ -7,8 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.comm.world import World
-from shardwise.core.arguments import short_repr
-from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
 from shardwise.core.tensor_plan import Table
@@ -96,7 +94,9 @@ def build_engine(
     validate.model(model, "sw.parallelize")
     validate.no_backward_optimizer(model, "sw.parallelize of a model")
     validate.world(world)
-    plan = _checked(plan_of(plan), world)
+    plan = plan_of(plan)
+    require(plan, world.size)
+    plan = _completed(plan, world)
     compiled.require_plain(model, plan, options.loss)
     spec = options.spec
     require_shardable(spec.kind, spec.by_group, plan)
@@ -109,7 +109,7 @@ def build_engine(
     layable(model, options.units, plan)
     table = table_for(model, plan, options.table)
     layers = layer_tables(model, plan, options.table)
-    begin = stage_module.stage_starts(model, plan, options.stages, options.checked_beside)
+    begin = stage_module.stage_starts(model, plan, options.stages, options.beside)
     recomputed = recompute_budget.recomputation(model, plan, world.rank, objective, options, begin)
     clip = weight_stashing.require(model, plan, begin, options)
     if world.rank == 0:
@@ -136,7 +136,7 @@ def build_engine(
         prefetch=options.prefetch,
         table=table,
         starts=begin,
-        beside=options.checked_beside,
+        beside=options.beside or {},
         least_unit_bytes=options.least_unit_bytes,
         recompute=recomputed,
         layers=layers,
@@ -146,23 +146,9 @@ def build_engine(
     return first_step.engine_of(model, build, how)
 
 
-def plan_of(plan: Any) -> Plan:
-    """Parse a plan if it is a text.  Raises InputError for other types."""
-    if isinstance(plan, Plan):
-        return plan
-    if not isinstance(plan, str):
-        raise bad(
-            f"the plan {short_repr(plan)}",
-            "a text of plan words, or a Plan",
-            '"dp2 zero3"',
-        )
-    return Plan.parse(plan)
-
-
-def _checked(plan: Plan, world: World) -> Plan:
-    """The plan, checked and completed."""
-    require(plan, world.size)
-    return _completed(plan, world)
+def plan_of(plan: Plan | str) -> Plan:
+    """Parse a plan if it is a text."""
+    return plan if isinstance(plan, Plan) else Plan.parse(plan)
 
 
 def _completed(plan: Plan, world: World) -> Plan:

@@ -22,8 +22,7 @@ from shardwise.comm.move import broadcast
 from shardwise.comm.world import World
 from shardwise.core.arguments import integer
 from shardwise.core.balance import balanced
-from shardwise.core.errors import InputError, bad
-from shardwise.core.suggest import suggest
+from shardwise.core.errors import bad
 from shardwise.engine import validate
 from shardwise.parallel.pipeline.placeholders import Layer, layers
 
@@ -67,34 +66,27 @@ def starts(
     stages: int,
     names: Sequence[str] | None = None,
     beside: Mapping[str, str] | None = None,
-    fewer: Callable[[int], str] = "pp{}".format,
 ) -> tuple[str, ...]:
     """The names of the modules that begin stages 1 to `stages` - 1.
 
     `names` lists them; None balances the stages by parameters (of equally good partitions the
-    earliest, so that every rank finds the same).  `beside`: see staged_model.py.  `fewer(n)` is the
-    remedy in the error for a model of only n layers.
+    earliest, so that every rank finds the same).  `beside`: see staged_model.py.
 
     Raises:
         InputError: fewer layers than stages; unknown names, too few or too many.
     """
     beside = _beside(model, beside)
-    _layered(model)
-    validate.stage_names(names, lambda: starts(model, stages, None, beside))
     if names is not None:
         if len(names) != stages - 1:
-            named = f"{len(names)} starts ({', '.join(names) or 'none'})"
-            if stages == 1:
-                allowed = "none: a pipeline of one stage begins with the model"
-                raise bad(f"{named} for one stage", allowed, "stages=[], or more ranks")
+            number = f"{stages} stage{'s' * (stages > 1)}"
             raise bad(
-                f"{named} for {stages} stages",
+                f"{len(names)} starts ({', '.join(names) or 'none'}) for {number}",
                 f"{stages - 1}: the first module of each stage after the first",
-                ", ".join(starts(model, stages, None, beside)),
+                "stages=None, which balances the stages by parameters",
             )
         layers(model, names, beside)
         return tuple(names)
-    cuts = candidates(model, stages, beside, fewer)
+    cuts = candidates(model, stages, beside)
     weights = [0] * len(cuts)
     seen: set[tuple[int, int]] = set()
     for name, layer in layers(model, cuts[1:], beside).items():
@@ -103,34 +95,6 @@ def starts(
                 weights[stage] += p.numel() * ((stage, id(p)) not in seen)
                 seen.add((stage, id(p)))
     return tuple(cuts[i] for i in balanced(weights, stages))
-
-
-def _layered(model: nn.Module) -> None:
-    """Raise InputError for a model without layers to put on stages."""
-    try:
-        layers(model, ())
-    except InputError:
-        raise bad(
-            f"a {type(model).__name__} without layers, for a pipeline",
-            "a model with submodules that have parameters and are called in forward",
-            "nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)); nn.Sequential(layer) for one layer",
-        ) from None
-
-
-def known(model: nn.Module, names: Sequence[str]) -> None:
-    """Raise InputError unless the model has modules with all these names."""
-    there = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    for name in names:
-        if name not in there:
-            raise bad(
-                f'"{name}", which is no module of the {type(model).__name__}',
-                f"names of its modules: {_some(there) or 'it has none'}",
-                f'"{suggest(name, there)}"' if there else "none",
-            )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more") * (len(names) > NAMED)
 
 
 _EXAMPLE = "balance_by_time(model, lambda model: model(x), 4)"
@@ -211,7 +175,6 @@ def candidates(
     model: nn.Module,
     stages: int,
     beside: Mapping[str, str],
-    fewer: Callable[[int], str] = "pp{}".format,
 ) -> tuple[str, ...]:
     """The modules at which a stage may begin, in order.
 
@@ -225,8 +188,8 @@ def candidates(
     if len(every) < stages:
         raise bad(
             f"{stages} stages for a {type(model).__name__} of {len(every)} layers",
-            f"at most as many stages as layers: {_some(every)}",
-            fewer(len(every)),
+            f"at most as many stages as layers: {', '.join(every[:NAMED]) or 'it has none'}",
+            f"pp{max(1, len(every))}, or fewer chunks of the schedule",
         )
     return every
 

@@ -381,11 +381,10 @@ def _enough(batch: Any, chunks: int) -> None:
     """Raise InputError for fewer rows than microbatches."""
     found = _rows(batch)
     if found < chunks:
-        fewer = f", or sw.Pipe(module, chunks={found})" if found else ""
         raise bad(
             f"a batch of {found or 'no'} rows for a pipe of {chunks} chunks",
             "tensors with at least one row for each chunk",
-            f"a batch of {chunks} rows{fewer}",
+            f"a batch of {chunks} rows or more",
         )
 
 

@@ -39,7 +39,7 @@ class PlainLoop:
     def __init__(self, module: Any, optimizer: Any, caller: str) -> None:
         self.module, self.by = _wrapped(module, caller)
         self.by.structure.require_unchanged()
-        self.optimizer = None if optimizer is None else _optimizer(optimizer, caller)
+        self.optimizer: Optimizer | None = optimizer
         if self.optimizer is not None:
             reads.prepare(self.optimizer)
         assert self.by.world is not None  # it has, in a loop of the program's own
@@ -192,17 +192,6 @@ def _wrapped(module: Any, caller: str) -> tuple[nn.Module, Data | Piped]:
         "an engine, or a module that sw.DDP, sw.FSDP or sw.Pipe has wrapped; its optimizer as "
         "optimizer=",
         f"{caller}(sw.DDP(module), folder, optimizer=optim); on one process it is the same module",
-    )
-
-
-def _optimizer(given: Any, caller: str) -> Optimizer:
-    """The optimizer.  Raises InputError for anything else."""
-    if isinstance(given, Optimizer):
-        return given
-    raise bad(
-        f"{caller} with optimizer={short_repr(given)}",
-        "a torch.optim.Optimizer over the module's parameters",
-        f"{caller}(module, folder, optimizer=optim)",
     )
 
 

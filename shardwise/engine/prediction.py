@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from shardwise.core.arguments import integer
-from shardwise.core.errors import bad
 from shardwise.core.expert_moves import Loads
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
@@ -100,7 +99,6 @@ def predict_with(
         return Predictor(model, plan, options, rank=rank).of(batch)
 
     plan = plan_of(plan)
-    require(plan)
     found = of(with_offload(plan.completed(None), of))
     bound, peak = found.plan.device_memory_bytes, found.device_peak
     if bound is None or peak <= bound:
@@ -132,16 +130,13 @@ class Predictor:
         validate.model(model, "sw.predict")
         plan, options = plan_of(plan), options or EngineOptions()
         require(plan)
-        integer("rank", rank, 0, 0)
         if ranks is not None:
             integer("ranks", ranks, 1, plan.size)
         self.model, self.rank = model, rank
         self.plan = plan.completed(ranks)
-        if not 0 <= rank < self.plan.size:
-            allowed = f"0 to {self.plan.size - 1}"
-            raise bad(f"rank {rank} of the plan '{self.plan}'", allowed, "rank=0")
+        integer("rank", rank, 0, 0, self.plan.size - 1)
         validate.rows(options.rows)
-        begin = stage_starts(model, self.plan, options.stages, options.checked_beside)
+        begin = stage_starts(model, self.plan, options.stages, options.beside)
         clip = weight_stashing.require(model, self.plan, begin, options)
         self.options = replace(options, clip=clip)
         self.spec, self.objective = options.spec, options.objective

@@ -9,8 +9,7 @@ its gradient before the update, so that the copies stay equal.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +19,11 @@ from shardwise.comm.world import Axis, World, traced
 from shardwise.core.layout import R
 from shardwise.core.param_layout import AxisLayout
 from shardwise.core.plan import Plan
-from shardwise.core.plan_check import problems
 from shardwise.core.plan_schedule import schedule_of
-from shardwise.core.schedule.library import allowed, entry
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.tensor_plan import Table
-from shardwise.engine import rng, tensor_parallel, validate
-from shardwise.engine.partition import known, misplaced, starts
+from shardwise.engine import rng, tensor_parallel
+from shardwise.engine.partition import misplaced, starts
 from shardwise.engine.staged_model import Stages
 from shardwise.engine.tensor_layout import Tensors
 from shardwise.parallel.data.wrap_policy import UnitSpec
@@ -126,7 +123,6 @@ def stage_starts(
 ) -> tuple[str, ...]:
     """The modules that begin the stages of a pipeline after the first; none without a pipeline.
 
-    `names` and `beside` are checked without a pipeline too, so that a mistake is found at once.
     `beside` is that of Stages (staged_model.py): modules that are not called where they are
     defined.
 
@@ -134,22 +130,8 @@ def stage_starts(
     """
     schedule = schedule_of(plan)
     if schedule is None:
-        validate.stage_names(names, tuple)
-        known(model, [*(names or ()), *(beside or {}), *(beside or {}).values()])
         return ()
-    return starts(model, len(schedule.home), names, beside, partial(_of_layers, plan))
-
-
-def _of_layers(plan: Plan, layers: int) -> str:
-    """The nearest plan for a model of `layers` layers: fewer chunks a rank, or fewer ranks."""
-    name, n = allowed(plan.pipeline or "", plan.mesh.size_of(AXIS))
-    if entry(name).chunks is None and layers >= n.p:
-        return f"'{replace(plan, schedule=f'{name}:{n.m}x{layers // n.p}')}'"
-    others = tuple((axis, size) for axis, size in plan.axes if axis != AXIS)
-    if layers < n.v:
-        return f"'{replace(plan, axes=others, schedule=None)}'"
-    near = replace(plan, axes=((AXIS, layers // n.v), *others))
-    return f"'{replace(near, schedule=None) if problems(near) else near}'"
+    return starts(model, len(schedule.home), names, beside)
 
 
 def stages_of(

@@ -12,21 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.arguments import short_repr
 from shardwise.core.errors import InputError, bad
-from shardwise.core.styles import ModuleShape, general, parent
+from shardwise.core.styles import ModuleShape
 from shardwise.core.tensor_plan import Table
 from shardwise.engine.adapters import with_adapters
 from shardwise.engine.hf_plans import own_plan
-
-_EXAMPLE = '{"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}'
 
 
 def table_of(model: nn.Module, table: Table | Mapping[str, str] | None = None) -> Table:
     """The table of `model`: the argument `table`, or the model's own.
 
     A dict of styles uses the numbers of heads of the model's own table, if it has one.
-    Raises InputError for a wrong type, and for a model without a table.
+    Raises InputError for a model without a table.
     """
     return with_adapters(_table_of(model, table), model)
 
@@ -34,9 +31,6 @@ def table_of(model: nn.Module, table: Table | Mapping[str, str] | None = None) -
 def _table_of(model: nn.Module, table: Table | Mapping[str, str] | None) -> Table:
     if isinstance(table, Table):
         return table
-    if table is not None and not isinstance(table, Mapping):
-        allowed = "a dict from patterns of module names to styles, or a sw.Table"
-        raise bad(f"table={short_repr(table)}", allowed, f"table={_EXAMPLE}")
     own = own_table(model)
     if table is not None:
         heads = (own.heads, own.kv_heads) if own else (None, None)
@@ -48,9 +42,7 @@ def _table_of(model: nn.Module, table: Table | Mapping[str, str] | None) -> Tabl
 
 def own_table(model: nn.Module) -> Table | None:
     """The table that a model, or a part of it, has itself; None without one."""
-    found = (
-        table.under(name) for name, part in model.named_modules() if (table := _own(part, name))
-    )
+    found = (table.under(name) for name, part in model.named_modules() if (table := _own(part)))
     return next(found, None)
 
 
@@ -103,48 +95,20 @@ def _shape(module: nn.Module) -> ModuleShape:
     return ModuleShape("other", length[0] if len(length) == 1 else 0, **common)
 
 
-def _own(module: nn.Module, name: str) -> Table | None:
-    """The table of a module. Raises InputError for a `tensor_table` of a wrong type."""
+def _own(module: nn.Module) -> Table | None:
+    """The table of a module; None without one."""
     table = getattr(module, "tensor_table", None)
     if table is None:
         return own_plan(module)
-    if isinstance(table, Table):
-        return table
-    if isinstance(table, Mapping):
-        return Table.of(table)
-    where = f"{name}.tensor_table" if name else "tensor_table"
-    allowed = "a dict from patterns of module names to styles, or a sw.Table"
-    raise bad(f"{where} = {short_repr(table)} of the model", allowed, f"tensor_table = {_EXAMPLE}")
+    return table if isinstance(table, Table) else Table.of(table)
 
 
 def without(model: nn.Module, why: str) -> InputError:
-    """The error for a model without a table; it suggests one for the model's linear layers."""
-    what = f"tensor parallelism of a {type(model).__name__}, which {why}"
-    guessed = _guess(shapes(model))
-    if not guessed:
-        allowed = "models with linear layers, which can be sharded"
-        return bad(f"{what} and no linear layer", allowed, "a plan without tp, as dp2")
-    allowed = (
+    """The error for a model without a table."""
+    return bad(
+        f"tensor parallelism of a {type(model).__name__}, which {why}",
         "a table passed as table= (verify: --table FILE), a model with the attribute tensor_table, "
-        "a model of transformers that has a tensor plan, or one that is derived: "
-        "sw.derive_table(model, batch, ranks=2, loss=loss).table, shardwise table MODEL; see "
-        "docs/how-to/tables.md"
+        "a model of transformers that has a tensor plan, or one that is derived; see "
+        "docs/how-to/tables.md",
+        "table=sw.derive_table(model, batch, ranks=2, loss=loss).table, or shardwise table MODEL",
     )
-    return bad(what, allowed, f"table={guessed!r}, with the styles that fit your layers")
-
-
-def _guess(modules: Mapping[str, ModuleShape]) -> dict[str, str]:
-    """Styles for repeated linear layers whose sizes form a column-parallel, row-parallel pair."""
-    linear = {name: shape for name, shape in modules.items() if shape.kind == "linear"}
-    beside: dict[str, list[str]] = {}
-    for name in linear:
-        beside.setdefault(parent(name), []).append(name)
-    repeated = {name for name in linear if general(name) != name} or set(linear)
-    found: dict[str, str] = {}
-    for names in beside.values():
-        final = linear[names[-1]]
-        giving = [name for name in names[:-1] if linear[name].out_features == final.in_features]
-        known = dict.fromkeys(giving, "colwise") | ({names[-1]: "rowwise"} if giving else {})
-        for name in (name for name in names if name in repeated):
-            found.setdefault(general(name), known.get(name, "colwise_gather_output"))
-    return dict(list(found.items())[:8])

@@ -36,7 +36,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     Raises:
         InputError: the module is not wrapped, or belongs to an engine.
     """
-    validate.wrapped_module(module, "sw.unwrap")
+    validate.module(module, "sw.unwrap")
     if isinstance(module, DataParallel):
         return module.module
     data, piped = driver_of(module), pipe_of(module)

@@ -11,12 +11,10 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
 from shardwise.comm.world import World, leased
 from shardwise.core.arguments import is_count, is_number, short_repr
@@ -28,45 +26,9 @@ LOSS = "loss=lambda model, batch: mse_loss(model(batch[0]), batch[1])"
 
 def module(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
     """Raise InputError unless `value` is a module.  `caller` is named in the error."""
-    if isinstance(value, nn.Module):
-        return
-    _no_engine(value, caller)
-    if isinstance(value, type) and issubclass(value, nn.Module):
-        given, instead = f"the class {value.__name__}", f"{caller}({value.__name__}(...), ...)"
-    else:
-        given, instead = short_repr(value), f"{caller}({example}, ...)"
-    raise bad(f"{caller} of {given}", "an nn.Module instance", instead)
-
-
-def wrapped_module(value: Any, caller: str, rest: str = "") -> None:
-    """Raise InputError unless `value` is a module, which may be wrapped.
-
-    `rest` are the arguments after it, for the error's example.
-    """
     if not isinstance(value, nn.Module):
-        _no_engine(value, caller)
-        allowed = "the module that was passed to sw.DDP, sw.FSDP or sw.Pipe"
-        raise bad(f"{caller} of {short_repr(value)}", allowed, f"{caller}(module{rest})")
-
-
-#: What an engine has in place of a function on modules.
-_OF_ENGINE = {
-    "sw.no_sync": "the plan word accumulate:4, for microbatches",
-    "sw.clip_grad_norm": "sw.parallelize(..., clip=1.0)",
-    "sw.unwrap": "new_module.load_state_dict(sw.full_state_dict(engine)) on rank 0",
-}
-
-
-def _no_engine(value: Any, caller: str) -> None:
-    """Raise InputError for an engine, which has a model."""
-    if isinstance(getattr(value, "model", None), nn.Module):
-        raise of_engine(f"{caller} of an engine", caller)
-
-
-def of_engine(given: str, caller: str) -> InputError:
-    """The error for an engine, or its model, in place of a module of the program's own."""
-    instead = _OF_ENGINE.get(caller, "engine.step(batch), whose plan shards the model")
-    return bad(given, "a module that an engine does not train", instead)
+        allowed = "an nn.Module instance"
+        raise bad(f"{caller} of {short_repr(value)}", allowed, f"{caller}({example}, ...)")
 
 
 def model(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
@@ -74,22 +36,14 @@ def model(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
     module(value, caller, example)
     _not_wrapped_by_others(value, caller)
     name = type(value).__name__
-    if any(isinstance(part, torch.jit.ScriptModule) for part in value.modules()):
-        given = f"{caller} of a {name} that is compiled by torch.jit, or contains such a module"
-        raise bad(
-            given, "Python modules, whose forward can be hooked", "the module before torch.jit"
-        )
     for key, p in value.named_parameters():
-        if isinstance(p, UninitializedParameter):
-            given = f"a {name} whose parameter {key} has no shape yet (a lazy module)"
-            raise bad(given, "initialised parameters", "model(batch) once, before")
         if what := _unusual(p):
-            given, instead = f"a {name} whose parameter {key} is {what[0]}", what[1]
-            raise bad(given, "dense torch tensors of real numbers", instead)
+            given = f"a {name} whose parameter {key} is {what}"
+            allowed = "dense torch tensors of real numbers, made outside of inference mode"
+            raise bad(given, allowed, "the plain model, before another library changed it")
 
 
 #: Classes that wrap a model for training, by name: those of other libraries may not be installed.
-_SCALARS = "what engine.scalars() returned when the checkpoint was saved"
 _WRAPPERS = (
     *("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"),
     *("ShardedDataParallel", "DeepSpeedEngine", "PipelineEngine", "_FabricModule"),
@@ -104,13 +58,8 @@ def _not_wrapped_by_others(model: nn.Module, caller: str) -> None:
             continue
         wrapper = kinds[0].__name__
         whose = f"a {type(model).__name__} whose part {name}" if name else "a model that"
-        if wrapper in ("FSDPModule", "FullyShardedDataParallel"):
-            instead = "the plain model, before torch's FSDP has sharded it"
-        elif name:
-            instead = f"model.{name} = model.{name}.module before {caller}"
-        else:
-            instead = f"{caller}(model.module, ...)"
         given = f"{caller} of {whose} is wrapped by {wrapper} already"
+        instead = "the plain model: model.module, or the model before torch's FSDP has sharded it"
         raise bad(given, "a plain model, which is wrapped once", instead)
 
 
@@ -118,17 +67,15 @@ def _on_meta(p: Tensor) -> bool:
     return p.is_meta
 
 
-def _unusual(p: nn.Parameter) -> tuple[str, str] | None:
-    """Why a parameter cannot be in a flat tensor, and what to write instead; None if it can."""
+def _unusual(p: nn.Parameter) -> str:
+    """Why a parameter cannot be in a flat tensor; "" if it can."""
     if p.is_inference():
-        return "made under torch.inference_mode", "the model, built outside of inference mode"
+        return "made under torch.inference_mode"
     if p.is_complex():
-        return "complex", "torch.view_as_real(w) as the parameter, and view_as_complex in forward"
+        return "complex"
     if p.layout != torch.strided:
-        return f"of the layout {str(p.layout).removeprefix('torch.')}", "w.to_dense()"
-    if type(p.data) is not Tensor:
-        return f"a {type(p.data).__name__}", "the plain model, before another library sharded it"
-    return None
+        return f"of the layout {str(p.layout).removeprefix('torch.')}"
+    return "" if type(p.data) is Tensor else f"a {type(p.data).__name__}"
 
 
 def no_max_norm(model: nn.Module, copies: int) -> None:
@@ -190,12 +137,7 @@ def leased_world(value: World | None) -> World:
     return leased(value)
 
 
-def rate(value: Any) -> None:
-    """Raise InputError unless `value` is a learning rate: a finite number from 0 up."""
-    if not is_number(value) or not 0 <= value < math.inf:
-        raise bad(
-            f"a learning rate of {short_repr(value)}", "a finite number from 0 up", "set_lr(3e-4)"
-        )
+_SCALARS = "what engine.scalars() returned when the checkpoint was saved"
 
 
 def scalars(value: Any) -> None:
@@ -291,8 +233,7 @@ def _counting(
     def checked(batch: Any) -> int:
         """The number that the function returns for the batch, checked."""
         found = value(batch)
-        count = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
-        number = float(count) if isinstance(count, Real) else math.nan
+        number = float(found)
         if not (number >= 0 and number.is_integer()):  # False for infinity and NaN too
             given = f"{name}, which returns {short_repr(found)}"
             raise bad(given, "a function that returns a whole number from 0 up", example)
@@ -301,29 +242,16 @@ def _counting(
     return checked
 
 
-def call_for(call: Any, like: Any) -> Callable[[nn.Module], Any]:
-    """The call of `engine.outputs`. Raises InputError for wrong arguments."""
-    function("call", call, ("model",), "engine.outputs(lambda model: model(x), like)")
-    if not isinstance(like, Tensor):
-        allowed = "a tensor with the shape and dtype of the result, which every rank passes"
-        raise bad(f"outputs with like={short_repr(like)}", allowed, "like=torch.zeros(8, 10)")
-    return call
-
-
-def outputs(found: Any, like: Tensor) -> Tensor:
+def outputs(found: Tensor, like: Tensor) -> Tensor:
     """The result of a call, in the dtype and on the device of `like`.
 
     Raises InputError if its shape differs: ranks without an output contribute zeros like `like`.
     """
-    shape, there = tuple(like.shape), isinstance(found, Tensor)
-    if there and found.shape == like.shape:
+    shape = tuple(found.shape)
+    if found.shape == like.shape:
         return found.to(like)
-    given = f"shape {tuple(found.shape)}" if there else short_repr(found)
-    raise bad(
-        f"outputs of {given} for like={shape}",
-        "a call that returns one tensor, and a tensor of its shape as like",
-        f"like=torch.zeros({tuple(found.shape)})" if there else "return outputs[0] from the call",
-    )
+    given = f"outputs of shape {shape} for like={tuple(like.shape)}"
+    raise bad(given, "a tensor of the shape of the result as like", f"like=torch.zeros({shape})")
 
 
 def fill(
@@ -368,30 +296,3 @@ def _in_place(value: Callable[[str, Tensor], Any], example: str) -> Callable[[st
 
     checked.__dict__["names"] = getattr(value, "names", ())  # of what a folder of weights holds
     return checked
-
-
-def stage_names(value: Any, example: Callable[[], Sequence[str]]) -> None:
-    """Raise InputError unless `stages=` is None or a list of module names, such as `example()`."""
-    several = isinstance(value, Sequence) and not isinstance(value, str)
-    if value is None or (several and all(isinstance(name, str) for name in value)):
-        return
-    raise bad(
-        f"stages={short_repr(value)}",
-        "a list of the names of the modules that begin each stage except the first",
-        f"stages={list(example())}",
-    )
-
-
-def beside(value: Any) -> dict[str, str]:
-    """Check `beside=`: a dict from module names to module names."""
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(
-        isinstance(n, str) for n in [*value, *value.values()]
-    ):
-        raise bad(
-            f"beside={short_repr(value)}",
-            "a dict from a module's name to the name of a module in whose stage it is called",
-            'beside={"norm": "head"}',
-        )
-    return value

@@ -133,7 +133,9 @@ def FSDP(  # noqa: N802
     choice("sharding_strategy", name, STRATEGIES)
     row = ROWS[STRATEGIES[name]]
     _require_precision(module, precision, "FSDP")
-    if _offloads(cpu_offload):
+    offloads = getattr(cpu_offload, "offload_params", cpu_offload)
+    flag("cpu_offload", offloads)
+    if offloads:
         if precision is not None:
             raise bad(
                 f"cpu_offload=True with precision={precision!r}",
@@ -158,34 +160,22 @@ def FSDP(  # noqa: N802
     return _wrap(module, Sharding(row, *axes, units), world, precision)
 
 
-def _offloads(asked: Any) -> bool:
-    """Whether parameters rest in host memory. Raises InputError for what says neither."""
-    given = getattr(asked, "offload_params", asked)
-    if not isinstance(given, bool):
-        allowed = "True or False, or torch's CPUOffload(offload_params=True)"
-        raise bad(f"cpu_offload={short_repr(asked)}", allowed, "cpu_offload=True")
-    return given
-
-
 def _shard_size(name: str, asked: int | None, ranks: int) -> int:
     """The number of ranks that share one copy of the states: all, unless the strategy is hybrid."""
-    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     if name == "NO_SHARD":
         if asked not in (None, 1):
             given = f"NO_SHARD with shard_size={short_repr(asked)}"
-            instead = f'sw.FSDP(module, "HYBRID_SHARD", shard_size={short_repr(asked)})'
-            raise bad(given, "shard_size for strategies that shard parameters", instead)
+            raise bad(given, "shard_size for strategies that shard parameters", '"HYBRID_SHARD"')
         return 1
     if asked is None and "HYBRID" not in name:
         return ranks
-    if not isinstance(asked, int) or asked not in divisors:
-        usual = next((n for n in divisors[::-1] if n < ranks), ranks)  # the fewest copies
+    if not isinstance(asked, int) or asked < 1 or ranks % asked:
         what = "without shard_size" if asked is None else f"with shard_size={short_repr(asked)}"
         raise bad(
             f"{name} {what} in a world of {ranks}",
             "shard_size, the number of ranks that share one copy, a number that divides the number "
-            f"of ranks: {', '.join(map(str, divisors))}",
-            f'sw.FSDP(module, "{name}", shard_size={usual})',
+            "of ranks",
+            f'sw.FSDP(module, "{name}", shard_size={ranks})',
         )
     return asked
 
@@ -250,7 +240,9 @@ def _wrap(
 def _by_hand(data: Data, caller: str) -> None:
     """Raise InputError for the model of an engine, which sums and clips by its options."""
     if not data.pace.by_hand:
-        raise validate.of_engine(f"{caller} of a module that belongs to an engine", caller)
+        given = f"{caller} of a module that belongs to an engine"
+        allowed = "a module that an engine does not train"
+        raise bad(given, allowed, "accumulate:4 in the engine's plan, or clip=1.0 to parallelize")
 
 
 @contextmanager
@@ -263,7 +255,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Raises:
         InputError: the module is not wrapped.
     """
-    validate.wrapped_module(module, "sw.no_sync")
+    validate.module(module, "sw.no_sync")
     data = driver_of(module)
     if data is None:
         raise bad(f"a plain {type(module).__name__}", "a wrapped module", "sw.DDP(module) first")
@@ -281,7 +273,7 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     Call it on all ranks, between backward and the optimizer's step.  Returns the norm before
     clipping.  `torch.nn.utils.clip_grad_norm_` would compute the norm of this rank's shards only.
     """
-    validate.wrapped_module(module, "sw.clip_grad_norm", ", 1.0")
+    validate.module(module, "sw.clip_grad_norm")
     positive("max_norm", max_norm)
     data, piped = driver_of(module), pipe_of(module)
     params = list(module.parameters())

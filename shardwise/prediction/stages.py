@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwise.core.errors import bad
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -84,10 +82,8 @@ def partition(
 
     An exact dynamic program from the last layer to the first: for each first layer and number of
     devices, it keeps every partition that no other beats in both latency and turn.
-    Raises InputError for impossible numbers.
     """
     links = links or Links()
-    _require(layers, devices, microbatches, links)
     n = len(layers)
     ends: dict[tuple[int, int], list[_Rest]] = {(n, 0): [_Rest(0.0, 0.0, ())]}
     for first in reversed(range(n)):
@@ -154,20 +150,3 @@ def _cost(stage: Stage, layers: Sequence[Layer], links: Links) -> _Cost:
 def _message(layer: Layer, links: Links) -> _Cost:
     time_s = links.latency_s + layer.output_bytes / links.between_bytes_s
     return _Cost(time_s, time_s)
-
-
-def _require(layers: Sequence[Layer], devices: int, microbatches: int, links: Links) -> None:
-    """Raise InputError for impossible numbers."""
-    if not layers or devices < 1 or microbatches < 1:
-        given = f"{len(layers)} layers, {devices} devices, {microbatches} microbatches"
-        raise bad(given, "one or more of each", "partition(layers, devices=4, microbatches=8)")
-    for number, layer in enumerate(layers):
-        found = (layer.forward_s, layer.backward_s, layer.output_bytes, layer.param_bytes)
-        if not all(math.isfinite(value) and value >= 0 for value in found):
-            raise bad(
-                f"layer {number}: {layer}", "times and bytes from 0 up", "Layer(1e-3, 2e-3, 1e6)"
-            )
-    if not (
-        links.between_bytes_s > 0 and links.among_bytes_s > 0 and 0 <= links.latency_s < math.inf
-    ):
-        raise bad(str(links), "speeds above 0 and a latency from 0 up", "Links(1e9, 1e10, 1e-5)")

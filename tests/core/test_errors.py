@@ -27,17 +27,11 @@ def test_refusal_lists_every_problem():
     ]
 
 
-def test_a_text_is_short_and_in_one_line():
-    """A path may contain line ends, and one mistake may be made five thousand times."""
+def test_a_text_is_in_one_line():
+    """A path may contain line ends."""
     assert (
         str(bad("a\nb\x1b[0m", "c", "d")) == "Given: a\\nb\\x1b[0m. Allowed: c. Write instead: d."
     )
-    assert len(str(bad("x" * 10**6, "c", "d"))) < 9000
-    with pytest.raises(InputError) as caught:
-        Plan.parse(" ".join(f"dp{n}" for n in range(1, 5001)))
-    lines = str(caught.value).splitlines()
-    assert lines[-1] == "And 4979 more." and len(lines) == 22
-    assert sum(map(len, lines)) < 100_000
 
 
 @pytest.mark.parametrize("words", ["dp2 ", "xx "])
@@ -46,12 +40,6 @@ def test_a_mistake_made_often_is_said_once(words: str):
     with pytest.raises(InputError, match="Given: ") as caught:
         Plan.parse(words * 5000)
     assert str(caught.value).count(words.strip()) < 5 and "\n" not in str(caught.value)
-
-
-def test_of_many_unknown_words_the_first_are_named():
-    """A text that is no plan."""
-    with pytest.raises(InputError, match="'w19' and 4980 more, which are no plan words"):
-        Plan.parse(" ".join(f"w{n}" for n in range(5000)))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import pytest
 
 from shardwise.core.errors import InputError
-from shardwise.core.layer_plan import existing_ranges
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
 
@@ -49,26 +48,6 @@ def test_ranks_that_a_layer_does_not_name_are_data_ranks():
 def test_the_plan_of_a_name(name: str, number: int):
     """A module or parameter belongs to the first plan that matches it or a module around it."""
     assert Plan.parse(TEXT).layer_of(name) == number
-
-
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        ("blocks.2-9", ["blocks.2-3", "blocks.5"]),
-        ("blocks.4-5", ["blocks.5"]),
-        ("blocks.6-9", ["blocks.0-3", "blocks.5"]),
-        ("bl*.1-2", ["bl*.1-2"]),
-        ("blocks.0-9.parts.0-9", ["blocks.0.parts.0-1", "blocks.1.parts.0"]),
-        ("block.0-1", []),
-        ("blocks.9", []),
-        ("[b.0-1.c]", []),
-    ],
-)
-def test_ranges_that_exist(pattern: str, expected: list[str]):
-    """Of a range, the numbers that some name has remain; if none remains, all that names have."""
-    names = ["blocks", *(f"blocks.{number}" for number in (0, 1, 2, 3, 5))]
-    names += ["blocks.0.parts.0", "blocks.0.parts.1", "blocks.1.parts.0", "heads.07"]
-    assert existing_ranges(pattern, names) == expected
 
 
 def test_axes_of_a_mesh_have_their_own_names():

@@ -194,11 +194,7 @@ BAD: dict[str, tuple[Callable[[], OptimizerSpec], str]] = {
     "a rate below zero": (lambda: sw.AdamW(lr=-1), r"sw\.AdamW\(lr=-1\).*Invalid learning rate"),
     "no number": (lambda: sw.AdamW(lr=float("nan")), "Invalid learning rate: nan"),
     "a rate in words": (lambda: sw.SGD(lr="fast"), r"sw\.SGD\(lr='fast'\), which SGD refuses"),
-    "a rate that is an answer": (lambda: sw.AdamW(lr=True), r"AdamW\(lr=True\).*a finite number"),
-    "a rate without end": (lambda: sw.SGD(lr=float("inf")), r"sw\.SGD\(lr=inf\).*lr=3e-4"),
-    "a group's": (lambda: sw.SGD(groups={"*": {"lr": float("inf")}}), r"sw\.SGD\(lr=inf\)"),
     "an unknown option": (lambda: sw.AdamW(nonsense=1), "the options of AdamW: lr, betas, eps"),
-    "a slip": (lambda: sw.AdamW(weigth_decay=0.1), r"Write instead: sw\.AdamW\(weight_decay=0.1\)"),
     "betas": (lambda: sw.Adam(betas=(1.5, 2)), "Invalid beta parameter"),
     "one beta": (lambda: sw.Adam(betas=(0.9,)), "which Adam refuses"),
     "no pair": (lambda: sw.Adam(betas=0.9), "which Adam refuses"),
@@ -206,17 +202,16 @@ BAD: dict[str, tuple[Callable[[], OptimizerSpec], str]] = {
     "of a group": (lambda: sw.SGD(lr=0.1, groups={"*": {"lr": -1}}), "Invalid learning rate: -1"),
     "slip in a group": (
         lambda: sw.AdamW(groups={"*.bias": {"weight_deacy": 0}}),
-        "weight_decay=0",
+        "the options of AdamW: lr, betas",
     ),
     "a rate in the wrong place": (lambda: sw.AdamW(3e-4), "groups=0.0003"),  # type: ignore[arg-type]
     "parameters": (lambda: sw.AdamW(nn.Linear(2, 2).parameters()), "groups=<generator"),  # type: ignore[arg-type]
     "torch's groups": (lambda: sw.AdamW([{"params": []}]), r"groups=\[\{'params'"),  # type: ignore[arg-type]
-    "groups of numbers": (lambda: sw.AdamW({"*": 3}), r"groups=\{'\*': 3\}"),  # type: ignore[dict-item]
     "a number": (lambda: sw.Optim(3), r"sw\.Optim\(3\).*torch\.optim\.RMSprop"),  # type: ignore[arg-type]
     "a module": (lambda: sw.Optim(nn.Linear), r"sw\.Optim\(Linear\)"),  # type: ignore[arg-type]
     "made already": (
         lambda: sw.Optim(torch.optim.SGD([torch.zeros(1)], lr=0.5)),  # type: ignore[arg-type]
-        r"SGD instance.*sw\.Optim\(torch\.optim\.SGD, lr=0.5\)",
+        r"sw\.Optim\(SGD.*a subclass of torch\.optim\.Optimizer",
     ),
     "another class": (lambda: sw.Optim(torch.optim.RMSprop, alpha=-1), "Optim.RMSprop, alpha=-1"),
     "not elementwise": (lambda: sw.Optim(torch.optim.LBFGS), "needs whole tensors"),
@@ -226,7 +221,7 @@ BAD: dict[str, tuple[Callable[[], OptimizerSpec], str]] = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_what_torch_refuses_is_refused_when_the_recipe_is_made(what: str):
-    """With torch's reason, the options there are, and one that was most likely meant."""
+    """With torch's reason and the options there are."""
     act, text = BAD[what]
     with pytest.raises(InputError, match=text) as error:
         act()

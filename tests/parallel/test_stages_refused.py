@@ -242,15 +242,6 @@ def test_reentrant_checkpoints_in_a_row_are_refused() -> None:
         check(settled(Reentrant()), regression, [rows(2)], TWO)
 
 
-def test_a_stage_of_another_rank_cannot_be_run() -> None:
-    """The stages that can be are named."""
-    model = settled(Stack())
-    stages = Stages(model, twin(model), FOUR, [0, 2], CPU)
-    trace = stages.trace(lambda m: regression(m, rows(2)))
-    with pytest.raises(InputError, match=r"a run of stage 1.*stages of this rank: 0, 2"):
-        stages.run(1, trace, [], lambda m: regression(m, rows(2)))
-
-
 def test_a_model_that_cannot_be_copied_is_refused() -> None:
     """The reason is told."""
     model: Any = Stack()

@@ -178,7 +178,7 @@ def test_a_world_of_any_size():
 
 def test_a_rank_that_is_not_there_is_refused():
     """With the ranks that the plan has."""
-    with pytest.raises(InputError, match="rank 1 of the plan 'dp1'"):
+    with pytest.raises(InputError, match=r"rank=1\. Allowed: a whole number from 0 to 0"):
         large("dp1")
 
 

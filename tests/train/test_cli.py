@@ -103,7 +103,7 @@ def test_a_process_that_outlives_its_command_is_ended(keep: str) -> None:
         (("train", "{example}", "--set", "train.step=3"), "train.steps"),
         (("train", "{example}", "--plan", "dp2 zero9"), "zero9"),
         (("train", "{example}", "--nproc", "3"), "needs 2 processes"),
-        (("train", "{example}", "--nproc", "0"), "one rank or more"),
+        (("train", "{example}", "--nproc", "0"), "needs 2 processes"),
         (("train", "{example}", "--plan", "tp63"), "tp63 for a model of 4 query heads"),
         (("train", "{example}", "--plan", "tp5", "--nproc", "5"), "the degrees 1 to 4"),
         (("train", "{example}", "--nproc", "99999999"), "99999999 processes on this machine"),

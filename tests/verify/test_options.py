@@ -183,7 +183,7 @@ def answer(share: float) -> str:
     model, plan = find("gpt"), Plan.parse("dp1 fp32")
     theory = theory_of(model, plan, 0)(model.batch(2, 0))
     bound = int(share * device_peak_bytes(theory))
-    with pytest.raises(InputError, match="the least bound that can be met") as caught:
+    with pytest.raises(InputError, match="a bound above that") as caught:
         verify(f"{plan} device_memory:{bound}B", steps=1)
     return str(caught.value)
 
@@ -192,7 +192,7 @@ def answer(share: float) -> str:
 @pytest.mark.parametrize("share", [0.01, 0.95])
 def test_a_bound_that_a_step_exceeds_is_one_paragraph_with_the_least_that_can_be_met(share: float):
     """Far below the prediction before ranks start, near it when a rank has stopped."""
-    assert re.search(r"Write instead: 'dp1 fp32 offload:param device_memory:\d+KiB'", answer(share))
+    assert re.search(r"Write instead: 'dp1 fp32 device_memory:\d+MiB'", answer(share))
 
 
 @pytest.mark.full

@@ -49,10 +49,7 @@ def _places(schedule: Schedule) -> None:
         for action in schedule.actions(rank):
             if action.stage >= len(home) or action.microbatch > last:
                 allowed = f"stages 0 to {len(home) - 1} and microbatches 0 to {last}"
-                near = action._replace(
-                    stage=min(action.stage, len(home) - 1), microbatch=min(action.microbatch, last)
-                )
-                raise bad(f"{action} on rank {rank}", allowed, str(near))
+                raise bad(f"{action} on rank {rank}", allowed, "an action of one of these")
             if home[action.stage] != rank:
                 owner = home[action.stage]
                 allowed = f"stage {action.stage} on rank {owner}, where it is at home"

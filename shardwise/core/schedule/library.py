@@ -16,8 +16,6 @@ from shardwise.core.suggest import suggest
 
 #: The largest number of forwards of one schedule, all ranks together, since it is written out.
 MOST_FORWARDS: Final = 2**15
-#: The most ranks in a suggested schedule; with two microbatches per rank it is within the bound.
-MOST_RANKS: Final = 64
 
 
 class Size(NamedTuple):
@@ -234,15 +232,10 @@ def written(name: str, n: Size) -> Schedule:
     one = entry(name)
     forwards = n.p * n.m * n.v * n.batches
     if forwards > MOST_FORWARDS:
-        p = n.p if n.p <= MOST_RANKS else 4
-        m, v = 1 if name == "naive" else 2 * p, 2 if one.chunks is None else n.v
-        fewer = f"{p} ranks, {m} microbatch{'es' * (m > 1)}" + f", {v} chunks a rank" * (v > 1)
-        if name != "naive":
-            fewer = f"{name}:{m}{f'x{v}' * (one.chunks is None)} on {p} ranks ({fewer})"
         given = f"{name} on {n.p} ranks with {n.m} microbatches"
         given += f", {n.v} chunks a rank" * (n.v > 1) + f", {n.batches} batches" * (n.batches > 1)
         allowed = f"at most {MOST_FORWARDS} forwards over all ranks, chunks and microbatches"
-        raise bad(f"{given}: {forwards} forwards", allowed, fewer)
+        raise bad(f"{given}: {forwards} forwards", allowed, "fewer microbatches, chunks or ranks")
     return one.build(n)
 
 

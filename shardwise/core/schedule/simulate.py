@@ -61,13 +61,12 @@ class _State:
 
 
 def _deadlock(state: _State) -> InputError:
-    """The error: what every rank waits for, and an action to move before another."""
+    """The error: what every rank waits for."""
     schedule, ranks = state.schedule, range(state.schedule.ranks)
     home = {t: (r, a) for r in ranks for a in schedule.actions(r) for t in makes(a, schedule)}
     made = {t for r in ranks for step in _done(state, r) for t in makes(step, schedule)}
     stuck = {rank: step for rank in ranks if (step := _stuck(state, rank)) is not None}
     said: list[str] = []
-    remedies: list[tuple[bool, str]] = []
     for rank, step in stuck.items():
         head = state.next(rank)
         wanted = sorted(set(needs(step, schedule)) - made)
@@ -80,13 +79,11 @@ def _deadlock(state: _State) -> InputError:
             names.append(
                 f"{token} of {maker} on {where}" if maker else f"{token}, which no action makes"
             )
-            if maker and stuck.get(owner, maker) != maker:
-                late = bool(set(needs(maker, schedule)) - made)
-                remedies.append((late, f"{maker} before {stuck[owner]} on rank {owner}"))
         said.append(f"rank {rank} waits to do {step} for {' and '.join(names)}")
-    instead = min(remedies, key=lambda r: r[0], default=(True, "the missing action before its use"))
     allowed = "rows in which no two actions wait for each other"
-    return bad(f"a schedule that deadlocks: {'; '.join(said)}", allowed, instead[1])
+    return bad(
+        f"a schedule that deadlocks: {'; '.join(said)}", allowed, "each action before its use"
+    )
 
 
 def _done(state: _State, rank: int) -> tuple[Step, ...]:

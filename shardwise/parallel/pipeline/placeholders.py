@@ -91,8 +91,9 @@ def layers(
     for stage, start in enumerate(["", *starts]):
         if stage not in filled:
             given = f"stage {stage}, from {start or 'the first module'} on, without a layer in it"
-            allowed = f"a layer or more in each of {len(starts) + 1} stages: {_some(list(found))}"
-            raise bad(given, allowed, f"fewer stages, or other starts than {', '.join(starts)}")
+            allowed = f"a layer or more in each of {len(starts) + 1} stages: "
+            allowed += _some(list(found)) or "the model has none"
+            raise bad(given, allowed, "fewer stages, or other starts")
     return found
 
 

@@ -19,7 +19,7 @@ BAD = {
     ),
     "a deadlock's way out": (
         "rank 0 F0.0 F1.0 B0.0 B1.0",
-        "Write instead: B1.0 before B0.0 on rank 0",
+        "Write instead: each action before its use",
     ),
     "own row": (
         "rank 0 F0.0 F2.0 B2.0 B0.0\nrank 1 B1.0 F1.0",
@@ -58,7 +58,7 @@ BAD = {
         "home 0\nrank 0 F0.0 B0.0 F3.0 B3.0",
         "stages 0 to 0 and microbatches 0 to 0",
     ),
-    "no such microbatch": ("microbatches 1\nrank 0 F0 B0 F1 B1", "Write instead: F0.0"),
+    "no such microbatch": ("microbatches 1\nrank 0 F0 B0 F1 B1", "and microbatches 0 to 0"),
     "an update too many": ("rank 0 F0 B0 U0", "without a line `update N`"),
     "an update too few": ("update 1\nlag 0\nrank 0 F0 B0", "U0.0 never"),
     "uneven updates": ("update 2\nlag 0\nrank 0 F0 B0", "an update every 2 of 1 microbatches"),
