@@ -137,7 +137,7 @@ def test_a_command_refuses_the_plan(
     make: Any, plan: str, said: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """With the same paragraph on the error stream, exit code 2, and no rank."""
-    monkeypatch.setattr(launch, "elastic_launch", None)
+    monkeypatch.setattr(launch, "_run", None)
     (tmp_path / "own.py").write_text(FILE)
     with pytest.raises(SystemExit) as leaving:
         cli.main(["predict", plan, "--model", f"{tmp_path}/own.py:{FUNCTIONS[make]}"])
@@ -233,17 +233,12 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
                 ("pp2 1f1b:4", {"stages": ["9.x"]}, r'"9\.x", which is no module of the Seq'),
                 ("pp2 1f1b:4", {"stages": ["4", "8"]}, r"2 starts \(4, 8\) for 2.*stages=None"),
                 ("pp4 1f1b:4", {"stages": []}, r"0 starts \(none\) for 4 stages"),
-                ("pp2 1f1b:4", {"stages": "8"}, r"stages='8'.*a list of the names"),
-                ("pp2 1f1b:4", {"stages": [8]}, r"stages=\[8\].*a list of the names"),
-                ("pp2 1f1b:4", {"stages": 8}, r"stages=8.*a list of the names"),
             )
         ),
         *(
             (partial(starts, SIX_BLOCKS, 3, names), said)  # type: ignore[arg-type]
             for names, said in (
                 (["blocks.1"], r"1 starts \(blocks\.1\) for 3 stages.*stages=None"),
-                ("head", r"stages='head'.*stages=\['blocks\.2', 'blocks\.4'\]"),
-                ([2, 4], r"stages=\[2, 4\].*a list of the names"),
                 (["blocks.1", "haed"], r'"haed", which is no module of the GPT.*Write.*"head"'),
             )
         ),
@@ -262,7 +257,7 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         *(
             (partial(engine_of, plan, made("untied"), table=table), said)
             for plan, table, said in (
-                ("tp2", {}, "a table without a style.*Write instead: table={'blocks"),
+                ("tp2", {}, "a table without a style.*Write instead: table="),
                 ("tp2", {"block.*.mlp.up": "colwise"}, r"blocks\.\*\.mlp"),
                 ("tp2", {"embed": "vocabluary"}, '"vocabulary"'),
                 ("tp8", None, r"tp8 for a model of 4 query heads.*tp4"),
@@ -311,7 +306,7 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         (lambda: sw.FSDP(nn.Linear(2, 2), shard_size=3, world=alone()), "divides the number of"),
         (
             lambda: sw.FSDP(nn.Linear(2, 2), "NO_SHARD", shard_size=2, world=alone()),
-            'NO_SHARD with shard_size=2.*"HYBRID_SHARD", shard_size=2',
+            'NO_SHARD with shard_size=2.*"HYBRID_SHARD"',
         ),
         (lambda: sw.DDP(part_first(), alone()), "wrapped already"),
         (lambda: sw.FSDP(part_later().get_submodule("0"), world=alone()), "wrapped already"),
