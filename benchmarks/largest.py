@@ -30,16 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 import shardwise as sw
 from benchmarks.contender import Setup
 from benchmarks.cuda import BILLION, require_gpu
-from benchmarks.fit import (
-    FEWEST,
-    FILLED_DISK,
-    FILLED_HOST,
-    Fit,
-    Room,
-    most_layers,
-    plan_of,
-    predicted,
-)
+from benchmarks.fit import FEWEST, FILLED_HOST, Fit, Room, most_layers, plan_of, predicted
 from benchmarks.ours import engine_of
 from benchmarks.table import aligned
 from shardwise.comm.disk import open_unnamed
@@ -50,7 +41,7 @@ from shardwise.models.registry import of_gpt
 from shardwise.prediction.peak import device_peak_bytes
 
 OFFLOADS: Final = (None, "optim", FILLED_HOST, "param")
-ON_DISK: Final = ("optim@disk", FILLED_DISK, "param@disk")
+ON_DISK: Final = ("optim@disk", "param@disk")
 STATE_BYTES: Final = 16
 #: The part of the host's free memory, and of the disk's, that states may take.
 HOST_PART: Final = 0.8

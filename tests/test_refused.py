@@ -221,7 +221,7 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         ),
         (
             lambda: engine_of(
-                "dp1 offload:optim=0.7,disk=0.3", optimizer=sw.Optim(torch.optim.Adafactor, lr=0.1)
+                "dp1 offload:optim@disk", optimizer=sw.Optim(torch.optim.Adafactor, lr=0.1)
             ),
             "means of rows and columns",
         ),

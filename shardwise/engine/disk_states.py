@@ -23,7 +23,6 @@ what checkpoints read, and write.  The update replaces only the tensors without 
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from threading import Lock
 from typing import Any
 
 import torch
@@ -74,14 +73,9 @@ class DiskStates:
             self._store(flat, self.masters[k], self.weights[k])
         self.wide = disk.acquire() if flats else None  # gradients of 16 bits, in 32
 
-    def attach(
-        self, optimizer: Optimizer, targets: Sequence[Sequence[nn.Parameter]], lock: Lock
-    ) -> None:
-        """Step by `optimizer`, over parameters `targets`, views of the masters.
-
-        `lock` is held during a step: the host's thread may step by it too.
-        """
-        self.torch, self.targets, self.lock = optimizer, targets, lock
+    def attach(self, optimizer: Optimizer, targets: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Step by `optimizer`, over parameters `targets`, views of the masters."""
+        self.torch, self.targets = optimizer, targets
         groups = enumerate(optimizer.param_groups)
         self.group_of = {id(p): g for g, group in groups for p in group["params"]}
 
@@ -201,9 +195,8 @@ class DiskStates:
             [p for whole, p in pairs if self.group_of[id(whole)] == g]
             for g in range(len(self.torch.param_groups))
         ]
-        with self.lock:
-            even_out(self.torch, members)
-            step_over(self.torch, members)
+        even_out(self.torch, members)
+        step_over(self.torch, members)
 
     def _new_state(self, k: int, i: int, after: State, views: dict[str, Tensor]) -> State:
         """The parameter's new state: values of the piece go to `views`, the rest is kept."""
@@ -301,7 +294,7 @@ def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) ->
     Raises InputError without a folder, and for one that cannot be written.
     """
     folder = training.offload_folder
-    if not (plan.offloaded and plan.offloaded.disk_share):
+    if not (plan.offloaded and plan.offloaded.on_disk):
         return None
     if folder is None:
         raise bad(

@@ -118,7 +118,6 @@ def test_a_host_without_memory_is_relieved_by_a_disk():
     assert offloads("", host=True) == ["param@disk", "optim@disk"]
     assert offloads("offload:optim", host=False) == ["param"]
     assert offloads("offload:optim=0.5", host=False) == ["param", "optim"]
-    assert "optim@disk" in offloads("offload:optim,disk=0.5", host=True)
     # on a CPU "param" has no second copy of the weights
     assert offloads("offload:optim", host=True) == ["param@disk", "optim@disk", "param"]
     assert offloads("offload:optim@disk", host=False) == ["param@disk"]
