@@ -254,20 +254,16 @@ class DiskStates:
     def _owned(self, value: Any) -> Any:
         return self.tiers.own(value) if isinstance(value, Tensor) else value
 
-    def expose(self, *, check: bool) -> None:
-        """Before the maps are read: all is written, and by `check` each chunk is what was written.
-
-        Raises DiskError.
-        """
-        if check:
-            self.disk.check()
+    def expose(self) -> None:
+        """Before the maps are read: wait until all is written.  Raises DiskError."""
         self.disk.sync()
         self.mapped = True
 
     @torch.no_grad()
     def loaded(self) -> None:
         """After the maps were written: take their values, and copy the masters to the weights."""
-        self.disk.accept()
+        self.disk.sync()
+        self.disk.drop()
         for k, (master, weight) in enumerate(zip(self.masters, self.weights, strict=True)):
             for chunk in range(0 if weight is master else master.chunks):
                 narrow, buffer = self.disk.acquire(), self.disk.acquire()

@@ -134,9 +134,9 @@ def test_states_larger_than_the_host_memory_they_have(plan: str, monkeypatch: py
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def failing(world: World, folder: str, damage: bool) -> tuple[list[str], list[str]]:
-    """Two steps, a checkpoint, then the disk fails; what is said then, and of a fresh engine."""
-    case, said = Case(f"dp2 zero2 fp64 {WORD}"), []
+def failing(world: World, folder: str, words: str) -> tuple[list[str], float]:
+    """A step, a checkpoint, then the disk fails; what is said then, and a fresh engine's step."""
+    case, said = Case(f"dp2 {words} fp64"), list[str]()
     engine = build(world, TASK, case)
 
     def step(k: int) -> None:
@@ -147,13 +147,7 @@ def failing(world: World, folder: str, damage: bool) -> tuple[list[str], list[st
     states = engine.optimizer.disk
     assert states is not None
     states.disk.sync()
-    if damage:
-        extent = states.states[0]["exp_avg"]
-        extent.tensor[:1].add_(1)
-        extent.map.flush()
-        states.disk.drop()
-    else:
-        os.ftruncate(states.disk.file, 0)
+    os.ftruncate(states.disk.file, 0)
     for act in (lambda: step(1), lambda: step(1), lambda: sw.save(engine, folder)):
         try:
             act()
@@ -162,20 +156,19 @@ def failing(world: World, folder: str, damage: bool) -> tuple[list[str], list[st
         world.barrier()
     again = build(world, TASK, case)
     sw.load(again, folder)
-    loss = again.step(share(TASK.batch(1), again.data_rank, again.data_ranks)).loss
-    return said, [str(loss)]
+    return said, again.step(share(TASK.batch(1), again.data_rank, again.data_ranks)).loss
 
 
-@pytest.mark.parametrize("damage", [True, False])
-def test_a_disk_that_fails(tmp_path: Path, damage: bool):
+@pytest.mark.parametrize("words", ["zero2 offload:optim@disk", "zero3 offload:param@disk"])
+def test_a_disk_that_fails(tmp_path: Path, words: str):
     """The step fails, and all later ones; no checkpoint is made of it; the last one is whole."""
     wanted = oracle(TASK, Case("ddp", steps=2))
-    for rank, (said, losses) in enumerate(run_gloo(2, failing, str(tmp_path), damage)):
+    for rank, (said, loss) in enumerate(run_gloo(2, failing, str(tmp_path), words)):
         assert len(said) == 3
         for text in said:
             assert f"Rank {rank} cannot read chunk 0 of 1" in text
-            assert ("checksum" if damage else "the file ends") in text
-        assert float(losses[0]) == pytest.approx(wanted.losses[1], rel=1e-10)
+            assert "the file ends" in text
+        assert loss == pytest.approx(wanted.losses[1], rel=1e-10)
 
 
 @pytest.mark.parametrize("plan", ["pp2 gpipe:2 offload:param@disk", "dp2 zero3 offload:optim@disk"])
@@ -210,42 +203,6 @@ def test_frozen_parameters_rest_there_too(plan: str):
     results = run_threads(Plan.parse(plan).size, trained, task, case)
     assert_parity(results, oracle(task, case), 1e-10)
     assert_costs(results, on_disk=True)
-
-
-# --- errors ---------------------------------------------------------------------------------------
-
-
-def damaged(world: World, folder: str) -> tuple[str, float]:
-    """A step and a checkpoint, then a damaged weight: what is said, and a fresh engine's step."""
-    case = Case("dp2 zero3 fp64 offload:param@disk")
-    engine = build(world, TASK, case)
-    engine.step(share(TASK.batch(0), engine.data_rank, engine.data_ranks))
-    sw.save(engine, folder)
-    states = engine.optimizer.disk
-    assert states is not None
-    states.disk.sync()
-    weight = states.weights[0]
-    assert weight is not None
-    weight.tensor[:1].add_(1)
-    weight.map.flush()
-    states.disk.drop()
-    said = ""
-    try:
-        engine.step(share(TASK.batch(1), engine.data_rank, engine.data_ranks))
-    except DiskError as error:
-        said = str(error)
-    world.barrier()
-    again = build(world, TASK, case)
-    sw.load(again, folder)
-    return said, again.step(share(TASK.batch(1), again.data_rank, again.data_ranks)).loss
-
-
-def test_a_damaged_weight_is_never_used(tmp_path: Path):
-    """The step fails before it computes; the last checkpoint is whole."""
-    wanted = oracle(TASK, Case("ddp", steps=2))
-    for rank, (said, loss) in enumerate(run_gloo(2, damaged, str(tmp_path))):
-        assert f"Rank {rank} cannot read chunk 0 of 1 of the tensor 'weight of " in said
-        assert loss == pytest.approx(wanted.losses[1], rel=1e-10)
 
 
 DELAY_S = 0.002
