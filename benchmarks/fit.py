@@ -32,8 +32,8 @@ FEWEST: Final = 2
 class Room:
     """What a model is fitted into: bytes by tier, and the batch; `config` without its layers.
 
-    `words` are further plan words; `folder` is on the disk. Neighbours smaller than
-    `least_unit_bytes` are one unit (None: the default).
+    `folder` is on the disk. Neighbours smaller than `least_unit_bytes` are one unit (None: the
+    default).
     """
 
     device_bytes: int
@@ -42,7 +42,6 @@ class Room:
     config: GPTConfig
     rows: int
     device: str = "cuda"
-    words: str = ""
     folder: str | None = None
     least_unit_bytes: int | None = None
 
@@ -141,12 +140,12 @@ def predicted(offload: str | None, room: Room, layers: int) -> Prediction:
     with torch.device("meta"):
         model = gpt.GPT(config)
     batch = of_gpt("largest", config).batch(room.rows, 0)
-    plan, least = f"bf16 {plan_of(offload, room)}", room.least_unit_bytes
+    plan, least = f"bf16 {plan_of(offload)}", room.least_unit_bytes
     return sw.predict(
         model, plan, batch, optimizer=sw.AdamW(), loss=gpt.loss, least_unit_bytes=least
     )
 
 
-def plan_of(offload: str | None, room: Room) -> str:
+def plan_of(offload: str | None) -> str:
     """The plan text of one rank, without its precision."""
-    return f"dp1 recompute:full {room.words}" + f" offload:{offload}" * (offload is not None)
+    return "dp1 recompute:full" + f" offload:{offload}" * (offload is not None)

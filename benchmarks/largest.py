@@ -120,7 +120,7 @@ def measured(fit: Fit, room: Room, rounds: int) -> LargestLine:
         model = gpt.GPT(config)
     setup = Setup(gpt.loss, gpt.Block, 1, device, "bf16")
     engine = engine_of(
-        *(model, plan_of(fit.offload, room), setup),
+        *(model, plan_of(fit.offload), setup),
         fill=_fill,
         offload_folder=room.folder,
         least_unit_bytes=room.least_unit_bytes,

@@ -52,7 +52,6 @@ FACTORS: dict[str, list[str]] = {
     "bucket": ["bucket:4KiB"],
     "buffers": ["buffers:64KiB"],
     "arenas": ["arenas"],
-    "device": ["device_memory:1GiB"],
     "layers": ["| blocks.1: zero3", "| head: tp2", "| blocks.0: recompute:full"],
 }
 NONE = ""

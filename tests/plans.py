@@ -54,7 +54,7 @@ CANONICAL: dict[str, list[str]] = {
         *("dp2 offload:optim@disk", "dp1 offload:param", "dp2 zero1 offload:optim@disk"),
         *("dp4 zero3 offload:optim", "dp2 zero3 accumulate:2 offload:optim@disk"),
         *("dp_replicate2 dp_shard2 zero3 offload:param@disk", "pp2 gpipe:2 offload:optim"),
-        *("tp2 offload:optim", "dp2 zero2 device_memory:4GiB"),
+        "tp2 offload:optim",
     ],
     "memory": [
         *(

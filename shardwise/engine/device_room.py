@@ -8,7 +8,7 @@ the prediction.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from shardwise.core.errors import InputError, bad
+from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
 from shardwise.core.plan_parser import size_text
@@ -38,18 +38,13 @@ def require_room(plan: Plan, predict: Predict) -> None:
     `predict` gives the prediction of a plan for the model and the batch of the run.
     """
     bound = plan.device_memory_bytes
-    if bound is not None and LEAST * peak_bytes(predict(plan)) > bound:
-        raise no_room(plan, predict)
-
-
-def no_room(plan: Plan, predict: Predict) -> InputError:
-    """The error for a bound that a step of `plan` exceeds."""
-    bound, peak = plan.device_memory_bytes or 0, peak_bytes(predict(plan))
+    if bound is None or LEAST * (peak := peak_bytes(predict(plan))) <= bound:
+        return
     found, least = least_peak(plan, predict)
     own = replace(plan, device_memory_bytes=bound_bytes(peak))
     near = replace(found, device_memory_bytes=bound_bytes(least))
     instead = f"'{own}'" if near == own else f"'{near}', or '{own}'"
-    return bad(
+    raise bad(
         f"device_memory:{size_text(bound)} in the plan '{plan}', whose step stores {peak:,} bytes "
         "on the device of a rank by prediction, temporary memory of kernels apart",
         f"a bound above that, or an offload: the least bound that can be met with this model and "

@@ -335,11 +335,6 @@ class ShardedOptimizer(Optimizer):
         """The number of the group that a parameter is in."""
         return next(g for g, place in enumerate(self.places) if id(target) in place)
 
-    @property
-    def complete(self) -> bool:
-        """Whether every parameter has its state."""
-        return all(self.torch.state.get(t) for targets in self.targets for t in targets)
-
     def tensors(self) -> Iterator[tuple[Flat, int, str, Tensor]]:
         """Every state tensor: its flat group, the parameter's index in it, its key, the tensor."""
         for flat, targets in zip(self.flats, self.targets, strict=True):

@@ -202,11 +202,6 @@ class Updates:
         for flat in flats:
             flat.grads.clear()
 
-    @property
-    def makes_states_on_host(self) -> bool:
-        """Whether another thread still has to make some of the optimizer's states."""
-        return self._on_host and not self.optimizer.complete
-
     def _factor(self, norm: float) -> float:
         """The factor of all gradients: removes the loss scale and clips (Pascanu et al., 2013)."""
         shrink = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))

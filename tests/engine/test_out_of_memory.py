@@ -146,6 +146,7 @@ def test_training_ends_with_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(sw.Engine, "step", step)
     with pytest.raises(InputError, match=r"out of memory. Tried to allocate 2.00 GiB\)") as told:
-        loop.train(settings(tmp_path / "run", "fp32"), alone())
+        loop.train(settings(tmp_path / "run", "fp32 device_memory:1MiB"), alone())
     assert "rank 0 stores, bytes" in str(told.value)
-    assert numbers(str(told.value), "bf16")[1] > 0
+    assert numbers(str(told.value), "bf16 device_memory:1MiB")[1] > 0
+    assert re.search(r"device_memory can be [\d,]+ bytes or more, and under '", str(told.value))

@@ -23,9 +23,9 @@ def answer(share: float) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("share", [0.01, 0.95])
+@pytest.mark.parametrize("share", [0.01, 0.8])
 def test_a_bound_that_a_step_exceeds_is_one_paragraph_with_the_least_that_can_be_met(share: float):
-    """Far below the prediction before ranks start, near it when a rank has stopped."""
+    """Below the prediction, before ranks start."""
     assert re.search(r"Write instead: 'dp1 fp32 offload:param device_memory:\d+KiB'", answer(share))
 
 
