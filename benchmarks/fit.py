@@ -1,11 +1,10 @@
 """The most layers of a GPT with which a step is predicted to fit a device, its host and a disk.
 
-`optim` and `param` leave a part of these empty; `optim=...` and `optim=...,disk=...` stand for the
-fractions that fill each tier with whole units:
+`optim` and `param` leave a part of these empty; `optim=...` stands for the fraction that fills the
+device and the host with whole units:
 
     device   | unit 1 | unit 2 |      all states; of the others the weights
-    host                       | unit 3 | unit 4 | unit 5 |
-    disk                                                  | unit 6 | unit 7 | ...
+    host                       | unit 3 | unit 4 | unit 5 | ...
 """
 
 from bisect import bisect_left
@@ -23,9 +22,8 @@ from shardwise.models.registry import of_gpt
 from shardwise.prediction.peak import device_peak_bytes
 from shardwise.prediction.prediction import Prediction
 
-#: Stand for the fractions with which each tier is full.
+#: Stands for the fraction with which the device and the host are full.
 FILLED_HOST: Final = "optim=..."
-FILLED_DISK: Final = "optim=...,disk=..."
 #: With one layer there is no class of blocks to recompute.
 FEWEST: Final = 2
 
@@ -34,8 +32,8 @@ FEWEST: Final = 2
 class Room:
     """What a model is fitted into: bytes by tier, and the batch; `config` without its layers.
 
-    `words` are further plan words; `folder` is on the disk. Neighbours smaller than
-    `least_unit_bytes` are one unit (None: the default).
+    `folder` is on the disk. Neighbours smaller than `least_unit_bytes` are one unit (None: the
+    default).
     """
 
     device_bytes: int
@@ -44,7 +42,6 @@ class Room:
     config: GPTConfig
     rows: int
     device: str = "cuda"
-    words: str = ""
     folder: str | None = None
     least_unit_bytes: int | None = None
 
@@ -58,19 +55,19 @@ class Fit:
 
 
 def most_layers(offload: str | None, room: Room) -> Fit:
-    """The most layers with which a step is predicted to fit, and for `...` the fractions.
+    """The most layers with which a step is predicted to fit, and for `...` the fraction.
 
     To one in a hundred: each prediction takes seconds where there are hundreds of layers.
     """
-    if offload not in (FILLED_HOST, FILLED_DISK):
+    if offload != FILLED_HOST:
         tiers = zip(_growth(offload, room), _bounds(room), strict=True)
         found = [int((bound - first) / each) for (first, each), bound in tiers if each > 0]
         return Fit(max(0, min(found)), offload)
 
     def words(layers: int) -> str | None:
-        return fractions(predicted("optim", room, layers), offload, room)
+        return fraction(predicted("optim", room, layers), room)
 
-    layers = max(FEWEST, _estimate(offload, room))
+    layers = max(FEWEST, _estimate(room))
     step = max(1, layers // 100)
     while layers >= FEWEST and words(layers) is None:
         layers -= step
@@ -79,51 +76,40 @@ def most_layers(offload: str | None, room: Room) -> Fit:
     return Fit(layers, words(layers)) if layers >= FEWEST else Fit(0, offload)
 
 
-def _estimate(offload: str, room: Room) -> int:
-    """An estimate of the layers with which each tier is full.
+def _estimate(room: Room) -> int:
+    """An estimate of the layers with which the device and the host are full.
 
-    Layers on the host or the disk leave their weights on the device, which is full of them and of
-    layers that stay there.
+    Layers on the host leave their weights on the device, which is full of them and of layers that
+    stay there.
     """
-    device, host, disk = _bounds(room)
+    device, host, _ = _bounds(room)
     (first, kept), (_, weights) = (_growth(what, room)[0] for what in (None, "optim"))
     away = host / _growth("optim", room)[1][1]
-    if offload == FILLED_DISK:
-        away += disk / _growth("optim@disk", room)[2][1]
     most_away = (device - first) / weights
     return int(min(most_away, away + max(0.0, device - first - away * weights) / kept))
 
 
-def fractions(found: Prediction, offload: str, room: Room) -> str | None:
-    """The value of `offload:` with which each tier is as full as can be; None if all do not fit.
+def fraction(found: Prediction, room: Room) -> str | None:
+    """The value of `offload:` with which the device is as full as can be; None if all do not fit.
 
     `found` has all states on the host.
     """
     numels = [sum(p.numel for p in unit.params if p.trainable) for unit in found.model.units]
 
-    def words(on_device: int, in_memory: int) -> str | None:
-        """With all states of so many units on the device, and of so many there or on the host."""
-        leaving, far = (sum(numels[k:]) / sum(numels) for k in (on_device, in_memory))
-        if not leaving:
-            return None
-        share = "" if leaving == 1 else f"={share_text(_rounded_down(leaving))}"
-        return f"optim{share}" + f",disk={share_text(_rounded_down(far))}" * (far > 0)
+    def words(on_device: int) -> str | None:
+        """With all states of so many units on the device."""
+        leaving = sum(numels[on_device:]) / sum(numels)
+        if leaving in (0, 1):
+            return "optim" if leaving else None
+        return f"optim={share_text(_rounded_down(leaving))}"
 
-    def fits(tier: int, on_device: int, in_memory: int) -> bool:
-        changed = replace(found.plan, offload=words(on_device, in_memory))
+    def fits(tier: int, on_device: int) -> bool:
+        changed = replace(found.plan, offload=words(on_device))
         return _by_tier(found.on(0, changed))[tier] <= _bounds(room)[tier]
 
-    every, units = range(len(numels) + 1), len(numels)
-    device = bisect_left(every, True, key=lambda k: not fits(0, k, units)) - 1
-    if device < 0:
-        return None
-    memory = units
-    if offload == FILLED_DISK:
-        over = bisect_left(every[device:], True, key=lambda k: not fits(1, device, k))
-        memory = device + over - 1
-    if memory < device or not all(fits(tier, device, memory) for tier in (1, 2)):
-        return None
-    return words(device, memory)
+    every = range(len(numels) + 1)
+    device = bisect_left(every, True, key=lambda k: not fits(0, k)) - 1
+    return words(device) if device >= 0 and fits(1, device) else None
 
 
 def _rounded_down(share: float) -> float:
@@ -154,12 +140,12 @@ def predicted(offload: str | None, room: Room, layers: int) -> Prediction:
     with torch.device("meta"):
         model = gpt.GPT(config)
     batch = of_gpt("largest", config).batch(room.rows, 0)
-    plan, least = f"bf16 {plan_of(offload, room)}", room.least_unit_bytes
+    plan, least = f"bf16 {plan_of(offload)}", room.least_unit_bytes
     return sw.predict(
         model, plan, batch, optimizer=sw.AdamW(), loss=gpt.loss, least_unit_bytes=least
     )
 
 
-def plan_of(offload: str | None, room: Room) -> str:
+def plan_of(offload: str | None) -> str:
     """The plan text of one rank, without its precision."""
-    return f"dp1 recompute:full {room.words}" + f" offload:{offload}" * (offload is not None)
+    return "dp1 recompute:full" + f" offload:{offload}" * (offload is not None)

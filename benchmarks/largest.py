@@ -30,16 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 import shardwise as sw
 from benchmarks.contender import Setup
 from benchmarks.cuda import BILLION, require_gpu
-from benchmarks.fit import (
-    FEWEST,
-    FILLED_DISK,
-    FILLED_HOST,
-    Fit,
-    Room,
-    most_layers,
-    plan_of,
-    predicted,
-)
+from benchmarks.fit import FEWEST, FILLED_HOST, Fit, Room, most_layers, plan_of, predicted
 from benchmarks.ours import engine_of
 from benchmarks.table import aligned
 from shardwise.comm.disk import open_unnamed
@@ -50,7 +41,7 @@ from shardwise.models.registry import of_gpt
 from shardwise.prediction.peak import device_peak_bytes
 
 OFFLOADS: Final = (None, "optim", FILLED_HOST, "param")
-ON_DISK: Final = ("optim@disk", FILLED_DISK, "param@disk")
+ON_DISK: Final = ("optim@disk", "param@disk")
 STATE_BYTES: Final = 16
 #: The part of the host's free memory, and of the disk's, that states may take.
 HOST_PART: Final = 0.8
@@ -129,7 +120,7 @@ def measured(fit: Fit, room: Room, rounds: int) -> LargestLine:
         model = gpt.GPT(config)
     setup = Setup(gpt.loss, gpt.Block, 1, device, "bf16")
     engine = engine_of(
-        *(model, plan_of(fit.offload, room), setup),
+        *(model, plan_of(fit.offload), setup),
         fill=_fill,
         offload_folder=room.folder,
         least_unit_bytes=room.least_unit_bytes,

@@ -118,7 +118,6 @@ OFFLOAD = tuple(
         ("zero2", "optim=0.5"),
         ("zero2", "optim-delayed=0"),
         ("zero2", "optim@disk"),
-        ("zero2", "optim,disk=0.5"),
         ("zero3", "optim"),
         ("zero3", "param"),
         ("zero3", "param@disk"),

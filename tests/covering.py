@@ -46,13 +46,12 @@ FACTORS: dict[str, list[str]] = {
     "activations": ["activations:host"],
     "offload": [
         *("offload:optim", "offload:optim=0.6", "offload:param", "offload:optim@disk"),
-        *("offload:param@disk", "offload:optim=0.7,disk=0.3", "offload:optim-delayed=1"),
+        *("offload:param@disk", "offload:optim-delayed=1"),
     ],
     "tile": ["tile:2", "tile:2=head"],
     "bucket": ["bucket:4KiB"],
     "buffers": ["buffers:64KiB"],
     "arenas": ["arenas"],
-    "device": ["device_memory:1GiB"],
     "layers": ["| blocks.1: zero3", "| head: tp2", "| blocks.0: recompute:full"],
 }
 NONE = ""

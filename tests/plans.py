@@ -15,8 +15,7 @@ CANONICAL: dict[str, list[str]] = {
         *(f"dp1 recompute:{how}" for how in ("full", "selective", "every2", "256KiB", "head")),
         *("dp1 activations:host", "dp1 recompute:full arenas", "dp1 fp32 recompute:full"),
         *(f"dp1 offload:{what}" for what in ("optim", "optim=0.6", "optim@disk", "param@disk")),
-        *("dp1 offload:optim=0.7,disk=0.3", "dp1 offload:optim-delayed=1"),
-        *("dp1 fp32 offload:param", "dp1 offload:param tile:2=head"),
+        *("dp1 offload:optim-delayed=1", "dp1 fp32 offload:param", "dp1 offload:param tile:2=head"),
         "dp1 offload:param accumulate:2 recompute:full",
     ],
     "data rows": [
@@ -58,11 +57,11 @@ CANONICAL: dict[str, list[str]] = {
     "offload": [
         *(f"dp2 zero2 offload:{what}" for what in ("optim", "optim=0.6", "optim@disk")),
         *(f"dp2 zero3 offload:{what}" for what in ("param", "param@disk")),
-        *("dp2 zero1 offload:optim-delayed=1", "dp2 zero3 offload:optim=0.7,disk=0.3"),
-        *("dp2 offload:optim,disk=0.4", "dp1 offload:param", "dp2 zero1 offload:optim@disk"),
+        *("dp2 zero1 offload:optim-delayed=1", "dp2 zero3 offload:optim=0.7"),
+        *("dp2 offload:optim@disk", "dp1 offload:param", "dp2 zero1 offload:optim@disk"),
         *("dp4 zero3 offload:optim", "dp2 zero3 accumulate:2 offload:optim@disk"),
         *("dp_replicate2 dp_shard2 zero3 offload:param@disk", "pp2 gpipe:2 offload:optim"),
-        *("tp2 offload:optim", "dp2 zero2 device_memory:4GiB"),
+        "tp2 offload:optim",
     ],
     "memory": [
         *(
@@ -97,15 +96,15 @@ CANONICAL: dict[str, list[str]] = {
 #: Plans in 16 bits, and words that change no bit of them.
 EQUAL_16: dict[str, list[str]] = {
     "dp1 bf16": ["offload:optim", "offload:optim@disk", "offload:param", "recompute:full"],
-    "dp1 fp16": ["offload:optim=0.7,disk=0.3", "offload:param@disk", "activations:host"],
+    "dp1 fp16": ["offload:optim=0.7", "offload:param@disk", "activations:host"],
     "dp2 bf16": ["offload:optim", "offload:optim@disk", "offload:param", "offload:param@disk"],
     "dp2 zero1 fp16": ["offload:optim", "offload:optim@disk"],
     "dp2 zero2 bf16": [
         *("offload:optim", "offload:optim=0.6", "offload:optim@disk", "arenas", "recompute:full"),
     ],
-    "dp2 zero2 accumulate:2 fp16": ["offload:optim", "offload:optim=0.7,disk=0.3"],
+    "dp2 zero2 accumulate:2 fp16": ["offload:optim", "offload:optim@disk"],
     "dp2 zero3 fp16": [
-        *("offload:param", "offload:param@disk", "offload:optim=0.7,disk=0.3", "recompute:full"),
+        *("offload:param", "offload:param@disk", "offload:optim=0.7", "recompute:full"),
         *("activations:host", "bucket:4KiB"),
     ],
     "dp_replicate2 dp_shard2 zero2 bf16": [],

@@ -200,7 +200,7 @@ def test_every_word_has_a_plan(form: str):
     assert there(re.sub("(N|[A-Z]+.*)$", "", form)) or form in ELSEWHERE
 
 
-@pytest.mark.parametrize("value", [*PARTITIONED_WORDS, *WHAT, *BY_FRACTION])
+@pytest.mark.parametrize("value", [*PARTITIONED_WORDS, *WHAT, BY_FRACTION])
 def test_every_value_has_a_plan(value: str):
     """So does each value of the words `recompute` and `offload`, with any fraction."""
     known = re.compile(re.sub("0[.][0-9]+", "[0-9.]+", value) + "(=[0-9]+)?$")

@@ -236,7 +236,7 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
             )
         ),
         *(
-            (partial(starts, SIX_BLOCKS, 3, names), said)  # type: ignore[arg-type]
+            (partial(starts, SIX_BLOCKS, 3, names), said)
             for names, said in (
                 (["blocks.1"], r"1 starts \(blocks\.1\) for 3 stages.*stages=None"),
                 (["blocks.1", "haed"], r'"haed", which is no module of the GPT.*Write.*"head"'),
@@ -281,7 +281,7 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         ),
         (
             lambda: engine_of(
-                "dp1 offload:optim=0.7,disk=0.3", optimizer=sw.Optim(torch.optim.Adafactor, lr=0.1)
+                "dp1 offload:optim@disk", optimizer=sw.Optim(torch.optim.Adafactor, lr=0.1)
             ),
             "means of rows and columns",
         ),

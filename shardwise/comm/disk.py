@@ -4,7 +4,7 @@
     disk.reserve(memory, buffer_bytes)              cut host memory into reusable buffers
     extent = disk.allocate("exp_avg of head", numel, dtype)
     buffer = disk.acquire()                         waits until a write gives one back
-    disk.begin_read(extent, chunk, buffer)          a Future; checks the chunk's checksum
+    disk.begin_read(extent, chunk, buffer)          a Future
     disk.begin_write(extent, chunk, buffer)         gives the buffer back when it is written
     disk.sync()                                     wait for all writes
 
@@ -14,12 +14,10 @@ An extent is a flat tensor; a chunk is `chunk_numel` of its elements, the last o
 begin and end at multiples of 4096 bytes.  Where the file system takes O_DIRECT, transfers bypass
 the page cache; elsewhere the kernel is advised to drop the pages.  The memory is that of the
 buffers, whatever the size of the file.  `extent.tensor` maps the file: checkpoints read and write
-it after `sync`, and `accept` follows a write.  Training never touches it.
+it after `sync`, and `drop` follows a write.  Training never touches it.
 
 The file has no name (O_TMPFILE, or it is unlinked at once).  So the system frees it when the
-process ends, also when it is killed, and no run can read a chunk of another.  The checksum of each
-chunk (checksum.py) is kept in memory, 8 bytes each: a chunk that was damaged, or whose last write
-was lost, is found when it is read.
+process ends, also when it is killed, and no run can read a chunk of another.
 
 After the first error all calls raise it: states on the disk may then be of two different steps.
 (ZeRO-Infinity, arXiv 2104.07857, section 6.3: the NVMe offload engine.)
@@ -41,7 +39,6 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from shardwise.comm.checksum import checksum
 from shardwise.comm.disk_use import DiskUse
 from shardwise.comm.ledger import TIER, Ledger
 from shardwise.core.chunks import ALIGN_BYTES, CHUNK_NUMEL, aligned
@@ -86,7 +83,6 @@ class Extent:
         self.chunks = -(-numel // disk.chunk_numel)
         self.map = mmap.mmap(disk.file, self.stored_bytes, offset=offset)
         self.tensor = torch.frombuffer(self.map, dtype=dtype, count=numel)
-        self.sums = [0] * self.chunks  # those of zeros
         self.writes: dict[int, Future[None]] = {}
 
     @property
@@ -250,22 +246,8 @@ class Disk:
             extent.sync()
         self.require()
 
-    def check(self) -> None:
-        """Read all chunks once, and compare their checksums.  Raises DiskError."""
-        self.sync()
-        self._scan()
-
-    def accept(self) -> None:
-        """Take what was written to the maps: compute the checksums of all chunks anew."""
-        self.sync()
-        for extent in self.extents:
-            extent.map.flush()
-            extent.sums = [-1] * extent.chunks
-        self._scan()
-        self.drop()
-
     def drop(self) -> None:
-        """Give back the pages that reading or writing the maps has left in memory."""
+        """Write what was written to the maps, and give back their pages in memory."""
         for extent in self.extents:
             extent.map.flush()
             extent.map.madvise(mmap.MADV_DONTNEED)
@@ -275,17 +257,6 @@ class Disk:
         if self.failed is not None:
             raise self.failed
 
-    def _scan(self) -> None:
-        reads: list[Future[None]] = []
-        for extent in self.extents:
-            for chunk in range(extent.chunks):
-                buffer = self.acquire()
-                read = self.begin_read(extent, chunk, buffer)
-                read.add_done_callback(lambda _, buffer=buffer: self.release(buffer))
-                reads.append(read)
-        for read in reads:
-            read.result()
-
     def _count(self, src: str, dst: str, buffer: Buffer, size: int) -> None:
         self.ledger.begin(TIER, between(src, dst)).add(buffer.memory, size, peers=0)
 
@@ -294,12 +265,7 @@ class Disk:
     ) -> None:
         if before is not None:
             before.result()
-        view = self._transfer(os.preadv, extent, chunk, buffer)
-        found = checksum(view)
-        if extent.sums[chunk] == -1:
-            extent.sums[chunk] = found
-        elif extent.sums[chunk] != found:
-            raise self._fail("read", extent, chunk, "it is not what was written: its checksum")
+        self._transfer(os.preadv, extent, chunk, buffer)
 
     def _write(
         self,
@@ -313,19 +279,12 @@ class Disk:
             if before is not None:
                 before.result()
             ready()
-            extent.sums[chunk] = checksum(buffer.view[: extent.chunk_bytes(chunk)])
             self._transfer(os.pwritev, extent, chunk, buffer)
         finally:
             self.release(buffer)
 
-    def _transfer(
-        self,
-        act: Transfer,
-        extent: Extent,
-        chunk: int,
-        buffer: Buffer,
-    ) -> memoryview:
-        """Read or write a chunk; the bytes of the buffer.  Raises DiskError."""
+    def _transfer(self, act: Transfer, extent: Extent, chunk: int, buffer: Buffer) -> None:
+        """Read or write a chunk.  Raises DiskError."""
         size, position = extent.chunk_bytes(chunk), extent.position(chunk)
         what = "write" if act is os.pwritev else "read"
         try:
@@ -335,7 +294,6 @@ class Disk:
                     os.posix_fadvise(self.file, position, size, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise self._fail(what, extent, chunk, str(error.strerror)) from None
-        return buffer.view[:size]
 
     def _fail(self, what: str, extent: Extent, chunk: int, why: str) -> DiskError:
         error = DiskError(

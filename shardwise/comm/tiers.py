@@ -112,6 +112,12 @@ class Tiers:
             return "disk"
         return "host" if self._memory(x) is not None else "device"
 
+    def bound_device(self, most_bytes: int | None) -> None:
+        """Let torch allocate at most so many bytes on a CUDA device; a CPU has no such bound."""
+        if most_bytes is not None and self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, most_bytes / total), self.device)
+
     def on_disk(self, extent: Extent) -> Tensor:
         """Count the storage of `extent.tensor` as memory of its disk; returns it."""
         self._disk[extent.tensor.untyped_storage()._cdata] = extent

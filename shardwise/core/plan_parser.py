@@ -133,7 +133,6 @@ WORDS: tuple[Word, ...] = (
             ("offload:param", "parameters rest in host memory too"),
             ("offload:optim@disk", "gradients and optimizer states rest on a disk"),
             ("offload:param@disk", "parameters rest on the disk too"),
-            ("offload:optim=0.9,disk=0.5", "90 % of the states leave the device, 50 % go to disk"),
             ("offload:auto", "the least in host memory that fits into device_memory"),
         ),
     ),

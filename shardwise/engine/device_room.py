@@ -8,7 +8,7 @@ the prediction.
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from shardwise.core.errors import InputError, bad
+from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_parser import size_text
 from shardwise.prediction.peak import LEAST, MOST, device_peak_bytes
@@ -37,14 +37,9 @@ def require_room(plan: Plan, predict: Predict) -> None:
     `predict` gives the prediction of a plan for the model and the batch of the run.
     """
     bound = plan.device_memory_bytes
-    if bound is not None and LEAST * peak_bytes(predict(plan)) > bound:
-        raise no_room(plan, predict)
-
-
-def no_room(plan: Plan, predict: Predict) -> InputError:
-    """The error for a bound that a step of `plan` exceeds."""
-    bound, peak = plan.device_memory_bytes or 0, peak_bytes(predict(plan))
-    return bad(
+    if bound is None or LEAST * (peak := peak_bytes(predict(plan))) <= bound:
+        return
+    raise bad(
         f"device_memory:{size_text(bound)} in the plan '{plan}', whose step stores {peak:,} bytes "
         "on the device of a rank by prediction, temporary memory of kernels apart",
         "a bound above that, an offload, recomputation, more ranks or a smaller batch",

@@ -23,7 +23,6 @@ what checkpoints read, and write.  The update replaces only the tensors without 
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from threading import Lock
 from typing import Any
 
 import torch
@@ -74,14 +73,9 @@ class DiskStates:
             self._store(flat, self.masters[k], self.weights[k])
         self.wide = disk.acquire() if flats else None  # gradients of 16 bits, in 32
 
-    def attach(
-        self, optimizer: Optimizer, targets: Sequence[Sequence[nn.Parameter]], lock: Lock
-    ) -> None:
-        """Step by `optimizer`, over parameters `targets`, views of the masters.
-
-        `lock` is held during a step: the host's thread may step by it too.
-        """
-        self.torch, self.targets, self.lock = optimizer, targets, lock
+    def attach(self, optimizer: Optimizer, targets: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Step by `optimizer`, over parameters `targets`, views of the masters."""
+        self.torch, self.targets = optimizer, targets
         groups = enumerate(optimizer.param_groups)
         self.group_of = {id(p): g for g, group in groups for p in group["params"]}
 
@@ -201,9 +195,8 @@ class DiskStates:
             [p for whole, p in pairs if self.group_of[id(whole)] == g]
             for g in range(len(self.torch.param_groups))
         ]
-        with self.lock:
-            even_out(self.torch, members)
-            step_over(self.torch, members)
+        even_out(self.torch, members)
+        step_over(self.torch, members)
 
     def _new_state(self, k: int, i: int, after: State, views: dict[str, Tensor]) -> State:
         """The parameter's new state: values of the piece go to `views`, the rest is kept."""
@@ -261,20 +254,16 @@ class DiskStates:
     def _owned(self, value: Any) -> Any:
         return self.tiers.own(value) if isinstance(value, Tensor) else value
 
-    def expose(self, *, check: bool) -> None:
-        """Before the maps are read: all is written, and by `check` each chunk is what was written.
-
-        Raises DiskError.
-        """
-        if check:
-            self.disk.check()
+    def expose(self) -> None:
+        """Before the maps are read: wait until all is written.  Raises DiskError."""
         self.disk.sync()
         self.mapped = True
 
     @torch.no_grad()
     def loaded(self) -> None:
         """After the maps were written: take their values, and copy the masters to the weights."""
-        self.disk.accept()
+        self.disk.sync()
+        self.disk.drop()
         for k, (master, weight) in enumerate(zip(self.masters, self.weights, strict=True)):
             for chunk in range(0 if weight is master else master.chunks):
                 narrow, buffer = self.disk.acquire(), self.disk.acquire()
@@ -301,7 +290,7 @@ def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) ->
     Raises InputError without a folder, and for one that cannot be written.
     """
     folder = training.offload_folder
-    if not (plan.offloaded and plan.offloaded.disk_share):
+    if not (plan.offloaded and plan.offloaded.on_disk):
         return None
     if folder is None:
         raise bad(

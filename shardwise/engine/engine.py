@@ -28,7 +28,6 @@ from shardwise.engine import batch as shares
 from shardwise.engine import compiled, hint, memory, state, validate
 from shardwise.engine.build import lay_out
 from shardwise.engine.consistency import ConsistencyCheck, share_checksum, warn_equal_shares
-from shardwise.engine.device_bound import device_bound
 from shardwise.engine.disk_states import open_disk
 from shardwise.engine.guard import Guard
 from shardwise.engine.one_stage import OneStage
@@ -85,7 +84,7 @@ class Engine:
         self.coming: state.Loading | None = None  # a checkpoint that is being loaded
         self.expected = 0  # tokens of the global batch, of the step before
         self.last: dict[Key, Tally] = {}  # what the last step sent
-        self.bound = device_bound(self)
+        self.world.tiers.bound_device(self.plan.device_memory_bytes)
 
     def _guarded(self) -> tuple[Guard, Updates]:
         training, passes = self.training, self.passes
@@ -158,12 +157,8 @@ class Engine:
             NonFiniteError: on every rank, a loss or gradient that is not finite; nothing was
                 updated.  With `on_nonfinite="skip"`, and where fp16 overflows, only after a
                 hundred such steps in a row.
-            torch.OutOfMemoryError: more is stored on the device than `device_memory` allows.
+            torch.OutOfMemoryError: on CUDA, `device_memory` allows no more memory.
         """
-        with self.bound:
-            return self._step(batch)
-
-    def _step(self, batch: Any) -> Metrics:
         self.world.require_open()
         validate.recording()
         self.data.structure.require_unchanged()

@@ -58,31 +58,15 @@ class Leak:
 
 
 class Storage:
-    """A weak reference to a storage, which prevents reuse of its address.
-
-    `counted_bytes` are its bytes when they were last looked at, 0 before.
-    """
+    """A weak reference to a storage, which prevents reuse of its address."""
 
     def __init__(self, storage: UntypedStorage, place: Place, made_by: str) -> None:
         self.weak, self.place, self.made_by = StorageWeakRef(storage), place, made_by
-        self.counted_bytes = 0
 
     def nbytes(self) -> int | None:
         """Its bytes now; None once it is freed."""
         storage = UntypedStorage._new_with_weak_ptr(self.weak.cdata)
         return None if storage is None else storage.nbytes()
-
-    def count(self) -> int | None:
-        """The same, which are then the counted bytes."""
-        nbytes = self.nbytes()
-        self.counted_bytes = nbytes or 0
-        return nbytes
-
-    def growth_bytes(self) -> int:
-        """By how much it has grown beyond the counted bytes; these are then counted too."""
-        growth = max(0, (self.nbytes() or 0) - self.counted_bytes)
-        self.counted_bytes += growth
-        return growth
 
 
 class Meter(TorchDispatchMode):
@@ -112,7 +96,7 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.track(func, args, made)
+        self._track_results(func, args, made)
         if self.peaks:
             self._look()
         else:
@@ -136,7 +120,7 @@ class Meter(TorchDispatchMode):
         self._claim()
         total: dict[Place, int] = {}
         for key, storage in list(self.storages.items()):
-            nbytes = storage.count()
+            nbytes = storage.nbytes()
             if nbytes is None:
                 del self.storages[key]
             elif nbytes:
@@ -156,21 +140,15 @@ class Meter(TorchDispatchMode):
 
     # --- tracking -----------------------------------------------------------------------------
 
-    def track(self, func: Any, args: Any, made: Any) -> int:
-        """Track the results of an operation.
-
-        Returns the bytes by which it made or enlarged storages; not those that are the host's.
-        """
-        place, growth = None, 0
+    def _track_results(self, func: Any, args: Any, made: Any) -> None:
+        """Track the results of an operation."""
+        place = None
         for leaf in pytree.tree_leaves(made):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                tracked = self.storages.get(leaf.untyped_storage()._cdata)
-                if tracked is None and not self._elsewhere(leaf, args):
+                known = leaf.untyped_storage()._cdata in self.storages
+                if not known and not self._elsewhere(leaf, args):
                     place = place or Place("activations", self._running(), self._tier(args))
-                    tracked = self._track(leaf, place, str(func))
-                if tracked is not None and self.engine.world.tiers.of(leaf) == "device":
-                    growth += tracked.growth_bytes()
-        return growth
+                    self._track(leaf, place, str(func))
 
     def _elsewhere(self, x: Tensor, args: Any) -> bool:
         """Whether `x` is memory of the device that an argument has and that was made elsewhere.
@@ -204,16 +182,15 @@ class Meter(TorchDispatchMode):
         for category in (key for key in CATEGORIES if now[key] > self.most.get(key, 0)):
             self.most[category] = now[category]
 
-    def _track(self, tensor: Tensor, place: Place, made_by: str) -> Storage | None:
-        """Track a storage that is not; None for one in an arena, which is counted with it."""
+    def _track(self, tensor: Tensor, place: Place, made_by: str) -> None:
+        """Track a storage, unless it is in an arena, which is counted with it."""
         storage = tensor.untyped_storage()
         if storage.device.type == "meta" or self.engine.world.arenas.hold(tensor):
-            return None
+            return
         tier = self.engine.world.tiers.of(tensor)
         if tier != "device":
             place = place._replace(tier=tier)
-        tracked = self.storages[storage._cdata] = Storage(storage, place, made_by)
-        return tracked
+        self.storages[storage._cdata] = Storage(storage, place, made_by)
 
     def _tier(self, args: Any) -> Tier:
         """The tier of new results: that of the operands; a copy has one on each tier."""

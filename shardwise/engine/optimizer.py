@@ -21,7 +21,6 @@ torch's own optimizer, and the rates a scheduler writes there are used by the ne
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from threading import Lock
 from typing import Any
 
 import torch
@@ -54,11 +53,9 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         self.spec, self.flats = spec, [flat for flat in flats if flat.trained]
         self.tiers = tiers or Tiers()
-        on_disk = [flat for flat in self.flats if flat.moves.on_disk]
-        self.disk = disk and DiskStates(spec, on_disk, self.tiers, disk)
-        self.lock = Lock()  # held while a thread, this or the host's, steps `self.torch`
+        self.disk = disk and DiskStates(spec, self.flats, self.tiers, disk)
         self.masters: dict[int, Tensor] = {
-            k: self._master(flat)
+            k: self._master(k, flat)
             for k, flat in enumerate(self.flats)
             if flat.dtype in HALF or _apart(flat)
         }
@@ -73,9 +70,7 @@ class ShardedOptimizer(Optimizer):
             self.torch = spec.build(named)
             super().__init__(self.torch.param_groups, self.torch.defaults)
         if self.disk is not None:
-            pairs = zip(self.flats, self.targets, strict=True)
-            targets = [own for flat, own in pairs if flat.moves.on_disk]
-            self.disk.attach(self.torch, targets, self.lock)
+            self.disk.attach(self.torch, self.targets)
         self.param_groups, self.state = self.torch.param_groups, self.torch.state  # shared
         self.spec_options = [groups.options(group) for group in self.param_groups]
         self.places = places = [{id(p) for p in group["params"]} for group in self.param_groups]
@@ -85,10 +80,10 @@ class ShardedOptimizer(Optimizer):
         self.factor = 1.0  # of the last step
         self.base_lr = [group["lr"] for group in self.param_groups]
 
-    def _master(self, flat: Flat) -> Tensor:
+    def _master(self, k: int, flat: Flat) -> Tensor:
         """A copy of the shard on the tier of its optimizer state, with 32 bits or more."""
-        if self.disk is not None and flat.moves.on_disk:
-            return self.disk.masters[self.disk.flats.index(flat)].tensor
+        if self.disk is not None:
+            return self.disk.masters[k].tensor
         if not flat.moves.host_update:
             return flat.shard.float()
         if flat.moves.fetch:
@@ -123,9 +118,9 @@ class ShardedOptimizer(Optimizer):
         self.factor = factor
         chosen = [k for k, flat in enumerate(self.flats) if flat in flats]
         self.follow()
-        if self.disk is not None and (on_disk := [flat for flat in flats if flat.moves.on_disk]):
-            self.disk.update([self.disk.flats.index(flat) for flat in on_disk], factor)
-            chosen = [k for k in chosen if not self.flats[k].moves.on_disk]
+        if self.disk is not None:
+            self.disk.update(chosen, factor)
+            return
         plain = [k for k in chosen if k not in self.masters]
         gradients = {k: self._gradients(k, factor) for k in chosen}
         if plain:
@@ -177,9 +172,8 @@ class ShardedOptimizer(Optimizer):
         members = [
             [p for k in chosen for p in self.members[k][g]] for g in range(len(self.param_groups))
         ]
-        with self.lock:
-            even_out(self.torch, members)
-            step_over(self.torch, members, options)
+        even_out(self.torch, members)
+        step_over(self.torch, members, options)
 
     def _step_masters(
         self,
@@ -217,10 +211,10 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def publish(self, flats: Sequence[Flat] | None = None) -> None:
         """Copy the masters of `flats` (None: of all) that are in host memory to the device."""
+        if self.disk is not None:  # its update has copied them, chunk by chunk
+            return
         for k, flat in enumerate(self.flats):
             if not flat.moves.host_update or (flats is not None and flat not in flats):
-                continue
-            if flat.moves.on_disk:  # its update has copied it, chunk by chunk
                 continue
             self._own(k)
             if _apart(flat):
@@ -331,8 +325,8 @@ class ShardedOptimizer(Optimizer):
     def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """New memory for a state tensor of a parameter of the k-th flat, on the state's tier."""
         flat, target = self.flats[k], self.targets[k][index]
-        if self.disk is not None and flat.moves.on_disk:
-            return self.disk.room(self.disk.flats.index(flat), index, key, size, dtype)
+        if self.disk is not None:
+            return self.disk.room(k, index, key, size, dtype)
         device = device_of(key, target, self.param_groups[self.group_of(target)])
         made = torch.zeros(tuple(size), dtype=dtype, device=device)
         return self.tiers.own(made) if flat.moves.host_update else made
@@ -340,11 +334,6 @@ class ShardedOptimizer(Optimizer):
     def group_of(self, target: Tensor) -> int:
         """The number of the group that a parameter is in."""
         return next(g for g, place in enumerate(self.places) if id(target) in place)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every parameter has its state."""
-        return all(self.torch.state.get(t) for targets in self.targets for t in targets)
 
     def tensors(self) -> Iterator[tuple[Flat, int, str, Tensor]]:
         """Every state tensor: its flat group, the parameter's index in it, its key, the tensor."""

@@ -40,7 +40,7 @@ Part = tuple[tuple[int, ...], Tensor, int]
 def boxes(model: nn.Module, sharded: ShardedModel, optimizer: ShardedOptimizer) -> list[Box]:
     """All boxes of this rank; `replica` is 0 on exactly one of the ranks that hold the same.
 
-    Raises DiskError for states on a disk that are not as they were written.
+    Raises DiskError if states on a disk cannot be written.
     """
     states, _ = outgoing(optimizer.state, held_parameters(optimizer))
     extra, _ = extra_state.outgoing(model, sharded.copy)
@@ -100,11 +100,11 @@ class Loading:
 def weights(flats: Sequence[Flat], optimizer: ShardedOptimizer) -> list[Box]:
     """The boxes of this rank's pieces of the parameters.
 
-    Raises DiskError for states on a disk that are not as they were written.
+    Raises DiskError if states on a disk cannot be written.
     """
     optimizer.follow()
     if optimizer.disk is not None:
-        optimizer.disk.expose(check=True)
+        optimizer.disk.expose()
     masters = {id(f): optimizer.masters.get(k) for k, f in enumerate(optimizer.flats)}
     return [box for flat in flats for box in boxes_of(flat, "model", masters.get(id(flat)))]
 
@@ -149,7 +149,7 @@ def gradients(optimizer: ShardedOptimizer) -> list[Box]:
     """This rank's pieces of the gradients, named "grad/NAME", as the last update used them."""
     found: list[Box] = []
     if optimizer.disk is not None:
-        optimizer.disk.expose(check=False)
+        optimizer.disk.expose()
     for flat in optimizer.flats:
         if flat.grads.gshard is None:
             continue

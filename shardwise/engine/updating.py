@@ -140,19 +140,19 @@ class Updates:
         return error
 
     @property
-    def in_memory(self) -> list[Flat]:
-        """Flat groups with states in memory."""
-        return [flat for flat in self.flats if not flat.moves.on_disk]
+    def in_memory(self) -> Sequence[Flat]:
+        """Flat groups with states in memory: all, or none."""
+        return self.flats if self.optimizer.disk is None else ()
 
     def _update_disk(self, factor: float) -> None:
         """Update the states on a disk, all in one go.
 
         This thread streams them: the disk's threads are others.
         """
-        if flats := [flat for flat in self.flats if flat.moves.on_disk]:
-            update = partial(self.optimizer.step, flats, factor)
-            self.disk_spans.timed(_name(flats), update)()
-            self._publish(flats)
+        if self.optimizer.disk is not None:
+            update = partial(self.optimizer.step, self.flats, factor)
+            self.disk_spans.timed(_name(self.flats), update)()
+            self._publish(self.flats)
 
     @property
     def _on_host(self) -> bool:
@@ -175,7 +175,7 @@ class Updates:
             return [self.in_memory] if self.in_memory else []
         found, part = list[Sequence[Flat]](), list[Flat]()
         for unit in self.data.units.order:
-            part += [flat for flat in unit.trained if not flat.moves.on_disk]
+            part += unit.trained
             if _size_bytes(part) >= (self.early_bytes or MOST_BYTES):
                 found.append(part)
                 part = []
@@ -201,11 +201,6 @@ class Updates:
         self.optimizer.publish(flats)
         for flat in flats:
             flat.grads.clear()
-
-    @property
-    def makes_states_on_host(self) -> bool:
-        """Whether another thread still has to make some of the optimizer's states."""
-        return self._on_host and not self.optimizer.complete
 
     def _factor(self, norm: float) -> float:
         """The factor of all gradients: removes the loss scale and clips (Pascanu et al., 2013)."""

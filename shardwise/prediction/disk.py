@@ -1,4 +1,4 @@
-"""States on a disk (`offload:optim@disk`, `param@disk`, `optim,disk=0.5`): bytes held, and moved.
+"""States on a disk (`offload:optim@disk`, `offload:param@disk`): bytes held, and moved.
 
 Of each group with B elements in this rank's block, the file has a gradient in the precision of the
 weight, a master, and the states of the optimizer in the precision of the master. Each begins a new

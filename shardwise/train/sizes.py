@@ -153,39 +153,30 @@ def state_bytes(sizes: Sizes, plan: Plan) -> int:
     """A lower bound of the bytes on all ranks between steps: weights, gradients, Adam's state.
 
     It excludes padding, parameters that tensor ranks replicate, activations, and what rests on a
-    disk. Only whole units rest there, so up to one unit more than the plan's fraction is excluded.
+    disk.
     """
     shard, states = plan.mesh.size_of(plan.shard_axis or "none"), plan.states
     param, grad, optim = STATE_BYTES[plan.precision or "fp32"]
     param *= states.param_tier != "disk"
-    on_disk = fraction_on_disk(plan)
-    if on_disk:
-        largest = parameters(_one_layer(sizes)) / parameters(sizes)
-        grad, optim = (n * max(0.0, 1 - on_disk - largest) for n in (grad, optim))
+    if states.optim_tier == "disk":
+        grad = optim = 0
     each = bytes_per_parameter(states, shard, param, grad, optim)
     # tensor ranks and stages divide the parameters; the data ranks replicate each part,
     # at least once for each group over which experts are distributed
     return int(parameters(sizes) * each * plan.data_size / plan.ep)
 
 
-def fraction_on_disk(plan: Plan) -> float:
-    """The fraction of the parameters whose gradients and optimizer states rest on a disk."""
-    return 0.0 if plan.offloaded is None else plan.offloaded.disk_share
-
-
 def disk_bytes(sizes: Sizes, plan: Plan, optimizer: str = "adamw") -> int:
-    """The bytes of all ranks' states on a disk, without padding (prediction/disk.py).
-
-    At least: units are there as a whole.
-    """
+    """The bytes of all ranks' states on a disk, without padding (prediction/disk.py)."""
     states, precision = plan.states, plan.precision or "fp32"
+    if states.optim_tier != "disk":
+        return 0
     param, grad, optim = STATE_BYTES[precision]
     wide = 8 if precision == "fp64" else 4
     optim -= wide * (optimizer == "lion")  # one moment
     if states.param_tier != "disk" and precision not in ("bf16", "fp16"):
         optim += param  # a master apart from the parameter on the device
     param *= states.param_tier == "disk"
-    grad, optim = (n * fraction_on_disk(plan) for n in (grad, optim))
     # gradients on a disk are always those of the block that a rank updates
     shard = plan.mesh.size_of(plan.shard_axis or "none")
     own = 1 / shard if states.optim.kind == "S" else 1.0

@@ -26,7 +26,7 @@ from shardwise.verify.limits import batch_norm_note, dropout_note
 from shardwise.verify.options import Options
 from shardwise.verify.parity import prove
 from shardwise.verify.report import Report, report
-from shardwise.verify.room import within_bound
+from shardwise.verify.room import require_bound
 from shardwise.verify.smoke_test import smoke_test
 
 MOST_STEPS = 1000
@@ -68,14 +68,14 @@ def verify(
     # a wrong name or model raises here, before any rank starts
     made, options = smoke_test(model, plan, options)
     note = batch_norm_note(made, plan)
-    with within_bound(model, plan, options):
-        if not started:
-            args = plan, model, steps, options, device or "cpu"
-            findings = _on_new_ranks(args, note, fork=fork)
-        else:
-            world = init(device)
-            require(plan, world.size)
-            findings = all_gather_object(prove(world, plan, model, steps, options), world)
+    require_bound(model, plan, options)
+    if not started:
+        args = plan, model, steps, options, device or "cpu"
+        findings = _on_new_ranks(args, note, fork=fork)
+    else:
+        world = init(device)
+        require(plan, world.size)
+        findings = all_gather_object(prove(world, plan, model, steps, options), world)
     name = model if isinstance(model, str) else model.name
     return replace(report(plan, name, findings), note=note, changed=dropout_note(made))
 

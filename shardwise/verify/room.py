@@ -1,15 +1,9 @@
-"""Whether the steps of a proof fit `device_memory`: before they begin, and when one exceeds it."""
+"""Whether the steps of a proof fit `device_memory`, by prediction, before they begin."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
-import torch
-
-from shardwise.core.errors import RankError
 from shardwise.core.plan import Plan
-from shardwise.engine.device_bound import EXCEEDED
-from shardwise.engine.device_room import no_room, require_room
+from shardwise.engine.device_room import require_room
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.prediction.prediction import Prediction
@@ -19,24 +13,9 @@ from shardwise.verify.options import Options
 from shardwise.verify.parity import theory_of
 
 
-@contextmanager
-def within_bound(model: str | Trainable, plan: Plan, options: Options) -> Iterator[None]:
-    """Around the steps of a proof of `plan` on `model`.
-
-    Raises InputError if they need more than the plan's bound on device memory: before they begin if
-    the prediction exceeds it, or if the bound stopped a rank.
-    """
-    if plan.device_memory_bytes is None:
-        yield
-        return
-    predict = partial(_predicted, model, options)
-    require_room(plan, predict)
-    try:
-        yield
-    except (RankError, torch.OutOfMemoryError) as error:
-        if EXCEEDED not in str(error):
-            raise
-        raise no_room(plan, predict) from None
+def require_bound(model: str | Trainable, plan: Plan, options: Options) -> None:
+    """Raise InputError if steps of a proof of `plan` on `model` exceed its bound, by prediction."""
+    require_room(plan, partial(_predicted, model, options))
 
 
 def _predicted(model: str | Trainable, options: Options, plan: Plan) -> Prediction:

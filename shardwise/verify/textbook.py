@@ -6,9 +6,9 @@ what these words promise is compared with what the engine has:
 
     zero1, zero2, zero3     bytes of parameters, gradients and optimizer state: of N parameters all,
                             or 1/n on each of n ranks (ZeRO, arXiv 1910.02054, figure 1)
-    offload:optim=F,disk=G  the fraction of the parameters whose states leave the device, or are on
-                            a disk: F and G, and at most one unit more; a file is as large as
-                            what it holds
+    offload:optim=F         the fraction of the parameters whose states leave the device: F, and at
+                            most one unit more; those of @disk are on a disk, and its file is as
+                            large as what it holds
     offload:optim-delayed=N the update of step N, from 0, is the first that is delayed; without
                             N that of step 40 (ZeRO-Offload, arXiv 2101.06840, section 5.2)
     1f1b:M and others       activations of so many microbatches at once (core/schedule/library.py)
@@ -88,7 +88,7 @@ def broken(engine: Engine, activations: int) -> Promises:
         found |= _states(engine)
     else:
         offload = plan.offloaded
-        found |= _offloaded(engine.data.units.order, offload.share, offload.disk_share)
+        found |= _offloaded(engine.data.units.order, offload.share, on_disk=offload.on_disk)
         found |= _file(engine)
     if plan.buffers_bytes and engine.world.pool.memory is not None:
         found |= _unequal("pool", engine.world.pool.memory.nbytes, plan.buffers_bytes)
@@ -256,19 +256,18 @@ def _file(engine: Engine) -> Promises:
     return _unequal("file", read, stored) if read > (1 + SLACK) * stored + pages else {}
 
 
-def _offloaded(units: Sequence[Unit], share: float, disk_share: float) -> Promises:
-    """The elements whose states leave the device, and those on a disk."""
-    numels = [
-        sum(shape.numel() for flat in unit.trained for shape in flat.shapes) for unit in units
+def _offloaded(units: Sequence[Unit], share: float, *, on_disk: bool) -> Promises:
+    """The elements whose states leave the device, for a disk if `on_disk`."""
+    counted = [
+        (
+            sum(shape.numel() for flat in unit.trained for shape in flat.shapes),
+            any(m.host_update and m.on_disk == on_disk for m in (f.moves for f in unit.trained)),
+        )
+        for unit in units
     ]
-    moves = [[flat.moves for flat in unit.trained] for unit in units]
-    found: Promises = {}
-    for name, fraction, left in (
-        ("host or disk", share, [any(one.host_update for one in own) for own in moves]),
-        ("disk", disk_share, [any(one.on_disk for one in own) for own in moves]),
-    ):
-        read = sum(n for n, is_left in zip(numels, left, strict=True) if is_left)
-        least = math.floor(fraction * sum(numels))
-        if not least <= read <= (least + max(numels, default=0) if fraction else 0):
-            found |= _unequal(f"elements with states on {name}", read, least)
-    return found
+    numels = [numel for numel, _ in counted]
+    read = sum(numel for numel, left in counted if left)
+    least = math.floor(share * sum(numels))
+    if least <= read <= least + max(numels, default=0):
+        return {}
+    return _unequal(f"elements with states on {'disk' if on_disk else 'host'}", read, least)

@@ -23,8 +23,7 @@ def test_offload_trains_the_same_model() -> None:
         assert row.loss == pytest.approx(rows["zero2"].loss, rel=near), row.note
         assert row.ratio is not None
     on_disk = {name for name, row in rows.items() if row.disk_bytes}
-    words = ("zero2 offload:optim@disk", "zero2 offload:optim,disk=0.5", "zero3 offload:param@disk")
-    assert on_disk == set(words)
+    assert on_disk == {"zero2 offload:optim@disk", "zero3 offload:param@disk"}
     for name, row in rows.items():
         if "offload:" in name:
             assert row.host_bytes and row.moved_bytes, name

@@ -2,16 +2,17 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from shardwise.comm.tiers import Tiers
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
 from shardwise.core.plan import Plan
 from shardwise.engine.meter import Meter
 from shardwise.engine.offload_choice import with_offload
-from shardwise.engine.out_of_memory import explained, ran_out
 from shardwise.engine.parallelize import build_engine
 from shardwise.engine.prediction import predict, predict_with
 from shardwise.models.registry import find
@@ -31,25 +32,29 @@ def predicted(plan: Plan) -> Prediction:
     return predict(TASK.make(), plan, rows, loss=TASK.loss, units=1)
 
 
-def stepped(world: World, plan: str) -> str:
-    """Two steps; the advice if they have too little memory."""
+def peak_of_two_steps(world: World, plan: str) -> int:
+    """The most bytes that the rank stores on its device."""
     engine = build(world, TASK, Case(plan))
-    try:
+    with Meter(engine) as meter:
         for step in range(2):
             engine.step(share(TASK.batch(step), engine.data_rank, engine.data_ranks))
-    except RuntimeError as error:
-        if not ran_out(error):
-            raise
-        return str(explained(error, engine, predicted(engine.plan)))
-    return ""
+    return meter.peak_bytes
 
 
-def test_a_step_beyond_the_bound_says_who_holds_what():
-    """The error has the bytes by category, and a plan word that makes the largest smaller."""
-    (advice,) = run_threads(1, stepped, "dp1 fp32 device_memory:128KiB")
-    assert "device_memory allows 131,072: parameters 29,440" in advice
-    assert "rank 0 stores, bytes" in advice
-    assert "Write instead: --plan 'dp1 fp32 recompute:full device_memory" in advice
+def test_the_allocator_of_cuda_has_the_bound(monkeypatch: pytest.MonkeyPatch):
+    """As a fraction of the device's memory; on a CPU nothing is bounded, and steps run."""
+    seen: list[tuple[float, torch.device]] = []
+    total = SimpleNamespace(total_memory=2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: total)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *given: seen.append(given)
+    )
+    device = torch.device("cuda", 1)
+    for most_bytes in (2**19, 2**30):
+        Tiers(device=device).bound_device(most_bytes)
+    assert seen == [(0.5, device), (1.0, device)]
+    assert run_threads(1, peak_of_two_steps, "dp1 fp32 device_memory:1KiB")[0] > 1024
+    assert len(seen) == 2
 
 
 @pytest.mark.full
@@ -104,13 +109,11 @@ def test_it_fits_on_every_stage():
 
 @pytest.mark.full
 def test_a_chosen_plan_runs_in_its_bound():
-    """With room for temporaries the chosen plan runs; without offload there is too little."""
+    """With room for temporaries the chosen plan has enough; without offload there is too little."""
     bound = device_peak_bytes(predicted(Plan.parse("dp1 fp32 offload:optim")))
     plan = with_offload(Plan.parse(f"dp1 fp32 offload:auto device_memory:{bound}B"), predicted)
-    roomy = str(plan).replace(f"{bound}B", f"{bound + 20000}B")
-    assert run_threads(1, stepped, roomy) == [""]
-    (advice,) = run_threads(1, stepped, f"dp1 fp32 device_memory:{bound + 20000}B")
-    assert "has too little memory" in advice
+    chosen, plain = (run_threads(1, peak_of_two_steps, str(p))[0] for p in (plan, "dp1 fp32"))
+    assert chosen <= bound + 20000 < plain
 
 
 def test_auto_needs_a_bound_and_a_batch():
@@ -118,7 +121,7 @@ def test_auto_needs_a_bound_and_a_batch():
     with pytest.raises(InputError, match="device_memory:8GiB"):
         with_offload(Plan.parse("dp2 offload:auto"), predicted, torch.device("cpu"))
     with pytest.raises(RankError, match="shardwise predict"):
-        run_threads(1, partial(stepped, plan="dp1 offload:auto device_memory:1MiB"))
+        run_threads(1, partial(peak_of_two_steps, plan="dp1 offload:auto device_memory:1MiB"))
 
 
 @pytest.mark.full

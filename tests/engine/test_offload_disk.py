@@ -80,7 +80,7 @@ def test_states_larger_than_the_host_memory_they_have(plan: str, monkeypatch: py
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def failing(world: World, folder: str, plan: str, how: str) -> tuple[list[str], float]:
+def failing(world: World, folder: str, plan: str) -> tuple[list[str], float]:
     """A step, a checkpoint, then the disk fails: what is said, and the loss of a fresh engine."""
     case, said = Case(plan), list[str]()
     engine = build(world, TASK, case)
@@ -93,14 +93,7 @@ def failing(world: World, folder: str, plan: str, how: str) -> tuple[list[str], 
     states = engine.optimizer.disk
     assert states is not None
     states.disk.sync()
-    if how == "cut off":
-        os.ftruncate(states.disk.file, 0)
-    else:
-        extent = states.states[0]["exp_avg"] if how == "a moment" else states.weights[0]
-        assert extent is not None
-        extent.tensor[:1].add_(1)
-        extent.map.flush()
-        states.disk.drop()
+    os.ftruncate(states.disk.file, 0)
     for act in (lambda: step(1), lambda: step(1), lambda: sw.save(engine, folder)):
         try:
             act()
@@ -112,22 +105,14 @@ def failing(world: World, folder: str, plan: str, how: str) -> tuple[list[str], 
     return said, step(1).loss
 
 
-FAILURES = [
-    (f"dp2 zero2 fp64 {WORD}", "a moment", "checksum"),
-    (f"dp2 zero2 fp64 {WORD}", "cut off", "the file ends"),
-    ("dp2 zero3 fp64 offload:param@disk", "a weight", "of the tensor 'weight of "),
-]
-
-
-@pytest.mark.cases(3)
-@pytest.mark.parametrize(("plan", "how", "words"), FAILURES)
-def test_a_disk_that_fails(tmp_path: Path, plan: str, how: str, words: str):
+@pytest.mark.parametrize("plan", [f"dp2 zero2 fp64 {WORD}", "dp2 zero3 fp64 offload:param@disk"])
+def test_a_disk_that_fails(tmp_path: Path, plan: str):
     """The step fails, and all later ones; no checkpoint is made of it; the last one is whole."""
     wanted = oracle(TASK, Case("ddp", steps=2))
-    for rank, (said, loss) in enumerate(run_gloo(2, failing, str(tmp_path), plan, how)):
+    for rank, (said, loss) in enumerate(run_gloo(2, failing, str(tmp_path), plan)):
         assert len(said) == 3
         for text in said:
-            assert f"Rank {rank} cannot read chunk 0 of 1" in text and words in text
+            assert f"Rank {rank} cannot read chunk 0 of 1" in text and "the file ends" in text
         assert loss == pytest.approx(wanted.losses[1], rel=1e-10)
 
 

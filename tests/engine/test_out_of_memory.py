@@ -106,5 +106,5 @@ def test_training_ends_with_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(sw.Engine, "step", step)
     with pytest.raises(InputError, match=r"out of memory. Tried to allocate 2.00 GiB\)") as told:
-        loop.train(settings(tmp_path / "run", "fp32"), alone())
+        loop.train(settings(tmp_path / "run", "fp32 device_memory:1MiB"), alone())
     assert "rank 0 stores, bytes" in str(told.value)

@@ -60,7 +60,7 @@ def test_every_rank_of_every_pipeline_is_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "what", ["zero2 offload:optim", "zero2 offload:optim-delayed=0", "zero3 offload:optim,disk=0.5"]
+    "what", ["zero2 offload:optim", "zero2 offload:optim-delayed=0", "zero3 offload:optim@disk"]
 )
 def test_updates_of_offloaded_states_are_recorded(tmp_path: Path, what: str) -> None:
     """Passes of the main thread, updates on the host's thread and from the disk, on each rank."""
@@ -77,7 +77,7 @@ def test_updates_of_offloaded_states_are_recorded(tmp_path: Path, what: str) -> 
         steps, passes, updates, disk = ([e for e in seen if e["cat"] == t] for t in tracks)
         assert [e["name"] for e in steps] == [f"step {step}" for step in range(3, 8)]
         assert [e["name"] for e in passes if e["name"][0] in "FB"] == ["F0.0", "B0.0"] * 5
-        assert len(updates) >= 5
+        assert len(updates) >= 5 * ("disk" not in what)
         assert all(e["name"].startswith("update ") for e in updates + disk)
         assert len(disk) == 5 * ("disk" in what)
         if "delayed" in what:  # the update of a step begins after its passes

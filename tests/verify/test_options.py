@@ -165,7 +165,7 @@ def test_what_is_given_replaces_what_the_model_has() -> None:
         (3, ROWS, "a int .3. as the model of sw.verify"),
         (linear, {"x": ROWS, "y": ROWS[:4]}, "rows"),
         (linear, ROWS[:0], "tensors have no rows"),
-        (linear, 5, "a batch without a tensor"),
+        (linear, 5, "batch=, an example batch"),
         (gpt, ROWS, 'the model "gpt", whose step in fp64 on one process gives'),
     ],
 )
@@ -189,9 +189,9 @@ def answer(share: float) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("share", [0.01, 0.95])
+@pytest.mark.parametrize("share", [0.01, 0.8])
 def test_a_bound_that_a_step_exceeds_is_one_paragraph_with_one_that_can_be_met(share: float):
-    """Far below the prediction before ranks start, near it when a rank has stopped."""
+    """Before ranks start, by prediction."""
     assert re.search(r"Write instead: 'dp1 fp32 device_memory:\d+MiB'", answer(share))
 
 
