@@ -1,7 +1,6 @@
 """Trackers, offline: what a run of `shardwise train` writes is read back from their files."""
 
 import json
-import re
 import struct
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -11,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.comm.world import alone
 from shardwise.core.errors import InputError
-from shardwise.train import config, loop
+from shardwise.train import config
 from shardwise.train.metrics import Record, tags
 from shardwise.train.prepare import Start
-from tests.house import ROOT
 from tests.train.runs import run, settings
 
 Values = dict[str, dict[int, float]]
@@ -142,20 +139,3 @@ def test_a_store_that_mlflow_cannot_use_is_answered_in_a_paragraph(
     with pytest.raises(InputError, match=r"nowhere://x.*MLFLOW_TRACKING_URI=") as error:
         run(tracked(tmp_path / "run", "mlflow"))
     assert len(str(error.value).splitlines()) == 1
-
-
-def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the page on callbacks, shortened to two steps on one rank, with its own file."""
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs/how-to/callbacks.md").read_text(encoding="utf-8")
-    mine = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
-    Path("mine.py").write_text(mine)
-    values = settings(tmp_path / "run").model_dump(exclude_unset=True)
-    given = re.findall(r"^shardwise train \S+ --nproc 2 --set (\S+)$", page, re.MULTILINE)
-    assert len(given) == 2
-    for number, each in enumerate(given):
-        own = [each, f"run.folder=run-{number}", "train.steps=2"]
-        loop.train(config.build(config.override(values, own)), alone())
-    assert list(Path("run-0/wandb").glob("offline-run-*"))

@@ -122,5 +122,3 @@ def test_a_module_is_put_in_the_stage_it_is_called_in():
         assert losses == pytest.approx(expected, rel=1e-12)
     with pytest.raises(RankError, match=r'beside=\{"norm": "blocks\.3"\}'):
         run_threads(2, turned, None)
-    with pytest.raises(RankError, match=r"Given: beside=3.*Write instead: beside="):
-        run_threads(2, turned, 3)

@@ -225,8 +225,8 @@ def test_the_word(word: str, text: str):
 
 
 def test_a_size_without_its_unit_is_refused():
-    """With the word that was meant."""
-    with pytest.raises(InputError, match="Write instead: recompute:8GiB"):
+    """With the units there are."""
+    with pytest.raises(InputError, match="with its unit, B, KiB, MiB or GiB"):
         Plan.parse("recompute:8G")
 
 
