@@ -23,7 +23,6 @@ from shardwise.comm.world import alone, traced
 from shardwise.core.errors import InputError
 from shardwise.core.layout import P, Placement, R, S
 from shardwise.core.mesh import Mesh
-from shardwise.core.optimizers import k_bytes
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.classic import dapple
 from shardwise.core.schedule.clock import clock
@@ -204,7 +203,6 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
             for of in ((P, P, R), (R, P, P))
         ),
         (lambda: Row(R, S(1), S(0)), "sharded on dim 1"),
-        (partial(k_bytes, "adm"), r"'adm'.*Write instead: adam"),
     ],
     "schedules": [
         (lambda: clock(read("rank 0 B0 F0")), "deadlocks"),

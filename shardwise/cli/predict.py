@@ -17,10 +17,10 @@ import typer
 from rich.console import Console
 
 from shardwise.cli.configured import CONFIG, PLAN, PlannedModel, configured
-from shardwise.cli.predict_table import Answer, answer, show, show_zero_table, zero_as_json
+from shardwise.cli.predict_table import Answer, answer, show
+from shardwise.cli.zero_table import print_zero_table
 from shardwise.core.arguments import choice, integer
 from shardwise.core.errors import InputError, bad
-from shardwise.core.optimizers import zero_table
 from shardwise.core.plan import Plan
 from shardwise.prediction.link_time import Cluster
 from shardwise.train.cluster import cluster_in
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from shardwise.prediction.prediction import Prediction
 
 ROWS = 2  # per microbatch
-MOST_PARAMETERS = 1e18
-ZERO_RANKS = [1, 4, 16, 64, 256, 1024]  # the paper's
 
 
 def predict_command(
@@ -83,7 +81,7 @@ def predict_command(
     """Predict the memory and the traffic of any rank of a plan, without starting a process."""
     began = time.perf_counter()
     if zero_table is not None:
-        _print_zero_table(zero_table, as_json=as_json)
+        print_zero_table(zero_table, _console(), as_json=as_json)
         return
     choice("--device", device, ("cpu", "cuda"))
     links = None if cluster is None else cluster_in(cluster)
@@ -136,25 +134,6 @@ def _print(numbers: dict[str, Any], told: Answer, step: "Step | None", *, as_jso
 
 def _console() -> Console:
     return Console(emoji=False, highlight=False, markup=False)
-
-
-def _print_zero_table(text: str, *, as_json: bool) -> None:
-    """Print ZeRO's table 1 for models of these numbers of parameters.
-
-    Raises InputError for text that is no numbers.
-    """
-    try:
-        counts = [float(word) for word in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or any(not 1 <= n <= MOST_PARAMETERS for n in counts):
-        allowed = f"numbers from 1 to {MOST_PARAMETERS:g}, with commas between them"
-        raise bad(f"--zero-table {text}", allowed, "--zero-table 7.5e9,128e9")
-    lines = list(zero_table(counts, ZERO_RANKS, "adam"))
-    if as_json:
-        print(json.dumps(zero_as_json(lines)))
-    else:
-        show_zero_table(lines, _console())
 
 
 def numbers_of(

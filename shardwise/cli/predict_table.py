@@ -1,13 +1,11 @@
 """A prediction as a table in units that people think in, and an answer: does it fit, and if not?"""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.core.optimizers import STAGES, ZeroLine, gigabytes, k_bytes
 from shardwise.prediction.relief import ACTIVATIONS, added_words, largest, peak_parts, relieved
 from shardwise.train.progress import size_text
 
@@ -16,7 +14,6 @@ if TYPE_CHECKING:
     from shardwise.prediction.prediction import Prediction
 
 PEAK = "peak on the device"
-ZERO_HEADS = ("P_os (zero1)", "P_os+g (zero2)", "P_os+g+p (zero3)")
 
 
 @dataclass(frozen=True)
@@ -178,24 +175,3 @@ def _recomputed(numbers: dict[str, Any]) -> list[str]:
     counts = [f"{sum(how == kind for how in names.values())} {kind}" for kind in kinds]
     flops = numbers["recomputed_flops"]
     return [f"Recomputed modules: {', '.join(counts)}; {flops:.3g} operations more in a step."]
-
-
-def zero_as_json(lines: Sequence[ZeroLine]) -> dict[str, Any]:
-    """ZeRO's table in bytes."""
-    table = [
-        {"parameters": x.parameters, "ranks": x.ranks}
-        | dict(zip(STAGES, x.stored_bytes, strict=True))
-        for x in lines
-    ]
-    return {"k_bytes": k_bytes("adam"), "zero_table": table}
-
-
-def show_zero_table(lines: Sequence[ZeroLine], console: Console) -> None:
-    """ZeRO's table 1, with the digits of the paper."""
-    title = f"GB a rank: 16-bit weights and gradients, adam with K = {k_bytes('adam'):.4g} bytes"
-    table = Table("parameters", "ranks", *ZERO_HEADS, title=title)
-    for line in lines:
-        cells = map(gigabytes, line.stored_bytes)
-        table.add_row(f"{line.parameters:g}", f"{line.ranks}", *cells)
-    console.print(table)
-    console.print("ZeRO, arXiv 1910.02054, table 1; 1 GB is 1e9 bytes; activations come on top.")
