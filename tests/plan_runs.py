@@ -164,7 +164,7 @@ def foretell(proof: Proof, expected: Expected) -> list[list[Prediction]]:
         counts = Division(plan.data_size, 1 if whole else plan.microbatches).counts(batch)
         if plan.layers:  # of meshes of their own
             return theories[rank].of(own, counts, loads, whole=whole)
-        hosted = repr(loads) if plan.activations_on_host else ""
+        hosted = (repr(loads), alike.index(rank)) if plan.activations_on_host else ()
         key = place.get(TENSOR), shapes_of(own), tuple(counts), hosted, whole
         if key not in made:
             made[key] = theories[rank].of(own, counts, loads, whole=whole)

@@ -214,7 +214,6 @@ def test_pieces_are_not_taken_for_whole_parameters():
 BAD: dict[str, tuple[Any, str]] = {
     "a plain module": (lambda *_: partial(sw.save, Sum()), "sw.save of a plain Sum"),
     "an optimizer": (lambda *given: partial(sw.save, given[1]), "sw.save of AdamW"),
-    "no optimizer": (lambda m, _: partial(sw.save, m, optimizer=m), "with optimizer="),
     "others' parameters": (
         lambda m, _: partial(sw.save, m, optimizer=torch.optim.SGD(Sum().parameters())),
         "parameters of another module",
