@@ -157,15 +157,15 @@ def foretell(proof: Proof, expected: Expected) -> list[list[Prediction]]:
     again = task.batch(SAVED), expected.resumed_loads, False
 
     def of(rank: int, batch: Any, loads: tuple[Loads, ...], whole: bool) -> Prediction:
-        at = plan.mesh.coordinate(rank)
-        place = {axis: at[axis] for axis in (TENSOR, "pp") if axis in at}
-        alike = [r for r in range(plan.size) if plan.mesh.coordinate(r).items() >= place.items()]
-        own = share(batch, alike.index(rank), plan.data_size)
+        places = [plan.mesh.coordinate(r) for r in range(plan.size)]
+        place = {axis: at for axis, at in places[rank].items() if axis in (TENSOR, "pp")}
+        data_rank = sum(at.items() >= place.items() for at in places[:rank])
+        own = share(batch, data_rank, plan.data_size)
         counts = Division(plan.data_size, 1 if whole else plan.microbatches).counts(batch)
         if plan.layers:  # of meshes of their own
             return theories[rank].of(own, counts, loads, whole=whole)
-        hosted = (repr(loads), alike.index(rank)) if plan.activations_on_host else ()
-        key = place.get(TENSOR), shapes_of(own), tuple(counts), hosted, whole
+        routed = (repr(loads), data_rank) if plan.activations_on_host else ()
+        key = place.get(TENSOR), shapes_of(own), tuple(counts), routed, whole
         if key not in made:
             made[key] = theories[rank].of(own, counts, loads, whole=whole)
         return made[key].on(rank)

@@ -127,7 +127,7 @@ class Peers:
         if watches_all and beats and not failed:
             failed = find_hang(beats, self.limits.patience_s)
         if failed:
-            self._claim(*failed)
+            self._claim(failed[0], failed[1])
 
     def _send(self, beat: Heartbeat) -> None:
         self.store.set(f"beat/{self.rank}", beat.text())

@@ -104,7 +104,7 @@ def test_only_words_that_run_are_offered(wrong: str):
 
 
 def test_every_problem_at_once():
-    """All problems are told together."""
+    """All problems are reported together."""
     plan = Plan.parse("dp2 tp2 pp2 zero1 1f1b:8 bf16 sp cp2")
     found = problems(plan, 4)
     words = ["'cp2'", "the plan"]

@@ -146,7 +146,7 @@ class Dropping(Stack):
 
 
 class Fragile(nn.Module):
-    """A layer that breaks in one of its forwards, where it is told to."""
+    """A layer that raises in the forward pass that the test chooses."""
 
     def __init__(self) -> None:
         super().__init__()

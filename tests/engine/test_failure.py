@@ -1,4 +1,4 @@
-"""Ranks that raise or go other ways than the others: all of them end or are told."""
+"""Ranks that raise or go other ways than the others: all of them end, with an error."""
 
 import os
 from functools import partial

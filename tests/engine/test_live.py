@@ -126,7 +126,7 @@ def test_weights_of_before_are_found():
 
 
 def test_a_leak_is_found():
-    """A tensor the loss keeps is a leak; what made it and its bytes are told."""
+    """A tensor the loss keeps is a leak; the report names what made it, and its bytes."""
     ours, kept = engine(alone(), "fp32"), []
 
     def keep(module: Any, args: Any, out: Tensor) -> None:

@@ -172,7 +172,7 @@ def test_another_model_cannot_be_resumed_with(told: bool, tmp_path: Path) -> Non
 
 @pytest.mark.full
 def test_a_run_that_has_made_its_steps_says_so(tmp_path: Path) -> None:
-    """Resumed once more, under another plan, it is left as it is, to the last byte."""
+    """Resumed once more, under another plan, no byte of it changes."""
     given = runs.settings(tmp_path / "run", steps=2)
     runs.run(given)
     before = contents(given.folder)

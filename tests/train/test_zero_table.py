@@ -17,7 +17,7 @@ TABLE_1 = {
 
 @pytest.mark.parametrize("n", TABLE_1)
 def test_the_papers_table_to_the_digit(n: int):
-    """Every figure of the paper's table is printed as it is in the paper."""
+    """Every figure of the paper's table is printed with the paper's digits."""
     lines = zero_table([7.5e9, 128e9, 1e12], [n])
     assert tuple(" ".join(map(gigabytes, line.stored_bytes)) for line in lines) == TABLE_1[n]
 
