@@ -4,11 +4,10 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from shardwise.core.errors import Problem
+from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan import Plan
 from shardwise.core.plan_parser import PARTITIONED_WORDS, recompute_budget
 from shardwise.core.schedule.library import updates
-
-TENSOR, PIPELINE = "tp", "pp"
 
 
 def layer_problems(plan: Plan, of: Callable[[Plan], list[Problem]]) -> list[Problem]:

@@ -22,6 +22,11 @@ from shardwise.core.errors import bad
 
 #: All axes, outermost first.
 AXES = ("pp", "dp_replicate", "dp", "dp_shard", "cp", "ep", "tp")
+PIPELINE, TENSOR = "pp", "tp"
+#: The axis of experts, and the data ranks that hold the same ones.
+EXPERTS, REST = "ep", "edp"
+#: The axis of a parameter's layout on which its tiles are; no mesh has it.
+TILE = "tile"
 
 
 @dataclass(frozen=True)

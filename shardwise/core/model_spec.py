@@ -14,6 +14,7 @@ from shardwise.core.param_layout import AxisLayout, Layout
 from shardwise.core.styles import ModuleShape, Style
 from shardwise.core.tape import Tape
 from shardwise.core.tensor_plan import Table
+from shardwise.core.tile import TiledParam
 
 #: Bytes of one element, by torch's name of the type.
 ELEMENT_BYTES: dict[str, int] = {
@@ -246,7 +247,27 @@ class TensorSpec:
     modules: dict[str, ModuleShape]
     params: dict[str, dict[str, str]]
     experts: dict[str, AxisLayout]
-    runs: tuple[ModelPass, ...]
+    runs: tuple[ModelPass, ...] = ()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a model says about the layouts of its parameters, and a plan does not (layouts.py).
+
+    `tensors` are by the number of the plan of layers whose mesh has the tensor axis, 0 for that of
+    the model. `experts` has the layouts on the axis `ep` of the parameters that it cuts; `stages`
+    those of each parameter in a pipeline. `tiles` maps the names of the parameters of tiles,
+    "head.tiles.0.weight", to their rows.
+    """
+
+    tensors: Mapping[int, TensorSpec] = field(default_factory=dict[int, TensorSpec])
+    experts: Mapping[str, AxisLayout] = field(default_factory=dict[str, AxisLayout])
+    stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    tiles: Mapping[str, TiledParam] = field(default_factory=dict[str, TiledParam])
+
+    def plain(self, name: str) -> str:
+        """The name of the model's parameter whose rows are in the parameter `name` of a tile."""
+        return self.tiles[name].name if name in self.tiles else name
 
 
 @dataclass(frozen=True)
@@ -261,7 +282,7 @@ class ModelSpec:
     copied to an arena. `experts` has the layouts on the axis `ep`, by
     the names of the parameters that it cuts; `expert_layers` are by name, `expert_moves` those of
     each microbatch. `layers` has the styles of layers with a mesh of their own, by the number of
-    their plan, and `row_gathers` what these gather in each microbatch.
+    their plan, and `row_gathers` what these gather in each microbatch. `tiles` is that of `Facts`.
     """
 
     shape: ModelShape
@@ -278,3 +299,10 @@ class ModelSpec:
     expert_moves: tuple[tuple[LayerMove, ...], ...] = ()
     layers: Mapping[int, TensorSpec] = field(default_factory=dict[int, TensorSpec])
     row_gathers: tuple[tuple[RowGather, ...], ...] = ()
+    tiles: Mapping[str, TiledParam] = field(default_factory=dict[str, TiledParam])
+
+    @property
+    def facts(self) -> Facts:
+        """What the layouts of its parameters follow from, beside the plan."""
+        tensors = {**self.layers} if self.tensors is None else {0: self.tensors, **self.layers}
+        return Facts(tensors, self.experts, self.stages.params if self.stages else {}, self.tiles)

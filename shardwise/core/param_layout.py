@@ -17,7 +17,7 @@ the remaining data axis; a unit with a row of its own has layouts with that row.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardwise.core.layout import I, Placement, R, S
@@ -90,7 +90,8 @@ class AxisLayout:
 class Layout:
     """The row on the data axes `shard` and `replicate`, and an `AxisLayout` for other axes.
 
-    The argument `here` is a rank's coordinate: its rank on each axis.
+    The part on the first axis is cut from that on the second, and so on. The argument `here` is a
+    rank's coordinate: its rank on each axis.
     """
 
     row: Row = ROWS["ddp"]
@@ -106,6 +107,24 @@ class Layout:
     def on(self, axis: str) -> AxisLayout:
         """The layout on an axis other than the data axes."""
         return dict(self.axes).get(axis, AxisLayout())
+
+    def also(self, axis: str, on: AxisLayout) -> "Layout":
+        """This layout, held as `on` says on one more axis."""
+        return replace(self, axes=(*self.axes, (axis, on)))
+
+    def held(self, here: Mapping[str, int]) -> bool:
+        """Whether the rank holds any part."""
+        return all(here.get(axis, 0) in on.holders for axis, on in self.axes if on.holders)
+
+    def cuts(self, here: Mapping[str, int]) -> list[tuple[Cut, int]]:
+        """What is cut from the whole in turn on the axes of `here`, and the rank on each."""
+        return [(on.cut, here[axis]) for axis, on in self.axes[::-1] if on.cut and axis in here]
+
+    def local_shape(self, whole: Sequence[int], here: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of the part that a rank holds of a parameter of the shape `whole`."""
+        for cut, rank in self.cuts(here):
+            whole = cut.shape(whole, rank)
+        return tuple(whole)
 
     @property
     def kind(self) -> tuple[object, ...]:

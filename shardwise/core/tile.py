@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Final
+from typing import Final, NamedTuple
 
 from shardwise.core.errors import bad
+from shardwise.core.uneven import Cut
 
 #: The most tiles of a layer.
 MOST_TILES: Final = 4096
@@ -53,3 +54,11 @@ def parse(text: str) -> Tile:
         "the names of linear layers",
         "tile:4 or tile:4=head",
     )
+
+
+class TiledParam(NamedTuple):
+    """The rows of a tile: those of number `place` in `cut`, of the parameter `name`."""
+
+    name: str
+    place: int
+    cut: Cut

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.core.mesh import TENSOR
 from shardwise.core.plan import Plan
 from shardwise.core.tensor_plan import Table
 from shardwise.derive.table import derive_table
-from shardwise.engine.tensor_parallel import AXIS
 from shardwise.engine.tensor_plan import own_table
 from shardwise.engine.training import Loss
 
@@ -26,7 +26,7 @@ def table_or_derived(
     Raises InputError if no layer of the model can be sharded.
     """
     plans = (plan.of_layers(number) for number in range(len(plan.layers) + 1))
-    ranks = max(each.mesh.size_of(AXIS) for each in plans)
+    ranks = max(each.mesh.size_of(TENSOR) for each in plans)
     if ranks == 1 or table is not None:
         return table
     made = model()

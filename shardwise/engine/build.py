@@ -5,35 +5,44 @@ axis keeps those of a rank's stages, and the data axes flatten these.  Stages an
 before, by the sizes of full parameters, so that all ranks make the same choice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from shardwise.comm.disk import Disk
-from shardwise.comm.world import Axis
+from shardwise.comm.world import Axis, World
 from shardwise.core.arena_slots import Slots, gradient_slots
 from shardwise.core.hook import Hook, nothing
+from shardwise.core.layouts import layouts, norm_axes, on_tiers
+from shardwise.core.mesh import PIPELINE, TENSOR
+from shardwise.core.model_spec import Facts
+from shardwise.core.param_layout import Groups
+from shardwise.core.plan import Plan
+from shardwise.core.plan_schedule import schedule_of
+from shardwise.core.tensor_plan import Table
 from shardwise.engine import expert_parallel, stage_module, tensor_parallel
 from shardwise.engine.expert_parallel import ExpertLayout
-from shardwise.engine.layer_plans import require_units
+from shardwise.engine.layer_plans import LayerPlans, require_units
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.reads import guard_shards
 from shardwise.engine.regions import Regions
 from shardwise.engine.shard import (
+    Held,
     Sharding,
     agreed,
     flats_of,
     gathers,
     hooked,
+    shard,
     sizes,
     sums_of,
     units_of,
 )
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors
-from shardwise.engine.tiling import tile
+from shardwise.engine.tiling import Tiling, tile
 from shardwise.engine.training import Build
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.hooks import Data
@@ -49,7 +58,8 @@ from shardwise.parallel.redistribute.exchange import RowExchange
 class ShardedModel:
     """A sharded model: its data axes, units and flat groups, and its state on the other axes.
 
-    `own` has the flat groups of layers with a plan of their own, and the axes of their norm.
+    `norms` has, for each plan of layers, the flat groups and the axes over which the squares of
+    their gradients are summed; over the pipeline's axis they are summed in addition.
     """
 
     axes: tuple[Axis, Axis]
@@ -59,17 +69,7 @@ class ShardedModel:
     data: Data
     flats: list[Flat]
     rows: RowExchange
-    own: list[tuple[list[Flat], tuple[Axis, ...]]]
-
-    @property
-    def norms(self) -> list[tuple[list[Flat], tuple[Axis, ...]]]:
-        """Flat groups, and the axes whose ranks hold different parts of their gradients.
-
-        The pipeline's axis apart.
-        """
-        shard, own = self.axes[0], {id(flat) for flats, _ in self.own for flat in flats}
-        axes = shard, *((self.experts.axis,) if shard.size == 1 else ()), self.tensors.axis
-        return [([flat for flat in self.flats if id(flat) not in own], axes), *self.own]
+    norms: list[tuple[list[Flat], tuple[Axis, ...]]]
 
     @property
     def rows_of_others(self) -> bool:
@@ -109,51 +109,103 @@ def lay_out(
     """Shard `model` in place.  All ranks of the world call it."""
     world, plan = build.world, build.plan
     how = _sharding(model, build, weights, disk)
-    schedule, tensor_ranks = stage_module.schedule_of(plan), world.axis(tensor_parallel.AXIS).size
-    regions = Regions.open(build, how)
-    if schedule is None:
-        specs = units_of(model, how, tensor_ranks, regions.unit_key)
-        require_units(specs, plan)
-        tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table)
-        tensors.others = regions.lay_out(model)
-        experts = expert_parallel.lay_out(model, world, plan, how.axes, build.rows)
-        build.recompute.apply(model, world, tensors)
-        units = regions.shard(how, specs, tensors, experts=experts)
-        data = hooked(model, how, units, Pace(ahead=build.prefetch, by_hand=False))
-        if plan.arenas:
-            world.arenas.gradients.reserve(_gradient_slots(units, data.pace), world.device)
-        if plan.accumulate > 1:
-            take_over(model, data, sizes(units))
-        regions.install(model, build.recompute.kinds)
-        guard_shards(model, data)
-        return ShardedModel(
-            *(how.axes, tensors, experts, None, data, flats_of(units)),
-            *(regions.exchange, regions.norms(units, experts)),
-        )
-    at = stage_module.stages_of(model, build.starts, build.beside)
+    schedule, regions = schedule_of(plan), Regions.open(build)
+    at = stage_module.stages_of(model, build.starts, build.beside) if schedule else {}
 
     def unit_key(spec: UnitSpec) -> object:
-        return {at[name] for name, _ in spec.params}, regions.unit_key(spec)
+        return {(at.get(name), plan.layer_of(name)) for name, _ in spec.params}
 
-    specs = units_of(model, how, tensor_ranks, unit_key)
+    specs = units_of(model, how, world.axis(TENSOR).size, unit_key)
     require_units(specs, plan)
-    twins = stage_module.twin(model, world, plan, build.table)
-    stage_module.agree(model, world.axis(stage_module.AXIS), world.device)
+    facts = facts_of(model, plan, build.table, build.layers, at, how.tiling)
+    found = layouts([name for spec in specs for name, _ in spec.params], facts, plan)
+    twins = None
+    if schedule is not None:
+        twins = stage_module.twin(model, world, plan, build.table)
+        stage_module.agree(model, world.axis(PIPELINE), world.device)
     tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table)
     tensors.others = regions.lay_out(model)
     experts = expert_parallel.lay_out(model, world, plan, how.axes, build.rows)
     build.recompute.apply(model, world, tensors)
-    staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.beside)
-    build.recompute.release(model)
-    units = regions.shard(how, staged.own_units(specs), tensors, staged, experts)
-    data = _driven(model, how, units, staged, Pace(ahead=build.prefetch, by_hand=False))
-    take_over(model, data, sizes(units))
+    pace, staged = Pace(ahead=build.prefetch, by_hand=False), None
+    if schedule is not None and twins is not None:
+        staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.beside)
+        build.recompute.release(model)
+        specs = staged.own_units(specs)
+    names = [[name for name, _ in spec.params] for spec in specs]
+    numels = [sum(p.numel() for _, p in spec.params if p.requires_grad) for spec in specs]
+    found = on_tiers(found, list(zip(names, numels, strict=True)), plan)
+    held = Held(found, _axes(world, regions, experts), _sums(tensors, staged))
+    units = shard(how, specs, held)
+    if staged is None:
+        data = hooked(model, how, units, pace)
+    else:
+        data = _driven(model, how, units, staged, pace)
+    if plan.arenas and staged is None:
+        world.arenas.gradients.reserve(_gradient_slots(units, data.pace), world.device)
+    if plan.accumulate > 1 or staged is not None:
+        take_over(model, data, sizes(units))
     regions.install(model, build.recompute.kinds)
-    model.register_forward_pre_hook(Hook(data, nothing))  # refuses copies of a sharded model
-    return ShardedModel(
-        *(how.axes, tensors, experts, staged, data, flats_of(units)),
-        *(regions.exchange, regions.norms(units, experts)),
-    )
+    if staged is None:
+        guard_shards(model, data)
+    else:
+        model.register_forward_pre_hook(Hook(data, nothing))  # refuses copies of a sharded model
+    flats = flats_of(units)
+    norms = _norms(flats, plan, held)
+    return ShardedModel(how.axes, tensors, experts, staged, data, flats, regions.exchange, norms)
+
+
+def facts_of(
+    model: nn.Module,
+    plan: Plan,
+    table: Table | None,
+    layers: LayerPlans,
+    at: Mapping[str, tuple[int, ...]],
+    tiling: Tiling,
+) -> Facts:
+    """What the layouts of a model's parameters follow from, before it is cut.
+
+    `at` are the stages of each parameter; none without a pipeline.
+    """
+    tables = {0: (table, plan)} | {each.number: (each.table, each.plan) for each in layers.meshes}
+    tensors = {
+        number: tensor_parallel.tensor_spec(
+            model, of, own.sp, own.mesh.size_of(TENSOR), layers=number > 0
+        )
+        for number, (of, own) in tables.items()
+        if of is not None
+    }
+    return Facts(tensors, expert_parallel.layouts_of(model, plan.ep), at, tiling.params)
+
+
+def _axes(world: World, regions: Regions, experts: ExpertLayout) -> dict[str, Axis]:
+    """The axes of this rank by the names that layouts have."""
+    meshes = [axis for region in regions.regions for axis in region.world.axes]
+    axes = [*world.axes, *meshes, experts.axis, experts.shard, experts.replicate]
+    return {axis.name: axis for axis in axes}
+
+
+def _sums(tensors: Tensors, staged: Staging | None) -> dict[tuple[str, Groups], Axis]:
+    """The axes that sum gradients, by the axis and the groups of its ranks."""
+    sums = {
+        (each.axis.name, groups): axis
+        for each in (tensors, *tensors.others)
+        for groups, axis in each.sums.items()
+    }
+    if staged is not None:
+        sums |= {(PIPELINE, groups): axis for groups, axis in staged.sums.items()}
+    return sums
+
+
+def _norms(
+    flats: Sequence[Flat], plan: Plan, held: Held
+) -> list[tuple[list[Flat], tuple[Axis, ...]]]:
+    """For each plan of layers, its flat groups and the axes of the sum of their squares."""
+    found = [list[Flat]() for _ in range(len(plan.layers) + 1)]
+    for flat in flats:
+        found[plan.layer_of(flat.names[0])].append(flat)
+    every = [tuple(map(held.axis, axes)) for axes in norm_axes(plan)]
+    return list(zip(found, every, strict=True))
 
 
 def _sharding(
@@ -172,7 +224,6 @@ def _sharding(
         least_unit_bytes=build.least_unit_bytes,
         tiers=world.tiers,
         late=offload is not None and offload.undelayed is not None,
-        offload=offload if offload is not None and offload.by_unit else None,
         arena=world.arenas.gradients,
         disk=disk,
         tiling=tile(model, plan, build.units),

@@ -37,7 +37,6 @@ from shardwise.comm.move import all_gather
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import bad
 from shardwise.engine.norm import squared_norm
-from shardwise.engine.tensor_layout import Tensors
 from shardwise.parallel.data.flat_parameter import Flat
 
 #: Number of weights in a checksum, which repeat.  It is prime, so that it divides no tensor's rows.
@@ -119,13 +118,13 @@ class ConsistencyCheck:
 
     def __init__(
         self,
-        tensors: Tensors,
+        axis: Axis,
         pipeline: Axis | None,
         device: torch.device,
         every: int = CHECK_EVERY,
     ) -> None:
-        self.axis, self.device, self.tensors = tensors.axis, device, tensors
-        self.axes = [axis for axis in (tensors.axis, pipeline) if axis and axis.size > 1]
+        self.axis, self.device = axis, device
+        self.axes = [each for each in (axis, pipeline) if each and each.size > 1]
         self.checked = 0  # steps so far that were not skipped
         self.every, self.compared_batch, self.compared_gradients = every, False, ""
         #: what the first step does with its batch after this comparison (first_step.py)
@@ -215,8 +214,10 @@ class ConsistencyCheck:
         none = torch.zeros((), dtype=torch.float64, device=self.device)
         names, sums, sizes = [], [], []
         for flat in (flat for flat in flats if flat.trained and self._replicates(flat)):
-            for name, (low, high) in zip(flat.names, flat.pieces, strict=True):
-                if self.tensors.of(name).cut is None:
+            for name, layout, (low, high) in zip(
+                flat.names, flat.layouts, flat.pieces, strict=True
+            ):
+                if layout.on(self.axis.name).cut is None:
                     piece = None if flat.grads.gshard is None else flat.grads.gshard[low:high]
                     names.append(name)
                     sums.append(none if piece is None else _checksum(piece).to(self.device))

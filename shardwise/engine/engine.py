@@ -70,7 +70,7 @@ class Engine:
         pipeline, every = self.staging and self.staging.axis, training.check_every
         self.consensus.same.every = every
         self.consensus.same.others = [self.tensors.axis, *([pipeline] if pipeline else [])]
-        self.consistency = ConsistencyCheck(self.tensors, pipeline, self.world.device, every)
+        self.consistency = ConsistencyCheck(self.tensors.axis, pipeline, self.world.device, every)
         self.passes = self._passes()
         with self.ledger.phase("start"):
             self.optimizer = ShardedOptimizer(

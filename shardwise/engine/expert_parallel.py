@@ -19,16 +19,17 @@ from math import gcd
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardwise.comm.move import broadcast, part
 from shardwise.comm.world import Axis, World, traced
 from shardwise.core.errors import bad
 from shardwise.core.expert_moves import ExpertLayer, LayerMove, Loads
+from shardwise.core.mesh import EXPERTS, REST
 from shardwise.core.param_layout import AxisLayout
 from shardwise.core.plan import Plan
 from shardwise.core.uneven import even
 from shardwise.engine.batch import Count, filled
+from shardwise.engine.cut import agree, cut_to
 from shardwise.parallel.expert.global_batch import GlobalBatch
 from shardwise.parallel.expert.layer import Load, MoE, Place
 from shardwise.parallel.expert.passes import PassRecords
@@ -42,8 +43,6 @@ from shardwise.parallel.expert.stacked import (
     width_of,
 )
 
-AXIS, REST = "ep", "edp"
-
 
 @dataclass
 class ExpertLayout:
@@ -54,7 +53,6 @@ class ExpertLayout:
     replicate  the axis on which they are replicated
     routes     whether the model has layers of experts, in any stage of a pipeline
     loads      of this rank's layers in the last training step, by name
-    layouts    on `axis`, by the names of the stacked weights
     """
 
     axis: Axis
@@ -62,7 +60,6 @@ class ExpertLayout:
     replicate: Axis
     routes: bool = False
     loads: dict[str, Load] = field(default_factory=dict[str, Load])
-    layouts: dict[str, AxisLayout] = field(default_factory=dict)
     pass_records: list[PassRecords] = field(default_factory=list[PassRecords])  # of the layers
     stand_ins: list[Any] = field(default_factory=list)
     skips: bool = False  # whether a step whose logits are not finite is skipped, or raises
@@ -96,16 +93,6 @@ class ExpertLayout:
     def enter(self, part: Any) -> None:
         """Called before the model computes this part."""
         self.absent = any(part is each for each in self.stand_ins)
-
-    def part(self, fill: Callable[[str, Tensor], None], name: str, tensor: Tensor) -> None:
-        """Fill this rank's part of parameter `name` with a function that fills the full tensor."""
-        layout = self.layouts.get(name)
-        if layout is None or layout.cut is None:
-            fill(name, tensor)
-            return
-        whole = tensor.new_empty(layout.cut.full_shape(tensor.shape))
-        fill(name, whole)
-        tensor.copy_(part(whole, layout.cut, self.axis.rank))
 
 
 def check_experts(model: nn.Module, plan: Plan) -> None:
@@ -211,16 +198,16 @@ def lay_out(
     """
     shard, replicate = data
     inner, n = plan.inner_data_axis, plan.ep
-    axis, rest = Axis(AXIS), world.axis(inner)
+    axis, rest = Axis(EXPERTS), world.axis(inner)
     if n > 1:
         ranks = world.axis(inner).size
-        axis = world.within(inner, [range(g, g + n) for g in range(0, ranks, n)], AXIS)
+        axis = world.within(inner, [range(g, g + n) for g in range(0, ranks, n)], EXPERTS)
         rest = world.within(inner, [range(e, ranks, n) for e in range(n)], REST)
         shard = rest if shard.name == inner else shard
         replicate = rest if replicate.name == inner else replicate
     layouts = layouts_of(model, n)
     layers = layers_of(model)
-    layout = ExpertLayout(axis, shard, replicate, bool(layers or layouts), layouts=layouts)
+    layout = ExpertLayout(axis, shard, replicate, bool(layers or layouts))
     layout.count = count
     layout.pass_records.extend(layer.pass_records for layer in layers.values())
     batch = GlobalBatch((data[1], data[0]))
@@ -238,9 +225,8 @@ def lay_out(
             on = module.forward.place
             group = replace(group, enter=on.enter, leave=on.leave, parts=on.parts)
         module.forward = StackedOnRanks(module, group)
-    for name, module in stacks_of(model).items() if n > 1 else ():
-        for key, p in module.named_parameters(recurse=False):
-            _cut(p, layouts[f"{name}.{key}"], axis, world.device)
+    agree([p for name, p in model.named_parameters() if name in layouts], axis, world.device)
+    cut_to(model, layouts, axis)
     return layout
 
 
@@ -254,14 +240,3 @@ def assume_loads(model: nn.Module, rank: int, plan: Plan, loads: Loads) -> None:
     for name, layer in layers_of(model).items():
         known = replace(layer.place.batch, loads=loads.on(name, 0))
         layer.place = replace(layer.place, batch=known)
-
-
-def _cut(p: nn.Parameter, layout: AxisLayout, axis: Axis, device: torch.device) -> None:
-    """Keep this rank's part of a parameter; the first rank's values are everyone's."""
-    assert layout.cut is not None
-    if p.is_meta:
-        shape = layout.cut.shape(p.shape, axis.rank)
-        p.data = torch.empty(shape, dtype=p.dtype, device="meta")
-    else:
-        whole = broadcast(p.data.to(device).contiguous(), axis)
-        p.data = part(whole, layout.cut, axis.rank).to(p.device)

@@ -21,12 +21,13 @@ from shardwise.comm.objects import all_gather_object
 from shardwise.core.arguments import short_repr
 from shardwise.core.errors import bad
 from shardwise.core.layout import I, P
+from shardwise.core.mesh import EXPERTS
 from shardwise.core.param_layout import AxisLayout
 from shardwise.core.uneven import Cut
 from shardwise.engine import state
 from shardwise.engine.box import Box, block
 from shardwise.engine.engine import Engine
-from shardwise.engine.expert_parallel import AXIS, layers_of
+from shardwise.engine.expert_parallel import layers_of
 from shardwise.parallel.expert.layer import MoE
 
 #: The experts of each rank of `ep`, in the order in which it stores them.
@@ -144,9 +145,8 @@ def _relabel(engine: Engine, layer: MoE, stack: str, placement: Placement) -> No
         for index, name in enumerate(flat.names):
             if name.startswith(f"{stack}."):
                 old = flat.layouts[index]
-                axes = tuple((axis, layout if axis == AXIS else on) for axis, on in old.axes)
+                axes = tuple((axis, layout if axis == EXPERTS else on) for axis, on in old.axes)
                 flat.layouts[index] = replace(old, axes=axes)
-                engine.sharded.experts.layouts[name] = layout
 
 
 def _moved(engine: Engine, whole: Tensor, before: Sequence[Box], after: Sequence[Box]) -> None:

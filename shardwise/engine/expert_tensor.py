@@ -20,14 +20,15 @@ from dataclasses import replace
 
 from torch import nn
 
+from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.layout import R
 from shardwise.core.param_layout import AxisLayout
 from shardwise.core.styles import Style, general
 from shardwise.core.uneven import Cut, even, packed
-from shardwise.engine.tensor_layout import Tensors
 from shardwise.parallel.expert.layer import Experts, MoE, Place, identity
 from shardwise.parallel.expert.stacked import StackedOnRanks, stacked_experts
+from shardwise.parallel.tensor.linear import Stream
 
 
 def hidden_cuts(model: nn.Module, ranks: int, *, sp: bool) -> dict[str, Cut]:
@@ -70,15 +71,19 @@ def layouts_on_tensor_axis(model: nn.Module, ranks: int, *, sp: bool) -> dict[st
     return {name: AxisLayout.sharded(cut) for name, cut in cuts.items()} | routers
 
 
-def on_tensor_axis(model: nn.Module, tensors: Tensors, *, sp: bool) -> None:
-    """Let the layers of experts enter and leave the tensor axis; their weights are cut already."""
-    axis, stream = tensors.axis, tensors.stream
+def on_tensor_axis(
+    model: nn.Module, axis: Axis, stream: Stream, found: Mapping[str, AxisLayout], *, sp: bool
+) -> None:
+    """Let the layers of experts enter and leave the tensor axis; their weights are cut already.
+
+    `found` are the layouts on the axis, by the names of parameters.
+    """
     for layer in model.modules():
         if isinstance(layer, MoE):
             enter = identity if sp else stream.spread  # what is gathered is used differently
             layer.place = replace(layer.place, enter=enter, leave=stream.leave, parts=axis.size)
     for name, module in stacked_experts(model).items():
-        if tensors.of(f"{name}.down_proj").cut is not None:
+        if f"{name}.down_proj" in found and found[f"{name}.down_proj"].cut:
             place = Place(enter=stream.spread, leave=stream.leave, parts=axis.size)
             module.forward = StackedOnRanks(module, place)
 

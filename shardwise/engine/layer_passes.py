@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.comm.world import Axis, traced
+from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import RowGather
 from shardwise.core.plan import Plan
 from shardwise.engine import tensor_parallel
@@ -61,7 +62,7 @@ class LayerPasses:
             exchange.counts, exchange.gathers = counts, record
             handles: list[Any] = []
             for each in self.plans.meshes:
-                degree = each.plan.mesh.size_of(tensor_parallel.AXIS)
+                degree = each.plan.mesh.size_of(TENSOR)
                 for name in each.modules:
                     hooks = LayerHooks(exchange, degree, with_rows)
                     handles += hooks.install(name, model.get_submodule(name))
@@ -87,4 +88,4 @@ class LayerPasses:
         """The tensor axis of the layers of a plan, which sends nothing."""
         own = self.plans.layers[number - 1].plan
         world = traced(self.rank, self.plan.size).beside(own.mesh, f".{number}")
-        return world.axis(tensor_parallel.AXIS)
+        return world.axis(TENSOR)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.comm.world import Axis, World, traced
 from shardwise.core.errors import bad
 from shardwise.core.expert_moves import Loads
-from shardwise.core.mesh import Mesh
+from shardwise.core.mesh import TENSOR, Mesh
 from shardwise.core.model_spec import (
     Bundles,
     ModelPass,
@@ -34,17 +34,17 @@ from shardwise.core.model_spec import (
 )
 from shardwise.core.plan import Plan
 from shardwise.core.plan_parser import PARTITIONED_WORDS, recompute_budget
-from shardwise.core.tensor_plan import Table, assign, cuts
+from shardwise.core.tensor_plan import Table, cuts
 from shardwise.core.uneven import Cut
 from shardwise.engine import (
     expert_parallel,
-    expert_tensor,
     meta_pass,
     recomputation,
     stage_module,
     tensor_parallel,
 )
 from shardwise.engine.batch import computed_parts, widened
+from shardwise.engine.build import facts_of
 from shardwise.engine.layer_passes import LayerPasses
 from shardwise.engine.layer_plans import require_units
 from shardwise.engine.options import EngineOptions
@@ -52,7 +52,6 @@ from shardwise.engine.partition import misplaced
 from shardwise.engine.shard import Sharding, cast_params, cast_whole, gathers, units_of
 from shardwise.engine.spec import buffer_shapes, dtype_name
 from shardwise.engine.staged_model import Stages
-from shardwise.engine.tensor_plan import shapes
 from shardwise.engine.tiling import Tiling, tile
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.parallel.data.wrap_policy import UnitSpec
@@ -60,7 +59,6 @@ from shardwise.parallel.pipeline.placeholders import layers, twin
 from shardwise.parallel.redistribute.exchange import Counts
 from shardwise.prediction.recompute import FULL
 from shardwise.prediction.recompute_budget import within_budget
-from shardwise.prediction.tensor_moves import SUMMED, TENSOR
 
 Call = Callable[[nn.Module, Any], Tensor]
 V = TypeVar("V")
@@ -106,6 +104,7 @@ def model_spec(
     how_sharded = _sharding(plan, options, tile(plain, plan, options.units), alone)
     specs = units_of(plain, how_sharded, plan.mesh.size_of(TENSOR), unit_key)
     require_units(specs, plan)
+    facts = facts_of(plain, plan, table, plans, at, how_sharded.tiling)
     how_sharded.tiling.show()
     shape = ModelShape(tuple(map(_unit_shape, specs)), buffer_shapes(plain))
     world, stages = _tensor_world(plan, rank), None
@@ -115,8 +114,20 @@ def model_spec(
         staged = _Staged(plain, world, plan.sp, table, begin, beside)
         bundles = by_shape(parts, lambda part: staged.bundles(call, part))
         stages = StageSpec(at, known, bundles, staged.outside)
-    how = {"stages": stages, "on_host": tuple(hosted), **_from_plan(plain, plan)}
-    spec = ModelSpec(shape, _modules(plain, specs), ModelPass((), ()), recomputed=kinds, **how)
+    spec = ModelSpec(
+        shape,
+        _modules(plain, specs),
+        ModelPass((), ()),
+        stages,
+        facts.tensors.get(0),
+        kinds,
+        facts.experts,
+        tuple(hosted),
+        plan.arenas,
+        expert_layers=expert_parallel.shapes_of(plain),
+        layers={number: own for number, own in facts.tensors.items() if number},
+        tiles=facts.tiles,
+    )
     record = partial(meta_pass.run, plain, partial(_real, model, plan, options), call)
     if plans.meshes:
         passes = LayerPasses(plans, plan, rank, (*begin, *plans.outside(kinds)))
@@ -174,7 +185,9 @@ def _with_table(
     `how` is that of `_with_meshes`.
     """
     (plan, rank, table), (plain, record, call) = under, how
-    heads = _heads(tensors := _tensors(plain, plan, table), _tensor_world(plan, rank).axis(TENSOR))
+    tensors = spec.tensors
+    assert tensors is not None
+    heads = _heads(tensors, _tensor_world(plan, rank).axis(TENSOR))
     runs = by_shape(parts, lambda part: record(part, heads))
 
     def on(rank: int, part: Any = parts[0]) -> ModelPass:
@@ -202,13 +215,8 @@ def _with_meshes(
     each with the rows of all data ranks.
     """
     (plain, record, call), plan, rank = how, passes.plan, passes.rank
-    tensors = None if table is None else _tensors(plain, plan, table)
+    tensors, own = spec.tensors, spec.layers
     heads = {} if tensors is None else _heads(tensors, _tensor_world(plan, rank).axis(TENSOR))
-    own = {
-        each.number: _tensors(plain, each.plan, each.table, layers=True)
-        for each in passes.plans.meshes
-        if each.table is not None
-    }
     for number, of_layers in own.items():
         heads |= _heads(of_layers, passes.axis(number))
     known: dict[Any, ModelPass] = {}
@@ -227,16 +235,6 @@ def _with_meshes(
         row_gathers=tuple(run.rows for run in runs),
         expert_moves=tuple(run.moves for run in runs),
     )
-
-
-def _from_plan(plain: nn.Module, plan: Plan) -> dict[str, Any]:
-    """What a ModelSpec says of arenas, and of layers of experts but their moves."""
-    layouts = expert_parallel.layouts_of(plain, plan.ep)
-    return {
-        "arenas": plan.arenas,
-        "experts": layouts,
-        "expert_layers": expert_parallel.shapes_of(plain),
-    }
 
 
 def _heads(tensors: TensorSpec, axis: Axis) -> dict[str, tuple[Axis, Cut]]:
@@ -265,23 +263,6 @@ def _tensor_world(plan: Plan, rank: int) -> World:
     ranks = plan.mesh.size_of(TENSOR)
     place = plan.mesh.coordinate(rank).get(TENSOR, 0)
     return traced(place, ranks).on(Mesh(((TENSOR, ranks),)))
-
-
-def _tensors(plain: nn.Module, plan: Plan, table: Table, *, layers: bool = False) -> TensorSpec:
-    """The table's styles and their modules, without the passes.
-
-    Those of single `layers` have no experts.
-    """
-    known, names = shapes(plain), {id(p): name for name, p in plain.named_parameters()}
-    styles, params = assign(table, list(known), plan.sp), dict[str, dict[str, str]]()
-    for name, style in styles.items():
-        every = style.name in SUMMED
-        own = plain.get_submodule(name).named_parameters(recurse=every)
-        params[name] = {key: names[id(p)] for key, p in own}
-    ranks = plan.mesh.size_of(TENSOR)
-    experts = {} if layers else expert_tensor.layouts_on_tensor_axis(plain, ranks, sp=plan.sp)
-    own = {name: known[name] for name in styles}
-    return TensorSpec(table, plan.sp, styles, own, params, experts, ())
 
 
 def by_shape(parts: Sequence[Any], make: Callable[[Any], V]) -> tuple[V, ...]:

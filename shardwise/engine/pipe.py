@@ -32,6 +32,7 @@ from shardwise.comm.world import Axis, World
 from shardwise.core.arguments import integer, short_repr
 from shardwise.core.errors import bad
 from shardwise.core.hook import no_copy
+from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.core.schedule.action import Token
@@ -92,7 +93,7 @@ def Pipe(  # noqa: N802
     world = validate.leased_world(world)
     asked = {"chunks": chunks, "stages": stages, "schedule": schedule}
     consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
-    plan = Plan(axes=((stage_module.AXIS, world.size),))
+    plan = Plan(axes=((PIPELINE, world.size),))
     world = world.on(plan.mesh)
     size_bytes = pool_bytes(plan, sum(p.nbytes for p in module.parameters()))
     world.pool.reserve(size_bytes, world.device)
@@ -104,7 +105,7 @@ def Pipe(  # noqa: N802
     for t in [*module.parameters(), *module.buffers()]:
         t.data = t.data if t.is_meta else t.data.to(world.device)
     copy, named = twin(module), dict(module.named_parameters())
-    stage_module.agree(module, world.axis(stage_module.AXIS), world.device)
+    stage_module.agree(module, world.axis(PIPELINE), world.device)
     staged = stage_module.lay_out(module, (copy, nowhere()), world, whole, begin)
     _fill(module, named, weights, fill)
     trained = any(p.requires_grad for p in named.values())

@@ -2,30 +2,26 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.comm.arena import Arena
 from shardwise.comm.disk import Disk
 from shardwise.comm.tiers import Tiers
 from shardwise.comm.world import Axis, World
 from shardwise.core.hook import Hook
-from shardwise.core.layout import I
-from shardwise.core.offload import Offload
-from shardwise.core.param_layout import AxisLayout, Layout
+from shardwise.core.param_layout import Groups, Layout
 from shardwise.core.plan import Plan
 from shardwise.core.zero import Row
 from shardwise.engine import validate
-from shardwise.engine.expert_parallel import ExpertLayout, check_experts
+from shardwise.engine.cut import fill_part
+from shardwise.engine.expert_parallel import check_experts
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.precision import cast_inputs, param_dtypes
 from shardwise.engine.rank_zero_weights import RankZeroWeights
-from shardwise.engine.stage_module import Staging
-from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.engine.tiling import Tiling, tiled_layers
 from shardwise.parallel.data.buffers import Buffers
 from shardwise.parallel.data.consensus import Consensus
@@ -50,7 +46,6 @@ class Sharding:
     broadcast_buffers: whether buffers are rank 0's in every training forward, or at first only.
     tiers: of this rank, where the row keeps states in host memory.
     late: whether updates there are made beside the next step.
-    offload: the tiers of the states of each unit; None where `row` is that of all.
     arena: of this rank, for gradients until they are reduced.
     disk: of this rank, where the row keeps states on a disk.
     tiling: the linear layers that are gathered in tiles.
@@ -73,7 +68,6 @@ class Sharding:
     least_unit_bytes: int | None = None
     tiers: Tiers = field(default_factory=Tiers)
     late: bool = False
-    offload: Offload | None = None
     arena: Arena = field(default_factory=Arena)
     disk: Disk | None = None
     tiling: Tiling = field(default_factory=Tiling)
@@ -123,43 +117,69 @@ def units_of(
     return how.tiling.divided(specs)
 
 
-def shard(
-    how: Sharding,
-    specs: Sequence[UnitSpec],
-    tensors: Tensors | None = None,
-    staged: Staging | None = None,
-    experts: ExpertLayout | None = None,
-) -> list[Unit]:
+@dataclass(frozen=True)
+class Held:
+    """How the ranks hold each parameter (core/layouts.py), and the axes of this rank by name.
+
+    sums   for an axis and groups of its ranks that sum gradients, the axis of this rank's group
+    """
+
+    layouts: Mapping[str, Layout]
+    axes: Mapping[str, Axis]
+    sums: Mapping[tuple[str, Groups], Axis] = field(default_factory=dict)
+
+    def axis(self, name: str) -> Axis:
+        """The axis of that name; of size one if there is none."""
+        return self.axes.get(name, Axis(name))
+
+    @property
+    def here(self) -> dict[str, int]:
+        """This rank's coordinate on each axis."""
+        return {name: axis.rank for name, axis in self.axes.items()}
+
+    def sums_of(self, layout: Layout) -> list[Axis]:
+        """The axes other than the data's over which the gradient is summed."""
+        found = [
+            self.sums[axis, on.groups]
+            for axis, on in layout.axes
+            if any(len(group) > 1 for group in on.groups)
+        ]
+        return [axis for axis in found if axis.size > 1]
+
+
+def by_row(how: Sharding, specs: Sequence[UnitSpec]) -> Held:
+    """Parameters of which every axis but those of the row has one rank."""
+    shard, replicate = how.axes
+    layout = Layout(how.row, shard.name, replicate.name)
+    layouts = {name: layout for spec in specs for name, _ in spec.params}
+    return Held(layouts, {shard.name: shard, replicate.name: replicate})
+
+
+def shard(how: Sharding, specs: Sequence[UnitSpec], held: Held) -> list[Unit]:
     """Lay parameters flat, unit by unit, in place.
 
     One unit is built and cut before the next is begun, so a model on the meta device never exists
     whole on any rank.
-
-    `tensors`, `staged` and `experts` say how ranks of other axes than the data's hold each
-    parameter.
     """
-    tensors, experts = tensors or nowhere(), experts or ExpertLayout(Axis("ep"), *how.axes)
-    fill = partial(tensors.part, how.weights.fill(how.fill))
-    fill = partial(how.tiling.part, partial(experts.part, fill))
+    given, here = how.weights.fill(how.fill), held.here
+
+    def fill(name: str, tensor: Tensor) -> None:
+        """Fill this rank's part of a parameter, perhaps of a tile."""
+        place = here | how.tiling.place(name)
+        fill_part(given, how.tiling.plain(name), held.layouts[name], place, tensor)
+
     units: list[Unit] = []
-    by_unit = [
-        {name: layout_of(name, how, tensors, staged, experts) for name, _ in spec.params}
-        for spec in specs
-    ]
-    if how.offload is not None:
-        by_unit = _partly(how.offload, how.row, specs, by_unit)
-    for spec, layouts in zip(specs, by_unit, strict=True):
+    for spec in specs:
         groups: list[Flat] = []
-        for group in _groups(spec, layouts, how.compute):
+        for group in _groups(spec, held.layouts, how.compute):
             first = group[0][0]
-            name = how.tiling.plain(first)
-            sums = [tensors.sums.get(name), staged.ties.get(name) if staged else None]
-            data = (experts.shard, experts.replicate) if name in experts.layouts else how.axes
+            layouts = [held.layouts[name] for name, _ in group]
             local = LocalLayout(
-                [layouts[name] for name, _ in group],
-                *data,
-                [axis for axis in sums if axis is not None and axis.size > 1],
-                _coordinates(tensors, staged, experts) | how.tiling.place(first),
+                layouts,
+                held.axis(layouts[0].shard),
+                held.axis(layouts[0].replicate),
+                held.sums_of(layouts[0]),
+                here | how.tiling.place(first),
                 how.tiers,
                 how.arena,
                 how.late,
@@ -173,49 +193,6 @@ def shard(
         units.append(Unit(spec.name, spec.modules, groups))
     how.tiling.release(how.device)
     return units
-
-
-def _partly(
-    offload: Offload,
-    row: Row,
-    specs: Sequence[UnitSpec],
-    by_unit: Sequence[dict[str, Layout]],
-) -> list[dict[str, Layout]]:
-    """The layouts of each unit: under `row`, with the optimizer's state on the unit's tier."""
-    numels = [sum(p.numel() for _, p in spec.params if p.requires_grad) for spec in specs]
-    rows = [replace(row, optim_tier=tier) for tier in offload.tiers(numels)]
-    return [
-        {name: replace(one, row=row) for name, one in layouts.items()}
-        for row, layouts in zip(rows, by_unit, strict=True)
-    ]
-
-
-def layout_of(
-    name: str, how: Sharding, tensors: Tensors, staged: Staging | None, experts: ExpertLayout
-) -> Layout:
-    """How the ranks of all axes, and tiles, hold a parameter.
-
-    The ranks of `ep` are data ranks. If the row shards nothing, they replicate all parameters
-    except those of experts.
-    """
-    if name in how.tiling.params:
-        plain = layout_of(how.tiling.plain(name), how, tensors, staged, experts)
-        return how.tiling.layout(name, plain)
-    axes = ((tensors.axis.name, tensors.of(name)),) if tensors.axis.size > 1 else ()
-    if staged is not None:
-        axes = (*axes, (staged.axis.name, staged.layout(name)))
-    if name in experts.layouts:
-        axes = (*axes, (experts.axis.name, experts.layouts[name]))
-        return Layout(how.row, experts.shard.name, experts.replicate.name, axes)
-    if experts.axis.size > 1 and not how.row.sharded:
-        axes = (*axes, (experts.axis.name, AxisLayout(I, experts.axis.size)))
-    return Layout(how.row, how.shard.name, how.replicate.name, axes)
-
-
-def _coordinates(tensors: Tensors, staged: Staging | None, experts: ExpertLayout) -> dict[str, int]:
-    """This rank's coordinate on the axes other than the data axes."""
-    found = {tensors.axis.name: tensors.axis.rank, experts.axis.name: experts.axis.rank}
-    return found if staged is None else found | {staged.axis.name: staged.axis.rank}
 
 
 def flats_of(units: Sequence[Unit]) -> list[Flat]:

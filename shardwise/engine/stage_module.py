@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from shardwise.comm.move import begin_sum
 from shardwise.comm.world import Axis, World, traced
-from shardwise.core.layout import R
-from shardwise.core.param_layout import AxisLayout
+from shardwise.core.layouts import stage_layout
+from shardwise.core.mesh import PIPELINE
+from shardwise.core.param_layout import Groups
 from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.tensor_plan import Table
-from shardwise.engine import rng, tensor_parallel
+from shardwise.engine import cut, rng, tensor_parallel
 from shardwise.engine.partition import misplaced, starts
 from shardwise.engine.staged_model import Stages
 from shardwise.engine.tensor_layout import Tensors
@@ -30,16 +31,14 @@ from shardwise.parallel.data.wrap_policy import UnitSpec
 from shardwise.parallel.pipeline.placeholders import layers
 from shardwise.parallel.pipeline.placeholders import twin as twin_of
 
-AXIS = "pp"
-
 
 @dataclass(frozen=True)
 class Staging:
     """A model on the pipeline axis.
 
     `at` are the stages of each parameter by its name in the full model; `ties` has, for each
-    parameter of several ranks, the axis of these ranks; `beside` is the twin on the tensor axis,
-    whose stream knows the lengths of sharded sequences.
+    parameter of several ranks, the axis of these ranks, and `sums` the same by groups of ranks;
+    `beside` is the twin on the tensor axis, whose stream knows the lengths of sharded sequences.
     """
 
     axis: Axis
@@ -48,6 +47,7 @@ class Staging:
     beside: Tensors
     at: Mapping[str, tuple[int, ...]]
     ties: Mapping[str, Axis] = field(default_factory=dict)
+    sums: Mapping[Groups, Axis] = field(default_factory=dict[Groups, Axis])
 
     @property
     def own_stages(self) -> tuple[int, ...]:
@@ -70,10 +70,6 @@ class Staging:
         for spec in specs:
             spec.params = [(name, p) for name, p in spec.params if self.stages_using([name])]
         return [spec for spec in specs if spec.params]
-
-    def layout(self, name: str) -> AxisLayout:
-        """The layout of a parameter on the axis: the ranks whose stages use it hold it."""
-        return AxisLayout(R, self.axis.size, holders=self.owners(self.at[name]))
 
     def stages_using(self, names: Iterable[str]) -> set[int]:
         """The stages of this rank that use any of these parameters."""
@@ -161,7 +157,7 @@ def agree(model: nn.Module, axis: Axis, device: torch.device) -> None:
     """Copy the first rank's weights, buffers and generator states to all ranks."""
     if axis.size > 1:
         rng.synchronize(axis, device)
-        tensor_parallel.agree(model, axis, device)
+        cut.agree([*model.parameters(), *model.buffers()], axis, device)
 
 
 def lay_out(
@@ -173,16 +169,10 @@ def lay_out(
     beside: Mapping[str, str] | None = None,
 ) -> Staging:
     """Partition `model` into stages, in place; called by all ranks of the world."""
-    axis, at = world.axis(AXIS), stages_of(model, begin, beside)
+    axis, at = world.axis(PIPELINE), stages_of(model, begin, beside)
     stages = Stages(model, twins[0], begin, schedule.stages(axis.rank), world.device, beside)
-    held = {name: tuple(sorted({schedule.home[s] for s in used})) for name, used in at.items()}
-    lines: dict[tuple[int, ...], Axis] = {}
-    for ranks in sorted({ranks for ranks in held.values() if len(ranks) > 1}):
-        alone = [(rank,) for rank in range(axis.size) if rank not in ranks]
-        lines[ranks] = world.within(AXIS, [ranks, *alone])
-    ties = {
-        name: lines[ranks]
-        for name, ranks in sorted(held.items())
-        if len(ranks) > 1 and axis.rank in ranks
-    }
-    return Staging(axis, schedule, stages, twins[1], at, ties)
+    found = {name: stage_layout(used, schedule) for name, used in at.items()}
+    groups = {name: on.groups for name, on in found.items() if len(on.holders) > 1}
+    sums = cut.open_sums(world, PIPELINE, groups.values())
+    ties = {name: sums[own] for name, own in sorted(groups.items()) if axis.rank in own[0]}
+    return Staging(axis, schedule, stages, twins[1], at, ties, sums)

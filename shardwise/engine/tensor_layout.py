@@ -1,16 +1,13 @@
-"""State of a model on the tensor axis: the layout of each parameter by name, and its stream."""
+"""State of a model on the tensor axis: its stream, its sums and its random numbers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from shardwise.comm.move import part
 from shardwise.comm.world import Axis
-from shardwise.core.layout import I
-from shardwise.core.param_layout import AxisLayout
+from shardwise.core.param_layout import Groups
 from shardwise.engine.rng import ShardedRandom
 from shardwise.parallel.tensor.linear import Stream
 
@@ -19,32 +16,16 @@ from shardwise.parallel.tensor.linear import Stream
 class Tensors:
     """A model on the tensor axis; on an axis of one rank nothing is sharded and nothing is sent.
 
-    layouts   of parameters that are sharded, or whose gradients differ between the ranks
-    sums      for some of them, the axis over which the gradient is summed
+    sums      for groups of ranks that sum gradients, the axis of this rank's group
     random    random numbers of sharded activations
     others    layers with a mesh of their own, each on the tensor axis of that mesh
     """
 
     axis: Axis
     stream: Stream
-    layouts: dict[str, AxisLayout] = field(default_factory=dict)
-    sums: dict[str, Axis] = field(default_factory=dict)
+    sums: dict[Groups, Axis] = field(default_factory=dict[Groups, Axis])
     random: ShardedRandom = field(default_factory=lambda: ShardedRandom(Axis("none")))
     others: tuple["Tensors", ...] = ()
-
-    def of(self, name: str) -> AxisLayout:
-        """The layout of parameter `name`."""
-        return self.layouts.get(name, AxisLayout(I, self.axis.size))
-
-    def part(self, fill: Callable[[str, Tensor], None], name: str, tensor: Tensor) -> None:
-        """Fill this rank's shard of parameter `name` with a function that fills the full tensor."""
-        cut = self.of(name).cut
-        if cut is None:
-            fill(name, tensor)
-            return
-        whole = tensor.new_empty(cut.full_shape(tensor.shape))
-        fill(name, whole)
-        tensor.copy_(part(whole, cut, self.axis.rank))
 
     def begin(self) -> None:
         """Begin a step."""

@@ -9,20 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
-from shardwise.comm.move import broadcast, part
-from shardwise.comm.world import Axis, World
+from shardwise.comm.world import World
 from shardwise.core.errors import refusal
-from shardwise.core.layout import R
+from shardwise.core.layouts import SUMMED, tensor_layouts
+from shardwise.core.mesh import TENSOR
+from shardwise.core.model_spec import TensorSpec
 from shardwise.core.param_layout import AxisLayout, Groups
 from shardwise.core.plan import Plan
 from shardwise.core.styles import ModuleShape, Style
-from shardwise.core.tensor_plan import Table, assign, bias_cut, cuts, matches, numbers, unmatched
+from shardwise.core.tensor_plan import Table, assign, cuts, matches, numbers, unmatched
 from shardwise.core.tensor_plan_check import check
 from shardwise.core.uneven import Cut
 from shardwise.engine import expert_tensor, rng
+from shardwise.engine.cut import agree, cut_to, open_sums
 from shardwise.engine.layer_plans import LayerPlans, layer_plans, only
 from shardwise.engine.reads import guard_layer
 from shardwise.engine.tensor_layout import Tensors, nowhere
@@ -31,15 +32,13 @@ from shardwise.parallel.tensor import embedding, linear, sequence
 from shardwise.parallel.tensor.logits import sharded_logits
 from shardwise.parallel.tensor.shared_weights import sum_spans
 
-AXIS = "tp"
-
 
 def table_for(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | None) -> Table | None:
     """The table of styles of `model` for `plan`; None if the plan has no tensor axis.
 
     Raises InputError if there is no table or it does not fit, with every problem and its remedy.
     """
-    ranks = plan.mesh.size_of(AXIS)
+    ranks = plan.mesh.size_of(TENSOR)
     if ranks == 1 and own is None:
         return None
     table = table_of(model, own)  # also checks a table that the plan does not use
@@ -62,13 +61,13 @@ def layer_tables(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | 
     Raises InputError as `layer_plans` and `table_for` do.
     """
     plans = layer_plans(model, plan)
-    if all(each.plan.mesh.size_of(AXIS) == 1 for each in plans.meshes):
+    if all(each.plan.mesh.size_of(TENSOR) == 1 for each in plans.meshes):
         return plans
     table, found = table_of(model, own), list(plans.layers)
     if problems := unmatched(table, list(shapes(model)), sp=False):
         raise refusal(f"the table of the {type(model).__name__}", problems)
     for each in plans.meshes:
-        ranks = each.plan.mesh.size_of(AXIS)
+        ranks = each.plan.mesh.size_of(TENSOR)
         if ranks == 1:
             continue
         part = only(model, table, [each], [])
@@ -78,6 +77,23 @@ def layer_tables(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | 
             raise refusal(f"the table of {', '.join(each.modules)} under '{each.plan}'", problems)
         found[each.number - 1] = replace(each, table=part)
     return LayerPlans(tuple(found))
+
+
+def tensor_spec(
+    model: nn.Module, table: Table, sp: bool, ranks: int, *, layers: bool = False
+) -> TensorSpec:
+    """The table's styles and their modules in a model, before it is cut, without its passes.
+
+    Those of single `layers` have no experts.
+    """
+    known, names = shapes(model), {id(p): name for name, p in model.named_parameters()}
+    styles, params = assign(table, list(known), sp), dict[str, dict[str, str]]()
+    for name, style in styles.items():
+        own = model.get_submodule(name).named_parameters(recurse=style.name in SUMMED)
+        params[name] = {key: names[id(p)] for key, p in own}
+    experts = {} if layers else expert_tensor.layouts_on_tensor_axis(model, ranks, sp=sp)
+    own = {name: known[name] for name in styles}
+    return TensorSpec(table, sp, styles, own, params, experts)
 
 
 def lay_out(
@@ -92,48 +108,54 @@ def lay_out(
     If it is the axis of some `layers` only, the others, layers of experts and torch's default
     generators are left to that of the model.
     """
-    axis = world.axis(AXIS)
+    axis = world.axis(TENSOR)
     if table is None or axis.size == 1:
         return nowhere()
     for module in [model.get_submodule(name) for name in layers] or [model]:
-        agree(module, axis, world.device)
+        agree([*module.parameters(), *module.buffers()], axis, world.device)
     tensors = Tensors(axis, linear.Stream(axis, sp))
-    known = shapes(model)
-    styles = assign(table, list(known), sp)
-    layout = _Layout(model, world, tensors)
+    spec = tensor_spec(model, table, sp, axis.size, layers=bool(layers))
+    found, styles, known = tensor_layouts(spec, axis.size), spec.styles, spec.modules
+    hooks = _Hooks(model, tensors)
     random = tensors.random = rng.ShardedRandom(axis, model.modules())
     random.mark_outputs(model, styles, sp)
-    layout.entered = [name for name, style in styles.items() if style.name == "gather"]
+    hooks.entered = [name for name, style in styles.items() if style.name == "gather"]
     for name, style in styles.items():
-        sizes = cuts(style, known[name], table, axis.size)
-        layout.hook(name, style, sizes, known[name])
-        layout.hold(name, style, sizes, bias_cut(style, known[name], table, axis.size))
-    for name, changed in numbers(table, styles, known, axis.rank, axis.size).items():
+        hooks.hook(name, style, cuts(style, known[name], table, axis.size), known[name])
+        own = () if style.name in SUMMED else spec.params[name].items()
+        if split := [key for key, full in own if full in found and found[full].cut]:
+            guard_layer(model.get_submodule(name), split, name)
+    for name, changed in numbers(table, styles, shapes(model), axis.rank, axis.size).items():
         for attribute, number in changed.items():
             setattr(model.get_submodule(name), attribute, number)
+    _open_sums(model, world, tensors, found)
+    cut_to(model, found, axis)
     if not layers:
-        layout.hold_experts(sp)
-    layout.shard_parameters()
-    if not layers:
-        expert_tensor.on_tensor_axis(model, tensors, sp=sp)
+        expert_tensor.on_tensor_axis(model, axis, tensors.stream, found, sp=sp)
         rng.synchronize(axis, world.device)
     random.mark_inputs(model, styles, sp)
-    for stream in (layout.stream, layout.whole):
+    for stream in (hooks.stream, hooks.whole):
         model.register_forward_hook(partial(_end, stream))
     return tensors
 
 
+def _open_sums(
+    model: nn.Module, world: World, tensors: Tensors, found: Mapping[str, AxisLayout]
+) -> None:
+    """Open the groups that sum gradients, and let each backward pass sum those of shared spans."""
+    axis, params = tensors.axis, dict(model.named_parameters())
+    within = {name: _lines(on.cut) for name, on in found.items() if on.cut}
+    every = {groups for on in found.values() if (groups := on.groups)}
+    opened = open_sums(world, TENSOR, every | {groups for groups in within.values() if groups})
+    tensors.sums = {groups: opened[groups] for groups in every}
+    for name, groups in within.items():
+        shared, p = found[name].shared(axis.rank), params[name]
+        if shared is not None and p.requires_grad:
+            p.register_hook(partial(sum_spans, shared.dim, shared.spans, opened[groups]))
+
+
 def _end(stream: linear.Stream, *_: object) -> None:
     stream.end()
-
-
-def agree(model: nn.Module, axis: Axis, device: torch.device) -> None:
-    """Broadcast the first rank's weights and buffers, one by one on `device`."""
-    for t in [*model.parameters(), *model.buffers()]:
-        if not t.is_meta and t.numel():
-            together = t.data.to(device).contiguous()
-            broadcast(together, axis)
-            t.data.copy_(together)
 
 
 def _lines(cut: Cut) -> Groups:
@@ -142,16 +164,13 @@ def _lines(cut: Cut) -> Groups:
     return tuple(dict.fromkeys(lines)) if any(len(line) > 1 for line in lines) else ()
 
 
-class _Layout:
-    """One model while it is sharded: the decisions for its parameters so far."""
+class _Hooks:
+    """The hooks of one model while they are set."""
 
-    def __init__(self, model: nn.Module, world: World, tensors: Tensors) -> None:
-        self.model, self.world, self.tensors = model, world, tensors
-        self.stream, self.axis = tensors.stream, tensors.axis
+    def __init__(self, model: nn.Module, tensors: Tensors) -> None:
+        self.model, self.stream, self.axis = model, tensors.stream, tensors.axis
         #: the stream of modules that need the gathered sequence
         self.whole = linear.Stream(self.axis, split=False)
-        self.names = {id(p): name for name, p in model.named_parameters()}
-        self.wanted: dict[str, tuple[nn.Parameter, Cut]] = {}
         self.entered: list[str] = []  # modules whose inputs are gathered
 
     def hook(self, name: str, style: Style, cut: Cut | None, shape: ModuleShape) -> None:
@@ -196,53 +215,3 @@ class _Layout:
             return sharded_logits(y, self.axis, cut, self.stream)
 
         module.register_forward_hook(logits, prepend=True)
-
-    def hold(self, name: str, style: Style, weight: Cut | None, bias: Cut | None) -> None:
-        """Record the layout of the module's own parameters."""
-        summed = style.name in ("replicated", "sequence")
-        # under sp the bias of a rowwise layer is added to shards of the sequence
-        row = style.name.startswith("rowwise") and self.stream.split
-        module, split = self.model.get_submodule(name), list[str]()
-        for key, p in module.named_parameters(recurse=summed):
-            full = self.names[id(p)]
-            cut = {"weight": weight, "bias": bias}.get(key)
-            if cut is not None:
-                self.wanted[full] = (p, cut)
-                split.append(key)
-            elif summed or (key == "bias" and row):
-                self.tensors.layouts[full] = AxisLayout(R, self.axis.size)
-                self.tensors.sums[full] = self.axis
-        if split:
-            guard_layer(module, split, name)
-
-    def hold_experts(self, sp: bool) -> None:
-        """Record the layouts of layers of experts, which no style says."""
-        params = dict(self.model.named_parameters())
-        found = expert_tensor.layouts_on_tensor_axis(self.model, self.axis.size, sp=sp)
-        for name, layout in found.items():
-            if layout.cut is not None:
-                self.wanted[name] = (params[name], layout.cut)
-            else:
-                self.tensors.layouts[name] = layout
-                self.tensors.sums[name] = self.axis
-
-    def shard_parameters(self) -> None:
-        """Shard the parameters, and open the groups that sum the gradients of shared parts."""
-        rank = self.axis.rank
-        lines: dict[Groups, Axis] = {(): Axis(AXIS)}
-        # hooks keep this object alive, so it must not keep the weights of other stages
-        wanted, self.wanted = self.wanted, {}
-        for name, (p, cut) in wanted.items():
-            layout, within = AxisLayout.sharded(cut), _lines(cut)
-            for each in (layout.groups, within):
-                if each not in lines:
-                    lines[each] = self.world.within(AXIS, each)
-            shared = layout.shared(rank)
-            if shared is not None and p.requires_grad:
-                p.register_hook(partial(sum_spans, cut.dim, shared.spans, lines[within]))
-            self.tensors.layouts[name] = layout
-            self.tensors.sums[name] = lines[layout.groups]
-            if p.is_meta:
-                p.data = torch.empty(cut.shape(p.shape, rank), dtype=p.dtype, device="meta")
-            else:
-                p.data = part(p.data, cut, rank)

@@ -8,33 +8,21 @@ model, and holds no elements.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.comm.parameter import become
 from shardwise.core.errors import bad
-from shardwise.core.param_layout import AxisLayout, Layout
+from shardwise.core.mesh import TILE
 from shardwise.core.plan import Plan
-from shardwise.core.tile import LARGE
+from shardwise.core.tile import LARGE, TiledParam
 from shardwise.core.tile import Tile as Word
-from shardwise.core.uneven import Cut, even
+from shardwise.core.uneven import even
 from shardwise.parallel.data.wrap_policy import Rule, UnitSpec, blocks
 from shardwise.parallel.tile.layer import Tile, into_tiles
-
-#: The axis of a parameter's layout on which its tiles are.
-AXIS: Final = "tile"
-
-
-class TiledParam(NamedTuple):
-    """The rows of a tile: those of number `place` in `cut`, of the parameter `name`."""
-
-    name: str
-    place: int
-    cut: Cut
 
 
 @dataclass(frozen=True)
@@ -65,27 +53,9 @@ class Tiling:
         """The name of the model's parameter whose rows are in the parameter `name` of a tile."""
         return self.params[name].name if name in self.params else name
 
-    def layout(self, name: str, layout: Layout) -> Layout:
-        """The layout of the parameter `name` of a tile, from that of the model's parameter."""
-        if name not in self.params:
-            return layout
-        on = AxisLayout.sharded(self.params[name].cut)
-        return replace(layout, axes=((AXIS, on), *layout.axes))
-
     def place(self, name: str) -> dict[str, int]:
         """The coordinate of the parameter `name` on the axis of tiles."""
-        return {AXIS: self.params[name].place} if name in self.params else {}
-
-    def part(self, fill: Callable[[str, Tensor], None], name: str, tensor: Tensor) -> None:
-        """Fill a tile of a parameter with a function that fills all of it."""
-        if name not in self.params:
-            fill(name, tensor)
-            return
-        plain, place, cut = self.params[name]
-        whole = tensor.new_empty(cut.full_shape(tensor.shape))
-        fill(plain, whole)
-        ((start, stop),) = cut.ranges[place]
-        tensor.copy_(whole[start:stop])
+        return {TILE: self.params[name].place} if name in self.params else {}
 
     def release(self, device: torch.device | None) -> None:
         """Free the parameters of the layers, whose values the tiles have."""

@@ -37,6 +37,7 @@ from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
 from shardwise.engine.reads import guard_shards
 from shardwise.engine.shard import (
     Sharding,
+    by_row,
     cast_whole,
     driver_of,
     drivers,
@@ -224,7 +225,8 @@ def _wrap(
         dtypes = param_dtypes(module, dtype)
         how = replace(how, compute={p: own for p, own in dtypes if own != p.dtype})
     pace = Pace(scale=1 / world.size)
-    sharded_units = shard(how, units_of(module, how))
+    specs = units_of(module, how)
+    sharded_units = shard(how, specs, by_row(how, specs))
     weights.deliver()
     data = hooked(module, how, sharded_units, pace, world)
     data.handles += handles

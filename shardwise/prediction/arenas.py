@@ -10,12 +10,12 @@ The memory of an arena is that of its slots, and is counted with the buffers (co
 from collections import Counter
 
 from shardwise.core.arena_slots import IN_FLIGHT, Slots, arena_bytes, gradient_slots, most_at_once
+from shardwise.core.mesh import PIPELINE, TENSOR
 from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.plan import Plan
 from shardwise.prediction.group import each_backward, groups
-from shardwise.prediction.rank_shape import PIPELINE, moments, stage_of
+from shardwise.prediction.rank_shape import moments, stage_of
 from shardwise.prediction.recompute import PARTITIONED
-from shardwise.prediction.tensor_moves import TENSOR
 
 
 def kept_slots(spec: ModelSpec, plan: Plan, rank: int) -> Slots:

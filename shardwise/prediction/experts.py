@@ -29,15 +29,14 @@ from typing import Any, Final, NamedTuple, TypeVar
 from shardwise.core.expert_moves import Counts, ExpertLayer, ExpertMove, LayerMove, Loads
 from shardwise.core.layout import I, P, R, S
 from shardwise.core.lengths import Lengths
+from shardwise.core.mesh import EXPERTS, TENSOR
 from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan import Plan
 from shardwise.prediction.rank_shape import stage_of, stages_on
-from shardwise.prediction.tensor_moves import TENSOR
 from shardwise.prediction.traffic import Line, Tariff
 
 T = TypeVar("T")
 
-AXIS = "ep"
 #: The note on a prediction without loads.
 EVEN: Final = (
     "the bytes on the axis ep and the activations are those of an even load of the experts: they "
@@ -78,7 +77,7 @@ def expert_bytes(
                 shard = plan.coordinate(rank).get(TENSOR, 0)
                 _exchange(tariff, move, layer, _away(plan, rank, own.on(name, shard)))
             elif move.kind == "gather_counts":
-                tariff.move(AXIS, S(0), R, plan.ep * move.numel, move.element_bytes, move.phase)
+                tariff.move(EXPERTS, S(0), R, plan.ep * move.numel, move.element_bytes, move.phase)
             elif move.kind in ("enter", "leave"):
                 _on_tensor_axis(tariff, move, spec, name)
             else:
@@ -108,7 +107,7 @@ def exchanged_between(
         return {}
     tokens = [each.tokens for each in loads]
     least, most = (_exchanged_bytes(plan, spec, rank, bound, tokens) for bound in (_least, _most))
-    return {f"{AXIS} all_to_all": (least, most)}
+    return {f"{EXPERTS} all_to_all": (least, most)}
 
 
 def _exchanged_bytes(
@@ -268,7 +267,7 @@ def _exchange(tariff: Tariff, move: ExpertMove, layer: ExpertLayer, away: Away) 
 
 
 def _add(tariff: Tariff, row_bytes: int, rows: int, phase: str) -> None:
-    tariff.add(Line(AXIS, "all_to_all", phase), rows * row_bytes)
+    tariff.add(Line(EXPERTS, "all_to_all", phase), rows * row_bytes)
 
 
 def _away(plan: Plan, rank: int, choices: Sequence[Sequence[int]]) -> Away:
@@ -285,7 +284,7 @@ def _peers(plan: Plan, rank: int) -> tuple[int, range]:
     place, here = plan.coordinate(rank), 0
     for axis in plan.data_axes:
         here = here * plan.size_of(axis) + place.get(axis, 0)
-    first = here - place[AXIS]
+    first = here - place[EXPERTS]
     return here, range(first, first + plan.ep)
 
 

@@ -12,12 +12,12 @@ The rest of `activations` stays on the device (parallel/recompute/host.py).
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan import Plan
 from shardwise.core.tape import SMALL_BYTES, Tape
 from shardwise.prediction.rank_shape import moments, stage_of, stages_on
 from shardwise.prediction.recompute import PARTITIONED, Within, parts, storages
-from shardwise.prediction.tensor_moves import TENSOR
 from shardwise.prediction.traffic import Line, Tariff
 
 

@@ -22,12 +22,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import ModelSpec
 from shardwise.prediction.gathers import order_of
 from shardwise.prediction.group import Group, each_backward, groups
 from shardwise.prediction.host import pieces
 from shardwise.prediction.recompute import Within, storages
-from shardwise.prediction.tensor_moves import TENSOR
 
 if TYPE_CHECKING:
     from shardwise.prediction.prediction import Prediction

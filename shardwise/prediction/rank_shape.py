@@ -6,10 +6,11 @@ axis pp    the parameters and buffers of the rank's stages; tied ones are on sev
 axis dp    a share of each unit, and how often the unit is gathered (gathers.py; unit_gathers.py)
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from shardwise.core.layout import R
+from shardwise.core.layouts import layouts, on_tiers
+from shardwise.core.mesh import PIPELINE
 from shardwise.core.model_spec import (
     Call,
     ModelShape,
@@ -19,22 +20,14 @@ from shardwise.core.model_spec import (
     UnitModules,
     UnitShape,
 )
-from shardwise.core.param_layout import AxisLayout, Layout
 from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.schedule.action import Action
 from shardwise.core.schedule.memory import most_alive
-from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.zero import Tier
 from shardwise.prediction.gathers import gathers, order_of
 from shardwise.prediction.group import groups, layout_of
 from shardwise.prediction.recompute import added_flops
-from shardwise.prediction.tensor_moves import TENSOR, held_parts
 from shardwise.prediction.unit_gathers import Gather, UnitPath, unit_gathers, whole_bytes
-
-PIPELINE = "pp"
-#: The axis of experts, and the data ranks that hold the same ones.
-EXPERTS, REST = "ep", "edp"
 
 
 def shape_on(spec: ModelSpec, plan: Plan, rank: int, *, trains: bool = True) -> ModelShape:
@@ -42,123 +35,53 @@ def shape_on(spec: ModelSpec, plan: Plan, rank: int, *, trains: bool = True) -> 
 
     In a training step; in an evaluation if not `trains`.
     """
-    shape, offload = _shape_on(spec, plan, rank, trains), plan.offloaded
-    if offload is None or not offload.by_unit:
-        return shape
-    numels = [sum(p.numel for p in unit.params if p.trainable) for unit in shape.units]
-    tiers = zip(shape.units, offload.tiers(numels), strict=True)
-    return replace(shape, units=tuple(_offloaded(unit, plan, tier) for unit, tier in tiers))
-
-
-def _offloaded(unit: UnitShape, plan: Plan, tier: Tier) -> UnitShape:
-    """The unit with its optimizer's states on `tier`."""
-    row = replace(plan.states, optim_tier=tier)
-    params = [replace(p, layout=replace(layout_of(plan, p), row=row)) for p in unit.params]
-    return replace(unit, params=tuple(params))
-
-
-def _shape_on(spec: ModelSpec, plan: Plan, rank: int, trains: bool) -> ModelShape:
-    spec = _on_tensor_axis(_under_layers(spec, plan), plan, rank)
-    spec = _on_expert_axis(spec, plan, rank)
-    schedule, stages = schedule_of(plan), spec.stages
+    spec = _parts_on(spec, plan, rank)
+    schedule, stages, units = schedule_of(plan), spec.stages, spec.shape.units
     if schedule is None or stages is None:
         times = gathers(spec.modules, spec.run, _sharded(spec, plan))
-        units = tuple(
-            replace(unit, uses=uses, again=again)
-            for unit, (uses, again) in zip(spec.shape.units, times, strict=True)
-        )
-        return ModelShape(units, spec.shape.buffers)
-    place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
-    units = [_staged(unit, plan, stages, schedule, place) for unit in spec.shape.units]
-    paths = _paths(spec, plan, stages, schedule.stages(place))
-    evaluates = [Action("F", stage, 0) for stage in schedule.stages(place)]
-    found = unit_gathers(schedule.actions(place) if trains else evaluates, paths)
+        buffers = spec.shape.buffers
+    else:
+        place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
+        paths = _paths(spec, plan, stages, schedule.stages(place))
+        evaluates = [Action("F", stage, 0) for stage in schedule.stages(place)]
+        found = unit_gathers(schedule.actions(place) if trains else evaluates, paths)
+        times = [
+            (found[Gather(n, "forward")], found[Gather(n, "backward")]) for n in range(len(units))
+        ]
+        mine = set(schedule.stages(place))
+        every = [(buffer, stages.of(buffer.name)) for buffer in spec.shape.buffers]
+        buffers = tuple(buffer for buffer, at in every if not at or mine & {*at})
+    here = plan.coordinate(rank)
     units = [
-        replace(unit, uses=found[Gather(n, "forward")], again=found[Gather(n, "backward")])
-        for n, unit in enumerate(units)
+        replace(unit, params=params, uses=uses, again=again)
+        for unit, (uses, again) in zip(units, times, strict=True)
+        if (params := tuple(p for p in unit.params if layout_of(plan, p).held(here)))
     ]
-    mine = set(schedule.stages(place))
-    every = [(buffer, stages.of(buffer.name)) for buffer in spec.shape.buffers]
-    buffers = tuple(buffer for buffer, at in every if not at or mine & {*at})
-    return ModelShape(tuple(unit for unit in units if unit.params), buffers)
+    found = {p.name: layout_of(plan, p) for unit in units for p in unit.params}
+    own = [
+        ([p.name for p in unit.params], sum(p.numel for p in unit.params if p.trainable))
+        for unit in units
+    ]
+    found = on_tiers(found, own, plan)
+    units = (
+        replace(unit, params=tuple(replace(p, layout=found[p.name]) for p in unit.params))
+        for unit in units
+    )
+    return ModelShape(tuple(units), buffers)
 
 
-def _under_layers(spec: ModelSpec, plan: Plan) -> ModelSpec:
-    """The model with the row and the data axes of each layer that has a plan of its own."""
-    if not plan.layers:
-        return spec
-    layouts: dict[int, Layout] = {}
-    for number, layer in enumerate(plan.layers, 1):
-        own, suffix = plan.of_layers(number), f".{number}" if layer.has_axes else ""
-        shard, replicate = (
-            f"{axis}{suffix}" if axis else "none" for axis in (own.shard_axis, own.replicate_axis)
-        )
-        layouts[number] = Layout(own.offloaded_states, shard, replicate)
-
-    def under(param: ParamShape) -> ParamShape:
-        """The parameter with the layout of its layer."""
-        number = plan.layer_of(param.name)
-        return replace(param, layout=layouts[number]) if number else param
-
-    units = (replace(unit, params=tuple(map(under, unit.params))) for unit in spec.shape.units)
-    return replace(spec, shape=replace(spec.shape, units=tuple(units)))
-
-
-def _on_tensor_axis(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:
-    """The model with this rank's parts of the parameters that its tensor ranks share."""
-    part: dict[int, Callable[[ParamShape], ParamShape]] = {}
-    here = plan.coordinate(rank) if spec.layers else plan.mesh.coordinate(rank)
-    for number, tensors in {0: spec.tensors, **spec.layers}.items():
-        axis = f"{TENSOR}.{number}" if number else TENSOR
-        if tensors is not None:
-            place, ranks = here.get(axis, 0), plan.size_of(axis)
-            part[number] = held_parts(tensors, plan, place, ranks, axis)
-    if not part:
-        return spec
-
-    def on(param: ParamShape) -> ParamShape:
-        """This rank's part, on the tensor axis of its layer."""
-        number = plan.layer_of(param.name)
-        number = number if number and plan.layers[number - 1].has_axes else 0
-        return part[number](param) if number in part else param
-
-    units = (replace(unit, params=tuple(map(on, unit.params))) for unit in spec.shape.units)
-    return replace(spec, shape=replace(spec.shape, units=tuple(units)))
-
-
-def _on_expert_axis(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:
-    """The model with this rank's experts, which `edp` holds in place of the inner data axis."""
-    place = plan.coordinate(rank)[EXPERTS]
+def _parts_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:
+    """The model with this rank's part of every parameter, as if it held all stages."""
+    here, shape = plan.coordinate(rank), spec.shape
+    found = layouts([p.name for p in shape.params], spec.facts, plan)
 
     def part(param: ParamShape) -> ParamShape:
         """This rank's part of a parameter."""
-        on = spec.experts.get(param.name)
-        if on is None or on.cut is None:
-            return param
-        layout = layout_of(plan, param)
-        shard, replicate = (
-            REST if axis == plan.inner_data_axis else axis
-            for axis in (layout.shard, layout.replicate)
-        )
-        axes = (*layout.axes, (EXPERTS, on))
-        layout = replace(layout, shard=shard, replicate=replicate, axes=axes)
-        return replace(param, shape=on.cut.shape(param.shape, place), layout=layout)
+        layout = found[param.name]
+        return replace(param, shape=layout.local_shape(param.shape, here), layout=layout)
 
-    units = (replace(unit, params=tuple(map(part, unit.params))) for unit in spec.shape.units)
-    return replace(spec, shape=replace(spec.shape, units=tuple(units)))
-
-
-def _staged(
-    unit: UnitShape, plan: Plan, stages: StageSpec, schedule: Schedule, place: int
-) -> UnitShape:
-    """The part of a unit that the rank at `place` of the pipeline holds."""
-    mine = set(schedule.stages(place))
-    params = tuple(
-        _held(plan, param, {schedule.home[stage] for stage in stages.params[param.name]})
-        for param in unit.params
-        if mine & {*stages.params[param.name]}
-    )
-    return replace(unit, params=params)
+    units = (replace(unit, params=tuple(map(part, unit.params))) for unit in shape.units)
+    return replace(spec, shape=replace(shape, units=tuple(units)))
 
 
 def gathered_bytes_on(spec: ModelSpec, plan: Plan, rank: int, ahead: int = 1) -> int:
@@ -177,8 +100,7 @@ def gathered_bytes_on(spec: ModelSpec, plan: Plan, rank: int, ahead: int = 1) ->
         n: stored.get(unit.name, 0) for n, unit in enumerate(spec.shape.units)
     }
     place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
-    spec = _on_expert_axis(_on_tensor_axis(_under_layers(spec, plan), plan, rank), plan, rank)
-    paths = _paths(spec, plan, stages, schedule.stages(place))
+    paths = _paths(_parts_on(spec, plan, rank), plan, stages, schedule.stages(place))
     return max(whole_bytes(path, by_unit, ahead) for path in paths.values())
 
 
@@ -249,13 +171,6 @@ def _calls(calls: Iterable[Call], stages: StageSpec, stage: int) -> Iterator[Cal
 
 def _around(unit: UnitModules, stages: StageSpec) -> bool:
     return unit.encloses or any(not stages.of(module) for module in unit.modules)
-
-
-def _held(plan: Plan, param: ParamShape, ranks: set[int]) -> ParamShape:
-    """A parameter held by these ranks of the pipeline."""
-    layout = layout_of(plan, param)
-    on = AxisLayout(R, plan.mesh.size_of(PIPELINE), holders=tuple(sorted(ranks)))
-    return replace(param, layout=replace(layout, axes=(*layout.axes, (PIPELINE, on))))
 
 
 def stage_bytes(spec: ModelSpec, kept: Iterable[tuple[int, str]]) -> dict[int, int]:

@@ -19,21 +19,14 @@ no_grad. A tensor that a gradient reaches moves between the duals in the backwar
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from shardwise.core.layout import I, P, Placement, R, S
 from shardwise.core.lengths import Lengths
-from shardwise.core.model_spec import ELEMENT_BYTES, Call, ModelPass, ParamShape, TensorSpec, Value
-from shardwise.core.param_layout import AxisLayout
-from shardwise.core.plan import Plan
+from shardwise.core.model_spec import ELEMENT_BYTES, Call, ModelPass, TensorSpec, Value
 from shardwise.core.styles import Style
-from shardwise.core.tensor_plan import bias_cut, cuts
+from shardwise.core.tensor_plan import cuts
 from shardwise.core.uneven import Cut
-from shardwise.prediction.group import layout_of
-
-TENSOR = "tp"
-#: Styles of modules that apply replicated parameters to shards: their gradients are summed.
-SUMMED = ("replicated", "sequence")
 
 #: (src, dst, numel of the whole, element bytes, phase)
 Send = Callable[[Placement, Placement, int, int, str], None]
@@ -168,32 +161,3 @@ def recomputing(run: ModelPass, modules: Collection[str]) -> ModelPass:
             calls.append(inner._replace(values=values, recomputed=True))
     again = tuple(value._replace(trained=False) for value in run.values)
     return run._replace(calls=tuple(calls), values=run.values + again)
-
-
-def held_parts(
-    spec: TensorSpec, plan: Plan, rank: int, ranks: int, axis: str = TENSOR
-) -> Callable[[ParamShape], ParamShape]:
-    """The part of each parameter on `rank` of a tensor axis, as a function of the full one."""
-    found = {**spec.experts}
-    for module, style in spec.styles.items():
-        shape = spec.modules[module]
-        wanted = {
-            "weight": cuts(style, shape, spec.table, ranks),
-            "bias": bias_cut(style, shape, spec.table, ranks),
-        }
-        row = style.name.startswith("rowwise") and spec.sp  # its bias is added to shards
-        for key, name in spec.params[module].items():
-            cut = wanted.get(key)
-            if cut is not None:
-                found[name] = AxisLayout.sharded(cut)
-            elif style.name in SUMMED or (key == "bias" and row):
-                found.setdefault(name, AxisLayout(R, ranks))
-
-    def part(param: ParamShape) -> ParamShape:
-        on = found.get(param.name, AxisLayout(I, ranks))
-        layout = layout_of(plan, param)
-        shape = param.shape if on.cut is None else on.cut.shape(param.shape, rank)
-        axes = (*layout.axes, (axis, on))
-        return replace(param, shape=shape, layout=replace(layout, axes=axes))
-
-    return part

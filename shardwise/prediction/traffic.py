@@ -23,10 +23,12 @@ import math
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 from shardwise.core.layout import I, P, Placement, R, S
+from shardwise.core.layouts import norm_axes
+from shardwise.core.mesh import PIPELINE, TENSOR
 from shardwise.core.model_spec import (
     ELEMENT_BYTES,
     CutLoss,
@@ -40,14 +42,13 @@ from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.schedule.action import Transfer
 from shardwise.core.schedule.library import updates
-from shardwise.core.zero import Moment, RowMove, Tier, row_of
+from shardwise.core.zero import Moment, RowMove, Tier
 from shardwise.prediction.group import Group, groups, layout_of
 from shardwise.prediction.rank_shape import stage_of, stages_on
 from shardwise.prediction.recompute import parts
 from shardwise.prediction.tensor import loss_bytes
-from shardwise.prediction.tensor_moves import TENSOR, Crossings, recomputing
+from shardwise.prediction.tensor_moves import Crossings, recomputing
 
-PIPELINE = "pp"
 CONSENSUS_BYTES = 8  # added as doubles: a count of tokens must not be rounded
 #: Before the first step: tokens, errors, lengths of lists and a checksum (engine.py).
 FIRST_NUMBERS = 7
@@ -176,7 +177,7 @@ def step_bytes(
     tariff.broadcast(buffers * plan.accumulate, "forward")
     tariff.agree(3 + sum(param.trainable for param in model.params), CONSENSUS_BYTES)
     if norm or plan.precision == "fp16":
-        for axis in (*_norm_axes(plan), PIPELINE):
+        for axis in (*chain.from_iterable(norm_axes(plan)), PIPELINE):
             numbers = 2 if axis == TENSOR else 1  # the second says whether options are the same
             tariff.move(axis, S(0), R, numbers * tariff.size(axis), CONSENSUS_BYTES, "check")
     else:  # are all of their gradients finite, have they the same options?
@@ -196,18 +197,6 @@ def step_bytes(
     for axis in (TENSOR, PIPELINE):  # the batch
         tariff.move(axis, S(0), R, 3 * tariff.size(axis) * meets, CONSENSUS_BYTES, "check")
     return tariff.sent_bytes
-
-
-def _norm_axes(plan: Plan) -> list[str]:
-    """The axes over which squares of gradients are summed, for each plan of layers."""
-    found: list[str] = []
-    for number in range(len(plan.layers) + 1):
-        own, mesh = plan.of_layers(number), number > 0 and plan.layers[number - 1].has_axes
-        suffix = f".{number}" if mesh else ""
-        found += [f"{own.shard_axis}{suffix}"] if own.shard_axis else []
-        found += [] if mesh or row_of(own.row).sharded else ["ep"]
-        found.append(f"{TENSOR}{suffix}")
-    return found
 
 
 def row_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:

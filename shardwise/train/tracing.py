@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.comm.objects import all_gather_object
+from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.schedule.clock import clock
@@ -23,7 +24,6 @@ from shardwise.core.schedule.measured import Measured, as_trace
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine.engine import Engine
 from shardwise.engine.pipelined import Pipelined
-from shardwise.engine.stage_module import AXIS
 from shardwise.parallel.pipeline.runtime import Recorder
 from shardwise.train.report.section import Drawing, Section, Table
 
@@ -105,7 +105,7 @@ class Tracing:
             return None
         world = self.engine.world
         pipelines = tuple(tuple(seen) for seen in all_gather_object(self.seen, world) if seen)
-        return Recording(tuple(self.numbers), pipelines, tuple(world.mesh.lines(AXIS)))
+        return Recording(tuple(self.numbers), pipelines, tuple(world.mesh.lines(PIPELINE)))
 
 
 def picture(recording: Recording) -> str:

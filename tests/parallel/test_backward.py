@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.ledger import Tally
 from shardwise.comm.world import World
-from shardwise.core.mesh import Mesh
-from shardwise.engine.tensor_parallel import AXIS, lay_out
+from shardwise.core.mesh import TENSOR, Mesh
+from shardwise.engine.tensor_parallel import lay_out
 from shardwise.engine.tensor_plan import table_of
 from shardwise.parallel.pipeline.backward import Tape
 from tests.parallel.layers import KINDS, sequences
@@ -257,7 +257,7 @@ def test_layers_that_are_cut_over_ranks(name: str, sp: bool):
 
 
 def sent(world: World, name: str, act: Callable[..., Any]) -> Tally:
-    model, here = KINDS[name].model(), world.on(Mesh(((AXIS, world.size),)))
+    model, here = KINDS[name].model(), world.on(Mesh(((TENSOR, world.size),)))
     lay_out(model, here, True, table_of(model))
     x, _ = sequences(0)
     act(model, x.clone().requires_grad_())

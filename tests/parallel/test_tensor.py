@@ -11,9 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.comm.move import all_reduce, part
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import World
-from shardwise.core.mesh import Mesh
+from shardwise.core.layouts import tensor_layouts
+from shardwise.core.mesh import TENSOR, Mesh
+from shardwise.core.param_layout import AxisLayout
 from shardwise.engine.tensor_layout import Tensors
-from shardwise.engine.tensor_parallel import AXIS, lay_out
+from shardwise.engine.tensor_parallel import lay_out, tensor_spec
 from shardwise.engine.tensor_plan import table_of
 from tests.engine.cases import difference
 from tests.parallel.layers import KINDS, Doubled, sequences
@@ -28,7 +30,7 @@ def cut(
     """The model of a kind, prepared, and laid out on all ranks."""
     model = KINDS[name].model()
     prepare(model)
-    return model, lay_out(model, world.on(Mesh(((AXIS, world.size),))), sp, table_of(model))
+    return model, lay_out(model, world.on(Mesh(((TENSOR, world.size),))), sp, table_of(model))
 
 
 def plain(x: Tensor) -> Tensor:
@@ -82,11 +84,13 @@ def without_input(model: nn.Module, x: Tensor) -> Tensor:
     return once(model, x.detach())
 
 
-def gradients(model: nn.Module, tensors: Tensors) -> dict[str, Tensor | None]:
+def gradients(
+    model: nn.Module, tensors: Tensors, held: dict[str, AxisLayout]
+) -> dict[str, Tensor | None]:
     """Every parameter's gradient, partial ones summed as the table of what is held says."""
     found: dict[str, Tensor | None] = {}
     for name, p in model.named_parameters():
-        axis, grad = tensors.sums.get(name), p.grad
+        axis, grad = tensors.sums.get(held[name].groups) if name in held else None, p.grad
         if axis is not None and axis.size > 1 and grad is not None:
             grad = all_reduce(grad.clone().contiguous(), axis)
         found[name] = grad
@@ -120,10 +124,12 @@ def same(
     wanted = {n: p.grad for n, p in oracle.named_parameters()}
     largest = max(float(g.abs().max()) for g in wanted.values() if g is not None)
     assert_part("the input", x.grad, y.grad, largest)
-    for n, grad in gradients(model, tensors).items():
-        whole, held = wanted[n], tensors.of(n)
-        if held.cut is not None and whole is not None:
-            whole = part(whole, held.cut, world.rank)
+    spec = tensor_spec(oracle, table_of(oracle), sp, world.size)
+    held = tensor_layouts(spec, world.size)
+    for n, grad in gradients(model, tensors, held).items():
+        whole, cut_by = wanted[n], held[n].cut if n in held else None
+        if cut_by is not None and whole is not None:
+            whole = part(whole, cut_by, world.rank)
         assert_part(n, grad, whole, largest)
 
 
@@ -187,7 +193,7 @@ def kept(world: World) -> bool:
     model = KINDS["biases, norm and residual inside"].model()
     own = Keeping(13, 10).double()
     model.get_submodule("blocks.1").down = own
-    lay_out(model, world.on(Mesh(((AXIS, world.size),))), False, table_of(model))
+    lay_out(model, world.on(Mesh(((TENSOR, world.size),))), False, table_of(model))
     model(sequences(0)[0])
     return torch.equal(own.kept, own.copy)
 

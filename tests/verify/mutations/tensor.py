@@ -8,8 +8,9 @@ from torch import Tensor
 
 from shardwise.comm.transport import Pending
 from shardwise.core.uneven import Cut
+from shardwise.engine import cut as layout_file
 from shardwise.engine import optimizer as optimizer_file
-from shardwise.engine import tensor_parallel as layout_file
+from shardwise.engine import tensor_parallel
 from shardwise.kernels import cross_entropy as loss_file
 from shardwise.parallel.data.flat_gradient import FlatGradient
 from shardwise.parallel.tensor import linear as tensor_file
@@ -51,7 +52,7 @@ def _cut_of(patch: Patch, act: Any) -> None:
             module, axis, replace(cut, ranges=tuple(act(a, b) for ((a, b),) in cut.ranges)), finish
         )
 
-    around(patch, layout_file.embedding, "embed", embed)
+    around(patch, tensor_parallel.embedding, "embed", embed)
 
 
 def vocabulary_off_by_one(patch: Patch) -> None:
