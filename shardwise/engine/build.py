@@ -20,7 +20,6 @@ from shardwise.core.mesh import PIPELINE, TENSOR
 from shardwise.core.model_spec import Facts
 from shardwise.core.param_layout import Groups
 from shardwise.core.plan import Plan
-from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.tensor_plan import Table
 from shardwise.engine import expert_parallel, stage_module, tensor_parallel
 from shardwise.engine.expert_parallel import ExpertLayout
@@ -109,7 +108,7 @@ def lay_out(
     """Shard `model` in place.  All ranks of the world call it."""
     world, plan = build.world, build.plan
     how = _sharding(model, build, weights, disk)
-    schedule, regions = schedule_of(plan), Regions.open(build)
+    schedule, regions = stage_module.schedule_of(plan), Regions.open(build)
     at = stage_module.stages_of(model, build.starts, build.beside) if schedule else {}
 
     def unit_key(spec: UnitSpec) -> object:

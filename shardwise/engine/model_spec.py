@@ -22,6 +22,7 @@ from shardwise.core.expert_moves import Loads
 from shardwise.core.mesh import TENSOR, Mesh
 from shardwise.core.model_spec import (
     Bundles,
+    Facts,
     ModelPass,
     ModelShape,
     ModelSpec,
@@ -106,7 +107,6 @@ def model_spec(
     require_units(specs, plan)
     facts = facts_of(plain, plan, table, plans, at, how_sharded.tiling)
     how_sharded.tiling.show()
-    shape = ModelShape(tuple(map(_unit_shape, specs)), buffer_shapes(plain))
     world, stages = _tensor_world(plan, rank), None
     if plan.pipeline:
         within = layers(plain, begin, misplaced(plain) | dict(beside))
@@ -114,20 +114,8 @@ def model_spec(
         staged = _Staged(plain, world, plan.sp, table, begin, beside)
         bundles = by_shape(parts, lambda part: staged.bundles(call, part))
         stages = StageSpec(at, known, bundles, staged.outside)
-    spec = ModelSpec(
-        shape,
-        _modules(plain, specs),
-        ModelPass((), ()),
-        stages,
-        facts.tensors.get(0),
-        kinds,
-        facts.experts,
-        tuple(hosted),
-        plan.arenas,
-        expert_layers=expert_parallel.shapes_of(plain),
-        layers={number: own for number, own in facts.tensors.items() if number},
-        tiles=facts.tiles,
-    )
+    how = {"stages": stages, "recomputed": kinds, "on_host": tuple(hosted)}
+    spec = replace(_without_passes(plain, plan, specs, facts), **how)
     record = partial(meta_pass.run, plain, partial(_real, model, plan, options), call)
     if plans.meshes:
         passes = LayerPasses(plans, plan, rank, (*begin, *plans.outside(kinds)))
@@ -234,6 +222,23 @@ def _with_meshes(
         layers={number: replace(of_layers, runs=runs) for number, of_layers in own.items()},
         row_gathers=tuple(run.rows for run in runs),
         expert_moves=tuple(run.moves for run in runs),
+    )
+
+
+def _without_passes(
+    plain: nn.Module, plan: Plan, specs: Sequence[UnitSpec], facts: Facts
+) -> ModelSpec:
+    """What a ModelSpec says of a model without its passes, stages and recomputed modules."""
+    return ModelSpec(
+        ModelShape(tuple(map(_unit_shape, specs)), buffer_shapes(plain)),
+        _modules(plain, specs),
+        ModelPass((), ()),
+        tensors=facts.tensors.get(0),
+        experts=facts.experts,
+        arenas=plan.arenas,
+        expert_layers=expert_parallel.shapes_of(plain),
+        layers={number: own for number, own in facts.tensors.items() if number},
+        tiles=facts.tiles,
     )
 
 
@@ -382,7 +387,7 @@ def _unit_shape(spec: UnitSpec) -> UnitShape:
     return UnitShape(spec.name, tuple(params))
 
 
-def _modules(model: nn.Module, specs: list[UnitSpec]) -> tuple[UnitModules, ...]:
+def _modules(model: nn.Module, specs: Sequence[UnitSpec]) -> tuple[UnitModules, ...]:
     names = {module: name for name, module in model.named_modules()}
     found: list[UnitModules] = []
     for spec in specs:
