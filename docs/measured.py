@@ -9,7 +9,7 @@ RESULTS: Final = Path(__file__).parents[1] / "benchmarks" / "results"
 #: The files of the page, in its order; tables that are not shown there are in the files alone.
 FILES: Final = (
     *("data", "tensor", "pipeline", "layers", "experts", "memory", "offload", "disk"),
-    *("parity", "quickstart", "dataparallel", "derived"),
+    *("parity", "quickstart", "dataparallel", "derived", "mutations"),
 )
 HEAD: Final = """\
 # Measurements
