@@ -134,14 +134,14 @@ def _alone(folder: str, file_bytes: int, world: World) -> DiskBandwidth:
 
 def _step(engine: sw.Engine, batch: Tensor) -> tuple[Used, float]:
     """A step and the end of its writes: the use of all ranks, and the time of the slowest."""
-    states = engine.optimizer.disk
-    assert states is not None
-    states.disk.sync()
+    disk = engine.disk
+    assert disk is not None
+    disk.sync()
     engine.world.barrier()
-    before, began_s = states.disk.use.so_far, time.perf_counter()
+    before, began_s = disk.use.so_far, time.perf_counter()
     engine.step(batch)
-    states.disk.sync()
-    own = states.disk.use.so_far - before, time.perf_counter() - began_s
+    disk.sync()
+    own = disk.use.so_far - before, time.perf_counter() - began_s
     every = all_gather_object(own, engine.world)
     uses = [used for used, _ in every]
     of_bytes = [

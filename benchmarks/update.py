@@ -31,6 +31,7 @@ from benchmarks.table import aligned
 from shardwise.comm.launch import spawn
 from shardwise.models.gpt import Block
 from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.offload.updater import MOST_BYTES, pieces
 
 ROUNDS = 10
 
@@ -105,7 +106,7 @@ def ours(plan: str, model: nn.Module, setup: Setup) -> Updater:
                 flat.grads.used = [True] * len(flat.params)
                 flat.grads.attach()
         ready = time.perf_counter()
-        for flats in engine.updates.parts():
+        for flats in pieces(engine.optimizer, engine.optimizer.flats, MOST_BYTES):
             engine.optimizer.step(flats)
         updated = time.perf_counter()
         for flats in units:

@@ -140,8 +140,8 @@ def write(
 
 def _pages(trained: Engine | PlainLoop) -> Pages:
     """The pages of an engine's states on a disk; none elsewhere."""
-    states = trained.optimizer.disk if isinstance(trained, Engine) else None
-    return Pages() if states is None else Pages(states.disk.drop)
+    disk = trained.disk if isinstance(trained, Engine) else None
+    return Pages() if disk is None else Pages(disk.drop)
 
 
 @torch.no_grad()

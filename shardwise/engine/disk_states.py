@@ -21,13 +21,12 @@ the same one.
 what checkpoints read, and write.  The update replaces only the tensors without dims there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from shardwise.comm.disk import Buffer, Disk, Extent
 from shardwise.comm.malloc import return_freed_memory
@@ -37,8 +36,8 @@ from shardwise.core.chunks import chunk_numel, reserved_bytes
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.engine.norm import counts, squares
+from shardwise.engine.optimizer import Owned, ShardedOptimizer, States
 from shardwise.engine.optimizer_spec import OptimizerSpec
-from shardwise.engine.torch_step import even_out, step_over
 from shardwise.engine.training import DTYPES, Training
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.offload.read_ahead import Job, read_ahead
@@ -47,8 +46,10 @@ from shardwise.parallel.offload.read_ahead import Job, read_ahead
 State = dict[str, Any]
 
 
-class DiskStates:
+class DiskStates(States):
     """The states of trained flat parameters `flats`, in the file of `disk`."""
+
+    scales_in_place = False  # but in buffers
 
     def __init__(
         self, spec: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers, disk: Disk
@@ -66,18 +67,14 @@ class DiskStates:
             for weight, (flat, dtype) in zip(self.weights, pairs, strict=True)
         ]
         self.states = [{key: self._allocate(key, flat, d) for key in keys} for flat, d in pairs]
-        self.squares: dict[int, Tensor] = {}  # of gradients of this step that have left the device
+        self.seen: dict[int, Tensor] = {}  # squares of gradients of this step that left the device
         self.mapped = False  # whether pages of the maps may be in memory
         for k, flat in enumerate(flats):
             flat.grads.host_grad = self.gradients[k].tensor
             self._store(flat, self.masters[k], self.weights[k])
         self.wide = disk.acquire() if flats else None  # gradients of 16 bits, in 32
-
-    def attach(self, optimizer: Optimizer, targets: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Step by `optimizer`, over parameters `targets`, views of the masters."""
-        self.torch, self.targets = optimizer, targets
-        groups = enumerate(optimizer.param_groups)
-        self.group_of = {id(p): g for g, group in groups for p in group["params"]}
+        masters = {k: master.tensor for k, master in enumerate(self.masters)}
+        self.optimizer = ShardedOptimizer(spec, flats, self, masters)
 
     def _allocate(self, key: str, flat: Flat, dtype: torch.dtype) -> Extent:
         extent = self.disk.allocate(f"{key} of {flat.names[0]}", flat.shard.numel(), dtype)
@@ -103,17 +100,19 @@ class DiskStates:
             self.disk.release(narrow)
             self.disk.begin_write(master, chunk, wide)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """All masters and states."""
-        for extent in self.masters:
-            yield extent.tensor
-        for states in self.states:
-            yield from (extent.tensor for extent in states.values())
+    def owns(self) -> Iterator[Owned]:
+        """The states in the file, and the buffers."""
+        for flat, states in zip(self.flats, self.states, strict=True):
+            yield from (("optimizer", flat, extent.tensor) for extent in states.values())
+        yield "buffers", None, self.disk.memory
 
     # --- the update ---------------------------------------------------------------------------
 
+    def later(self, chosen: Sequence[int], factor: float) -> Callable[[], None]:
+        return partial(self._update, chosen, factor)
+
     @torch.no_grad()
-    def update(self, chosen: Sequence[int], factor: float) -> None:
+    def _update(self, chosen: Sequence[int], factor: float) -> None:
         """Update flat parameters `chosen` from their gradients, each times `factor`.
 
         The updated blocks are where they rest when this returns; states, and blocks that rest on
@@ -140,6 +139,7 @@ class DiskStates:
         self, job: Job, buffers: Sequence[Buffer], factor: float, fresh: dict[Tensor, State]
     ) -> None:
         k, flat = job.key, self.flats[job.key]
+        targets, state_of = self.optimizer.targets[k], self.optimizer.state
         first, last = self.masters[k].span(job.chunk)
         gradient, master, *states = (
             buffer.tensor(extent.dtype, last - first)
@@ -157,27 +157,27 @@ class DiskStates:
             target = nn.Parameter(piece(master))
             target.grad = piece(gradient)
             views = {key: piece(value) for key, value in named.items()}
-            before = self.torch.state.get(self.targets[k][i])
+            before = state_of.get(targets[i])
             if before:
-                self.torch.state[target] = {
+                state_of[target] = {
                     key: views[key] if _streamed(value) else _copied(value)
                     for key, value in before.items()
                 }
             members.append((i, target, views))
-        self._step([(self.targets[k][i], target) for i, target, _ in members])
+        self.optimizer.step_pieces((targets[i], target) for i, target, _ in members)
         for i, target, views in members:
-            after = self.torch.state.pop(target, {})
-            fresh[self.targets[k][i]] = self._new_state(k, i, after, views)
+            after = state_of.pop(target, {})
+            fresh[targets[i]] = self._new_state(k, i, after, views)
 
     @torch.no_grad()
     def see(self, flat: Flat) -> None:
         """Take the squares of a gradient on the device, which is about to be copied to the disk."""
-        if flat.moves.on_disk and flat.grads.gshard is not None and counts(flat):
-            self.squares[id(flat)] = squares(flat)
+        if flat.grads.gshard is not None and counts(flat):
+            self.seen[id(flat)] = squares(flat)
 
-    def squares_of(self, flats: Sequence[Flat]) -> list[Tensor]:
+    def squares(self, flats: Sequence[Flat]) -> list[Tensor]:
         """The sums of squares of the gradients of `flats` seen since the last call."""
-        found = [self.squares.pop(id(flat), None) for flat in flats]
+        found = [self.seen.pop(id(flat), None) for flat in flats]
         return [squared for squared in found if squared is not None]
 
     def _inside(self, flat: Flat, first: int, last: int) -> Iterator[tuple[int, int, int]]:
@@ -188,15 +188,6 @@ class DiskStates:
                 yield i, begin, end
             elif flat.grads.used[i] and low == high and first == 0:  # none of it is on this rank
                 yield i, 0, 0
-
-    def _step(self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Torch's own step over pieces, each in the group of its parameter."""
-        members = [
-            [p for whole, p in pairs if self.group_of[id(whole)] == g]
-            for g in range(len(self.torch.param_groups))
-        ]
-        even_out(self.torch, members)
-        step_over(self.torch, members)
 
     def _new_state(self, k: int, i: int, after: State, views: dict[str, Tensor]) -> State:
         """The parameter's new state: values of the piece go to `views`, the rest is kept."""
@@ -212,9 +203,9 @@ class DiskStates:
 
     def _set_state(self, target: Tensor, state: State) -> None:
         """Take a parameter's new state; tensors that it has had stay the same objects."""
-        before = self.torch.state.get(target)
+        before = self.optimizer.state.get(target)
         if not before:
-            self.torch.state[target] = state
+            self.optimizer.state[target] = state
             return
         for key, value in state.items():
             if not isinstance(value, Tensor):
@@ -244,11 +235,11 @@ class DiskStates:
 
     # --- checkpoints --------------------------------------------------------------------------
 
-    def room(self, k: int, i: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for a state that is loaded: in the file, or on the host what has no dims."""
         extent = self.states[k].get(key)
         if extent is not None and len(size) and extent.dtype == dtype:
-            return self._view(k, i, extent)
+            return self._view(k, index, extent)
         return self._owned(torch.zeros(tuple(size), dtype=dtype, device="cpu"))
 
     def _owned(self, value: Any) -> Any:

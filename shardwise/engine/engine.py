@@ -31,14 +31,13 @@ from shardwise.engine.consistency import ConsistencyCheck, share_checksum, warn_
 from shardwise.engine.disk_states import open_disk
 from shardwise.engine.guard import Guard
 from shardwise.engine.one_stage import OneStage
-from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_state import Catalogue
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.scale import LossScale, power_of_two
 from shardwise.engine.shard import cast_whole
 from shardwise.engine.training import DTYPES, Build, Metrics, StepResult, Training
-from shardwise.engine.updating import Updates
+from shardwise.engine.updating import Updates, optimizer_and_updater
 from shardwise.engine.weight_stashing import Stale
 from shardwise.parallel.data.inference import normal_mode
 from shardwise.parallel.data.units import Unit
@@ -54,14 +53,14 @@ class Engine:
         self.ledger: Ledger = build.world.ledger
         self.dtype, self.recompute = DTYPES[build.plan.precision], build.recompute
         self.names = [name for name, _ in model.named_parameters()]  # those of all stages
-        disk = open_disk(self.plan, training, self.world, model)
+        self.disk = open_disk(self.plan, training, self.world, model)
         by_unit = self.plan.states.param_tier != "device"  # the model may not fit
         weights = RankZeroWeights.take(model, build.missing, self.world, self.dtype)
         cast_whole(model, self.dtype, self.world.device, build.fill, by_unit=by_unit)
         pool = pool_bytes(self.plan, sum(p.nbytes for p in model.parameters()))
         self.world.pool.reserve(pool, self.world.device)
         with self.ledger.phase("start"):
-            sharded = self.sharded = lay_out(model, build, weights, disk)
+            sharded = self.sharded = lay_out(model, build, weights, self.disk)
             weights.deliver()
         self.tensors, self.data, self.flats = sharded.tensors, sharded.data, sharded.flats
         self.axes, self.staging = sharded.axes, sharded.staging
@@ -71,14 +70,30 @@ class Engine:
         self.consensus.same.every = every
         self.consensus.same.others = [self.tensors.axis, *([pipeline] if pipeline else [])]
         self.consistency = ConsistencyCheck(self.tensors.axis, pipeline, self.world.device, every)
-        self.passes = self._passes()
+        self.scale = LossScale(on=self.plan.precision == "fp16")
+        self.guard = self._guard()
         with self.ledger.phase("start"):
-            self.optimizer = ShardedOptimizer(
-                training.optimizer, self.flats, self.world.tiers, disk
+            offload, tiers = self.plan.offloaded, self.world.tiers
+            self.optimizer, updater = optimizer_and_updater(
+                training.optimizer, self.data, tiers, self.disk, offload, lambda: self.steps
             )
         self.consensus.same.add_masters(self.optimizer.compared_masters)
-        self.scale = LossScale(on=self.plan.precision == "fp16")
-        self.guard, self.updates = self._guarded()
+        if self.guard.by_norm:
+            self.data.sums.leave = self.optimizer.states.see
+        stale = None
+        if self.staging is not None and self.staging.schedule.update:
+            updater = stale = Stale(self.staging, self.data, self.optimizer, self.guard)
+        self.passes = self._passes(stale)
+        self.updates = Updates(
+            self.optimizer,
+            updater,
+            self.data,
+            self.guard,
+            self.scale,
+            norms=sharded.norms,
+            over_stages=self._over_stages,
+            clip=training.clip,
+        )
         self.steps = 0  # of the run
         self.steps_run = 0  # of these, the steps of this engine
         self.coming: state.Loading | None = None  # a checkpoint that is being loaded
@@ -86,38 +101,19 @@ class Engine:
         self.last: dict[Key, Tally] = {}  # what the last step sent
         self.world.tiers.bound_device(self.plan.device_memory_bytes)
 
-    def _guarded(self) -> tuple[Guard, Updates]:
-        training, passes = self.training, self.passes
-        by_norm = training.clip is not None or self.scale.on
-        skip = training.on_nonfinite == "skip"
+    def _guard(self) -> Guard:
+        by_norm = self.training.clip is not None or self.scale.on
+        skip = self.training.on_nonfinite == "skip"
         self.sharded.experts.skips = skip or self.scale.on
         guard = Guard(self.world, self.tensors.axis, self.names, by_norm=by_norm, skip=skip)
         self.data.sums.see = guard.see
-        if self.optimizer.disk is not None and by_norm:
-            self.data.sums.leave = self.optimizer.disk.see
-        by_schedule = False
-        if isinstance(passes, Pipelined) and passes.staging.schedule.update:
-            passes.stale = Stale(passes.staging, passes.data, self.optimizer, guard)
-            by_schedule = True
-        return guard, Updates(
-            *(self.optimizer, self.data, self.flats, guard, self.scale, self.ledger),
-            norms=self.sharded.norms,
-            over_stages=self._over_stages,
-            clip=training.clip,
-            by_schedule=by_schedule,
-            delays=self._delays,
-        )
+        return guard
 
-    def _delays(self) -> bool:
-        """Whether the update of the step that runs is made beside the next."""
-        offload = self.plan.offloaded
-        return offload is not None and offload.delays(self.steps)
-
-    def _passes(self) -> OneStage | Pipelined:
+    def _passes(self, stale: Stale | None) -> OneStage | Pipelined:
         model, tensors, objective = self.model, self.tensors, self._objective
         apart = not self.sharded.rows_of_others
         if self.staging is not None:
-            return Pipelined(model, self.staging, self.data, tensors, objective, apart=apart)
+            return Pipelined(model, self.staging, self.data, tensors, objective, stale, apart=apart)
         return OneStage(model, self.data, tensors, objective, self.world.device, apart=apart)
 
     def _objective(self, model: nn.Module, part: Any) -> Tensor:
@@ -278,7 +274,7 @@ class Engine:
         error = self.updates.leave_out(self.steps + 1, summed, norm)
         if error is None:
             return
-        if isinstance(self.passes, Pipelined) and self.passes.stale:
+        if self.updates.updater.by_schedule and isinstance(self.passes, Pipelined):
             self.passes.interrupted = True  # some stages have updated, from earlier microbatches
         else:  # the step has changed nothing
             self.data.units.begin_unshard()
@@ -352,10 +348,10 @@ class Engine:
         Called by all ranks; the step after it computes with the parameters of all updates. To
         evaluate and to save a checkpoint does so.
         """
-        if self.updates.next_step.pending:
+        if self.updates.updater.pending:
             self.data.units.to_sharded()
             with self.ledger.phase("update"):
-                self.updates.next_step.finish()
+                self.updates.updater.finish()
             self.data.units.begin_unshard()
 
     def set_lr(self, lr: float) -> None:
@@ -423,8 +419,7 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Live bytes of this rank's device by category, read from the tensors' storages."""
         found = memory.measured(self.model, self.flats, self.optimizer, self.world)
-        stale = self.passes.stale if isinstance(self.passes, Pipelined) else None
-        return found if stale is None else found | {"versions": stale.peak_bytes}
+        return found | self.updates.updater.owns()
 
     def host_memory(self) -> dict[str, int]:
         """Live bytes in host memory by category."""

@@ -55,7 +55,7 @@ def place_experts(
     wanted = _asked(layers, placement, ranks) if placement is not None else _by_load(engine, own)
     if ranks == 1:
         return wanted
-    if engine.updates.by_schedule:
+    if engine.updates.updater.by_schedule:
         given = f"place_experts under '{engine.plan}', which keeps versions of the weights"
         raise bad(given, "a schedule that updates at the end of a step", "'1f1b:8', for example")
     engine.flush()

@@ -1,12 +1,12 @@
 """The bytes that an engine keeps between steps, by category, on one tier."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
 from shardwise.comm.world import World
 from shardwise.core.zero import Tier
-from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer import Owned, ShardedOptimizer
 from shardwise.parallel.data.flat_parameter import Flat
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers")
@@ -26,25 +26,22 @@ def measured(
     """
     seen: set[int] = set()
     found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-    for category, tensor in owned(model, flats, optimizer, world):
+    for category, _, tensor in owned(model, flats, optimizer, world):
         if world.tiers.of(tensor) == tier:
-            found[category] += _bytes([tensor], seen)
+            found[category] += _bytes(tensor, seen)
     return found
 
 
 def owned(
     model: nn.Module, flats: Sequence[Flat], optimizer: ShardedOptimizer, world: World
-) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that an engine keeps between steps, with its category."""
-    kept: list[Tensor] = []
-    optimizer.map_state(kept.append)
+) -> Iterator[Owned]:
+    """Every tensor that an engine keeps between steps, with its category and flat group."""
     for flat in flats:
-        yield from (("parameters", t) for t in (flat.full, flat.shard))
-        yield from (("gradients", t) for t in gradients_of(flat))
-    yield from (("optimizer", t) for t in kept)
-    yield from (("buffers", disk.disk.memory) for disk in (optimizer.disk,) if disk)
-    yield from (("buffers", t) for t in (*model.buffers(), world.pool.memory) if t is not None)
-    yield from (("buffers", t) for t in world.arenas.memory)
+        yield from (("parameters", flat, t) for t in (flat.full, flat.shard))
+        yield from (("gradients", flat, t) for t in gradients_of(flat))
+    yield from optimizer.owns()
+    buffers = (*model.buffers(), world.pool.memory, *world.arenas.memory)
+    yield from (("buffers", None, t) for t in buffers if t is not None)
 
 
 def gradients_of(flat: Flat) -> list[Tensor]:
@@ -54,11 +51,10 @@ def gradients_of(flat: Flat) -> list[Tensor]:
     return [t for t in every if t is not None]
 
 
-def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    total = 0
-    for t in tensors:
-        storage = t.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            total += storage.nbytes()
-    return total
+def _bytes(tensor: Tensor, seen: set[int]) -> int:
+    """The bytes of its storage, unless that has been seen."""
+    storage = tensor.untyped_storage()
+    if storage._cdata in seen:
+        return 0
+    seen.add(storage._cdata)
+    return storage.nbytes()

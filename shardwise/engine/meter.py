@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.zero import Tier
-from shardwise.engine.memory import gradients_of
+from shardwise.engine import memory
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -217,18 +217,9 @@ class Meter(TorchDispatchMode):
         unit_of = {
             id(group): unit.name for unit in engine.data.units.order for group in unit.groups
         }
-        for flat in engine.flats:
-            unit = unit_of[id(flat)]
-            yield from ((Place("parameters", unit), t) for t in (flat.full, flat.shard))
-            yield from ((Place("gradients", unit), t) for t in gradients_of(flat))
-        for k, master in engine.optimizer.masters.items():
-            yield Place("optimizer", unit_of[id(engine.optimizer.flats[k])]), master
-        for flat, _, _, value in engine.optimizer.tensors():
-            yield Place("optimizer", unit_of[id(flat)]), value
-        if engine.optimizer.disk is not None:
-            yield Place("buffers", ""), engine.optimizer.disk.disk.memory
-        buffers = (*engine.model.buffers(), engine.world.pool.memory, *engine.world.arenas.memory)
-        yield from ((Place("buffers", ""), b) for b in buffers if b is not None)
+        every = memory.owned(engine.model, engine.flats, engine.optimizer, engine.world)
+        for category, flat, tensor in every:
+            yield Place(category, unit_of.get(id(flat), "")), tensor
 
     def _gradients(self) -> Iterator[tuple[Place, Tensor]]:
         """Gradients that are being made; once reduced, nobody owns what was sent."""

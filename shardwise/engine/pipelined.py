@@ -43,7 +43,7 @@ class _Traced(NamedTuple):
 
 
 class Pipelined:
-    """The stages of one rank at work; `apart` as in OneStage."""
+    """The stages of one rank at work; `apart` as in OneStage, `stale` if the schedule updates."""
 
     def __init__(
         self,
@@ -52,11 +52,12 @@ class Pipelined:
         data: Data,
         tensors: Tensors,
         objective: Objective,
+        stale: Stale | None = None,
         *,
         apart: bool = True,
     ) -> None:
         assert data.staged is not None
-        self.apart = apart
+        self.apart, self.stale = apart, stale
         self.model, self.staging, self.data, self.tensors = model, staging, data, tensors
         self.units = data.staged
         self.objective, self.device = objective, staging.stages.device
@@ -65,7 +66,6 @@ class Pipelined:
         self.known = ByShape[_Traced]()
         self.share = _place(data.consensus.axes)
         self.interrupted = False  # whether a run has begun and not ended
-        self.stale: Stale | None = None  # under an asynchronous schedule
         open_channels(staging.schedule, staging.axis, self.device)
 
     def run(self, parts: Sequence[Any], counts: Sequence[int], sum_scale: float) -> Tensor:
@@ -211,7 +211,7 @@ class ScheduledUnits:
     def update(self, stage: int, microbatches: Sequence[Microbatch]) -> None:
         assert self.versions is not None
         tokens = sum(each.tokens for each in microbatches[-self.staging.schedule.update :])
-        self.versions.update(stage, tokens, self.sum_scale)
+        self.versions.update_stage(stage, tokens, self.sum_scale)
 
 
 def graded(stage: int, trace: Trace) -> bool:

@@ -103,8 +103,7 @@ def weights(flats: Sequence[Flat], optimizer: ShardedOptimizer) -> list[Box]:
     Raises DiskError if states on a disk cannot be written.
     """
     optimizer.follow()
-    if optimizer.disk is not None:
-        optimizer.disk.expose()
+    optimizer.states.expose()
     masters = {id(f): optimizer.masters.get(k) for k, f in enumerate(optimizer.flats)}
     return [box for flat in flats for box in boxes_of(flat, "model", masters.get(id(flat)))]
 
@@ -120,7 +119,7 @@ def boxes_of(flat: Flat, kind: str, block: Tensor | None = None) -> Iterator[Box
 def held_parameters(optimizer: ShardedOptimizer) -> list[HeldParameter]:
     """The trained parameters, for their states."""
     return [
-        held_parameter(flat, index, param, partial(optimizer.room, k, index))
+        held_parameter(flat, index, param, partial(optimizer.states.room, k, index))
         for k, (flat, targets) in enumerate(zip(optimizer.flats, optimizer.targets, strict=True))
         for index, param in enumerate(targets)
     ]
@@ -148,14 +147,13 @@ def buffers(model: nn.Module, sharded: ShardedModel) -> list[Box]:
 def gradients(optimizer: ShardedOptimizer) -> list[Box]:
     """This rank's pieces of the gradients, named "grad/NAME", as the last update used them."""
     found: list[Box] = []
-    if optimizer.disk is not None:
-        optimizer.disk.expose()
+    optimizer.states.expose()
     for flat in optimizer.flats:
         if flat.grads.gshard is None:
             continue
-        # 16-bit gradients are multiplied on their way to the master, others in place
-        apart = flat.dtype in HALF or flat.moves.on_disk
-        factor = optimizer.factor if apart else 1.0
+        # 16-bit gradients are multiplied on their way to the master
+        in_place = flat.dtype not in HALF and optimizer.states.scales_in_place
+        factor = 1.0 if in_place else optimizer.factor
         wide = torch.promote_types(flat.dtype, torch.float32)
         used = flat.grads.gshard.to(wide) * factor if factor != 1.0 else flat.grads.gshard
         found += boxes_of(flat, "grad", used)
@@ -225,17 +223,12 @@ def _expected(
         )
     if name == known and name not in ELEMENTWISE:
         return lambda _: set()
-    return lambda held: keys(optimizer.group_of(held.param), len(held.shape))
+    return lambda held: keys(optimizer.group_of[id(held.param)], len(held.shape))
 
 
 @torch.no_grad()
 def refresh(optimizer: ShardedOptimizer, units: Units) -> None:
     """After loading: weights follow their masters, gathered copies follow the pieces."""
-    for k, flat in enumerate(optimizer.flats):
-        if k in optimizer.masters and (flat.moves.fetch == "host" or not flat.moves.host_update):
-            flat.shard.copy_(optimizer.masters[k])
-    if optimizer.disk is not None:
-        optimizer.disk.loaded()
-    optimizer.publish()
+    optimizer.states.loaded()
     units.to_sharded()
     units.begin_unshard()

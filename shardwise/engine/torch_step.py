@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,27 +24,15 @@ def as_pieces(flats: Sequence[Flat]) -> Iterator[None]:
             p.data = data
 
 
-def step_over(
-    optimizer: Optimizer,
-    members: Sequence[list[nn.Parameter]],
-    options: Sequence[dict[str, Any]] | None = None,
-) -> None:
-    """Torch's own step over `members`, the parameters to update of each group.
-
-    `options` are those of the groups at an earlier moment; the main thread may meanwhile change
-    those of now.
-    """
-    groups = optimizer.param_groups
-    used = groups if options is None else [dict(group) for group in options]
-    everyone = [group["params"] for group in used]
+def step_over(optimizer: Optimizer, members: Sequence[list[nn.Parameter]]) -> None:
+    """Torch's own step over `members`, the parameters to update of each group."""
+    everyone = [group["params"] for group in optimizer.param_groups]
     try:
-        optimizer.param_groups = used
-        for group, params in zip(used, members, strict=True):
+        for group, params in zip(optimizer.param_groups, members, strict=True):
             group["params"] = params
         optimizer.step()
     finally:
-        optimizer.param_groups = groups
-        for group, params in zip(used, everyone, strict=True):
+        for group, params in zip(optimizer.param_groups, everyone, strict=True):
             group["params"] = params
 
 

@@ -19,7 +19,7 @@ number of their tokens.  (Narayanan et al., "PipeDream", arXiv 1806.03377, secti
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -38,6 +38,7 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.stage_module import Staging
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.hooks import Data
+from shardwise.parallel.offload.updater import Updater
 
 
 def require(
@@ -85,8 +86,10 @@ def _torn(plan: Plan, name: str, stages: Sequence[int], schedule: Schedule) -> I
     )
 
 
-class Stale:
+class Stale(Updater[Flat]):
     """The versions of the parameters of this rank's stages, during one run of a schedule."""
+
+    by_schedule = True
 
     def __init__(
         self, staged: Staging, data: Data, optimizer: ShardedOptimizer, guard: Guard
@@ -109,7 +112,7 @@ class Stale:
         self.left = Counter(self.uses)
         self.kept: dict[int, dict[int, list[Tensor]]] = {}  # stage -> version -> its buffers
         self.shown: dict[int, int] = {}  # the version that parameters are views of
-        self.peak_bytes = 0  # the peak of old versions in the last run
+        self.peak_bytes = 0  # of old versions
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -136,7 +139,14 @@ class Stale:
             self._show(stage, self._newest(stage))
             del self.kept[stage][version]
 
-    def update(self, stage: int, count: int, sum_scale: float) -> None:
+    def update(self, parts: Iterable[Sequence[Flat]], factor: float, most_bytes: int) -> None:
+        """Do nothing: `update_stage` has updated all."""
+
+    def owns(self) -> dict[str, int]:
+        """The peak of old versions in the last run."""
+        return {"versions": self.peak_bytes}
+
+    def update_stage(self, stage: int, count: int, sum_scale: float) -> None:
         """U: update a stage from the gradients of `count` tokens since its last update.
 
         They are gradients of the sum over the tokens, times `sum_scale`.
@@ -164,8 +174,7 @@ class Stale:
         if not self.guard.spoils(flats):
             with _uncounted(params):
                 self.optimizer.step(flats, 1 / (sum_scale * max(1, total)))
-        for flat in flats:
-            flat.grads.clear()
+        self.optimizer.clear(flats)
         for unit in self.units.units[stage]:
             unit.unshard()
         self.kept[stage][version + 1] = [flat.full for flat in flats]

@@ -26,11 +26,11 @@ class StepsOnDisk:
         self.began_s, self.outside_s = time.perf_counter(), 0.0
 
     def _use_so_far(self) -> Used:
-        states = self.engine.optimizer.disk
-        if states is None:
+        disk = self.engine.disk
+        if disk is None:
             return Used()
-        states.disk.sync()  # what was begun belongs to what was before
-        return states.disk.use.so_far
+        disk.sync()  # what was begun belongs to what was before
+        return disk.use.so_far
 
     @contextmanager
     def outside_of_steps(self) -> Iterator[None]:
@@ -56,9 +56,9 @@ def disk_line(steps: StepsOnDisk, file_bytes: int = FILE_BYTES) -> str:
     Called by all ranks. The time is that in which some request of a rank is under way.
     """
     engine = steps.engine
-    if engine.optimizer.disk is None:
+    if engine.disk is None:
         return ""
-    folder = engine.optimizer.disk.disk.folder
+    folder = engine.disk.folder
     found, took_s = all_gather_object(steps.use_in_steps(), engine.world), steps.seconds
     if engine.world.rank != 0:
         return ""

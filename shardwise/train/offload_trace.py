@@ -42,12 +42,12 @@ class OffloadTracing:
             yield
             return
         recorder = self.passes.watch = Recorder(self.passes.device)
-        updates, start_s = self.engine.updates, time.perf_counter()
-        updates.spans.on = updates.disk_spans.on = True
+        updates, start_s = self.engine.optimizer.spans, time.perf_counter()
+        updates.on = True
         try:
             yield
         finally:
-            self.passes.watch, updates.spans.on, updates.disk_spans.on = None, False, False
+            self.passes.watch, updates.on = None, False
         self.tracks[STEPS].append(Span(f"step {step + 1}", start_s, time.perf_counter()))
         self.tracks[MAIN] += [Span(str(seen.step), *seen[1:]) for seen in recorder.seen]
 
@@ -59,8 +59,8 @@ class OffloadTracing:
         if self.passes is None or not self.tracks[STEPS]:
             return ""
         self.engine.flush()  # a delayed update may be under way
-        self.tracks[HOST] = list(self.engine.updates.spans.seen)
-        self.tracks[DISK] = list(self.engine.updates.disk_spans.seen)
+        track = HOST if self.engine.disk is None else DISK
+        self.tracks[track] = list(self.engine.optimizer.spans.seen)
         every = all_gather_object(self.tracks, self.engine.world)
         if self.engine.world.rank == 0:
             text = trace(every)

@@ -27,7 +27,7 @@ class StepMemory:
 
     def __init__(self, engine: Engine, done: int, steps: int) -> None:
         self.engine, self.step = engine, min(done + 1, steps - 1)
-        if engine.optimizer.disk is not None:
+        if engine.disk is not None:
             self.step = -1
         self.events: Sequence[Event] = ()
         self.batch: Any = None

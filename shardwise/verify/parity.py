@@ -211,7 +211,7 @@ def engine_of(
     if live is None:  # updates in several parts, and later than in the run of ten steps
         half = sum(flat.shard.nbytes for flat in engine.flats if flat.trained) // 2 + 1
         engine.updates = replace(engine.updates, early_bytes=half)
-        engine.updates.next_step.late = True
+        engine.updates.updater.late = True
     return engine
 
 

@@ -38,7 +38,7 @@ from shardwise.core.schedule.library import allowed, entry
 from shardwise.core.schedule.memory import peaks
 from shardwise.core.zero import ALIASES
 from shardwise.engine.engine import Engine
-from shardwise.engine.memory import gradients_of
+from shardwise.engine.memory import owned
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.units import Unit
 from shardwise.parallel.recompute.checkpointed import FULL, SELECTIVE
@@ -173,16 +173,12 @@ def _states(engine: Engine) -> Promises:
 
 def _stored(engine: Engine, flats: Sequence[Flat]) -> list[int]:
     """The bytes of parameters, gradients and optimizer state of some flat parameters."""
-    optimizer = engine.optimizer
-    numbers = {id(flat): k for k, flat in enumerate(optimizer.flats)}
-    masters = [optimizer.masters.get(numbers.get(id(flat), -1)) for flat in flats]
-    states = [t for flat, _, _, t in optimizer.tensors() if any(flat is own for own in flats)]
-    every = (
-        [t for flat in flats for t in (flat.full, flat.shard)],
-        [t for flat in flats for t in gradients_of(flat)],
-        [*states, *(t for t in masters if t is not None)],
+    own, parts = {*flats}, (engine.model, engine.flats, engine.optimizer, engine.world)
+    every = [(category, t) for category, flat, t in owned(*parts) if flat in own]
+    storages = (
+        {t.untyped_storage()._cdata: t.untyped_storage() for kind, t in every if kind == category}
+        for category in ("parameters", "gradients", "optimizer")
     )
-    storages = ({t.untyped_storage()._cdata: t.untyped_storage() for t in one} for one in every)
     return [sum(storage.nbytes() for storage in one.values()) for one in storages]
 
 
@@ -248,9 +244,9 @@ def _words(plan: Plan, flat: Flat) -> str:
 
 def _file(engine: Engine) -> Promises:
     """The file on the disk has room for the states, each rounded to pages, and for nothing else."""
-    if engine.optimizer.disk is None:
+    if engine.disk is None:
         return {}
-    read = os.fstat(engine.optimizer.disk.disk.file).st_size
+    read = os.fstat(engine.disk.file).st_size
     stored = sum(engine.disk_memory().values())
     pages = PAGE_BYTES * EXTENTS * len(engine.flats)
     return _unequal("file", read, stored) if read > (1 + SLACK) * stored + pages else {}

@@ -4,8 +4,9 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -21,7 +22,7 @@ from shardwise.core.offload import parse
 from shardwise.engine import shard
 from shardwise.engine.meter import Meter
 from shardwise.engine.shard import driver_of, flats_of
-from shardwise.parallel.offload.host_thread import HostThread
+from shardwise.parallel.offload.updater import HostThread, NextStep
 from tests.engine.cases import ROWS, Case, Task, build, oracle, ranks_of
 from tests.engine.loops import rows
 from tests.engine.tensors import Held, assert_parity, mine, train
@@ -129,44 +130,77 @@ def test_the_device_has_few_units_at_once(plan: str, what: str, most_units: int)
         assert (rests, growth, leaks) == (0, 0, [])
 
 
+class Numbers:
+    """An optimizer of numbers: 0 has 20 bytes, others 10, and the update of 7 fails."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, list[int], bool]] = []  # and whether on the thread of the test
+        self.here, self.go = get_ident(), threading.Event()
+
+    def note(self, what: str, items: Sequence[int]) -> None:
+        self.seen.append((what, list(items), get_ident() == self.here))
+
+    def step(self, items: Sequence[int], factor: float) -> None:
+        assert self.go.wait(10)
+        if 7 in items:
+            raise ValueError("no such state")
+        self.note("update", items)
+
+    def later(self, items: Sequence[int], factor: float) -> Callable[[], None]:
+        self.note("take", items)
+        return partial(self.step, items, factor)
+
+    def publish(self, items: Sequence[int]) -> None:
+        self.note("publish", items)
+
+    def clear(self, items: Sequence[int]) -> None:
+        self.note("clear", items)
+
+    def size_bytes(self, items: Sequence[int]) -> int:
+        return sum(10 if k else 20 for k in items)
+
+
 def test_updates_run_in_order_and_are_published_by_the_caller():
     """On another thread, what waits together up to a size; what follows each runs on this one."""
-    seen: list[tuple[str, list[int], bool]] = []
-    here, first = threading.get_ident(), threading.Event()
+    work = Numbers()
 
-    def update(items: Sequence[int]) -> None:
-        assert first.wait(10)
-        seen.append(("update", list(items), threading.get_ident() == here))
+    def arriving() -> Iterator[list[int]]:
+        yield from ([k] for k in range(6))
+        work.go.set()
 
-    def publish(items: Sequence[int]) -> None:
-        seen.append(("publish", list(items), threading.get_ident() == here))
-
-    with HostThread(update, publish, most_bytes=20) as thread:
-        thread.run([0], 20)
-        for k in range(1, 6):
-            thread.run([k], 10)
-        first.set()
+    HostThread(work).update(arriving(), 1.0, 20)
     parts = [[0], [1, 2], [3, 4], [5]]
-    for what, at_home in (("update", False), ("publish", True)):
-        assert [one for one in seen if one[0] == what] == [(what, part, at_home) for part in parts]
+    for what, at_home in (("update", False), ("publish", True), ("clear", True)):
+        found = [one for one in work.seen if one[0] == what]
+        assert found == [(what, part, at_home) for part in parts]
 
 
 def test_an_error_of_an_update_is_raised():
     """An error on the host's thread ends the step; updates that wait behind it are dropped."""
-    updated: list[int] = []
-
-    def update(items: Sequence[int]) -> None:
-        if items == [0]:
-            raise ValueError("no such state")
-
-    def run() -> None:
-        with HostThread(update, updated.extend, most_bytes=1) as thread:
-            thread.run([0], 1)
-            thread.run([1], 1)
-
+    work = Numbers()
+    work.go.set()
     with pytest.raises(ValueError, match="no such state"):
-        run()
-    assert updated == []
+        HostThread(work).update([[7], [1]], 1.0, 1)
+    assert ("publish", [1], True) not in work.seen
+
+
+def test_delayed_updates_are_published_in_order_when_finished():
+    """They run on another thread with gradients taken before; none is published before `finish`."""
+    work = Numbers()
+    step = NextStep(work, order=lambda: [0, 1], delays=lambda: True)
+    step.update([[1], [0]], 1.0, 1)
+    assert step.pending and work.seen == [("take", [0], True), ("take", [1], True)]
+    work.go.set()
+    step.finish()
+    assert not step.pending
+    for what, at_home in (("update", False), ("publish", True)):
+        found = [one for one in work.seen if one[0] == what]
+        assert found == [(what, [0], at_home), (what, [1], at_home)]
+    step = NextStep(work, order=lambda: [7], delays=lambda: True)
+    step.update([[7]], 1.0, 1)
+    with pytest.raises(ValueError, match="no such state"):
+        step.finish()
+    assert not step.pending
 
 
 def test_units_go_to_the_tiers_in_the_order_of_their_gradients():

@@ -1,6 +1,5 @@
 """`offload:optim-delayed`: updates are made beside the next step, and used one step late."""
 
-import threading
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.state_dict import full_parameters
-from shardwise.parallel.offload.delayed import NextStep
 from shardwise.verify.oracle import Oracle
 from shardwise.verify.oracles import oracles_of
 from tests.engine.cases import Case, Task, build, difference
@@ -100,7 +98,7 @@ def late_overflow(world: World) -> tuple[list[bool], list[bool]]:
         if step == 2:
             engine.scale.value = 2.0**60
         skipped.append(step_of(engine, TASK, step).skipped)
-        pending.append(engine.updates.next_step.pending)
+        pending.append(engine.updates.updater.pending)
         if step == 2:
             engine.scale.value = 2.0**10
             after = [box.tensor for box in engine.boxes()]
@@ -113,32 +111,3 @@ def test_an_overflow_of_a_delayed_step_is_skipped():
     for skipped, pending in run_threads(2, late_overflow):
         assert skipped == [False, False, True, False, False]
         assert pending == [True, True, False, True, True]
-
-
-def test_updates_are_published_in_order_when_finished():
-    """Updates run on another thread; none is published before `finish`, which raises errors."""
-    seen: list[tuple[str, bool]] = []
-    here = threading.get_ident()
-
-    def note(what: str) -> None:
-        seen.append((what, threading.get_ident() == here))
-
-    step = NextStep()
-    step.begin([(lambda k=k: note(f"update {k}"), lambda k=k: note(f"show {k}")) for k in (0, 1)])
-    assert step.pending
-    step.finish()
-    assert not step.pending
-    assert sorted(seen) == [
-        ("show 0", True),
-        ("show 1", True),
-        ("update 0", False),
-        ("update 1", False),
-    ]
-
-    def fail() -> None:
-        raise ValueError("no such state")
-
-    step.begin([(fail, lambda: note("never"))])
-    with pytest.raises(ValueError, match="no such state"):
-        step.finish()
-    assert not step.pending

@@ -90,10 +90,9 @@ def failing(world: World, folder: str, plan: str) -> tuple[list[str], float]:
 
     step(0)
     sw.save(engine, folder)
-    states = engine.optimizer.disk
-    assert states is not None
-    states.disk.sync()
-    os.ftruncate(states.disk.file, 0)
+    assert engine.disk is not None
+    engine.disk.sync()
+    os.ftruncate(engine.disk.file, 0)
     for act in (lambda: step(1), lambda: step(1), lambda: sw.save(engine, folder)):
         try:
             act()
@@ -158,10 +157,10 @@ def waiting(world: World, plan: str) -> tuple[Held, Used, int, str]:
     steps = StepsOnDisk(engine)
     for step in range(3):
         held.step(engine, mine(engine, SLOW.batch(step)))
-    used, states = steps.use_in_steps(), engine.optimizer.disk
-    assert states is not None
-    assert states.disk.free == states.disk.buffers - 1  # the one that widens gradients is kept
-    chunks = sum(extent.chunks for extent in states.disk.extents)
+    used, disk = steps.use_in_steps(), engine.disk
+    assert disk is not None
+    assert disk.free == disk.buffers - 1  # the one that widens gradients is kept
+    chunks = sum(extent.chunks for extent in disk.extents)
     return held.ended(engine), used, chunks, disk_line(steps, 2**20)
 
 

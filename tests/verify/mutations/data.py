@@ -7,6 +7,7 @@ from torch import Tensor
 from shardwise.comm.transport import Pending
 from shardwise.core.layout import P, R
 from shardwise.engine.engine import Engine
+from shardwise.engine.memory_states import MemoryStates
 from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_spec import OptimizerSpec
@@ -256,12 +257,12 @@ def buffers_not_sent(patch: Patch) -> None:
 
 
 def _before_masters(patch: Patch, act: Any) -> None:
-    def step(real: Any, optimizer: ShardedOptimizer, gradients: Any, *args: Any) -> None:
+    def step(real: Any, states: MemoryStates, gradients: Any, *args: Any) -> None:
         for k in gradients:
-            act(optimizer.flats[k])
-        real(optimizer, gradients, *args)
+            act(states.flats[k])
+        real(states, gradients, *args)
 
-    around(patch, ShardedOptimizer, "_step_masters", step)
+    around(patch, MemoryStates, "_step_masters", step)
 
 
 def three_percent(patch: Patch) -> None:
@@ -275,12 +276,12 @@ def three_percent(patch: Patch) -> None:
 
 
 def masters_in_16_bits(patch: Patch) -> None:
-    def step(real: Any, optimizer: ShardedOptimizer, gradients: Any, *args: Any) -> None:
-        real(optimizer, gradients, *args)
+    def step(real: Any, states: MemoryStates, gradients: Any, *args: Any) -> None:
+        real(states, gradients, *args)
         for k in gradients:
-            optimizer.masters[k].copy_(optimizer.flats[k].shard)
+            states.masters[k].copy_(states.flats[k].shard)
 
-    around(patch, ShardedOptimizer, "_step_masters", step)
+    around(patch, MemoryStates, "_step_masters", step)
 
 
 def loss_scale_left_in(patch: Patch) -> None:
@@ -293,7 +294,7 @@ def overflow_not_skipped_by_one(patch: Patch) -> None:
     def leave_out(real: Any, updates: Updates, *args: Any) -> Any:
         if updates.guard.world.rank == 1:
             updates.data.units.attach_grads()
-            updates.optimizer.step(updates.flats, 1.0)
+            updates.optimizer.step(updates.optimizer.flats, 1.0)
         return real(updates, *args)
 
     around(patch, Updates, "leave_out", leave_out)

@@ -1,6 +1,6 @@
 """Sabotages that change the run and its prediction alike, or show under some batches and plans."""
 
-import threading
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,7 @@ from shardwise.engine.one_stage import OneStage
 from shardwise.engine.updating import Updates
 from shardwise.kernels import cross_entropy
 from shardwise.parallel.expert.layer import MoE
-from shardwise.parallel.offload.delayed import NextStep
-from shardwise.parallel.offload.host_thread import InPlace
+from shardwise.parallel.offload.updater import NextStep
 from shardwise.parallel.recompute import choice
 from shardwise.parallel.tile.layer import TiledForward
 from tests.verify.mutations.mutation import Mutation, Patch, around
@@ -85,18 +84,13 @@ def two_tiles_a_unit(patch: Patch) -> None:
 def the_last_units_not_updated(patch: Patch) -> None:
     """Without clipping units are updated as they arrive: those left at the end are forgotten."""
 
-    def early(real: Any, updates: Updates, *args: Any) -> None:
-        own.enough = updates.early_bytes or 0
-        real(updates, *args)
-        own.enough = 0
+    def parts(real: Any, updates: Updates, units: Any, least_bytes: float) -> Any:
+        enough = 0 if math.isinf(least_bytes) else updates.early_bytes or 0
+        for part in real(updates, units, least_bytes):
+            if updates.optimizer.size_bytes(part) >= enough:
+                yield part
 
-    def run(real: Any, thread: Any, flats: Any, size_bytes: int) -> None:
-        if size_bytes >= getattr(own, "enough", 0):
-            real(thread, flats, size_bytes)
-
-    own = threading.local()  # ranks are threads
-    around(patch, InPlace, "run", run)
-    around(patch, Updates, "early", early)
+    around(patch, Updates, "_parts", parts)
 
 
 def delayed_updates_shown_too_early(patch: Patch) -> None:
@@ -105,9 +99,9 @@ def delayed_updates_shown_too_early(patch: Patch) -> None:
     def finish(_: Any, later: NextStep) -> None:
         running, later._running = later._running, []
         later._asked.set()
-        for update, publish in running:
-            publish()
-            update()
+        for update, piece in running:
+            later.optimizer.publish(piece)
+            update.result()
 
     around(patch, NextStep, "finish", finish)
 

@@ -113,14 +113,12 @@ def rates_not_loaded(patch: Patch) -> None:
 
 
 def a_delayed_update_reads_the_next_rate(patch: Patch) -> None:
-    around(
-        patch,
-        ShardedOptimizer,
-        "_step_masters",
-        lambda real, optimizer, gradients, factor, options=None: real(
-            optimizer, gradients, factor, options and optimizer.param_groups
-        ),
-    )
+    def later(real: Any, optimizer: ShardedOptimizer, *args: Any) -> Any:
+        update = real(optimizer, *args)
+        optimizer.torch.param_groups = optimizer.param_groups
+        return update
+
+    around(patch, ShardedOptimizer, "later", later)
 
 
 def a_delayed_update_has_no_gradients_of_its_own(patch: Patch) -> None:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from shardwise.core.offload import Offload
-from shardwise.engine import optimizer as optimizer_file
+from shardwise.engine import memory_states
 from shardwise.engine.engine import Engine
 from shardwise.engine.guard import Guard
-from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.memory_states import MemoryStates
 from shardwise.engine.scale import LossScale
-from shardwise.engine.updating import Updates
 from shardwise.parallel.data.hooks import Data
 from shardwise.parallel.data.units import Unit, Units
-from shardwise.parallel.offload.delayed import NextStep
+from shardwise.parallel.offload import updater
+from shardwise.parallel.offload.updater import NextStep
 from shardwise.parallel.recompute.host import Kept
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 
@@ -26,7 +26,7 @@ def unscaled_in_16_bits(patch: Patch) -> None:
     def in_16_bits(gradients: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
         return [None if g is None else (g * factor).float() for g in gradients]
 
-    patch.setattr(optimizer_file, "_in_32_bits", in_16_bits)
+    patch.setattr(memory_states, "_in_32_bits", in_16_bits)
 
 
 def _truncated(master: Tensor) -> Tensor:
@@ -35,23 +35,23 @@ def _truncated(master: Tensor) -> Tensor:
 
 
 def masters_truncated(patch: Patch) -> None:
-    def end(real: Any, optimizer: ShardedOptimizer, k: int) -> None:
-        real(optimizer, k)
-        flat = optimizer.flats[k]
+    def end(real: Any, states: MemoryStates, k: int) -> None:
+        real(states, k)
+        flat = states.flats[k]
         if not flat.moves.host_update:
-            flat.shard.copy_(_truncated(optimizer.masters[k]))
+            flat.shard.copy_(_truncated(states.masters[k]))
 
-    around(patch, ShardedOptimizer, "_end_step", end)
+    around(patch, MemoryStates, "_end_step", end)
 
 
 def masters_on_the_host_truncated(patch: Patch) -> None:
-    def publish(real: Any, optimizer: ShardedOptimizer, *args: Any) -> None:
-        kept = optimizer.masters
-        optimizer.masters = {k: _truncated(master) for k, master in kept.items()}
-        real(optimizer, *args)
-        optimizer.masters = kept
+    def publish(real: Any, states: MemoryStates, *args: Any) -> None:
+        kept = states.masters
+        states.masters = {k: _truncated(master) for k, master in kept.items()}
+        real(states, *args)
+        states.masters = kept
 
-    around(patch, ShardedOptimizer, "publish", publish)
+    around(patch, MemoryStates, "publish", publish)
 
 
 def scale_doubles_after_each_good_step(patch: Patch) -> None:
@@ -66,19 +66,21 @@ def scale_doubles_after_each_good_step(patch: Patch) -> None:
 def the_last_of_several_parts_lost(patch: Patch) -> None:
     """With a bound on the norm an update on the host is made in parts of 64 MiB."""
 
-    def parts(real: Any, updates: Updates) -> list[Any]:
-        found = real(updates)
+    def pieces(real: Any, *args: Any) -> list[Any]:
+        found = list(real(*args))
         return found[:-1] if len(found) > 1 else found
 
-    around(patch, Updates, "parts", parts)
+    around(patch, updater, "pieces", pieces)
 
 
 def a_delayed_update_not_awaited(patch: Patch) -> None:
     """What the device gets are the masters of before the update, or of a part of it."""
 
     def finish(real: Any, later: NextStep) -> None:
-        later._running = [(nothing, publish) for _, publish in later._running]
+        running, later._running = later._running, []
         real(later)
+        for _, piece in running:
+            later.optimizer.publish(piece)
 
     around(patch, NextStep, "finish", finish)
 
@@ -94,7 +96,8 @@ def a_load_over_a_pending_update(patch: Patch) -> None:
     """The update is finished after the load, on the masters that it has read."""
 
     def loading(real: Any, engine: Engine, *args: Any) -> Any:
-        later = engine.updates.next_step
+        later = engine.updates.updater
+        assert isinstance(later, NextStep)
         running, later._running = later._running, []
         found = real(engine, *args)
         later._running = running
