@@ -268,17 +268,11 @@ class ShardedOptimizer(Optimizer):
         # those of gradients in host memory are there, others on the device
         return torch.stack([squared.to(found[0].device) for squared in found]).sum()
 
-    def tensors(self) -> Iterator[tuple[Flat, int, str, Tensor]]:
-        """Every state tensor: its flat group, the parameter's index in it, its key, the tensor."""
-        for flat, targets in zip(self.flats, self.targets, strict=True):
-            for index, target in enumerate(targets):
-                # a copy: the host thread may be creating the state
-                state = list(self.torch.state.get(target, {}).items())
-                for key, value in state:
-                    yield from ((flat, index, key, t) for t in leaves(value, Tensor))
-
     def owns(self) -> Iterator[Owned]:
         """Every tensor that is kept for the update."""
         yield from (("optimizer", self.flats[k], master) for k, master in self.masters.items())
-        yield from (("optimizer", flat, value) for flat, _, _, value in self.tensors())
+        for flat, targets in zip(self.flats, self.targets, strict=True):
+            # a copy: the host thread may be creating the state
+            states = [list(self.state.get(target, {}).values()) for target in targets]
+            yield from (("optimizer", flat, value) for value in leaves(states, Tensor))
         yield from self.states.owns()

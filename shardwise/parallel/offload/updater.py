@@ -41,7 +41,7 @@ LATE_S: Final = 0.02
 MOST_S: Final = 10.0
 
 
-class Optimizer(Protocol[T_contra]):
+class FlatOptimizer(Protocol[T_contra]):
     """The optimizer of items, which are its flat groups (engine/optimizer.py)."""
 
     def step(self, items: Sequence[T_contra], factor: float, /) -> None: ...
@@ -83,7 +83,7 @@ class Updater(ABC, Generic[T]):
 class InPlace(Updater[T]):
     """Updates each part when it has arrived."""
 
-    def __init__(self, optimizer: Optimizer[T]) -> None:
+    def __init__(self, optimizer: FlatOptimizer[T]) -> None:
         self.optimizer = optimizer
 
     def update(self, parts: Iterable[Sequence[T]], factor: float, most_bytes: int) -> None:
@@ -96,7 +96,7 @@ class InPlace(Updater[T]):
 class Together(Updater[T]):
     """Updates all parts in one go, so that a disk is read ahead from the first to the last."""
 
-    def __init__(self, optimizer: Optimizer[T]) -> None:
+    def __init__(self, optimizer: FlatOptimizer[T]) -> None:
         self.at_once = InPlace(optimizer)
 
     def update(self, parts: Iterable[Sequence[T]], factor: float, most_bytes: int) -> None:
@@ -106,7 +106,7 @@ class Together(Updater[T]):
 class HostThread(Updater[T]):
     """The thread lives as long as a call of `update`, which raises an error of the thread."""
 
-    def __init__(self, optimizer: Optimizer[T]) -> None:
+    def __init__(self, optimizer: FlatOptimizer[T]) -> None:
         self.optimizer = optimizer
 
     def update(self, parts: Iterable[Sequence[T]], factor: float, most_bytes: int) -> None:
@@ -150,7 +150,10 @@ class NextStep(Updater[T]):
     """
 
     def __init__(
-        self, optimizer: Optimizer[T], order: Callable[[], Sequence[T]], delays: Callable[[], bool]
+        self,
+        optimizer: FlatOptimizer[T],
+        order: Callable[[], Sequence[T]],
+        delays: Callable[[], bool],
     ) -> None:
         self.optimizer, self.order, self.delays = optimizer, order, delays
         self.at_once = HostThread(optimizer)
@@ -190,7 +193,7 @@ class NextStep(Updater[T]):
             self.optimizer.publish(piece)
 
 
-def pieces(optimizer: Optimizer[T], items: Iterable[T], least_bytes: int) -> Iterator[list[T]]:
+def pieces(optimizer: FlatOptimizer[T], items: Iterable[T], least_bytes: int) -> Iterator[list[T]]:
     """Items in lists of at least this size; the last may be smaller."""
     piece: list[T] = []
     for item in items:

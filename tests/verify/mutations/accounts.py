@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shardwise.comm import transport
 from shardwise.core.layout import P, R
+from shardwise.core.tree import leaves
 from shardwise.engine import state
 from shardwise.engine.engine import Engine
 from shardwise.parallel.data import flat_parameter
@@ -193,7 +194,7 @@ def optimizer_state_forgotten(patch: Patch) -> None:
 
     def loaded(real: Any, engine: Engine) -> None:
         real(engine)
-        for _, _, _, value in engine.optimizer.tensors():
+        for value in leaves([*engine.optimizer.state.values()], Tensor):
             value.mul_(float(value.dim() == 0))
 
     around(patch, Engine, "loaded", loaded)
@@ -202,7 +203,7 @@ def optimizer_state_forgotten(patch: Patch) -> None:
 def step_count_forgotten(patch: Patch) -> None:
     def loaded(real: Any, engine: Engine) -> None:
         real(engine)
-        for _, _, _, value in engine.optimizer.tensors():
+        for value in leaves([*engine.optimizer.state.values()], Tensor):
             value.mul_(float(value.dim() > 0))
 
     around(patch, Engine, "loaded", loaded)
