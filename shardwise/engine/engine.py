@@ -418,16 +418,15 @@ class Engine:
 
     def memory(self) -> dict[str, int]:
         """Live bytes of this rank's device by category, read from the tensors' storages."""
-        found = memory.measured(self.model, self.flats, self.optimizer, self.world)
-        return found | self.updates.updater.owns()
+        return memory.measured(self) | self.updates.updater.owns()
 
     def host_memory(self) -> dict[str, int]:
         """Live bytes in host memory by category."""
-        return memory.measured(self.model, self.flats, self.optimizer, self.world, "host")
+        return memory.measured(self, "host")
 
     def disk_memory(self) -> dict[str, int]:
         """Bytes of this rank on a disk by category."""
-        return memory.measured(self.model, self.flats, self.optimizer, self.world, "disk")
+        return memory.measured(self, "disk")
 
     def sent(self) -> dict[Key, Tally]:
         """The ledger so far, by axis, kind and phase."""

@@ -80,8 +80,7 @@ class Live(TorchDispatchMode):
         Empty storages do not count: a unit frees its storage by resizing it to zero.
         """
         self.elsewhere = {k: weak for k, weak in self.elsewhere.items() if not weak.expired()}
-        parts = engine.model, engine.flats, engine.optimizer, engine.world
-        accounted = {tensor.untyped_storage()._cdata for _, _, tensor in memory.owned(*parts)}
+        accounted = {tensor.untyped_storage()._cdata for _, _, tensor in memory.owned(engine)}
         found: list[Stray] = []
         for key, (weak, made_by) in list(self.made.items()):
             storage = UntypedStorage._new_with_weak_ptr(weak.cdata)

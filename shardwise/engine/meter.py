@@ -213,12 +213,9 @@ class Meter(TorchDispatchMode):
                 tracked.place = place._replace(tier=tier)
 
     def _owned(self) -> Iterator[tuple[Place, Tensor]]:
-        engine = self.engine
-        unit_of = {
-            id(group): unit.name for unit in engine.data.units.order for group in unit.groups
-        }
-        every = memory.owned(engine.model, engine.flats, engine.optimizer, engine.world)
-        for category, flat, tensor in every:
+        units = self.engine.data.units.order
+        unit_of = {id(group): unit.name for unit in units for group in unit.groups}
+        for category, flat, tensor in memory.owned(self.engine):
             yield Place(category, unit_of.get(id(flat), "")), tensor
 
     def _gradients(self) -> Iterator[tuple[Place, Tensor]]:

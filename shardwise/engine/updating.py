@@ -54,21 +54,19 @@ def optimizer_and_updater(
 
     `steps()` is the number of steps of the run so far.
     """
-    units = data.units
-    trained = [flat for unit in units.order for flat in unit.trained]
+
+    def order() -> list[Flat]:
+        return [flat for unit in data.units.order for flat in unit.trained]
+
     if disk is not None:
-        optimizer = DiskStates(spec, trained, tiers, disk).optimizer
+        optimizer = DiskStates(spec, order(), tiers, disk).optimizer
         return optimizer, Together(optimizer)
-    optimizer = MemoryStates(spec, trained, tiers).optimizer
-    if not any(flat.moves.host_update for flat in trained):
+    optimizer = MemoryStates(spec, order(), tiers).optimizer
+    if not any(flat.moves.host_update for flat in optimizer.flats):
         return optimizer, InPlace(optimizer)
     if offload is None or offload.undelayed is None:
         return optimizer, HostThread(optimizer)
-    return optimizer, NextStep(
-        optimizer,
-        order=lambda: [flat for unit in units.order for flat in unit.trained],
-        delays=lambda: offload.delays(steps()),
-    )
+    return optimizer, NextStep(optimizer, order, lambda: offload.delays(steps()))
 
 
 @dataclass(frozen=True)

@@ -173,8 +173,7 @@ def _states(engine: Engine) -> Promises:
 
 def _stored(engine: Engine, flats: Sequence[Flat]) -> list[int]:
     """The bytes of parameters, gradients and optimizer state of some flat parameters."""
-    own, parts = {*flats}, (engine.model, engine.flats, engine.optimizer, engine.world)
-    every = [(category, t) for category, flat, t in owned(*parts) if flat in own]
+    every = [(category, t) for category, flat, t in owned(engine) if flat in flats]
     storages = (
         {t.untyped_storage()._cdata: t.untyped_storage() for kind, t in every if kind == category}
         for category in ("parameters", "gradients", "optimizer")
