@@ -37,7 +37,7 @@ ROUNDS = 10
 
 
 @dataclass(frozen=True)
-class Updater:
+class TimedUpdate:
     """A contender: `step` updates all weights, and returns the seconds of updates and of copies."""
 
     step: Callable[[], tuple[float, float]]
@@ -88,7 +88,7 @@ def rank(count: int, rounds: int) -> list[UpdateLine]:
 # --- the contenders ------------------------------------------------------------------------------
 
 
-def ours(plan: str, model: nn.Module, setup: Setup) -> Updater:
+def ours(plan: str, model: nn.Module, setup: Setup) -> TimedUpdate:
     """The code of an engine's step from the gradient on the device on, without its other thread."""
     by_name = {name: gradient_of(p) for name, p in model.named_parameters()}
     engine = engine_of(model, plan, setup)
@@ -115,7 +115,7 @@ def ours(plan: str, model: nn.Module, setup: Setup) -> Updater:
                 flat.grads.clear()
         return updated - ready, ready - began + time.perf_counter() - updated
 
-    return Updater(step, lambda: [*model.parameters()])
+    return TimedUpdate(step, lambda: [*model.parameters()])
 
 
 def _flat_gradient(flat: Flat, by_name: dict[str, Tensor]) -> Tensor:
@@ -132,7 +132,7 @@ def gradient_of(p: Tensor) -> Tensor:
     return p.grad
 
 
-def fsdp2(model: nn.Module, _setup: Setup) -> Updater:
+def fsdp2(model: nn.Module, _setup: Setup) -> TimedUpdate:
     """What a loop with CPUOffloadPolicy calls: torch's AdamW over its sharded parameters."""
     gradients = [gradient_of(p) for p in model.parameters()]
     mesh = init_device_mesh("cpu", (1,))
@@ -143,17 +143,17 @@ def fsdp2(model: nn.Module, _setup: Setup) -> Updater:
     params: list[Any] = [*model.parameters()]
     for p, gradient in zip(params, gradients, strict=True):
         p.grad = DTensor.from_local(gradient, mesh, p.placements)
-    return Updater(partial(_timed, optimizer.step), lambda: [p.to_local() for p in params])
+    return TimedUpdate(partial(_timed, optimizer.step), lambda: [p.to_local() for p in params])
 
 
-def deepspeed(model: nn.Module, _setup: Setup) -> Updater:
+def deepspeed(model: nn.Module, _setup: Setup) -> TimedUpdate:
     """DeepSpeedCPUAdam over one flat parameter, whose kernel it compiles at its first use."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # an optional peer
 
     flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
     flat.grad = torch.cat([gradient_of(p).flatten() for p in model.parameters()])
     optimizer = DeepSpeedCPUAdam([flat], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    return Updater(partial(_timed, optimizer.step), lambda: [flat.detach()])
+    return TimedUpdate(partial(_timed, optimizer.step), lambda: [flat.detach()])
 
 
 def _timed(act: Callable[[], Any]) -> tuple[float, float]:
@@ -201,7 +201,7 @@ def compare(count: int, rounds: int) -> list[UpdateLine]:
     """All contenders in turn, after one round that makes the optimizer's state."""
     numel = sum(p.numel() for p in stack(count).parameters())
     rows = {c.name: UpdateLine(c.name, numel, torch.get_num_threads()) for c in CONTENDERS}
-    ready: dict[str, Updater] = {}
+    ready: dict[str, TimedUpdate] = {}
     for each in CONTENDERS:
         row = rows[each.name]
         if each.missing:
@@ -234,7 +234,9 @@ def _with_gradients(model: nn.Module) -> nn.Module:
     return model
 
 
-def _fill(rows: dict[str, UpdateLine], turns: dict[str, _Turns], ready: dict[str, Updater]) -> None:
+def _fill(
+    rows: dict[str, UpdateLine], turns: dict[str, _Turns], ready: dict[str, TimedUpdate]
+) -> None:
     """Set the numbers of the contenders that ran."""
     peers = [turns[name].updates for name in (FSDP2, DEEPSPEED) if name in turns]
     fastest = [min(times) for times in zip(*peers, strict=True)]
@@ -252,7 +254,7 @@ def _fill(rows: dict[str, UpdateLine], turns: dict[str, _Turns], ready: dict[str
             row.difference = float(apart / wanted.abs().max())
 
 
-def _weights(updater: Updater) -> Tensor:
+def _weights(updater: TimedUpdate) -> Tensor:
     return torch.cat([w.detach().flatten() for w in updater.weights()])
 
 
