@@ -15,10 +15,10 @@ from typing import Final
 import torch
 
 import shardwise as sw
-from shardwise.core.offload import share_text
 from shardwise.models import gpt
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.registry import of_gpt
+from shardwise.parallel.offload.word import share_text
 from shardwise.prediction.peak import device_peak_bytes
 from shardwise.prediction.prediction import Prediction
 

@@ -20,8 +20,7 @@ from itertools import pairwise
 from benchmarks.contender import Task
 from shardwise.core.layout import I, P, Placement, R, S
 from shardwise.core.moves import Move, price
-from shardwise.core.plan_parser import SCHEDULES
-from shardwise.core.schedule.library import build
+from shardwise.core.schedule.library import LIBRARY, build
 from shardwise.core.zero import ROWS, step_moves
 from shardwise.models.gpt import GPTConfig, parameters
 
@@ -36,7 +35,7 @@ def least_bytes(row: str, task: Task, ranks: int) -> int:
     """
     if not row:
         return 0
-    if row.partition(":")[0] in SCHEDULES:
+    if row.partition(":")[0] in LIBRARY:
         return pipeline_bytes(row, task, ranks)
     if row in ROWS:
         moves = step_moves(ROWS[row], parameters(task.config), ranks)

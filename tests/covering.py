@@ -20,7 +20,7 @@ import torch
 from shardwise.comm.world import traced
 from shardwise.core.errors import InputError
 from shardwise.core.plan_check import problems
-from shardwise.core.plan_parser import SCHEDULES
+from shardwise.core.schedule.library import LIBRARY
 from tests.engine.cases import build
 from tests.plan_runs import ROWS, Proof
 
@@ -30,7 +30,7 @@ DRAWS = 2  # fillings that are tried for one plan
 FILE = Path(__file__).with_suffix(".txt")
 
 PIPES = {"M": "4", "MxV": "4x2", "": ""}
-SCHEDULED = [f"pp2 {name}:{PIPES[numbers]}".rstrip(":") for name, numbers in SCHEDULES.items()]
+SCHEDULED = [f"pp2 {name}:{PIPES[entry.numbers]}".rstrip(":") for name, entry in LIBRARY.items()]
 #: The values of each factor; every word stands for its technique.
 FACTORS: dict[str, list[str]] = {
     "data": ["dp2", "dp_replicate2 dp_shard2"],

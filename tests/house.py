@@ -61,12 +61,17 @@ Rule = Callable[[Source], list[str]]
 
 
 def layer(module: str) -> str:
-    """The layer of a module of the package, by its dotted name."""
+    """The layer of a module of the package, by its dotted name.
+
+    The plan words of a technique are values, though they stand in its folder.
+    """
     if within(module, "benchmarks"):
         return "benchmarks"
     if module == "shardwise.__main__":
         return "cli"
-    part = [*module.split("."), "face"][1]
+    _, part, *inner = [*module.split("."), "face"]
+    if part == "parallel" and inner[1:2] == ["word"]:
+        return "core"
     return part if part in LAYERS else "face"
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.core.offload import BY_FRACTION, WHAT
 from shardwise.core.plan import WORDS
-from shardwise.core.plan_parser import PARTITIONED_WORDS
 from shardwise.models import gpt
+from shardwise.parallel.offload.word import BY_FRACTION, WHAT
+from shardwise.parallel.recompute.word import PARTITIONED_WORDS
 from shardwise.verify.oracles import is_asynchronous
 from tests import covering
 from tests.engine.tensors import Piece, assert_pieces

@@ -22,17 +22,14 @@ from itertools import product
 from typing import Any, Final
 
 from shardwise.core.errors import bad
-from shardwise.core.plan_parser import read
+from shardwise.core.plan_parser import read, word_of, words_of
+from shardwise.core.techniques import FIELDS, WORDS
+from shardwise.core.word_values import NAMES
 
-#: The fields of a plan that the words of a layer may set.
-OWN: Final = ("axes", "row", "recompute", "offload")
-#: The axes that they may name.
-OWN_AXES: Final = ("dp", "dp_replicate", "dp_shard", "tp")
 #: The most numbers of a range.
 MOST_LAYERS: Final = 10_000
 
 _PART = re.compile(r"\s*([^\s:|]+):\s+(\S.*)", re.DOTALL)
-_NAMES = re.compile(r"[\w.*?!\[\]-]+(,[\w.*?!\[\]-]+)*")
 _RANGE = re.compile(r"([0-9]+)-([0-9]+)")
 
 
@@ -83,38 +80,30 @@ def split_layers(text: Any) -> tuple[str, tuple[LayerPlan, ...]]:
 
 def _layer_plan(text: str) -> LayerPlan:
     found = _PART.fullmatch(text.strip())
-    if found is None or not _NAMES.fullmatch(found[1]):
+    if found is None or not NAMES.fullmatch(found[1]):
         raise bad(
             f"'{text.strip()}' after | in a plan",
             "names of layers, a colon, a space and plan words",
             "'dp4 zero3 | embed,head: tp4 zero1 | blocks.0-3: tp2 dp2'",
         )
-    patterns, fields = tuple(found[1].split(",")), read(found[2])
+    patterns, values = tuple(found[1].split(",")), read(found[2])
     for pattern in patterns:
         _expanded(pattern)
     others = [word for word in found[2].split() if not _own(word)]
     if others:
+        own = ", ".join(word.form for word in WORDS if word.of_layers)
         raise bad(
             f"'{' '.join(others)}' in the plan of the layers {found[1]}",
-            "dpN, dp_replicateN and dp_shardN, tpN, a row of the states table, recompute and "
-            "offload; everything else is of the whole model",
+            f"the words {own}; everything else is of the whole model",
             f"'{found[1]}: zero3', and other words before the first |",
         )
-    return LayerPlan(patterns, _canonical(fields))
+    return LayerPlan(patterns, words_of({n: values[n] for n in FIELDS if n in values}))
 
 
-def _own(word: str) -> bool:
-    fields = read(word)
-    return all(name in OWN for name in fields) and all(
-        axis in OWN_AXES for axis, _ in fields.get("axes", ())
-    )
-
-
-def _canonical(fields: dict[str, Any]) -> str:
-    axes = sorted(fields.get("axes", ()), key=lambda axis: OWN_AXES.index(axis[0]))
-    words = [f"{name}{size}" for name, size in axes]
-    words += [fields["row"]] if "row" in fields else []
-    return " ".join(words + [f"{k}:{fields[k]}" for k in ("recompute", "offload") if k in fields])
+def _own(text: str) -> bool:
+    """Whether single layers may have this word."""
+    word = word_of(words_of(read(text)))
+    return word is not None and word.of_layers
 
 
 def _matches(name: str, pattern: str) -> bool:

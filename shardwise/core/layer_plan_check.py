@@ -6,15 +6,14 @@ from itertools import pairwise
 from shardwise.core.errors import Problem
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan import Plan
-from shardwise.core.plan_parser import PARTITIONED_WORDS, recompute_budget
-from shardwise.core.schedule.library import updates
+from shardwise.core.techniques import TECHNIQUES
 
 
 def layer_problems(plan: Plan, of: Callable[[Plan], list[Problem]]) -> list[Problem]:
     """Problems of the plans of single layers; `of` finds those of a plan without layers."""
     if not plan.layers:
         return []
-    if why := _together(plan):
+    if why := next(filter(None, (each.beside_layers(plan) for each in TECHNIQUES)), ""):
         allowed = "words that go with a plan for each layer: axes, rows, schedules that update at "
         allowed += "the end of a step, precisions, accumulate, recompute by modules, offload:optim "
         allowed += "and offload:param"
@@ -23,28 +22,6 @@ def layer_problems(plan: Plan, of: Callable[[Plan], list[Problem]]) -> list[Prob
     return [
         problem for number in range(1, len(plan.layers) + 1) for problem in _of(plan, number, of)
     ] or (_degrees(plan))
-
-
-def _together(plan: Plan) -> str:
-    """A word that no plan with plans of layers can have; "" without any."""
-    every = [plan.of_layers(number) for number in range(len(plan.layers) + 1)]
-    if updates(plan.pipeline, plan.mesh.size_of(PIPELINE)):
-        return f"'{plan.pipeline}', which updates each stage by itself,"
-    if plan.sp and any(layer.has_axes for layer in plan.layers):
-        return "'sp', which shards the sequence between layers,"
-    for word, on in (
-        ("arenas", plan.arenas),
-        (f"tile:{plan.tile}", plan.tile is not None),
-        ("activations:host", plan.activations is not None),
-    ):
-        if on:
-            return f"'{word}'"
-    for own in every:
-        if own.recompute in PARTITIONED_WORDS or recompute_budget(own.recompute):
-            return f"'recompute:{own.recompute}'"
-        if own.offload not in (None, "optim", "param"):
-            return f"'offload:{own.offload}'"
-    return ""
 
 
 def _of(plan: Plan, number: int, of: Callable[[Plan], list[Problem]]) -> list[Problem]:

@@ -14,7 +14,7 @@ from shardwise.core.param_layout import AxisLayout, Layout
 from shardwise.core.styles import ModuleShape, Style
 from shardwise.core.tape import Tape
 from shardwise.core.tensor_plan import Table
-from shardwise.core.tile import TiledParam
+from shardwise.core.uneven import Cut
 
 #: Bytes of one element, by torch's name of the type.
 ELEMENT_BYTES: dict[str, int] = {
@@ -56,6 +56,14 @@ class ParamShape:
     def element_bytes(self) -> int:
         """Bytes of one element. Raises KeyError for a type that is not in `ELEMENT_BYTES`."""
         return ELEMENT_BYTES[self.dtype]
+
+
+class TiledParam(NamedTuple):
+    """The rows of a tile: those of number `place` in `cut`, of the parameter `name`."""
+
+    name: str
+    place: int
+    cut: Cut
 
 
 class CutLoss(NamedTuple):

@@ -11,17 +11,20 @@ that the words can say; plan_check.py decides whether this version can run it.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from shardwise.core.layer_plan import LayerPlan, split_layers
 from shardwise.core.mesh import AXES, Mesh
-from shardwise.core.offload import Offload
-from shardwise.core.offload import parse as parse_offload
-from shardwise.core.plan_parser import WORDS, Word, read, size_text, words_table
+from shardwise.core.plan_parser import read, words_of, words_table
 from shardwise.core.schedule.library import allowed
-from shardwise.core.tile import Tile
-from shardwise.core.tile import parse as parse_tile
+from shardwise.core.technique import Word
+from shardwise.core.techniques import WORDS
 from shardwise.core.zero import ALIASES, Row, row_of
+from shardwise.parallel.offload.word import Offload
+from shardwise.parallel.offload.word import parse as parse_offload
+from shardwise.parallel.recompute.word import recompute_budget
+from shardwise.parallel.tile.word import Tile
+from shardwise.parallel.tile.word import parse as parse_tile
 
 __all__ = ["WORDS", "Plan", "Word", "words_table"]
 
@@ -46,12 +49,12 @@ class Plan:
     """
 
     axes: tuple[tuple[str, int], ...] = ()
+    sp: bool = False
     row: str = "ddp"
+    schedule: str | None = None
     precision: str | None = None
     accumulate: int = 1
     bucket_bytes: int = BUCKET_BYTES
-    schedule: str | None = None
-    sp: bool = False
     recompute: str | None = None
     activations: str | None = None
     offload: str | None = None
@@ -83,22 +86,10 @@ class Plan:
     @property
     def words(self) -> str:
         """The text without the plans of single layers."""
-        words = [f"{name}{size}" for name, size in self.axes]
-        words += ["sp"] * self.sp
-        words += [self.row] * (self.row != "ddp")
-        words += [word for word in (self.schedule, self.precision) if word is not None]
-        words += [f"accumulate:{self.accumulate}"] * (self.accumulate != 1)
-        words += [f"bucket:{size_text(self.bucket_bytes)}"] * (self.bucket_bytes != BUCKET_BYTES)
-        words += [f"recompute:{self.recompute}"] * (self.recompute is not None)
-        words += [f"activations:{self.activations}"] * (self.activations is not None)
-        words += [f"offload:{self.offload}"] * (self.offload is not None)
-        words += [f"tile:{self.tile}"] * (self.tile is not None)
-        if self.buffers_bytes is not None:
-            words.append(f"buffers:{size_text(self.buffers_bytes)}")
-        words += ["arenas"] * self.arenas
-        if self.device_memory_bytes is not None:
-            words.append(f"device_memory:{size_text(self.device_memory_bytes)}")
-        return " ".join(words) or "ddp"
+        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
+        set_here = {n: value for n, (value, default) in values.items() if value != default}
+        set_here.pop("layers", None)
+        return words_of(set_here) or "ddp"
 
     @property
     def mesh(self) -> Mesh:
@@ -214,6 +205,11 @@ class Plan:
         if self.pipeline is None:
             return self.accumulate
         return self.accumulate * allowed(self.pipeline, self.mesh.size_of("pp"))[1].m
+
+    @property
+    def recompute_budget_bytes(self) -> int:
+        """The most of activations that `recompute:SIZE` keeps on a rank; 0 without a budget."""
+        return recompute_budget(self.recompute)
 
     @property
     def activations_on_host(self) -> bool:

@@ -6,9 +6,10 @@ memory does not grow with the model or the world. (Constant-size buffers,
 C_B: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 6.2.)
 """
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from shardwise.core.plan import Plan
+if TYPE_CHECKING:
+    from shardwise.core.plan import Plan
 
 #: A slot, the memory of one piece, takes at most 1/SLOTS of the pool.
 SLOTS: Final = 4
@@ -20,7 +21,7 @@ SUMS: Final = 4
 BUCKETS: Final = 2
 
 
-def pool_bytes(plan: Plan, model_bytes: int) -> int:
+def pool_bytes(plan: "Plan", model_bytes: int) -> int:
     """The bytes of each rank's pool; 0 for a plan of one rank, which sends nothing.
 
     `model_bytes` are those of the full model's parameters: the default pool is not larger.
@@ -32,7 +33,7 @@ def pool_bytes(plan: Plan, model_bytes: int) -> int:
     return plan.buffers_bytes or max(usual, smallest_pool_bytes(plan))
 
 
-def smallest_pool_bytes(plan: Plan) -> int:
+def smallest_pool_bytes(plan: "Plan") -> int:
     """The smallest pool with which the ranks of the plan's longest axis can sum a piece.
 
     A piece needs a message from each other rank, perhaps a copy of each sent one, and the sums.

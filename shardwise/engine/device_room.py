@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
-from shardwise.core.plan_parser import size_text
+from shardwise.core.word_values import size_text
 from shardwise.prediction.peak import LEAST, MOST, device_peak_bytes
 from shardwise.prediction.prediction import Prediction
 

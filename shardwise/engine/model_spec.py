@@ -34,7 +34,6 @@ from shardwise.core.model_spec import (
     UnitShape,
 )
 from shardwise.core.plan import Plan
-from shardwise.core.plan_parser import PARTITIONED_WORDS, recompute_budget
 from shardwise.core.tensor_plan import Table, cuts
 from shardwise.core.uneven import Cut
 from shardwise.engine import (
@@ -57,6 +56,7 @@ from shardwise.engine.tiling import Tiling, tile
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.parallel.data.wrap_policy import UnitSpec
 from shardwise.parallel.pipeline.placeholders import layers, twin
+from shardwise.parallel.recompute.word import PARTITIONED_WORDS, recompute_budget
 from shardwise.parallel.redistribute.exchange import Counts
 from shardwise.prediction.recompute import FULL
 from shardwise.prediction.recompute_budget import within_budget

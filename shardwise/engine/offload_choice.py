@@ -15,7 +15,7 @@ import torch
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
-from shardwise.core.plan_parser import size_text
+from shardwise.core.word_values import size_text
 from shardwise.engine.device_room import bound_bytes, peak_bytes
 from shardwise.prediction.prediction import Prediction
 

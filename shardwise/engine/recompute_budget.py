@@ -12,12 +12,12 @@ from torch import nn
 from shardwise.core.arena_slots import Slots
 from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan import Plan
-from shardwise.core.plan_parser import recompute_budget
 from shardwise.engine import meta_pass
 from shardwise.engine.model_spec import model_spec
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.recomputation import Recomputation, on_host, recomputed_modules
 from shardwise.engine.training import Loss
+from shardwise.parallel.recompute.word import recompute_budget
 from shardwise.prediction.arenas import kept_slots
 
 

@@ -17,12 +17,13 @@ from torch import nn
 from shardwise.comm.parameter import become
 from shardwise.core.errors import bad
 from shardwise.core.mesh import TILE
+from shardwise.core.model_spec import TiledParam
 from shardwise.core.plan import Plan
-from shardwise.core.tile import LARGE, TiledParam
-from shardwise.core.tile import Tile as Word
 from shardwise.core.uneven import even
 from shardwise.parallel.data.wrap_policy import Rule, UnitSpec, blocks
 from shardwise.parallel.tile.layer import Tile, into_tiles
+from shardwise.parallel.tile.word import LARGE
+from shardwise.parallel.tile.word import Tile as Word
 
 
 @dataclass(frozen=True)

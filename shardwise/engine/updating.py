@@ -19,7 +19,6 @@ from shardwise.comm.move import begin_sum
 from shardwise.comm.tiers import Tiers
 from shardwise.comm.world import Axis
 from shardwise.core.errors import NonFiniteError
-from shardwise.core.offload import Offload
 from shardwise.engine.disk_states import DiskStates
 from shardwise.engine.guard import Guard
 from shardwise.engine.memory_states import MemoryStates
@@ -37,6 +36,7 @@ from shardwise.parallel.offload.updater import (
     Together,
     Updater,
 )
+from shardwise.parallel.offload.word import Offload
 
 #: Units of at least this size together are updated in one call.
 EARLY_BYTES = 2**21

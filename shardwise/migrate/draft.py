@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardwise.core.errors import bad
-from shardwise.core.offload import share_text
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
+from shardwise.parallel.offload.word import share_text
 
 
 @dataclass

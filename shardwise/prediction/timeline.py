@@ -24,10 +24,10 @@ from typing import Final, Literal, NamedTuple
 from shardwise.core.arena_slots import IN_FLIGHT
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
-from shardwise.core.plan_parser import PARTITIONED_WORDS, recompute_budget
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.schedule.action import Action
 from shardwise.core.zero import row_of
+from shardwise.parallel.recompute.word import PARTITIONED_WORDS, recompute_budget
 from shardwise.prediction.group import Group, each_backward, groups
 from shardwise.prediction.prediction import Prediction
 

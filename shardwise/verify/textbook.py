@@ -33,7 +33,6 @@ from typing import Final
 from torch import nn
 
 from shardwise.core.plan import Plan
-from shardwise.core.plan_parser import PARTITIONED_WORDS, recompute_every
 from shardwise.core.schedule.library import allowed, entry
 from shardwise.core.schedule.memory import peaks
 from shardwise.core.zero import ALIASES
@@ -42,6 +41,7 @@ from shardwise.engine.memory import owned
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.units import Unit
 from shardwise.parallel.recompute.checkpointed import FULL, SELECTIVE
+from shardwise.parallel.recompute.word import PARTITIONED_WORDS, recompute_every
 
 #: By row: whether parameters, gradients and optimizer state are sharded.
 SHARDED: Final[Mapping[str, tuple[bool, bool, bool]]] = {

@@ -6,14 +6,17 @@ from hypothesis import strategies as st
 
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import AXES
-from shardwise.core.offload import BY_FRACTION, WHAT
 from shardwise.core.plan import WORDS, Plan, words_table
-from shardwise.core.plan_parser import PRECISIONS, SCHEDULES, size_text
+from shardwise.core.run_words import PRECISIONS
+from shardwise.core.schedule.library import LIBRARY
+from shardwise.core.word_values import size_text
 from shardwise.core.zero import ROWS
+from shardwise.parallel.offload.word import BY_FRACTION, WHAT
 
 COUNTS = st.integers(1, 10**6)
-SCHEDULE_TEXTS = st.tuples(st.sampled_from(sorted(SCHEDULES)), COUNTS, COUNTS).map(
-    lambda drawn: {"": "{}", "M": "{}:{}", "MxV": "{}:{}x{}"}[SCHEDULES[drawn[0]]].format(*drawn)
+TEXTS = {"": "{}", "M": "{}:{}", "MxV": "{}:{}x{}"}
+SCHEDULE_TEXTS = st.tuples(st.sampled_from(sorted(LIBRARY)), COUNTS, COUNTS).map(
+    lambda drawn: TEXTS[LIBRARY[drawn[0]].numbers].format(*drawn)
 )
 RECOMPUTED = st.sampled_from(["full", "selective", "every2", "blocks.*.mlp", "a.0,b.[12],head"])
 PLANS = st.builds(

@@ -18,11 +18,11 @@ from torch.distributed.fsdp import CPUOffload
 
 import shardwise as sw
 from shardwise.comm.world import World
-from shardwise.core.offload import parse
 from shardwise.engine import shard
 from shardwise.engine.meter import Meter
 from shardwise.engine.shard import driver_of, flats_of
 from shardwise.parallel.offload.updater import HostThread, NextStep
+from shardwise.parallel.offload.word import parse
 from tests.engine.cases import ROWS, Case, Task, build, oracle, ranks_of
 from tests.engine.loops import rows
 from tests.engine.tensors import Held, assert_parity, mine, train

@@ -11,7 +11,7 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
-from shardwise.core.plan_parser import size_text
+from shardwise.core.word_values import size_text
 from shardwise.engine.meter import Meter
 from shardwise.engine.recomputation import KEPT, Recomputation
 from shardwise.models import gpt

@@ -36,26 +36,37 @@ class Size(NamedTuple):
 class Entry:
     """One schedule, with its paper's closed forms.
 
+    meaning        in the table of plan words
     build          the schedule of a size
     span, tapes    closed forms of the makespan, and of the activations on each rank
     bubble_text, tapes_text, versions_text
                    the bubble, the activations, and the weight versions of stage s, as formulas
-    chunks         per rank; None if the user chooses
+    microbatches   and
+    chunks         per rank: their numbers; None if the user chooses
     updates        the number of updates in one run, 0 for a synchronous schedule
     check          raises InputError for a size that the schedule does not allow
     """
 
     title: str
+    meaning: str
     paper: str
     build: Callable[[Size], Schedule]
     span: Callable[[Size], int]
     tapes: Callable[[Size], tuple[int, ...]]
     bubble_text: str
     tapes_text: str
+    microbatches: int | None = None
     chunks: int | None = 1
     versions_text: str = "1"
     updates: Callable[[Size], int] = lambda _: 0
     check: Callable[[Size], None] = lambda _: None
+
+    @property
+    def numbers(self) -> str:
+        """The numbers of its plan word: M microbatches, V chunks of the model per rank."""
+        if self.microbatches is not None:
+            return ""
+        return "MxV" if self.chunks is None else "M"
 
     def bubble(self, n: Size) -> float:
         """The idle fraction of all ranks' time, by the closed form."""
@@ -80,16 +91,19 @@ _1F1B = "(p-1)/(m+p-1)", "min(p-r, m)"
 LIBRARY: dict[str, Entry] = {
     "naive": Entry(
         "naive model parallelism: layers over ranks",
+        "pipeline without overlap: one microbatch",
         "no paper",
         lambda n: classic.naive(n.p, n.m),
         span=_plain,
         tapes=lambda n: (1,) * n.p,
         bubble_text="(p-1)/p",
         tapes_text="1",
+        microbatches=1,
         check=lambda n: classic.is_one(n.m),
     ),
     "gpipe": Entry(
         "GPipe",
+        "pipeline: all M forwards, then all backwards",
         "arXiv 1811.06965",
         lambda n: classic.gpipe(n.p, n.m),
         span=_plain,
@@ -99,6 +113,7 @@ LIBRARY: dict[str, Entry] = {
     ),
     "1f1b": Entry(
         "1F1B (PipeDream-flush)",
+        "pipeline: forwards and backwards of M microbatches alternate",
         "arXiv 2006.09503, 2104.04473",
         lambda n: classic.one_f_one_b(n.p, n.m),
         _plain,
@@ -107,6 +122,7 @@ LIBRARY: dict[str, Entry] = {
     ),
     "dapple": Entry(
         "DAPPLE",
+        "early backward: the order of 1f1b",
         "arXiv 2007.01045",
         lambda n: classic.dapple(n.p, n.m),
         _plain,
@@ -115,6 +131,7 @@ LIBRARY: dict[str, Entry] = {
     ),
     "pipedream": Entry(
         "PipeDream",
+        "each stage updates after every microbatch, from older weights",
         "arXiv 1806.03377, SOSP 2019",
         lambda n: weight_stashing.pipedream(n.p, n.m),
         _plain,
@@ -125,6 +142,7 @@ LIBRARY: dict[str, Entry] = {
     ),
     "2bw": Entry(
         "PipeDream-2BW",
+        "each stage updates by itself once a step; computes the same as 1f1b",
         "arXiv 2006.09503",
         lambda n: weight_stashing.two_buffered(n.p, n.m, n.batches),
         _plain,
@@ -136,6 +154,7 @@ LIBRARY: dict[str, Entry] = {
     ),
     "interleaved": Entry(
         "interleaved 1F1B",
+        "1f1b with V stages per rank",
         "arXiv 2104.04473",
         lambda n: interleaved.interleaved(n.p, n.m, n.v),
         span=_plain,
@@ -147,6 +166,7 @@ LIBRARY: dict[str, Entry] = {
     ),
     "bfs": Entry(
         "breadth-first",
+        "V stages per rank: all M microbatches pass one, then the next",
         "arXiv 2211.05953",
         lambda n: interleaved.breadth_first(n.p, n.m, n.v),
         span=lambda n: 3 * ((n.v - 1) * max(n.m, n.p) + n.m + n.p - 1),
@@ -157,6 +177,7 @@ LIBRARY: dict[str, Entry] = {
     ),
     "zb-h1": Entry(
         "ZB-H1",
+        "1f1b with weight gradients postponed into the bubble",
         "arXiv 2401.10241",
         lambda n: zero_bubble.zb_h1(n.p, n.m),
         span=lambda n: 2 * n.m + n.p - 1 + max(n.m, n.p),
@@ -166,6 +187,7 @@ LIBRARY: dict[str, Entry] = {
     ),
     "zb-v": Entry(
         "ZB-V",
+        "two stages per rank in a V; no bubble but the ramps from M = ranks on",
         "arXiv 2401.10241, 2405.15362",
         lambda n: zero_bubble.zb_v(n.p, n.m),
         span=lambda n: max(6 * n.m + n.p - 1, 4 * n.m + 3 * n.p - 1, 2 * n.m + 4 * n.p - 1),
@@ -176,6 +198,7 @@ LIBRARY: dict[str, Entry] = {
     ),
     "dualpipe-v": Entry(
         "DualPipe-V",
+        "two stages per rank in a V; forwards paired with backwards",
         "arXiv 2412.19437",
         lambda n: zero_bubble.dualpipe_v(n.p, n.m),
         span=lambda n: 6 * n.m + n.p - 1,

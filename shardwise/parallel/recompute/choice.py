@@ -18,9 +18,9 @@ from torch import nn
 
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
-from shardwise.core.plan_parser import PARTITIONED_WORDS, recompute_budget, recompute_every
 from shardwise.core.suggest import suggest
 from shardwise.parallel.recompute.checkpointed import FULL, PARTITIONED, SELECTIVE
+from shardwise.parallel.recompute.word import PARTITIONED_WORDS, recompute_budget, recompute_every
 
 
 def chosen(model: nn.Module, what: str | None, blocks: Mapping[str, nn.Module]) -> dict[str, str]:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.core import zero
-from shardwise.core.offload import Offload
 from shardwise.core.plan import Plan
 from shardwise.core.schedule import library
 from shardwise.engine import engine as engine_file
@@ -18,6 +17,7 @@ from shardwise.engine.updating import Updates
 from shardwise.kernels import cross_entropy
 from shardwise.parallel.expert.layer import MoE
 from shardwise.parallel.offload.updater import NextStep
+from shardwise.parallel.offload.word import Offload
 from shardwise.parallel.recompute import choice
 from shardwise.parallel.tile.layer import TiledForward
 from tests.verify.mutations.mutation import Mutation, Patch, around

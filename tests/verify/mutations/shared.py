@@ -5,9 +5,10 @@ from typing import Any
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.comm.arena import _Slot
-from shardwise.core import flatten, layer_plan, plan_parser
+from shardwise.core import flatten, layer_plan
 from shardwise.engine import memory
 from shardwise.engine.state import Loading
+from shardwise.parallel.recompute import word as recompute_word
 from shardwise.prediction import memory as predicted
 from tests.verify.mutations.mutation import Mutation, Patch, around, everywhere
 
@@ -33,7 +34,7 @@ def units_are_aligned_to_elements(patch: Patch) -> None:
 
 
 def a_budget_is_doubled(patch: Patch) -> None:
-    real = plan_parser.recompute_budget
+    real = recompute_word.recompute_budget
     everywhere(patch, "recompute_budget", real, lambda what: 2 * real(what))
 
 

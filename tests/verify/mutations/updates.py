@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.core.offload import Offload
 from shardwise.engine import memory_states
 from shardwise.engine.engine import Engine
 from shardwise.engine.guard import Guard
@@ -18,6 +17,7 @@ from shardwise.parallel.data.hooks import Data
 from shardwise.parallel.data.units import Unit, Units
 from shardwise.parallel.offload import updater
 from shardwise.parallel.offload.updater import NextStep
+from shardwise.parallel.offload.word import Offload
 from shardwise.parallel.recompute.host import Kept
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 

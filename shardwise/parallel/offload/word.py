@@ -18,13 +18,18 @@
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
-from shardwise.core.errors import bad
+from shardwise.core.errors import Problem, bad
 from shardwise.core.suggest import suggest
-from shardwise.core.zero import Tier
+from shardwise.core.technique import Technique, Word, keyed
+from shardwise.core.word_values import MOST
+from shardwise.core.zero import Tier, row_of
+
+if TYPE_CHECKING:
+    from shardwise.core.plan import Plan
 
 #: What may rest in host memory, or on a disk; and the choice by prediction.
 WHAT: Final = ("optim", "param", "optim-delayed", "optim@disk", "param@disk", "auto")
@@ -32,7 +37,6 @@ WHAT: Final = ("optim", "param", "optim-delayed", "optim@disk", "param@disk", "a
 BY_FRACTION: Final = "optim=0.5"
 #: Steps before updates are delayed.
 UNDELAYED_STEPS: Final = 40
-MOST_STEPS: Final = 10**9
 _SHARE: Final = re.compile(r"[01]|[01]?\.[0-9]{1,15}")
 #: Other names of the tiers, for suggestions.
 _HOSTS: Final = ("host", "cpu", "ram", "memory")
@@ -145,10 +149,55 @@ def _share(text: str) -> float:
 
 
 def _steps(text: str) -> int:
-    if text.isdecimal() and len(text) < 11 and int(text) <= MOST_STEPS:
+    if text.isdecimal() and len(text) < 11 and int(text) <= MOST:
         return int(text)
     raise bad(
         f"the plan word 'offload:optim-delayed={text}'",
-        f"a number of steps from 0 to {MOST_STEPS}, after which updates are delayed",
+        f"a number of steps from 0 to {MOST}, after which updates are delayed",
         f"offload:optim-delayed={UNDELAYED_STEPS}",
     )
+
+
+def _problems(plan: "Plan", _: int | None) -> Iterator[Problem]:
+    """Parameters in host memory under a row whose update makes only a block of them."""
+    row = row_of(plan.row)
+    if plan.offloaded is None or plan.offloaded.param_tier == "device" or row.param == row.optim:
+        return
+    given = f"'offload:{plan.offload}' with {plan.row}, which keeps all parameters on every rank "
+    given += "and updates a block on each: the blocks would be gathered in host memory"
+    allowed = "zero3, which keeps a block of them; ddp, which updates all; or offload:optim"
+    yield Problem(given, allowed, f"'{replace(plan, row='zero3')}'")
+
+
+def _beside_layers(plan: "Plan") -> str:
+    every = (plan.of_layers(number).offload for number in range(len(plan.layers) + 1))
+    other = (word for word in every if word not in (None, "optim", "param"))
+    return next((f"'offload:{word}'" for word in other), "")
+
+
+TECHNIQUE: Final = Technique(
+    words=(
+        Word(
+            "offload:WHAT",
+            "offload:optim",
+            "states rest outside of the device",
+            values=(
+                ("offload:optim", "gradients and optimizer states in host memory, updated there"),
+                ("offload:optim=0.6", "the same for the last units with 60 % of the parameters"),
+                (
+                    "offload:optim-delayed",
+                    "updates run beside the next step, after the first 40 steps",
+                ),
+                ("offload:optim-delayed=N", "the same after the first N steps"),
+                ("offload:param", "parameters rest in host memory too"),
+                ("offload:optim@disk", "gradients and optimizer states rest on a disk"),
+                ("offload:param@disk", "parameters rest on the disk too"),
+                ("offload:auto", "the least in host memory that fits into device_memory"),
+            ),
+            of_layers=True,
+        ),
+    ),
+    fields=(keyed("offload", "choice of offload", lambda text: str(parse(text))),),
+    problems=_problems,
+    beside_layers=_beside_layers,
+)

@@ -1,0 +1,87 @@
+"""The plan words of pipelines: the axis, and a schedule with its numbers."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardwise.core.errors import InputError, Problem, bad
+from shardwise.core.mesh import PIPELINE
+from shardwise.core.schedule.library import LIBRARY, Entry, updates
+from shardwise.core.technique import Field, Technique, Word
+from shardwise.core.word_values import MOST, whole
+from shardwise.core.zero import row_of
+
+if TYPE_CHECKING:
+    from shardwise.core.plan import Plan
+
+
+def _schedule(word: str) -> str | None:
+    name, _, value = word.partition(":")
+    if name not in LIBRARY:
+        return None
+    takes, numbers = LIBRARY[name].numbers, value.split("x")
+    if len(numbers) == len(takes.split("x")) and all(map(whole, numbers)) and takes:
+        return f"{name}:{'x'.join(str(int(number)) for number in numbers)}"
+    if word == name and not takes:
+        return name
+    allowed, example = {
+        "": (f"{name} alone: it has one microbatch", name),
+        "M": (f"{name}:M with M microbatches, from 1 to {MOST}", f"{name}:8"),
+        "MxV": (
+            f"{name}:MxV with M microbatches and V chunks per rank, each from 1 to {MOST}",
+            f"{name}:8x2",
+        ),
+    }[takes]
+    raise bad(f"the plan word '{word}'", allowed, example)
+
+
+def _word(name: str, entry: Entry) -> Word:
+    form, example = {"": ("", ""), "M": (":M", ":8"), "MxV": (":MxV", ":8x2")}[entry.numbers]
+    return Word(f"{name}{form}", f"{name}{example}", entry.meaning)
+
+
+def _problems(plan: "Plan", _: int | None) -> Iterator[Problem]:
+    """Sizes that the schedule forbids, or words that do not go with one that updates by itself."""
+    try:
+        stale = updates(plan.pipeline, plan.mesh.size_of(PIPELINE)) > 0
+    except InputError as error:
+        yield from error.problems
+        return
+    if stale:
+        yield from _stale(plan)
+
+
+def _stale(plan: "Plan") -> Iterator[Problem]:
+    schedule = f"{plan.pipeline}, which updates by itself"
+    if plan.precision == "fp16":
+        given = f"fp16 with {schedule}: an overflow would have to skip the update of all stages"
+        allowed = "bf16, fp32 or fp64, which have no loss scale"
+        yield Problem(given, allowed, f"'{replace(plan, precision='bf16')}'")
+    if plan.accumulate > 1:
+        given = f"accumulate:{plan.accumulate} with {schedule}"
+        instead = f"'{replace(plan, accumulate=1)}'"
+        yield Problem(given, "more microbatches in the schedule", instead)
+    if row_of(plan.row).param.kind == "S":
+        given = f"{plan.row} with {schedule} and keeps full versions of the weights"
+        allowed = "ddp, zero1 or zero2, or a schedule that updates at the end"
+        yield Problem(given, allowed, f"'{replace(plan, row='zero2')}'")
+    if plan.offload is not None:
+        given = f"offload:{plan.offload} with {schedule} during the pass"
+        allowed = "no offload, or a schedule that updates at the end"
+        yield Problem(given, allowed, f"'{replace(plan, offload=None)}'")
+
+
+def _beside_layers(plan: "Plan") -> str:
+    stale = updates(plan.pipeline, plan.mesh.size_of(PIPELINE)) > 0
+    return f"'{plan.pipeline}', which updates each stage by itself," * stale
+
+
+TECHNIQUE: Final = Technique(
+    words=(
+        Word("ppN", "pp2", "pipeline on N ranks, under a schedule (the default: 1f1b:2N)"),
+        *(_word(name, entry) for name, entry in LIBRARY.items()),
+    ),
+    fields=(Field("schedule", "pipeline schedule", _schedule),),
+    problems=_problems,
+    beside_layers=_beside_layers,
+)
