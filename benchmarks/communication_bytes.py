@@ -27,7 +27,7 @@ COMMUNICATING: dict[str, tuple[str, ...]] = {
         f"shardwise/comm/{name}.py": ()
         for name in ("gloo", "mailbox", "move", "pool", "shared", "transport")
     },
-    "shardwise/parallel/data/buffers.py": (),
+    "shardwise/techniques/data/buffers.py": (),
     "torch/nn/parallel/distributed.py": ("_ddp_init_helper", "_pre_forward"),
     "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py": (),
     "torch/distributed/fsdp/_runtime_utils.py": ("_reduce_grad",),

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from shardwise.parallel.expert.layer import MoE
-from shardwise.parallel.expert.routing import Routing
+from shardwise.techniques.expert.layer import MoE
+from shardwise.techniques.expert.routing import Routing
 
 PARTS: Final = (
     *("routing", "dispatch", "experts", "combine"),

@@ -18,9 +18,9 @@ import shardwise as sw
 from shardwise.models import gpt
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.registry import of_gpt
-from shardwise.parallel.offload.word import share_text
 from shardwise.prediction.peak import device_peak_bytes
 from shardwise.prediction.prediction import Prediction
+from shardwise.techniques.offload.word import share_text
 
 #: Stands for the fraction with which the device and the host are full.
 FILLED_HOST: Final = "optim=..."

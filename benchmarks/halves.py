@@ -13,8 +13,8 @@ from torch import nn
 
 from shardwise.core.balance import balanced
 from shardwise.core.errors import bad
-from shardwise.engine.partition import starts
 from shardwise.models.gpt import GPT, GPTConfig
+from shardwise.techniques.pipeline.partition import starts
 
 
 class Half(NamedTuple):
@@ -48,8 +48,8 @@ def place(start: str, config: GPTConfig) -> int:
 def stage_starts(model: GPT, stages: int) -> tuple[str, ...]:
     """The modules that begin stages 1 to `stages` - 1.
 
-    Balanced by parameters at blocks (engine/partition.py), or by number of halves if there are more
-    stages than blocks. Raises InputError for more stages than halves.
+    Balanced by parameters at blocks (techniques/pipeline/partition.py), or by number of halves if
+    there are more stages than blocks. Raises InputError for more stages than halves.
     """
     config = model.config
     fits(stages, config)

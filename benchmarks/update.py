@@ -30,8 +30,8 @@ from benchmarks.stack import stack
 from benchmarks.table import aligned
 from shardwise.comm.launch import spawn
 from shardwise.models.gpt import Block
-from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.offload.updater import MOST_BYTES, pieces
+from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.offload.updater import MOST_BYTES, pieces
 
 ROUNDS = 10
 

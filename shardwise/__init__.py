@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from shardwise.core.errors import InputError, RankError, RunError
     from shardwise.core.mesh import Mesh
     from shardwise.core.plan import Plan
-    from shardwise.core.tensor_plan import Table
     from shardwise.derive.table import derive_table
-    from shardwise.engine.data_parallel import DataParallel
     from shardwise.engine.engine import Engine
-    from shardwise.engine.expert_placement import place_experts
     from shardwise.engine.full import full_state_dict
     from shardwise.engine.optimizer_spec import SGD, Adafactor, Adam, AdamW, Lion, Optim
     from shardwise.engine.parallelize import parallelize
-    from shardwise.engine.partition import balance_by_time
-    from shardwise.engine.pipe import Pipe
     from shardwise.engine.prediction import predict
     from shardwise.engine.training import Metrics
-    from shardwise.engine.unwrap import unwrap
-    from shardwise.engine.wrap import DDP, FSDP, clip_grad_norm, no_sync
     from shardwise.kernels.cross_entropy import cross_entropy
-    from shardwise.parallel import replicas
-    from shardwise.parallel.expert.gate import Gate
-    from shardwise.parallel.expert.layer import MoE
+    from shardwise.techniques import replicas
+    from shardwise.techniques.expert.gate import Gate
+    from shardwise.techniques.expert.layer import MoE
+    from shardwise.techniques.expert.placement import place_experts
+    from shardwise.techniques.pipeline.partition import balance_by_time
+    from shardwise.techniques.tensor.table import Table
     from shardwise.verify import Verify
+    from shardwise.wrap.data_parallel import DataParallel
+    from shardwise.wrap.pipe import Pipe
+    from shardwise.wrap.unwrap import unwrap
+    from shardwise.wrap.wrap import DDP, FSDP, clip_grad_norm, no_sync
 
     verify: Verify
 
@@ -46,18 +46,18 @@ __version__ = "0.1.0"
 #: Where each public name lives.  Names are imported when first asked for, so that `import
 #: shardwise`, plans and the command line's answers to bad input do not wait for torch.
 _HOMES = {
-    "DDP": "engine.wrap",
-    "FSDP": "engine.wrap",
-    "clip_grad_norm": "engine.wrap",
-    "no_sync": "engine.wrap",
-    "DataParallel": "engine.data_parallel",
+    "DDP": "wrap.wrap",
+    "FSDP": "wrap.wrap",
+    "clip_grad_norm": "wrap.wrap",
+    "no_sync": "wrap.wrap",
+    "DataParallel": "wrap.data_parallel",
     "Engine": "engine.engine",
     "Metrics": "engine.training",
-    "balance_by_time": "engine.partition",
+    "balance_by_time": "techniques.pipeline.partition",
     "parallelize": "engine.parallelize",
-    "place_experts": "engine.expert_placement",
+    "place_experts": "techniques.expert.placement",
     "predict": "engine.prediction",
-    "Pipe": "engine.pipe",
+    "Pipe": "wrap.pipe",
     "full_state_dict": "engine.full",
     "Adafactor": "engine.optimizer_spec",
     "Lion": "engine.optimizer_spec",
@@ -70,18 +70,18 @@ _HOMES = {
     "RunError": "core.errors",
     "Mesh": "core.mesh",
     "Plan": "core.plan",
-    "Table": "core.tensor_plan",
+    "Table": "techniques.tensor.table",
     "World": "comm.world",
     "init": "comm.world",
-    "Gate": "parallel.expert.gate",
-    "MoE": "parallel.expert.layer",
+    "Gate": "techniques.expert.gate",
+    "MoE": "techniques.expert.layer",
     "cross_entropy": "kernels.cross_entropy",
     "derive_table": "derive.table",
     "fill_from": "checkpoint.weights_folder",
     "load": "checkpoint.engines",
     "save": "checkpoint.engines",
     "spawn": "comm.launch",
-    "unwrap": "engine.unwrap",
+    "unwrap": "wrap.unwrap",
 }
 
 #: Folders that are public names themselves.
@@ -89,7 +89,7 @@ _FOLDERS = {
     "callbacks": "callbacks",
     "core": "core",
     "hf": "hf",
-    "replicas": "parallel.replicas",
+    "replicas": "techniques.replicas",
     "verify": "verify",
 }
 

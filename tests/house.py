@@ -18,10 +18,33 @@ ROOT = Path(__file__).parent.parent
 #: stand beside the package and use all of it.
 #: `derive` makes tables from the engine's meta pass and predictions, for the programs above it.
 LAYERS = (
-    *("core", "prediction", "comm", "kernels", "parallel", "engine"),
+    *("core", "prediction", "comm", "kernels", "techniques", "engine"),
     *("derive", "checkpoint", "models", "callbacks"),
     *("verify", "train", "hf", "face", "cli", "benchmarks"),
 )
+#: Files in the folder of a technique that hold values, as core does; and those that apply it to a
+#: model, as engine does. Those that begin with `price` are predictions.
+VALUES = ("word", "styles", "table", "table_check", "moves", "stage_io", "plan", "plan_check")
+APPLIED = (
+    *("apply", "plans", "recorded", "source", "first_step", "placement", "tensor_axis", "auto"),
+    *("budget", "disk_states", "partition", "pipelined", "stage_module", "staged_model"),
+    *("weight_stashing", "stage_work", "probe"),
+)
+#: The most files of the package, outside a technique's folder, that import from it. A bound falls
+#: with every file that need not know the technique any more; it never rises.
+FOREIGN = {
+    "data": 53,
+    "tensor": 39,
+    "expert": 29,
+    "pipeline": 19,
+    "recompute": 17,
+    "layers": 11,
+    "offload": 10,
+    "tile": 6,
+    "replicas": 2,
+}
+#: Folders that import engine/ and are imported by it.
+BESIDE_ENGINE = ("observe", "wrap")
 #: What a parallel run is compared with.
 ORACLES = tuple(f"shardwise.verify.{name}" for name in ("oracle", "async_oracle", "mixture_oracle"))
 FILE_LINES, FUNCTION_LINES, NESTING, SHORT_LINES = 450, 60, 3, 6
@@ -61,18 +84,25 @@ Rule = Callable[[Source], list[str]]
 
 
 def layer(module: str) -> str:
-    """The layer of a module of the package, by its dotted name.
-
-    The plan words of a technique are values, though they stand in its folder.
-    """
+    """The layer of a module of the package, by its dotted name."""
     if within(module, "benchmarks"):
         return "benchmarks"
     if module == "shardwise.__main__":
         return "cli"
     _, part, *inner = [*module.split("."), "face"]
-    if part == "parallel" and inner[1:2] == ["word"]:
-        return "core"
+    if part == "techniques":
+        return layer_of_technique([*inner, ""][1])
+    part = "engine" if part in BESIDE_ENGINE else part
     return part if part in LAYERS else "face"
+
+
+def layer_of_technique(file: str) -> str:
+    """The layer of a file in the folder of a technique; most run on a rank."""
+    if file in VALUES:
+        return "core"
+    if file.startswith("price"):
+        return "prediction"
+    return "engine" if file in APPLIED else "techniques"
 
 
 def imports(source: Source) -> Iterator[tuple[ast.stmt, str]]:
@@ -238,16 +268,29 @@ def downward_imports(source: Source) -> list[str]:
 
 
 def techniques_apart(source: Source) -> list[str]:
-    """Folders of parallel/ hold one technique each and never import one another."""
+    """What runs on a rank never imports another technique; what applies one may."""
+    if source.layer not in ("techniques", "core"):
+        return []
     folder, _, _ = source.path.rpartition("/")
     own = folder.replace("/", ".")
     return [
         source.say(node, f"imports {name}, another technique")
         for node, name in imports(source)
-        if within(own, "shardwise.parallel")
-        and within(name, "shardwise.parallel")
+        if within(own, "shardwise.techniques")
+        and within(name, "shardwise.techniques")
         and not within(name, own)
     ]
+
+
+def foreign_files() -> dict[str, list[str]]:
+    """The files of the package that import from the folder of each technique, outside of it."""
+    found: dict[str, set[str]] = {name: set() for name in FOREIGN}
+    for source in _files("shardwise"):
+        named = [name.split(".") for _, name in imports(source)]
+        for technique in {name[2] for name in named if name[:2] == ["shardwise", "techniques"]}:
+            if not source.path.startswith(f"shardwise/techniques/{technique}/"):
+                found[technique].add(source.path)
+    return {name: sorted(files) for name, files in found.items()}
 
 
 def one_door(source: Source) -> list[str]:
@@ -339,7 +382,7 @@ _WEIGHTS = ("nn.Parameter", "nn.Buffer", "self.register_buffer")
 
 def names_dtype_and_device(source: Source) -> list[str]:
     """New tensors never follow the program's default dtype and device."""
-    if source.layer not in ("comm", "parallel", "engine", "checkpoint"):
+    if source.layer not in ("comm", "techniques", "engine", "checkpoint"):
         return []
     calls = [n for n in source.nodes if isinstance(n, ast.Call)]
     weights = [n for call in calls if ast.unparse(call.func) in _WEIGHTS for n in ast.walk(call)]

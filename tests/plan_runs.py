@@ -16,14 +16,14 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.core.expert_moves import Loads
 from shardwise.core.mesh import TENSOR
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
-from shardwise.engine.meter import Leak, Meter
 from shardwise.engine.model_spec import shapes_of
+from shardwise.observe.meter import Leak, Meter
 from shardwise.prediction.memory import by_tier
 from shardwise.prediction.prediction import Prediction
+from shardwise.techniques.expert.moves import Loads
 from shardwise.verify.batches import Division
 from shardwise.verify.loads import Choices
 from shardwise.verify.oracle import Oracle, Weights

@@ -94,7 +94,7 @@ class SecondDevice(TorchFunctionMode):
             self.own.pop()
 
     def _backward(self, func: Any, roots: Any, args: Any, kwargs: Any) -> Any:
-        """Torch's own functions call hooks outside of the mode (see engine/rng.py)."""
+        """Torch's own functions call hooks outside of the mode (see techniques/tensor/rng.py)."""
         named = dict(zip(_ARGUMENTS[func], args, strict=False)) | kwargs
         named |= {"grads": named.pop(_ARGUMENTS[func][-1], None)}
         roots = (roots,) if isinstance(roots, Tensor) else tuple(roots)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shardwise.core.plan import WORDS
 from shardwise.models import gpt
-from shardwise.parallel.offload.word import BY_FRACTION, WHAT
-from shardwise.parallel.recompute.word import PARTITIONED_WORDS
+from shardwise.techniques.offload.word import BY_FRACTION, WHAT
+from shardwise.techniques.recompute.word import PARTITIONED_WORDS
 from shardwise.verify.oracles import is_asynchronous
 from tests import covering
 from tests.engine.tensors import Piece, assert_pieces

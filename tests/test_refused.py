@@ -29,9 +29,9 @@ from shardwise.core.schedule.clock import clock
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.zero import Row
-from shardwise.engine.partition import starts
 from shardwise.models import gpt, moe
 from shardwise.models.registry import find
+from shardwise.techniques.pipeline.partition import starts
 from tests.core.schedule.as_text import read
 from tests.engine.cases import CONFIG, ranks_of, small_gpt, tied_gpt
 from tests.engine.pipelines import deep

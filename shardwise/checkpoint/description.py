@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.full import entries, is_extra, plain_key, plain_of
-from shardwise.engine.plain_loop import PlainLoop
+from shardwise.wrap.plain_loop import PlainLoop
 
 
 def described(trained: Engine | PlainLoop) -> dict[str, Any]:

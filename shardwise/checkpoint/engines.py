@@ -46,7 +46,7 @@ from shardwise.engine import validate
 from shardwise.engine.box import Box, block
 from shardwise.engine.engine import Engine
 from shardwise.engine.full import entries, plain_of
-from shardwise.engine.plain_loop import PlainLoop
+from shardwise.wrap.plain_loop import PlainLoop
 
 #: The scalar of a loop of the program's own: what `engine` is for an engine.
 LOOP: Final = "loop"

@@ -20,10 +20,10 @@ from shardwise.train.prepare import checked_plan
 from shardwise.train.tokens import vocabulary_size
 
 if TYPE_CHECKING:
-    from shardwise.core.tensor_plan import Table
     from shardwise.engine.options import EngineOptions
     from shardwise.models.decoder import Sizes
     from shardwise.models.trainable import Trainable
+    from shardwise.techniques.tensor.table import Table
 
 #: The argument and the option of a command that takes both.
 PLAN: Final = typer.Argument(

@@ -88,7 +88,7 @@ def predicted_step(
 
     Raises InputError for a step that is neither predicted nor measured.
     """
-    from shardwise.engine.timeline import predict_events
+    from shardwise.observe.timeline import predict_events
     from shardwise.prediction.timeline import unpredicted
 
     if word := unpredicted(wanted.plan):
@@ -126,8 +126,8 @@ def _measure_step(*given: Any) -> "Measured":
 
     from shardwise.comm.world import init
     from shardwise.engine.parallelize import build_engine
-    from shardwise.engine.timeline import measuring
-    from shardwise.engine.trace import Recorder
+    from shardwise.observe.timeline import measuring
+    from shardwise.observe.trace import Recorder
     from shardwise.prediction.first_fit import LONG, placed
 
     *request, device = given

@@ -22,7 +22,7 @@ from shardwise.core.param_layout import AxisLayout, Layout
 from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.tensor_plan import bias_cut, cuts
+from shardwise.techniques.tensor.table import bias_cut, cuts
 
 #: Styles of modules that apply replicated parameters to shards: their gradients are summed.
 SUMMED = ("replicated", "sequence")

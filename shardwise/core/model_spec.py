@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardwise.core.expert_moves import ExpertLayer, LayerMove
 from shardwise.core.param_layout import AxisLayout, Layout
-from shardwise.core.styles import ModuleShape, Style
 from shardwise.core.tape import Tape
-from shardwise.core.tensor_plan import Table
 from shardwise.core.uneven import Cut
+from shardwise.techniques.expert.moves import ExpertLayer, LayerMove
+from shardwise.techniques.tensor.styles import ModuleShape, Style
+from shardwise.techniques.tensor.table import Table
 
 #: Bytes of one element, by torch's name of the type.
 ELEMENT_BYTES: dict[str, int] = {

@@ -13,18 +13,18 @@ that the words can say; plan_check.py decides whether this version can run it.
 import math
 from dataclasses import dataclass, fields, replace
 
-from shardwise.core.layer_plan import LayerPlan, split_layers
 from shardwise.core.mesh import AXES, Mesh
 from shardwise.core.plan_parser import read, words_of, words_table
 from shardwise.core.schedule.library import allowed
 from shardwise.core.technique import Word
 from shardwise.core.techniques import WORDS
 from shardwise.core.zero import ALIASES, Row, row_of
-from shardwise.parallel.offload.word import Offload
-from shardwise.parallel.offload.word import parse as parse_offload
-from shardwise.parallel.recompute.word import recompute_budget
-from shardwise.parallel.tile.word import Tile
-from shardwise.parallel.tile.word import parse as parse_tile
+from shardwise.techniques.layers.plan import LayerPlan, split_layers
+from shardwise.techniques.offload.word import Offload
+from shardwise.techniques.offload.word import parse as parse_offload
+from shardwise.techniques.recompute.word import recompute_budget
+from shardwise.techniques.tile.word import Tile
+from shardwise.techniques.tile.word import parse as parse_tile
 
 __all__ = ["WORDS", "Plan", "Word", "words_table"]
 

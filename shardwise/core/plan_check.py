@@ -1,10 +1,10 @@
 """The check that this version can run a plan: all problems at once, each with a remedy."""
 
 from shardwise.core.errors import Problem, refusal
-from shardwise.core.layer_plan_check import layer_problems
 from shardwise.core.plan import Plan
 from shardwise.core.plan_parser import later, runnable_forms
 from shardwise.core.techniques import TECHNIQUES
+from shardwise.techniques.layers.plan_check import layer_problems
 
 __all__ = ["Problem", "problems", "require"]
 

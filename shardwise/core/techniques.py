@@ -5,13 +5,13 @@ from itertools import chain
 from shardwise.core.run_words import AXES_OF_A_PLAN
 from shardwise.core.run_words import TECHNIQUE as RUN
 from shardwise.core.technique import Field, Technique, Word
-from shardwise.parallel.data.word import TECHNIQUE as DATA
-from shardwise.parallel.expert.word import TECHNIQUE as EXPERT
-from shardwise.parallel.offload.word import TECHNIQUE as OFFLOAD
-from shardwise.parallel.pipeline.word import TECHNIQUE as PIPELINE
-from shardwise.parallel.recompute.word import TECHNIQUE as RECOMPUTE
-from shardwise.parallel.tensor.word import TECHNIQUE as TENSOR
-from shardwise.parallel.tile.word import TECHNIQUE as TILE
+from shardwise.techniques.data.word import TECHNIQUE as DATA
+from shardwise.techniques.expert.word import TECHNIQUE as EXPERT
+from shardwise.techniques.offload.word import TECHNIQUE as OFFLOAD
+from shardwise.techniques.pipeline.word import TECHNIQUE as PIPELINE
+from shardwise.techniques.recompute.word import TECHNIQUE as RECOMPUTE
+from shardwise.techniques.tensor.word import TECHNIQUE as TENSOR
+from shardwise.techniques.tile.word import TECHNIQUE as TILE
 
 TECHNIQUES: tuple[Technique, ...] = (
     *(DATA, TENSOR, PIPELINE, EXPERT),

@@ -7,7 +7,7 @@
     zero3      S      S     S       3 N (n-1)/n                       16/n
 
 The right half is derived from the left. `Row.moves` gives the moves of one step, each with the
-moment at which it belongs; parallel/data carries them out and prediction/ adds up their prices:
+moment at which it belongs; techniques/data carries them out and prediction/ adds up their prices:
 
     moment           state   move                 zero1           zero2           zero3
     before use       param   param -> R           -               -               all_gather

@@ -7,10 +7,10 @@ from torch import nn
 
 from shardwise.core.mesh import TENSOR
 from shardwise.core.plan import Plan
-from shardwise.core.tensor_plan import Table
 from shardwise.derive.table import derive_table
-from shardwise.engine.tensor_plan import own_table
 from shardwise.engine.training import Loss
+from shardwise.techniques.tensor.source import own_table
+from shardwise.techniques.tensor.table import Table
 
 
 def table_or_derived(

@@ -12,11 +12,11 @@ leaves shards, so that the stream is sharded from one to the next.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardwise.core.styles import ModuleShape, parent
 from shardwise.derive.axes import Axis
 from shardwise.derive.events import Event
 from shardwise.derive.groups import Group
 from shardwise.derive.trace import Trace
+from shardwise.techniques.tensor.styles import ModuleShape, parent
 
 
 class Refused(Exception):  # noqa: N818  # the reason, which is given to the user

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.core.plan import Plan
-from shardwise.core.tensor_plan import Table
 from shardwise.core.uneven import even
 from shardwise.derive.axes import leaves
 from shardwise.derive.groups import Group
 from shardwise.derive.trace import ATTENTION, NoTape, Trace, checked, named
-from shardwise.engine.meta_pass import UNKNOWN, as_on_processor
 from shardwise.engine.model_spec import on_tensor_axis
+from shardwise.observe.meta_pass import UNKNOWN, as_on_processor
+from shardwise.techniques.tensor.table import Table
 
 
 @dataclass(frozen=True)

@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from shardwise.core.arguments import flag
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
-from shardwise.core.styles import ModuleShape, general, parent
-from shardwise.core.tensor_plan import Table, matches
-from shardwise.core.tensor_plan_check import check
 from shardwise.derive.groups import Group, Heads, chosen, groups, outputs, styles
 from shardwise.derive.sequence import Refused, entries
 from shardwise.derive.sharded import Sharded, keeps_shapes
 from shardwise.derive.trace import Trace, traced
 from shardwise.engine import validate
-from shardwise.engine.meta_pass import UNKNOWN, meta_copy
 from shardwise.engine.options import own_loss
 from shardwise.engine.prediction import predict
-from shardwise.engine.tensor_plan import shapes
 from shardwise.engine.training import Loss
+from shardwise.observe.meta_pass import UNKNOWN, meta_copy
+from shardwise.techniques.tensor.source import shapes
+from shardwise.techniques.tensor.styles import ModuleShape, general, parent
+from shardwise.techniques.tensor.table import Table, matches
+from shardwise.techniques.tensor.table_check import check
 
 #: More attributes than this are not tried in all combinations.
 _TRIED = 4

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.core.styles import ModuleShape
 from shardwise.derive.axes import Axis, Dim, fresh, leaves, mix, unite
 from shardwise.derive.events import Event, mixes_positions
 from shardwise.derive.operations import Dims, propagate
-from shardwise.engine.meta_pass import as_on_processor
-from shardwise.parallel.data.outputs import tensors_in
+from shardwise.observe.meta_pass import as_on_processor
+from shardwise.techniques.data.outputs import tensors_in
+from shardwise.techniques.tensor.styles import ModuleShape
 
 Key = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 

@@ -16,8 +16,8 @@ from dataclasses import replace
 from torch import nn
 
 from shardwise.core.errors import bad
-from shardwise.core.styles import Style
-from shardwise.core.tensor_plan import Table, matching
+from shardwise.techniques.tensor.styles import Style
+from shardwise.techniques.tensor.table import Table, matching
 
 #: Style of W -> the layer that is sharded as W is; that whose gradients sp sums, and its style.
 _ADAPTERS = {

@@ -20,14 +20,10 @@ from shardwise.core.mesh import PIPELINE, TENSOR
 from shardwise.core.model_spec import Facts
 from shardwise.core.param_layout import Groups
 from shardwise.core.plan import Plan
-from shardwise.core.tensor_plan import Table
-from shardwise.engine import expert_parallel, stage_module, tensor_parallel
-from shardwise.engine.expert_parallel import ExpertLayout
-from shardwise.engine.layer_plans import LayerPlans, require_units
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.reads import guard_shards
-from shardwise.engine.regions import Regions
-from shardwise.engine.shard import (
+from shardwise.engine.training import Build
+from shardwise.techniques.data.apply import (
     Held,
     Sharding,
     agreed,
@@ -39,18 +35,24 @@ from shardwise.engine.shard import (
     sums_of,
     units_of,
 )
-from shardwise.engine.stage_module import Staging
-from shardwise.engine.tensor_layout import Tensors
-from shardwise.engine.tiling import Tiling, tile
-from shardwise.engine.training import Build
-from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.data.hooks import Data
-from shardwise.parallel.data.pace import Pace
-from shardwise.parallel.data.staged_hooks import StagedUnits
-from shardwise.parallel.data.units import Unit, Units
-from shardwise.parallel.data.weight_gradient import take_over
-from shardwise.parallel.data.wrap_policy import UnitSpec
-from shardwise.parallel.redistribute.exchange import RowExchange
+from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.pace import Pace
+from shardwise.techniques.data.staged_hooks import StagedUnits
+from shardwise.techniques.data.units import Unit, Units
+from shardwise.techniques.data.weight_gradient import take_over
+from shardwise.techniques.data.wrap_policy import UnitSpec
+from shardwise.techniques.expert import apply as expert_parallel
+from shardwise.techniques.expert.apply import ExpertLayout
+from shardwise.techniques.layers.apply import Regions
+from shardwise.techniques.layers.exchange import RowExchange
+from shardwise.techniques.layers.plans import LayerPlans, require_units
+from shardwise.techniques.pipeline import stage_module
+from shardwise.techniques.pipeline.stage_module import Staging
+from shardwise.techniques.tensor import apply as tensor_parallel
+from shardwise.techniques.tensor.layout import Tensors
+from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tile.apply import Tiling, tile
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
-from shardwise.parallel.data.wrap_policy import uncompiled
+from shardwise.techniques.data.wrap_policy import uncompiled
 
 
 def require_plain(model: nn.Module, plan: Plan, loss: Any = None) -> None:

@@ -11,7 +11,7 @@
                                  the batch                                 tp and pp axes
                                  the loss, a sum and a norm of gradients   the tp axis
 
-Data ranks compare by a number that they sum anyway (parallel/data/same_on_ranks.py).
+Data ranks compare by a number that they sum anyway (techniques/data/same_on_ranks.py).
 
 The ranks of a tp axis compute one step together, and compute every replicated parameter's gradient
 redundantly.  If such a parameter is applied to a part of the features, its gradient is a partial
@@ -37,7 +37,7 @@ from shardwise.comm.move import all_gather
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import bad
 from shardwise.engine.norm import squared_norm
-from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.techniques.data.flat_parameter import Flat
 
 #: Number of weights in a checksum, which repeat.  It is prime, so that it divides no tensor's rows.
 CHECKSUM_WEIGHTS = 509

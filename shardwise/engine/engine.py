@@ -28,21 +28,21 @@ from shardwise.engine import batch as shares
 from shardwise.engine import compiled, hint, memory, state, validate
 from shardwise.engine.build import lay_out
 from shardwise.engine.consistency import ConsistencyCheck, share_checksum, warn_equal_shares
-from shardwise.engine.disk_states import open_disk
 from shardwise.engine.guard import Guard
 from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer_state import Catalogue
-from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.scale import LossScale, power_of_two
-from shardwise.engine.shard import cast_whole
 from shardwise.engine.training import DTYPES, Build, Metrics, StepResult, Training
 from shardwise.engine.updating import Updates, optimizer_and_updater
-from shardwise.engine.weight_stashing import Stale
-from shardwise.parallel.data.inference import normal_mode
-from shardwise.parallel.data.units import Unit
-from shardwise.parallel.redistribute.redistributed import plain
 from shardwise.prediction.traffic import Line, by_kind
+from shardwise.techniques.data.apply import cast_whole
+from shardwise.techniques.data.inference import normal_mode
+from shardwise.techniques.data.units import Unit
+from shardwise.techniques.layers.redistributed import plain
+from shardwise.techniques.offload.disk_states import open_disk
+from shardwise.techniques.pipeline.pipelined import Pipelined
+from shardwise.techniques.pipeline.weight_stashing import Stale
 
 
 class Engine:

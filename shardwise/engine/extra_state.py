@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.engine.box import Box
 from shardwise.engine.json_values import pack, unpack
 from shardwise.engine.optimizer_state import Catalogue
-from shardwise.parallel.data.wrap_policy import COMPILED
+from shardwise.techniques.data.wrap_policy import COMPILED
 
 #: Given to the modules when the boxes have been filled.
 Give = Callable[[], None]

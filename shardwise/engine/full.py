@@ -22,13 +22,13 @@ from shardwise.core.errors import bad
 from shardwise.engine import extra_state, state, validate
 from shardwise.engine.box import Box, block
 from shardwise.engine.engine import Engine
-from shardwise.engine.pipe import Piped
-from shardwise.engine.shard import driver_of, flats_of
-from shardwise.engine.unwrap import pipe_of
-from shardwise.parallel.data.hooks import Data
-from shardwise.parallel.data.inference import normal_mode
-from shardwise.parallel.data.wrap_policy import COMPILED, uncompiled
-from shardwise.parallel.pipeline.placeholders import StandIn
+from shardwise.techniques.data.apply import driver_of, flats_of
+from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.inference import normal_mode
+from shardwise.techniques.data.wrap_policy import COMPILED, uncompiled
+from shardwise.techniques.pipeline.placeholders import StandIn
+from shardwise.wrap.pipe import Piped
+from shardwise.wrap.unwrap import pipe_of
 
 #: The last part of a key of what `get_extra_state` gives.
 EXTRA: Final = "_extra_state"

@@ -24,7 +24,7 @@ from torch import Tensor
 from shardwise.comm.move import all_gather, begin_sum
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import NonFiniteError
-from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.techniques.data.flat_parameter import Flat
 
 #: This many skipped updates in a row are an error, even where steps may be skipped.
 MOST_SKIPS: Final = 100

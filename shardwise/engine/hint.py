@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.core.errors import InputError, NonFiniteError, bad
-from shardwise.engine.tensor_layout import Tensors
+from shardwise.techniques.tensor.layout import Tensors
 
 #: Torch's messages for shapes that do not fit and indices out of range.
 _SHAPES = re.compile(

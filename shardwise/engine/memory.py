@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardwise.core.zero import Tier
 from shardwise.engine.optimizer import Owned
-from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.techniques.data.flat_parameter import Flat
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine

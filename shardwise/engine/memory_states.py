@@ -22,7 +22,7 @@ from shardwise.engine.optimizer import ShardedOptimizer, States
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer_state import device_of
 from shardwise.engine.precision import HALF
-from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.techniques.data.flat_parameter import Flat
 
 
 class MemoryStates(States):

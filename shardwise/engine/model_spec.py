@@ -2,7 +2,7 @@
 
 It uses two copies of the model on the meta device. One runs a forward and a backward pass
 (meta_pass.py). Under a pipeline, the other is partitioned into stages, and a forward shows what
-crosses each boundary (parallel/pipeline/tracer.py).
+crosses each boundary (techniques/pipeline/tracer.py).
 """
 
 import copy
@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.world import Axis, World, traced
 from shardwise.core.errors import bad
-from shardwise.core.expert_moves import Loads
 from shardwise.core.mesh import TENSOR, Mesh
 from shardwise.core.model_spec import (
     Bundles,
@@ -34,32 +33,31 @@ from shardwise.core.model_spec import (
     UnitShape,
 )
 from shardwise.core.plan import Plan
-from shardwise.core.tensor_plan import Table, cuts
 from shardwise.core.uneven import Cut
-from shardwise.engine import (
-    expert_parallel,
-    meta_pass,
-    recomputation,
-    stage_module,
-    tensor_parallel,
-)
 from shardwise.engine.batch import computed_parts, widened
 from shardwise.engine.build import facts_of
-from shardwise.engine.layer_passes import LayerPasses
-from shardwise.engine.layer_plans import require_units
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.partition import misplaced
-from shardwise.engine.shard import Sharding, cast_params, cast_whole, gathers, units_of
 from shardwise.engine.spec import buffer_shapes, dtype_name
-from shardwise.engine.staged_model import Stages
-from shardwise.engine.tiling import Tiling, tile
 from shardwise.engine.training import DTYPES, Loss
-from shardwise.parallel.data.wrap_policy import UnitSpec
-from shardwise.parallel.pipeline.placeholders import layers, twin
-from shardwise.parallel.recompute.word import PARTITIONED_WORDS, recompute_budget
-from shardwise.parallel.redistribute.exchange import Counts
-from shardwise.prediction.recompute import FULL
-from shardwise.prediction.recompute_budget import within_budget
+from shardwise.observe import meta_pass
+from shardwise.techniques.data.apply import Sharding, cast_params, cast_whole, gathers, units_of
+from shardwise.techniques.data.wrap_policy import UnitSpec
+from shardwise.techniques.expert import apply as expert_parallel
+from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.layers.exchange import Counts
+from shardwise.techniques.layers.plans import require_units
+from shardwise.techniques.layers.recorded import LayerPasses
+from shardwise.techniques.pipeline import stage_module
+from shardwise.techniques.pipeline.partition import misplaced
+from shardwise.techniques.pipeline.placeholders import layers, twin
+from shardwise.techniques.pipeline.staged_model import Stages
+from shardwise.techniques.recompute import apply as recomputation
+from shardwise.techniques.recompute.price import FULL
+from shardwise.techniques.recompute.price_budget import within_budget
+from shardwise.techniques.recompute.word import PARTITIONED_WORDS, recompute_budget
+from shardwise.techniques.tensor import apply as tensor_parallel
+from shardwise.techniques.tensor.table import Table, cuts
+from shardwise.techniques.tile.apply import Tiling, tile
 
 Call = Callable[[nn.Module, Any], Tensor]
 V = TypeVar("V")

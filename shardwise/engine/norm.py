@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.boxes import boxes
-from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.techniques.data.flat_parameter import Flat
 
 ROW = 2**16
 

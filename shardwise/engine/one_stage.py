@@ -17,10 +17,10 @@ from shardwise.comm.world import Axis
 from shardwise.core.schedule.action import Action
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.engine.stage_work import Microbatch, ScaledLoss, StageWork, WholeModel
-from shardwise.engine.tensor_layout import Tensors
-from shardwise.parallel.data.hooks import Data
-from shardwise.parallel.pipeline.runtime import Watch, run
+from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.pipeline.runtime import Watch, run
+from shardwise.techniques.pipeline.stage_work import Microbatch, ScaledLoss, StageWork, WholeModel
+from shardwise.techniques.tensor.layout import Tensors
 
 Objective = Callable[[nn.Module, Any], Tensor]
 

@@ -2,7 +2,7 @@
 
 Where masters and states are, and how the class steps there, is the rule of `States`: in the memory
 of the device or of the host (memory_states.py), or on a disk (disk_states.py).  When and on which
-thread an update runs is that of an Updater (parallel/offload/updater.py).
+thread an update runs is that of an Updater (techniques/offload/updater.py).
 
 A parameter that had no gradient on any rank has none here, and is left alone, its step count too,
 exactly as one process would.
@@ -29,8 +29,8 @@ from shardwise.engine.norm import counts, squares
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.precision import HALF
 from shardwise.engine.torch_step import as_pieces, even_out, step_over
-from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.offload.spans import Spans
+from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.offload.spans import Spans
 
 #: A tensor that an engine keeps between steps: its category, its flat group if any, and itself.
 Owned = tuple[str, Flat | None, Tensor]

@@ -9,13 +9,13 @@ from torch.optim import Optimizer
 
 from shardwise.core.arguments import MOST_SEED, choice, integer, positive, short_repr
 from shardwise.core.errors import bad
-from shardwise.core.tensor_plan import Table
 from shardwise.engine import validate
 from shardwise.engine.batch import Count
 from shardwise.engine.consistency import CHECK_EVERY
 from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.training import Loss
-from shardwise.parallel.data.wrap_policy import Rule
+from shardwise.techniques.data.wrap_policy import Rule
+from shardwise.techniques.tensor.table import Table
 
 __all__ = ["EngineOptions", "own_loss"]
 

@@ -9,16 +9,7 @@ from torch import Tensor, nn
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
-from shardwise.core.tensor_plan import Table
-from shardwise.engine import (
-    compiled,
-    consistency,
-    first_step,
-    recompute_budget,
-    stage_module,
-    validate,
-    weight_stashing,
-)
+from shardwise.engine import compiled, consistency, validate
 from shardwise.engine.batch import Count
 from shardwise.engine.consistency import CHECK_EVERY
 from shardwise.engine.default_fill import default_fill
@@ -28,12 +19,16 @@ from shardwise.engine.offload_choice import require_chosen
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.rank_zero_weights import missing_weights
-from shardwise.engine.shard import layable
-from shardwise.engine.tensor_parallel import layer_tables, table_for
 from shardwise.engine.training import Build, Loss, Training
-from shardwise.engine.unwrap import no_pipe
-from shardwise.parallel.data.inference import normal_mode
-from shardwise.parallel.data.wrap_policy import Rule
+from shardwise.techniques.data.apply import layable
+from shardwise.techniques.data.inference import normal_mode
+from shardwise.techniques.data.wrap_policy import Rule
+from shardwise.techniques.pipeline import stage_module, weight_stashing
+from shardwise.techniques.recompute import budget as recompute_budget
+from shardwise.techniques.tensor import first_step
+from shardwise.techniques.tensor.apply import layer_tables, table_for
+from shardwise.techniques.tensor.table import Table
+from shardwise.wrap.unwrap import no_pipe
 
 
 @normal_mode()

@@ -12,11 +12,9 @@ import torch
 from torch import nn
 
 from shardwise.core.arguments import integer
-from shardwise.core.expert_moves import Loads
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
-from shardwise.core.tensor_plan import Table
-from shardwise.engine import validate, weight_stashing
+from shardwise.engine import validate
 from shardwise.engine.batch import Count
 from shardwise.engine.consistency import CHECK_EVERY
 from shardwise.engine.elementwise import require_shardable
@@ -26,15 +24,18 @@ from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import plan_of
 from shardwise.engine.spec import optimizer_shape
-from shardwise.engine.stage_module import stage_starts
 from shardwise.engine.training import Loss
-from shardwise.parallel.data.wrap_policy import Rule
-from shardwise.parallel.redistribute.exchange import Counts
-from shardwise.prediction.experts import EVEN
-from shardwise.prediction.host import fetched_bytes, kept_bytes
 from shardwise.prediction.memory import PLAIN
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.rank_shape import shape_on
+from shardwise.techniques.data.wrap_policy import Rule
+from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.expert.price import EVEN
+from shardwise.techniques.layers.exchange import Counts
+from shardwise.techniques.pipeline import weight_stashing
+from shardwise.techniques.pipeline.stage_module import stage_starts
+from shardwise.techniques.recompute.price_host import fetched_bytes, kept_bytes
+from shardwise.techniques.tensor.table import Table
 
 #: Shapes of batches whose predictions are kept: the latest.
 KEPT: Final = 64

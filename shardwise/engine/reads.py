@@ -28,10 +28,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from shardwise.core.errors import bad
 from shardwise.core.tree import mapped
-from shardwise.parallel.data.flat_parameter import Flat, State
-from shardwise.parallel.data.gradient_hooks import owners
-from shardwise.parallel.data.hooks import Data
-from shardwise.parallel.data.units import Unit
+from shardwise.techniques.data.flat_parameter import Flat, State
+from shardwise.techniques.data.gradient_hooks import owners
+from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.units import Unit
 
 #: Questions about a tensor that need none of its values.
 _METADATA = frozenset(

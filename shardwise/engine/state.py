@@ -30,8 +30,8 @@ from shardwise.engine.elementwise import ELEMENTWISE
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_state import Catalogue, HeldParameter, Room, incoming, outgoing
 from shardwise.engine.precision import HALF
-from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.data.units import Units
+from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.units import Units
 
 #: The offsets of a box, its values, and the index of this rank among its holders.
 Part = tuple[tuple[int, ...], Tensor, int]

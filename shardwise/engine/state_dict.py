@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.errors import bad
-from shardwise.parallel.data.flat_parameter import Flat, State
-from shardwise.parallel.data.hooks import Data
+from shardwise.techniques.data.flat_parameter import Flat, State
+from shardwise.techniques.data.hooks import Data
 
 
 def keep_keys(module: nn.Module, data: Data, flats: Sequence[Flat]) -> list[RemovableHandle]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.techniques.data.flat_parameter import Flat
 
 
 @contextmanager

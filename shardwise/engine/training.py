@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
-from shardwise.core.tensor_plan import Table
 from shardwise.engine.batch import Count
-from shardwise.engine.layer_plans import LayerPlans
 from shardwise.engine.optimizer_spec import OptimizerSpec
-from shardwise.engine.recomputation import Recomputation
-from shardwise.parallel.data.initial_weights import Fill
-from shardwise.parallel.data.wrap_policy import Rule
+from shardwise.techniques.data.initial_weights import Fill
+from shardwise.techniques.data.wrap_policy import Rule
+from shardwise.techniques.layers.plans import LayerPlans
+from shardwise.techniques.recompute.apply import Recomputation
+from shardwise.techniques.tensor.table import Table
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -65,7 +65,7 @@ class Training:
 class Build:
     """How an engine shards its model.
 
-    units             the wrap policy; see parallel/data/wrap_policy.py
+    units             the wrap policy; see techniques/data/wrap_policy.py
     fill              writes initial weights
     prefetch          units gathered ahead of their use
     table             the styles of tensor parallelism

@@ -4,7 +4,7 @@ early       without clipping: each unit as soon as its gradients are summed
 by_norm     with clipping or fp16: all units, after the norm of all gradients is known
 leave_out   gradients are not finite: dropped; weights and optimizer state stay (guard.py)
 
-Where an update is made is the rule of the updater (parallel/offload/updater.py).
+Where an update is made is the rule of the updater (techniques/offload/updater.py).
 """
 
 import math
@@ -19,16 +19,16 @@ from shardwise.comm.move import begin_sum
 from shardwise.comm.tiers import Tiers
 from shardwise.comm.world import Axis
 from shardwise.core.errors import NonFiniteError
-from shardwise.engine.disk_states import DiskStates
 from shardwise.engine.guard import Guard
 from shardwise.engine.memory_states import MemoryStates
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.scale import LossScale
-from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.data.hooks import Data
-from shardwise.parallel.data.units import Unit
-from shardwise.parallel.offload.updater import (
+from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.units import Unit
+from shardwise.techniques.offload.disk_states import DiskStates
+from shardwise.techniques.offload.updater import (
     MOST_BYTES,
     HostThread,
     InPlace,
@@ -36,7 +36,7 @@ from shardwise.parallel.offload.updater import (
     Together,
     Updater,
 )
-from shardwise.parallel.offload.word import Offload
+from shardwise.techniques.offload.word import Offload
 
 #: Units of at least this size together are updated in one call.
 EARLY_BYTES = 2**21

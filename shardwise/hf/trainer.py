@@ -29,7 +29,6 @@ from shardwise.comm.world import World, init
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
-from shardwise.core.tensor_plan import Table
 from shardwise.engine.engine import Engine
 from shardwise.engine.full import full_state_dict
 from shardwise.engine.optimizer_spec import OptimizerSpec
@@ -39,7 +38,8 @@ from shardwise.hf import arguments
 from shardwise.hf.accelerator import DataRanks
 from shardwise.hf.optimizer import Updated, specification, without_decay
 from shardwise.hf.shares import PADDING, first_rows, joined, rows_in
-from shardwise.parallel.pipeline.placeholders import twin
+from shardwise.techniques.pipeline.placeholders import twin
+from shardwise.techniques.tensor.table import Table
 
 #: The folder of the engine's checkpoint in Trainer's, and the file of the scheduler.
 ENGINE: Final = "shardwise"

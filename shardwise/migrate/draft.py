@@ -13,7 +13,7 @@ from typing import Any, Final
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
-from shardwise.parallel.offload.word import share_text
+from shardwise.techniques.offload.word import share_text
 
 
 @dataclass

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.core.errors import bad
-from shardwise.core.tensor_plan import Table
 from shardwise.models import gpt
 from shardwise.models.gpt import IGNORED, NORM_EPS, Attention, GPTConfig, SwiGLU, rotation
-from shardwise.parallel.expert.gate import FIXED, GATES, Gate
-from shardwise.parallel.expert.layer import MoE, name_layers
+from shardwise.techniques.expert.gate import FIXED, GATES, Gate
+from shardwise.techniques.expert.layer import MoE, name_layers
+from shardwise.techniques.tensor.table import Table
 
 FORM: Final = "GATE, and after colons a capacity, the number of experts, and those of a token"
 TINY: Final = GPTConfig(
@@ -141,7 +141,7 @@ class MoEGPT(nn.Module):
     def tensor_table(self) -> Table:
         """The table of a GPT; the feed-forward layer is that of the experts that tokens share.
 
-        Routed experts need no style (engine/expert_tensor.py).
+        Routed experts need no style (techniques/expert/tensor_axis.py).
         """
         like = gpt.table_of(self.config.gpt, "moe.shared", "moe_norm")
         return replace(like, sequence=(*like.sequence, ("blocks.*.moe", "gather")))

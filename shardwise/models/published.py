@@ -18,7 +18,7 @@ from typing import Final
 
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.moe import MoEConfig
-from shardwise.parallel.expert.gate import Gate
+from shardwise.techniques.expert.gate import Gate
 
 PUBLISHED: Final[dict[str, GPTConfig | MoEConfig]] = {
     "gpt:1b": GPTConfig(32_000, 22, 2048, heads=32, kv_heads=4, hidden=5632, sequence=2048),

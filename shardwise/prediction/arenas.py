@@ -15,7 +15,7 @@ from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.plan import Plan
 from shardwise.prediction.group import each_backward, groups
 from shardwise.prediction.rank_shape import moments, stage_of
-from shardwise.prediction.recompute import PARTITIONED
+from shardwise.techniques.recompute.price import PARTITIONED
 
 
 def kept_slots(spec: ModelSpec, plan: Plan, rank: int) -> Slots:

@@ -12,15 +12,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from shardwise.core.expert_moves import Loads
 from shardwise.core.layout import R, S
 from shardwise.core.model_spec import ModelSpec
 from shardwise.core.moves import price
 from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.zero import Moment
-from shardwise.prediction.disk import moved_bytes
-from shardwise.prediction.experts import expert_bytes
 from shardwise.prediction.group import Group, groups
 from shardwise.prediction.memory import OptimizerShape
 from shardwise.prediction.rank_shape import shape_on
@@ -32,6 +29,9 @@ from shardwise.prediction.traffic import (
     row_bytes,
     tensor_bytes,
 )
+from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.expert.price import expert_bytes
+from shardwise.techniques.offload.price_disk import moved_bytes
 
 #: The loss, the tokens, and the lengths of lists and whether they matter (engine.py).
 EVALUATED_NUMBERS = 5

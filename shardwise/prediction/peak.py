@@ -26,8 +26,8 @@ from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import ModelSpec
 from shardwise.prediction.gathers import order_of
 from shardwise.prediction.group import Group, each_backward, groups
-from shardwise.prediction.host import pieces
-from shardwise.prediction.recompute import Within, storages
+from shardwise.techniques.recompute.price import Within, storages
+from shardwise.techniques.recompute.price_host import pieces
 
 if TYPE_CHECKING:
     from shardwise.prediction.prediction import Prediction

@@ -3,16 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.core.expert_moves import Loads
 from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.moves import between
 from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.prediction.arenas import arenas_bytes
-from shardwise.prediction.disk import buffer_bytes, disk_bytes, moved_bytes
 from shardwise.prediction.evaluation import evaluation_bytes
-from shardwise.prediction.experts import exchanged_between, expert_bytes
-from shardwise.prediction.host import copied_bytes, fetched_bytes, kept_bytes
 from shardwise.prediction.memory import ADAM, OptimizerShape, by_tier, held_bytes, host_bytes
 from shardwise.prediction.peak import device_peak_bytes
 from shardwise.prediction.rank_shape import added_flops_on, shape_on
@@ -26,6 +22,10 @@ from shardwise.prediction.traffic import (
     step_bytes,
     tensor_bytes,
 )
+from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.expert.price import exchanged_between, expert_bytes
+from shardwise.techniques.offload.price_disk import buffer_bytes, disk_bytes, moved_bytes
+from shardwise.techniques.recompute.price_host import copied_bytes, fetched_bytes, kept_bytes
 
 #: The first steps, in which ranks of a tensor axis compare each gradient (engine/consistency.py).
 CHECKED_STEPS = 3

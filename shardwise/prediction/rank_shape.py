@@ -26,8 +26,8 @@ from shardwise.core.schedule.action import Action
 from shardwise.core.schedule.memory import most_alive
 from shardwise.prediction.gathers import gathers, order_of
 from shardwise.prediction.group import groups, layout_of
-from shardwise.prediction.recompute import added_flops
 from shardwise.prediction.unit_gathers import Gather, UnitPath, unit_gathers, whole_bytes
+from shardwise.techniques.recompute.price import added_flops
 
 
 def shape_on(spec: ModelSpec, plan: Plan, rank: int, *, trains: bool = True) -> ModelShape:

@@ -9,8 +9,8 @@
     update, end         -                   -                          shards
 
 `parameters`, `optimizer` and `buffers` are those between steps. A unit is gathered while the unit
-before it is used (parallel/data/hooks.py); its full gradient is stored from its first gradient
-until the reduction has arrived; `in_flight` reductions run at once (parallel/data/reducer.py). Kept
+before it is used; its full gradient is stored from its first gradient
+until the reduction has arrived; `in_flight` reductions run at once. Kept
 activations come from the pass, which counts live tensors that autograd saved.
 
 Not predicted are temporary bytes, which a kernel or a message holds for less than a layer. The step
@@ -27,9 +27,9 @@ from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.schedule.action import Action
 from shardwise.core.zero import row_of
-from shardwise.parallel.recompute.word import PARTITIONED_WORDS, recompute_budget
 from shardwise.prediction.group import Group, each_backward, groups
 from shardwise.prediction.prediction import Prediction
+from shardwise.techniques.recompute.word import PARTITIONED_WORDS, recompute_budget
 
 #: The predicted categories. A measured timeline has "temporary" too.
 PREDICTED: Final = ("parameters", "gathered", "gradients", "optimizer", "buffers", "kept")
@@ -79,7 +79,7 @@ class Event(NamedTuple):
 
 @dataclass(eq=False)
 class _Unit:
-    """A unit while a step is simulated; the fields are those of parallel/data/units.py."""
+    """A unit while a step is simulated; the fields are those of techniques/data/units.py."""
 
     name: str
     modules: tuple[str, ...]
@@ -156,7 +156,7 @@ class _Step:
         self.sync = False  # whether this microbatch is the last of the step
         self.events: list[Event] = []
 
-    # --- the hooks, in their order (parallel/data/hooks.py) -------------------------------------
+    # --- the hooks, in their order (techniques/data/hooks.py) -------------------------------------
 
     def forward(self, marks: Sequence[Mark]) -> None:
         """A forward pass: units are gathered when called, and ahead of it."""
@@ -253,7 +253,7 @@ class _Step:
                 self._reduce(turns[self.next])
                 self.next += 1
 
-    # --- the sums (parallel/data/reducer.py) ----------------------------------------------------
+    # --- the sums (techniques/data/reducer.py) ----------------------------------------------------
 
     def _reduce(self, unit: _Unit) -> None:
         if not unit.trained or not (unit.sent_bytes or self.sync):
@@ -341,7 +341,7 @@ def _stays(plan: Plan) -> bool:
 
     False for asynchronous schedules, and rows that free units or reduce after each backward pass.
     With tensor ranks or recomputation, I may do all of B in a measured step: W cannot run branches
-    whose saved tensors are unpacked by hooks (parallel/pipeline/backward.py).
+    whose saved tensors are unpacked by hooks (techniques/pipeline/backward.py).
     """
     schedule, row = schedule_of(plan), row_of(plan.row)
     if schedule is None or schedule.update or row.param.kind == "S" or row.grad.kind == "S":

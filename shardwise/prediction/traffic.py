@@ -45,9 +45,9 @@ from shardwise.core.schedule.library import updates
 from shardwise.core.zero import Moment, RowMove, Tier
 from shardwise.prediction.group import Group, groups, layout_of
 from shardwise.prediction.rank_shape import stage_of, stages_on
-from shardwise.prediction.recompute import parts
-from shardwise.prediction.tensor import loss_bytes
-from shardwise.prediction.tensor_moves import Crossings, recomputing
+from shardwise.techniques.recompute.price import parts
+from shardwise.techniques.tensor.price import Crossings, recomputing
+from shardwise.techniques.tensor.price_loss import loss_bytes
 
 CONSENSUS_BYTES = 8  # added as doubles: a count of tokens must not be rounded
 #: Before the first step: tokens, errors, lengths of lists and a checksum (engine.py).

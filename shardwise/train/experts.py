@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 
 from shardwise.comm.objects import all_gather_object
 from shardwise.engine.engine import Engine
-from shardwise.parallel.expert.layer import Load
+from shardwise.techniques.expert.layer import Load
 from shardwise.train.folder import PLOTS
 from shardwise.train.metrics import Record
 from shardwise.train.report.section import HeatMap, Section

@@ -14,21 +14,21 @@ from shardwise.core.errors import RunError, bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.suggest import suggest
-from shardwise.core.tensor_plan import Table
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload_choice import AUTO, with_offload
 from shardwise.engine.optimizer_spec import Adafactor, AdamW, Lion, OptimizerSpec
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
-from shardwise.engine.partition import balance_by_time
 from shardwise.engine.prediction import Predictor, predict_with
-from shardwise.engine.stage_module import stage_starts
-from shardwise.engine.timeline import predict_events
 from shardwise.models import decoder, gpt, moe
 from shardwise.models.decoder import Sizes
-from shardwise.parallel.expert.stacked import stacked_experts
+from shardwise.observe.timeline import predict_events
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.timeline import Event
+from shardwise.techniques.expert.stacked import stacked_experts
+from shardwise.techniques.pipeline.partition import balance_by_time
+from shardwise.techniques.pipeline.stage_module import stage_starts
+from shardwise.techniques.tensor.table import Table
 from shardwise.train.config import Config
 from shardwise.train.config_sections import TrainSection
 from shardwise.train.data import Rows, padded

@@ -17,8 +17,8 @@ from typing import Any
 from shardwise.comm.objects import all_gather_object
 from shardwise.engine.engine import Engine
 from shardwise.engine.one_stage import OneStage
-from shardwise.parallel.offload.spans import Span
-from shardwise.parallel.pipeline.runtime import Recorder
+from shardwise.techniques.offload.spans import Span
+from shardwise.techniques.pipeline.runtime import Recorder
 from shardwise.train.publish import publish
 from shardwise.train.tracing import TRACE
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardwise.callbacks import Callback
-    from shardwise.core.tensor_plan import Table
     from shardwise.models.decoder import Sizes
+    from shardwise.techniques.tensor.table import Table
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,18 @@ from torch import nn
 
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
-from shardwise.core.tensor_plan import Table
 from shardwise.core.zero import STATE_BYTES, bytes_per_parameter
 from shardwise.derive.choice import table_or_derived
-from shardwise.engine import expert_parallel, tensor_parallel
 from shardwise.models import hf, pretrained, user_text
 from shardwise.models.decoder import Sizes, build, loss_of, numbers, parameters
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.moe import MoEConfig
 from shardwise.models.published import PUBLISHED
 from shardwise.models.registry import NAMED, named_sizes, nearest
-from shardwise.parallel.expert.gate import FIXED, GATES, Gate
+from shardwise.techniques.expert import apply as expert_parallel
+from shardwise.techniques.expert.gate import FIXED, GATES, Gate
+from shardwise.techniques.tensor import apply as tensor_parallel
+from shardwise.techniques.tensor.table import Table
 from shardwise.train.config import Config
 from shardwise.train.config_sections import ModelSection
 from shardwise.train.progress import size_text
@@ -167,7 +168,7 @@ def state_bytes(sizes: Sizes, plan: Plan) -> int:
 
 
 def disk_bytes(sizes: Sizes, plan: Plan, optimizer: str = "adamw") -> int:
-    """The bytes of all ranks' states on a disk, without padding (prediction/disk.py)."""
+    """The bytes of all ranks' states on a disk, without padding."""
     states, precision = plan.states, plan.precision or "fp32"
     if states.optim_tier != "disk":
         return 0

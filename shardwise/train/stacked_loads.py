@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from shardwise.comm.objects import all_gather_object
 from shardwise.engine.engine import Engine
-from shardwise.parallel.expert.global_batch import phase
-from shardwise.parallel.expert.layer import Load
-from shardwise.parallel.expert.stacked import experts_of, router_beside
+from shardwise.techniques.expert.global_batch import phase
+from shardwise.techniques.expert.layer import Load
+from shardwise.techniques.expert.stacked import experts_of, router_beside
 
 
 class StackedLoads:

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.core.errors import InputError
 from shardwise.engine.engine import Engine
-from shardwise.engine.timeline import measuring
+from shardwise.observe.timeline import measuring
 from shardwise.prediction.timeline import TEMPORARY, Event
 from shardwise.train.folder import PLOTS
 from shardwise.train.memory_picture import Series, peak_rows

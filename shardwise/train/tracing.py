@@ -23,8 +23,8 @@ from shardwise.core.schedule.draw import as_svg
 from shardwise.core.schedule.measured import Measured, as_trace
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine.engine import Engine
-from shardwise.engine.pipelined import Pipelined
-from shardwise.parallel.pipeline.runtime import Recorder
+from shardwise.techniques.pipeline.pipelined import Pipelined
+from shardwise.techniques.pipeline.runtime import Recorder
 from shardwise.train.report.section import Drawing, Section, Table
 
 WARM = 3  # steps before the first recorded step, if the run is long enough

@@ -23,7 +23,7 @@ from shardwise.core.uneven import even
 from shardwise.engine.batch import rows, split
 from shardwise.engine.engine import Engine
 from shardwise.models.trainable import Trainable
-from shardwise.parallel.redistribute.exchange import Counts
+from shardwise.techniques.layers.exchange import Counts
 
 SEED: Final = 20260
 #: Rows of a microbatch; in 16 bits, where more rows are needed, of all microbatches of a rank.
@@ -88,7 +88,7 @@ def rows_of_step(plan: Plan, division: Division, step: int) -> int:
     apart = plan.pipeline is None and not short and not any(each.has_axes for each in plan.layers)
     if step % 4 == IDLE_STEP and apart and division.microbatches > 1:
         return (division.ranks - division.idle) * (division.microbatches - 1)
-    # a rank with one row would exchange which of its tensors have rows (redistribute/hooks.py)
+    # a rank with one row would exchange which of its tensors have rows (techniques/layers/hooks.py)
     least = ROWS + any(each.has_axes for each in plan.layers)
     each = max(least, fewest // division.microbatches)
     return each * (division.ranks - division.idle) * division.microbatches - (step % 2 == 0)

@@ -19,8 +19,8 @@ from torch import Tensor
 from shardwise.core.errors import NonFiniteError
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
-from shardwise.engine.expert_parallel import layers_of
 from shardwise.prediction.memory import by_tier
+from shardwise.techniques.expert.apply import layers_of
 from shardwise.verify import textbook
 from shardwise.verify.async_oracle import AsyncOracle
 from shardwise.verify.batches import IDLE_STEP, ROWS, SEED, Division, rows_of_step

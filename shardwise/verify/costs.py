@@ -4,11 +4,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwise.comm.ledger import Key, Tally
-from shardwise.core.expert_moves import Loads
 from shardwise.engine.engine import Engine
-from shardwise.prediction.experts import EVEN
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.traffic import Line, by_kind
+from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.expert.price import EVEN
 
 #: The prediction for a step on this rank's share of a batch, perhaps with the rows of all ranks.
 Theory = Callable[..., Prediction]

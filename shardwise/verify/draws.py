@@ -24,7 +24,7 @@ from shardwise.comm.objects import all_gather_object
 from shardwise.comm.threads import ThreadLinks
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
-from shardwise.engine.expert_parallel import stacks_of
+from shardwise.techniques.expert.apply import stacks_of
 from shardwise.verify.batches import SEED
 from shardwise.verify.finding import NEVER, Errors
 from shardwise.verify.masks import RATE

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.core.expert_moves import Counts, Loads
 from shardwise.core.plan import Plan
-from shardwise.engine.expert_parallel import experts_in, layers_of
-from shardwise.parallel.expert.routing import Routing
-from shardwise.parallel.expert.stacked import experts_of, stacked_experts
+from shardwise.techniques.expert.apply import experts_in, layers_of
+from shardwise.techniques.expert.moves import Counts, Loads
+from shardwise.techniques.expert.routing import Routing
+from shardwise.techniques.expert.stacked import experts_of, stacked_experts
 from shardwise.verify.async_oracle import AsyncOracle
 from shardwise.verify.batches import Division
 from shardwise.verify.oracle import Oracle

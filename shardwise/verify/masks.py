@@ -20,9 +20,9 @@ from shardwise.comm.threads import ThreadLinks
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
-from shardwise.engine.recomputation import recomputed_modules
 from shardwise.models.trainable import Trainable
-from shardwise.parallel.data.wrap_policy import Rule
+from shardwise.techniques.data.wrap_policy import Rule
+from shardwise.techniques.recompute.apply import recomputed_modules
 from shardwise.verify.batches import SEED
 from shardwise.verify.difference import LEAST, ratio
 from shardwise.verify.finding import NEVER, Errors

@@ -1,6 +1,6 @@
 """Memory over ten steps: every live storage must belong to a category with the predicted bytes.
 
-engine/live.py tracks an engine of the plan while it is built, takes ten steps and evaluates once.
+observe/live.py tracks an engine of the plan while it is built, takes ten steps and evaluates once.
 After the third and the tenth step, two columns are compared:
 
     theory    the bytes of each category by its formula, and no live storage outside a category
@@ -26,12 +26,12 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from shardwise.comm.peers import PEERS
-from shardwise.core.expert_moves import Loads
 from shardwise.core.garbage import collect
 from shardwise.engine.engine import Engine
-from shardwise.engine.live import Live, Stray
-from shardwise.engine.timeline import StepMeter, measuring
+from shardwise.observe.live import Live, Stray
+from shardwise.observe.timeline import StepMeter, measuring
 from shardwise.prediction.memory import by_tier
+from shardwise.techniques.expert.moves import Loads
 from shardwise.verify.costs import Costs, Theory
 from shardwise.verify.moments import Foresee, Moments
 

@@ -30,12 +30,12 @@ from torch import nn
 from shardwise.core.errors import InputError
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.tape import SMALL_BYTES
-from shardwise.engine.expert_parallel import experts_in
 from shardwise.engine.options import EngineOptions, own_loss
-from shardwise.engine.timeline import StepMeter, events_of, marks_on
+from shardwise.observe.timeline import StepMeter, events_of, marks_on
 from shardwise.prediction.peak import device_peak_bytes, gathered_most_bytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.timeline import PREDICTED, TEMPORARY, Event, Mark, unpredicted
+from shardwise.techniques.expert.apply import experts_in
 from shardwise.verify.tiled import grown_bytes, logits_most_bytes, tiled_layers
 
 #: Events at which messages of the update may be under way, which hold copies of weights.

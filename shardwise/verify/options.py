@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardwise.core.errors import InputError, bad
-from shardwise.core.tensor_plan import Table
-from shardwise.parallel.data.wrap_policy import Rule
+from shardwise.techniques.data.wrap_policy import Rule
+from shardwise.techniques.tensor.table import Table
 
 #: Keys that a file may have in addition to its styles, as in Table.of.
 BESIDE: Final = ("heads", "kv_heads", "sequence", "sets", "derived")

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import allowed
-from shardwise.engine import stage_module
-from shardwise.engine.expert_parallel import experts_in, layers_of
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.training import DTYPES, Loss
-from shardwise.parallel.expert.layer import name_layers
+from shardwise.techniques.expert.apply import experts_in, layers_of
+from shardwise.techniques.expert.layer import name_layers
+from shardwise.techniques.pipeline import stage_module
 from shardwise.verify.async_oracle import AsyncOracle, Staleness, pipedream, two_buffered
 from shardwise.verify.mixture_oracle import Mixture
 from shardwise.verify.oracle import HALF, WHOLE_BATCH, Microbatches, Oracle, Task

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.engine.expert_parallel import experts_in
+from shardwise.techniques.expert.apply import experts_in
 from shardwise.verify.oracle import Task
 
 

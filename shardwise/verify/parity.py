@@ -40,17 +40,17 @@ import torch
 from torch import nn
 
 from shardwise.comm.world import World
-from shardwise.core.expert_moves import Loads
 from shardwise.core.plan import BUCKET_BYTES, Plan
 from shardwise.engine.engine import Engine
-from shardwise.engine.live import Live
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
 from shardwise.engine.prediction import Predictor
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
-from shardwise.parallel.redistribute.exchange import Counts
+from shardwise.observe.live import Live
 from shardwise.prediction.prediction import Prediction
+from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.layers.exchange import Counts
 from shardwise.verify import textbook
 from shardwise.verify.batches import ROWS, SEED, Division, ragged
 from shardwise.verify.comparison import compare, drawn

@@ -24,8 +24,8 @@ from shardwise.comm.ledger import Ledger
 from shardwise.comm.objects import gather_object
 from shardwise.comm.world import Axis, counted_axis
 from shardwise.engine.engine import Engine
-from shardwise.engine.expert_parallel import layers_of
-from shardwise.parallel.expert.routing import Routing
+from shardwise.techniques.expert.apply import layers_of
+from shardwise.techniques.expert.routing import Routing
 from shardwise.verify.finding import Part, Parts
 from shardwise.verify.mixture_oracle import Follow, Mixture
 from shardwise.verify.oracles import Oracles

@@ -13,12 +13,14 @@ from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
 from shardwise.derive.choice import table_or_derived
-from shardwise.engine import recomputation, stage_module, tensor_parallel, weight_stashing
 from shardwise.engine.options import EngineOptions
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.models.user import place_of
-from shardwise.parallel.data.wrap_policy import choose
+from shardwise.techniques.data.wrap_policy import choose
+from shardwise.techniques.pipeline import stage_module, weight_stashing
+from shardwise.techniques.recompute import apply as recomputation
+from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.verify.batches import SEED
 from shardwise.verify.options import Options
 from shardwise.verify.parity import engine_of

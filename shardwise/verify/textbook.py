@@ -38,10 +38,10 @@ from shardwise.core.schedule.memory import peaks
 from shardwise.core.zero import ALIASES
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import owned
-from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.data.units import Unit
-from shardwise.parallel.recompute.checkpointed import FULL, SELECTIVE
-from shardwise.parallel.recompute.word import PARTITIONED_WORDS, recompute_every
+from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.units import Unit
+from shardwise.techniques.recompute.checkpointed import FULL, SELECTIVE
+from shardwise.techniques.recompute.word import PARTITIONED_WORDS, recompute_every
 
 #: By row: whether parameters, gradients and optimizer state are sharded.
 SHARDED: Final[Mapping[str, tuple[bool, bool, bool]]] = {

@@ -20,7 +20,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.engine.optimizer_spec import SGD
 from shardwise.engine.parallelize import parallelize
-from shardwise.engine.pipe import Pipe
+from shardwise.wrap.pipe import Pipe
 from tests.pool import run_gloo
 
 CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ from shardwise.comm.world import World, counted_axis, world_of
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
-from shardwise.engine.shard import driver_of
 from shardwise.models import gpt
+from shardwise.techniques.data.apply import driver_of
 from tests.engine.cases import share, small_gpt, text
 from tests.engine.loops import rows, wrap
 from tests.engine.zoo import make

@@ -11,7 +11,7 @@ from shardwise.core.run_words import PRECISIONS
 from shardwise.core.schedule.library import LIBRARY
 from shardwise.core.word_values import size_text
 from shardwise.core.zero import ROWS
-from shardwise.parallel.offload.word import BY_FRACTION, WHAT
+from shardwise.techniques.offload.word import BY_FRACTION, WHAT
 
 COUNTS = st.integers(1, 10**6)
 TEXTS = {"": "{}", "M": "{}:{}", "MxV": "{}:{}x{}"}

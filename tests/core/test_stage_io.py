@@ -1,4 +1,4 @@
-from shardwise.core.stage_io import crossing, maker
+from shardwise.techniques.pipeline.stage_io import crossing, maker
 
 
 def test_values_cross_from_their_maker_to_their_last_user():

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.errors import InputError
-from shardwise.core.styles import STYLES, ModuleShape, Style
-from shardwise.core.tensor_plan import Table, assign, bias_cut, cuts, numbers
 from shardwise.core.uneven import Cut
+from shardwise.techniques.tensor.styles import STYLES, ModuleShape, Style
+from shardwise.techniques.tensor.table import Table, assign, bias_cut, cuts, numbers
 
 WORDS = [*(style for style in STYLES if style != "colwise:N"), "colwise:2", "colwise:12"]
 NAMES = [

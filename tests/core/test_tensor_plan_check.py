@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.core.styles import ModuleShape
-from shardwise.core.tensor_plan import Table
-from shardwise.core.tensor_plan_check import check
+from shardwise.techniques.tensor.styles import ModuleShape
+from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tensor.table_check import check
 
 NORM = ModuleShape("other", 64, type_name="LayerNorm")
 BLOCK = ModuleShape("other", parameters=False, type_name="Block", numbers=(("num_heads", 8),))

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
-from shardwise.engine.shard import drivers
+from shardwise.techniques.data.apply import drivers
 
 HOME = "torch.testing._internal.distributed.distributed_test"
 ASK_FOR_GPUS = (

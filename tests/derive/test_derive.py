@@ -11,11 +11,11 @@ from torch import nn
 import shardwise as sw
 from shardwise.cli.main import main
 from shardwise.core.plan import Plan
-from shardwise.core.tensor_plan import matches
 from shardwise.derive.table import Derived, derive_table
 from shardwise.engine.prediction import predict
-from shardwise.engine.tensor_plan import own_table
 from shardwise.models.registry import find
+from shardwise.techniques.tensor.source import own_table
+from shardwise.techniques.tensor.table import matches
 from shardwise.verify.options import Options, table_in
 from shardwise.verify.parity import prove
 from shardwise.verify.report import Report, report

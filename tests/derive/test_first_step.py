@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import RankError
-from shardwise.engine import first_step
+from shardwise.techniques.tensor import first_step
 from tests.pool import run_gloo, run_threads
 
 WIDTH, HIDDEN = 6, 8

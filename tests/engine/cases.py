@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
-from shardwise.core.expert_moves import Loads
 from shardwise.core.plan import Plan
 from shardwise.engine.batch import rows
 from shardwise.engine.engine import Engine
@@ -23,6 +22,7 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.prediction import Predictor
 from shardwise.models import gpt
 from shardwise.models.initial import fill
+from shardwise.techniques.expert.moves import Loads
 from shardwise.verify.loads import Choices
 from shardwise.verify.oracles import microbatches_of
 

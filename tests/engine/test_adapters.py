@@ -8,9 +8,9 @@ import torch
 
 import shardwise as sw
 from shardwise.core.errors import InputError
-from shardwise.core.tensor_plan import assign
-from shardwise.engine.tensor_plan import shapes, table_of
 from shardwise.models import hf
+from shardwise.techniques.tensor.source import shapes, table_of
+from shardwise.techniques.tensor.table import assign
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.engine.timeline import measuring
-from shardwise.engine.trace import Recorder
+from shardwise.observe.timeline import measuring
+from shardwise.observe.trace import Recorder
 from shardwise.prediction.first_fit import LONG, Trace, placed, run
 from tests.engine.cases import Case, build
 from tests.engine.tensors import (

@@ -11,11 +11,11 @@ from shardwise.comm.tiers import Tiers
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
 from shardwise.core.plan import Plan
-from shardwise.engine.meter import Meter
 from shardwise.engine.offload_choice import with_offload
 from shardwise.engine.parallelize import build_engine
 from shardwise.engine.prediction import predict, predict_with
 from shardwise.models.registry import find
+from shardwise.observe.meter import Meter
 from shardwise.prediction.peak import LEAST, MOST, device_peak_bytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.verify.options import Options

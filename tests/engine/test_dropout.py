@@ -19,7 +19,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
-from shardwise.engine.rng import ShardedRandom
+from shardwise.techniques.tensor.rng import ShardedRandom
 from tests.engine.cases import Case, build, ranks_of, rows_task, vectors
 from tests.engine.pipelines import SGD, Dropped, Dropping, chain
 from tests.engine.tensors import mine

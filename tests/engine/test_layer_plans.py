@@ -11,10 +11,10 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
-from shardwise.engine.regions import exchange_of
 from shardwise.models import gpt
-from shardwise.parallel.redistribute.exchange import RowExchange, between
-from shardwise.parallel.redistribute.redistributed import Redistributed
+from shardwise.techniques.layers.apply import exchange_of
+from shardwise.techniques.layers.exchange import RowExchange, between
+from shardwise.techniques.layers.redistributed import Redistributed
 from tests.engine.cases import Case, Task, settled, small_gpt, text
 from tests.engine.tensors import equals_one
 from tests.pool import run_gloo, run_threads

@@ -225,7 +225,7 @@ def test_a_model_is_built_one_unit_at_a_time(
     row, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
     """Under zero3 on 8 ranks never more than this rank's part and one unit; the whole under ddp."""
-    monkeypatch.setattr("shardwise.engine.shard.LEAST_BYTES", 0)
+    monkeypatch.setattr("shardwise.techniques.data.apply.LEAST_BYTES", 0)
     with torch.device("meta"):
         model = Stack(*[Block(2000) for _ in range(16)])
     whole_bytes = 4 * sum(p.numel() for p in model.parameters())

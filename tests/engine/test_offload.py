@@ -18,11 +18,11 @@ from torch.distributed.fsdp import CPUOffload
 
 import shardwise as sw
 from shardwise.comm.world import World
-from shardwise.engine import shard
-from shardwise.engine.meter import Meter
-from shardwise.engine.shard import driver_of, flats_of
-from shardwise.parallel.offload.updater import HostThread, NextStep
-from shardwise.parallel.offload.word import parse
+from shardwise.observe.meter import Meter
+from shardwise.techniques.data import apply as shard
+from shardwise.techniques.data.apply import driver_of, flats_of
+from shardwise.techniques.offload.updater import HostThread, NextStep
+from shardwise.techniques.offload.word import parse
 from tests.engine.cases import ROWS, Case, Task, build, oracle, ranks_of
 from tests.engine.loops import rows
 from tests.engine.tensors import Held, assert_parity, mine, train

@@ -16,7 +16,7 @@ from shardwise.comm.disk import THREADS, DiskError
 from shardwise.comm.disk_use import Used
 from shardwise.comm.world import World
 from shardwise.core.chunks import reserved_bytes
-from shardwise.engine.meter import Meter
+from shardwise.observe.meter import Meter
 from shardwise.train.disk_share import StepsOnDisk, disk_line
 from tests.engine.cases import Case, Task, build, oracle, rows_task, settled, tied_gpt, vectors
 from tests.engine.pipelines import task

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.world import World
-from shardwise.engine.shard import driver_of
-from shardwise.parallel.data.outputs import Output
+from shardwise.techniques.data.apply import driver_of
+from shardwise.techniques.data.outputs import Output
 from tests.engine.cases import difference, settled, squares
 from tests.engine.loops import rows
 from tests.pool import run_threads

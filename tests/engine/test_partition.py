@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
-from shardwise.engine.partition import balance_by_time, misplaced, starts
 from shardwise.models import gpt
 from shardwise.models.registry import find
+from shardwise.techniques.pipeline.partition import balance_by_time, misplaced, starts
 from tests.pool import run_threads
 
 
@@ -148,7 +148,7 @@ class Slow(nn.Module):
 def test_stages_by_time_balance_what_layers_take(monkeypatch: pytest.MonkeyPatch):
     """One slow layer of four is a stage of its own, though all have as many parameters."""
     clock = Clock()
-    monkeypatch.setattr("shardwise.engine.partition.time", clock)
+    monkeypatch.setattr("shardwise.techniques.pipeline.partition.time", clock)
     model = nn.Sequential(*[Slow(clock, seconds) for seconds in (1, 1, 9, 1)])
     assert starts(model, 3) == ("1", "2")
     assert balance_by_time(model, lambda m: m(torch.zeros(1)), 3) == ("2", "3")
@@ -169,7 +169,7 @@ def timed(world: World, clocks: Clocks) -> tuple[str, ...]:
 def test_the_first_ranks_times_decide_for_all(monkeypatch: pytest.MonkeyPatch):
     """Ranks that measure differently cut alike."""
     clocks = Clocks()
-    monkeypatch.setattr("shardwise.engine.partition.time", clocks)
+    monkeypatch.setattr("shardwise.techniques.pipeline.partition.time", clocks)
     assert run_threads(2, timed, clocks) == [("2", "3")] * 2
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError, RunError
-from shardwise.engine.meter import Meter
 from shardwise.models import gpt
 from shardwise.models.initial import fill
+from shardwise.observe.meter import Meter
 from tests.engine.cases import (
     CONFIG,
     Case,

@@ -9,8 +9,8 @@ import torch
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.engine.meter import Meter
 from shardwise.models import gpt
+from shardwise.observe.meter import Meter
 from tests.engine.cases import ROWS, Case, build, foreseen, ranks_of, rows_task, small_gpt
 from tests.engine.pipelines import Dropped, Dropping, chain
 from tests.engine.tensors import Held, gpt_task, mine, run, train

@@ -14,7 +14,7 @@ from shardwise.core.errors import InputError
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.prediction import Predictor
-from shardwise.parallel.data import same_on_ranks
+from shardwise.techniques.data import same_on_ranks
 from tests.engine.cases import ranks_of
 from tests.engine.cases import squares as loss
 from tests.engine.tensors import sent

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
-from shardwise.parallel.data.flat_parameter import State
+from shardwise.techniques.data.flat_parameter import State
 from tests.engine.cases import (
     ROWS,
     Case,
@@ -143,7 +143,7 @@ def whole_at_once(world: World, plan: str, prefetch: int) -> tuple[int, int, int
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_few_units_are_whole_at_once(prefetch, monkeypatch: pytest.MonkeyPatch):
     """zero3: the unit in use, those gathered ahead, the last one kept; two reductions in flight."""
-    monkeypatch.setattr("shardwise.engine.shard.LEAST_BYTES", 0)
+    monkeypatch.setattr("shardwise.techniques.data.apply.LEAST_BYTES", 0)
     for most, flying, units, left in run_threads(2, whole_at_once, "dp2 zero3 fp64", prefetch):
         assert units == 8
         assert most <= prefetch + 2

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import InputError
-from shardwise.core.styles import STYLES, ModuleShape
-from shardwise.core.tensor_plan import Table, assign, cuts
-from shardwise.core.tensor_plan_check import check
-from shardwise.engine.hf_plans import _DECODERS, _STYLES
-from shardwise.engine.tensor_plan import shapes, table_of
 from shardwise.models import hf
 from shardwise.models.gpt import GPT, GPTConfig
+from shardwise.techniques.tensor.hf_tables import _DECODERS, _STYLES
+from shardwise.techniques.tensor.source import shapes, table_of
+from shardwise.techniques.tensor.styles import STYLES, ModuleShape
+from shardwise.techniques.tensor.table import Table, assign, cuts
+from shardwise.techniques.tensor.table_check import check
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,10 +10,10 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.engine.meter import Meter
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.timeline import measuring, predict_events
 from shardwise.models import gpt
+from shardwise.observe.meter import Meter
+from shardwise.observe.timeline import measuring, predict_events
 from tests.engine.cases import (
     Case,
     Task,

@@ -12,10 +12,10 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.timeline import measuring, predict_events
-from shardwise.engine.trace import Recorder
 from shardwise.models import gpt
 from shardwise.models.initial import fill
+from shardwise.observe.timeline import measuring, predict_events
+from shardwise.observe.trace import Recorder
 from shardwise.prediction.first_fit import Trace, peak_bytes
 from shardwise.prediction.timeline import PREDICTED, TEMPORARY, Event
 from tests.engine.cases import Task, ranks_of, rows_task, share, small_gpt, text, tied_gpt

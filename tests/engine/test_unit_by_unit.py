@@ -12,11 +12,11 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
-from shardwise.engine.meter import Meter
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.prediction import Predictor
 from shardwise.models import gpt
 from shardwise.models.initial import fill
+from shardwise.observe.meter import Meter
 from shardwise.prediction.rank_shape import gathered_bytes_on
 from tests.engine.cases import (
     Case,

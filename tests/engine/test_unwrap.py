@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import World
-from shardwise.engine.shard import driver_of
+from shardwise.techniques.data.apply import driver_of
 from tests.engine import loops
 from tests.engine.cases import difference, refusal, settled, squares
 from tests.engine.loops import adam, rows, wrap
@@ -117,7 +117,7 @@ def pipe_given_back(world: World) -> dict[str, bool]:
         "objects": {id(p) for _, p in own} & {id(p) for p in model.parameters()} >= held,
         "tie": model.get_parameter("leave.weight") is model.get_parameter("enter.weight"),
         "plain": all(
-            type(m).__module__ != "shardwise.parallel.pipeline.placeholders"
+            type(m).__module__ != "shardwise.techniques.pipeline.placeholders"
             for m in model.modules()
         ),
     }

@@ -44,5 +44,5 @@ WINDING = {
 @pytest.mark.parametrize("name", WINDING)
 def test_a_unit_is_gathered_as_often_as_it_is_used(name: str, monkeypatch: pytest.MonkeyPatch):
     """Once for each call forward, once backward; and one that is not called never."""
-    monkeypatch.setattr("shardwise.engine.shard.LEAST_BYTES", 0)
+    monkeypatch.setattr("shardwise.techniques.data.apply.LEAST_BYTES", 0)
     holds(run_threads, WINDING[name], Case("dp2 zero3 fp64", **SGD))

@@ -19,12 +19,12 @@ from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.schedule.weight_stashing import pipedream, two_buffered
-from shardwise.engine import stage_module, weight_stashing
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.prediction import Predictor
+from shardwise.techniques.pipeline import stage_module, weight_stashing
+from shardwise.techniques.pipeline.pipelined import Pipelined
 from shardwise.verify.async_oracle import AsyncOracle
 from shardwise.verify.comparison import compare
 from shardwise.verify.costs import Theory

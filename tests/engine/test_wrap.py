@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.plan import Plan
-from shardwise.engine.shard import driver_of
-from shardwise.engine.wrap import STRATEGIES
-from shardwise.parallel.data.hooks import Data
+from shardwise.techniques.data.apply import driver_of
+from shardwise.techniques.data.hooks import Data
+from shardwise.wrap.wrap import STRATEGIES
 from tests.engine import loops
 from tests.engine.cases import Case, Task, build, difference, share, text
 from tests.engine.loops import LOOPS, adam, on_ranks, rows, wrap

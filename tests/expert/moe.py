@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardwise.models import gpt, moe
 from shardwise.models.initial import fill
-from shardwise.parallel.expert.gate import FIXED, GATES, Gate
+from shardwise.techniques.expert.gate import FIXED, GATES, Gate
 from tests.engine.cases import CONFIG, Case, Task, ranks_of, text
 from tests.engine.tensors import ADAMW, Held, assert_counted, assert_parity, train, whole_run
 from tests.pool import run_gloo

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World, traced
 from shardwise.core.errors import InputError, NonFiniteError
-from shardwise.engine.tensor_plan import table_of
 from shardwise.models import hf
 from shardwise.models.registry import find
-from shardwise.parallel.expert.gate import GATES
-from shardwise.parallel.expert.hard import hashed
-from shardwise.parallel.expert.stacked import stacked_experts
+from shardwise.techniques.expert.gate import GATES
+from shardwise.techniques.expert.hard import hashed
+from shardwise.techniques.expert.stacked import stacked_experts
+from shardwise.techniques.tensor.source import table_of
 from tests.engine.cases import CONFIG, Case, Task, ranks_of, small_gpt
 from tests.engine.tensors import (
     Held,

@@ -8,8 +8,8 @@ import pytest
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.core.expert_moves import Loads
-from shardwise.engine.expert_placement import balanced
+from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.expert.placement import balanced
 from tests.engine.cases import Case, Task, build, foreseen, oracle, ranks_of
 from tests.engine.tensors import (
     ADAMW,

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.errors import InputError
-from shardwise.parallel.expert import gates, hard
-from shardwise.parallel.expert.gate import GATES, Extra, Gate
-from shardwise.parallel.expert.global_batch import GlobalBatch
-from shardwise.parallel.expert.layer import MoE
-from shardwise.parallel.expert.routing import queues
+from shardwise.techniques.expert import gates, hard
+from shardwise.techniques.expert.gate import GATES, Extra, Gate
+from shardwise.techniques.expert.global_batch import GlobalBatch
+from shardwise.techniques.expert.layer import MoE
+from shardwise.techniques.expert.routing import queues
 
 F64 = torch.float64
 ALONE = GlobalBatch()

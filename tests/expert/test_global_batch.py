@@ -15,10 +15,10 @@ from shardwise.comm.transport import Pending
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
-from shardwise.parallel.expert import hard
-from shardwise.parallel.expert.gate import FIXED, GATES, Extra, Gate
-from shardwise.parallel.expert.global_batch import GlobalBatch
-from shardwise.parallel.expert.layer import MoE, Place
+from shardwise.techniques.expert import hard
+from shardwise.techniques.expert.gate import FIXED, GATES, Extra, Gate
+from shardwise.techniques.expert.global_batch import GlobalBatch
+from shardwise.techniques.expert.layer import MoE, Place
 from tests.pool import run_gloo, run_threads
 
 F64 = torch.float64

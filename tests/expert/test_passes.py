@@ -8,10 +8,10 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError
-from shardwise.engine.expert_parallel import layers_of
 from shardwise.models import decoder
 from shardwise.models.initial import fill
-from shardwise.parallel.expert.passes import key_of, uniform
+from shardwise.techniques.expert.apply import layers_of
+from shardwise.techniques.expert.passes import key_of, uniform
 from shardwise.train.config_sections import ModelSection
 from shardwise.train.sizes import model_sizes
 from tests.engine.cases import Case

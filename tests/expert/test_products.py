@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwise.models import moe
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.moe import MoEConfig
-from shardwise.parallel.expert import products as experts
-from shardwise.parallel.expert.gate import Gate
-from shardwise.parallel.expert.products import Stacks, feed_forward, fits, grouped, looped
+from shardwise.techniques.expert import products as experts
+from shardwise.techniques.expert.gate import Gate
+from shardwise.techniques.expert.products import Stacks, feed_forward, fits, grouped, looped
 
 COUNTS = [3, 0, 5, 1, 0, 0, 7, 2]
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 4e-3}

@@ -17,9 +17,9 @@ from shardwise.core.schedule.action import Step, Token
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.stage_io import Spec
-from shardwise.parallel.pipeline.backward import Tape
-from shardwise.parallel.pipeline.runtime import open_channels, run
+from shardwise.techniques.pipeline.backward import Tape
+from shardwise.techniques.pipeline.runtime import open_channels, run
+from shardwise.techniques.pipeline.stage_io import Spec
 from tests.engine.cases import settled
 
 CPU = torch.device("cpu")

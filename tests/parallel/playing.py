@@ -9,10 +9,10 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.stage_io import Trace
-from shardwise.engine.staged_model import Stages
-from shardwise.parallel.pipeline.placeholders import twin
-from shardwise.parallel.pipeline.stage import Ran
+from shardwise.techniques.pipeline.placeholders import twin
+from shardwise.techniques.pipeline.stage import Ran
+from shardwise.techniques.pipeline.stage_io import Trace
+from shardwise.techniques.pipeline.staged_model import Stages
 from tests.parallel.between import LENGTH, WIDTH
 
 CPU = torch.device("cpu")

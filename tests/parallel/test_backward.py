@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.comm.ledger import Tally
 from shardwise.comm.world import World
 from shardwise.core.mesh import TENSOR, Mesh
-from shardwise.engine.tensor_parallel import lay_out
-from shardwise.engine.tensor_plan import table_of
-from shardwise.parallel.pipeline.backward import Tape
+from shardwise.techniques.pipeline.backward import Tape
+from shardwise.techniques.tensor.apply import lay_out
+from shardwise.techniques.tensor.source import table_of
 from tests.parallel.layers import KINDS, sequences
 from tests.parallel.passes import STAGES, calls, given, gradients, made
 from tests.parallel.test_tensor import same

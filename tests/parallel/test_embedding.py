@@ -18,7 +18,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.layout import I, P, S
 from shardwise.core.uneven import Cut, even
 from shardwise.models.gpt import GPT, GPTConfig
-from shardwise.parallel.tensor.embedding import embed
+from shardwise.techniques.tensor.embedding import embed
 from tests.pool import run_gloo, run_threads
 
 WIDTH = 4

@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.core.errors import InputError
-from shardwise.parallel.recompute.checkpointed import FULL, SELECTIVE, recompute
-from shardwise.parallel.recompute.choice import chosen
-from shardwise.parallel.recompute.generators import Generators
+from shardwise.techniques.recompute.checkpointed import FULL, SELECTIVE, recompute
+from shardwise.techniques.recompute.choice import chosen
+from shardwise.techniques.recompute.generators import Generators
 
 KINDS = [FULL, SELECTIVE]
 ROWS, LENGTH, WIDTH = 4, 20, 8

@@ -24,7 +24,7 @@ from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.measured import Measured, as_trace
 from shardwise.core.schedule.memory import peaks
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.parallel.pipeline.runtime import AHEAD, Recorder, run
+from shardwise.techniques.pipeline.runtime import AHEAD, Recorder, run
 from tests.core.schedule.as_text import read
 from tests.core.schedule.sizes import allowed
 from tests.parallel.pipes import Layers, Ran, Size, in_one_process, piped

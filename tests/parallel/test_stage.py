@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.engine.partition import starts
-from shardwise.engine.staged_model import Stages
 from shardwise.models.registry import find
-from shardwise.parallel.pipeline.placeholders import twin
+from shardwise.techniques.pipeline.partition import starts
+from shardwise.techniques.pipeline.placeholders import twin
+from shardwise.techniques.pipeline.staged_model import Stages
 from tests.parallel import between
 from tests.parallel.between import LENGTH, WIDTH, Stack
 from tests.parallel.playing import CPU, check, regression, rows, settled

@@ -14,9 +14,9 @@ from shardwise.comm.world import World
 from shardwise.core.layouts import tensor_layouts
 from shardwise.core.mesh import TENSOR, Mesh
 from shardwise.core.param_layout import AxisLayout
-from shardwise.engine.tensor_layout import Tensors
-from shardwise.engine.tensor_parallel import lay_out, tensor_spec
-from shardwise.engine.tensor_plan import table_of
+from shardwise.techniques.tensor.apply import lay_out, tensor_spec
+from shardwise.techniques.tensor.layout import Tensors
+from shardwise.techniques.tensor.source import table_of
 from tests.engine.cases import difference
 from tests.parallel.layers import KINDS, Doubled, sequences
 from tests.pool import run_threads

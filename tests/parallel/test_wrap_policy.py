@@ -5,7 +5,7 @@ from torch.nn.utils import parametrizations
 
 from shardwise.core.errors import InputError
 from shardwise.models.gpt import GPT, SIZES, Block, GPTConfig
-from shardwise.parallel.data.wrap_policy import UnitSpec, choose
+from shardwise.techniques.data.wrap_policy import UnitSpec, choose
 
 CONFIG = GPTConfig(
     vocabulary=16, layers=3, width=8, heads=2, kv_heads=2, hidden=8, sequence=4, tied=False

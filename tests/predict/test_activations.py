@@ -9,11 +9,11 @@ import torch
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
-from shardwise.engine.meter import Meter
 from shardwise.engine.prediction import predict
 from shardwise.models import gpt
 from shardwise.models.gpt import random_text
 from shardwise.models.initial import fill
+from shardwise.observe.meter import Meter
 from tests.pool import run_threads
 from tests.predict.block_activations import (
     BlockShape,

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from shardwise.cli.main import main
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
-from shardwise.core.expert_moves import Loads
 from shardwise.core.plan import Plan
 from shardwise.engine.prediction import predict, predict_with
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.gpt import loss as gpt_loss
 from shardwise.models.moe import loss as moe_loss
 from shardwise.models.registry import find
-from shardwise.parallel.expert.gate import GATES
-from shardwise.prediction.experts import EVEN
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.traffic import Line, by_kind, start_bytes
+from shardwise.techniques.expert.gate import GATES
+from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.expert.price import EVEN
 from shardwise.verify.options import Options
 from shardwise.verify.parity import build_options
 from tests.engine.cases import Case, build, share, vectors
@@ -76,7 +76,7 @@ def counted(world: World, name: str) -> bool:
 @pytest.mark.parametrize("name", WINDING)
 def test_gathers_follow_from_the_order_of_calls(name: str, monkeypatch: pytest.MonkeyPatch):
     """Of modules that are called several times, or never."""
-    monkeypatch.setattr("shardwise.engine.shard.LEAST_BYTES", 0)
+    monkeypatch.setattr("shardwise.techniques.data.apply.LEAST_BYTES", 0)
     assert run_threads(2, counted, name) == [True] * 2
 
 

@@ -12,12 +12,12 @@ from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.core.word_values import size_text
-from shardwise.engine.meter import Meter
-from shardwise.engine.recomputation import KEPT, Recomputation
 from shardwise.models import gpt
 from shardwise.models.gpt import random_text
 from shardwise.models.initial import fill
-from shardwise.prediction.recompute_budget import Cost, cheapest
+from shardwise.observe.meter import Meter
+from shardwise.techniques.recompute.apply import KEPT, Recomputation
+from shardwise.techniques.recompute.price_budget import Cost, cheapest
 from tests.pool import run_threads
 
 BLOCKS, LAYERS = 12, 6

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.core.schedule.clock import Costs, clock
 from shardwise.core.schedule.library import build
-from shardwise.prediction.stages import Layer, Links, Stage, latency, partition
+from shardwise.techniques.pipeline.price_stages import Layer, Links, Stage, latency, partition
 
 TIMES = st.integers(0, 9).map(float)
 LAYERS = st.lists(st.builds(Layer, TIMES, TIMES, TIMES, TIMES), min_size=1, max_size=5)

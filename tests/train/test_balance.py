@@ -8,10 +8,10 @@ from torch import Tensor
 
 from shardwise.comm.world import World, alone
 from shardwise.engine.engine import Engine
-from shardwise.engine.expert_parallel import layers_of
 from shardwise.models import decoder
 from shardwise.models.initial import initial
-from shardwise.parallel.data.initial_weights import Fill
+from shardwise.techniques.data.initial_weights import Fill
+from shardwise.techniques.expert.apply import layers_of
 from shardwise.train import config, experts, loop
 from shardwise.train.metrics import Record, read
 from shardwise.train.prepare import PreparedRun

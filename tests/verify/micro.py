@@ -25,7 +25,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.models import gpt, moe
 from shardwise.models.trainable import Trainable
-from shardwise.parallel.expert.gate import Gate
+from shardwise.techniques.expert.gate import Gate
 from tests.engine.cases import settled
 
 CONFIG = gpt.GPTConfig(

@@ -23,7 +23,7 @@ from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
-from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.techniques.data.flat_parameter import Flat
 from shardwise.verify import memory
 from shardwise.verify.command import verify
 from shardwise.verify.comparison import compare

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.plan import Plan
-from shardwise.engine.expert_parallel import layers_of
 from shardwise.models import gpt, moe
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
-from shardwise.parallel.expert.gate import GATES
-from shardwise.parallel.expert.layer import MoE, Place, name_layers
+from shardwise.techniques.expert.apply import layers_of
+from shardwise.techniques.expert.gate import GATES
+from shardwise.techniques.expert.layer import MoE, Place, name_layers
 from shardwise.verify import parity
 from shardwise.verify.mixture_oracle import Follow, Mixture
 from shardwise.verify.report import report

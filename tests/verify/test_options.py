@@ -12,10 +12,10 @@ import shardwise as sw
 from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
-from shardwise.core.tensor_plan import Table
 from shardwise.models.registry import find
 from shardwise.models.trainable import Loss, Trainable
 from shardwise.prediction.peak import device_peak_bytes
+from shardwise.techniques.tensor.table import Table
 from shardwise.verify.command import verify
 from shardwise.verify.options import table_in
 from shardwise.verify.own import model_of

@@ -10,11 +10,11 @@ import torch
 
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
-from shardwise.engine import rng
 from shardwise.engine.consistency import CHECKED_STEPS
-from shardwise.engine.pipelined import Pipelined
-from shardwise.engine.rng import ShardedRandom
 from shardwise.models.registry import find
+from shardwise.techniques.pipeline.pipelined import Pipelined
+from shardwise.techniques.tensor import rng
+from shardwise.techniques.tensor.rng import ShardedRandom
 from shardwise.verify.batches import Division, ragged, rows_of_step
 from shardwise.verify.coverage import uncovered
 from shardwise.verify.draws import compare_draws

@@ -9,7 +9,7 @@ from shardwise.cli.main import main
 from shardwise.core.errors import RankError
 from shardwise.core.plan import Plan
 from shardwise.engine import hint
-from shardwise.engine.tensor_layout import nowhere
+from shardwise.techniques.tensor.layout import nowhere
 from shardwise.verify.parity import prove
 from shardwise.verify.report import Report, report
 from tests.pool import run_gloo

@@ -11,11 +11,11 @@ from shardwise.core.layout import P, R
 from shardwise.core.tree import leaves
 from shardwise.engine import state
 from shardwise.engine.engine import Engine
-from shardwise.parallel.data import flat_parameter
-from shardwise.parallel.data.flat_gradient import FlatGradient
-from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.pipeline.runtime import _Post
 from shardwise.prediction import traffic
+from shardwise.techniques.data import flat_parameter
+from shardwise.techniques.data.flat_gradient import FlatGradient
+from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.pipeline.runtime import _Post
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 from tests.verify.mutations.pipeline import replaced
 

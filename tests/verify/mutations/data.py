@@ -12,10 +12,10 @@ from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.updating import Updates
-from shardwise.parallel.data import flat_gradient, flat_parameter
-from shardwise.parallel.data.buffers import Buffers
-from shardwise.parallel.data.flat_gradient import FlatGradient
-from shardwise.parallel.data.flat_parameter import Flat, State
+from shardwise.techniques.data import flat_gradient, flat_parameter
+from shardwise.techniques.data.buffers import Buffers
+from shardwise.techniques.data.flat_gradient import FlatGradient
+from shardwise.techniques.data.flat_parameter import Flat, State
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 
 # --- the optimizer ----------------------------------------------------------------------------

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.parallel.expert import gate as gate_file
-from shardwise.parallel.expert import gates, losses, routing
-from shardwise.parallel.expert.gates import Choice
-from shardwise.parallel.expert.layer import MoE
+from shardwise.techniques.expert import gate as gate_file
+from shardwise.techniques.expert import gates, losses, routing
+from shardwise.techniques.expert.gates import Choice
+from shardwise.techniques.expert.layer import MoE
 from tests.verify.mutations.mutation import Mutation, Patch, around
 
 

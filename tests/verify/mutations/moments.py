@@ -6,11 +6,11 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.engine.engine import Engine
-from shardwise.parallel.data.flat_gradient import FlatGradient
-from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.data.hooks import Data
-from shardwise.parallel.recompute.host import Block, HostActivations, Stored
-from shardwise.parallel.recompute.partitioned import Inputs
+from shardwise.techniques.data.flat_gradient import FlatGradient
+from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.recompute.host import Block, HostActivations, Stored
+from shardwise.techniques.recompute.partitioned import Inputs
 from tests.verify.mutations.mutation import Mutation, Patch, around
 
 

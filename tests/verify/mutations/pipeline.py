@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.engine.pipelined import ScheduledUnits
-from shardwise.engine.stage_work import StageWork
 from shardwise.engine.updating import Updates
-from shardwise.engine.weight_stashing import Stale
-from shardwise.parallel.data.flat_gradient import FlatGradient
-from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.data.hooks import Data
-from shardwise.parallel.data.staged_hooks import StagedUnits
-from shardwise.parallel.pipeline.runtime import _Post
+from shardwise.techniques.data.flat_gradient import FlatGradient
+from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.staged_hooks import StagedUnits
+from shardwise.techniques.pipeline.pipelined import ScheduledUnits
+from shardwise.techniques.pipeline.runtime import _Post
+from shardwise.techniques.pipeline.stage_work import StageWork
+from shardwise.techniques.pipeline.weight_stashing import Stale
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 
 

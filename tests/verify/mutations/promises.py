@@ -8,18 +8,18 @@ from shardwise.core import zero
 from shardwise.core.plan import Plan
 from shardwise.core.schedule import library
 from shardwise.engine import engine as engine_file
-from shardwise.engine import tiling
 from shardwise.engine.batch import filled
-from shardwise.engine.disk_states import DiskStates
 from shardwise.engine.engine import Engine
 from shardwise.engine.one_stage import OneStage
 from shardwise.engine.updating import Updates
 from shardwise.kernels import cross_entropy
-from shardwise.parallel.expert.layer import MoE
-from shardwise.parallel.offload.updater import NextStep
-from shardwise.parallel.offload.word import Offload
-from shardwise.parallel.recompute import choice
-from shardwise.parallel.tile.layer import TiledForward
+from shardwise.techniques.expert.layer import MoE
+from shardwise.techniques.offload.disk_states import DiskStates
+from shardwise.techniques.offload.updater import NextStep
+from shardwise.techniques.offload.word import Offload
+from shardwise.techniques.recompute import choice
+from shardwise.techniques.tile import apply as tiling
+from shardwise.techniques.tile.layer import TiledForward
 from tests.verify.mutations.mutation import Mutation, Patch, around
 
 # --- what the words of a plan say -------------------------------------------------------------

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from shardwise.comm.move import begin_sum
 from shardwise.core.layout import R
-from shardwise.engine import disk_states
-from shardwise.engine.disk_states import DiskStates
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.scale import LossScale
 from shardwise.engine.updating import Updates
-from shardwise.parallel.data import flat_parameter
-from shardwise.parallel.data.flat_gradient import FlatGradient
-from shardwise.parallel.recompute.generators import Generators
+from shardwise.techniques.data import flat_parameter
+from shardwise.techniques.data.flat_gradient import FlatGradient
+from shardwise.techniques.offload import disk_states
+from shardwise.techniques.offload.disk_states import DiskStates
+from shardwise.techniques.recompute.generators import Generators
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 from tests.verify.mutations.pipeline import replaced
 

@@ -5,11 +5,12 @@ from typing import Any
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.comm.arena import _Slot
-from shardwise.core import flatten, layer_plan
+from shardwise.core import flatten
 from shardwise.engine import memory
 from shardwise.engine.state import Loading
-from shardwise.parallel.recompute import word as recompute_word
 from shardwise.prediction import memory as predicted
+from shardwise.techniques.layers import plan as layer_plan
+from shardwise.techniques.recompute import word as recompute_word
 from tests.verify.mutations.mutation import Mutation, Patch, around, everywhere
 
 

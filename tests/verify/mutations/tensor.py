@@ -10,12 +10,12 @@ from shardwise.comm.transport import Pending
 from shardwise.core.uneven import Cut
 from shardwise.engine import cut as layout_file
 from shardwise.engine import optimizer as optimizer_file
-from shardwise.engine import tensor_parallel
 from shardwise.kernels import cross_entropy as loss_file
-from shardwise.parallel.data.flat_gradient import FlatGradient
-from shardwise.parallel.tensor import linear as tensor_file
-from shardwise.parallel.tensor.linear import Entry, Stream, _Leave
-from shardwise.parallel.tensor.sequence import _Bias
+from shardwise.techniques.data.flat_gradient import FlatGradient
+from shardwise.techniques.tensor import apply as tensor_parallel
+from shardwise.techniques.tensor import linear as tensor_file
+from shardwise.techniques.tensor.linear import Entry, Stream, _Leave
+from shardwise.techniques.tensor.sequence import _Bias
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 
 

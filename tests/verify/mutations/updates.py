@@ -13,12 +13,12 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.guard import Guard
 from shardwise.engine.memory_states import MemoryStates
 from shardwise.engine.scale import LossScale
-from shardwise.parallel.data.hooks import Data
-from shardwise.parallel.data.units import Unit, Units
-from shardwise.parallel.offload import updater
-from shardwise.parallel.offload.updater import NextStep
-from shardwise.parallel.offload.word import Offload
-from shardwise.parallel.recompute.host import Kept
+from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.units import Unit, Units
+from shardwise.techniques.offload import updater
+from shardwise.techniques.offload.updater import NextStep
+from shardwise.techniques.offload.word import Offload
+from shardwise.techniques.recompute.host import Kept
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 
 

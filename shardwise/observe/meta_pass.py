@@ -1,0 +1,398 @@
+"""One forward and one backward pass of the plain model on the meta device.
+
+The pass computes no values and allocates no memory. It records the order in which modules are
+called, what each call takes and returns, and which tensors a gradient reaches. Predictions are made
+from this record (core/model_spec.py) and from the plan, before any rank starts.
+
+A model whose forward reads values (`if x.max() > 0:`) cannot run on meta. It runs once on the CPU
+with the real batch instead, and the `note` of the record says so.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.comm.parameter import parameter_like
+from shardwise.comm.world import Axis
+from shardwise.core.model_spec import Call, CutLoss, ModelPass, RowGather, Value
+from shardwise.core.uneven import Cut
+from shardwise.observe.tape import TapeRecorder
+from shardwise.techniques.data.outputs import tensors_in
+from shardwise.techniques.expert.apply import recorded
+from shardwise.techniques.expert.moves import LayerMove
+from shardwise.techniques.tensor.logits import sharded_logits
+
+#: Hooks a model during a pass; the argument records each gather of rows (layer_passes.py).
+Around = Callable[[nn.Module, Callable[[RowGather], None]], AbstractContextManager[None]]
+#: Errors that a forward that reads values raises on meta.
+UNKNOWN = (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AttributeError)
+
+
+def run(
+    twin: nn.Module,
+    real: Callable[[], nn.Module],
+    call: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    heads: Mapping[str, tuple[Axis, Cut]] | None = None,
+    around: Around | None = None,
+) -> ModelPass:
+    """The record of `call(twin, batch)`, a loss, and of its backward pass; `twin` is on meta.
+
+    If it cannot run there, the record of `call(real(), batch)`, with a copy that has values. The
+    logits of the modules in `heads` stay sharded over an axis; the record shows whether the program
+    gathers them. `around` hooks layers with a mesh of their own.
+    """
+    heads = heads or {}
+    try:
+        return _recorded(twin, call, batch, heads, around)
+    except UNKNOWN as error:
+        if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves(batch)):
+            raise
+        found = _recorded(real(), call, batch, heads, around)
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        note = f"the number of gathers of units depends on values of the batch (on meta: {why})"
+        return found._replace(note=note)
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of `model` with its parameters on meta; tied and frozen parameters stay so.
+
+    Buffers keep their values, since a forward may read them.
+    """
+    changed = {id(x): x.detach() for x in _tensors(model) if not x.is_leaf}  # from a forward
+    return _on_meta(model, changed)
+
+
+def template(model: nn.Module) -> nn.Module:
+    """A `meta_copy` that is copied and never run, and so takes no memory.
+
+    Its buffers, and tensors in attributes, are those of `model`.
+    """
+    return _on_meta(model, {id(x): x for x in _tensors(model)})
+
+
+def _on_meta(model: nn.Module, others: dict[int, Any]) -> nn.Module:
+    """A copy of `model` with parameters on meta, and `others` for what has these ids."""
+    params = {
+        id(p): parameter_like(p, torch.empty_like(p, device="meta")) for p in model.parameters()
+    }
+    return copy.deepcopy(model, others | params)
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of all modules, and the tensors in their attributes."""
+    leaves = tree_leaves([vars(module) for module in model.modules()])
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def with_tape(
+    run: ModelPass,
+    laid_out: nn.Module,
+    call: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    around: Around | None = None,
+) -> ModelPass:
+    """`run` with the tape of a model on meta that is sharded on a tensor axis.
+
+    If the sharded model does not run on meta, `run` keeps the tape of the plain model.
+    """
+    with suppress(*UNKNOWN):
+        return run._replace(tape=_recorded(laid_out, call, batch, {}, around).tape)
+    return run
+
+
+def _recorded(
+    model: nn.Module,
+    call: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    heads: Mapping[str, tuple[Axis, Cut]],
+    around: Around | None = None,
+) -> ModelPass:
+    record = _Record([*model.parameters(), *model.buffers(), *tree_leaves(batch)])
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        if "torch._dynamo" in sys.modules:  # otherwise no module is compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(record.watching(model, heads))
+        stack.enter_context(around(model, record.rows.append) if around else nullcontext())
+        stack.enter_context(recorded(model, record.move))
+        stack.enter_context(saved_tensors_hooks(record.save, lambda x: x))
+        stack.enter_context(as_on_processor(record))
+        loss = call(model, batch)
+        if loss.requires_grad:
+            loss.sum().backward()
+    return record.done()
+
+
+class _Record:
+    """The record so far. It keeps tensors alive, so that no new tensor gets the id of one."""
+
+    def __init__(self, inputs: list[Any]) -> None:
+        self.tape = TapeRecorder(inputs)
+        self.inside = [""]  # modules that are running, innermost last
+        self.begun: list[int] = []  # the calls of these modules
+        self.calls: list[Call] = []
+        self.tensors: list[Tensor] = []
+        self.numbers: dict[tuple[int, int], int] = {}
+        self.returned: set[int] = set()  # values that a gradient reached
+        self.losses: list[CutLoss] = []
+        self.joins: list[Value] = []
+        self.moves: list[LayerMove] = []
+        self.rows: list[RowGather] = []
+        self.saves: set[int] = set()  # the number of calls so far, at each save of autograd
+        self.rank = 0  # on the axis over which logits are sharded
+
+    @contextmanager
+    def watching(self, model: nn.Module, heads: Mapping[str, tuple[Axis, Cut]]) -> Iterator[None]:
+        """Set hooks on every module of the model during a pass."""
+        handles: list[Any] = []
+        for name, module in model.named_modules():
+            begin, end = partial(self._begin, name), partial(self._end, name)
+            handles.append(module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_pre_hook(self._receive, with_kwargs=True))
+            handles.append(module.register_forward_hook(end))
+            if name in heads:
+                handles.append(module.register_forward_hook(partial(self._cut, *heads[name])))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def done(self) -> ModelPass:
+        """The record as a value."""
+        values = tuple(
+            Value(tuple(x.shape), str(x.dtype).removeprefix("torch."), n in self.returned)
+            for n, x in enumerate(self.tensors)
+        )
+        more = tuple(self.losses), tuple(self.joins), tuple(sorted(self.saves)), tuple(self.moves)
+        found = ModelPass(tuple(self.calls), values, self.tape.done(), *more, tuple(self.rows))
+        self.tensors.clear()  # their hooks refer to this record
+        return found
+
+    def save(self, x: Tensor) -> Tensor:
+        """Autograd keeps `x` for the backward pass."""
+        if not _in_backward():
+            self.tape.save(x, self.inside[-1])
+            self.saves.add(len(self.calls))
+        return x
+
+    def move(self, found: LayerMove) -> None:
+        """A layer of experts moves rows or sums."""
+        self.moves.append(found._replace(calls=len(self.calls)))
+
+    def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """An operation below autograd."""
+        if not _in_backward():
+            self.tape.operation(self.inside[-1], func, args, kwargs, out)
+
+    def attention(self, inputs: Sequence[Tensor], out: Tensor, saves: int) -> None:
+        """Record a fused attention with output `out`, before which autograd had saved `saves`."""
+        if not _in_backward():
+            self.tape.attention(self.inside[-1], (inputs[0], inputs[1], inputs[2]), out, saves)
+
+    def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self.inside.append(name)
+        if not _in_backward():
+            self.tape.take(name, tensors_in((args, kwargs)))
+        self.begun.append(len(self.calls))
+        values, recorded = self._values((args, kwargs)), torch.is_grad_enabled()
+        self.calls.append(Call(name, True, values, _in_backward(), recorded))
+
+    def _receive(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """The inputs after the module's own hooks, which may have changed them."""
+        call = self.begun[-1]
+        self.calls[call] = self.calls[call]._replace(values=self._values((args, kwargs)))
+
+    def _end(self, name: str, _: nn.Module, __: Any, out: Any) -> None:
+        self.inside.pop()
+        self.begun.pop()
+        if not _in_backward():
+            self.tape.give(name, tensors_in(out))
+        self.calls.append(Call(name, False, self._values(out), _in_backward()))
+
+    # --- sharded logits (techniques/tensor/logits.py) ---------------------------------------------
+
+    def _cut(self, axis: Axis, cut: Cut, _: nn.Module, __: Any, y: Tensor) -> Tensor:
+        self.rank = axis.rank
+        return sharded_logits(y[..., : cut.size(axis.rank)], axis, cut, self)
+
+    def join(self, x: Tensor, cut: Cut) -> Tensor:
+        """Logits are gathered."""
+        self._joined(x, cut, trained=False)
+        return functional.pad(x, (0, cut.whole - x.shape[-1]))
+
+    def take(self, x: Tensor, cut: Cut) -> Tensor:
+        """Gathered logits that were changed are sharded again; their gradient is gathered."""
+        part = x[..., : cut.size(self.rank)]
+        if part.requires_grad:
+            part.register_hook(lambda _: self._joined(x, cut, trained=True))
+        return part
+
+    def _joined(self, x: Tensor, cut: Cut, *, trained: bool) -> None:
+        shape = (*x.shape[:-1], cut.ranks * max(map(cut.size, range(cut.ranks))))
+        self.joins.append(Value(shape, str(x.dtype).removeprefix("torch."), trained))
+
+    def record_loss(self, positions: int, smoothing: bool, element_bytes: int) -> None:
+        """Record a cross-entropy of sharded logits."""
+        self.losses.append(CutLoss(positions, smoothing, element_bytes))
+
+    def _values(self, inputs: Any) -> tuple[int, ...]:
+        return tuple(self._number(x) for x in tensors_in(inputs))
+
+    def _number(self, x: Tensor) -> int:
+        """The number of a tensor's value; an in-place change makes a new value."""
+        key = id(x), x._version
+        if key not in self.numbers:
+            number = self.numbers[key] = len(self.tensors)
+            self.tensors.append(x)
+            if x.requires_grad:
+                x.register_hook(lambda _: self.returned.add(number))
+        return self.numbers[key]
+
+
+class Recorder(Protocol):
+    """Records the operations of a pass, for predictions or to derive a table."""
+
+    @property
+    def tape(self) -> Any:
+        """Its `saves` counts the tensors that autograd has saved."""
+
+    def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """Record an operation below autograd."""
+
+    def attention(self, inputs: Sequence[Tensor], out: Tensor, saves: int, /) -> None:
+        """A fused attention on the meta device of query, key, value and perhaps a mask."""
+
+
+class _ToMeta(TorchDispatchMode):
+    """Moves the other inputs of an operation on a meta tensor to meta; other operations are real.
+
+    So tensors that a model computes only from the batch or from its buffers have values.  A write
+    of a meta tensor to one with values is lost; with `strict` it raises RuntimeError.
+    """
+
+    def __init__(self, record: Recorder | None = None, *, strict: bool = False) -> None:
+        super().__init__()
+        self.record, self.strict = record, strict
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # of logits that autograd has saved
+            if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
+                if self.strict and func._schema.is_mutable and not args[0].is_meta:
+                    raise RuntimeError(f"{func}: unknown values written to a known tensor")
+                args = tree_map_only(Tensor, _moved, args)
+                kwargs = dict(
+                    zip(kwargs, tree_map_only(Tensor, _moved, [*kwargs.values()]), strict=True)
+                )
+                if "device" in kwargs:  # x.to(y.device): the device that a tensor reports
+                    kwargs["device"] = torch.device("meta")
+            out = func(*args, **kwargs)
+            if self.record is not None:
+                self.record.operation(func, args, kwargs, out)
+        return out
+
+
+class _AsOn(TorchFunctionMode):
+    """Makes meta tensors report another device, and attention save what a fused kernel saves.
+
+    So tensors that a model computes only from sizes (positions, masks) have values that it may
+    read, and attention saves no scores.
+    """
+
+    def __init__(self, record: Recorder | None, device: torch.device) -> None:
+        super().__init__()
+        self.record, self.device = record, device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == Tensor.device.__get__:
+            return self.device
+        if func is not functional.scaled_dot_product_attention or _unfused(args, kwargs):
+            return func(*args, **kwargs)
+        named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
+        query, key, value = [*args[:3], *named]
+        if not query.is_meta:  # a pass that computes values
+            return func(*args, **kwargs)
+        mask = _mask(args, kwargs)
+        saves = 0 if self.record is None else self.record.tape.saves
+        out = _Attention.apply(query, key, value, mask)
+        if self.record is not None:
+            inputs = [query, key, value, *([] if mask is None else [mask])]
+            self.record.attention(inputs, out, saves)
+        return out
+
+
+class _Attention(torch.autograd.Function):
+    """Attention on meta: the shape of its result, and the tensors that a fused kernel saves."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+        """Of query [B, H, T, E], key and value [B, H or fewer, S, E]: [B, H, T, E], no values.
+
+        The kernel keeps a mask too, and one of truth values as numbers.
+        """
+        # the kernel writes it with the strides of the query
+        out = torch.empty_like(query[..., :1].expand(*query.shape[:-1], value.shape[-1]))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        sums = query.new_empty(query.shape[:-1], dtype=wide, device="meta")
+        masks = [] if mask is None else [mask.to(query.dtype) if mask.dtype == torch.bool else mask]
+        ctx.save_for_backward(query, key, value, *masks, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return *(torch.empty_like(x, device="meta") for x in ctx.saved_tensors[:3]), None
+
+
+@contextmanager
+def as_on(
+    device: torch.device, record: Recorder | None = None, *, strict: bool = False
+) -> Iterator[None]:
+    """Inside the `with`, a model on meta computes as if it were on `device`.
+
+    Operations on real tensors alone, such as those of the batch, compute real values.
+    """
+    with _AsOn(record, device), _ToMeta(record, strict=strict):
+        yield
+
+
+def as_on_processor(record: Recorder | None = None) -> AbstractContextManager[None]:
+    """Inside the `with`, a model on meta computes as if it were on a CPU."""
+    return as_on(torch.device("cpu"), record)
+
+
+def _unfused(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether attention drops scores or trains its mask, for which CPUs have no fused kernel."""
+    drops = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+    mask = _mask(args, kwargs)
+    return bool(drops) or (mask is not None and mask.requires_grad)
+
+
+def _mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    return args[3] if len(args) > 3 else kwargs.get("attn_mask")
+
+
+def _moved(x: Tensor) -> Tensor:
+    return x.to("meta")
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,1 +1,0 @@
-"""The techniques, a folder each; no folder imports another's."""

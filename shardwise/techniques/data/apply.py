@@ -1,0 +1,299 @@
+"""A model's parameters become units of flat parameters, with hooks that gather and reduce them."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.arena import Arena
+from shardwise.comm.disk import Disk
+from shardwise.comm.tiers import Tiers
+from shardwise.comm.world import Axis, World
+from shardwise.core.hook import Hook
+from shardwise.core.param_layout import Groups, Layout
+from shardwise.core.plan import Plan
+from shardwise.core.zero import Row
+from shardwise.engine import validate
+from shardwise.engine.cut import fill_part
+from shardwise.engine.precision import cast_inputs, param_dtypes
+from shardwise.engine.rank_zero_weights import RankZeroWeights
+from shardwise.observe.meta_buffers import materialise
+from shardwise.techniques.data.buffers import Buffers
+from shardwise.techniques.data.consensus import Consensus
+from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.initial_weights import Fill
+from shardwise.techniques.data.local_layout import LocalLayout
+from shardwise.techniques.data.pace import Pace
+from shardwise.techniques.data.reducer import Reductions
+from shardwise.techniques.data.units import Unit, Units
+from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, choose
+from shardwise.techniques.expert.apply import check_experts
+from shardwise.techniques.tile.apply import Tiling, tiled_layers
+
+#: Neighbours smaller than this are one unit: below it a message costs more than what it carries.
+LEAST_BYTES = 2**21
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How parameters are stored: the row, its data axes, and how units are chosen.
+
+    device: where they are kept; None leaves them where they are.
+    broadcast_buffers: whether buffers are rank 0's in every training forward, or at first only.
+    tiers: of this rank, where the row keeps states in host memory.
+    late: whether updates there are made beside the next step.
+    arena: of this rank, for gradients until they are reduced.
+    disk: of this rank, where the row keeps states on a disk.
+    tiling: the linear layers that are gathered in tiles.
+    gathers: whether units are gathered for use, under any plan of a layer.
+    compute: the dtypes of parameters while they are used, where it is not their own.
+    alone: layers with a plan of their own inside of blocks: units of their own.
+    Neighbours smaller than `least_unit_bytes` (None: LEAST_BYTES) are one unit.
+    fill(name, tensor) writes the initial weights of parameters on the meta device, unit by unit.
+    weights: weights that rank 0 alone has, and that arrive after all units are built.
+    """
+
+    row: Row
+    shard: Axis
+    replicate: Axis
+    units: Rule = "auto"
+    bucket_bytes: int = 25 * 2**20
+    fill: Fill | None = None
+    device: torch.device | None = None
+    broadcast_buffers: bool = True
+    least_unit_bytes: int | None = None
+    tiers: Tiers = field(default_factory=Tiers)
+    late: bool = False
+    arena: Arena = field(default_factory=Arena)
+    disk: Disk | None = None
+    tiling: Tiling = field(default_factory=Tiling)
+    gathers: bool = False
+    alone: tuple[str, ...] = ()
+    compute: Mapping[nn.Parameter, torch.dtype] = field(default_factory=dict)
+    weights: RankZeroWeights = field(default_factory=RankZeroWeights)
+
+    @property
+    def axes(self) -> tuple[Axis, Axis]:
+        """The two data axes; one of them may have a single rank."""
+        return self.shard, self.replicate
+
+
+def gathers_units(row: Row) -> bool:
+    """Whether units under this row are gathered before each use, and freed."""
+    return row.param.kind == "S" or row.param_tier != "device"
+
+
+def gathers(plan: Plan) -> bool:
+    """Whether units of any layer are gathered before each use."""
+    every = (plan.of_layers(number) for number in range(len(plan.layers) + 1))
+    return any(gathers_units(each.states) for each in every)
+
+
+def units_of(
+    model: nn.Module,
+    how: Sharding,
+    parts: int = 1,
+    unit_key: Callable[[UnitSpec], object] = lambda _: None,
+) -> list[UnitSpec]:
+    """The units of a model whose parameters will be sharded in about `parts` parts.
+
+    Sizes are those of full parameters, so that ranks with slightly different parts choose the same.
+    Neighbours whose `unit_key` differs are not merged.
+    """
+    # units that are gathered for use stay small; units that are only reduced may fill a bucket
+    gathered = how.gathers or gathers_units(how.row)
+    most = 2 * LEAST_BYTES if gathered else how.bucket_bytes
+    least = LEAST_BYTES if how.least_unit_bytes is None else how.least_unit_bytes
+    tiled = how.tiling.layers
+
+    def apart(spec: UnitSpec) -> object:
+        return unit_key(spec), spec.name if spec.name in tiled else None
+
+    specs = choose(model, how.units, least * parts, most * parts, apart, (*tiled, *how.alone))
+    return how.tiling.divided(specs)
+
+
+@dataclass(frozen=True)
+class Held:
+    """How the ranks hold each parameter (core/layouts.py), and the axes of this rank by name.
+
+    sums   for an axis and groups of its ranks that sum gradients, the axis of this rank's group
+    """
+
+    layouts: Mapping[str, Layout]
+    axes: Mapping[str, Axis]
+    sums: Mapping[tuple[str, Groups], Axis] = field(default_factory=dict)
+
+    def axis(self, name: str) -> Axis:
+        """The axis of that name; of size one if there is none."""
+        return self.axes.get(name, Axis(name))
+
+    @property
+    def here(self) -> dict[str, int]:
+        """This rank's coordinate on each axis."""
+        return {name: axis.rank for name, axis in self.axes.items()}
+
+    def sums_of(self, layout: Layout) -> list[Axis]:
+        """The axes other than the data's over which the gradient is summed."""
+        found = [
+            self.sums[axis, on.groups]
+            for axis, on in layout.axes
+            if any(len(group) > 1 for group in on.groups)
+        ]
+        return [axis for axis in found if axis.size > 1]
+
+
+def by_row(how: Sharding, specs: Sequence[UnitSpec]) -> Held:
+    """Parameters of which every axis but those of the row has one rank."""
+    shard, replicate = how.axes
+    layout = Layout(how.row, shard.name, replicate.name)
+    layouts = {name: layout for spec in specs for name, _ in spec.params}
+    return Held(layouts, {shard.name: shard, replicate.name: replicate})
+
+
+def shard(how: Sharding, specs: Sequence[UnitSpec], held: Held) -> list[Unit]:
+    """Lay parameters flat, unit by unit, in place.
+
+    One unit is built and cut before the next is begun, so a model on the meta device never exists
+    whole on any rank.
+    """
+    given, here = how.weights.fill(how.fill), held.here
+
+    def fill(name: str, tensor: Tensor) -> None:
+        """Fill this rank's part of a parameter, perhaps of a tile."""
+        place = here | how.tiling.place(name)
+        fill_part(given, how.tiling.plain(name), held.layouts[name], place, tensor)
+
+    units: list[Unit] = []
+    for spec in specs:
+        groups: list[Flat] = []
+        for group in _groups(spec, held.layouts, how.compute):
+            first = group[0][0]
+            layouts = [held.layouts[name] for name, _ in group]
+            local = LocalLayout(
+                layouts,
+                held.axis(layouts[0].shard),
+                held.axis(layouts[0].replicate),
+                held.sums_of(layouts[0]),
+                here | how.tiling.place(first),
+                how.tiers,
+                how.arena,
+                how.late,
+                how.disk,
+                how.compute.get(group[0][1]),
+            )
+            device = how.device or group[0][1].device
+            groups.append(Flat(group, local, fill, device))
+            groups[-1].names = [how.tiling.plain(name) for name, _ in group]
+            how.weights.expect(groups[-1], [name for name, _ in group], fill)
+        units.append(Unit(spec.name, spec.modules, groups))
+    how.tiling.release(how.device)
+    return units
+
+
+def flats_of(units: Sequence[Unit]) -> list[Flat]:
+    """All flat groups, in the order of the units."""
+    return [group for unit in units for group in unit.groups]
+
+
+def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Consensus:
+    """The consensus of the data ranks (consensus.py)."""
+    buffers = Buffers(model, how.axes, follow=how.broadcast_buffers)
+    device = how.device or flats_of(units)[0].full.device
+    return Consensus(how.axes, flats_of(units), buffers, device)
+
+
+def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions:
+    """The reductions of the units' gradients; at most `in_flight` of them hold buffers at once."""
+    flats = flats_of(units)
+    repeated = any(flat.grads.further for flat in flats)
+    offload = any(flat.moves.host_update for flat in flats)
+    return Reductions(in_flight, repeated=repeated, offload=offload)
+
+
+def hooked(
+    model: nn.Module, how: Sharding, units: Sequence[Unit], pace: Pace, world: World | None = None
+) -> Data:
+    """Hook the modules of `model`, so that its units are gathered, freed and reduced in time."""
+    sums, consensus = sums_of(units, pace.in_flight), agreed(model, how, units)
+    return Data(model, Units(units), pace, sums, consensus, world=world)
+
+
+def sizes(units: Sequence[Unit]) -> dict[nn.Parameter, int]:
+    """The number of elements of each parameter, or of this tensor rank's part of it."""
+    return {
+        p: shape.numel()
+        for flat in flats_of(units)
+        for p, shape in zip(flat.params, flat.shapes, strict=True)
+    }
+
+
+def layable(model: nn.Module, rule: Rule, plan: Plan | None = None) -> None:
+    """Raise the InputError that `shard` would raise, without changing the model."""
+    if any(drivers(module) for module in model.modules()):
+        raise validate.already_wrapped(model)
+    choose(model, rule)
+    if plan is not None:
+        check_experts(model, plan)
+        tiled_layers(model, plan)
+
+
+def drivers(module: nn.Module) -> list[Data]:
+    """The owners of the hooks on `module` that gather and reduce parameters."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Hook)]
+    found = dict.fromkeys(hook.driver for hook in hooks)
+    return [driver for driver in found if isinstance(driver, Data) and driver.staged is None]
+
+
+def driver_of(module: nn.Module) -> Data | None:
+    """The Data of the module itself, not of a module inside it; None for a plain module."""
+    return next((data for data in drivers(module) if data.root is module), None)
+
+
+def _groups(
+    spec: UnitSpec, layouts: Mapping[str, Layout], compute: Mapping[nn.Parameter, torch.dtype]
+) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:
+    """The unit's parameters by dtypes, whether they are trained, and the kind of their layout.
+
+    A tied parameter has its own group: its ranks hold it in units of different parameters.
+    """
+    found: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    for name, p in spec.params:
+        alone = name if layouts[name].tied else ""
+        found[p.dtype, compute.get(p), p.requires_grad, layouts[name].kind, alone].append((name, p))
+    return list(found.values())
+
+
+def cast_whole(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    fill: Fill | None = None,
+    *,
+    by_unit: bool = False,
+) -> None:
+    """Cast `model` to the plan's precision and move it to the device; meta parameters stay.
+
+    So do all parameters with `by_unit`: each unit is moved when it is laid out.
+    """
+    materialise(model, device, fill)
+    if dtype is not None:
+        cast_params(model, dtype)
+    for p in model.parameters():
+        if not (p.is_meta or by_unit):
+            p.data = p.data.to(device)
+    for b in model.buffers():
+        b.data = b.data.to(device)
+        if dtype is torch.float64 and b.is_floating_point():
+            b.data = b.data.double()
+
+
+def cast_params(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters of `model`, and the inputs of its layers (precision.py)."""
+    for p, own in param_dtypes(model, dtype):
+        p.data = p.data.to(own)
+    cast_inputs(model, dtype)

@@ -1,0 +1,76 @@
+"""Copies the buffers of rank 0 to every data rank.
+
+Every training forward begins with rank 0's buffers, as under DDP: all of them, in messages that
+fit a slot of the pool (comm/pool.py), because no rank knows whether another has changed one.  A
+model without buffers sends nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.move import broadcast
+from shardwise.comm.world import Axis
+from shardwise.techniques.data.inference import renew_buffers
+
+
+class Buffers:
+    """The buffers of one model on the data axes.
+
+    Without `follow`, rank 0's buffers are copied once only, at the start.
+    """
+
+    def __init__(self, root: nn.Module, axes: Sequence[Axis], *, follow: bool = True) -> None:
+        self.axes = [axis for axis in axes if axis.size > 1]
+        self.holders = [m for m in root.modules() if m._buffers]
+        self.follow = follow
+        self._broadcast()
+
+    def refresh(self) -> None:
+        """Copy rank 0's buffers to every rank before a forward pass.  All ranks call it."""
+        if self.follow:
+            self._broadcast()
+
+    @torch.no_grad()
+    def _broadcast(self) -> None:
+        # looked up each time: a module may have put another in its place
+        renew_buffers(self.holders)
+        found = dict.fromkeys(b for m in self.holders for b in m._buffers.values() if b is not None)
+        buffers = [b for b in found if b.numel()]
+        for axis in self.axes if buffers else []:
+            for cuts in _pieces([b.nbytes for b in buffers], axis.pool.most_bytes):
+                _broadcast([(buffers[i], start, stop) for i, start, stop in cuts], axis)
+
+
+def _pieces(sizes: Sequence[int], most: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Messages of at most `most` bytes, each a list of (buffer, begin, end) in bytes."""
+    piece, free = list[tuple[int, int, int]](), most
+    for index, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(size, start + free)
+            piece.append((index, start, stop))
+            start, free = stop, free - (stop - start)
+            if not free:
+                yield piece
+                piece, free = [], most
+    if piece:
+        yield piece
+
+
+def _broadcast(piece: Sequence[tuple[Tensor, int, int]], axis: Axis) -> None:
+    nbytes = sum(stop - start for _, start, stop in piece)
+    together = axis.pool.slot(nbytes, piece[0][0].device).tensor((nbytes,), torch.uint8)
+    parts = together.split([stop - start for _, start, stop in piece])
+    for (b, start, stop), part in zip(piece, parts, strict=True):
+        part.copy_(b.detach().reshape(-1).view(torch.uint8)[start:stop])
+    broadcast(together, axis)
+    for (b, start, stop), part in zip(piece, parts, strict=True):
+        if axis.rank:
+            # .data: a graph that has saved the buffer (an earlier forward) is not invalidated, as
+            # it is not by the normalisation layer's own update
+            flat = b.data.reshape(-1)
+            flat.view(torch.uint8)[start:stop].copy_(part)
+            if not b.is_contiguous():
+                b.data.copy_(flat.view_as(b))

@@ -1,0 +1,168 @@
+"""Numbers that the data ranks sum in each step: used parameters, and a checksum.
+
+    1 or 0 for each trained parameter: whether this rank had a gradient for it
+    checksum + MARKS ranks d          with d of same_on_ranks.py, whose sum is 0 if ranks agree
+
+A parameter is updated on all ranks if it had a gradient on any rank.
+
+Each rank also sends a checksum of the number of its steps and of the units that it gathered, in
+order.  If ranks gather units in different orders, they compute with the wrong weights and no shape
+error is raised; a rank that continues after its own error is a step ahead.  Only this checksum
+detects it.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.host_numbers import HostNumbers, doubles_on
+from shardwise.comm.move import begin_sum
+from shardwise.comm.transport import Pending
+from shardwise.comm.world import Axis
+from shardwise.core.errors import bad
+from shardwise.techniques.data.buffers import Buffers
+from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.same_on_ranks import SameOnRanks
+from shardwise.techniques.data.scaling import Scaling
+
+#: Checksums are below it.
+MARKS = 4096
+#: Whole numbers up to this one, and their sums, are exact in doubles.
+_EXACT = 2**53
+
+
+class Consensus:
+    """The numbers that the data ranks of one model sum in each step.
+
+    In the user's own loop, a step on a GPU does not wait for them: `begin` sums them, and `check`
+    reads them when the next backward pass begins, or weights are evaluated or saved.  A rank that
+    has a gradient for every parameter need not know more; another one waits in `end`.
+    """
+
+    def __init__(
+        self,
+        axes: Sequence[Axis],
+        flats: Collection[Flat],
+        buffers: Buffers,
+        device: torch.device,
+    ) -> None:
+        self.axes, self.buffers, self.device = list(axes), buffers, device
+        self.trained = [flat for flat in flats if flat.trained]
+        self.ranks = math.prod(axis.size for axis in self.axes)
+        hashes = min(2**20, _EXACT // (8 * MARKS * self.ranks**2))
+        self.same = SameOnRanks(self.axes, list(flats), hashes, device)
+        self.differs = False  # whether the ranks have found so, and must exchange what they have
+        self.rounds = self.gathered = self.mark = 0
+        #: the sums of a step, on their way to the host
+        self.unread: tuple[HostNumbers, Scaling] | None = None
+
+    def gathers(self, unit: int) -> None:
+        """Record that the unit of this number is gathered."""
+        self.gathered = (31 * self.gathered + unit + 1) % MARKS
+
+    def summary(self) -> Tensor:
+        """One number per trained parameter: 1 if this rank had a gradient for it, else 0.
+
+        The last number is the rank's checksum.  They are doubles, in which sums are exact.
+        """
+        difference = self.same.difference(self.rounds)
+        self.rounds += 1
+        self.mark, self.gathered = (self.gathered + 7 * self.rounds) % MARKS, 0
+        on_device = isinstance(difference, Tensor)
+        last = self.mark + (0 if on_device else MARKS * self.ranks * difference)
+        numbers = doubles_on([*self._flags(), last], self.device)
+        if on_device:
+            numbers[-1] += MARKS * self.ranks * difference.to(self.device)
+        return numbers
+
+    def _flags(self) -> list[bool]:
+        return [flag for group in self.trained for flag in group.grads.has_grad]
+
+    def begin(self, scaling: Scaling) -> None:
+        """Begin to sum the summary of a backward pass, and what `scaling` adds."""
+        if self.ranks > 1:
+            own = scaling.joined(self.summary())
+            self.unread = HostNumbers(self.begin_agree(own), self.device), scaling
+
+    def end(self) -> None:
+        """Which parameters have a gradient on any rank.
+
+        Waits for the device if this rank has no gradient for one of them.
+        """
+        flags = self._flags()
+        self._set_used(flags)
+        if self.unread is not None and (self.unread[0].ready or not all(flags)):
+            self.check(all_ranks=self.unread[0].ready)
+
+    def check(self, *, all_ranks: bool = True) -> None:
+        """Read the sums that `begin` began, unless they have been read.
+
+        `all_ranks`: whether all of them read here, so that they can exchange what differs.
+        Raises InputError if the checksums of the ranks differ.
+        """
+        unread, self.unread = self.unread, None
+        if unread is not None:
+            numbers, scaling = unread
+            self._take(scaling.compared(numbers.read()))
+        if self.differs and all_ranks:
+            self.differs = False
+            self.same.require()
+
+    def begin_agree(self, x: Tensor) -> Pending[Tensor]:
+        """Begin to sum a small vector over all data ranks."""
+        first, *others = [axis for axis in self.axes if axis.size > 1] or self.axes[:1]
+        arriving = begin_sum(x, first)
+
+        def total() -> Tensor:
+            x = arriving.wait()
+            for axis in others:
+                x = begin_sum(x, axis).wait()
+            return x
+
+        return Pending([total])
+
+    def agree(self, x: Tensor) -> Tensor:
+        """The sum of a small vector over all data ranks, every rank's own included."""
+        return self.begin_agree(x).wait()
+
+    def differing(self, summed: Tensor) -> Tensor:
+        """A number [1], from the sum of `summary`; its sum over other axes is 0 if all agree."""
+        others = sum(map(self.same.difference_on, self.same.others))
+        return (summed[-1:] / (MARKS * self.ranks)).floor_().abs_() + others
+
+    def apply(self, summed: Sequence[float], differs: float) -> None:
+        """Take the sum of `summary` over the ranks: which parameters have a gradient on any rank.
+
+        `differs` is 0 on all ranks of the model if they have the same, else on none; NaN says
+        nothing.  Raises InputError if the checksums of the ranks differ.  Called by all of them.
+        """
+        self._take(summed)
+        self.differs = differs != 0 and not math.isnan(differs)
+        self.check()
+
+    def _take(self, summed: Sequence[float]) -> None:
+        *found, last = summed
+        difference, marks = divmod(int(last), MARKS * self.ranks)
+        self.differs = difference != 0
+        if marks != self.mark * self.ranks:
+            raise bad(
+                "a step in which data ranks differ: in the units that they gathered, in their "
+                "order, or in the number of steps so far",
+                "the same steps on all ranks, and under zero3 and FSDP the same modules in the "
+                "same order",
+                "zero2 (SHARD_GRAD_OP) for modules that some ranks skip; no step after an error "
+                "of one rank",
+            )
+        self._set_used([each > 0 for each in found])
+
+    def _set_used(self, flags: Sequence[bool]) -> None:
+        each = iter(flags)
+        for group in self.trained:
+            group.grads.used = [next(each) for _ in group.grads.used]
+
+    def phase(self, name: str) -> None:
+        """Count later messages under this phase of the step."""
+        for axis in self.axes:
+            axis.ledger.now = name

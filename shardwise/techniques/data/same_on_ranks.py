@@ -1,0 +1,256 @@
+"""What ranks must have alike, compared by numbers that they sum in each step.
+
+    options    of the optimizer's groups: rates, betas, weight decay             in each step
+    weights    that several data ranks hold: all of them under ddp, the          every `every` steps
+               shards of hybrid sharding, what zero1 and zero2 keep gathered,
+               experts of several ranks; fp32 masters of 16-bit weights
+
+Of n ranks that hold the same, rank r contributes a multiple of its hash h:
+
+    (n - 1) h(0)  on the first,   - h(r)  on each other;   the sum is 0 if all hashes are equal
+
+The sums are of whole numbers in doubles: they are exact.  Hashes of weights stay on the device.
+Only if the sum is not 0, the ranks exchange names and values, and the error shows them.
+
+Tensor ranks and stages of a pipeline have the same options too.  Along their axes a second such sum
+is in the message with which they agree on the loss or the norm; it carries on that of the data
+ranks, so that all ranks know if any two differ.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.objects import gather_object
+from shardwise.comm.world import Axis
+from shardwise.core.errors import bad
+from shardwise.techniques.data.flat_parameter import Flat
+
+#: Steps between two comparisons of weights, unless an engine says otherwise.
+EVERY = 100
+#: A relative difference of weights that hosts of two kinds of processors reach by rounding.
+ROUNDING, ROUNDING_16_BIT = 1e-5, 1e-2
+#: The axis of the data ranks that hold the same experts.
+_OF_EXPERTS: Final = "edp"
+#: The number of weights in a checksum, which repeat: a prime, which divides no tensor's rows.
+_WEIGHTS = 509
+Options = dict[str, Any]
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Copy(NamedTuple):
+    """A flat parameter, or its fp32 master, on the `rank`-th of `ranks` data ranks that hold it.
+
+    `part` tells it from the parts of the same parameters that other ranks hold.
+    """
+
+    flat: Flat
+    master: Tensor | None
+    part: tuple[int, ...]
+    rank: int
+    ranks: int
+
+    @property
+    def values(self) -> Tensor:
+        if self.master is not None:
+            return self.master
+        flat = self.flat
+        return flat.full if flat.split and not flat.reshards else flat.shard
+
+    def of_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The name of each parameter, and its values."""
+        flat, values = self.flat, self.values
+        pieces = len(values) < flat.plan.padded
+        parts = range(len(flat.params)) if pieces else ()
+        every = [flat.views.part(i, values) for i in parts] or flat.views.every(values)
+        what = "" if self.master is None else "the fp32 master of "
+        yield from zip((f"{what}{name}" for name in flat.names), every, strict=True)
+
+
+class SameOnRanks:
+    """What this rank has, and what the ranks find when it is not what the others have.
+
+    options    by name, set before each step; None: this rank has nothing to update
+    every      steps between two comparisons of weights; 0: none
+    others     axes besides the data's, whose ranks have the same options
+    """
+
+    def __init__(
+        self, axes: Sequence[Axis], flats: Sequence[Flat], hashes: int, device: torch.device
+    ) -> None:
+        self.axes, self.hashes, self.device, self.every = axes, hashes, device, EVERY
+        self.others: Sequence[Axis] = ()
+        self.options: Options | None = {}
+        self.sent: Options | None = {}  # the options that the ranks compare
+        self.hash = 0  # of them
+        self.weighs = False  # whether they compare weights too
+        self.copies = [copy for flat in flats for copy in self._copies(flat)]
+
+    def _copies(self, flat: Flat, master: Tensor | None = None) -> list[_Copy]:
+        """What is compared of a flat parameter: nothing on a disk, and of a mesh of layers."""
+        shard, replicate = flat.shard_axis, flat.replicate_axis
+        known = all(
+            axis.size == 1 or axis.name == _OF_EXPERTS or any(axis is own for own in self.axes)
+            for axis in (shard, replicate)
+        )
+        if not known or flat.moves.fetch == "disk":
+            return []
+        split = flat.split and (flat.reshards or master is not None)
+        rank, ranks = replicate.rank, replicate.size
+        if not split:
+            rank, ranks = rank * shard.size + shard.rank, ranks * shard.size
+        experts = _OF_EXPERTS in (shard.name, replicate.name)
+        part = shard.rank if split else 0, flat.local.coordinates.get("ep", 0) if experts else 0
+        return [_Copy(flat, master, part, rank, ranks)] if ranks > 1 else []
+
+    def add_masters(self, masters: Mapping[Flat, Tensor]) -> None:
+        """Compare the fp32 masters of 16-bit weights too, and name them first."""
+        own = [c for flat, master in masters.items() for c in self._copies(flat, master)]
+        self.copies = own + self.copies
+
+    def difference(self, step: int) -> int | Tensor:
+        """This rank's contribution in step `step`, from 0; a double on the device with weights."""
+        self.sent, self.options = self.options, None if self.options is None else {}
+        self.weighs = self.every > 0 and step % self.every == 0
+        text = repr(self.sent and sorted(self.sent.items()))
+        digest = blake2b(text.encode(), digest_size=7).digest()
+        self.hash = int.from_bytes(digest, "big") % self.hashes
+        if not any(axis.transport.answered for axis in self.axes):
+            return 0  # alone, or in a traced world, whose ranks are all this one
+        shard, replicate = self.axes
+        own = _share(replicate.rank * shard.size + shard.rank, self.data_ranks) * self.hash
+        for copy in self.copies if self.weighs else ():
+            bits = _bits(copy.values).remainder(self.hashes).double()
+            own = own + _share(copy.rank, copy.ranks) * bits.to(self.device)
+        return own
+
+    @property
+    def data_ranks(self) -> int:
+        return math.prod(axis.size for axis in self.axes)
+
+    def difference_on(self, axis: Axis) -> int:
+        """This rank's contribution to the sum over another axis: of the options."""
+        return _share(axis.rank, axis.size) * self.hash * axis.transport.answered
+
+    def require(self) -> None:
+        """A sum is not 0: all ranks exchange what they have.
+
+        Raises InputError for what differs; warns if weights differ by rounding.  Options that a
+        rank does not have are no difference, unless it has none at all: groups may be made by the
+        shapes of pieces.
+        """
+        weights = dict(self._weights()) if self.weighs else {}
+        every: list[tuple[Options | None, Mapping[Any, Any]]] = [(self.sent, weights)]
+        for axis in (*self.axes, *self.others):
+            parts = gather_object(every, axis, self.device)
+            every = [each for part in parts for each in part]
+        self._require_options(
+            [(rank, own) for rank, (own, _) in enumerate(every) if own is not None]
+        )
+        for start in range(0, len(every), self.data_ranks):
+            self._require_weights(start, [each for _, each in every[start:][: self.data_ranks]])
+
+    def _require_options(self, every: Sequence[tuple[int, Options]]) -> None:
+        for rank, options in every:
+            place, first = every[0]
+            for name in sorted({*first, *options}, key=lambda name: (name[:3] != "lr ", name)):
+                both = name in options and name in first
+                if (both and options[name] != first[name]) or not (options and first):
+                    raise _other_option(
+                        name, [self._place(rank), self._place(place)], [options, first]
+                    )
+
+    def _place(self, rank: int) -> str:
+        """The place of a rank in the order of the exchange."""
+        number, own = divmod(rank, self.data_ranks)
+        several = [("data", own)] if self.data_ranks > 1 else []
+        for axis in self.others:
+            number, own = divmod(number, axis.size)
+            several += [(axis.name, own)] if axis.size > 1 else []
+        return ", ".join(f"{name} rank {own}" for name, own in several)
+
+    def _require_weights(self, start: int, every: Sequence[Mapping[Any, Any]]) -> None:
+        """Compare the weights of the data ranks that begin with the rank `start`."""
+        holders: dict[Any, int] = {}
+        for rank, own in enumerate(every):
+            for key, (bits, total, norm, rounding) in own.items():
+                first = holders.setdefault(key, rank)
+                bits_of_first, total_of_first, norm_of_first, _ = every[first][key]
+                if bits == bits_of_first:
+                    continue
+                name, places = key[0], [self._place(start + each) for each in (rank, first)]
+                close = rounding * max(norm, norm_of_first)
+                if abs(total - total_of_first) <= close and abs(norm - norm_of_first) <= close:
+                    _warn_of_rounding(name, *places)
+                    return
+                raise bad(
+                    f"{name} on {places[0]}, whose norm is {norm:.9g}; on {places[1]} its norm is "
+                    f"{norm_of_first:.9g}",
+                    "weights that are the same on all data ranks, which must all change them alike",
+                    "the same change on every rank, or sw.load on every rank",
+                )
+
+    def _weights(self) -> Iterator[tuple[Any, tuple[int, float, float, float]]]:
+        """Of each parameter: the bits, a weighted sum, the norm, and the rounding."""
+        for copy in self.copies:
+            for name, x in copy.of_parameters():
+                wide = torch.view_as_real(x).double() if x.is_complex() else x.double()
+                total, norm = _weighted(wide).item(), wide.norm().item()
+                rounding = ROUNDING_16_BIT if x.element_size() < 4 else ROUNDING
+                yield (name, copy.part), (int(_bits(x)), total, norm, rounding)
+
+
+def _share(rank: int, ranks: int) -> int:
+    return -1 if rank else ranks - 1
+
+
+def _other_option(name: str, places: Sequence[str], both: Sequence[Options]) -> Exception:
+    has, of_first = (
+        f"{options[name]!r}" if name in options else "none: no optimizer has stepped with it"
+        for options in both
+    )
+    return bad(
+        f"{name} on {places[0]}: {has}; on {places[1]}: {of_first}",
+        "the same options of the optimizer, in the same steps, on all ranks",
+        "the change on every rank, without a condition on the rank"
+        if all(name in options for options in both)
+        else "a step on every rank, or on none; a gradient scaler that skips on all is "
+        "ShardedGradScaler of torch.distributed.fsdp.sharded_grad_scaler",
+    )
+
+
+def _warn_of_rounding(name: str, place: str, first: str) -> None:
+    warnings.warn(
+        f"The weights {name} on {place} differ from those on {first} by rounding, as on hosts with "
+        "other processors. A checkpoint has those of one of them.",
+        stacklevel=2,
+    )
+
+
+def _fold(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sums of each _WEIGHTS-th element of flat `x`."""
+    x = x.reshape(-1)
+    rows = x[: len(x) - len(x) % _WEIGHTS].view(-1, _WEIGHTS)
+    folded, rest = rows.sum(0, dtype=dtype), x[rows.numel() :]
+    folded[: len(rest)] += rest
+    return folded
+
+
+@torch.no_grad()
+def _bits(x: Tensor) -> Tensor:
+    """An integer from the bits of `x`, 0-d, on its device."""
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    folded = _fold(x.detach().reshape(-1).view(_INTEGERS[x.element_size()]), torch.int64)
+    weights = torch.arange(1, _WEIGHTS + 1, dtype=torch.int64, device=x.device)
+    return (folded * weights * 2_305_843_009_213_693_951).sum()
+
+
+@torch.no_grad()
+def _weighted(x: Tensor) -> Tensor:
+    folded = _fold(x.detach(), torch.float64)
+    return folded.dot(torch.arange(_WEIGHTS, dtype=torch.float64, device=x.device).cos())

@@ -1,0 +1,95 @@
+"""Finds gradients that a program has scaled by another factor on each rank.
+
+`torch.nn.utils.clip_grad_norm_` over pieces of parameters takes the norm of one rank's pieces, so
+that each rank scales by its own factor.  No hook sees that call, but what it leaves shows:
+
+    backward ends     a sample of the gradients, and their version
+    optimizer steps   all gradients have another version: are they one factor times the sample?
+    next backward     ranks add up 1, the factor and its square (0 if it is not one factor); factors
+                      with a variance differ, and rank 0 warns once
+
+A factor that is the same on all ranks (sw.clip_grad_norm, a gradient scaler) has no variance;
+clip_grad_value_ is not one factor.
+"""
+
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.world import Axis
+from shardwise.techniques.data.flat_parameter import Flat
+
+#: Elements of a flat parameter's gradient that are compared.
+_SAMPLE = 64
+
+
+class Scaling:
+    """The factors of the gradients of those of `flats` that are divided over `axes`."""
+
+    def __init__(self, flats: Iterable[Flat], axes: Sequence[Axis]) -> None:
+        self.flats = [flat for flat in flats if flat.trained and flat.split]
+        self.first = all(axis.rank == 0 for axis in axes)
+        self.rounding = max((torch.finfo(flat.dtype).eps for flat in self.flats), default=0.0)
+        self.noted: list[tuple[Flat, Tensor, int]] = []
+        self.changed: list[tuple[Tensor, Tensor]] = []
+        self.warned = False
+
+    def note(self) -> None:
+        """A backward pass has ended: remember its gradients."""
+        self.changed = []
+        self.noted = [
+            (flat, _sample(gradient).clone(), gradient._version)
+            for flat in self.flats
+            if (gradient := flat.grads.gshard) is not None
+        ]
+
+    def look(self) -> None:
+        """An optimizer is about to step: see which gradients have changed."""
+        for noted in list(self.noted):
+            flat, sample, version = noted
+            gradient, count = flat.grads.gshard, sum(p.grad is not None for p in flat.params)
+            if gradient is not None and count and gradient._version - version >= count:
+                self.noted.remove(noted)
+                self.changed.append((sample, _sample(gradient).clone()))
+
+    @torch.no_grad()
+    def joined(self, numbers: Tensor) -> Tensor:
+        """Numbers that the ranks sum, with those of the factor before them."""
+        if not self.flats:
+            return numbers
+        if not self.changed:
+            return torch.cat([numbers.new_zeros(3), numbers])
+        old, new = (torch.cat([pair[k] for pair in self.changed]).double() for k in (0, 1))
+        factor = (old @ new) / (old @ old)
+        off = torch.linalg.vector_norm(new - factor * old) / torch.linalg.vector_norm(new)
+        one = (off <= self.rounding).double()  # 0 where it is NaN
+        own = torch.stack([one, *(torch.where(one > 0, factor**k, 0.0) for k in (1, 2))])
+        return torch.cat([own.to(numbers), numbers])
+
+    def compared(self, sums: Sequence[float]) -> Sequence[float]:
+        """The sums over all ranks without those of the factor, of which it warns."""
+        if not self.flats:
+            return sums
+        count, total, squares = sums[:3]
+        if count > 1 and not self.warned:
+            mean = total / count
+            least = max(1e-3, 2 * self.rounding) * mean
+            self.warned = squares / count - mean * mean > least * least
+            if self.warned and self.first:
+                _warn()
+        return sums[3:]
+
+
+def _sample(gradient: Tensor) -> Tensor:
+    return gradient[:: max(1, gradient.numel() // _SAMPLE)]
+
+
+def _warn() -> None:
+    warnings.warn(
+        "Before the last optimizer step each rank scaled its pieces of the gradients by another "
+        "factor, as torch.nn.utils.clip_grad_norm_ does on a sharded module: it takes the norm of "
+        "one rank's pieces. The step was wrong. Write sw.clip_grad_norm(module, max_norm).",
+        stacklevel=2,
+    )

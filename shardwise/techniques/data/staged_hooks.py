@@ -1,0 +1,68 @@
+"""The units of a pipeline rank: their stages, and when the reduction of their gradients begins.
+
+    F B I W s     hooks gather and free the units that stage s uses, one by one (hooks.py)
+    W s           the weight gradients that I deferred are computed and added
+    REDUCE s      all microbatches are done: the reduction of the stage's gradients begins
+
+A parameter that several stages use is in one unit.  On a rank that has all of these stages, its
+reduction begins with the last REDUCE of them.  A parameter that several ranks hold is reduced after
+all others, in the order of the names, so that all its holders take the same order.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from shardwise.techniques.data.reducer import Reductions
+from shardwise.techniques.data.units import Unit
+
+#: Postponed products: a weight, and the factors of left^T right (weight_gradient.py).
+PutOff = list[tuple[nn.Parameter, Tensor, Tensor]]
+
+
+class StagedUnits:
+    """The units of the stages that this rank owns.
+
+    units    by stage, the units that the stage uses
+    last     the units whose gradients are reduced last, in this order
+    inside   modules that only layers call: their hooks see every use of their parameters
+    """
+
+    def __init__(
+        self,
+        units: Mapping[int, Sequence[Unit]],
+        last: Sequence[Unit],
+        inside: Collection[nn.Module],
+        sums: Reductions,
+    ) -> None:
+        self.units, self.last, self.inside, self.sums = dict(units), list(last), inside, sums
+        self.reduced: set[int] = set()  # stages, since `begin`
+        self.waiting: PutOff = []
+
+    def begin(self) -> None:
+        """A run of the schedule begins; the last of a step reduces (`sums.sync`)."""
+        self.reduced = set()
+
+    def reduce(self, stage: int) -> None:
+        """Begin to reduce a stage's gradients, except of units that are reduced later."""
+        self.reduced.add(stage)
+        if self.sums.sync:
+            self._reduce([unit for unit in self.units[stage] if unit not in self.last])
+
+    def end(self) -> None:
+        """Begin the remaining reductions, after the last run of the step."""
+        if self.sums.sync:
+            self._reduce(self.last)
+
+    def _reduce(self, units: Iterable[Unit]) -> None:
+        ready = [unit for unit in units if self._users(unit) <= self.reduced]
+        self.sums.begin()
+        self.sums.end(ready)
+
+    def _users(self, unit: Unit) -> set[int]:
+        return {stage for stage, units in self.units.items() if unit in units}
+
+    def later(self) -> PutOff:
+        """The weight-gradient products deferred since the last call."""
+        waiting, self.waiting = self.waiting, []
+        return waiting

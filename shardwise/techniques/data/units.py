@@ -1,0 +1,177 @@
+"""The units of a model, and the operations on all of them between two passes.
+
+    update     to_sharded: every parameter is this rank's piece     attach_grads: with its gradient
+    after it   begin_unshard: gather what the row keeps unsharded   wait: until it is there
+
+During a pass hooks unshard and reshard them one by one (hooks.py).
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.core.hook import in_backward
+from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.gradient_hooks import before_gradients
+
+
+class Unit:
+    """A unit: its flat parameters, and its state during a pass."""
+
+    def __init__(self, name: str, modules: Sequence[nn.Module], groups: Sequence[Flat]) -> None:
+        self.name, self.modules, self.groups = name, list(modules), list(groups)
+        self.number = 0  # in the order of definition
+        self.trained = [group for group in groups if group.trained]
+        self.reshards = any(group.reshards for group in groups)
+        # looking a row up in a table needs the table only forward
+        self.wanted_backward = not all(type(m) is nn.Embedding for m in modules)
+        self.reached = True  # gradients arrive at what it gave
+        self.stays_unsharded = False
+        self.unwatched = False  # gradients may arrive at its output unseen
+        self.depth = 0  # forward passes of its modules that are running
+        self.used = False  # in a forward pass since it was freed
+        self.ran = False  # in a forward pass of training since it was freed
+        self.opened = False  # gathered for a read outside of its modules' calls
+        self.recorded: list[RemovableHandle] = []  # hooks, if autograd has recorded the read
+        self.missing = self.expected = sum(len(group.params) for group in self.trained)
+        self.complete = False
+
+    def begin_unshard(self) -> None:
+        for group in self.groups:
+            group.begin_unshard()
+
+    def unshard(self) -> None:
+        for group in self.groups:
+            group.begin_unshard()
+        for group in self.groups:
+            group.unshard()
+
+    def open(self, begin_backward: Callable[..., None]) -> None:
+        """Gather it for a read outside of its modules' calls, until `close`.
+
+        If autograd records, `begin_backward` is called before a gradient is accumulated.
+        """
+        self.unshard()
+        self.opened = True
+        if torch.is_grad_enabled() and not self.recorded:
+            params = (p for group in self.trained for p in group.params)
+            self.recorded = before_gradients(params, begin_backward)
+
+    def close(self) -> None:
+        """End the reads."""
+        for group in self.groups if self.opened else ():
+            group.keep_writes(of_forward=False)
+        for handle in self.recorded:
+            handle.remove()
+        self.opened, self.recorded = False, []
+        self.reshard()
+
+    def reshard(self) -> None:
+        """Free it, unless it is open for reads."""
+        self.used = False
+        if self.opened:
+            return
+        ran, self.ran = self.ran, False
+        for group in self.groups:
+            if ran:
+                group.keep_writes()
+            group.reshard()
+
+    def reshard_before_gradients(self) -> None:
+        """Free gathered parameters; p.data keeps its shape, as gradients may still arrive."""
+        self.used = False
+        if self.opened:
+            return
+        self.ran = False
+        for group in self.groups:
+            if group.reshards and not group.is_sharded:
+                group.reshard()
+                group.set_placeholders()
+
+    def attach_grads(self) -> None:
+        for group in self.groups:
+            group.to_sharded()
+            if group.trained:
+                group.grads.attach()
+
+
+class Units:
+    """All units, in the order in which a forward pass uses them."""
+
+    def __init__(self, order: Sequence[Unit]) -> None:
+        self.order = list(order)
+
+    def attach_grads(self) -> None:
+        """Shard all parameters, and set their gradients: the optimizer may update them."""
+        for unit in self.order:
+            unit.attach_grads()
+
+    def reshard(self) -> None:
+        """Reshard all units, except those that the row keeps unsharded."""
+        for unit in self.order:
+            unit.close()
+
+    def take_assigned(self) -> None:
+        """Take over what the program has assigned to parameters (flat_parameter.py)."""
+        for group in (group for unit in self.order for group in unit.groups):
+            group.take_assigned()
+
+    def end_evaluation(self, *, sharded: bool) -> None:
+        """Free the units that a pass without gradients kept, or shard all."""
+        for unit in self.order:
+            if unit.unwatched:
+                unit.reshard()
+        if sharded:
+            self.to_sharded(between_passes=False)
+
+    def to_sharded(self, *, between_passes: bool = True) -> None:
+        """Shard all parameters, before a backward pass except those whose reads it needs."""
+        for unit in self.order:
+            if between_passes or not unit.recorded:
+                unit.close()
+                for group in unit.groups:
+                    group.to_sharded()
+
+    def drop(self) -> None:
+        """Drop the gradients of a failed step."""
+        self.reshard()
+        for unit in self.order:
+            for group in unit.trained:
+                group.grads.clear()
+
+    def wait(self) -> None:
+        """Wait for the gathers that `begin_unshard` started."""
+        for unit in self.order:
+            if not unit.reshards:
+                unit.unshard()
+
+    def step_in_backward(self) -> None:
+        """Run the optimizers that torch.distributed.optim._apply_optimizer_in_backward set.
+
+        Drops the gradients afterwards. Raises InputError for sharded parameters.
+        """
+        for group in (group for unit in self.order for group in unit.trained):
+            for p in group.params:
+                optimizers = getattr(p, "_in_backward_optimizers", ())
+                if optimizers and group.split:
+                    raise in_backward("sharded parameters")
+                for optimizer in optimizers:
+                    optimizer.step()
+                if optimizers:
+                    p.grad = None
+
+    def begin_unshard(self) -> None:
+        """After the update: begin to gather units that stay unsharded, in the order of use."""
+        for unit in self.order:
+            if not unit.reshards:
+                unit.begin_unshard()
+
+
+def mark_kept(order: Sequence[Unit]) -> None:
+    """Mark units around others, which backward needs first and last."""
+    for unit in order:
+        mine = {m for module in unit.modules for m in module.modules()}
+        others = [m for other in order if other is not unit for m in other.modules]
+        unit.stays_unsharded = any(m in mine for m in others)

@@ -1,0 +1,242 @@
+"""Shards the experts of a model over the axis `ep`, which divides the data ranks.
+
+    dp4 ep2    data rank    0    1    2    3        rows of the batch: each its own
+               ep           0    1    0    1        experts: the first half, the second half
+               edp          0    0    1    1        ranks 0 and 2 hold the same experts
+
+`ep` groups neighbours of the innermost data axis. Stacked weights of experts are sharded along
+`ep`. On the ranks that hold the same experts (`edp`, and `dp_replicate`) they follow the plan's
+row, and their gradients are summed over these ranks: an expert gets the tokens of its whole `ep`
+group. All other parameters follow the row on the data axes. Without `ep` the layers still get the
+data axes, because capacity and losses refer to the global batch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import gcd
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm.world import Axis, World, traced
+from shardwise.core.errors import bad
+from shardwise.core.mesh import EXPERTS, REST
+from shardwise.core.param_layout import AxisLayout
+from shardwise.core.plan import Plan
+from shardwise.core.uneven import even
+from shardwise.engine.batch import Count, filled
+from shardwise.engine.cut import agree, cut_to
+from shardwise.techniques.expert.global_batch import GlobalBatch
+from shardwise.techniques.expert.layer import Load, MoE, Place
+from shardwise.techniques.expert.moves import ExpertLayer, LayerMove, Loads
+from shardwise.techniques.expert.passes import PassRecords
+from shardwise.techniques.expert.routing import Routing
+from shardwise.techniques.expert.stacked import (
+    StackedOnRanks,
+    choices_of,
+    experts_of,
+    record_moves,
+    stacked_experts,
+    width_of,
+)
+
+
+@dataclass
+class ExpertLayout:
+    """A model on the axis of experts.
+
+    axis       of the ranks among which experts are distributed
+    shard      the axis on which states of experts are sharded, in place of the data axis
+    replicate  the axis on which they are replicated
+    routes     whether the model has layers of experts, in any stage of a pipeline
+    loads      of this rank's layers in the last training step, by name
+    """
+
+    axis: Axis
+    shard: Axis
+    replicate: Axis
+    routes: bool = False
+    loads: dict[str, Load] = field(default_factory=dict[str, Load])
+    pass_records: list[PassRecords] = field(default_factory=list[PassRecords])  # of the layers
+    stand_ins: list[Any] = field(default_factory=list)
+    skips: bool = False  # whether a step whose logits are not finite is skipped, or raises
+    absent: bool = False  # whether the current batch is a stand-in for one without rows
+    count: Count | None = None  # the user's number of rows of a batch
+
+    def begin(self, parts: Sequence[Any]) -> list[Any]:
+        """A training step on these parts of a batch begins; returns the parts with stand-ins."""
+        self.loads.clear()
+        self.end()  # a step that raised left its passes
+        return self.with_stand_ins(parts)
+
+    def end(self) -> None:
+        """All passes have run: what the model computes next is no stand-in."""
+        self.stand_ins, self.absent = [], False
+        for records in self.pass_records:
+            records.end()
+
+    def see(self, name: str, routing: Routing) -> None:
+        """Add the routing of a training pass to the loads of the layer of that name."""
+        if torch.is_grad_enabled():
+            found, before = Load.of(routing), self.loads.get(name)
+            self.loads[name] = found if before is None else before.plus(found)
+
+    def with_stand_ins(self, parts: Sequence[Any]) -> list[Any]:
+        """The parts of a batch; one without rows is replaced, and its tokens reach no expert."""
+        whole = [filled(part, self.count) for part in parts]
+        self.stand_ins = [now for now, part in zip(whole, parts, strict=True) if now is not part]
+        return whole
+
+    def enter(self, part: Any) -> None:
+        """Called before the model computes this part."""
+        self.absent = any(part is each for each in self.stand_ins)
+
+
+def check_experts(model: nn.Module, plan: Plan) -> None:
+    """Raise InputError if `plan` cannot distribute the experts of `model`."""
+    if plan.ep > 1 and not experts_in(model):
+        raise bad(
+            f"'{plan}' for a {type(model).__name__} without a layer of experts",
+            "epN for a model with sw.MoE layers, or with stacked experts of transformers",
+            f"'{replace(plan, axes=plan.mesh.axes)}'",
+        )
+    for name, experts in experts_in(model).items():
+        if experts % plan.ep:
+            raise bad(
+                f"'ep{plan.ep}' with {experts} experts in {name}",
+                f"a divisor of the experts and of the ranks of {plan.inner_data_axis}",
+                f"ep{gcd(plan.ep, experts)}",
+            )
+
+
+def layers_of(model: nn.Module) -> dict[str, MoE]:
+    """The layers of experts by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+def stacks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold the stacked weights of experts by name, of ours and of transformers."""
+    ours = {f"{name}.experts": layer.experts for name, layer in layers_of(model).items()}
+    return ours | stacked_experts(model)
+
+
+def experts_in(model: nn.Module) -> dict[str, int]:
+    """How many experts there are, by the names of `stacks_of`."""
+    return {name: len(next(module.parameters())) for name, module in stacks_of(model).items()}
+
+
+def layouts_of(model: nn.Module, ranks: int) -> dict[str, AxisLayout]:
+    """The layouts of the stacked weights on an axis of `ranks` ranks, by name."""
+    return {
+        f"{name}.{key}": AxisLayout.sharded(even(0, len(p), ranks))
+        for name, module in stacks_of(model).items()
+        for key, p in module.named_parameters(recurse=False)
+        if ranks > 1
+    }
+
+
+def shapes_of(model: nn.Module) -> dict[str, ExpertLayer]:
+    """The layers of experts as numbers, by name."""
+    return {
+        name: ExpertLayer(
+            experts=layer.gate.experts,
+            least=1 if layer.gate.name == "gshard" else layer.gate.k,
+            choices=layer.gate.k,
+            width=layer.experts.gate.shape[-1],
+            capacity=layer.gate.capacity,
+            takes=layer.gate.name == "expert-choice",
+        )
+        for name, layer in layers_of(model).items()
+    } | {
+        name: ExpertLayer(
+            experts=experts_of(module),
+            least=choices_of(module),
+            choices=choices_of(module),
+            width=width_of(module),
+            by_shard=True,
+        )
+        for name, module in stacked_experts(model).items()
+    }
+
+
+@contextmanager
+def recorded(model: nn.Module, record: Callable[[LayerMove], None]) -> Iterator[None]:
+    """Call `record` with each move of the layers of experts of a model on the meta device."""
+    layers = layers_of(model)
+    before = {name: layer.place for name, layer in layers.items()}
+    for name, layer in layers.items():
+        own = layer.place.batch
+        batch = replace(own, record=lambda move, name=name: record(LayerMove(name, move)))
+        layer.place = replace(layer.place, batch=batch)
+    hooks = [
+        record_moves(module, lambda move, name=name: record(LayerMove(name, move)))
+        for name, module in stacked_experts(model).items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for name, layer in layers.items():
+            layer.place = before[name]
+
+
+def lay_out(
+    model: nn.Module,
+    world: World,
+    plan: Plan,
+    data: tuple[Axis, Axis],
+    count: Count | None = None,
+) -> ExpertLayout:
+    """Shard the experts of `model` along `ep`, in place, and give the layers their axes.
+
+    `data` are the shard and the replicate axis of everything else; `count` is the user's number of
+    rows of a batch.
+    """
+    shard, replicate = data
+    inner, n = plan.inner_data_axis, plan.ep
+    axis, rest = Axis(EXPERTS), world.axis(inner)
+    if n > 1:
+        ranks = world.axis(inner).size
+        axis = world.within(inner, [range(g, g + n) for g in range(0, ranks, n)], EXPERTS)
+        rest = world.within(inner, [range(e, ranks, n) for e in range(n)], REST)
+        shard = rest if shard.name == inner else shard
+        replicate = rest if replicate.name == inner else replicate
+    layouts = layouts_of(model, n)
+    layers = layers_of(model)
+    layout = ExpertLayout(axis, shard, replicate, bool(layers or layouts))
+    layout.count = count
+    layout.pass_records.extend(layer.pass_records for layer in layers.values())
+    batch = GlobalBatch((data[1], data[0]))
+    first = batch.rank - axis.rank
+    for name, layer in layers.items():
+        peers = tuple(range(first, first + n))
+        see = partial(layout.see, name)
+        calls = {"has_no_rows": lambda: layout.absent, "on_routing": see}
+        calls["skips"] = lambda: layout.skips
+        layer.place = replace(layer.place, batch=batch, ep=axis, peers=peers, name=name, **calls)
+    for name, module in stacked_experts(model).items() if n > 1 else ():
+        group = Place(GlobalBatch((axis,)), axis, tuple(range(n)), name, lambda: layout.absent)
+        group = replace(group, skips=lambda: layout.skips)
+        if isinstance(module.forward, StackedOnRanks):  # on the tensor axis
+            on = module.forward.place
+            group = replace(group, enter=on.enter, leave=on.leave, parts=on.parts)
+        module.forward = StackedOnRanks(module, group)
+    agree([p for name, p in model.named_parameters() if name in layouts], axis, world.device)
+    cut_to(model, layouts, axis)
+    return layout
+
+
+def assume_loads(model: nn.Module, rank: int, plan: Plan, loads: Loads) -> None:
+    """Shard the experts of a `model` on the meta device for `rank`, as if they had these loads."""
+    world = traced(rank, plan.size).on(plan.mesh)
+    shard, replicate = (
+        world.axis(name or "none") for name in (plan.shard_axis, plan.replicate_axis)
+    )
+    lay_out(model, world, plan, (shard, replicate))
+    for name, layer in layers_of(model).items():
+        known = replace(layer.place.batch, loads=loads.on(name, 0))
+        layer.place = replace(layer.place, batch=known)

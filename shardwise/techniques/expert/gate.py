@@ -1,0 +1,261 @@
+"""A gate with its options: from logits to a routing of the global batch.
+
+switch              top-1, weighted by its probability
+gshard              top-2; the second with a probability of twice its weight
+topk                top-k of a softmax over all experts
+topk-renormalised   the same, with weights that add up to 1
+topk-softmax-after  a softmax over the k largest logits
+noisy-topk          the same, of logits with learned noise
+sigmoid             top-k of sigmoid + bias, balanced without a loss
+expert-choice       each expert takes its share of the tokens
+assigned, hash, cluster, argmax
+                    hard: one expert with weight 1
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardwise.core.arguments import integer, is_number
+from shardwise.core.errors import bad
+from shardwise.core.suggest import suggest
+from shardwise.techniques.expert import gates, hard
+from shardwise.techniques.expert.gates import Choice
+from shardwise.techniques.expert.global_batch import GlobalBatch
+from shardwise.techniques.expert.losses import GateOutput, losses_of
+from shardwise.techniques.expert.routing import (
+    Routing,
+    assumed_loads,
+    capacity_of,
+    even_counts,
+    gather_facts,
+    queues,
+)
+
+#: The gates, and how many experts a token has where the gate determines it.
+GATES: Final[dict[str, int | None]] = {
+    "switch": 1,
+    "gshard": 2,
+    "topk": None,
+    "topk-renormalised": None,
+    "topk-softmax-after": None,
+    "noisy-topk": None,
+    "sigmoid": None,
+    "expert-choice": None,
+    "assigned": 1,
+    "hash": 1,
+    "cluster": 1,
+    "argmax": 1,
+}
+HARD: Final = ("assigned", "hash", "cluster", "argmax")
+#: Gates without a router.
+FIXED: Final = ("assigned", "hash", "cluster")
+LOSSES: Final = ("balance", "importance", "z")
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What some gates read beside the logits; N tokens, E experts.
+
+    random   noisy-topk: [N, E] standard normal; gshard: [N] uniform; None: without randomness
+    spread   noisy-topk: [N, E], the scale of the noise before softplus
+    bias     sigmoid: [E]
+    target   hard gates: [N] the expert of each token; for argmax what it learns to predict
+    """
+
+    random: Tensor | None = None
+    spread: Tensor | None = None
+    bias: Tensor | None = None
+    target: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate and its options.
+
+    k         experts per token; for expert-choice on average
+    capacity  the capacity factor, 1 or more; None: dropless (expert-choice has 1 then)
+    scale     the weights are multiplied by it (routed scaling)
+    losses    coefficients of the auxiliary losses by name
+
+    Raises InputError for an unknown gate or loss, k beyond the experts, a capacity below 1, and
+    numbers that cannot be, such as a scale of NaN.
+    """
+
+    name: str
+    experts: int
+    k: int = 1
+    capacity: float | None = None
+    scale: float = 1.0
+    losses: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.name not in GATES:
+            near = suggest(str(self.name), GATES)
+            raise bad(f'the gate "{self.name}"', ", ".join(GATES), f'gate = "{near}"')
+        integer("experts", self.experts, least=1, example=8)
+        own = GATES[self.name]
+        if own is not None and self.k not in (1, own):
+            raise bad(
+                f"k={self.k} under the gate {self.name}, which gives each token {own}",
+                "k for gates that take it: " + ", ".join(n for n, k in GATES.items() if k is None),
+                f'sw.Gate("{self.name}", experts={self.experts})',
+            )
+        object.__setattr__(self, "k", own or self.k)
+        integer("k", self.k, least=1, example=min(2, self.experts))
+        if self.k > self.experts:
+            raise bad(
+                f"k={self.k} with {self.experts} experts under the gate {self.name}",
+                "k from 1 up to the number of experts",
+                f"k={self.experts}, or experts={self.k}",
+            )
+        self._require_numbers()
+
+    def _require_numbers(self) -> None:
+        """Raise InputError for a capacity, a scale or losses that cannot be."""
+        capacity = 1.0 if self.capacity is None else self.capacity
+        if not (is_number(capacity) and 1 <= capacity < math.inf):
+            raise bad(
+                f"capacity = {self.capacity!r}, in multiples of an expert's share of the tokens",
+                "1 or more, or none to drop no token",
+                "capacity = 1.25",
+            )
+        if not (is_number(self.scale) and 0 < self.scale < math.inf):
+            given = f"scale = {self.scale!r}, by which the weights of the experts are multiplied"
+            raise bad(given, "a finite number above 0", "scale = 1.0")
+        if not isinstance(self.losses, Mapping):
+            given, named = f"losses = {self.losses!r}", "coefficients by name"
+            raise bad(given, f"{named}: {', '.join(LOSSES)}", 'losses = {"balance": 1e-2}')
+        if self.name in FIXED and any(self.losses.values()):
+            given = f"losses = {self.losses!r} under the gate {self.name}, which learns nothing"
+            raise bad(given, "losses of gates with a router", f'sw.Gate("{self.name}", experts=8)')
+        for name, coefficient in self.losses.items():
+            if name not in LOSSES:
+                raise bad(f'the loss "{name}"', ", ".join(LOSSES), suggest(name, LOSSES))
+            if not (is_number(coefficient) and 0 <= coefficient < math.inf):
+                raise bad(
+                    f"the coefficient {coefficient!r} of the loss {name}",
+                    "a finite number from 0 up",
+                    f'losses = {{"{name}": 1e-3}}',
+                )
+
+    @property
+    def hard(self) -> bool:
+        """Whether each token has one expert with weight 1."""
+        return self.name in HARD
+
+    def route(
+        self,
+        logits: Tensor,
+        batch: GlobalBatch,
+        extra: Extra = Extra(),
+        *,
+        losses: bool = True,
+        layer: str = "a gate",
+    ) -> Routing:
+        """The routing of N tokens with logits [N, E]. Called by all data ranks.
+
+        `losses`: whether the auxiliary losses are computed. `layer`: its name, for errors.
+        Raises InputError, on all data ranks, if a rank's `extra.target` has an expert that does
+        not exist.
+        """
+        if self.name == "expert-choice":
+            return self._by_experts(logits, batch, losses=losses)
+        choice = self.choose(logits, extra)
+        wanted = torch.ones_like(choice.experts, dtype=torch.bool)
+        wanted = wanted if choice.wanted is None else choice.wanted
+        chosen = choice.experts, wanted
+        lined = queues(chosen, logits, self.capacity, batch, choice.valid)
+        none = logits.new_zeros(0, dtype=torch.long)
+        target = none if extra.target is None else extra.target
+        hard.require_experts(target, self.experts, lined.facts.valid, batch, layer)
+        weights = choice.weights.to(logits)
+        of = torch.zeros_like(logits).scatter(-1, choice.experts, weights * wanted)
+        counts = lined.wanted_by_choice[: choice.balance_choices].sum(0).to(logits.device)
+        found = GateOutput(logits, choice.probabilities, of, counts, lined.facts.tokens)
+        routing = Routing(
+            choice.experts,
+            weights * self.scale,
+            lined.positions,
+            lined.loads,
+            lined.wanted_by_choice.sum(0),
+            lined.dropped,
+            lined.facts.finite,
+            lined.facts.tokens,
+            lined.facts.entropy,
+            losses_of(found, self._losses(asked=losses), batch),
+        )
+        if self.name == "argmax" and extra.target is not None and losses:
+            learned = hard.assignment_loss(logits, extra.target, lined.facts.tokens, batch)
+            routing = replace(routing, losses={**routing.losses, "assignment": learned})
+        return routing
+
+    def choose(self, logits: Tensor, extra: Extra) -> Choice:
+        """What each token asks for."""
+        match self.name:
+            case "switch":
+                return gates.switch(logits)
+            case "gshard":
+                return gates.gshard(logits, extra.random)
+            case "topk" | "topk-renormalised":
+                normalised = self.name != "topk"
+                return gates.topk_softmax_before(logits, self.k, normalised=normalised)
+            case "topk-softmax-after":
+                return gates.topk_softmax_after(logits, self.k)
+            case "noisy-topk":
+                return gates.noisy_topk(logits, self.k, extra.spread, extra.random)
+            case "sigmoid":
+                bias = logits.new_zeros(self.experts) if extra.bias is None else extra.bias
+                return gates.sigmoid(logits, self.k, bias)
+            case "argmax":
+                return hard.argmax(logits, extra.target)
+            case _:
+                if extra.target is None:
+                    raise bad(
+                        f"the gate {self.name} without the expert of each token",
+                        "the experts of the tokens beside the logits",
+                        "Extra(target=...)",
+                    )
+                return hard.assigned(extra.target, self.experts)
+
+    def _losses(self, *, asked: bool) -> tuple[str, ...]:
+        if not asked or self.name in FIXED:  # which have no probabilities
+            return ()
+        return tuple(name for name, coefficient in self.losses.items() if coefficient)
+
+    def _by_experts(self, logits: Tensor, batch: GlobalBatch, *, losses: bool) -> Routing:
+        """Each expert takes its share of the tokens of the global batch, which ranks gather."""
+        known = gather_facts(logits, batch)
+        sizes, tokens = known.sizes, known.tokens
+        scores = logits.softmax(-1)
+        padded = scores.new_zeros(max(sizes), self.experts)
+        padded[: len(scores)] = scores.detach()
+        every = [x[:size] for x, size in zip(batch.gather(padded, padded=True), sizes, strict=True)]
+        capacity = capacity_of(self.capacity or 1.0, tokens * self.k, self.experts)
+        assert capacity is not None
+        taken = min(capacity, tokens)
+        places = gates.expert_choice(torch.cat(every), taken)
+        mine = places.split(sizes)[batch.rank]
+        if logits.is_meta:
+            even = even_counts(taken, batch.ranks).view(-1, 1).expand(-1, self.experts)
+            loads = assumed_loads(batch, even)
+        else:
+            loads = torch.stack([(part >= 0).sum(0) for part in places.split(sizes)]).cpu()
+        weights = scores * (mine >= 0)
+        found = GateOutput(logits, scores, weights, loads.sum(0).to(logits.device), tokens)
+        return Routing(
+            torch.arange(self.experts, dtype=torch.int64, device=logits.device).expand_as(mine),
+            weights * self.scale,
+            mine,
+            loads,
+            loads.sum(0),
+            0,
+            known.finite,
+            tokens,
+            known.entropy,
+            losses_of(found, self._losses(asked=losses), batch),
+        )

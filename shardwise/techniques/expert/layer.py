@@ -1,0 +1,374 @@
+"""A mixture of experts as a layer: router, gate, experts, and the experts that all tokens share.
+
+N  tokens of this rank      D  width      F  hidden width of an expert      E  experts
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.world import Axis
+from shardwise.core.arguments import MOST_SEED, integer, is_number, short_repr
+from shardwise.core.errors import NonFiniteError, bad
+from shardwise.techniques.expert import hard
+from shardwise.techniques.expert.dispatch import Exchange
+from shardwise.techniques.expert.gate import FIXED, Extra, Gate
+from shardwise.techniques.expert.gates import balanced_bias
+from shardwise.techniques.expert.global_batch import GlobalBatch, phase
+from shardwise.techniques.expert.moves import ExpertMove
+from shardwise.techniques.expert.passes import PassRecords, key_of, uniform
+from shardwise.techniques.expert.products import feed_forward
+from shardwise.techniques.expert.routing import Routing
+
+
+def ignore_routing(_: Routing) -> None:
+    """Nobody looks at the routings."""
+
+
+def identity(x: Tensor) -> Tensor:
+    """No other rank computes a part of the experts."""
+    return x
+
+
+#: The default of `bias_rate`.
+BIAS_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer is: the data ranks, the axis of its experts, and the layer's name.
+
+    peers are the data ranks along `ep`. has_no_rows() says that the tokens of this forward pass
+    stand in for a batch without rows: the layer takes part without a token. on_routing() is called
+    with the routing of each forward pass. skips() says that a training step goes on although logits
+    are not finite: its loss will not be, and it is skipped. `slots` are the experts in the order of
+    the ranks that have them; empty: in the order of their numbers.
+
+    With `parts` above 1 as many ranks compute the same tokens, each with a part of the hidden
+    features of every expert: `enter` makes of the layer's input what they use differently, and
+    `leave` sums their outputs.
+    """
+
+    batch: GlobalBatch = field(default_factory=GlobalBatch)
+    ep: Axis = field(default_factory=lambda: Axis("ep"))
+    peers: tuple[int, ...] = (0,)
+    name: str = ""
+    has_no_rows: Callable[[], bool] = lambda: False
+    on_routing: Callable[[Routing], None] = ignore_routing
+    skips: Callable[[], bool] = lambda: False
+    enter: Callable[[Tensor], Tensor] = identity
+    leave: Callable[[Tensor], Tensor] = identity
+    parts: int = 1
+    slots: tuple[int, ...] = ()
+
+    def enter_and_record(self, x: Tensor) -> Tensor:
+        """`x` as the ranks that compute parts use it; their gradients are summed."""
+        now = phase()
+        returns = int(x.requires_grad and now == "forward")
+        self.batch.record(ExpertMove("enter", x.numel(), x.element_size(), now, returns))
+        return self.enter(x)
+
+    def leave_and_record(self, y: Tensor) -> Tensor:
+        """The sum of the parts' outputs y [..., T, D]."""
+        now = phase()
+        returns = int(y.requires_grad and now == "forward")
+        size, length = y.element_size(), y.shape[-2]
+        self.batch.record(ExpertMove("leave", y.numel(), size, now, returns, length))
+        return self.leave(y)
+
+
+class Load(NamedTuple):
+    """What the experts of a layer had of the global batch in a forward pass, or in several.
+
+    computed and wanted are choices by expert; dropped is the number of those beyond the capacity.
+    entropy is that of the softmax of a token's logits, in nats: the mean over the tokens.
+    """
+
+    computed: tuple[int, ...]
+    wanted: tuple[int, ...]
+    dropped: int
+    tokens: int = 0
+    entropy: float = 0.0
+
+    @classmethod
+    def of(cls, routing: Routing) -> "Load":
+        """The load of one pass."""
+        computed = tuple(routing.loads.sum(0).tolist())
+        wanted = tuple(routing.wanted.tolist())
+        return cls(computed, wanted, routing.dropped, routing.tokens, routing.entropy)
+
+    def plus(self, other: "Load") -> "Load":
+        """The load of both."""
+        tokens = self.tokens + other.tokens
+        entropies = self.entropy * self.tokens + other.entropy * other.tokens
+        return Load(
+            tuple(map(int.__add__, self.computed, other.computed)),
+            tuple(map(int.__add__, self.wanted, other.wanted)),
+            self.dropped + other.dropped,
+            tokens,
+            entropies / max(1, tokens),
+        )
+
+
+class Experts(nn.Module):
+    """E feed-forward networks, down(silu(gate(x)) * up(x)) from D to F and back (SwiGLU).
+
+    Their weights are stacked: gate and up are [E, F, D], down is [E, D, F]. Under `ep` a rank has
+    consecutive experts.
+    """
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(experts, hidden, width))
+        self.up = nn.Parameter(torch.empty(experts, hidden, width))
+        self.down = nn.Parameter(torch.empty(experts, width, hidden))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights of variance 1 / (inputs of the product)."""
+        for p in self.parameters():
+            nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Rows [sum(counts), D] by expert; counts[e] rows are for expert e, or none.
+
+        An expert without rows has a gradient of zeros, as in one process that has all experts.
+        """
+        return feed_forward(rows, counts, (self.gate, self.up, self.down))
+
+
+class MoE(nn.Module):
+    """x [..., D] -> (y [..., D], the weighted sum of the auxiliary losses, without dims).
+
+    shared: a module from D to D that every token goes through as well; None: none.
+    bias_rate: for the gate `sigmoid`, by how much its bias changes after a training step.
+    seed: of the random numbers of `gshard` and `noisy-topk`; layers of one model draw different
+        ones if they have names (`name_layers`) or different seeds.
+
+    `load` is that of the last forward pass; None before the first.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        gate: Gate,
+        shared: nn.Module | None = None,
+        bias_rate: float = BIAS_RATE,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        integer("width", width, least=1, example=64)
+        integer("hidden", hidden, least=1, example=256)
+        if not isinstance(gate, Gate):
+            raise bad(f"the gate {gate!r}", "a sw.Gate", 'sw.Gate("topk", experts=8, k=2)')
+        if not (is_number(bias_rate) and 0 <= bias_rate < math.inf):
+            raise bad(f"bias_rate = {bias_rate!r}", "a finite number from 0 up", "bias_rate = 1e-3")
+        if bias_rate != BIAS_RATE and gate.name != "sigmoid":
+            given = f"bias_rate = {bias_rate!r} under the gate {gate.name}, which has no bias"
+            raise bad(given, "bias_rate for the gate sigmoid", "sw.MoE(width, hidden, gate)")
+        if shared is not None and not isinstance(shared, nn.Module):
+            allowed = "a module from [..., width] to the same, or None"
+            raise bad(f"shared={short_repr(shared)}", allowed, "shared=nn.Linear(width, width)")
+        integer("seed", seed, least=0, example=0, most=MOST_SEED)
+        self.gate, self.bias_rate, self.width = gate, bias_rate, width
+        routed, noisy = gate.name not in FIXED, gate.name == "noisy-topk"
+        self.router = nn.Linear(width, gate.experts, bias=False) if routed else None
+        self.spread = nn.Linear(width, gate.experts, bias=False) if noisy else None
+        self.experts = Experts(gate.experts, width, hidden)
+        self.shared = shared
+        self.place = Place()
+        self.load: Load | None = None
+        self.seed, self.pass_records = seed, PassRecords()
+        if gate.name in ("gshard", "noisy-topk"):
+            self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        shapes = {"sigmoid": {"bias": gate.experts, "choices": gate.experts}}.get(gate.name, {})
+        for name, size in shapes.items():
+            self.register_buffer(name, torch.zeros(size))
+        if gate.name == "cluster":
+            self.register_buffer("centroids", torch.full((gate.experts, width), torch.nan))
+
+    def reset_buffers(self) -> None:
+        """Buffers as the constructor makes them."""
+        for name, b in self.named_buffers(recurse=False):
+            b.fill_(torch.nan if name == "centroids" else 0)
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The layer's output and its auxiliary loss. Called by all data ranks.
+
+        target: [...] for `hash` the token ids; for `assigned` the expert of each token, from 0 up;
+        for `argmax` the experts that it learns to predict (None: its own choice).
+
+        Raises:
+            InputError: `x` has another width than the layer, or `target` another shape; a hard gate
+                without `target`, a `cluster` gate without centroids; on all data ranks, if the
+                `target` of a rank has an expert that does not exist.
+            NonFiniteError: on all data ranks, if a rank's logits are infinite or NaN.
+        """
+        self._require_input(x, target)
+        every_ND = self.place.enter_and_record(x).flatten(0, -2)
+        x_ND = every_ND[:0] if self.place.has_no_rows() else every_ND
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        logits = x_ND.new_zeros(len(x_ND), self.gate.experts, dtype=dtype)
+        if self.router is not None:
+            logits = self.router(x_ND).to(dtype)
+        extra = self._extra(x_ND, None if target is None else target.flatten()[: len(x_ND)])
+        routing = self.gate.route(
+            logits, self.place.batch, extra, losses=self.training, layer=self._name
+        )
+        place = self.place
+        goes_on = self.training and place.skips() and not all(routing.finite)
+        if not goes_on:
+            self._require_finite(routing)
+        self._remember(routing, extra.bias)
+        exchange = Exchange.of(routing, place.batch, place.ep, place.peers, place.slots)
+        token = exchange.choices // routing.experts.shape[1]
+        arrive = exchange.begin_dispatch(x_ND.index_select(0, token))
+        of_shared = None if self.shared is None else self.shared(x)  # while rows are under way
+        made = exchange.combine(self.experts(arrive(), exchange.rows_by_expert))
+        weights = routing.weights.flatten()[exchange.choices].unsqueeze(-1)
+        y_ND = torch.zeros_like(every_ND).index_add(0, token, made * weights.to(made))
+        y = place.leave_and_record(y_ND.view_as(x))
+        if of_shared is not None:
+            y = y + of_shared
+        y = y * math.nan if goes_on else y
+        return y, self._loss(routing, logits)
+
+    def _require_input(self, x: object, target: object) -> None:
+        """Raise InputError for an input that the layer cannot compute with."""
+        floats = isinstance(x, Tensor) and x.dim() > 0 and x.is_floating_point()
+        if not isinstance(x, Tensor) or not floats or x.shape[-1] != self.width:
+            what = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else short_repr(x)
+            given = f"a call of a sw.MoE of width {self.width} with {what}"
+            allowed = f"a tensor of floats [..., {self.width}]"
+            raise bad(given, allowed, f"sw.MoE(width={self.width}, ...) for such tensors")
+        if target is None:
+            return
+        if not isinstance(target, Tensor) or target.numel() * self.width != x.numel():
+            shape = tuple(target.shape) if isinstance(target, Tensor) else short_repr(target)
+            given = f"a call of a sw.MoE with x of shape {tuple(x.shape)} and target {shape}"
+            raise bad(given, "a target for each token", f"target of shape {tuple(x.shape[:-1])}")
+
+    def fit(self, features: Tensor) -> Tensor:
+        """Fit the centroids of a `cluster` gate on features [..., D] of a first pass.
+
+        Returns the balanced cluster of each feature. Called by all data ranks.
+        Raises InputError, on all of them, for fewer features than experts.
+        """
+        self._require_input(features, None)
+        dtype = torch.promote_types(features.dtype, torch.float32)
+        x_ND = features.detach().flatten(0, -2).to(dtype)
+        own, experts = x_ND[:0] if self.place.has_no_rows() else x_ND, self.gate.experts
+        found, clusters = hard.balanced_clusters(own, experts, self.place.batch)
+        self.get_buffer("centroids").copy_(found)
+        return clusters.view(features.shape[:-1]) if len(own) == len(x_ND) else clusters
+
+    def _extra(self, x_ND: Tensor, target_N: Tensor | None) -> Extra:
+        """What the gate reads beside the logits."""
+        match self.gate.name:
+            case "hash" if target_N is not None:
+                return Extra(target=hard.hashed(target_N, self.gate.experts))
+            case "cluster":
+                centroids = self.get_buffer("centroids")
+                if not centroids.is_meta and centroids.isnan().any():
+                    given = f'the gate "cluster" of {self._name} without centroids'
+                    raise bad(given, "centroids fitted on a first pass", "layer.fit(features)")
+                return Extra(target=hard.nearest(x_ND.detach(), centroids.to(x_ND)))
+            case "sigmoid":
+                return Extra(bias=self._bias_of_pass())
+            case "gshard" | "noisy-topk" if self.training:
+                return self._random_numbers(x_ND)
+            case _:
+                return Extra(target=target_N)
+
+    def _bias_of_pass(self) -> Tensor:
+        """The bias; in a training pass it follows the choices of the training pass before."""
+        bias, choices = self.get_buffer("bias"), self.get_buffer("choices")
+        if not self.training or bias.is_meta:
+            return bias
+        if phase() == "backward":
+            return self.pass_records.replay(self._name)
+        followed = balanced_bias(bias, choices, self.bias_rate)
+        self.pass_records.record(followed)
+        return followed
+
+    def _random_numbers(self, x_ND: Tensor) -> Extra:
+        """The random numbers of a training pass (passes.py)."""
+        batch, experts = self.place.batch, self.gate.experts
+        own = torch.tensor([len(x_ND)], dtype=torch.int64, device="cpu")
+        sizes = batch.gather(own if x_ND.is_meta else own.to(x_ND.device)).flatten().tolist()
+        number = self._pass_number(counts=sum(sizes) > 0)
+        first, key = sum(sizes[: batch.rank]), key_of(self.seed, self.place.name)
+        device, last = x_ND.device, first + len(x_ND)
+        rows = torch.arange(first, last, dtype=torch.int64, device=device)
+        if self.spread is None:
+            return Extra(random=uniform(rows, key, number))
+        expert = torch.arange(experts, dtype=torch.int64, device=device)
+        numbers = rows.unsqueeze(1) * experts + expert
+        normal = torch.special.ndtri(uniform(numbers, key, number))
+        return Extra(random=normal, spread=self.spread(x_ND))
+
+    def _pass_number(self, *, counts: bool) -> int:
+        """The number of this training pass; one without any token of any rank does not count."""
+        passes = self.get_buffer("passes")
+        if passes.is_meta:
+            return 0
+        if phase() == "backward":
+            return int(self.pass_records.replay(self._name))
+        number = int(passes)
+        self.pass_records.record(passes)
+        passes.data.add_(int(counts))
+        return number
+
+    def _require_finite(self, routing: Routing) -> None:
+        ranks = [rank for rank, finite in enumerate(routing.finite) if not finite]
+        if ranks:
+            raise NonFiniteError(
+                f"The router of {self._name} gave infinite logits or NaN on data rank "
+                f"{' and '.join(map(str, ranks))}. The learning rate may be too high: lower it, "
+                'or add losses={"z": 1e-3} to the gate, which keeps logits small.'
+            )
+
+    @property
+    def _name(self) -> str:
+        return self.place.name or "a mixture of experts"
+
+    def _remember(self, routing: Routing, bias: Tensor | None) -> None:
+        """Keep the loads, and the choices that the `bias` of the next pass follows.
+
+        A pass without any token of any rank does not count.
+        """
+        if phase() == "backward":  # activations are recomputed
+            return
+        self.place.on_routing(routing)
+        self.load = Load.of(routing)
+        if self.training and bias is not None:
+            counts = (routing.wanted.sum() > 0).to(bias.device)
+            for name, now in (("bias", bias), ("choices", routing.wanted)):
+                before = self.get_buffer(name)
+                before.data.copy_(torch.where(counts, now.to(before), before))
+
+    def _loss(self, routing: Routing, logits: Tensor) -> Tensor:
+        """The auxiliary losses by their coefficients.
+
+        Ranks that compute parts of the experts sum the gradients of the logits: each has its share.
+        """
+        total = logits.new_zeros(())
+        for name, value in routing.losses.items():
+            total = total + self.gate.losses.get(name, 1.0) * value
+        share = total / self.place.parts
+        return share + (total - share).detach() if self.place.parts > 1 else total
+
+
+def name_layers(model: nn.Module) -> None:
+    """Give every layer of experts its name in `model`, on which its random numbers depend.
+
+    sw.parallelize does so.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, MoE):
+            layer.place = replace(layer.place, name=name)

@@ -1,0 +1,148 @@
+"""Experts of transformers on the axis `ep`: the library's own module computes those of one rank.
+
+MixtralExperts and the experts of some seventy other models hold the weights of E experts stacked,
+[E, ...], and share one signature:
+
+    forward(rows [N, D], experts of each row [N, K], their weights [N, K]) -> [N, D]
+
+Router, shared experts and losses are other modules, which do not change. Under `tp` a rank holds a
+part of the hidden features of every expert (tensor_axis.py). Under `ep` a rank holds
+E / n of the experts. It exchanges rows as dispatch.py does, calls the module's own forward for its
+experts with one of weight 1 for each row it received, and applies the weights where the rows are
+from.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import NonFiniteError
+from shardwise.techniques.expert.dispatch import Exchange
+from shardwise.techniques.expert.global_batch import Record, phase
+from shardwise.techniques.expert.layer import Place
+from shardwise.techniques.expert.moves import ExpertMove
+from shardwise.techniques.expert.routing import Routing
+
+#: The names that transformers gives to routers.
+ROUTERS: Final = ("gate", "router")
+
+
+def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of this signature by name."""
+    return {name: module for name, module in model.named_modules() if _stacks(module)}
+
+
+def _stacks(module: nn.Module) -> bool:
+    experts, params = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
+    arguments = list(inspect.signature(type(module).forward).parameters)
+    return (
+        isinstance(experts, int)
+        and len(params) > 1
+        and all(p.dim() > 1 and len(p) == experts for p in params)
+        and len(arguments) == 4
+        and arguments[1] == "hidden_states"
+        and choices_of(module) > 0
+    )
+
+
+def router_beside(model: nn.Module, name: str) -> nn.Module | None:
+    """The router of the experts `name`: the module `gate` or `router` beside them, if there is one.
+
+    Its first output are the logits [N, E].
+    """
+    beside = dict(model.get_submodule(name.rpartition(".")[0]).named_children())
+    return next((beside[key] for key in ROUTERS if key in beside), None)
+
+
+def experts_of(module: nn.Module) -> int:
+    """How many experts there are on all ranks."""
+    return int(getattr(module, "num_experts", 0))
+
+
+def choices_of(module: nn.Module) -> int:
+    """How many experts a token has; 0 if the configuration does not say."""
+    found = getattr(getattr(module, "config", None), "num_experts_per_tok", 0)
+    return found if isinstance(found, int) else 0
+
+
+def width_of(module: nn.Module) -> int:
+    """The width of a row: the configuration's `hidden_size`."""
+    return int(getattr(getattr(module, "config", None), "hidden_size", 0))
+
+
+class StackedOnRanks:
+    """Replaces the forward of such a module, whose weights are those of this rank's experts."""
+
+    def __init__(self, module: nn.Module, place: Place) -> None:
+        self.place, self.experts = place, experts_of(module)
+        own: Any = copy.copy(module)  # which shares its parameters
+        own.num_experts = self.experts // place.ep.size
+        self.own_experts, self.__wrapped__ = own, module.forward
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Rows [N, D] to [N, D]. Called by all ranks of the axis."""
+        place, no_rows = self.place, self.place.has_no_rows()
+        x_ND, weights_NK = place.enter(hidden_states), place.enter(top_k_weights)
+        x_ND = x_ND[:0] if no_rows else x_ND
+        experts_NK = top_k_index[:0] if no_rows else top_k_index
+        own = torch.bincount(experts_NK.flatten(), minlength=self.experts)
+        finite = torch.isfinite(weights_NK.detach()).all() | no_rows  # a stand-in's do not count
+        everyone = place.batch.gather(torch.cat([own, finite.long().view(1)])).cpu()
+        loads = everyone[:, :-1]
+        if not (self.own_experts.training and place.skips()):  # the loss will not be finite
+            _require_finite(everyone[:, -1].tolist(), place.name)
+        routing = Routing(experts_NK, weights_NK, experts_NK, loads, loads.sum(0), 0, ())
+        exchange = Exchange.of(routing, place.batch, place.ep, place.peers)
+        token = exchange.choices // experts_NK.shape[1]
+        rows = exchange.dispatch(x_ND.index_select(0, token))
+        made = exchange.combine(self._run_experts(rows, exchange.rows_by_expert))
+        weights = weights_NK.flatten()[exchange.choices].unsqueeze(-1)
+        made = (made * weights).to(hidden_states.dtype)
+        return place.leave(torch.zeros_like(hidden_states).index_add(0, token, made))
+
+    def _run_experts(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """What this rank's experts make of rows by expert.
+
+        Without rows the module's forward uses no weight: other ranks would wait for the backward
+        pass of this one.
+        """
+        if not len(rows):
+            return rows + sum(p[:0].sum() for p in self.own_experts.parameters(recurse=False))
+        sizes = torch.tensor(counts, dtype=torch.int64, device=rows.device)
+        expert = torch.arange(len(counts), dtype=torch.int64, device=rows.device)
+        expert = expert.repeat_interleave(sizes).view(-1, 1)
+        forward: Callable[..., Tensor] = type(self.own_experts).forward
+        return forward(self.own_experts, rows, expert, torch.ones_like(expert, dtype=rows.dtype))
+
+
+def _require_finite(finite: list[int], name: str) -> None:
+    ranks = [str(rank) for rank, each in enumerate(finite) if not each]
+    if ranks:
+        raise NonFiniteError(
+            f"The router of {name} gave infinite weights or NaN on rank {' and '.join(ranks)} of "
+            "the axis ep. The learning rate may be too high: lower it."
+        )
+
+
+def record_moves(module: nn.Module, record: Record) -> Any:
+    """Call `record` with the moves of each forward of a module in one process; returns the hook."""
+    return module.register_forward_pre_hook(partial(_record, record), with_kwargs=False)
+
+
+def _record(record: Record, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    x_ND, experts_NK, now = args[0], args[1], phase()
+    numel, size = experts_NK.numel() * x_ND.shape[-1], x_ND.element_size()
+    record(ExpertMove("gather_counts", experts_of(module) + 1, torch.int64.itemsize, now))
+    forward = now == "forward" and torch.is_grad_enabled()
+    returns = int(forward and x_ND.requires_grad), int(forward)
+    record(ExpertMove("dispatch", numel, size, now, returns[0], len(x_ND)))
+    record(ExpertMove("combine", numel, size, now, returns[1], len(x_ND)))
+    weighted = int(forward and args[2].requires_grad)
+    record(ExpertMove("enter", x_ND.numel(), size, now, returns[0]))
+    record(ExpertMove("enter", args[2].numel(), args[2].element_size(), now, weighted))
+    record(ExpertMove("leave", x_ND.numel(), size, now, int(forward), len(x_ND)))

@@ -1,0 +1,176 @@
+"""Hooks on layers with a mesh of their own: rows are moved before the layer, and back when needed.
+
+A layer's tensors with this rank's number of rows in dim 0 are activations of the batch. Others
+(masks, tables of positions) are the same on all ranks, so that they need no gradient.
+"""
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise.core.errors import bad
+from shardwise.techniques.layers.exchange import RowExchange
+from shardwise.techniques.layers.redistributed import Redistributed, plain
+
+#: Makes an output that is not a plain tensor one with the rows of a degree; None: it cannot.
+Wrap = Callable[[Tensor, RowExchange, int, str], Tensor | None]
+
+
+class Random:
+    """Random numbers of a layer: equal on the ranks that compute the same rows.
+
+    `states` are those of `generators`, which the layer uses in place of the rank's own.
+    """
+
+    def __init__(self, generators: list[torch.Generator], seed: int) -> None:
+        self.generators = generators
+        self.states = [torch.Generator(g.device).manual_seed(seed).get_state() for g in generators]
+
+    def swap(self) -> None:
+        """Exchange the states with those of the generators."""
+        now = [generator.get_state() for generator in self.generators]
+        for generator, state in zip(self.generators, self.states, strict=True):
+            generator.set_state(state)
+        self.states = now
+
+
+class LayerHooks:
+    """The hooks of the layers of one mesh, whose tensor degree is `degree`.
+
+    `wrap` makes outputs of other classes than Tensor ones with the rows of the degree.
+    """
+
+    def __init__(
+        self, exchange: RowExchange, degree: int, wrap: Wrap, random: Random | None = None
+    ) -> None:
+        self.exchange, self.degree, self.wrap, self.random = exchange, degree, wrap, random
+        #: in this forward, what was moved from tensors without a gradient, such as masks
+        self.moved, self.passes = WeakIdKeyDictionary(), 0
+        self.inside = 0  # forwards of these layers that are running
+
+    def install(self, name: str, module: nn.Module) -> list[Any]:
+        """Hook one layer; set after all other hooks of this package."""
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            """Move the rows of the inputs."""
+            if not self.exchange.counts:
+                self.exchange.equal((args, kwargs))
+            rows = self._have_rows(name, (args, kwargs))
+            found = tree_map(lambda x: self._enter(name, x, rows), (args, kwargs))
+            self.inside += 1
+            if self.random is not None:
+                self.random.swap()
+            return found
+
+        def after(_: nn.Module, __: Any, out: Any) -> Any:
+            self.inside -= 1
+            if self.random is not None:
+                self.random.swap()
+            return tree_map(partial(self._leave, name), out)
+
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            module.register_forward_hook(after),
+            *(
+                part.register_forward_pre_hook(partial(self._require_inside, name))
+                for part in module.modules()
+                if part is not module
+            ),
+        ]
+
+    def begin(self) -> None:
+        """A forward of the model begins."""
+        self.inside = 0
+        self.exchange.drop_assumed()
+
+    def _require_inside(self, name: str, part: nn.Module, _: Any) -> None:
+        """Raise InputError if a part of the layer is called outside of the layer's forward."""
+        if not self.inside and torch._C._current_graph_task_id() == -1:
+            raise bad(
+                f"a call of the {type(part).__name__} inside of the layer {name}, which has a mesh "
+                f"of its own, without a call of {name}",
+                "layers whose own forward calls what is inside of them",
+                "the layer under the model's axes, or patterns of the modules that are called",
+            )
+
+    def _have_rows(self, name: str, inputs: Any) -> set[int]:
+        """The ids of the tensors whose dim 0 counts the rows of the batch, on all ranks.
+
+        Raises InputError if no input does: each rank would compute its own rows' part alone.
+        """
+        exchange = self.exchange
+        own = exchange.held(exchange.base)
+        every = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim() > 0]
+        leaves = [x for x in every if not isinstance(x, Redistributed)]
+        flags = [x.shape[0] == own for x in leaves]
+        if leaves and exchange.uneven and exchange.base != self.degree:
+            flags = exchange.everywhere(flags, self.degree, name)
+        if len(leaves) == len(every) and not any(flags) and exchange.base != self.degree:
+            raise _no_rows(name, [list(x.shape) for x in every], own)
+        return {id(x) for x, flag in zip(leaves, flags, strict=True) if flag}
+
+    def _enter(self, name: str, x: Any, rows: Collection[int]) -> Any:
+        """An input of the layer with the rows of the layer."""
+        if isinstance(x, Redistributed):
+            return x.at(self.degree)
+        if not isinstance(x, Tensor):
+            return x
+        exchange = self.exchange
+        if id(x) not in rows:
+            if x.requires_grad and torch.is_grad_enabled():
+                raise _without_rows(name, x)
+            return x
+        if x.requires_grad:
+            return exchange.move(x, exchange.base, self.degree, name)
+        if self.passes != exchange.passes:
+            self.moved, self.passes = WeakIdKeyDictionary(), exchange.passes
+        if x not in self.moved:
+            self.moved[x] = exchange.move(x, exchange.base, self.degree, name)
+        return self.moved[x]
+
+    def _leave(self, name: str, x: Any) -> Any:
+        """An output of the layer, of which the model around it sees this rank's own rows."""
+        if not isinstance(x, Tensor):
+            return x
+        if type(x) is not Tensor:
+            found = self.wrap(x, self.exchange, self.degree, name)
+            if found is not None:
+                return found
+        if x.dim() == 0 or x.shape[0] != self.exchange.held(self.degree):
+            if x.requires_grad and self.degree != self.exchange.base:
+                raise _without_rows(name, x, "output")
+            return x
+        return Redistributed.of(x, self.exchange, self.degree, name)
+
+
+def hook_own_rows(module: nn.Module) -> Any:
+    """Give a module this rank's own rows of each Redistributed input; returns the hook's handle."""
+    return module.register_forward_pre_hook(_own_rows, with_kwargs=True, prepend=True)
+
+
+def _own_rows(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return plain((args, kwargs))
+
+
+def _no_rows(name: str, shapes: list[list[int]], rows: int) -> Exception:
+    return bad(
+        f"inputs of shape {', '.join(map(str, shapes)) or 'none'} of the layer {name}, which has a "
+        f"mesh of its own, for a batch of {rows} rows: no dim 0 counts the rows",
+        "layers that take activations [rows, ...] of the batch, or rows of it",
+        "the layer under the model's axes, or its inputs before rows are flattened",
+    )
+
+
+def _without_rows(name: str, x: Tensor, what: str = "input") -> Exception:
+    return bad(
+        f"an {what} of shape {list(x.shape)} of the layer {name}, which has a mesh of its own; the "
+        f"{what} has a gradient, and its dim 0 does not count the rows of the batch",
+        "layers whose inputs and outputs with a gradient are activations [rows, ...], and one "
+        "number of rows in all forwards of a step",
+        "the layers that make this tensor and those that take it under one plan",
+    )

@@ -1,0 +1,357 @@
+"""Gradients, masters and optimizer states on a disk, and the update that streams through them.
+
+For each flat parameter the file has a gradient, in the precision of the weight; a master, in 32
+bits or in those of the weight; and each state tensor of the optimizer.  All have the elements of
+this rank's block, so that chunk c of each has the same elements:
+
+    gradient  | 0 | 1 | 2 |        read ahead     0  1  2
+    master    | 0 | 1 | 2 |        update            0  1  2         and copy to the device
+    exp_avg   | 0 | 1 | 2 |        write behind         0  1  2      (not the gradient)
+    ...
+
+Where parameters rest on the disk too (flat_parameter.py), the weight is the master, unless it has
+16 bits: then the update writes it in place of the copy to the device.
+
+The class of torch.optim steps on the pieces of parameters that are in a chunk.  It is elementwise
+(elementwise.py), so that what it makes of pieces is what it makes of the whole.  State tensors
+without dims, such as Adam's step count, stay in host memory: every piece of a parameter steps from
+the same one.
+
+`torch.state` of the optimizer has, under each parameter's master, views of the maps of the file:
+what checkpoints read, and write.  The update replaces only the tensors without dims there.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.disk import Buffer, Disk, Extent
+from shardwise.comm.malloc import return_freed_memory
+from shardwise.comm.tiers import Tiers, begin_copy
+from shardwise.comm.world import World
+from shardwise.core.chunks import chunk_numel, reserved_bytes
+from shardwise.core.errors import bad
+from shardwise.core.plan import Plan
+from shardwise.engine.norm import counts, squares
+from shardwise.engine.optimizer import Owned, ShardedOptimizer, States
+from shardwise.engine.optimizer_spec import OptimizerSpec
+from shardwise.engine.training import DTYPES, Training
+from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.offload.read_ahead import Job, read_ahead
+
+#: The state of one parameter, by key.
+State = dict[str, Any]
+
+
+class DiskStates(States):
+    """The states of trained flat parameters `flats`, in the file of `disk`."""
+
+    scales_in_place = False  # but in buffers
+
+    def __init__(
+        self, spec: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers, disk: Disk
+    ) -> None:
+        self.flats, self.tiers, self.disk = flats, tiers, disk
+        keys = _streamed_keys(first_states(spec))
+        dtypes = [_wide(flat.dtype) for flat in flats]
+        if flats and not disk.buffers:
+            reserve(disk, tiers, len(keys), dtypes)
+        self.gradients = [self._allocate("gradient", flat, flat.dtype) for flat in flats]
+        pairs = list(zip(flats, dtypes, strict=True))
+        self.weights = [tiers.extent(flat.shard) for flat in flats]
+        self.masters = [
+            weight if weight and weight.dtype == dtype else self._allocate("master", flat, dtype)
+            for weight, (flat, dtype) in zip(self.weights, pairs, strict=True)
+        ]
+        self.states = [{key: self._allocate(key, flat, d) for key in keys} for flat, d in pairs]
+        self.seen: dict[int, Tensor] = {}  # squares of gradients of this step that left the device
+        self.mapped = False  # whether pages of the maps may be in memory
+        for k, flat in enumerate(flats):
+            flat.grads.host_grad = self.gradients[k].tensor
+            self._store(flat, self.masters[k], self.weights[k])
+        self.wide = disk.acquire() if flats else None  # gradients of 16 bits, in 32
+        masters = {k: master.tensor for k, master in enumerate(self.masters)}
+        self.optimizer = ShardedOptimizer(spec, flats, self, masters)
+
+    def _allocate(self, key: str, flat: Flat, dtype: torch.dtype) -> Extent:
+        extent = self.disk.allocate(f"{key} of {flat.names[0]}", flat.shard.numel(), dtype)
+        self.tiers.on_disk(extent)
+        return extent
+
+    def _store(self, flat: Flat, master: Extent, weight: Extent | None) -> None:
+        """Copy this rank's block, from the device or from the disk, to its master."""
+        if master is weight:
+            return
+        if flat.dtype == master.dtype:
+            begin_copy(flat.shard, self.tiers, "device", "disk", master.tensor)
+            return
+        for chunk in range(master.chunks):
+            first, last = master.span(chunk)
+            narrow, wide = self.disk.acquire(), self.disk.acquire()
+            part = narrow.tensor(flat.dtype, last - first)
+            if weight is not None:
+                self.disk.begin_read(weight, chunk, narrow).result()
+            else:
+                begin_copy(flat.shard[first:last], self.tiers, "device", "host", part).wait()
+            wide.tensor(master.dtype, last - first).copy_(part)
+            self.disk.release(narrow)
+            self.disk.begin_write(master, chunk, wide)
+
+    def owns(self) -> Iterator[Owned]:
+        """The states in the file, and the buffers."""
+        for flat, states in zip(self.flats, self.states, strict=True):
+            yield from (("optimizer", flat, extent.tensor) for extent in states.values())
+        yield "buffers", None, self.disk.memory
+
+    # --- the update ---------------------------------------------------------------------------
+
+    def later(self, chosen: Sequence[int], factor: float) -> Callable[[], None]:
+        return partial(self._update, chosen, factor)
+
+    @torch.no_grad()
+    def _update(self, chosen: Sequence[int], factor: float) -> None:
+        """Update flat parameters `chosen` from their gradients, each times `factor`.
+
+        The updated blocks are where they rest when this returns; states, and blocks that rest on
+        the disk, may still be being written.
+        Raises DiskError.
+        """
+        self._unmap()
+        jobs = [
+            Job(k, chunk, (self.gradients[k], self.masters[k], *self.states[k].values()))
+            for k in chosen
+            for chunk in range(self.masters[k].chunks)
+        ]
+        fresh: dict[Tensor, State] = {}
+        for job, buffers in read_ahead(self.disk, jobs):
+            with self.disk.use.spending("updated"):
+                self._update_chunk(job, buffers, factor, fresh)
+                self._publish_chunk(job, buffers[0], buffers[1])
+            for extent, buffer in zip(job.extents[1:], buffers[1:], strict=True):
+                self.disk.begin_write(extent, job.chunk, buffer)
+        for target, state in fresh.items():
+            self._set_state(target, state)
+
+    def _update_chunk(
+        self, job: Job, buffers: Sequence[Buffer], factor: float, fresh: dict[Tensor, State]
+    ) -> None:
+        k, flat = job.key, self.flats[job.key]
+        targets, state_of = self.optimizer.targets[k], self.optimizer.state
+        first, last = self.masters[k].span(job.chunk)
+        gradient, master, *states = (
+            buffer.tensor(extent.dtype, last - first)
+            for extent, buffer in zip(job.extents, buffers, strict=True)
+        )
+        if gradient.dtype != master.dtype:
+            assert self.wide is not None
+            gradient = self.wide.tensor(master.dtype, last - first).copy_(gradient)
+        if factor != 1.0:
+            gradient.mul_(factor)
+        named = dict(zip(self.states[k], states, strict=True))
+        members: list[tuple[int, nn.Parameter, dict[str, Tensor]]] = []
+        for i, low, high in self._inside(flat, first, last):
+            piece = partial(_piece, low=low, high=high, dims=len(flat.shapes[i]))
+            target = nn.Parameter(piece(master))
+            target.grad = piece(gradient)
+            views = {key: piece(value) for key, value in named.items()}
+            before = state_of.get(targets[i])
+            if before:
+                state_of[target] = {
+                    key: views[key] if _streamed(value) else _copied(value)
+                    for key, value in before.items()
+                }
+            members.append((i, target, views))
+        self.optimizer.step_pieces((targets[i], target) for i, target, _ in members)
+        for i, target, views in members:
+            after = state_of.pop(target, {})
+            fresh[targets[i]] = self._new_state(k, i, after, views)
+
+    @torch.no_grad()
+    def see(self, flat: Flat) -> None:
+        """Take the squares of a gradient on the device, which is about to be copied to the disk."""
+        if flat.grads.gshard is not None and counts(flat):
+            self.seen[id(flat)] = squares(flat)
+
+    def squares(self, flats: Sequence[Flat]) -> list[Tensor]:
+        """The sums of squares of the gradients of `flats` seen since the last call."""
+        found = [self.seen.pop(id(flat), None) for flat in flats]
+        return [squared for squared in found if squared is not None]
+
+    def _inside(self, flat: Flat, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Parameters with a gradient, and where they are in elements [first, last) of the block."""
+        for i, (low, high) in enumerate(flat.pieces):
+            begin, end = max(low, first) - first, min(high, last) - first
+            if flat.grads.used[i] and begin < end:
+                yield i, begin, end
+            elif flat.grads.used[i] and low == high and first == 0:  # none of it is on this rank
+                yield i, 0, 0
+
+    def _new_state(self, k: int, i: int, after: State, views: dict[str, Tensor]) -> State:
+        """The parameter's new state: values of the piece go to `views`, the rest is kept."""
+        found: State = {}
+        for key, value in after.items():
+            if _streamed(value):
+                if value.data_ptr() != views[key].data_ptr():
+                    views[key].copy_(value)
+                found[key] = self._view(k, i, self.states[k][key])
+            else:
+                found[key] = self._owned(value)
+        return found
+
+    def _set_state(self, target: Tensor, state: State) -> None:
+        """Take a parameter's new state; tensors that it has had stay the same objects."""
+        before = self.optimizer.state.get(target)
+        if not before:
+            self.optimizer.state[target] = state
+            return
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                before[key] = value
+            elif value.dim() == 0:
+                before[key].copy_(value)
+
+    def _view(self, k: int, i: int, extent: Extent) -> Tensor:
+        return self.flats[k].views.part(i, extent.tensor)
+
+    def _publish_chunk(self, job: Job, narrow: Buffer, master: Buffer) -> None:
+        """Copy a chunk of the master to where the weight rests, in its precision.
+
+        Gives `narrow` back.
+        """
+        flat, extent, weight = self.flats[job.key], self.masters[job.key], self.weights[job.key]
+        first, last = extent.span(job.chunk)
+        source = master.tensor(extent.dtype, last - first)
+        if flat.dtype != extent.dtype:
+            source = narrow.tensor(flat.dtype, last - first).copy_(source)
+        if weight is not None and weight is not extent:
+            self.disk.begin_write(weight, job.chunk, narrow)
+            return
+        if weight is None:
+            begin_copy(source, self.tiers, "host", "device", flat.shard[first:last]).wait()
+        self.disk.release(narrow)
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for a state that is loaded: in the file, or on the host what has no dims."""
+        extent = self.states[k].get(key)
+        if extent is not None and len(size) and extent.dtype == dtype:
+            return self._view(k, index, extent)
+        return self._owned(torch.zeros(tuple(size), dtype=dtype, device="cpu"))
+
+    def _owned(self, value: Any) -> Any:
+        return self.tiers.own(value) if isinstance(value, Tensor) else value
+
+    def expose(self) -> None:
+        """Before the maps are read: wait until all is written.  Raises DiskError."""
+        self.disk.sync()
+        self.mapped = True
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """After the maps were written: take their values, and copy the masters to the weights."""
+        self.disk.sync()
+        self.disk.drop()
+        for k, (master, weight) in enumerate(zip(self.masters, self.weights, strict=True)):
+            for chunk in range(0 if weight is master else master.chunks):
+                narrow, buffer = self.disk.acquire(), self.disk.acquire()
+                self.disk.begin_read(master, chunk, buffer).result()
+                self._publish_chunk(Job(k, chunk, (master,)), narrow, buffer)
+                self.disk.release(buffer)
+
+    def _unmap(self) -> None:
+        if self.mapped:
+            self.disk.drop()
+            self.mapped = False
+
+
+def reserve(disk: Disk, tiers: Tiers, states: int, dtypes: Sequence[torch.dtype]) -> None:
+    """Give the disk its buffers, for `states` state tensors of masters of these dtypes."""
+    widest = max(dtype.itemsize for dtype in dtypes)
+    memory = tiers.empty(reserved_bytes(states, widest, disk.chunk_numel), torch.uint8)
+    disk.reserve(memory, disk.chunk_numel * widest, tiers.settle)
+
+
+def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) -> Disk | None:
+    """The file for states of `plan` that rest on a disk; None if none do.
+
+    Raises InputError without a folder, and for one that cannot be written.
+    """
+    folder = training.offload_folder
+    if not (plan.offloaded and plan.offloaded.on_disk):
+        return None
+    if folder is None:
+        raise bad(
+            f"offload:{plan.offload} without a folder for the states",
+            "a folder on a local disk, one for each machine",
+            'offload_folder="/mnt/nvme" to sw.parallelize, or --set offload.folder=/mnt/nvme',
+        )
+    largest = max((p.numel() for p in model.parameters()), default=0)
+    disk = Disk(folder, world.rank, world.ledger, chunk_numel(largest))
+    if plan.states.param_tier == "disk":  # which are written as they are laid out
+        return_freed_memory()
+        precision = DTYPES[plan.precision]
+        dtypes = [_wide(p.dtype if precision is None else precision) for p in model.parameters()]
+        reserve(disk, world.tiers, len(_streamed_keys(first_states(training.optimizer))), dtypes)
+    return disk
+
+
+def first_states(spec: OptimizerSpec) -> list[State]:
+    """For each group of the specification, the state of a matrix after one step.
+
+    What is streamed is on the meta device.
+
+    Raises InputError for a class that makes its state with the optimizer, before any step, and for
+    one whose states have not the shape of the parameter.
+    """
+    found: list[State] = []
+    for own in ({}, *spec.groups.values()):
+        probe = nn.Parameter(torch.zeros(2, 3, device="cpu"))
+        optimizer = spec.kind([{"params": [probe], **own}], **spec.options)
+        if optimizer.state.get(probe):
+            raise bad(
+                f"states on a disk with {spec.kind.__name__}, whose state is made before the "
+                "first step, all of it in host memory",
+                "an elementwise class that makes its state in its first step",
+                "sw.AdamW(lr=3e-4), or offload:optim",
+            )
+        probe.grad = torch.zeros_like(probe)
+        optimizer.step()
+        made = optimizer.state.get(probe, {}).items()
+        if any(_streamed(value) and value.shape != probe.shape for _, value in made):
+            raise bad(
+                f"states on a disk with {spec.kind.__name__}, whose states are means of rows and "
+                "columns of whole matrices",
+                "an elementwise class: a disk is read in chunks of the flat parameter",
+                "sw.AdamW(lr=3e-4), or offload:optim",
+            )
+        found.append({key: v.to("meta") if _streamed(v) else v for key, v in made})
+    return found
+
+
+def _streamed_keys(first: Sequence[State]) -> list[str]:
+    return list({k: None for state in first for k, v in state.items() if _streamed(v)})
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision of the master of a weight."""
+    return dtype if dtype.itemsize >= 4 else torch.float32
+
+
+def _streamed(value: Any) -> bool:
+    """Whether a state has an element for each of the parameter's."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _piece(chunk: Tensor, low: int, high: int, dims: int) -> Tensor:
+    """Elements [low, high) of a chunk with as many dims as their parameter."""
+    if dims == 0 and high > low:
+        return chunk[low]
+    return chunk[low:high].view(high - low, *[1] * (dims - 1))

@@ -1,0 +1,73 @@
+"""The bundles of tensors that cross between stages: their specs, their gradients, their traces.
+
+act of stage s     the tensors that stage s sends to later stages
+grad of stage s    the gradients of the tensors that stage s received and that require one
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from shardwise.core.schedule.action import Token
+from shardwise.techniques.pipeline.stage_io import Spec, Trace
+
+#: Shapes of microbatches whose traces are kept.
+KEPT = 64
+#: Traces of each, for microbatches with other values.
+KEPT_OF_SHAPE = 8
+
+T = TypeVar("T")
+
+
+def specs(trace: Trace, token: Token) -> Sequence[Spec]:
+    """The specs of the bundle `token`, an act or a grad."""
+    if token.kind == "act":
+        return trace.bundles[token.stage]
+    return [spec for spec in trace.bundles[token.stage - 1] if spec.requires_grad]
+
+
+def require_grads(given: Sequence[Tensor], trace: Trace, stage: int) -> None:
+    """Set requires_grad of the tensors `given`, which `stage` received, as in the trace."""
+    for x, spec in zip(given, trace.bundles[stage - 1] if stage else (), strict=True):
+        x.requires_grad_(spec.requires_grad)
+
+
+def grads_back(
+    found: Sequence[Tensor | None], trace: Trace, stage: int, device: torch.device
+) -> list[Tensor]:
+    """The grad of `stage`, from the gradients of its inputs; zeros if an input has none."""
+    if not stage:
+        return []
+    return [
+        torch.zeros(spec.shape, dtype=spec.dtype, device=device) if x is None else x.contiguous()
+        for x, spec in zip(found, trace.bundles[stage - 1], strict=True)
+        if spec.requires_grad
+    ]
+
+
+class ByShape(Generic[T]):
+    """A cache with entries for each set of microbatch shapes; it keeps the latest."""
+
+    def __init__(self) -> None:
+        self.known: dict[Hashable, list[T]] = {}
+
+    def get(self, part: Any, mode: Hashable, make: Callable[[], T], fits: Callable[[T], bool]) -> T:
+        """An entry for the shapes of `part` in this mode that `fits`; if there is none, `make`."""
+        leaves, spec = tree_flatten(part)
+        shapes = [
+            (x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x)
+            for x in leaves
+        ]
+        key = str(spec), tuple(map(str, shapes)), mode
+        if key not in self.known and len(self.known) == KEPT:
+            del self.known[next(iter(self.known))]
+        entries = self.known.setdefault(key, [])
+        for entry in reversed(entries):
+            if fits(entry):
+                return entry
+        entries.append(make())
+        del entries[:-KEPT_OF_SHAPE]
+        return entries[-1]

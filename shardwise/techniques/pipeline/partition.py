@@ -1,0 +1,274 @@
+"""Partition of a model into pipeline stages, balanced by parameters or measured time.
+
+    embed  blocks.0  blocks.1 | blocks.2  blocks.3 | blocks.4  blocks.5  norm  head      pp3
+                              starts = ("blocks.2", "blocks.4")
+
+Stages are contiguous, and begin at elements of the model's lists of repeated blocks; other layers
+go with their neighbours.  With more stages than blocks, a stage may begin at any layer.  The
+heaviest stage is as light as possible (core/balance.py).
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from shardwise.comm.move import broadcast
+from shardwise.comm.world import World
+from shardwise.core.arguments import integer
+from shardwise.core.balance import balanced
+from shardwise.core.errors import bad
+from shardwise.engine import validate
+from shardwise.techniques.pipeline.placeholders import Layer, layers
+
+
+def _both(base: str, name: str, other: str) -> dict[str, str]:
+    """`name` beside `other`, in the encoder and in the decoder."""
+    return {f"{base}.{half}.{name}": f"{base}.{half}.{other}" for half in ("encoder", "decoder")}
+
+
+_HYPER: Final = {"model.norm": "lm_head"}
+#: For each model type of transformers: modules that are not called where they are defined, each
+#: with a module in whose stage it is called.
+_BESIDE: Final[dict[str, dict[str, str]]] = {
+    **dict.fromkeys(
+        ("bart", "mbart", "mvp", "plbart", "blenderbot-small"),
+        _both("model", "layernorm_embedding", "embed_positions"),
+    ),
+    "led": _both("led", "layernorm_embedding", "embed_positions"),
+    "prophetnet": _both("prophetnet", "embeddings_layer_norm", "position_embeddings"),
+    **dict.fromkeys(("deepseek_v4", "hy_v4", "inkling2_text"), _HYPER),
+    "opt": {
+        "model.decoder.final_layer_norm": "model.decoder.layers",
+        "model.decoder.project_out": "model.decoder.layers",
+    },
+    "cpmant": {
+        "cpmant.input_embedding": "cpmant.encoder.layers.0",
+        "cpmant.segment_embedding": "cpmant.encoder.layers.0",
+        "cpmant.position_bias": "cpmant.encoder.layers.0",
+    },
+    "fsmt": {"model.decoder.embed_tokens": "model.decoder.embed_positions"},
+    "mpnet": {"mpnet.encoder.relative_attention_bias": "mpnet.embeddings"},
+    "neomme": {"model.value_embeddings": "model.embed_tokens"},
+}
+#: A list with less than this fraction of the heaviest list's parameters is not split.
+LEAST: Final = 1 / 8
+NAMED: Final = 6  # modules named in an error
+
+
+def starts(
+    model: nn.Module,
+    stages: int,
+    names: Sequence[str] | None = None,
+    beside: Mapping[str, str] | None = None,
+) -> tuple[str, ...]:
+    """The names of the modules that begin stages 1 to `stages` - 1.
+
+    `names` lists them; None balances the stages by parameters (of equally good partitions the
+    earliest, so that every rank finds the same).  `beside`: see staged_model.py.
+
+    Raises:
+        InputError: fewer layers than stages; unknown names, too few or too many.
+    """
+    beside = _beside(model, beside)
+    if names is not None:
+        if len(names) != stages - 1:
+            number = f"{stages} stage{'s' * (stages > 1)}"
+            raise bad(
+                f"{len(names)} starts ({', '.join(names) or 'none'}) for {number}",
+                f"{stages - 1}: the first module of each stage after the first",
+                "stages=None, which balances the stages by parameters",
+            )
+        layers(model, names, beside)
+        return tuple(names)
+    cuts = candidates(model, stages, beside)
+    weights = [0] * len(cuts)
+    seen: set[tuple[int, int]] = set()
+    for name, layer in layers(model, cuts[1:], beside).items():
+        for stage in layer.stages:
+            for p in model.get_submodule(name).parameters():
+                weights[stage] += p.numel() * ((stage, id(p)) not in seen)
+                seen.add((stage, id(p)))
+    return tuple(cuts[i] for i in balanced(weights, stages))
+
+
+_EXAMPLE = "balance_by_time(model, lambda model: model(x), 4)"
+
+
+def balance_by_time(
+    model: nn.Module,
+    call: Callable[[nn.Module], Any],
+    stages: int,
+    repeats: int = 3,
+    beside: Mapping[str, str] | None = None,
+    world: World | None = None,
+) -> tuple[str, ...]:
+    """Like `starts`, but balanced by the measured forward time of layers, best of `repeats` runs.
+
+    `call(model)` runs the whole model on this device, without gradients; the time of the backward
+    pass is assumed to be proportional. Pass the result to `parallelize(..., stages=...)`. Times
+    differ between ranks: with `world`, which all ranks must pass, rank 0's times decide.
+
+    Raises:
+        InputError: fewer layers than stages, or a model on the meta device.
+    """
+    validate.model(model, "sw.balance_by_time")
+    validate.function("call", call, ("model",), _EXAMPLE)
+    integer("stages", stages, 1, 2)
+    integer("repeats", repeats, 1, 3)
+    if any(p.is_meta for p in model.parameters()):
+        raise bad(
+            f"a {type(model).__name__} on the meta device, whose layers take no time",
+            "a model on the device that it will run on",
+            "starts(model, stages), which balances by parameters",
+        )
+    beside = _beside(model, beside)
+    cuts = candidates(model, stages, beside)
+    found = layers(model, cuts[1:], beside)
+    runs = [_timed(model, found, len(cuts), call) for _ in range(repeats + 1)]
+    weights = [min(times) for times in zip(*runs[1:], strict=True)]
+    if world is not None:
+        local = torch.tensor(weights, dtype=torch.float64, device=world.device)
+        weights = broadcast(local, world.everyone).tolist()
+    return tuple(cuts[i] for i in balanced(weights, stages))
+
+
+def _timed(
+    model: nn.Module, found: Mapping[str, Layer], pieces: int, call: Callable[[nn.Module], Any]
+) -> list[float]:
+    """The seconds that the layers of each candidate stage take in one run."""
+    taken = [0.0] * pieces
+    began: dict[str, float] = {}
+
+    def begin(name: str, module: nn.Module, _: Any) -> None:
+        began[name] = _now(module)
+
+    def end(name: str, module: nn.Module, *_: Any) -> None:
+        taken[found[name].stages[0]] += _now(module) - began[name]
+
+    handles = []
+    for name in found:
+        module = model.get_submodule(name)
+        handles.append(module.register_forward_pre_hook(partial(begin, name)))
+        handles.append(module.register_forward_hook(partial(end, name)))
+    try:
+        with torch.no_grad():
+            call(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return taken
+
+
+def _now(module: nn.Module) -> float:
+    if any(p.is_cuda for p in module.parameters(recurse=True)):
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def candidates(
+    model: nn.Module,
+    stages: int,
+    beside: Mapping[str, str],
+) -> tuple[str, ...]:
+    """The modules at which a stage may begin, in order.
+
+    Raises:
+        InputError: fewer layers than stages.
+    """
+    blocks = _planned(model) or _repeated(model)
+    if len(blocks) >= stages:
+        return tuple(blocks)
+    every = tuple(name for name in layers(model, blocks[1:]) if name not in beside)
+    if len(every) < stages:
+        raise bad(
+            f"{stages} stages for a {type(model).__name__} of {len(every)} layers",
+            f"at most as many stages as layers: {', '.join(every[:NAMED]) or 'it has none'}",
+            f"pp{max(1, len(every))}, or fewer chunks of the schedule",
+        )
+    return every
+
+
+def _repeated(model: nn.Module) -> list[str]:
+    """The elements of the outermost lists in which one class occurs several times."""
+    lists = list(_lists(model, ""))
+    weights = [sum(p.numel() for m in found.values() for p in m.parameters()) for found in lists]
+    heavy = LEAST * max(weights, default=0)
+    pairs = zip(lists, weights, strict=True)
+    return [name for found, weight in pairs if weight >= heavy for name in found]
+
+
+def _lists(module: nn.Module, name: str) -> Iterator[dict[str, nn.Module]]:
+    """Yield each list of layers, as a dict from names to modules."""
+    children = {f"{name}.{key}" if name else key: m for key, m in module.named_children()}
+    layers = {key: m for key, m in children.items() if next(m.parameters(), None) is not None}
+    kinds = Counter(type(m) for m in layers.values() if type(m).forward is not nn.Module.forward)
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+    if is_list and max(kinds.values(), default=0) > 1:
+        yield layers
+    else:
+        for key, child in layers.items():
+            yield from _lists(child, key)
+
+
+def _planned(model: nn.Module) -> list[str]:
+    """The elements of the lists in a transformers model's `base_model_pp_plan`.
+
+    That plan, in the model's config, names modules in the order of their calls.
+    """
+    return [
+        f"{name}.{key}"
+        for name in _chain(model)
+        for module in (model.get_submodule(name),)
+        if isinstance(module, nn.ModuleList)
+        for key in module._modules
+    ]
+
+
+def _chain(model: nn.Module) -> list[str]:
+    """The names in `base_model_pp_plan` that the model has, in order."""
+    plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
+    base = getattr(model, "base_model_prefix", "")
+    prefix = f"{base}." if isinstance(getattr(model, base, None), nn.Module) else ""
+    known = dict(model.named_modules())
+    return [f"{prefix}{key}" for key in plan if f"{prefix}{key}" in known]
+
+
+def _beside(model: nn.Module, beside: Mapping[str, str] | None) -> dict[str, str]:
+    return {**misplaced(model), **(beside or {})}
+
+
+def misplaced(model: nn.Module) -> dict[str, str]:
+    """Modules that are not called where they are defined, each with a module of its stage.
+
+    For transformers models only: heads defined before the base model, modules whose place in
+    `base_model_pp_plan` differs, and the table above. Assumes for other models that the order of
+    calls is the order of definition.
+    """
+    known = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    at = {name: i for i, name in enumerate(known)}
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if not isinstance(kind, str):
+        return {}
+    found = _heads(model)
+    chain = _chain(model)
+    lists = [name for name in chain if isinstance(model.get_submodule(name), nn.ModuleList)]
+    for name, block in product(chain, lists):
+        elements = [key for key in known if key.rpartition(".")[0] == block]
+        late = chain.index(name) > chain.index(block)
+        if name != block and elements and late != (at[name] > at[block]):
+            found[name] = block if late else elements[0]
+    found |= _BESIDE.get(kind, {})
+    return {name: other for name, other in found.items() if name in at and other in at}
+
+
+def _heads(model: nn.Module) -> dict[str, str]:
+    """Modules of the root that are defined before its base model and called after it."""
+    children = [name for name, _ in model.named_children()]
+    base = getattr(model, "base_model_prefix", "")
+    return dict.fromkeys(children[: children.index(base)], base) if base in children else {}

@@ -1,0 +1,241 @@
+"""A step of an engine under the schedule of a pipeline (stage_work.py executes its actions).
+
+Every rank of the pipeline axis has the full microbatch; ranks send each other only the values that
+later stages use.  Every rank computes their shapes on meta, once for each shape of microbatch, so
+no shapes are sent.
+
+Each step, microbatch, stage and share of the data has its own random seed, so stages draw different
+dropout masks, which do not depend on the rank that has the stage.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.world import Axis
+from shardwise.core.errors import RunError
+from shardwise.core.schedule.action import Action, Step, Token, Transfer
+from shardwise.core.schedule.schedule import Schedule
+from shardwise.engine.one_stage import Objective
+from shardwise.prediction.unit_gathers import reads
+from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.staged_hooks import PutOff
+from shardwise.techniques.pipeline.bundles import ByShape
+from shardwise.techniques.pipeline.probe import Probe
+from shardwise.techniques.pipeline.runtime import Watch, open_channels, run
+from shardwise.techniques.pipeline.stage_io import Trace
+from shardwise.techniques.pipeline.stage_module import Staging
+from shardwise.techniques.pipeline.stage_work import Microbatch, Result, ScaledLoss, StageWork
+from shardwise.techniques.pipeline.weight_stashing import Stale
+from shardwise.techniques.tensor.layout import Tensors
+from shardwise.techniques.tensor.rng import seeded
+
+
+class _Traced(NamedTuple):
+    """The trace of a forward, and the lengths of its sharded sequences."""
+
+    trace: Trace
+    lengths: Mapping[int, int]
+
+
+class Pipelined:
+    """The stages of one rank at work; `apart` as in OneStage, `stale` if the schedule updates."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        staging: Staging,
+        data: Data,
+        tensors: Tensors,
+        objective: Objective,
+        stale: Stale | None = None,
+        *,
+        apart: bool = True,
+    ) -> None:
+        assert data.staged is not None
+        self.apart, self.stale = apart, stale
+        self.model, self.staging, self.data, self.tensors = model, staging, data, tensors
+        self.units = data.staged
+        self.objective, self.device = objective, staging.stages.device
+        self.microbatches = staging.schedule.microbatches
+        self.watch: Watch | None = None
+        self.known = ByShape[_Traced]()
+        self.share = _place(data.consensus.axes)
+        self.interrupted = False  # whether a run has begun and not ended
+        open_channels(staging.schedule, staging.axis, self.device)
+
+    def run(self, parts: Sequence[Any], counts: Sequence[int], sum_scale: float) -> Tensor:
+        """Run all microbatches forward and backward, in runs of the schedule.
+
+        As OneStage.run; only the rank with the last stage has the sum of the loss.
+        """
+        loss = ScaledLoss(sum_scale, self.device)
+        seed = (
+            int(torch.randint(2**61, (), dtype=torch.int64, device="cpu"))
+            + 2_147_483_647 * self.share
+        )
+        for first in range(0, len(parts), self.microbatches):
+            these = range(first, first + self.microbatches)
+            microbatches = [
+                self._microbatch(k - first, parts[k], counts[k], seed + 1_000_003 * k)
+                for k in these
+            ]
+            units = self._units(sum_scale, self.stale)
+            work = StageWork(self.staging.stages, units, loss, self.objective, microbatches)
+            self.data.sums.sync = these.stop == len(parts)
+            self.data.begin_run()
+            with self._whole_run(), self.stale.running() if self.stale else nullcontext():
+                run(self.staging.schedule, self.staging.axis, work, self.watch)
+            self.data.end_run()
+        if self.stale is None:
+            self.units.end()
+        return loss.summed
+
+    def _units(self, sum_scale: float = 1.0, versions: Stale | None = None) -> "ScheduledUnits":
+        of = self.data, self.tensors, self.staging
+        return ScheduledUnits(*of, sum_scale, versions, apart=self.apart)
+
+    def _microbatch(self, index: int, part: Any, tokens: int, seed: int) -> Microbatch:
+        return Microbatch(index, part, tokens, *self._trace(part), seed)
+
+    @contextmanager
+    def _whole_run(self) -> Iterator[None]:
+        """Around a run; raises after an interrupted one, whose messages may still arrive."""
+        if self.interrupted and self.staging.axis.size > 1:
+            raise RunError(
+                "The previous run of the schedule was interrupted, and its messages could be "
+                "received as messages of this run. Restart the processes, build the engine again, "
+                "and load the last checkpoint."
+            )
+        self.interrupted = True
+        yield
+        self.interrupted = False
+
+    @torch.no_grad()
+    def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
+        """Run one microbatch forward through all stages; the result is on the last stage's rank."""
+        result = Result()
+        units = self._units()
+        microbatches = [Microbatch(0, None, 0, *self._trace_call(call))]
+        work = StageWork(
+            self.staging.stages, units, result, lambda m, _: call(m), microbatches, trains=False
+        )
+        with self._whole_run():
+            run(forward_only(self.staging.schedule), self.staging.axis, work)
+        self.data.end_run()
+        return result.value
+
+    def _trace(self, part: Any) -> "_Traced":
+        """What crosses for a microbatch of these shapes; traced once for each shape."""
+
+        def make() -> _Traced:
+            return self._trace_call(lambda model: self.objective(model, part))
+
+        def fits(known: _Traced) -> bool:
+            return stages.fits(known.trace, lambda model: self.objective(model, part))
+
+        stages = self.staging.stages
+        return self.known.get(part, self.model.training, make, fits)
+
+    def _probe(self, call: Callable[[nn.Module], Any]) -> Probe | None:
+        """Answers reads of activations, where that needs no other ranks than the pipeline's."""
+        alone = all(axis.size == 1 for axis in self.data.consensus.axes)
+        gathers = any(unit.reshards for unit in self.data.units.order)
+        if not alone and (gathers or not self.apart):
+            return None  # data ranks may trace other shapes, at other times
+        return Probe(self.staging, call, self._units().around)
+
+    def _trace_call(self, call: Callable[[nn.Module], Any]) -> "_Traced":
+        stream = self.staging.beside.stream
+        stream.begin()
+        trace = self.staging.stages.trace(call, self._probe(call))
+        for stage, own in self.staging.stages.layers.own.items():
+            self.data.read_outside(p for n, p in own.items() if n in trace.read[stage])
+        return _Traced(trace, stream.lengths.known)
+
+
+class ScheduledUnits:
+    """The units of this rank's stages, gathered and freed by hooks during each action.
+
+    With `versions`, the backward pass of a microbatch uses the weights of its forward pass.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        tensors: Tensors,
+        staging: Staging,
+        sum_scale: float = 1.0,
+        versions: Stale | None = None,
+        *,
+        apart: bool = True,
+    ) -> None:
+        assert data.staged is not None
+        self.apart = apart
+        self.data, self.tensors, self.staging, self.staged = data, tensors, staging, data.staged
+        self.sum_scale, self.versions = sum_scale, versions
+        self.device, self.frees = staging.stages.device, data.frees
+        self.put_off: dict[tuple[int, int], PutOff] = {}  # the products that W computes
+
+    @contextmanager
+    def around(self, op: str, stage: int, microbatch: Microbatch) -> Iterator[None]:
+        """Around a forward, also sets the random seed of this step, microbatch and stage."""
+        data, stream = self.data, self.tensors.stream
+        data.consensus.phase("forward" if op == "F" else "backward")
+        data.mute = self.apart and microbatch.tokens == 0
+        data.enter(stage, op, reads=reads(op, graded(stage, microbatch.trace)))
+        with ExitStack() as entered:
+            if self.versions is not None:
+                entered.enter_context(self.versions.during(stage, microbatch.index))
+            if op == "F":
+                stream.begin(microbatch.lengths)
+                entered.enter_context(seeded(self.device, microbatch.seed + stage))
+            entered.enter_context(self.tensors.during(self.device))
+            if op == "W":
+                data.multiply(self.put_off.pop((stage, microbatch.index)))
+            yield
+        if op == "F":
+            stream.end()
+        elif op == "I":
+            self.put_off[stage, microbatch.index] = self.staged.later()
+        data.leave()
+
+    def reduce(self, stage: int) -> None:
+        self.data.consensus.phase("backward")
+        self.staged.reduce(stage)
+
+    def update(self, stage: int, microbatches: Sequence[Microbatch]) -> None:
+        assert self.versions is not None
+        tokens = sum(each.tokens for each in microbatches[-self.staging.schedule.update :])
+        self.versions.update_stage(stage, tokens, self.sum_scale)
+
+
+def graded(stage: int, trace: Trace) -> bool:
+    """Whether the stage's inputs require a gradient."""
+    return stage > 0 and any(spec.requires_grad for spec in trace.bundles[stage - 1])
+
+
+def _place(axes: Sequence[Axis]) -> int:
+    """A number for each place on the axes."""
+    place = 0
+    for axis in axes:
+        place = place * axis.size + axis.rank
+    return place
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """One microbatch forward through the stages of `schedule`, and nothing else."""
+    home = schedule.home
+    rows: list[list[Step]] = [[] for _ in schedule.rows]
+    for stage, rank in enumerate(home):
+        row, act = rows[rank], Token("act", stage - 1, 0)
+        if stage and home[stage - 1] != rank:
+            rows[home[stage - 1]].append(Transfer("SEND", act, rank))
+            row.append(Transfer("RECV", act, home[stage - 1]))
+        row.append(Action("F", stage, 0))
+    done = tuple(tuple(row) for row in rows)
+    return replace(schedule, rows=done, microbatches=1, update=0, lag=())

@@ -1,0 +1,91 @@
+"""The answer to a read of an activation: the first microbatch runs up to it, on real tensors.
+
+    x.mean() > 0        after blocks.2, in stage 1
+
+    rank of stage 0     F ----> bundle
+    rank of stage 1              F until the read ----> its answer to all ranks
+    rank of stage 2                                     goes on with the trace
+
+A trace on meta (tracer.py) has shapes and no numbers.  All ranks of the pipeline
+trace the same microbatch, so they come to the same read together.  The trace keeps the answer, and
+in each later microbatch the rank that computes the tensor compares its own (stage.py).
+
+One read costs one forward of the stages before it, once for each shape of microbatch.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.move import begin_receive, begin_send
+from shardwise.comm.objects import broadcast_object
+from shardwise.techniques.pipeline.stage import Asked
+from shardwise.techniques.pipeline.stage_io import Trace
+from shardwise.techniques.pipeline.stage_module import Staging
+from shardwise.techniques.pipeline.stage_work import Microbatch
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Runs `call`, the forward of one microbatch; `around` is that of the units of an action."""
+
+    staging: Staging
+    call: Callable[[nn.Module], Any]
+    around: Callable[[str, int, Microbatch], AbstractContextManager[None]]
+
+    def __call__(self, trace: Trace) -> Any:
+        """The answer to the last event of `trace`, on every rank; all ranks of the axis call it."""
+        schedule, axis = self.staging.schedule, self.staging.axis
+        last, answer = len(trace.written) - 1, None
+        passed: list[Tensor] = []
+        with torch.no_grad(), kept_buffers(self.staging.stages.layers.model):
+            for stage in range(last + 1):
+                self._arrive(stage, trace, passed)
+                if schedule.home[stage] == axis.rank:
+                    passed, answer = self._run(stage, trace, passed)
+        return broadcast_object(answer, axis, schedule.home[last], self.staging.stages.device)
+
+    def _run(self, stage: int, trace: Trace, received: list[Tensor]) -> tuple[list[Tensor], Any]:
+        """The outputs of a stage, or the answer."""
+        stages = self.staging.stages
+        try:
+            with self.around("F", stage, Microbatch(0, None, trace=trace)):
+                return stages.run(stage, trace, received, self.call).outputs, None
+        except Asked as asked:
+            return [], asked.answer
+
+    def _arrive(self, stage: int, trace: Trace, passed: list[Tensor]) -> None:
+        """Move the bundle in front of `stage` to its rank; it is in `passed` then."""
+        axis, home = self.staging.axis, self.staging.schedule.home
+        if not stage or home[stage - 1] == home[stage]:
+            return
+        if axis.rank == home[stage - 1]:
+            for x in passed:
+                begin_send(x, axis, home[stage]).wait()
+        elif axis.rank == home[stage]:
+            device = self.staging.stages.device
+            passed[:] = [
+                torch.empty(spec.shape, dtype=spec.dtype, device=device)
+                for spec in trace.bundles[stage - 1]
+            ]
+            for x in passed:
+                begin_receive(x, axis, home[stage - 1]).wait()
+
+
+@contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers of `model` at the end, as if nothing had run."""
+    tables = [module._buffers for module in model.modules()]
+    before = [dict(table) for table in tables]
+    values = {b: b.clone() for table in before for b in table.values() if b is not None}
+    try:
+        yield
+    finally:
+        for b, value in values.items():
+            b.copy_(value)
+        for table, old in zip(tables, before, strict=True):
+            table.update(old)

@@ -1,0 +1,314 @@
+"""The pipeline at run time: one rank executes its row of a schedule, step by step.
+
+    table        token -> value, for all live tokens of this rank.  A step removes the tokens that
+                 it consumes and adds those that it makes (relation.py); at the end it is empty.
+    messages     sent as soon as their tensors exist; receives are posted ahead of their use
+    work         executes F, B, I, W and the other actions on the model
+
+A bundle is a list of tensors.  The bundle `act` of stage s has the tensors that it sends to later
+stages.  The bundle `grad` of stage s has the gradient of each tensor of the previous bundle that
+requires one, zeros if there is none.  A bundle between two stages of one rank is not copied.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from textwrap import fill
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.move import begin_receive, begin_send, open_ways, receive, send
+from shardwise.comm.transport import Pending
+from shardwise.comm.world import Axis
+from shardwise.core.schedule.acks import acks
+from shardwise.core.schedule.action import Action, Step, Token, Transfer
+from shardwise.core.schedule.lower import lower
+from shardwise.core.schedule.measured import Measured, TimedStep
+from shardwise.core.schedule.relation import makes, needs, takes
+from shardwise.core.schedule.schedule import Schedule
+from shardwise.techniques.pipeline.stage_io import Spec
+
+#: The number of posted receives from each rank: one message arrives while one is used.
+AHEAD = 2
+
+
+class Work(Protocol):
+    """Executes the actions of this rank's stages.  Each tape and rest is passed back once."""
+
+    device: torch.device
+
+    def specs(self, token: Token) -> Sequence[Spec]:
+        """The specs of the tensors in the bundle `token`, an act or a grad."""
+        ...
+
+    def forward(
+        self, stage: int, microbatch: int, inputs: list[Tensor]
+    ) -> tuple[list[Tensor], Any]:
+        """F: takes the previous stage's bundle; returns this stage's bundle and a tape."""
+        ...
+
+    def backward(self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]) -> list[Tensor]:
+        """B: takes the gradients of the stage's outputs; returns those of its inputs."""
+        ...
+
+    def inputs(
+        self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]
+    ) -> tuple[list[Tensor], Any]:
+        """I: as B without the weights' gradients, which W computes from the rest returned."""
+        ...
+
+    def weights(self, stage: int, microbatch: int, rest: Any) -> None:
+        """W: the gradients of the weights."""
+        ...
+
+    def reduce(self, stage: int) -> None:
+        """REDUCE: sum the stage's gradients over its replicas."""
+        ...
+
+    def update(self, stage: int, microbatch: int) -> None:
+        """U: update the stage's weights from the microbatches up to this one."""
+        ...
+
+
+class Watch(Protocol):
+    """Observes a run: `now` returns seconds; each step is reported with its two times."""
+
+    def now(self) -> float: ...
+    def __call__(self, step: Step, start_s: float, end_s: float) -> None: ...
+
+
+def open_channels(schedule: Schedule, axis: Axis, device: torch.device) -> None:
+    """Open the schedule's channels.  All ranks of the axis call it once, before the first run."""
+    rows = enumerate(lower(schedule).rows)
+    sends = ((rank, step) for rank, row in rows for step in row if step.op == "SEND")
+    ways = [(rank, step.peer) for rank, step in sends if isinstance(step, Transfer)]
+    open_ways(axis, ways, device)
+
+
+def run(
+    schedule: Schedule,
+    axis: Axis,
+    work: Work,
+    watch: Watch | None = None,
+    table: dict[Token, Any] | None = None,
+) -> None:
+    """Execute this rank's row.  All ranks of the axis call it with the same valid schedule.
+
+    Several schedules can share one `table`, which carries live tokens from one to the next.
+    Without it a schedule must leave no token.
+
+    Errors of a step propagate; in a pipeline a note adds the row and marks the step.  Messages use
+    the axis's two queues (`begin_send`), and its ledger counts them.  On CUDA the processor runs
+    ahead of the device, unless `watch` synchronises.
+    """
+    whole = lower(schedule)
+    row, place = whole.rows[axis.rank], 0
+    try:
+        live = _Live(whole, axis, work, table)
+        for place in range(len(row)):
+            start_s = watch.now() if watch else 0.0
+            live.do(row[place])
+            if watch:
+                watch(row[place], start_s, watch.now())
+        live.end(whole=table is None)
+    except BaseException as error:
+        if whole.last_stage:
+            error.add_note(_marked(row, place, axis.rank))
+        raise
+
+
+class _Live:
+    """One run: the table of live tokens on this rank, and the messages."""
+
+    def __init__(
+        self, schedule: Schedule, axis: Axis, work: Work, table: dict[Token, Any] | None
+    ) -> None:
+        self.schedule, self.work = schedule, work
+        self.post = _Post(schedule, axis, work)
+        self.table: dict[Token, Any] = {} if table is None else table
+
+    def do(self, step: Step) -> None:
+        """Execute a step: consume the tokens that it takes, add those that it makes."""
+        have = {token.kind: self.table[token] for token in needs(step, self.schedule)}
+        for token in takes(step, self.schedule):
+            del self.table[token]
+        made = self._act(step, have) if isinstance(step, Action) else self._pass_on(step, have)
+        self.table.update({token: made[token.kind] for token in makes(step, self.schedule)})
+
+    def _act(self, action: Action, have: dict[str, Any]) -> dict[str, Any]:
+        """Execute an action; returns values by token kind, None for those that `work` keeps.
+
+        `have` has the only references, so memory is freed as soon as the work drops a value.
+        """
+        op, stage, i = action
+        made: dict[str, Any] = {"part": None, "params": None, "weights": None}
+        work = self.work
+        match op:
+            case "F":
+                act, made["tape"] = work.forward(stage, i, have.pop("act", []))
+                made["act"] = [x.detach() for x in act]
+            case "B":
+                made["grad"] = work.backward(stage, i, have.pop("tape"), have.pop("grad", []))
+            case "I":
+                grads = have.pop("grad", [])
+                made["grad"], made["rest"] = work.inputs(stage, i, have.pop("tape"), grads)
+            case "W":
+                work.weights(stage, i, have.pop("rest"))
+            case "U":
+                work.update(stage, i)
+            case "REDUCE":
+                work.reduce(stage)
+            case "GATHER" | "FREE":
+                pass  # hooks gather and free units one by one (techniques/data/hooks.py)
+        return made
+
+    def _pass_on(self, transfer: Transfer, have: dict[str, Any]) -> dict[str, Any]:
+        if transfer.op == "RECV":
+            return {transfer.token.kind: self.post.receive(transfer)}
+        self.post.send(transfer, have[transfer.token.kind])
+        return {}
+
+    def end(self, whole: bool) -> None:
+        """Wait for sends; after a whole schedule, assert that only weights are left."""
+        self.post.end()
+        if not whole:
+            return
+        kept = {token: value for token, value in self.table.items() if value is not None}
+        left = [str(token) for token in kept if token.kind != "weights"]
+        assert not left, f"left over: {', '.join(left)}"
+
+
+class _Post:
+    """The messages of one rank in flight.
+
+    From the start, the next AHEAD receives from each rank are posted, in the order of the row; a
+    rank holds their bundles beyond the schedule's memory.  A sent bundle is kept until a message
+    proves that it has arrived (acks.py), or until the end.
+    """
+
+    def __init__(self, schedule: Schedule, axis: Axis, work: Work) -> None:
+        self.axis, self.work = axis, work
+        self.acks = acks(schedule, axis.rank)
+        self.coming: dict[int, deque[Token]] = {}
+        self.inbox: dict[Token, tuple[list[Tensor], list[Pending]]] = {}
+        self.outbox: dict[Token, list[Pending]] = {}
+        for step in schedule.rows[axis.rank]:
+            if isinstance(step, Transfer) and step.op == "RECV":
+                self.coming.setdefault(step.peer, deque()).append(step.token)
+        for peer in self.coming:
+            for _ in range(AHEAD):
+                self._await(peer)
+
+    def send(self, transfer: Transfer, bundle: list[Tensor]) -> None:
+        """Begin to send a bundle, one message per tensor."""
+        token, peer = transfer.token, transfer.peer
+        told = [(tuple(spec.shape), spec.dtype) for spec in self.work.specs(token)]
+        made = [(tuple(x.shape), x.dtype) for x in bundle]
+        assert made == told, f"{token} is {made}, but rank {peer} expects {told}"
+        full = [x for x in bundle if x.numel()]
+        self.outbox[token] = [begin_send(x, self.axis, peer) for x in full]
+
+    def receive(self, transfer: Transfer) -> list[Tensor]:
+        """Wait for the bundle, and post the next receive from that rank."""
+        bundle, arriving = self.inbox.pop(transfer.token)
+        _wait(arriving)
+        self._await(transfer.peer)
+        for token in self.acks.get(transfer.token, ()):
+            _wait(self.outbox.pop(token))
+        return bundle
+
+    def end(self) -> None:
+        """Wait for all sends that are not acknowledged."""
+        assert not self.inbox
+        while self.outbox:
+            _wait(self.outbox.popitem()[1])
+
+    def _await(self, peer: int) -> None:
+        if self.coming[peer]:
+            token, device = self.coming[peer].popleft(), self.work.device
+            bundle = [
+                torch.empty(tuple(spec.shape), dtype=spec.dtype, device=device)
+                for spec in self.work.specs(token)
+            ]
+            full = [x for x in bundle if x.numel()]
+            self.inbox[token] = bundle, [begin_receive(x, self.axis, peer) for x in full]
+
+
+def _wait(pending: Sequence[Pending]) -> None:
+    for one in pending:
+        one.wait()
+
+
+def _marked(row: Sequence[Step], place: int, rank: int) -> str:
+    """The row with the step at `place` between arrows."""
+    words = [f">>{step}<<" if k == place else str(step) for k, step in enumerate(row)]
+    head = f"rank {rank} of the pipeline was at step {place + 1} of the {len(row)} in its row:"
+    lines = fill(" ".join(words), 100, break_long_words=False, break_on_hyphens=False)
+    return f"{head}\n{lines}"
+
+
+# --- measuring -------------------------------------------------------------------------------
+
+#: Time requests per rank; the answer with the shortest round trip is used.
+ASKS = 8
+
+
+class Recorder:
+    """A watch that records the steps of one run.  On CUDA it synchronises at each step."""
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        clock_s: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.device, self.clock_s = torch.device(device), clock_s
+        self.seen: list[TimedStep] = []
+
+    def now(self) -> float:
+        """Seconds, on this machine's clock."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.clock_s()
+
+    def __call__(self, step: Step, start_s: float, end_s: float) -> None:
+        self.seen.append(TimedStep(step, start_s, end_s))
+
+    def gather(self, schedule: Schedule, axis: Axis) -> Measured | None:
+        """The steps of all ranks on rank 0, in the time of its clock; None on other ranks."""
+        whole = lower(schedule)
+        assert [seen.step for seen in self.seen] == list(whole.rows[axis.rank])
+        with axis.ledger.phase("check"):
+            if axis.rank:
+                self._answer(axis)
+                send(self._tensor([seen[1:] for seen in self.seen]), axis, 0)
+                return None
+            rows = [self.seen]
+            for rank in range(1, axis.size):
+                ahead_s = self._ask(axis, rank)
+                times = self._tensor([(0.0, 0.0)] * len(whole.rows[rank]))
+                read = receive(times, axis, rank).tolist()
+                pairs = zip(whole.rows[rank], read, strict=True)
+                rows.append([TimedStep(step, a - ahead_s, b - ahead_s) for step, (a, b) in pairs])
+        return Measured(whole, tuple(map(tuple, rows)))
+
+    def _ask(self, axis: Axis, rank: int) -> float:
+        """Seconds by which a rank's clock is ahead of this one; 0 if they may be one clock."""
+        answers: list[tuple[float, float]] = []
+        for _ in range(ASKS):
+            start_s = self.clock_s()
+            send(self._tensor([0.0]), axis, rank)
+            there_s = receive(self._tensor([0.0]), axis, rank).item()
+            end_s = self.clock_s()
+            answers.append((end_s - start_s, there_s - (start_s + end_s) / 2))
+        took_s, ahead_s = min(answers)
+        return 0.0 if abs(ahead_s) <= took_s else ahead_s
+
+    def _answer(self, axis: Axis) -> None:
+        for _ in range(ASKS):
+            receive(self._tensor([0.0]), axis, 0).item()
+            send(self._tensor([self.clock_s()]), axis, 0)
+
+    def _tensor(self, numbers: Sequence[Any]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.float64, device=self.device)

@@ -1,0 +1,180 @@
+"""Reduces a model to the stages of this rank, and keeps tied parameters equal on all holders.
+
+    rank 0   embed  blocks.0  blocks.1                     stages of the schedule's `home`
+    rank 1   blocks.2  blocks.3  norm  head                head.weight is embed.weight: a tie
+
+First all ranks get rank 0's weights.  Then each rank keeps only the parameters of its own stages,
+under their names in the full model.  If several ranks hold a parameter (a tied embedding), they sum
+its gradient before the update, so that the copies stay equal.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.move import begin_sum
+from shardwise.comm.world import Axis, World, traced
+from shardwise.core.layouts import stage_layout
+from shardwise.core.mesh import PIPELINE
+from shardwise.core.param_layout import Groups
+from shardwise.core.plan import Plan
+from shardwise.core.plan_schedule import schedule_of
+from shardwise.core.schedule.schedule import Schedule
+from shardwise.engine import cut
+from shardwise.techniques.data.wrap_policy import UnitSpec
+from shardwise.techniques.pipeline.partition import misplaced, starts
+from shardwise.techniques.pipeline.placeholders import layers
+from shardwise.techniques.pipeline.placeholders import twin as twin_of
+from shardwise.techniques.pipeline.staged_model import Stages
+from shardwise.techniques.tensor import apply as tensor_parallel
+from shardwise.techniques.tensor import rng
+from shardwise.techniques.tensor.layout import Tensors
+from shardwise.techniques.tensor.table import Table
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A model on the pipeline axis.
+
+    `at` are the stages of each parameter by its name in the full model; `ties` has, for each
+    parameter of several ranks, the axis of these ranks, and `sums` the same by groups of ranks;
+    `beside` is the twin on the tensor axis, whose stream knows the lengths of sharded sequences.
+    """
+
+    axis: Axis
+    schedule: Schedule
+    stages: Stages
+    beside: Tensors
+    at: Mapping[str, tuple[int, ...]]
+    ties: Mapping[str, Axis] = field(default_factory=dict)
+    sums: Mapping[Groups, Axis] = field(default_factory=dict[Groups, Axis])
+
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        """The stages of this rank, along the model."""
+        return self.schedule.stages(self.axis.rank)
+
+    @property
+    def begins(self) -> list[str]:
+        """The first layer of each stage after the first."""
+        found = self.stages.layers.found.items()
+        firsts = {stage: name for name, layer in reversed(found) for stage in layer.stages[:1]}
+        return [firsts[stage] for stage in range(1, len(firsts))]
+
+    def owners(self, stages: Sequence[int]) -> tuple[int, ...]:
+        """The ranks that own any of these stages."""
+        return tuple(sorted({self.schedule.home[stage] for stage in stages}))
+
+    def own_units(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
+        """The units of this rank's stages, without the parameters that it does not hold."""
+        for spec in specs:
+            spec.params = [(name, p) for name, p in spec.params if self.stages_using([name])]
+        return [spec for spec in specs if spec.params]
+
+    def stages_using(self, names: Iterable[str]) -> set[int]:
+        """The stages of this rank that use any of these parameters."""
+        return {stage for name in names for stage in self.at[name]} & set(self.own_stages)
+
+    def copy(self, called: str) -> int:
+        """The index of this rank among those that hold the buffer or module of that name."""
+        for name, layer in self.stages.layers.found.items():
+            if any(f"{called}.".startswith(f"{known}.") for known in (name, *layer.names)):
+                return self.owners(layer.stages).index(self.axis.rank)
+        return self.axis.rank  # every rank has buffers outside of layers
+
+    # --- consensus of the stages --------------------------------------------------------------
+
+    def anywhere(self, flags: Sequence[bool]) -> list[bool]:
+        """Which of these are true on any rank of the axis; called by all of them."""
+        own = torch.tensor(flags, dtype=torch.float64, device=self.stages.device)
+        return (begin_sum(own, self.axis).wait() > 0).tolist()
+
+    def together(self, names: Collection[str]) -> list[str]:
+        """The union of the names of all ranks of the axis; called by all of them."""
+        every = sorted(self.at)
+        flags = self.anywhere([name in names for name in every])
+        return [name for name, flag in zip(every, flags, strict=True) if flag]
+
+    def shared(self, names: Sequence[str], used: Tensor) -> Tensor:
+        """`used`, where a tied parameter counts as used if any holder used it.
+
+        Otherwise some holders would not update it, and their weights would differ.
+        """
+        places = {name: index for index, name in enumerate(names) if name in self.ties}
+        sums = {
+            index: begin_sum(used[index : index + 1], self.ties[name])
+            for name, index in sorted(places.items())
+        }
+        used = used.clone() if sums else used
+        for index, total in sums.items():
+            used[index : index + 1] = total.wait()
+        return used
+
+
+def stage_starts(
+    model: nn.Module,
+    plan: Plan,
+    names: Sequence[str] | None,
+    beside: Mapping[str, str] | None = None,
+) -> tuple[str, ...]:
+    """The modules that begin the stages of a pipeline after the first; none without a pipeline.
+
+    `beside` is that of Stages (staged_model.py): modules that are not called where they are
+    defined.
+
+    Raises InputError where the model cannot be cut so.
+    """
+    schedule = schedule_of(plan)
+    if schedule is None:
+        return ()
+    return starts(model, len(schedule.home), names, beside)
+
+
+def stages_of(
+    model: nn.Module, begin: Sequence[str], beside: Mapping[str, str] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """The stages of each parameter, by name, before the model is partitioned.
+
+    A parameter outside of layers belongs to stage 0 (techniques/pipeline/placeholders.py).
+    """
+    found: dict[nn.Parameter, set[int]] = {p: set() for p in model.parameters()}
+    for name, layer in layers(model, begin, misplaced(model) | dict(beside or {})).items():
+        for p in model.get_submodule(name).parameters():
+            found[p] |= set(layer.stages)
+    return {name: tuple(sorted(found[p] or {0})) for name, p in model.named_parameters()}
+
+
+def twin(
+    model: nn.Module, world: World, plan: Plan, table: Table | None
+) -> tuple[nn.Module, Tensors]:
+    """The model on meta, on the tensor axis of a world that moves nothing."""
+    copy = twin_of(model)
+    nothing = traced(world.rank, world.size).on(plan.mesh)
+    return copy, tensor_parallel.lay_out(copy, nothing, plan.sp, table)
+
+
+def agree(model: nn.Module, axis: Axis, device: torch.device) -> None:
+    """Copy the first rank's weights, buffers and generator states to all ranks."""
+    if axis.size > 1:
+        rng.synchronize(axis, device)
+        cut.agree([*model.parameters(), *model.buffers()], axis, device)
+
+
+def lay_out(
+    model: nn.Module,
+    twins: tuple[nn.Module, Tensors],
+    world: World,
+    schedule: Schedule,
+    begin: Sequence[str],
+    beside: Mapping[str, str] | None = None,
+) -> Staging:
+    """Partition `model` into stages, in place; called by all ranks of the world."""
+    axis, at = world.axis(PIPELINE), stages_of(model, begin, beside)
+    stages = Stages(model, twins[0], begin, schedule.stages(axis.rank), world.device, beside)
+    found = {name: stage_layout(used, schedule) for name, used in at.items()}
+    groups = {name: on.groups for name, on in found.items() if len(on.holders) > 1}
+    sums = cut.open_sums(world, PIPELINE, groups.values())
+    ties = {name: sums[own] for name, own in sorted(groups.items()) if axis.rank in own[0]}
+    return Staging(axis, schedule, stages, twins[1], at, ties, sums)

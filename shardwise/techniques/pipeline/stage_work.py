@@ -1,0 +1,243 @@
+"""Executes the actions of a schedule (F, B, I, W, REDUCE, U) on the stages of a model.
+
+    F        the stage's part of the user's own forward (staged_model.py)
+    B I W    autograd, from the gradients that arrive to those that leave (pipeline/backward.py)
+    REDUCE   the gradients of the stage's units (techniques/data/staged_hooks.py)
+
+Executions differ in three parts:
+
+                            stages             behind the last stage          units
+    engine                  the whole model    ScaledLoss                     OneStageUnits
+    engine, pipeline        Stages             ScaledLoss                     ScheduledUnits
+      its evaluation        Stages             Result                         ScheduledUnits
+    sw.Pipe                 Stages             PipeOutputs: gradients come    NoUnits
+                                               from the user's loop
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.schedule.action import Action, Token
+from shardwise.techniques.pipeline.backward import Rest, Tape
+from shardwise.techniques.pipeline.bundles import grads_back, require_grads, specs
+from shardwise.techniques.pipeline.stage import Ran
+from shardwise.techniques.pipeline.stage_io import Spec, Trace
+from shardwise.techniques.pipeline.staged_model import Stages
+
+#: The user's forward of one microbatch, with the loss if there is one.
+Call = Callable[[nn.Module, Any], Any]
+
+#: The trace of a model in one stage.
+NOTHING_CROSSES = Trace((), (), (), {}, (), frozenset(), ())
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """A microbatch of one run of a schedule.
+
+    index     its place in the run
+    part      its part of the batch
+    tokens    the number of tokens over which the loss is a mean
+    trace     what crosses between stages
+    lengths   the lengths of sequences that are sharded on the tensor axis
+    seed      the random seed of stage 0; stage s adds s
+    """
+
+    index: int
+    part: Any
+    tokens: int = 0
+    trace: Trace = NOTHING_CROSSES
+    lengths: Mapping[int, int] = field(default_factory=dict[int, int])
+    seed: int = 0
+
+
+class WholeModel:
+    """A model in one stage."""
+
+    count = 1
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model, self.device = model, device
+
+    def run(
+        self, stage: int, trace: Trace, inputs: Sequence[Tensor], call: Callable[[nn.Module], Any]
+    ) -> Ran:
+        """The forward of the model."""
+        assert not (stage or trace.bundles or inputs)
+        return Ran(result=call(self.model))
+
+
+class LastStage(Protocol):
+    """Takes the result of the last stage, and supplies the gradients of it."""
+
+    def outputs(self, microbatch: Microbatch, result: Any) -> list[Tensor]:
+        """Take the result; returns the tensors from which the backward pass begins."""
+        ...
+
+    def gradients(self, microbatch: Microbatch) -> Sequence[Tensor]:
+        """The gradients of `outputs`; called once."""
+        ...
+
+
+class StageUnits(Protocol):
+    """What surrounds an action: the stage's units, and other state that its layers read."""
+
+    frees: bool  # whether weights may be freed between I and W
+
+    def around(self, op: str, stage: int, microbatch: Microbatch) -> AbstractContextManager[None]:
+        """The context of one F, B, I or W."""
+        ...
+
+    def reduce(self, stage: int) -> None:
+        """REDUCE: begin to sum the gradients of the stage's units over their replicas."""
+        ...
+
+    def update(self, stage: int, microbatches: Sequence[Microbatch]) -> None:
+        """U: update the stage from the microbatches up to the last of these."""
+        ...
+
+
+class StageWork:
+    """The work of one run of a schedule (`Work` of techniques/pipeline/runtime.py).
+
+    `call` is the forward of one microbatch.  Without `trains` there are no backward passes.
+    """
+
+    def __init__(
+        self,
+        stages: Stages | WholeModel,
+        units: StageUnits,
+        last: LastStage,
+        call: Call,
+        microbatches: Sequence[Microbatch],
+        *,
+        trains: bool = True,
+    ) -> None:
+        self.stages, self.units, self.last, self.call = stages, units, last, call
+        self.microbatches, self.trains = microbatches, trains
+        self.device = stages.device
+
+    def specs(self, token: Token) -> Sequence[Spec]:
+        """What crosses: a stage's values forward, and the gradients of those that have one."""
+        return specs(self.microbatches[token.microbatch].trace, token)
+
+    def forward(
+        self, stage: int, microbatch: int, inputs: list[Tensor]
+    ) -> tuple[list[Tensor], Tape | None]:
+        """F."""
+        own = self.microbatches[microbatch]
+        if self.trains:
+            require_grads(inputs, own.trace, stage)
+        with self.units.around("F", stage, own):
+            ran = self.stages.run(
+                stage, own.trace, inputs, lambda model: self.call(model, own.part)
+            )
+        roots = [x for x in ran.outputs if x.requires_grad]
+        if self._is_last(stage):
+            roots = self.last.outputs(own, ran.result)
+        return ran.outputs, Tape(inputs, roots) if self.trains else None
+
+    def backward(
+        self, stage: int, microbatch: int, tape: Tape, grads: list[Tensor]
+    ) -> list[Tensor]:
+        """B."""
+        own = self.microbatches[microbatch]
+        with self.units.around("B", stage, own):
+            found = tape.backward(self._arrived(stage, own, grads))
+        return self._grads_back(stage, own, found)
+
+    def inputs(
+        self, stage: int, microbatch: int, tape: Tape, grads: list[Tensor]
+    ) -> tuple[list[Tensor], Rest]:
+        """I."""
+        own = self.microbatches[microbatch]
+        with self.units.around("I", stage, own):
+            found, rest = tape.inputs(self._arrived(stage, own, grads), freed=self.units.frees)
+        return self._grads_back(stage, own, found), rest
+
+    def weights(self, stage: int, microbatch: int, rest: Rest) -> None:
+        """W."""
+        with self.units.around("W", stage, self.microbatches[microbatch]):
+            rest.weights()
+
+    def reduce(self, stage: int) -> None:
+        """REDUCE."""
+        self.units.reduce(stage)
+
+    def update(self, stage: int, microbatch: int) -> None:
+        """U, in asynchronous schedules."""
+        self.units.update(stage, self.microbatches[: microbatch + 1])
+
+    def _is_last(self, stage: int) -> bool:
+        return stage == self.stages.count - 1
+
+    def _arrived(
+        self, stage: int, microbatch: Microbatch, grads: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        return self.last.gradients(microbatch) if self._is_last(stage) else grads
+
+    def _grads_back(
+        self, stage: int, microbatch: Microbatch, found: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        return grads_back(found, microbatch.trace, stage, self.device)
+
+
+class ScaledLoss:
+    """The last stage returns the loss, a mean over tokens.
+
+    The backward pass differentiates the sum over the tokens, times `sum_scale`, a power of two.
+    `summed` is the unscaled sum of all microbatches in fp64; zero on ranks without the last stage.
+    """
+
+    def __init__(self, sum_scale: float, device: torch.device) -> None:
+        self.sum_scale = sum_scale
+        self.summed = torch.zeros((), dtype=torch.float64, device=device)
+        self.ones: dict[int, Tensor] = {}  # the gradient of each microbatch's loss
+
+    def outputs(self, microbatch: Microbatch, result: Tensor) -> list[Tensor]:
+        """The scaled sum."""
+        if microbatch.tokens:  # the mean over no tokens may be NaN
+            self.summed += result.detach().double() * microbatch.tokens
+        scaled = result * (microbatch.tokens * self.sum_scale)
+        self.ones[microbatch.index] = torch.ones_like(scaled)
+        return [scaled]
+
+    def gradients(self, microbatch: Microbatch) -> list[Tensor]:
+        """One."""
+        return [self.ones.pop(microbatch.index)]
+
+
+class Result:
+    """The result of an evaluation, on the rank with the last stage."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+
+    def outputs(self, microbatch: Microbatch, result: Any) -> list[Tensor]:
+        """Nothing is differentiated."""
+        self.value = result
+        return []
+
+    def gradients(self, microbatch: Microbatch) -> list[Tensor]:
+        """An evaluation has no backward pass."""
+        raise AssertionError(microbatch)
+
+
+class NoUnits:
+    """Replicated parameters, updated by the user's loop."""
+
+    frees = False
+
+    def around(self, op: str, stage: int, microbatch: Microbatch) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def reduce(self, stage: int) -> None:
+        """Nothing is replicated."""
+
+    def update(self, stage: int, microbatches: Sequence[Microbatch]) -> None:
+        raise AssertionError(Action("U", stage, len(microbatches) - 1))

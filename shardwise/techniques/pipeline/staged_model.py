@@ -1,0 +1,132 @@
+"""A model in stages: its forward is traced once for each shape, then run stage by stage.
+
+stages = Stages(model, twin(model), starts, mine={1}, device=device)
+trace = stages.trace(lambda model: loss(model, microbatch))
+ran = stages.run(1, trace, inputs, lambda model: loss(model, microbatch))
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.observe.meta_pass import UNKNOWN, as_on
+from shardwise.techniques.pipeline.answers import Replay
+from shardwise.techniques.pipeline.interceptor import Glue, Player, Seen
+from shardwise.techniques.pipeline.partition import misplaced
+from shardwise.techniques.pipeline.placeholders import Layers
+from shardwise.techniques.pipeline.stage import Over, Ran, Stage
+from shardwise.techniques.pipeline.stage_io import Trace
+from shardwise.techniques.pipeline.tracer import Ask, Tracer
+
+
+class Stages:
+    """The stages `mine` of a model on this rank; replaces all other layers by placeholders.
+
+    `twin` is the model's twin (techniques/pipeline/placeholders.py), used by one Stages only.
+    `starts` names the modules that begin stages 1, 2, ...; `beside={"norm": "head"}` assigns a
+    module to another module's stage if it is called later or earlier than it is defined
+    (partition.py knows this for models of transformers). `device` is where the real tensors are.
+
+    Raises:
+        InputError: the starts do not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        twin: nn.Module,
+        starts: Sequence[str],
+        mine: Collection[int],
+        device: torch.device,
+        beside: Mapping[str, str] | None = None,
+    ) -> None:
+        beside = {**misplaced(model), **(beside or {})}
+        self.layers = Layers(model, twin, starts, mine, beside)
+        self.count, self.device = self.layers.count, device
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """The stages of every parameter of the full model, by name; tied ones have several."""
+        return {name: stages for name, stages, _ in self.layers.parameters}
+
+    def trace(self, call: Callable[[nn.Module], Any], ask: Ask | None = None) -> Trace:
+        """Trace `call` on meta for this microbatch, in the current grad mode.
+
+        The trace is valid for every microbatch of the same shapes that it `fits`. Tracing draws no
+        random number from the default generators, and keeps no real tensor.  `ask` answers reads of
+        activations between layers (techniques/pipeline/probe.py); without it they raise.
+
+        Raises:
+            InputError: the code between layers cannot be traced (techniques/pipeline/tracer.py).
+        """
+        layers, seen = self.layers, Seen(self.layers.numbers)
+        layers.number_buffers(seen.put)
+        follow = Tracer(
+            layers.known_values(),
+            layers.count,
+            seen,
+            self.device,
+            partial(as_on, strict=True),
+            ask,
+        )
+        with self._twin(follow, seen) as twin:
+            try:
+                call(twin)
+            except UNKNOWN as error:
+                raise follow.blame(error) from error
+        return follow.finish()
+
+    def fits(self, trace: Trace, call: Callable[[nn.Module], Any]) -> bool:
+        """Whether `trace` holds for this microbatch too, of the same shapes.
+
+        It does unless the forward reads other numbers from the batch.
+        """
+        if not trace.answers:
+            return True
+        seen = Seen(self.layers.numbers)
+        self.layers.number_buffers(seen.put)
+        replay = Replay(trace, seen)
+        with self._twin(replay, seen) as twin, suppress(*UNKNOWN):
+            call(twin)
+            return replay.fits
+        return False
+
+    @contextmanager
+    def _twin(self, player: Player, seen: Seen) -> Iterator[nn.Module]:
+        """The twin, whose glue goes to `player`; no random number is drawn."""
+        glue = Glue(player, seen, self.device)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), self.layers.following(glue) as twin, glue:
+            yield twin
+
+    def run(
+        self,
+        stage: int,
+        trace: Trace,
+        inputs: Sequence[Tensor],
+        call: Callable[[nn.Module], Any],
+    ) -> Ran:
+        """Compute one stage: `inputs` are the tensors of bundle `stage - 1`.
+
+        The model's buffers change as in any forward, and operations between layers may draw random
+        numbers. With several stages on a rank, `call` runs for each, so it must not write to the
+        batch.
+
+        Raises:
+            InputError: the forward does not do what the trace says.
+        """
+        layers = self.layers
+        seen = Seen(layers.numbers)
+        layers.number_buffers(seen.put)
+        player = Stage(stage, trace, seen, layers.holding(stage))
+        player.take(inputs)
+        glue, ran = Glue(player, seen, self.device), Ran()
+        with suppress(Over), layers.playing(glue) as model, glue:
+            ran.result = call(model)
+        player.end()
+        ran.outputs = player.outputs()
+        return ran

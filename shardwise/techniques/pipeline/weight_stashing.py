@@ -1,0 +1,218 @@
+"""Weight stashing: versions of the weights under a schedule that updates each stage by itself.
+
+    PipeDream, stage 0 of 2      F0  F1  B0  U0  F2  B1  U1  F3  B2  ...
+    newest version               0   0   0   1   1   1   2   2   2
+    used                         0   0   0       1   0       2   1
+
+The backward pass of a microbatch uses the same weights as its forward pass.  Autograd saves either
+the parameter itself, which it reads during the backward pass, or a view of it (its transpose),
+which refers to the memory of the forward pass.  So a version keeps its memory until its last use,
+and parameters point there for each F, B, I and W that uses it.  An update writes to a new buffer if
+a later action uses the old version, else in place.  Updates do not change the parameter's version
+counter: autograd would raise an error in backward.
+
+core/schedule/memory.py computes the number of versions of each stage; one is left after the run.
+
+An update (U) sums the gradients of its microbatches over the data ranks and divides the sum by the
+number of their tokens.  (Narayanan et al., "PipeDream", arXiv 1806.03377, section 3.3.)
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from shardwise.comm.host_numbers import doubles_on
+from shardwise.core.errors import InputError, bad
+from shardwise.core.plan import Plan
+from shardwise.core.schedule.action import COMPUTE_OPS
+from shardwise.core.schedule.schedule import Schedule
+from shardwise.engine.guard import Guard
+from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.options import EngineOptions
+from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.offload.updater import Updater
+from shardwise.techniques.pipeline import stage_module
+from shardwise.techniques.pipeline.stage_module import Staging
+
+
+def require(
+    model: nn.Module, plan: Plan, starts: Sequence[str] | None, options: EngineOptions
+) -> float | None:
+    """The bound on the gradient's norm; under an asynchronous schedule infinity becomes None.
+
+    `starts` are the modules that begin stages. An asynchronous schedule cannot clip, skip a step,
+    or train one parameter in stages that update at different times: these raise InputError.
+    """
+    schedule, clip = stage_module.schedule_of(plan), options.clip
+    if schedule is None or not schedule.update:
+        return clip
+    if clip is not None and math.isfinite(clip):
+        raise bad(
+            f"clip={clip} with {plan.pipeline}, whose stages update at different times: the norm "
+            "of all gradients is never known",
+            "clip=None (`shardwise train`: --set train.clip=0, or clip = 0 under [train] in its "
+            f"file), or a schedule that updates at the end, 1f1b:{schedule.microbatches}",
+            "--set train.clip=0 (in Python: clip=None)",
+        )
+    if options.on_nonfinite != "raise":
+        raise bad(
+            f"on_nonfinite='{options.on_nonfinite}' with {plan.pipeline}, whose stages update at "
+            "different times: some have updated before others find that the step is not finite",
+            "on_nonfinite='raise', or a schedule that updates at the end of the step",
+            f"1f1b:{schedule.microbatches}",
+        )
+    at = stage_module.stages_of(model, starts or (), options.beside)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    for name, stages in at.items():
+        if name in trained and len({schedule.lag[stage] for stage in stages}) > 1:
+            raise _torn(plan, name, stages, schedule)
+    return None
+
+
+def _torn(plan: Plan, name: str, stages: Sequence[int], schedule: Schedule) -> InputError:
+    m, p = schedule.microbatches, schedule.ranks
+    late = ", ".join(f"stage {s}'s are {schedule.lag[s]} late" for s in stages)
+    return bad(
+        f"{plan.pipeline} for a model whose {name} is in stages {' and '.join(map(str, stages))}, "
+        f"which update at different times ({late})",
+        "parameters that one stage uses, or a schedule whose stages are equally late, as 2bw",
+        f"2bw:{max(m, p)} or 1f1b:{m}, or a model without tied weights",
+    )
+
+
+class Stale(Updater[Flat]):
+    """The versions of the parameters of this rank's stages, during one run of a schedule."""
+
+    by_schedule = True
+
+    def __init__(
+        self, staged: Staging, data: Data, optimizer: ShardedOptimizer, guard: Guard
+    ) -> None:
+        assert data.staged is not None
+        self.schedule, self.data, self.optimizer = staged.schedule, data, optimizer
+        self.units = data.staged
+        self.guard = guard
+        self.staged, self.device = staged, staged.stages.device
+        trained = {
+            stage: [group for unit in self.units.units[stage] for group in unit.trained]
+            for stage in staged.own_stages
+        }
+        self.flats: dict[int, list[Flat]] = trained
+        self.uses = Counter(
+            (action.stage, self.schedule.version(*action[1:]))
+            for action in self.schedule.actions(staged.axis.rank)
+            if action.op in COMPUTE_OPS
+        )
+        self.left = Counter(self.uses)
+        self.kept: dict[int, dict[int, list[Tensor]]] = {}  # stage -> version -> its buffers
+        self.shown: dict[int, int] = {}  # the version that parameters are views of
+        self.peak_bytes = 0  # of old versions
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A run of the schedule, from version 0. The newest version stays, also after an error."""
+        self.left = Counter(self.uses)
+        self.kept = {stage: {0: [f.full for f in flats]} for stage, flats in self.flats.items()}
+        self.shown = dict.fromkeys(self.flats, 0)
+        self.peak_bytes = 0
+        try:
+            yield
+        finally:
+            for flat in (flat for flats in self.flats.values() for flat in flats):
+                flat.point_at(flat.full)
+            self.kept = {}
+
+    @contextmanager
+    def during(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Point parameters at the version that the microbatch uses; free it after its last use."""
+        version = self.schedule.version(stage, microbatch)
+        self._show(stage, version)
+        yield
+        self.left[stage, version] -= 1
+        if not self.left[stage, version] and version != self._newest(stage):
+            self._show(stage, self._newest(stage))
+            del self.kept[stage][version]
+
+    def update(self, parts: Iterable[Sequence[Flat]], factor: float, most_bytes: int) -> None:
+        """Do nothing: `update_stage` has updated all."""
+
+    def owns(self) -> dict[str, int]:
+        """The peak of old versions in the last run."""
+        return {"versions": self.peak_bytes}
+
+    def update_stage(self, stage: int, count: int, sum_scale: float) -> None:
+        """U: update a stage from the gradients of `count` tokens since its last update.
+
+        They are gradients of the sum over the tokens, times `sum_scale`.
+        """
+        phase = self.data.consensus.phase
+        flats = self.flats[stage]
+        phase("backward")
+        self.units.begin()
+        self.units.reduce(stage)
+        self.units.end()  # of tied parameters
+        self.data.sums.finish()
+        phase("check")
+        total = self._agree(flats, count)
+        phase("update")
+        version = self._newest(stage)
+        self._show(stage, version)
+        if self.left[stage, version]:  # a later action uses it
+            for flat in flats:
+                flat.renew()
+        else:
+            del self.kept[stage][version]
+        params = tuple(p for flat in flats for p in flat.params)
+        for unit in self.units.units[stage]:
+            unit.attach_grads()
+        if not self.guard.spoils(flats):
+            with _uncounted(params):
+                self.optimizer.step(flats, 1 / (sum_scale * max(1, total)))
+        self.optimizer.clear(flats)
+        for unit in self.units.units[stage]:
+            unit.unshard()
+        self.kept[stage][version + 1] = [flat.full for flat in flats]
+        self.shown[stage] = version + 1
+        self.peak_bytes = max(self.peak_bytes, self._old_bytes())
+
+    def _agree(self, flats: Sequence[Flat], count: int) -> int:
+        """Sum the tokens over the data ranks, and set which parameters have a gradient on any."""
+        own = [float(count), *(float(flag) for flat in flats for flag in flat.grads.has_grad)]
+        agreed = self.data.consensus.agree(doubles_on(own, self.device))
+        names = [name for flat in flats for name in flat.names]
+        used = self.staged.shared(names, agreed[1:])
+        total, *found = torch.cat([agreed[:1], used]).tolist()
+        flags = iter(found)
+        for flat in flats:
+            flat.grads.used = [next(flags) > 0 for _ in flat.grads.used]
+        return round(total)
+
+    def _show(self, stage: int, version: int) -> None:
+        if self.shown[stage] != version:
+            for flat, full in zip(self.flats[stage], self.kept[stage][version], strict=True):
+                flat.point_at(full)
+            self.shown[stage] = version
+
+    def _newest(self, stage: int) -> int:
+        return max(self.kept[stage])
+
+    def _old_bytes(self) -> int:
+        newest = {stage: self._newest(stage) for stage in self.kept}
+        return sum(
+            full.untyped_storage().nbytes()
+            for stage, versions in self.kept.items()
+            for version, fulls in versions.items()
+            for full in fulls
+            if version != newest[stage]
+        )
+
+
+def _uncounted(params: tuple[nn.Parameter, ...]) -> AbstractContextManager[None]:
+    """Keep the version counters of `params`: autograd does not notice writes to them."""
+    return _unsafe_preserve_version_counter(params)

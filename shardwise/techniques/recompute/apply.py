@@ -1,0 +1,199 @@
+"""Recomputation in an engine: which modules it recomputes, and where activations rest."""
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import ge
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardwise.comm.arena import Arena
+from shardwise.comm.world import World
+from shardwise.core.arena_slots import Slots
+from shardwise.core.errors import bad
+from shardwise.core.plan import Plan
+from shardwise.techniques.data.wrap_policy import Rule, blocks
+from shardwise.techniques.expert.apply import layers_of
+from shardwise.techniques.layers.plans import layer_plans
+from shardwise.techniques.recompute import choice
+from shardwise.techniques.recompute.checkpointed import NONE, Recomputed, recompute
+from shardwise.techniques.recompute.generators import Generators
+from shardwise.techniques.recompute.host import HostActivations
+from shardwise.techniques.tensor.layout import Tensors
+from shardwise.techniques.tensor.rng import generators_of
+
+Choose = Callable[[Any], Mapping[str, str]]
+Sizes = Callable[[Any], Slots]
+#: The shapes and the element types of the tensors in a batch.
+Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
+#: Shapes of batches that have a prediction each.
+KEPT: Final = 32
+
+
+def recomputed_modules(
+    model: nn.Module, plan: Plan, units: Rule = "auto", starts: Sequence[str] = ()
+) -> dict[str, str]:
+    """The modules that the plan recomputes, by name; `starts` begin the stages of a pipeline.
+
+    Raises InputError if no module matches, or one spans several stages.
+    """
+    kinds = choice.chosen(model, plan.recompute, blocks(model, units) if plan.recompute else {})
+    kinds = _with_layers(model, plan, units, kinds)
+    for name in kinds:
+        inside = choice.first_inside(name, starts)
+        if inside is not None:
+            raise bad(
+                f"recompute:{plan.recompute}, which recomputes {name}, with a stage that begins "
+                f"inside of it at {inside}",
+                "modules inside one stage",
+                f"a stage that begins at {name}, or recompute:{inside}",
+            )
+    return kinds
+
+
+def _with_layers(
+    model: nn.Module, plan: Plan, units: Rule, kinds: dict[str, str]
+) -> dict[str, str]:
+    """The modules that the model's plan recomputes, and those of layers with a plan of their own.
+
+    Raises InputError for a module that contains a layer with a mesh of its own.
+    """
+    plans = layer_plans(model, plan)
+    if not plans.layers:
+        return kinds
+    kinds = {name: kind for name, kind in kinds.items() if not plan.layer_of(name)}
+    for each in plans.layers:
+        inside = {name: module for name, module in blocks(model, units).items() if each.holds(name)}
+        own = inside or {name: model.get_submodule(name) for name in each.modules}
+        found = choice.chosen(model, each.plan.recompute, own)
+        kinds |= {name: kind for name, kind in found.items() if each.holds(name)}
+    for name in kinds:
+        inner = choice.first_inside(name, (n for each in plans.meshes for n in each.modules))
+        if inner is not None:
+            raise bad(
+                f"recomputation of {name}, which contains the layer {inner} with a mesh of its own",
+                "recomputation of that layer, or of modules beside it",
+                f"'{inner}: ... recompute:full' after |",
+            )
+    return kinds
+
+
+def on_host(
+    model: nn.Module, plan: Plan, units: Rule, kinds: Mapping[str, str], starts: Sequence[str] = ()
+) -> dict[str, tuple[int, int]]:
+    """The blocks whose activations rest in host memory, each with its stage and its place in it.
+
+    `kinds` is the result of `recomputed_modules`. Raises InputError if there are no blocks, or one
+    begins in one stage and ends in another.
+    """
+    found = (
+        choice.on_host(model, plan, blocks(model, units), kinds) if plan.activations_on_host else ()
+    )
+    for block in found:
+        inside = choice.first_inside(block, starts)
+        if inside is not None:
+            raise bad(
+                f"activations:host, which moves the activations of {block}, with a stage that "
+                f"begins inside of it at {inside}",
+                "blocks inside one stage",
+                f"a stage that begins at {block}",
+            )
+    order = [name for name, _ in model.named_modules()]
+    begins = sorted(order.index(start) for start in starts)
+    places = ((name, order.index(name)) for name in found)
+    return {name: (sum(begin <= place for begin in begins), place) for name, place in places}
+
+
+class Recomputation:
+    """The recomputed modules of an engine; a budget chooses them for each batch's shapes.
+
+    `choose` gives the kinds of the modules for a batch, `sizes` the slots of the arena for their
+    inputs; there is one or the other. `hosted` are the blocks of `on_host`; with
+    `everything` all that they keep rests there, else only what recomputation keeps of them.
+    """
+
+    def __init__(
+        self,
+        kinds: Mapping[str, str],
+        choose: Choose | None = None,
+        hosted: Mapping[str, tuple[int, int]] | None = None,
+        *,
+        everything: bool = True,
+        sizes: Sizes | None = None,
+    ) -> None:
+        self.kinds, self.choose = kinds, choose
+        self.hosted, self.everything = hosted or {}, everything
+        self.sizes, self.arena, self.device = sizes, Arena(), torch.device("cpu")
+        self.modules: dict[str, Recomputed] = {}
+        self.known: dict[Shapes, Any] = {}
+        self.host: HostActivations | None = None
+
+    def apply(self, model: nn.Module, world: World, tensors: Tensors) -> None:
+        """Recompute the activations of the modules, in place.
+
+        Under sequence parallelism the inputs of modules are already shards.
+        """
+        records = [layer.pass_records for layer in layers_of(model).values()]
+        generators = Generators([*generators_of(world.device), *records])
+        whole = tensors.axis.size > 1 and not tensors.stream.split
+        axis = tensors.axis if whole else None
+        if self.hosted:
+            self.host = HostActivations(model, world.tiers, self.hosted)
+        self.arena, self.device = world.arenas.kept, world.device
+        keep = None if self.sizes is None else self.arena.keep
+        self.modules = recompute(model, self.kinds, generators, axis, self.host, keep)
+        if self.host is not None:
+            self.host.install(hooks=self.everything)
+
+    def release(self, model: nn.Module) -> None:
+        """Release modules that `model` no longer contains: layers of a pipeline's other ranks."""
+        own = {id(module) for module in model.modules()}
+        for name, module in list(self.modules.items()):
+            if id(module.module()) not in own:
+                self.modules.pop(name).release()
+
+    def begin(self, batch: Any) -> None:
+        """Begin a step on `batch`. Raises InputError for a budget that is too small."""
+        if self.host is not None:
+            self.host.begin(batch)
+        find = self.choose or self.sizes
+        if find is None:
+            return
+        found = self._found(batch, find)
+        if self.choose is None:
+            self.arena.reserve(found, self.device)
+            return
+        self.kinds = found
+        for name, module in self.modules.items():
+            module.kind = self.kinds.get(name, NONE)
+
+    def _found(self, batch: Any, find: Callable[[Any], Any]) -> Any:
+        """What `find` returns for a batch of these shapes: a prediction, which takes a while.
+
+        Once KEPT shapes are known, a batch of others gets what was found for a larger one: that
+        fits it too, for a larger batch keeps more. So data of all lengths soon costs nothing.
+        """
+        shapes = tuple((x.shape, x.dtype) for x in tree_leaves(batch) if isinstance(x, Tensor))
+        if shapes not in self.known and len(self.known) == KEPT:
+            near = (each for each in self.known if _has_room(each, shapes))
+            shapes = min(near, key=_numel, default=shapes)
+        found = self.known.pop(shapes) if shapes in self.known else find(batch)
+        if len(self.known) == KEPT:
+            del self.known[next(iter(self.known))]  # that of the longest ago
+        self.known[shapes] = found
+        return found
+
+
+def _numel(shapes: Shapes) -> int:
+    return sum(shape.numel() for shape, _ in shapes)
+
+
+def _has_room(large: Shapes, small: Shapes) -> bool:
+    """Whether a batch of `small` shapes is a part of one of `large` shapes, not half of it."""
+    if len(large) != len(small) or _numel(large) > 2 * _numel(small):
+        return False
+    return all(
+        dtype == other and len(shape) == len(part) and all(map(ge, shape, part))
+        for (shape, dtype), (part, other) in zip(large, small, strict=True)
+    )

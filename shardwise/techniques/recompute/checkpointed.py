@@ -1,0 +1,215 @@
+"""Recomputes the activations of modules in the backward pass instead of keeping them.
+
+    full         forward keeps the module's inputs          backward runs its forward again
+    selective    and the outputs of products (kept.py)      the same, without these products
+    partitioned  a part of its inputs (partitioned.py)      gathers them, then as full
+
+Kept tensors may rest in host memory (host.py).
+
+All use torch.utils.checkpoint without reentrant autograd, around the module's own `forward`, so
+hooks on the module run once.  The second forward ends at the last tensor that autograd needs.
+It computes the same as the first one:
+
+    random numbers        are drawn from the same states of the generators
+    function modes        around the forward pass (torch.overrides) are entered again
+    running statistics    of batch normalisation are not updated a second time
+    parameters            are gathered: the backward pass of the module has gathered them
+    collectives           inside of the module are sent again, by all ranks
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Self
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.comm.world import Axis
+from shardwise.core.graph_break import graph_break
+from shardwise.techniques.recompute.generators import Generators, States
+from shardwise.techniques.recompute.host import HostActivations
+from shardwise.techniques.recompute.kept import KeptProducts
+from shardwise.techniques.recompute.partitioned import Inputs
+
+Keep = Callable[[Tensor], Tensor]
+FULL, SELECTIVE, PARTITIONED, NONE = "full", "selective", "partitioned", "none"
+
+
+def recompute(
+    model: nn.Module,
+    kinds: Mapping[str, str],
+    generators: Generators,
+    axis: Axis | None = None,
+    host: HostActivations | None = None,
+    keep: Keep | None = None,
+) -> dict[str, "Recomputed"]:
+    """Recompute activations of modules, in place; `kinds` maps their names to kinds.
+
+    `axis` has the ranks over which PARTITIONED splits inputs that are the same on all of them.
+    With `host` what is kept rests there. `keep` copies inputs that a gradient reaches to an arena.
+    """
+    found: dict[str, Recomputed] = {}
+    for name, kind in kinds.items():
+        module = model.get_submodule(name)
+        module.forward = found[name] = Recomputed(module, kind, generators, axis, host, keep)
+    return found
+
+
+class Recomputed:
+    """Replaces the forward of a module by one with recomputation.
+
+    `kind` is FULL, SELECTIVE, PARTITIONED or NONE, and may change between two passes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        kind: str,
+        generators: Generators,
+        axis: Axis | None,
+        host: HostActivations | None = None,
+        keep: Keep | None = None,
+    ) -> None:
+        self.module = ref(module)
+        self.forward, self.kind, self.generators = module.forward, kind, generators
+        self.axis, self.host, self.keep = axis, host, keep
+        self.alive: WeakSet[_First] = WeakSet()
+        self.norms = [m for m in module.modules() if isinstance(m, _NormBase)]
+        self.run = graph_break(self._run)
+        self.__wrapped__ = module.forward  # for inspect.signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.kind == NONE or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        products = KeptProducts() if self.kind == SELECTIVE else None
+        run, given, inputs = partial(self.forward, **kwargs), args, None
+        axis = self.axis if self.kind == PARTITIONED else None
+        if axis is not None or self.host is not None or self.keep is not None:
+            inputs = Inputs(axis, (args, kwargs), self.host, self.keep)
+            run, given = self._again(inputs), ()
+        first = _First(self.generators, products, inputs or tree_map(_detached, (args, kwargs)))
+        self.alive.add(first)
+        out = checkpoint(
+            run,
+            *given,
+            use_reentrant=False,
+            preserve_rng_state=False,  # the engine's generators are replayed here
+            context_fn=lambda: (first, _Again(first, self.norms)),
+        )
+        if products is not None:
+            products.drop(out)  # its reader may write to it
+            if self.host is not None:
+                products.replace(self.host.keep)
+        return out
+
+    def release(self) -> None:
+        """Give the module its own forward back, so that no reference cycle keeps it."""
+        module = self.module()
+        if module is not None:
+            vars(module).pop("forward", None)
+        del self.forward, self.__wrapped__
+
+    def kept_tensors(self) -> Iterator[Tensor]:
+        """The kept inputs and outputs of products, of passes whose backward has not run yet."""
+        for first in list(self.alive):
+            inputs = first.inputs.kept if isinstance(first.inputs, Inputs) else first.inputs
+            outputs = first.products.outputs if first.products is not None else {}
+            yield from (x for x in tree_leaves((inputs, dict(outputs))) if isinstance(x, Tensor))
+
+    def _again(self, inputs: Inputs) -> Callable[[], Any]:
+        def run() -> Any:
+            own, named = inputs.take()
+            return self.forward(*own, **named)
+
+        return run
+
+    def __reduce__(self) -> Any:
+        """A copy of the module keeps its activations."""
+        return _same, (self.forward,)
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+class _First:
+    """Around the forward pass: records the random states and keeps outputs of products."""
+
+    def __init__(self, generators: Generators, products: KeptProducts | None, inputs: Any) -> None:
+        self.generators, self.products, self.inputs = generators, products, inputs
+        self.states: States | None = None
+        self.modes = list[TorchFunctionMode]()
+        self.entered = ExitStack()
+
+    def __enter__(self) -> Self:
+        self.states = self.generators.states()
+        self.modes = _get_current_function_mode_stack()
+        if self.products is not None:
+            self.entered.enter_context(self.products.keeping())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.entered.close()
+        if all(map(torch.equal, self.states or (), self.generators.states())):
+            self.states = None  # nothing was drawn
+
+
+class _Again:
+    """Around the recomputation, one in each backward pass through the module."""
+
+    def __init__(self, first: _First, norms: list[_NormBase]) -> None:
+        self.first, self.norms = first, norms
+        self.entered = ExitStack()
+
+    def __enter__(self) -> Self:
+        first, self.entered = self.first, ExitStack()
+        active = _get_current_function_mode_stack()
+        for mode in [mode for mode in first.modes if mode not in active]:
+            _push_mode(mode)  # `with mode` may change more: torch.device sets its own state
+            self.entered.callback(_pop_mode)
+        self.entered.enter_context(_statistics_unchanged(self.norms))
+        if first.states is not None:
+            self.entered.enter_context(first.generators.replay(first.states))
+        if first.products is not None:
+            self.entered.enter_context(first.products.replaying())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.entered.close()
+
+
+@contextmanager
+def _statistics_unchanged(norms: list[_NormBase]) -> Iterator[None]:
+    """Batch normalisation normalises by the batch and does not update the running statistics.
+
+    A momentum of 0 does not change them. (Without running statistics autograd would save fewer
+    tensors than in the first forward.)
+    """
+    before = [(n, n.momentum, n._buffers.get("num_batches_tracked")) for n in norms if n.training]
+    for norm, _, _ in before:
+        norm.momentum = 0.0
+        norm._buffers["num_batches_tracked"] = None
+    try:
+        yield
+    finally:
+        for norm, momentum, count in before:
+            norm.momentum = momentum
+            norm._buffers["num_batches_tracked"] = count

@@ -1,0 +1,143 @@
+"""What selective recomputation keeps: outputs of matrix products, convolutions, fused attention.
+
+    norm   [q k v]   rotate   [attention]   [out]   add   norm   [gate up]   silu *   [down]
+
+Outputs in brackets are kept.  The operations between them cost a pass over memory and are computed
+again.  Attention that is not fused multiplies activations: its scores [.., T, S] are larger than
+both of their operands together and are computed again, softmax and dropout too; their product with
+the values is kept.
+
+torch.utils.checkpoint has such modes (create_selective_checkpoint_contexts).  They count every
+operation, and fail if only the second forward has one, such as the gather of a unit inside the
+module.  The two modes here count products only.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.techniques.recompute.host import HostActivations, Kept
+
+_ATEN: Final = torch.ops.aten
+
+#: Products of an activation and a weight.
+_WITH_WEIGHTS: Final = frozenset(
+    (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.convolution.default, _ATEN._scaled_mm.default)
+)
+#: Products of two activations, and which of their arguments these are.
+_OF_ACTIVATIONS: Final = {_ATEN.bmm.default: (0, 1), _ATEN.baddbmm.default: (1, 2)}
+#: Fused attention, and which of its arguments is the rate of dropout.
+_ATTENTION: Final = {
+    _ATEN._scaled_dot_product_flash_attention.default: 3,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default: 3,
+    _ATEN._scaled_dot_product_efficient_attention.default: 5,
+    _ATEN._scaled_dot_product_cudnn_attention.default: 5,
+}
+_PRODUCTS: Final = frozenset((*_WITH_WEIGHTS, *_OF_ACTIVATIONS, *_ATTENTION))
+
+
+class KeptProducts:
+    """The outputs of the products in one forward pass of a module, in order of creation.
+
+    None stands for an output that is not kept. An output that is written to in place is dropped and
+    recomputed: the recomputation would write to a kept one a second time.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: dict[Any, list[Any]] = defaultdict(list)
+        self.places: dict[int, tuple[Any, int]] = {}  # by storage
+
+    def add(self, func: Any, out: Any, keep: bool) -> None:
+        """Take the output of the next product."""
+        kept = self.outputs[func]
+        if keep:
+            for x in _tensors(out):
+                self.places[_storage(x)] = func, len(kept)
+        kept.append(tree_map_only(Tensor, _alias, out) if keep else None)
+
+    def drop(self, changed: Any) -> None:
+        """Drop outputs that share memory with tensors among `changed`."""
+        for x in _tensors(changed):
+            func, index = self.places.get(_storage(x), (None, 0))
+            if func is not None:
+                self.outputs[func][index] = None
+
+    def replace(self, keep: Callable[[Tensor], Any]) -> None:
+        """Replace each output by the result of `keep`: a tensor, or `Kept` (host.py)."""
+        for kept in self.outputs.values():
+            kept[:] = [tree_map_only(Tensor, keep, out) for out in kept]
+
+    def keeping(self) -> TorchDispatchMode:
+        """The mode of the forward pass."""
+        return _Keeping(self)
+
+    def replaying(self) -> TorchDispatchMode:
+        """The mode of a recomputation."""
+        return _Replaying(self.outputs)
+
+
+class _Keeping(TorchDispatchMode):
+    def __init__(self, products: KeptProducts) -> None:
+        super().__init__()
+        self.products = products
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if is_product(func):
+            self.products.add(func, out, is_kept(func, args, kwargs or {}, out))
+        elif func._schema.is_mutable and self.products.places:
+            self.products.drop((args, kwargs))
+        return out
+
+
+class _Replaying(TorchDispatchMode):
+    def __init__(self, outputs: dict[Any, list[Any]]) -> None:
+        super().__init__()
+        self.outputs = {func: iter(kept) for func, kept in outputs.items()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kept = next(self.outputs.get(func, iter(())), None) if is_product(func) else None
+        if kept is None:
+            return func(*args, **(kwargs or {}))
+        kept = tree_map_only(Kept, HostActivations.read, kept)
+        return tree_map_only(Tensor, _alias, kept)
+
+
+def is_product(func: Any) -> bool:
+    """Whether the operation is a matrix product, a convolution or fused attention."""
+    return func in _PRODUCTS
+
+
+def is_kept(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
+    """Whether the output of this product is kept."""
+    if func in _OF_ACTIVATIONS:
+        a, b = (args[place] for place in _OF_ACTIVATIONS[func])
+        return out.numel() <= a.numel() + b.numel()
+    if func in _ATTENTION:
+        place = _ATTENTION[func]
+        rate = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
+        return rate == 0  # otherwise its draws would be missing from the recomputation
+    return True
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _alias(x: Tensor) -> Tensor:
+    """`x` detached: with its graph it would keep itself alive."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()

@@ -1,0 +1,90 @@
+"""What recomputation changes: the storages that autograd keeps, and the operations of a step.
+
+    without recomputation    every storage that autograd saves in the forward of the module
+    recompute:full           the inputs of the module
+    recompute:partitioned    1/n of each input that a gradient reaches, on n tensor ranks with equal
+                             inputs; other inputs in full
+    recompute:selective      the inputs, and the outputs of products (techniques/recompute/kept.py)
+
+    operations added         all products of the module up to the last tensor that autograd saves
+                             there; under selective those whose outputs are not kept
+
+Other bytes of a step do not change: one gather of a unit serves recomputation and backward pass.
+Parts of inputs are gathered for each recomputation. (ZeRO, arXiv 1910.02054, section 6.1.)
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+
+from shardwise.core.tape import Product, Taken, Tape
+
+FULL, SELECTIVE, PARTITIONED = "full", "selective", "partitioned"
+
+
+def storages(
+    tape: Tape, kinds: Mapping[str, str], *, arenas: bool = False
+) -> Iterator[tuple[int, str]]:
+    """The storages that are kept if the modules in `kinds` are recomputed, each in its way.
+
+    Parts of inputs come on top; with `arenas`, copies of all inputs that a gradient reaches. Each
+    storage comes with the modules that keep it, once or more often with the same one.
+    """
+    within, returned = Within(kinds), {*tape.returned}
+    yield from ((storage, name) for name, storage in tape.saved if within(name) is None)
+    yield from (
+        (taken.storage, taken.module)
+        for taken in tape.taken
+        if taken.module in kinds
+        and not (taken.trained and (arenas or kinds[taken.module] == PARTITIONED))
+    )
+    for product in tape.products:
+        name = within(product.module)
+        if name is not None and kinds[name] == SELECTIVE and not _again(product, name, returned):
+            yield from ((storage, name) for storage in product.storages)
+
+
+def parts(tape: Tape, kinds: Mapping[str, str]) -> Iterator[Taken]:
+    """The inputs that are partitioned over the tensor ranks."""
+    yield from (
+        taken for taken in tape.taken if taken.trained and kinds.get(taken.module) == PARTITIONED
+    )
+
+
+def added_flops(tape: Tape, kinds: Mapping[str, str]) -> dict[str, int]:
+    """The operations that recomputation adds to a backward pass, by recomputed module."""
+    within, returned, found = Within(kinds), {*tape.returned}, dict.fromkeys(kinds, 0)
+    ends = dict.fromkeys(kinds, 0)
+    for name, saves in tape.last_save:
+        outer = within(name)
+        if outer is not None:
+            ends[outer] = max(ends[outer], saves)
+    for product in tape.products:
+        name = within(product.module)
+        if name is None or product.saves >= ends[name]:
+            continue
+        if kinds[name] != SELECTIVE or _again(product, name, returned):
+            found[name] += product.flops
+    return found
+
+
+def _again(product: Product, module: str, returned: Collection[tuple[str, int]]) -> bool:
+    """Whether selective recomputation of `module` computes this product again.
+
+    The module's output is not kept, because its reader may write to it.
+    """
+    return not product.storages or any((module, s) in returned for s in product.storages)
+
+
+class Within:
+    """Maps a module to the one of some modules that is or contains it; None if none does."""
+
+    def __init__(self, modules: Collection[str]) -> None:
+        self.modules = modules
+        self.known: dict[str, str | None] = {}
+
+    def __call__(self, name: str) -> str | None:
+        if name not in self.known:
+            outer = name
+            while outer and outer not in self.modules:
+                outer = outer.rpartition(".")[0]
+            self.known[name] = outer if outer in self.modules else None
+        return self.known[name]

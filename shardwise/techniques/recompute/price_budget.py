@@ -1,0 +1,206 @@
+"""The choice of `recompute:SIZE`: how each block is recomputed, so that activations fit a budget.
+
+                       bytes kept                    operations added
+    none               all that autograd saves       none
+    selective          inputs, outputs of products   of products whose outputs are not kept
+    full               inputs                        of all products
+
+Of all choices that fit, the one with the fewest operations is chosen; of several, the one that
+keeps most bytes, because it repeats the fewest passes over memory. This is a knapsack problem with
+one of three items from each block (Checkmate, arXiv 1910.02653, states the general problem). Blocks
+usually have few different sizes, so there are few sums; many sums are rounded to a thousandth of
+the budget.
+
+Blocks whose data ranks exchange tokens (experts) are recomputed in full on all of them: each rank
+chooses for the shapes of its own batch, and all repeat an exchange or none does.
+
+Under a pipeline a stage keeps its blocks once for each microbatch in flight, and the bytes must fit
+at every moment. Each rank of the pipeline has its own budget.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from shardwise.core.errors import bad
+from shardwise.core.mesh import PIPELINE
+from shardwise.core.model_spec import ModelSpec
+from shardwise.core.plan import Plan
+from shardwise.core.word_values import size_text
+from shardwise.prediction.rank_shape import moments, stage_bytes, stage_of
+from shardwise.techniques.recompute.price import FULL, SELECTIVE, Within, added_flops, storages
+
+NONE: Final = "none"
+KINDS: Final = (FULL, SELECTIVE, NONE)
+MOST_SUMS, STEPS = 4096, 1000
+
+
+class Cost(NamedTuple):
+    """What a choice for one block keeps at each moment, in bytes, and the operations it adds."""
+
+    kept_bytes: tuple[int, ...]
+    flops: int
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A choice for the first blocks: the last of these, and the sum of the choices before it."""
+
+    cost: Cost
+    kind: int = 0
+    before: "_Sum | None" = None
+
+
+def within_budget(
+    spec: ModelSpec, plan: Plan, blocks: Sequence[str], budget_bytes: int
+) -> dict[str, str]:
+    """The blocks to recompute, each FULL or SELECTIVE, so that each rank stays within the budget.
+
+    Raises InputError, with the smallest possible budget, if it is too small.
+    """
+    found, exchanging = dict[str, str](), _exchanging(spec, plan, blocks)
+    for place in range(plan.mesh.size_of(PIPELINE)):
+        every = moments(plan, place)
+        here = [b for b in blocks if any(stage_of(spec, b) in moment for moment in every)]
+        fixed, costs = _costs(spec, every, here, blocks)
+        costs = [c[:1] if b in exchanging else c for b, c in zip(here, costs, strict=True)]
+        room = tuple(budget_bytes - n for n in fixed)
+        kinds = cheapest(costs, room)
+        if kinds is None:
+            least = [min(c.kept_bytes for c in of_block) for of_block in costs]
+            needed = max(map(sum, zip(fixed, *least, strict=True)))
+            raise bad(
+                f"recompute:{size_text(budget_bytes)}, where a rank keeps at least {needed:,} "
+                "bytes of activations with every block recomputed",
+                f"a budget of {size_text(needed)} or more, or a smaller microbatch",
+                f"recompute:{size_text(needed)}",
+            )
+        found |= dict(zip(here, _in_order(kinds, costs), strict=True))
+    return {name: kind for name, kind in found.items() if kind != NONE}
+
+
+def _exchanging(spec: ModelSpec, plan: Plan, blocks: Sequence[str]) -> set[str]:
+    """The blocks whose data ranks exchange tokens, which are recomputed in full (KINDS[0]).
+
+    All ranks repeat an exchange or none does; but each chooses for the shapes of its own batch.
+    """
+    if plan.data_size == 1:
+        return set()
+    within, every = Within(blocks), (found for moves in spec.expert_moves for found in moves)
+    return {block for found in every if (block := within(found.layer)) is not None}
+
+
+def cheapest(costs: Sequence[Sequence[Cost]], room: tuple[int, ...]) -> list[int] | None:
+    """For each block the index of the choice in its costs; None if nothing fits in `room`.
+
+    The fewest operations, and among these the most bytes kept.
+    """
+    least = [tuple(map(min, zip(*(c.kept_bytes for c in block), strict=True))) for block in costs]
+    later = [tuple(0 for _ in room)]  # what the blocks that follow keep at least
+    for fewest in reversed(least):
+        later.append(_add(later[-1], fewest))
+    sums = [_Sum(Cost(tuple(0 for _ in room), 0))]
+    for block, rest in zip(costs, later[-2::-1], strict=True):
+        every = (
+            _Sum(Cost(_add(s.cost.kept_bytes, c.kept_bytes), s.cost.flops + c.flops), kind, s)
+            for s in sums
+            for kind, c in enumerate(block)
+        )
+        sums = _best([s for s in every if _fits(_add(s.cost.kept_bytes, rest), room)], room)
+    best = min(sums, key=lambda s: (s.cost.flops, -sum(s.cost.kept_bytes)), default=None)
+    if best is None:
+        return None
+    chosen: list[int] = []
+    while best.before is not None:
+        chosen.append(best.kind)
+        best = best.before
+    return chosen[::-1]
+
+
+def _best(sums: list[_Sum], room: tuple[int, ...]) -> list[_Sum]:
+    """The sums that no other beats with fewer operations and no more bytes at any moment."""
+    same = {s.cost: s for s in sums}
+    if len(same) > MOST_SUMS:  # of nearly equal bytes, keep the one with the fewest operations
+        same = _rounded(same.values(), room)
+    found: list[_Sum] = []
+    for one in sorted(same.values(), key=lambda s: (sum(s.cost.kept_bytes), s.cost.flops)):
+        if not any(_beats(other.cost, one.cost) for other in reversed(found)):
+            found.append(one)
+    return found
+
+
+def _rounded(sums: Iterable[_Sum], room: tuple[int, ...]) -> dict[Cost, _Sum]:
+    found: dict[Cost, _Sum] = {}
+    for one in sorted(sums, key=lambda s: (s.cost.flops, s.cost.kept_bytes)):
+        steps = (
+            n * STEPS // max(1, most) for n, most in zip(one.cost.kept_bytes, room, strict=True)
+        )
+        found.setdefault(Cost(tuple(steps), 0), one)
+    return found
+
+
+def _beats(one: Cost, other: Cost) -> bool:
+    return one.flops < other.flops and _fits(one.kept_bytes, other.kept_bytes)
+
+
+def _fits(some: tuple[int, ...], room: tuple[int, ...]) -> bool:
+    return all(a <= b for a, b in zip(some, room, strict=True))
+
+
+def _add(some: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(some, more, strict=True))
+
+
+def _costs(
+    spec: ModelSpec, every: Sequence[Mapping[int, int]], here: Sequence[str], blocks: Sequence[str]
+) -> tuple[tuple[int, ...], list[list[Cost]]]:
+    """The bytes that a rank keeps at each moment outside the blocks, and its blocks' costs."""
+    tape = spec.run.tape
+    by_kind = {kind: _of_blocks(spec, blocks, kind) for kind in KINDS}
+    within = Within(blocks)
+    kept = {(storage, name) for storage, name in storages(tape, {}) if within(name) is None}
+    users: dict[int, set[str]] = defaultdict(set)
+    for of_block in by_kind.values():
+        for name, kept_there in of_block.items():
+            for storage in kept_there:
+                users[storage].add(name)
+    for storage, names in users.items():  # a storage that several blocks read is always kept
+        kept |= {(storage, name) for name in names if len(names) > 1}
+    outside, by_stage = {storage for storage, _ in kept}, stage_bytes(spec, kept)
+    fixed = tuple(sum(n * by_stage[s] for s, n in moment.items()) for moment in every)
+    flops = {kind: added_flops(tape, dict.fromkeys(blocks, kind)) for kind in (FULL, SELECTIVE)}
+    costs: list[list[Cost]] = []
+    for name in here:
+        stage = stage_of(spec, name)
+        costs.append([])
+        for kind in KINDS:
+            own = sum(tape.storage_bytes[s] for s in by_kind[kind][name] if s not in outside)
+            added = 0 if kind == NONE else flops[kind][name]
+            costs[-1].append(Cost(tuple(own * m.get(stage, 0) for m in every), added))
+    return fixed, costs
+
+
+def _of_blocks(spec: ModelSpec, blocks: Sequence[str], kind: str) -> dict[str, set[int]]:
+    """The storages that each block keeps if all blocks are recomputed as `kind`."""
+    found: dict[str, set[int]] = {name: set() for name in blocks}
+    within = Within(blocks)
+    for storage, module in storages(
+        spec.run.tape, {} if kind == NONE else dict.fromkeys(blocks, kind)
+    ):
+        name = within(module)
+        if name is not None:
+            found[name].add(storage)
+    return found
+
+
+def _in_order(chosen: Sequence[int], costs: Sequence[Sequence[Cost]]) -> list[str]:
+    """The kinds by block; among blocks with equal costs, the first ones keep least.
+
+    The backward pass reaches these last, when the others have freed their activations.
+    """
+    kinds_by_cost: dict[tuple[Cost, ...], list[int]] = defaultdict(list)
+    for of_block, kind in zip(costs, chosen, strict=True):
+        kinds_by_cost[tuple(of_block)].append(kind)
+    queues = {key: iter(sorted(kinds)) for key, kinds in kinds_by_cost.items()}
+    return [KINDS[next(queues[tuple(of_block)])] for of_block in costs]

@@ -1,0 +1,217 @@
+"""Sharding of a model on the tensor axis according to its table.
+
+For every module in the table: its parameters are sharded (or their gradients are summed), its hooks
+are set, and its attributes that count heads get this rank's numbers.  Everything else is replicated
+on all ranks of the axis.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor, nn
+
+from shardwise.comm.world import World
+from shardwise.core.errors import refusal
+from shardwise.core.layouts import SUMMED, tensor_layouts
+from shardwise.core.mesh import TENSOR
+from shardwise.core.model_spec import TensorSpec
+from shardwise.core.param_layout import AxisLayout, Groups
+from shardwise.core.plan import Plan
+from shardwise.core.uneven import Cut
+from shardwise.engine.cut import agree, cut_to, open_sums
+from shardwise.engine.reads import guard_layer
+from shardwise.techniques.expert import tensor_axis as expert_tensor
+from shardwise.techniques.layers.plans import LayerPlans, layer_plans, only
+from shardwise.techniques.tensor import embedding, linear, rng, sequence
+from shardwise.techniques.tensor.layout import Tensors, nowhere
+from shardwise.techniques.tensor.logits import sharded_logits
+from shardwise.techniques.tensor.shared_weights import sum_spans
+from shardwise.techniques.tensor.source import shapes, table_of, without
+from shardwise.techniques.tensor.styles import ModuleShape, Style
+from shardwise.techniques.tensor.table import Table, assign, cuts, matches, numbers, unmatched
+from shardwise.techniques.tensor.table_check import check
+
+
+def table_for(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | None) -> Table | None:
+    """The table of styles of `model` for `plan`; None if the plan has no tensor axis.
+
+    Raises InputError if there is no table or it does not fit, with every problem and its remedy.
+    """
+    ranks = plan.mesh.size_of(TENSOR)
+    if ranks == 1 and own is None:
+        return None
+    table = table_of(model, own)  # also checks a table that the plan does not use
+    if ranks == 1:
+        return None
+    if not table.styles:
+        raise without(model, "has a table without a style")
+    if plan.layers:
+        table = only(model, table, [], layer_plans(model, plan).meshes)
+    if problems := check(table, shapes(model), plan.sp, ranks):
+        raise refusal(f"the table of the {type(model).__name__} under '{plan}'", problems)
+    if plan.sp:
+        expert_tensor.require_gathered(model, matches(table, list(shapes(model)), sp=True))
+    return table
+
+
+def layer_tables(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | None) -> LayerPlans:
+    """The plans of single layers, each with the styles of its layers if it has a tensor axis.
+
+    Raises InputError as `layer_plans` and `table_for` do.
+    """
+    plans = layer_plans(model, plan)
+    if all(each.plan.mesh.size_of(TENSOR) == 1 for each in plans.meshes):
+        return plans
+    table, found = table_of(model, own), list(plans.layers)
+    if problems := unmatched(table, list(shapes(model)), sp=False):
+        raise refusal(f"the table of the {type(model).__name__}", problems)
+    for each in plans.meshes:
+        ranks = each.plan.mesh.size_of(TENSOR)
+        if ranks == 1:
+            continue
+        part = only(model, table, [each], [])
+        if not part.styles:
+            raise without(model, f"has a table without a style for {', '.join(each.modules)}")
+        if problems := check(part, shapes(model), False, ranks):
+            raise refusal(f"the table of {', '.join(each.modules)} under '{each.plan}'", problems)
+        found[each.number - 1] = replace(each, table=part)
+    return LayerPlans(tuple(found))
+
+
+def tensor_spec(
+    model: nn.Module, table: Table, sp: bool, ranks: int, *, layers: bool = False
+) -> TensorSpec:
+    """The table's styles and their modules in a model, before it is cut, without its passes.
+
+    Those of single `layers` have no experts.
+    """
+    known, names = shapes(model), {id(p): name for name, p in model.named_parameters()}
+    styles, params = assign(table, list(known), sp), dict[str, dict[str, str]]()
+    for name, style in styles.items():
+        own = model.get_submodule(name).named_parameters(recurse=style.name in SUMMED)
+        params[name] = {key: names[id(p)] for key, p in own}
+    experts = {} if layers else expert_tensor.layouts_on_tensor_axis(model, ranks, sp=sp)
+    own = {name: known[name] for name in styles}
+    return TensorSpec(table, sp, styles, own, params, experts)
+
+
+def lay_out(
+    model: nn.Module,
+    world: World,
+    sp: bool,
+    table: Table | None,
+    layers: Sequence[str] = (),
+) -> Tensors:
+    """Shard `model` in place on the tensor axis of `world` according to `table`.
+
+    If it is the axis of some `layers` only, the others, layers of experts and torch's default
+    generators are left to that of the model.
+    """
+    axis = world.axis(TENSOR)
+    if table is None or axis.size == 1:
+        return nowhere()
+    for module in [model.get_submodule(name) for name in layers] or [model]:
+        agree([*module.parameters(), *module.buffers()], axis, world.device)
+    tensors = Tensors(axis, linear.Stream(axis, sp))
+    spec = tensor_spec(model, table, sp, axis.size, layers=bool(layers))
+    found, styles, known = tensor_layouts(spec, axis.size), spec.styles, spec.modules
+    hooks = _Hooks(model, tensors)
+    random = tensors.random = rng.ShardedRandom(axis, model.modules())
+    random.mark_outputs(model, styles, sp)
+    hooks.entered = [name for name, style in styles.items() if style.name == "gather"]
+    for name, style in styles.items():
+        hooks.hook(name, style, cuts(style, known[name], table, axis.size), known[name])
+        own = () if style.name in SUMMED else spec.params[name].items()
+        if split := [key for key, full in own if full in found and found[full].cut]:
+            guard_layer(model.get_submodule(name), split, name)
+    for name, changed in numbers(table, styles, shapes(model), axis.rank, axis.size).items():
+        for attribute, number in changed.items():
+            setattr(model.get_submodule(name), attribute, number)
+    _open_sums(model, world, tensors, found)
+    cut_to(model, found, axis)
+    if not layers:
+        expert_tensor.on_tensor_axis(model, axis, tensors.stream, found, sp=sp)
+        rng.synchronize(axis, world.device)
+    random.mark_inputs(model, styles, sp)
+    for stream in (hooks.stream, hooks.whole):
+        model.register_forward_hook(partial(_end, stream))
+    return tensors
+
+
+def _open_sums(
+    model: nn.Module, world: World, tensors: Tensors, found: Mapping[str, AxisLayout]
+) -> None:
+    """Open the groups that sum gradients, and let each backward pass sum those of shared spans."""
+    axis, params = tensors.axis, dict(model.named_parameters())
+    within = {name: _lines(on.cut) for name, on in found.items() if on.cut}
+    every = {groups for on in found.values() if (groups := on.groups)}
+    opened = open_sums(world, TENSOR, every | {groups for groups in within.values() if groups})
+    tensors.sums = {groups: opened[groups] for groups in every}
+    for name, groups in within.items():
+        shared, p = found[name].shared(axis.rank), params[name]
+        if shared is not None and p.requires_grad:
+            p.register_hook(partial(sum_spans, shared.dim, shared.spans, opened[groups]))
+
+
+def _end(stream: linear.Stream, *_: object) -> None:
+    stream.end()
+
+
+def _lines(cut: Cut) -> Groups:
+    """Groups of ranks that share a part of a packed weight; empty if none do."""
+    lines = [next(iter(cut.common(rank)), (rank,)) for rank in range(cut.ranks)]
+    return tuple(dict.fromkeys(lines)) if any(len(line) > 1 for line in lines) else ()
+
+
+class _Hooks:
+    """The hooks of one model while they are set."""
+
+    def __init__(self, model: nn.Module, tensors: Tensors) -> None:
+        self.model, self.stream, self.axis = model, tensors.stream, tensors.axis
+        #: the stream of modules that need the gathered sequence
+        self.whole = linear.Stream(self.axis, split=False)
+        self.entered: list[str] = []  # modules whose inputs are gathered
+
+    def hook(self, name: str, style: Style, cut: Cut | None, shape: ModuleShape) -> None:
+        """Set the hooks of one module; the last one set runs first, and user hooks run last."""
+        module = self.model.get_submodule(name)
+        stream = self.whole if style.by == "whole" else self.stream
+        entered = any(name.startswith(f"{outer}.") for outer in self.entered)
+        match style.name, cut:
+            case "vocabulary", Cut() if isinstance(module, nn.Embedding):
+                straight = style.by == "sequence" or not stream.split
+                embedding.embed(module, self.axis, cut, stream.leave if straight else stream.sum)
+            case "vocabulary", Cut():
+                self._keep_cut(module, cut)
+                linear.columns(module, stream, shape.transposed, entered)
+            case "colwise", _:
+                linear.columns(module, stream, shape.transposed, entered)
+            case "colwise_gather_output", Cut():
+                sequence.gather_output(module, stream, cut)
+                linear.columns(module, stream, shape.transposed, entered)
+            case "rowwise", _:
+                sequence.rows(module, stream, linear.is_linear(module))
+            case "rowwise_split_input", Cut():
+                sequence.split_input(module, stream, cut)
+                sequence.rows(module, stream, linear.is_linear(module))
+            case "gather", _:
+                sequence.gather_input(module, stream)
+            case "split", _:
+                sequence.change_input(module, stream.scatter)
+            case "sequence", _ if style.by == "join":
+                self._join(module)
+            case _:
+                pass
+
+    def _join(self, module: nn.Module) -> None:
+        def whole(_: nn.Module, __: object, y: Tensor) -> Tensor:
+            return self.stream.unsplit(y)
+
+        module.register_forward_hook(whole, prepend=True)
+
+    def _keep_cut(self, module: nn.Module, cut: Cut) -> None:
+        def logits(_: nn.Module, __: object, y: Tensor) -> Tensor:
+            return sharded_logits(y, self.axis, cut, self.stream)
+
+        module.register_forward_hook(logits, prepend=True)

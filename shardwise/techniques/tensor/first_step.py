@@ -1,0 +1,233 @@
+"""The first step on a tensor axis: the loss of the sharded model is compared with the plain one's.
+
+    plain     a copy of the model with all weights                 loss
+    sharded   the same copy, sharded on the tensor axis alone      loss: must be equal
+
+Code may compute with what a rank has only a part of: a length (`h / h.shape[-1]` of a sharded dim),
+or a fixed number of heads.  It runs, and is wrong.  Before its first update each rank computes the
+loss of its first microbatch twice, forward only; `shardwise verify` proves gradients too.  Dropout
+draws nothing: modules are in eval mode, apart from recurrent layers.  A pass that draws random
+numbers proves nothing: ranks draw others for sharded activations.
+
+While it compares, a rank holds two copies of the plain model's parameters, and rank 0 the
+parameters once more in host memory.  A model for which a rank has too little memory is not
+compared, and a line says so.
+"""
+
+import copy
+import math
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.comm import host_memory
+from shardwise.comm.host import host_number
+from shardwise.comm.move import all_gather, broadcast
+from shardwise.comm.parameter import parameter_like
+from shardwise.comm.world import World
+from shardwise.core.errors import bad
+from shardwise.core.garbage import collect
+from shardwise.engine import hint
+from shardwise.engine.batch import is_empty, split, widened
+from shardwise.engine.consistency import TOLERANCE, TOLERANCE_16_BIT
+from shardwise.engine.engine import Engine
+from shardwise.engine.full import full_state_dict
+from shardwise.engine.precision import HALF
+from shardwise.engine.training import Build, Training
+from shardwise.observe.meta_buffers import materialise
+from shardwise.observe.meta_pass import meta_copy
+from shardwise.techniques.data.apply import cast_whole
+from shardwise.techniques.data.initial_weights import Fill
+from shardwise.techniques.tensor.apply import lay_out
+from shardwise.techniques.tensor.layout import Tensors, nowhere
+from shardwise.techniques.tensor.rng import generators_of, seeded
+from shardwise.techniques.tensor.table import Table
+
+#: The copies of the parameters that a rank needs.
+COPIES: Final = 2
+#: Relative difference of losses in 32 bits and more that counts as rounding.
+CLOSE: Final = 2e-5
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The plain model without weights, its table, and what fills buffers that are on meta."""
+
+    twin: nn.Module
+    table: Table
+    fill: Fill
+
+
+def engine_of(model: nn.Module, build: Build, training: Training) -> Engine:
+    """The engine of `model`, whose first step is compared if it has a tensor axis."""
+    table = build.table
+    if table is None:
+        return Engine(model, build, training)
+    plain = Plain(meta_copy(model), table, build.fill)
+    engine = Engine(model, build, training)
+    engine.consistency.before_first = partial(compare, engine, plain)
+    return engine
+
+
+def compare(engine: Engine, given: Plain, batch: Any) -> None:
+    """Compare the loss of the first microbatch.  All ranks call it.
+
+    Raises:
+        InputError: on every rank, if the losses differ on one.
+    """
+    world = engine.world
+    needed = COPIES * sum(p.numel() * p.element_size() for p in given.twin.parameters())
+    with world.ledger.phase("compare"):
+        if not _fits(needed, world):
+            _not_compared(world, given.table.derived, f"it needs {needed:,} bytes on each rank")
+            return
+        losses, short = _losses(engine, given, batch)
+        collect()  # modules and their hooks refer to one another
+        _require(losses, engine, given.table.derived, short=short)
+
+
+def _losses(engine: Engine, given: Plain, batch: Any) -> tuple[tuple[float, float], bool]:
+    """The losses of the two copies on this rank's rows, and whether they compute in 16 bits.
+
+    Zeros without rows, and where losses depend on random numbers.
+    """
+    world = engine.world
+    dtype = torch.float32 if engine.dtype in HALF else engine.dtype
+    plain = _with_weights(engine, given, dtype)
+    sharded = copy.deepcopy(plain)
+    losses, rounding = (0.0, 0.0), _Rounding()
+    with seeded(world.device, 0):
+        tensors = lay_out(sharded, world, engine.plan.sp, given.table)
+        share = split(batch, engine.microbatches, count=engine.rows.count)[0]
+        if not is_empty(share, engine.rows.count):
+            share = tree_map_only(Tensor, lambda x: x.to(world.device), share)
+            share = widened(share, dtype)
+            with rounding:
+                first = _loss(engine, plain, nowhere(), share)
+                second = _loss(engine, sharded, tensors, share)
+            # the step itself reports a loss that is not finite
+            if not _drew(world.device) and math.isfinite(first):
+                losses = first, second
+    return losses, rounding.short or any(p.dtype in HALF for p in plain.parameters())
+
+
+def _not_compared(world: World, derived: bool, why: str) -> None:
+    if world.rank == 0:
+        table = "derived table" if derived else "table of styles"
+        print(
+            f"shardwise: the {table} is not compared with the plain model in the first step: "
+            f"{why}. 'shardwise verify' proves it on a small model of the same code.",
+            file=sys.stderr,
+        )
+
+
+def _drew(device: torch.device) -> bool:
+    """Whether random numbers were drawn since the generators were seeded with 0."""
+    now = [generator.get_state() for generator in generators_of(device)]
+    with seeded(device, 0):
+        seeds = [generator.get_state() for generator in generators_of(device)]
+    return not all(map(torch.equal, now, seeds))
+
+
+def _fits(needed: int, world: World) -> bool:
+    """Whether every rank has `needed` bytes free; ranks of one host share its memory."""
+    host, free = free_bytes(world)
+    own = torch.tensor([host, free], dtype=torch.float64, device=world.device)
+    everyone = [tuple(x.tolist()) for x in all_gather(own, world.everyone)]
+    hosts = [host for host, _ in everyone]
+    return all(free >= needed * hosts.count(host) for host, free in everyone)
+
+
+def free_bytes(world: World) -> tuple[int, float]:
+    """The number of the memory that this rank shares with others, and its free bytes."""
+    if world.device.type == "cuda":
+        return world.rank, float(torch.cuda.mem_get_info(world.device)[0])
+    return host_number(), host_memory.free_bytes()
+
+
+def _with_weights(engine: Engine, given: Plain, dtype: torch.dtype | None) -> nn.Module:
+    """The plain model with the engine's weights and buffers, on every rank."""
+    state, world, twin = full_state_dict(engine), engine.world, copy.deepcopy(given.twin)
+    materialise(twin, world.device, given.fill)
+    made = [torch.empty(p.shape, dtype=p.dtype, device=world.device) for p in twin.parameters()]
+    memo: dict[int, Any] = {
+        id(p): parameter_like(p, empty) for p, empty in zip(twin.parameters(), made, strict=True)
+    }
+    plain = copy.deepcopy(twin, memo)
+    cast_whole(plain, dtype, world.device)
+    persistent = plain.state_dict()
+    tensors = dict(plain.named_parameters()) | {
+        name: b for name, b in plain.named_buffers() if name in persistent
+    }
+    for name, held in ((name, t.data) for name, t in tensors.items() if t.numel()):
+        value = held if world.rank else state[name].to(held.device, held.dtype)
+        held.copy_(broadcast(value.contiguous(), world.everyone))
+    return plain
+
+
+@torch.no_grad()
+def _loss(engine: Engine, model: nn.Module, tensors: Tensors, share: Any) -> float:
+    """The loss of a microbatch."""
+    for module in model.modules():
+        recurrent = isinstance(module, nn.RNNBase) and not module.dropout
+        module.training = recurrent  # as in a step
+    torch.manual_seed(0)
+    with tensors.random.during(engine.world.device):
+        tensors.begin()
+        with hint.shapes(tensors):
+            loss = engine.training.loss(model, share)
+        tensors.end()
+    return float(loss)
+
+
+def _ratio(error: float, size: float) -> float:
+    """The relative error; infinity for one that is not finite.  A size of zero has none."""
+    if not math.isfinite(error):
+        return math.inf
+    return error / size if size else float(error > 0)
+
+
+def _require(losses: tuple[float, float], engine: Engine, derived: bool, *, short: bool) -> None:
+    """Raise InputError on every rank if the losses of one rank differ."""
+    world = engine.world
+    own = torch.tensor(losses, dtype=torch.float64, device=world.device)
+    close = TOLERANCE_16_BIT if short else TOLERANCE if _rounds(world.device) else CLOSE
+    for plain, sharded in torch.stack(all_gather(own, world.everyone)).tolist():
+        if _ratio(abs(sharded - plain), abs(plain)) > close:
+            raise _differs(plain, sharded, engine, derived)
+
+
+def _rounds(device: torch.device) -> bool:
+    """Whether products of 32 bits are rounded to fewer."""
+    return device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+
+
+class _Rounding(TorchDispatchMode):
+    """Sees whether any operation makes numbers of 16 bits, as under autocast."""
+
+    short = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        found = tree_leaves(out)
+        self.short = self.short or any(isinstance(x, Tensor) and x.dtype in HALF for x in found)
+        return out
+
+
+def _differs(plain: float, sharded: float, engine: Engine, derived: bool) -> Exception:
+    return bad(
+        f"a {'derived table' if derived else 'table of styles'} under '{engine.plan}', by which "
+        "the model does not compute what it computes on one rank: in the first step the loss is "
+        f"{sharded:.9g} instead of {plain:.9g}",
+        "styles under which the code of each module computes its part: where it has a number of "
+        "heads, or of features, each rank needs its own (`h / h.shape[-1]` divides by a rank's own "
+        "features)",
+        'Table.of({...}, heads=8, sets={"*.attn": {"heads": "heads"}}), or a table without these '
+        "layers; 'shardwise verify' names the first tensor that differs (docs/how-to/tables.md)",
+    )

@@ -1,0 +1,231 @@
+"""Tables for models of transformers: converted from their configuration, or written here.
+
+A configuration of that library contains `base_model_tp_plan`: names of modules and the library's
+own styles. That plan requires a number of heads that is divisible by the ranks, and replicates the
+vocabulary. The table made from it shards q, k, v and o by heads, and the embedding and the head by
+the vocabulary. The library itself is not imported.
+"""
+
+import fnmatch
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final
+
+from torch import nn
+
+from shardwise.core.errors import bad
+from shardwise.techniques.tensor.styles import general, parent
+from shardwise.techniques.tensor.table import Table, matches
+
+#: The library's styles and ours; None: replicated, as experts are.
+_STYLES: Final[dict[str, str | None]] = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "packed_colwise": "colwise:2",
+    "colwise_gather_output": "colwise_gather_output",
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_split_input": "rowwise_split_input",
+    "rowwise_rep": "rowwise_split_input",
+    "replicated_with_grad_allreduce": "replicated",
+    "embedding_rowwise": "vocabulary",
+    "sequence_parallel": "sequence",
+    "embedding_colwise": None,
+    "packed_rowwise": None,
+    "replicate": None,
+    "moe_tp_experts": None,
+    "moe_identity_expert": None,
+    "grouped_gemm": None,
+}
+#: Types whose layers consist of norms, `self_attn`, `mlp` and sums, so that sp works.
+_DECODERS: Final = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
+    *("gemma", "gemma2", "phi3", "granite", "olmo2"),
+)
+_COUNTS: Final = {
+    "num_heads": "heads",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "num_key_value_groups": "groups",
+}
+
+
+def own_plan(model: nn.Module) -> Table | None:
+    """The table of a transformers model; None for other models, and for types without a plan.
+
+    Raises InputError for a plan with an unknown style.
+    """
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if not isinstance(kind, str) or not hasattr(type(model), "base_model_prefix"):
+        return None  # another library, a layer with its model's configuration, peft's wrapper
+    if kind in TABLES:
+        return TABLES[kind](model)
+    names = [name for name, _ in model.named_modules()]
+    plan = {key: style for key, style in _plan(model).items() if fnmatch.filter(names, key)}
+    return _read(model, kind, plan) if plan else None
+
+
+def gpt2(model: nn.Module) -> Table:
+    """GPT-2, whose configuration has no plan; one Conv1D computes queries, keys and values."""
+    heads, _ = _heads(model)
+    sequence = {
+        "h.0": "split",
+        "h.*.ln_[12]": "sequence",
+        "h.*.attn": "gather",
+        "h.*.mlp": "gather",
+        "ln_f": "sequence:join",  # the model reshapes this output to the shape of its input
+    }
+    base = Table.of(
+        {
+            "h.*.attn.c_attn": "colwise:qkv",
+            "h.*.attn.c_proj": "rowwise:heads",
+            "h.*.mlp.c_fc": "colwise",
+            "h.*.mlp.c_proj": "rowwise",
+        },
+        heads=heads,
+        sequence=sequence,
+        sets={"h.*.attn": {"split_size": "queries", "num_heads": "heads"}},
+    ).under(_base(model))
+    words = _vocabulary(model)
+    head = [name for name in words if isinstance(model.get_submodule(name), nn.Linear)]
+    joined = tuple((name, "vocabulary:whole") for name in head)
+    styles = (*words.items(), *base.styles)
+    return replace(base, styles=styles, sequence=(*joined, *base.sequence))
+
+
+#: Tables for types that have no plan of their own, by `config.model_type`.
+TABLES: Final[dict[str, Callable[[nn.Module], Table]]] = {"gpt2": gpt2}
+
+
+def _plan(model: nn.Module) -> dict[str, str]:
+    """The library's plans of the configuration, the class and the model; later ones override."""
+    base = f"{_base(model)}." if _base(model) else ""
+    of_config = getattr(model.config, "base_model_tp_plan", None) or {}
+    plan: dict[str, str] = {f"{base}{key}": style for key, style in of_config.items()}
+    for owner in (type(model), model):
+        plan |= getattr(owner, "_tp_plan", None) or {}
+    return plan
+
+
+def _read(model: nn.Module, kind: str, plan: Mapping[str, str]) -> Table:
+    heads, kv_heads = _heads(model)
+    styles: dict[str, str] = _vocabulary(model)
+    sequence: dict[str, str] = {}
+    for key, said in plan.items():
+        style = None if said.startswith("ep_") else _STYLES.get(said, "")
+        if style == "":
+            raise bad(
+                f'the plan of {kind} in transformers, with the style "{said}" for {key}',
+                f"plans with the styles {', '.join(_STYLES)}",
+                'table={"...": "colwise", ...}, a table of your own; see docs/how-to/tables.md',
+            )
+        if style == "sequence":
+            sequence[f"{key}?"] = style
+        elif style is not None and key not in styles:
+            styles[f"{key}?"] = _by_heads(key, style)
+    names = [name for name, _ in model.named_modules()]
+    table = Table.of(styles, heads, kv_heads)
+    if kind in _DECODERS:
+        sequence |= _sequence(model, set(matches(table, names, sp=False)))
+    return replace(
+        table, sequence=tuple(sequence.items()), sets=Table.of({}, sets=_sets(model, table)).sets
+    )
+
+
+def _by_heads(key: str, style: str) -> str:
+    """The style of a layer; layers of attention are sharded by whole heads."""
+    parts = key.split(".")
+    if not any("attn" in part or "attention" in part for part in parts[:-1]):
+        return style
+    if style == "colwise":
+        return "colwise:kv_heads" if {"k_proj", "v_proj"} & set(parts) else "colwise:heads"
+    return "rowwise:heads" if style == "rowwise" else style
+
+
+def _base(model: nn.Module) -> str:
+    """The name of the submodule without the head; "" for a model without a head."""
+    base = getattr(model, "base_model_prefix", "")
+    return base if base and isinstance(getattr(model, base, None), nn.Module) else ""
+
+
+def _heads(model: nn.Module) -> tuple[int | None, int | None]:
+    """The numbers of query heads and of key heads in the text configuration."""
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found: list[int | None] = []
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = None
+        with suppress(RuntimeError):  # raised if layers have different numbers
+            count = getattr(text, name, None)
+        found.append(count if isinstance(count, int) else None)
+    return found[0], None if found[0] is None else found[1]
+
+
+def _vocabulary(model: nn.Module) -> dict[str, str]:
+    """The styles of the token embedding and of the layer that computes the logits."""
+    found: list[object] = []
+    for ask in ("get_input_embeddings", "get_output_embeddings"):
+        with suppress(NotImplementedError):
+            found.append(getattr(model, ask, lambda: None)())
+    cut = [module for module in found if isinstance(module, (nn.Embedding, nn.Linear))]
+    names = {module: name for name, module in model.named_modules()}
+    return {names[module]: "vocabulary" for module in cut if module in names}
+
+
+def _sets(model: nn.Module, table: Table) -> dict[str, dict[str, str]]:
+    """Attributes of sharded attention modules that count heads."""
+    if table.heads is None or table.keys is None:
+        return {}
+    right = {"heads": table.heads, "kv_heads": table.keys, "groups": table.heads // table.keys}
+    names = [name for name, _ in model.named_modules()]
+    cut = matches(table, names, sp=False)
+    found: dict[str, dict[str, str]] = {}
+    for block in {parent(name): None for name, style in cut.items() if style.by == "kv_heads"}:
+        has = vars(model.get_submodule(block))
+        counts = {key: what for key, what in _COUNTS.items() if has.get(key) == right[what]}
+        found |= {block: counts} if counts else {}
+    layers = Counter(map(general, names))
+    same = Counter((general(name), str(counts)) for name, counts in found.items())
+    return {
+        general(name) if same[general(name), str(counts)] == layers[general(name)] else name: counts
+        for name, counts in found.items()
+    }
+
+
+def _sequence(model: nn.Module, cut: set[str]) -> dict[str, str]:
+    """The `sequence` styles of a decoder: norms and replicated experts act on shards.
+
+    Attention and the feed-forward layer get the gathered sequence. A mixture of experts acts on
+    each token separately, so a shard is enough.
+    """
+    base = f"{_base(model)}." if _base(model) else ""
+    layers = list(model.get_submodule(f"{base}layers").named_children())
+    by_layer = [_layer(layer, f"{base}layers.{index}", cut) for index, layer in layers]
+    styles = {f"{base}layers.0": "split"}
+    for (index, _), entries in zip(layers, by_layer, strict=True):
+        for name, style in entries.items():
+            everywhere = all(other.get(name) == style for other in by_layer)
+            styles[f"{base}layers.{'*' if everywhere else index}.{general(name)}"] = style
+    return styles | {f"{base}norm": "sequence"}
+
+
+def _layer(layer: nn.Module, path: str, cut: set[str]) -> dict[str, str]:
+    """The styles of the modules in one layer, whose name in the model is `path`."""
+    found: dict[str, str] = {}
+    for name, part in layer.named_children():
+        if any(key.startswith(f"{path}.{name}.") for key in cut):
+            found[name] = "gather"
+        else:
+            found |= dict.fromkeys(_holders(part, name), "sequence")
+    return found
+
+
+def _holders(module: nn.Module, called: str) -> list[str]:
+    """The names of all modules in `module`, including itself, that have parameters."""
+    return [
+        f"{called}.{name}" if name else called
+        for name, part in module.named_modules()
+        if list(part.parameters(recurse=False))
+    ]

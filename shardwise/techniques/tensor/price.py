@@ -1,0 +1,163 @@
+"""The bytes of activations on the tensor axis, from the styles of modules and the order of calls.
+
+    style of a module           before it, of its input         after it, of its output
+    colwise                     enter: I -> R, or S(T) -> R
+    rowwise                                                     leave: P -> I, or P -> S(T)
+    colwise_gather_output       enter                           join the features: S -> I
+    rowwise_split_input         take its features: I -> S       leave
+    vocabulary, an embedding                                    leave
+    vocabulary, a linear layer  enter                           logits stay sharded
+    gather                      S(T) -> R; I -> R of the others
+    split                       I -> S(T)
+    sequence:join                                               S(T) -> I
+
+The second placement is that under `sp`, where the stream between layers is sharded along the
+sequence T. If several layers in a row read a tensor, it enters once, and once more for those under
+no_grad. A tensor that a gradient reaches moves between the duals in the backward pass.
+(Megatron-LM, arXiv 1909.08053, section 3; arXiv 2205.05198, section 4.2.2.)
+"""
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from shardwise.core.layout import I, P, Placement, R, S
+from shardwise.core.lengths import Lengths
+from shardwise.core.model_spec import ELEMENT_BYTES, Call, ModelPass, TensorSpec, Value
+from shardwise.core.uneven import Cut
+from shardwise.techniques.tensor.styles import Style
+from shardwise.techniques.tensor.table import cuts
+
+#: (src, dst, numel of the whole, element bytes, phase)
+Send = Callable[[Placement, Placement, int, int, str], None]
+
+
+@dataclass
+class Crossings:
+    """The moves of one forward and backward pass on the tensor axis; calls `send` for each."""
+
+    spec: TensorSpec
+    ranks: int
+    run: ModelPass
+    send: Send
+    entered: dict[bool, tuple[int, bool]] = field(default_factory=dict[bool, tuple[int, bool]])
+
+    def __post_init__(self) -> None:
+        self.lengths = Lengths(self.ranks)
+        styles = self.spec.styles.items()
+        self.gathered = [f"{name}." for name, style in styles if style.name == "gather"]
+
+    def count(self, here: Callable[[str], bool]) -> None:
+        """Send every move of the modules whose names are `here`."""
+        for call in self.run.calls:
+            style = self.spec.styles.get(call.module)
+            if not call.module and not call.begins:
+                self.entered = {}  # the forward has ended
+            if style is None or not call.values or not here(call.module):
+                continue
+            if call.begins:
+                self._before(call, style)
+            else:
+                self._after(call, style)
+
+    def _before(self, call: Call, style: Style) -> None:
+        entry, phase = (call.values[0], call.recorded), "backward" if call.recomputed else "forward"
+        x, *others = (self._input(call, number) for number in call.values)
+        split = self._split(style)
+        match style.name:
+            case "colwise" | "colwise_gather_output" | "vocabulary":
+                table = self.spec.modules[call.module].kind == "embedding"
+                inside = any(call.module.startswith(outer) for outer in self.gathered)
+                if not table and not inside and self.entered.get(split) != entry:
+                    self.entered[split] = entry
+                    self._move(x, (S(0) if split else I, R), self._long(x, split), phase)
+            case "rowwise_split_input":
+                self._move(x, (I, S(0)), self._wide(x, self._cut(call.module)), phase)
+            case "gather" if split:
+                self._move(x, (S(0), R), self._long(x, split), phase)
+                for other in others:
+                    if other.trained:
+                        self._move(other, (I, R), math.prod(other.shape), phase)
+            case "split" if split:
+                self._move(x, (I, S(0)), self._long(x, split), phase)
+            case _:
+                pass
+
+    def _input(self, call: Call, number: int) -> Value:
+        """An input of the call; under no_grad it has no gradient."""
+        x = self.run.values[number]
+        return x if call.recorded else x._replace(trained=False)
+
+    def _after(self, call: Call, style: Style) -> None:
+        phase = "backward" if call.recomputed else "forward"
+        y, split = self.run.values[call.values[0]], self._split(style)
+        match style.name:
+            case "colwise_gather_output":
+                numel = self._wide(y, self._cut(call.module))
+                self.send(S(0), I, numel, ELEMENT_BYTES[y.dtype], phase)
+            case "rowwise" | "rowwise_split_input":
+                self._leave(y, split, phase)
+            case "vocabulary" if self.spec.modules[call.module].kind == "embedding":
+                if style.by == "sequence" or not split:
+                    self._leave(y, split, phase)
+                else:
+                    self._leave(y, False, phase, resets=False)
+            case "sequence" if style.by == "join" and split:
+                self._move(y, (S(0), I), self._long(y, split), phase)
+            case _:
+                pass
+
+    def _leave(self, y: Value, split: bool, phase: str, *, resets: bool = True) -> None:
+        """The partial sums of `y` become the stream; its next reader enters again."""
+        if resets:
+            self.entered.pop(split, None)
+        self._move(y, (P, S(0) if split else I), self._long(y, split), phase)
+
+    def _move(self, x: Value, way: tuple[Placement, Placement], numel: int, phase: str) -> None:
+        """Send a move forward, and that of the gradient between the duals backward."""
+        (src, dst), size = way, ELEMENT_BYTES[x.dtype]
+        self.send(src, dst, numel, size, phase)
+        if x.trained and (src, dst) != (P, I):  # the dual I -> R sends nothing
+            self.send(dst.dual, src.dual, numel, size, "backward")
+
+    def _split(self, style: Style) -> bool:
+        return self.spec.sp and style.by != "whole"
+
+    def _long(self, x: Value, split: bool) -> int:
+        """Elements of `x`; a sharded sequence is padded to shards of one size."""
+        numel = math.prod(x.shape)
+        if not split or not numel:
+            return numel
+        whole = x.shape[-2]
+        return numel // whole * self.lengths.shard(whole) * self.ranks
+
+    def _wide(self, x: Value, cut: Cut) -> int:
+        """Elements of `x`; its features are padded to blocks of one size."""
+        return math.prod(x.shape[:-1]) * cut.ranks * max(map(cut.size, range(cut.ranks)))
+
+    def _cut(self, module: str) -> Cut:
+        style, shape = self.spec.styles[module], self.spec.modules[module]
+        cut = cuts(style, shape, self.spec.table, self.ranks)
+        assert cut is not None  # these styles shard features
+        return cut
+
+
+def recomputing(run: ModelPass, modules: Collection[str]) -> ModelPass:
+    """`run`, followed by the calls that its backward pass repeats to recompute `modules`.
+
+    A recomputation ends at the last tensor that autograd saves in the module. It sends its gathers
+    and sums again, and has no backward pass. Hooks on the module itself run once.
+    """
+    calls, begun = [*run.calls], dict[str, int]()
+    for index, call in enumerate(run.calls):
+        if call.recomputed or call.module not in modules:
+            continue
+        if call.begins:
+            begun[call.module] = index
+            continue
+        ends = [n for n in run.saves if begun[call.module] < n <= index]
+        for inner in run.calls[begun[call.module] + 1 : max(ends, default=0)]:
+            values = tuple(number + len(run.values) for number in inner.values)
+            calls.append(inner._replace(values=values, recomputed=True))
+    again = tuple(value._replace(trained=False) for value in run.values)
+    return run._replace(calls=tuple(calls), values=run.values + again)

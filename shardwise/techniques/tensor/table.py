@@ -1,0 +1,320 @@
+"""The tensor-parallel plan of a model: patterns of module names, and their styles.
+
+    Table.of(
+        {
+            "embed": "vocabulary",
+            "blocks.*.attn.q": "colwise:heads",       the first pattern that matches a module wins
+            "blocks.*.attn.[kv]": "colwise:kv_heads",
+            "blocks.*.attn.out": "rowwise:heads",
+            "blocks.*.mlp.up": "colwise",
+            "blocks.*.mlp.down": "rowwise",
+            "blocks.*.mlp.gate?": "colwise",          a final ? : may match no module
+        },
+        heads=8,
+        kv_heads=2,
+        sequence={"embed": "vocabulary:sequence", "*norm": "sequence"},
+        sets={"blocks.*.attn": {"num_heads": "heads"}},
+    )
+
+Patterns are those of fnmatch: `*` matches dots too. Under the plan word sp, `sequence` entries
+precede the others. `sets` names attributes that count heads, which become this rank's numbers.
+"""
+
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.core.errors import Problem, bad, refusal
+from shardwise.core.suggest import suggest
+from shardwise.core.uneven import Cut, even, heads, packed, wide
+from shardwise.techniques.tensor.styles import OF_SEQUENCE, ModuleShape, Style, general
+
+__all__ = [
+    "ModuleShape",
+    "Style",
+    "Table",
+    "assign",
+    "bias_cut",
+    "counted_attributes",
+    "cuts",
+    "matches",
+    "numbers",
+    "unmatched",
+]
+
+Entries = tuple[tuple[str, str], ...]
+#: The numbers that an attribute of a module may count; they differ between ranks.
+NUMBERS = {
+    "heads": "query heads",
+    "kv_heads": "key and value heads",
+    "groups": "query heads per key head",
+    "queries": "features of all queries, heads times their width",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Styles by pattern, in order; see the top of the file. Raises InputError for unknown words.
+
+    `heads` and `kv_heads` are those of the model; styles and `sets` that count heads need them.
+    `kv_heads` defaults to `heads`. A `derived` table comes from shapes alone: the engine compares
+    the first step under it with the plain model.
+    """
+
+    styles: Entries
+    heads: int | None = None
+    kv_heads: int | None = None
+    sequence: Entries = ()
+    sets: tuple[tuple[str, Entries], ...] = ()
+    derived: bool = False
+
+    def __post_init__(self) -> None:
+        for name, count in (("heads", self.heads), ("kv_heads", self.kv_heads)):
+            whole = isinstance(count, int) and not isinstance(count, bool) and count > 0
+            if count is not None and not whole:
+                raise bad(f"{name}={count!r} of a table", "a whole number from 1 up", f"{name}=8")
+        if self.kv_heads is not None and self.heads is None:
+            instead = f"heads={self.kv_heads}, kv_heads={self.kv_heads}"
+            raise bad(f"a table with kv_heads={self.kv_heads} and no heads", "both", instead)
+        for _, style in (*self.styles, *self.sequence):
+            Style.parse(style)
+        for pattern, style in self.styles:
+            if style in OF_SEQUENCE:
+                given = f'"{pattern}": "{style}" among the styles'
+                allowed = f"{', '.join(OF_SEQUENCE)} in sequence, which sp reads"
+                raise bad(given, allowed, f'Table.of({{...}}, sequence={{"{pattern}": "{style}"}})')
+        for pattern, numbers in self.sets:
+            for attribute, number in numbers:
+                _counted(pattern, attribute, number)
+
+    @classmethod
+    def of(
+        cls,
+        styles: Mapping[str, str],
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        sequence: Mapping[str, str] | None = None,
+        sets: Mapping[str, Mapping[str, str]] | None = None,
+        *,
+        derived: bool = False,
+    ) -> "Table":
+        """The table from dicts, pattern to style, in their order.
+
+        `sets` maps a pattern to {attribute: "heads", "kv_heads", "groups" or "queries"}. Raises
+        InputError as Table does.
+        """
+        return cls(
+            tuple(styles.items()),
+            heads,
+            kv_heads,
+            tuple((sequence or {}).items()),
+            tuple((pattern, tuple(numbers.items())) for pattern, numbers in (sets or {}).items()),
+            derived,
+        )
+
+    def __str__(self) -> str:
+        arguments = [repr(dict(self.styles))]
+        arguments += [f"heads={self.heads}"] if self.heads is not None else []
+        arguments += [f"kv_heads={self.kv_heads}"] if self.kv_heads is not None else []
+        arguments += [f"sequence={dict(self.sequence)!r}"] if self.sequence else []
+        sets = {pattern: dict(numbers) for pattern, numbers in self.sets}
+        arguments += [f"sets={sets!r}"] if sets else []
+        arguments += ["derived=True"] * self.derived
+        return f"Table.of({', '.join(arguments)})"
+
+    def under(self, name: str) -> "Table":
+        """The table of a model that contains this table's model as its module `name`."""
+
+        def longer(entries: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+            return tuple((f"{name}.{pattern}", what) for pattern, what in entries)
+
+        if not name:
+            return self
+        return replace(
+            self,
+            styles=longer(self.styles),
+            sequence=longer(self.sequence),
+            sets=longer(self.sets),
+        )
+
+    @property
+    def keys(self) -> int | None:
+        """The number of key and value heads."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    def head_cuts(self, ranks: int) -> tuple[Cut, Cut]:
+        """The query heads and key heads of each rank, counted in heads; see uneven.heads.
+
+        Raises ValueError without `heads`, and as uneven.heads does.
+        """
+        if self.heads is None or self.keys is None:
+            raise ValueError("a table without heads")
+        return heads(self.heads, self.keys, ranks)
+
+
+def assign(table: Table, modules: Sequence[str], sp: bool) -> dict[str, Style]:
+    """The style of each module that has one, from the names of all modules of a model.
+
+    The first matching pattern applies, `sequence` entries first under `sp`; a "whole" module has no
+    style. Raises InputError with every pattern that matches no module and the nearest name.
+    """
+    problems = unmatched(table, modules, sp)
+    if problems:
+        raise refusal("the table", problems)
+    return {name: s for name, s in matches(table, modules, sp).items() if s != Style("whole")}
+
+
+def matches(table: Table, modules: Sequence[str], sp: bool) -> dict[str, Style]:
+    """As `assign`, but without the check, and including "whole" modules."""
+    patterns = [(_pattern(key), Style.parse(style)) for key, style in _entries(table, sp)]
+    found: dict[str, Style] = {}
+    for name in modules:
+        style = next((style for pattern, style in patterns if pattern.match(name)), None)
+        if name and style is not None:
+            found[name] = style
+    return found
+
+
+def matching(key: str, modules: Iterable[str]) -> list[str]:
+    """The names that the pattern `key` matches."""
+    return [name for name in modules if _pattern(key).match(name)]
+
+
+def unmatched(table: Table, modules: Sequence[str], sp: bool) -> list[Problem]:
+    """A problem for each pattern that matches no module of the model."""
+    names = [name for name in modules if name]
+    keys = [key for key, _ in (*_entries(table, sp), *table.sets)]
+    used = {key for key in keys if any(map(_pattern(key).match, names))}
+    if not used:
+        first = f', as "{keys[0]}"' if keys else ""
+        allowed = f"patterns of its modules: {', '.join(_some(names))}"
+        instead = f'"{_nearest(keys[0] if keys else "", names)}"'
+        given = f"a table without any pattern that matches the model{first}"
+        return [Problem(given, allowed, instead)]
+    problems = [
+        Problem(
+            f'"{key}" in the table, which matches no module of the model',
+            f'names of its modules, * for any part, or "{key}?" if it may match none',
+            f'"{_nearest(key, names)}"',
+        )
+        for key in keys
+        if key not in used and not key.endswith("?")
+    ]
+    return problems
+
+
+def cuts(style: Style, shape: ModuleShape, table: Table, ranks: int) -> Cut | None:
+    """The shards of the weight of a module; None if it is replicated.
+
+    Dim 0 has the output features of an nn.Linear and the rows of an embedding, dim 1 the input
+    features of an nn.Linear; `transposed` weights have these dims exchanged. Raises ValueError if
+    heads or parts do not divide the features; tensor_plan_check.check explains this to the user.
+    """
+    outputs, inputs = (1, 0) if shape.transposed else (0, 1)
+    whole = shape.out_features
+    if style.name == "vocabulary" and shape.kind == "embedding":
+        return even(0, shape.in_features, ranks)
+    if style.name in ("vocabulary", "colwise_gather_output"):
+        return even(outputs, whole, ranks)
+    if style.name == "rowwise_split_input" or str(style) == "rowwise":
+        return even(inputs, shape.in_features, ranks)
+    if style.name == "rowwise":
+        return _by_heads(table.head_cuts(ranks)[0], inputs, shape.in_features)
+    if style.name != "colwise":
+        return None
+    if style.by_heads:
+        queries, keys = table.head_cuts(ranks)
+        if style.by == "qkv":
+            width = _divided(whole, queries.whole + 2 * keys.whole)
+            parts = [wide(part, outputs, width) for part in (queries, keys, keys)]
+            return packed(outputs, parts)
+        return _by_heads(queries if style.by == "heads" else keys, outputs, whole)
+    part = even(outputs, _divided(whole, style.parts), ranks)
+    return packed(outputs, [part] * style.parts)
+
+
+def bias_cut(style: Style, shape: ModuleShape, table: Table, ranks: int) -> Cut | None:
+    """The shards of the bias of a linear layer, as its outputs; None if it is replicated."""
+    if not shape.bias or style.name.startswith("rowwise"):
+        return None
+    cut = cuts(style, shape, table, ranks)
+    return None if cut is None else cut.on(0)
+
+
+def numbers(
+    table: Table,
+    styles: Mapping[str, Style],
+    modules: Mapping[str, ModuleShape],
+    rank: int,
+    ranks: int,
+) -> dict[str, dict[str, int]]:
+    """Attributes to change on `rank`: module name to {attribute: this rank's number}.
+
+    The attributes in `table.sets`, and `nf` of a sharded Conv1D, which its forward reads.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for name, style in styles.items():
+        shape = modules[name]
+        by_outputs = style.name in ("colwise", "colwise_gather_output", "vocabulary")
+        if shape.transposed and by_outputs and "nf" in dict(shape.numbers):
+            cut = cuts(style, shape, table, ranks)
+            found[name] = {} if cut is None else {"nf": cut.size(rank)}
+    for name, attribute, number in counted_attributes(table, modules):
+        whole = dict(modules[name].numbers)[attribute]
+        found.setdefault(name, {})[attribute] = _number(table, number, whole, rank, ranks)
+    return found
+
+
+def counted_attributes(table: Table, modules: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Module, attribute and the number it counts, for all entries of `table.sets`."""
+    for key, attributes in table.sets:
+        for name in filter(_pattern(key).match, modules):
+            yield from ((name, attribute, number) for attribute, number in attributes)
+
+
+def _number(table: Table, number: str, whole: int, rank: int, ranks: int) -> int:
+    queries, keys = (cut.size(rank) for cut in table.head_cuts(ranks))
+    if number == "queries":
+        return whole * queries // (table.heads or 1)
+    return {"heads": queries, "kv_heads": keys, "groups": queries // keys}[number]
+
+
+def _by_heads(cut: Cut, dim: int, features: int) -> Cut:
+    return wide(cut, dim, _divided(features, cut.whole))
+
+
+def _divided(features: int, count: int) -> int:
+    if features % count:
+        raise ValueError(f"{features} features do not divide by {count}")
+    return features // count
+
+
+def _entries(table: Table, sp: bool) -> Entries:
+    return (*(table.sequence if sp else ()), *table.styles)
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    """The regular expression of a pattern, without its final ?."""
+    return re.compile(fnmatch.translate(key.removesuffix("?")))
+
+
+def _nearest(key: str, names: Sequence[str]) -> str:
+    """The module name most similar to a pattern, with * for the numbers of layers."""
+    known = list(dict.fromkeys(map(general, names))) or ["*"]
+    return suggest(general(key.removesuffix("?")), known)
+
+
+def _some(names: Sequence[str]) -> list[str]:
+    """A few of the names, the deepest first, which have the weights."""
+    known = dict.fromkeys(map(general, names))
+    return sorted(known, key=lambda name: -name.count("."))[:6] or ["it has none"]
+
+
+def _counted(pattern: str, attribute: str, number: object) -> None:
+    if number not in NUMBERS:
+        allowed = ", ".join(f'"{key}" ({what})' for key, what in NUMBERS.items())
+        near = suggest(str(number), NUMBERS)
+        given = f"sets of {pattern} with {attribute!r}: {number!r}"
+        raise bad(given, allowed, f"{{{attribute!r}: {near!r}}}")

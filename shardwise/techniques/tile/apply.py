@@ -1,0 +1,154 @@
+"""Which linear layers of a model are tiled, and how their parameters become those of units.
+
+A tile holds rows of a parameter of the user's model. Its flat parameter has the parameter's own
+name, and its layout says which rows they are: on an axis `tile` of as many ranks as there are
+tiles, all of which this rank plays, one after another. So optimizer groups, checkpoints and
+gradients by name do not know of tiles. The user's parameter keeps its name and its place in the
+model, and holds no elements.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shardwise.comm.parameter import become
+from shardwise.core.errors import bad
+from shardwise.core.mesh import TILE
+from shardwise.core.model_spec import TiledParam
+from shardwise.core.plan import Plan
+from shardwise.core.uneven import even
+from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, blocks
+from shardwise.techniques.tile.layer import Tile, into_tiles
+from shardwise.techniques.tile.word import LARGE
+from shardwise.techniques.tile.word import Tile as Word
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The tiled layers of a model by name. Without any, every method returns what it is given.
+
+    `params` maps the names of the parameters of tiles, "head.tiles.0.weight", to their rows.
+    """
+
+    layers: Mapping[str, nn.Linear] = field(default_factory=dict[str, nn.Linear])
+    tiles: Mapping[str, Sequence[Tile]] = field(default_factory=dict[str, Sequence[Tile]])
+    params: Mapping[str, TiledParam] = field(default_factory=dict[str, TiledParam])
+
+    def divided(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
+        """The units, with a unit for each tile in place of that of its layer."""
+        found: list[UnitSpec] = []
+        for spec in specs:
+            if spec.name not in self.tiles:
+                found.append(spec)
+                continue
+            for place, tile in enumerate(self.tiles[spec.name]):
+                name = f"{spec.name}.tiles.{place}"
+                params = [(f"{name}.{key}", p) for key, p in tile.own.items()]
+                found.append(UnitSpec(name, [tile], block=True, params=params))
+        return found
+
+    def plain(self, name: str) -> str:
+        """The name of the model's parameter whose rows are in the parameter `name` of a tile."""
+        return self.params[name].name if name in self.params else name
+
+    def place(self, name: str) -> dict[str, int]:
+        """The coordinate of the parameter `name` on the axis of tiles."""
+        return {TILE: self.params[name].place} if name in self.params else {}
+
+    def release(self, device: torch.device | None) -> None:
+        """Free the parameters of the layers, whose values the tiles have."""
+        for layer in self.layers.values():
+            for p in layer.parameters(recurse=False):
+                empty = torch.empty((0, *p.shape[1:]), dtype=p.dtype, device=device or p.device)
+                become(p, empty)
+
+    def show(self) -> None:
+        """Let the tiles' parameters take the place of the layers': for predictions."""
+        for name, layer in self.layers.items():
+            for key in [key for key, _ in layer.named_parameters(recurse=False)]:
+                layer.register_parameter(key, None)
+            for tile in self.tiles[name]:
+                for key, p in tile.own.items():
+                    tile.register_parameter(key, p)
+
+
+def tile(model: nn.Module, plan: Plan, rule: Rule) -> Tiling:
+    """Tile the layers of `model` that the plan names, in place; `rule` chooses the blocks."""
+    layers = tiled_layers(model, plan)
+    if plan.tiled is None:
+        return Tiling()
+    inside = [f"{name}." for name in blocks(model, rule)]
+    found: dict[str, Sequence[Tile]] = {}
+    params: dict[str, TiledParam] = {}
+    for name, layer in layers.items():
+        cut = even(0, layer.out_features, plan.tiled.number)
+        keys = [key for key, _ in layer.named_parameters(recurse=False)]
+        logits = not any(name.startswith(block) for block in inside)
+        found[name] = into_tiles(layer, cut, logits=logits)
+        params |= {
+            f"{name}.tiles.{place}.{key}": TiledParam(f"{name}.{key}", place, cut)
+            for place in range(cut.ranks)
+            for key in keys
+        }
+    return Tiling(layers, found, params)
+
+
+def tiled_layers(model: nn.Module, plan: Plan) -> dict[str, nn.Linear]:
+    """The linear layers that the plan tiles, by name; none without the word.
+
+    By default those with at least `LARGE` times the weights of the largest layer. Layers whose
+    parameters another module has too are not tiled.
+
+    Raises InputError if a pattern matches no layer, one that shares its weight, or one with fewer
+    features than tiles.
+    """
+    asked = plan.tiled
+    if asked is None:
+        return {}
+    uses = Counter(p for m in model.modules() for p in m.parameters(recurse=False))
+    every = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and name}
+    shared = [n for n, m in every.items() if any(uses[p] > 1 for p in m.parameters())]
+    own = {name: layer for name, layer in every.items() if name not in shared}
+    if not asked.patterns:
+        most = max((layer.weight.numel() for layer in own.values()), default=0)
+        chosen = {n: m for n, m in own.items() if m.weight.numel() >= LARGE * most}
+    else:
+        _require_known(asked.unmatched(every), list(own), asked)
+        chosen = {name: layer for name, layer in every.items() if asked.matches(name)}
+    for name in chosen.keys() & {*shared}:
+        raise bad(
+            f"tile:{plan.tile}, which tiles {name}, whose weight another module has too",
+            f"layers with a weight of their own: {_listed(list(own))}",
+            f"a model in which {name} has its own weight, or a plan without tile",
+        )
+    if not chosen:
+        raise bad(
+            f"tile:{plan.tile} and a {type(model).__name__} without a linear layer to tile",
+            "a model with an nn.Linear whose weight no other module has",
+            "the plan without tile",
+        )
+    least = min(chosen, key=lambda name: chosen[name].out_features)
+    if chosen[least].out_features < asked.number:
+        features = chosen[least].out_features
+        raise bad(
+            f"tile:{plan.tile} and the layer {least} with {features} output features",
+            "as many tiles as the layer has output features, or fewer",
+            f"tile:{features}" if features > 1 else "other layers, as in tile:2=head",
+        )
+    return chosen
+
+
+def _require_known(unmatched: Sequence[str], own: Sequence[str], asked: Word) -> None:
+    if unmatched:
+        raise bad(
+            f"tile:{asked}, in which {' and '.join(unmatched)} matches no linear layer",
+            f"names of nn.Linear modules: {_listed(own)}",
+            f"tile:{asked.number}={own[-1] if own else 'head'}",
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + ", ..." * (len(names) > 6) if names else "this model has none"

@@ -1,0 +1,1 @@
+"""One technique on its own, in a plain PyTorch loop: `sw.DDP`, `sw.FSDP`, `sw.Pipe`."""

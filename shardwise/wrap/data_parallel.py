@@ -1,0 +1,100 @@
+"""`sw.DataParallel`: one process, one thread for each device, a replica made in each forward pass.
+
+                 scatter          replicate        parallel_apply        gather
+    inputs --->  rows 0..3   --->  module      --->  thread 0       --->
+                 rows 4..6   --->  copy on d1  --->  thread 1       --->  outputs on d0
+
+(Krizhevsky, "One weird trick", arXiv 1404.5997, splits the batch so; the four operations are those
+of torch.nn.parallel.)
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.core import arguments
+from shardwise.core.errors import bad
+from shardwise.engine import validate
+from shardwise.engine.compiled import refuse
+from shardwise.techniques.data.apply import drivers
+from shardwise.techniques.replicas.devices import Devices, as_devices
+from shardwise.techniques.replicas.replicate import replicate
+from shardwise.techniques.replicas.rows import gather, scatter
+from shardwise.techniques.replicas.threads import parallel_apply
+from shardwise.wrap.pipe import Piped
+from shardwise.wrap.torch_options import DATA_PARALLEL_OPTIONS, refusing
+
+
+class DataParallel(nn.Module):
+    """Compute `module` on several devices of this process, each on its rows of the inputs.
+
+        model = sw.DataParallel(model, devices=["cuda:0", "cuda:1"])
+        loss_fn(model(inputs), targets).backward()
+
+    devices: one for each replica; by default every GPU.  The module is moved to the first of them,
+    where the outputs and all gradients are.  "cpu" may be given several times.
+    dim: the dim of inputs and outputs that counts the rows.
+
+    Outputs and gradients equal the plain module's if its rows do not depend on each other and it
+    draws no random numbers.  Batch norm normalises each replica's rows by themselves; running
+    statistics, and whatever else a forward pass changes, are those of replica 0.  Dropout draws
+    other masks than the plain module: on processors all threads draw from one generator, in any
+    order, so a seed does not fix them.
+
+    `state_dict` has the plain module's keys; `.module`, or sw.unwrap, is the plain module.
+
+    Raises:
+        InputError: wrong devices; a module that is wrapped, scripted or compiled; for a call, what
+            `scatter` and `gather` raise.
+    """
+
+    @refusing("sw.DataParallel", DATA_PARALLEL_OPTIONS)
+    def __init__(self, module: nn.Module, devices: Devices | None = None, dim: int = 0) -> None:
+        super().__init__()
+        require_replicable(module)
+        arguments.integer("dim", dim, 0, 0)
+        gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        if devices is None and not gpus:
+            allowed = "devices=[...], one for each replica"
+            raise bad("no devices, where PyTorch sees no GPU", allowed, 'devices=["cpu", "cpu"]')
+        self.devices = as_devices(gpus if devices is None else devices)
+        self.dim = dim
+        validate.no_max_norm(module, len(self.devices))
+        self.module = module.to(self.devices[0])
+        self.register_state_dict_post_hook(_without_prefix)
+        self.register_load_state_dict_pre_hook(_with_prefix)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output for all rows, on the first device."""
+        parts = scatter((args, kwargs), self.devices, self.dim)
+        replicas = replicate(self.module, self.devices)
+        inputs, options = [part[0] for part in parts], [part[1] for part in parts]
+        outputs = parallel_apply(replicas, inputs, options, self.devices)
+        return gather(outputs, self.devices[0], self.dim)
+
+
+def require_replicable(module: nn.Module) -> None:
+    """Raise InputError for a module of which no replicas can be made."""
+    validate.model(module, "sw.DataParallel")
+    refuse(module, "sw.DataParallel", "sw.DDP(module)")
+    for part in module.modules():
+        piped = isinstance(vars(part).get("forward"), Piped)
+        if isinstance(part, DataParallel) or drivers(part) or piped:
+            raise validate.already_wrapped(module)
+
+
+_OWN = "module."
+
+
+def _without_prefix(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Name entries of the state dict as the plain module does."""
+    inner = f"{prefix}{_OWN}"
+    for key in [key for key in state if key.startswith(inner)]:
+        state[prefix + key.removeprefix(inner)] = state.pop(key)
+
+
+def _with_prefix(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Name the plain module's entries as this class does."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}{_OWN}{key.removeprefix(prefix)}"] = state.pop(key)

@@ -1,0 +1,401 @@
+"""A pipeline on its own, in a plain PyTorch loop: `sw.Pipe`.
+
+    fc1, fc2 = nn.Linear(16, 8), nn.Linear(8, 4)
+    model = sw.Pipe(nn.Sequential(fc1, fc2), chunks=8)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)       # of this rank's stages
+    out = model(torch.rand(16, 16))                            # 8 microbatches of 2 rows
+    loss(out).backward()                                       # on every rank, of its equal `out`
+    optim.step()
+
+The user's loop runs between forward and backward, so a schedule runs in two halves: its forwards,
+in their order, and then, in the loop's backward, the rest.
+
+    call         F F F F | out, from the last stage to every rank
+    backward             | gradient of out, which the last stage uses | B B B B
+
+Every rank passes the same input.  If it requires a gradient (a layer before the pipe), every rank
+gets the sum of the stages' gradients.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from shardwise.comm.move import all_reduce, broadcast
+from shardwise.comm.parameter import become
+from shardwise.comm.world import Axis, World
+from shardwise.core.arguments import integer, short_repr
+from shardwise.core.errors import bad
+from shardwise.core.hook import no_copy
+from shardwise.core.mesh import PIPELINE
+from shardwise.core.plan import Plan
+from shardwise.core.pool_size import pool_bytes
+from shardwise.core.schedule.action import Token
+from shardwise.core.schedule.library import LIBRARY, MOST_FORWARDS, Size, build, entry
+from shardwise.core.schedule.schedule import Schedule
+from shardwise.core.structure import Structure
+from shardwise.engine import consistency, validate
+from shardwise.engine.batch import split
+from shardwise.engine.compiled import refuse
+from shardwise.engine.default_fill import default_fill
+from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
+from shardwise.observe.meta_buffers import materialise
+from shardwise.techniques.data.apply import drivers
+from shardwise.techniques.data.inference import normal_mode
+from shardwise.techniques.data.initial_weights import Fill
+from shardwise.techniques.pipeline import stage_module
+from shardwise.techniques.pipeline.bundles import ByShape
+from shardwise.techniques.pipeline.partition import starts
+from shardwise.techniques.pipeline.placeholders import twin
+from shardwise.techniques.pipeline.probe import Probe
+from shardwise.techniques.pipeline.runtime import open_channels, run
+from shardwise.techniques.pipeline.stage_io import Trace
+from shardwise.techniques.pipeline.stage_module import Staging
+from shardwise.techniques.pipeline.stage_work import Microbatch, NoUnits, StageWork
+from shardwise.techniques.tensor.layout import nowhere
+from shardwise.wrap.pipe_options import PipeOptions
+
+Forward = Callable[..., Any]
+
+
+@normal_mode()
+def Pipe(  # noqa: N802
+    module: nn.Module,
+    chunks: int = 8,
+    stages: Sequence[str] | None = None,
+    schedule: str = "gpipe",
+    world: World | None = None,
+) -> nn.Module:
+    """Distribute `module` in stages over the ranks of `world`, in place; called by all ranks.
+
+    Its class and the names of its parameters stay; `parameters()` are those of this rank's stages,
+    and begin with rank 0's values.  A call splits its tensors along dim 0 into `chunks`
+    microbatches; every rank passes the same ones, gets the full output, and calls backward on it.
+
+    stages: the modules that begin the stages after the first; None balances them by parameters.
+    schedule: the name of a schedule that does not update weights itself ("gpipe", "1f1b", ...).
+    (Huang et al., "GPipe", arXiv 1811.06965; Kim et al., "torchgpipe", arXiv 2004.09910.)
+
+    Raises:
+        InputError: fewer layers than stages; an unknown schedule, or one that does not allow this
+            number of chunks; a module that is wrapped already.  From a call: fewer rows than
+            chunks; an output without rows.
+    """
+    validate.model(module, "sw.Pipe", "nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))")
+    integer("chunks", chunks, 1, 8, MOST_FORWARDS)
+    if any(drivers(m) or isinstance(vars(m).get("forward"), Piped) for m in module.modules()):
+        raise validate.already_wrapped(module)
+    refuse(module, "sw.Pipe", "sw.FSDP(module)")
+    world = validate.leased_world(world)
+    asked = {"chunks": chunks, "stages": stages, "schedule": schedule}
+    consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
+    plan = Plan(axes=((PIPELINE, world.size),))
+    world = world.on(plan.mesh)
+    size_bytes = pool_bytes(plan, sum(p.nbytes for p in module.parameters()))
+    world.pool.reserve(size_bytes, world.device)
+    whole = _schedule(schedule, chunks, world.size)
+    begin = starts(module, len(whole.home), stages)
+    weights = RankZeroWeights.take(module, missing_weights(module, world), world)
+    fill = default_fill(module, 0)
+    materialise(module, world.device)
+    for t in [*module.parameters(), *module.buffers()]:
+        t.data = t.data if t.is_meta else t.data.to(world.device)
+    copy, named = twin(module), dict(module.named_parameters())
+    stage_module.agree(module, world.axis(PIPELINE), world.device)
+    staged = stage_module.lay_out(module, (copy, nowhere()), world, whole, begin)
+    _fill(module, named, weights, fill)
+    trained = any(p.requires_grad for p in named.values())
+    tied = {named[name]: staged.ties[name] for name in sorted(staged.ties)}
+    # a hook cannot replace the forward, and other modules share the class
+    module.forward = Piped(module, staged, trained, tied, world)
+    return module
+
+
+def _fill(
+    module: nn.Module, named: Mapping[str, nn.Parameter], weights: RankZeroWeights, fill: Fill
+) -> None:
+    """Give this rank's parameters on meta their values: from rank 0, or their initial ones."""
+    own = {id(p) for p in module.parameters()}
+    for name, values in weights.broadcasts():
+        if id(named[name]) in own:
+            become(named[name], values)
+    for name, p in named.items():
+        if id(p) in own and p.is_meta:
+            values = torch.empty_like(p, device=weights.device)
+            fill(name, values)
+            become(p, values)
+
+
+def _schedule(name: Any, chunks: int, ranks: int) -> Schedule:
+    """The schedule called `name`. Raises InputError for one that does not fit a plain loop."""
+    found = entry(name if isinstance(name, str) else short_repr(name))
+    if found.updates(Size(1, 1)):
+        names = ", ".join(known for known, one in LIBRARY.items() if not one.updates(Size(1, 1)))
+        what = f"sw.Pipe with {name}, which updates by itself, although the loop updates"
+        raise bad(what, names, 'schedule="1f1b"')
+    return build(f"{name}:{chunks}", ranks)
+
+
+def halves(schedule: Schedule) -> tuple[Schedule, Schedule]:
+    """The forwards of a schedule, and the other actions; each rank keeps its order."""
+    actions = [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
+    first = tuple(tuple(a for a in row if a.op == "F") for row in actions)
+    second = tuple(tuple(a for a in row if a.op != "F") for row in actions)
+    return replace(schedule, rows=first), replace(schedule, rows=second)
+
+
+@dataclass
+class _Traced:
+    """The trace for a microbatch's shapes, and the leaves of the output on meta."""
+
+    trace: Trace
+    out: list[Any]
+    structure: Any
+
+
+class Piped:
+    """Replaces the module's forward by passes over the pipeline."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        staged: Staging,
+        trained: bool,
+        tied: dict[nn.Parameter, Axis],
+        world: World,
+    ) -> None:
+        self.world = world
+        self.module, self.staged, self.trained, self.tied = module, staged, trained, tied
+        self.forward: Forward = type(module).forward
+        frozen = [p for p in module.parameters() if not p.requires_grad]
+        self.structure = Structure(module, frozen)
+        self.halves = halves(staged.schedule)
+        self.known = ByShape[_Traced]()
+        self.options = PipeOptions(module.parameters(), staged.axis, staged.stages.device)
+        for half in self.halves:
+            open_channels(half, staged.axis, staged.stages.device)
+
+    def __reduce__(self) -> Any:
+        raise no_copy(type(self.module).__name__)
+
+    @normal_mode()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the whole batch, on every rank."""
+        refuse(self.module, "sw.Pipe", "sw.FSDP(module)")
+        self.structure.require_unchanged()
+        chunks = self.staged.schedule.microbatches
+        validate.no_backward_optimizer(self.module, "sw.Pipe of a module")
+        _enough((args, kwargs), chunks)
+        graded = torch.is_grad_enabled()
+        if graded and self.trained:
+            self.options.compare()
+        inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        inputs = [x for x in inputs if graded and x.requires_grad]
+        parts = split((args, kwargs), chunks, f"sw.Pipe(module, chunks={chunks})")
+        parts = [tree_map_only(Tensor, _leaf, part) for part in parts]
+        pass_ = _Pass(self, parts, [self._traced(part) for part in parts])
+        outs = pass_.forwards()
+        if graded and (self.trained or inputs):
+            device = self.staged.stages.device
+            graph = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
+            outs = _Back.apply(pass_, graph, *inputs)
+        return tree_unflatten(list(outs), pass_.structure)
+
+    def call(self, module: nn.Module, part: Any) -> Any:
+        """The module's own forward on one microbatch."""
+        args, kwargs = part
+        return self.forward(module, *args, **kwargs)
+
+    def _traced(self, part: Any) -> _Traced:
+        modes = torch.is_grad_enabled(), self.module.training
+        stages = self.staged.stages
+        return self.known.get(
+            part,
+            modes,
+            lambda: self._trace(part),
+            lambda known: stages.fits(known.trace, lambda model: self.call(model, part)),
+        )
+
+    def _trace(self, part: Any) -> _Traced:
+        found: list[Any] = []
+        probe = Probe(self.staged, lambda model: self.call(model, part), NoUnits().around)
+        stages = self.staged.stages
+        trace = stages.trace(lambda model: found.append(self.call(model, part)), probe)
+        out, structure = tree_flatten(found[0])
+        out = [_on_meta(x) if isinstance(x, Tensor) else x for x in out]
+        _whole(out, _rows(part))
+        return _Traced(trace, out, structure)
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One call: its microbatches, forward and backward."""
+
+    piped: Piped
+    parts: list[Any]
+    known: list[_Traced]
+    table: dict[Token, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.staged = self.piped.staged
+        self.device = self.staged.stages.device
+        self.last = PipeOutputs()
+        pairs = enumerate(zip(self.parts, self.known, strict=True))
+        self.work = StageWork(
+            self.staged.stages,
+            NoUnits(),
+            self.last,
+            self.piped.call,
+            [Microbatch(index, part, trace=known.trace) for index, (part, known) in pairs],
+            trains=torch.is_grad_enabled(),
+        )
+        self.like, self.structure = self.known[0].out, self.known[0].structure
+        self.wanted = [isinstance(x, Tensor) and x.requires_grad for x in self.like]
+        self.outs: list[Any] = []
+        self.played = False
+
+    # --- the two halves -----------------------------------------------------------------------
+
+    def forwards(self) -> list[Any]:
+        """The first half; every rank gets the last stage's output, concatenated along rows."""
+        axis = self.staged.axis
+        run(self.piped.halves[0], axis, self.work, table=self.table)
+        last = self.staged.schedule.home[-1]
+        outs: list[Any] = []
+        for k, like in enumerate(self.like):
+            if not isinstance(like, Tensor):
+                outs.append(like)
+                continue
+            shape = sum(known.out[k].shape[0] for known in self.known), *like.shape[1:]
+            out = torch.empty(shape, dtype=like.dtype, device=self.device)
+            if axis.rank == last:
+                torch.cat([self.last.results[i][k] for i in range(len(self.parts))], out=out)
+            outs.append(broadcast(out, axis, last))
+        self.outs = list(outs)
+        self.last.results = {}
+        return outs
+
+    def backwards(self, grads: Sequence[Tensor | None], inputs: int) -> list[Tensor]:
+        """The second half, from the gradients of `outs`; returns the gradients of the inputs."""
+        if self.played:
+            raise bad(
+                "a second backward pass through the same output of a pipe",
+                "one backward pass for each call, because it frees the call's activations",
+                "the sum of both losses, or another call",
+            )
+        self.played = True
+        axis = self.staged.axis
+        by_leaf = [
+            grad.split([known.out[k].shape[0] for known in self.known])
+            for k, grad in enumerate(grads)
+            if self.wanted[k] and grad is not None
+        ]
+        self.last.grads = list(zip(*by_leaf, strict=True))
+        tied = {p: axis for p, axis in self.piped.tied.items() if p.requires_grad}
+        before = [p.grad for p in tied]
+        for p in tied:
+            p.grad = None
+        run(self.piped.halves[1], axis, self.work, table=self.table)
+        self.table.clear()
+        for (p, holders), old in zip(tied.items(), before, strict=True):
+            own = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+            p.grad = all_reduce(own, holders)
+            if old is not None:
+                p.grad += old
+        return [self._input(k) for k in range(inputs)]
+
+    def _input(self, k: int) -> Tensor:
+        """The gradient of the k-th input that requires one, over all stages."""
+        leaves = [
+            [x for x in tree_flatten(part)[0] if isinstance(x, Tensor) and x.requires_grad][k]
+            for part in self.parts
+        ]
+        pieces = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+        if leaves[0].dim():
+            return all_reduce(torch.cat(pieces), self.staged.axis)
+        return all_reduce(torch.stack(pieces).sum(0), self.staged.axis)
+
+
+class PipeOutputs:
+    """The outputs of the last stage go to the user's loop, detached from their graph.
+
+    results   by microbatch, the tensors that the last stage returned
+    grads     by microbatch, the gradients of those that require one
+    """
+
+    def __init__(self) -> None:
+        self.results: dict[int, list[Any]] = {}
+        self.grads: list[Sequence[Tensor]] = []
+
+    def outputs(self, microbatch: Microbatch, result: Any) -> list[Tensor]:
+        """The tensors that require a gradient."""
+        leaves = tree_flatten(result)[0]
+        self.results[microbatch.index] = [
+            x.detach() if isinstance(x, Tensor) else x for x in leaves
+        ]
+        return [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+
+    def gradients(self, microbatch: Microbatch) -> Sequence[Tensor]:
+        """The gradients from the loop's backward."""
+        return self.grads[microbatch.index]
+
+
+class _Back(Function):
+    """The outputs of a call; their backward is the second half of the schedule."""
+
+    @staticmethod
+    def forward(ctx: Any, pass_: _Pass, _: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
+        """The leaves of the output; `_` requires a gradient, whether or not `inputs` are any."""
+        ctx.pass_, ctx.inputs = pass_, len(inputs)
+        # tensors of their own: who keeps the others, as a transport may, keeps no activations
+        outs = [x.detach() if isinstance(x, Tensor) else x for x in pass_.outs]
+        pass_.outs = []
+        pairs = zip(outs, pass_.wanted, strict=True)
+        ctx.mark_non_differentiable(*(x for x, want in pairs if isinstance(x, Tensor) and not want))
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.pass_.backwards(grads, ctx.inputs)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    """A microbatch's tensor as a leaf of a new graph."""
+    x = x.clone() if x.is_inference() else x  # such a tensor could not be written to
+    return x.detach().requires_grad_(x.requires_grad and torch.is_grad_enabled())
+
+
+def _on_meta(x: Tensor) -> Tensor:
+    return torch.empty_like(x, device="meta").requires_grad_(x.requires_grad)
+
+
+def _rows(batch: Any) -> int:
+    tensors = [x for x in tree_flatten(batch)[0] if isinstance(x, Tensor) and x.dim()]
+    return max((len(x) for x in tensors), default=0)
+
+
+def _enough(batch: Any, chunks: int) -> None:
+    """Raise InputError for fewer rows than microbatches."""
+    found = _rows(batch)
+    if found < chunks:
+        raise bad(
+            f"a batch of {found or 'no'} rows for a pipe of {chunks} chunks",
+            "tensors with at least one row for each chunk",
+            f"a batch of {chunks} rows or more",
+        )
+
+
+def _whole(out: Sequence[Any], rows: int) -> None:
+    """Raise InputError for an output that cannot be concatenated along dim 0."""
+    for x in out:
+        if isinstance(x, Tensor) and (not x.dim() or len(x) != rows):
+            raise bad(
+                f"an output of shape {list(x.shape)} of a pipe, from a microbatch of {rows} rows",
+                "tensors with one row for each row of the input, in any nesting",
+                "the loss outside of the module, or sw.parallelize, which takes a loss",
+            )

@@ -1,0 +1,101 @@
+"""Checks of a torch optimizer that a loop of the program's own steps over a wrapped module.
+
+each step         its options are those of the other data ranks
+first step        the optimizer must be elementwise, its states those of pieces
+load_state_dict   the same of the states
+state_dict        refused: it would give one rank's pieces as whole parameters
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwise.core.errors import bad
+from shardwise.engine.elementwise import ELEMENTWISE, works_on_pieces
+from shardwise.engine.optimizer_groups import compared
+from shardwise.techniques.data.gradient_hooks import owners
+from shardwise.techniques.data.hooks import Data
+
+
+def before_step(optimizer: Optimizer, *_: Any) -> None:
+    """A hook before every optimizer step: examines an optimizer when it first steps on shards."""
+    _record(optimizer)
+    owners_of_pieces = _sharded(optimizer)
+    for data in owners_of_pieces:
+        data.scaling.look()
+    if all(optimizer in data.optimizers for data in owners_of_pieces):
+        return
+    _require_by_element(optimizer)
+    _require_pieces(optimizer)
+    optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+    optimizer.register_load_state_dict_post_hook(_require_pieces)
+    for data in owners_of_pieces:
+        data.optimizers.add(optimizer)
+
+
+def _record(optimizer: Optimizer) -> None:
+    """Give the options of its groups to what the ranks of a module compare.
+
+    Also those of groups without a parameter here: a parameter without dimensions, which one rank
+    holds, may be in another group on the others.
+    """
+    data = next((data for _, data in owners(optimizer) if isinstance(data, Data)), None)
+    if data is None or not data.pace.by_hand:
+        return
+    same = data.consensus.same
+    same.options = {**(same.options or {}), **options_of(optimizer)}
+
+
+def options_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The options of all groups that ranks compare, by name."""
+    found: dict[str, Any] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        found |= compared(group, f"group {number} of the {type(optimizer).__name__}")
+    return found
+
+
+def _sharded(optimizer: Optimizer) -> list[Data]:
+    """The owners of the optimizer's parameters that are pieces, in a loop of the program's own."""
+    wrapped = ((p, data) for p, data in owners(optimizer) if isinstance(data, Data))
+    pieces = (data for p, data in wrapped if data.pace.by_hand and data.places[p][1].split)
+    return list(dict.fromkeys(pieces))
+
+
+def _require_by_element(optimizer: Optimizer) -> None:
+    """Raise InputError for an optimizer that works on whole tensors only."""
+    kind = type(optimizer)
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    if not works_on_pieces(kind, groups):
+        raise bad(
+            f"a step of {kind.__name__}, which needs whole tensors, on shards",
+            f"an elementwise class: {', '.join(ELEMENTWISE)}",
+            'torch.optim.AdamW(module.parameters()), or sw.FSDP(module, "NO_SHARD")',
+        )
+
+
+def _require_pieces(optimizer: Optimizer) -> None:
+    """Raise InputError for states of whole parameters in an optimizer over pieces."""
+    for data in _sharded(optimizer):
+        for p, (_, flat, index) in data.places.items():
+            shape, state = flat.shapes[index], optimizer.state.get(p, {})
+            wrong = [k for k, v in state.items() if isinstance(v, Tensor) and v.shape == shape]
+            if wrong and flat.split and p.shape != shape:
+                raise bad(
+                    f"an optimizer whose {wrong[0]} of {flat.names[index]} is of the whole "
+                    "parameter, over a module whose parameters are sharded",
+                    "an optimizer made after the wrapping, and states loaded by sw.load",
+                    "sw.load(module, folder, optimizer=optim), or torch.optim.AdamW("
+                    "module.parameters()) after sw.FSDP(module)",
+                )
+
+
+def _refuse_state_dict(optimizer: Optimizer) -> None:
+    """A hook before `state_dict()`, which would give one rank's pieces as whole parameters."""
+    if _sharded(optimizer):
+        raise bad(
+            f"state_dict() of {type(optimizer).__name__} over a sharded module: it has this rank's "
+            "pieces, which torch.save and torch.distributed.checkpoint take for whole parameters",
+            "sw.save and sw.load, which write and read whole parameters under any number of ranks",
+            "sw.save(module, folder, optimizer=optim)",
+        )

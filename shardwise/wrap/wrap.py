@@ -1,0 +1,311 @@
+"""`sw.DDP`, `sw.FSDP`, `sw.no_sync` and `sw.clip_grad_norm`, for a plain PyTorch training loop.
+
+    model = sw.FSDP(model)
+    optim = torch.optim.Adam(model.parameters(), lr=1e-4)      # before or after wrapping
+    model(x).sum().backward()
+    optim.step()
+
+The module is changed in place and returned.  Its class, and the names and identity of its
+parameters, stay.  Between backward and forward, sharded parameters hold this rank's k elements in
+the shape [k, 1, ..., 1], with as many dims as before.  Gradients are averaged over the ranks.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwise.comm.move import begin_sum
+from shardwise.comm.transport import Lease
+from shardwise.comm.world import Axis, World
+from shardwise.core.arguments import choice, flag, integer, positive, short_repr
+from shardwise.core.errors import bad
+from shardwise.core.mesh import Mesh
+from shardwise.core.plan import Plan
+from shardwise.core.pool_size import pool_bytes
+from shardwise.core.zero import ROWS
+from shardwise.engine import consistency, validate
+from shardwise.engine.default_fill import default_fill
+from shardwise.engine.norm import squared_norm
+from shardwise.engine.precision import HALF, cast_inputs, param_dtypes
+from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
+from shardwise.engine.reads import guard_shards
+from shardwise.engine.state_dict import keep_keys
+from shardwise.engine.training import DTYPES
+from shardwise.techniques.data.apply import (
+    Sharding,
+    by_row,
+    cast_whole,
+    driver_of,
+    drivers,
+    flats_of,
+    hooked,
+    layable,
+    shard,
+    units_of,
+)
+from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.inference import normal_mode
+from shardwise.techniques.data.pace import Pace
+from shardwise.techniques.data.wrap_policy import Rule
+from shardwise.wrap import plain_optimizer
+from shardwise.wrap.torch_options import DDP_OPTIONS, FSDP_OPTIONS, refusing
+from shardwise.wrap.unwrap import no_pipe, pipe_of
+
+#: FSDP's names for the rows (arXiv 2304.11277).  Hybrid strategies shard inside groups of ranks.
+STRATEGIES = {
+    "FULL_SHARD": "zero3",
+    "SHARD_GRAD_OP": "zero2",
+    "NO_SHARD": "ddp",
+    "HYBRID_SHARD": "zero3",
+    "_HYBRID_SHARD_ZERO2": "zero2",
+}
+
+
+@refusing("sw.DDP", DDP_OPTIONS)
+@normal_mode()
+def DDP(  # noqa: N802
+    module: nn.Module,
+    world: World | None = None,
+    bucket_bytes: int = 25 * 2**20,
+    broadcast_buffers: bool = True,
+    *,
+    precision: str | None = None,
+) -> nn.Module:
+    """Replicate `module` on all ranks, and average gradients during the backward pass.
+
+    Rank 0 broadcasts its parameters and buffers now, and its buffers before every training forward
+    (unless `broadcast_buffers` is False).  Gradients are reduced in buckets of up to `bucket_bytes`
+    bytes.  `precision` as in `FSDP`.  (Li et al., "PyTorch Distributed", arXiv 2006.15704.)
+    """
+    validate.model(module, "sw.DDP")
+    integer("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
+    flag("broadcast_buffers", broadcast_buffers)
+    no_pipe(module)
+    layable(module, "auto")
+    _require_precision(module, precision, "DDP")
+    world = validate.leased_world(world)
+    asked = {"bucket_bytes": bucket_bytes, "broadcast_buffers": broadcast_buffers}
+    asked |= {"precision": precision}
+    consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
+    validate.no_max_norm(module, world.size)
+    world = world.on(Mesh((("dp", world.size),)))
+    how = Sharding(ROWS["ddp"], Axis("none"), world.axis("dp"), "auto", bucket_bytes)
+    return _wrap(module, replace(how, broadcast_buffers=broadcast_buffers), world, precision)
+
+
+@refusing("sw.FSDP", FSDP_OPTIONS)
+@normal_mode()
+def FSDP(  # noqa: N802
+    module: nn.Module,
+    sharding_strategy: Any = "FULL_SHARD",
+    units: Rule = "auto",
+    world: World | None = None,
+    shard_size: int | None = None,
+    cpu_offload: Any = False,
+    *,
+    precision: str | None = None,
+) -> nn.Module:
+    """Shard `module` over the ranks of `world` (Zhao et al., "PyTorch FSDP", arXiv 2304.11277).
+
+    sharding_strategy: "FULL_SHARD" (zero3), "SHARD_GRAD_OP" (zero2), "NO_SHARD" (ddp), or
+    "HYBRID_SHARD" with groups of `shard_size` ranks.  torch's enum is accepted too.
+    units: what is gathered together: "auto" (the repeated block), a class or several, a pattern of
+    module names, a size in bytes, or f(name, module) -> bool.
+    cpu_offload: True, or torch's CPUOffload(offload_params=True): shards of parameters and
+    gradients rest in host memory, where the optimizer updates them; a unit is on the device while
+    it is used.
+    precision: "bf16" or "fp16": the model computes with weights in 16 bits, and casts the inputs of
+    its layers; parameters at rest, gradients, their sums over the ranks, the optimizer and state
+    dicts have fp32.  Under "fp16" the loop scales its loss.
+
+    Raises:
+        InputError: an unknown strategy; a shard_size that does not divide the world; `cpu_offload`
+            with a strategy that keeps full parameters.
+    """
+    validate.model(module, "sw.FSDP")
+    no_pipe(module)
+    layable(module, units)
+    name = getattr(sharding_strategy, "name", sharding_strategy)
+    choice("sharding_strategy", name, STRATEGIES)
+    row = ROWS[STRATEGIES[name]]
+    _require_precision(module, precision, "FSDP")
+    offloads = getattr(cpu_offload, "offload_params", cpu_offload)
+    flag("cpu_offload", offloads)
+    if offloads:
+        if precision is not None:
+            raise bad(
+                f"cpu_offload=True with precision={precision!r}",
+                "masters in fp32 on the device, or offload in an engine",
+                f'sw.parallelize(module, "zero3 offload:param {precision}", world)',
+            )
+        if row.param.kind != "S":
+            raise bad(
+                f"cpu_offload=True with {name}, which keeps full parameters on the device",
+                "FULL_SHARD or HYBRID_SHARD; on one rank FULL_SHARD keeps all in host memory",
+                "sw.FSDP(module, cpu_offload=True)",
+            )
+        row = replace(row, param_tier="host", optim_tier="host")
+    world = validate.leased_world(world)
+    inner = _shard_size(name, shard_size, world.size)
+    validate.no_max_norm(module, world.size)
+    asked = {"the strategy": name, "shard_size": inner, "units": units}
+    asked |= {"cpu_offload": row.param_tier, "precision": precision}
+    consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
+    world = world.on(Mesh((("dp_replicate", world.size // inner), ("dp_shard", inner))))
+    axes = world.axis("dp_shard"), world.axis("dp_replicate")
+    return _wrap(module, Sharding(row, *axes, units), world, precision)
+
+
+def _shard_size(name: str, asked: int | None, ranks: int) -> int:
+    """The number of ranks that share one copy of the states: all, unless the strategy is hybrid."""
+    if name == "NO_SHARD":
+        if asked not in (None, 1):
+            given = f"NO_SHARD with shard_size={short_repr(asked)}"
+            raise bad(given, "shard_size for strategies that shard parameters", '"HYBRID_SHARD"')
+        return 1
+    if asked is None and "HYBRID" not in name:
+        return ranks
+    if not isinstance(asked, int) or asked < 1 or ranks % asked:
+        what = "without shard_size" if asked is None else f"with shard_size={short_repr(asked)}"
+        raise bad(
+            f"{name} {what} in a world of {ranks}",
+            "shard_size, the number of ranks that share one copy, a number that divides the number "
+            "of ranks",
+            f'sw.FSDP(module, "{name}", shard_size={ranks})',
+        )
+    return asked
+
+
+def _require_precision(module: nn.Module, precision: Any, caller: str) -> None:
+    """Raise InputError for an unknown precision, or masters that have not 32 bits."""
+    if precision is None:
+        return
+    choice("precision", precision, ("bf16", "fp16"))
+    narrow = [name for name, p in module.named_parameters() if p.dtype in HALF]
+    if narrow:
+        raise bad(
+            f"precision={precision!r} of a {type(module).__name__} whose {narrow[0]} has 16 bits: "
+            "its small updates would be rounded away",
+            "parameters in fp32, which are cast for computation only",
+            f"sw.{caller}(module.float(), precision={precision!r})",
+        )
+
+
+def _warn_of_16_bits(module: nn.Module, world: World) -> None:
+    """Print a line if the optimizer of the loop will update weights of 16 bits."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if world.rank == 0 and trained and all(p.dtype in HALF for p in trained):
+        print(
+            f"shardwise: the weights of the {type(module).__name__} have 16 bits, so that small "
+            'updates are rounded away. Write precision="bf16" with a module in fp32 for fp32 '
+            "masters.",
+            file=sys.stderr,
+        )
+
+
+def _wrap(
+    module: nn.Module, how: Sharding, world: World, precision: str | None = None
+) -> nn.Module:
+    weights = RankZeroWeights.take(module, missing_weights(module, world), world)
+    cast_whole(module, None, world.device, by_unit=how.row.param_tier != "device")
+    _warn_of_16_bits(module, world)
+    plan = Plan(axes=(("dp", world.size),), bucket_bytes=how.bucket_bytes)
+    size_bytes = pool_bytes(plan, sum(p.nbytes for p in module.parameters()))
+    world.pool.reserve(size_bytes, world.device)
+    how = replace(how, fill=default_fill(module, 0), device=world.device)
+    how = replace(how, tiers=world.tiers, weights=weights)
+    handles: list[Any] = []
+    if (dtype := DTYPES[precision]) is not None:
+        handles = cast_inputs(module, dtype)
+        dtypes = param_dtypes(module, dtype)
+        how = replace(how, compute={p: own for p, own in dtypes if own != p.dtype})
+    pace = Pace(scale=1 / world.size)
+    specs = units_of(module, how)
+    sharded_units = shard(how, specs, by_row(how, specs))
+    weights.deliver()
+    data = hooked(module, how, sharded_units, pace, world)
+    data.handles += handles
+    data.handles += keep_keys(module, data, flats_of(sharded_units))
+    data.handles += guard_shards(module, data)
+    assert isinstance(world.links, Lease)
+    data.handles.append(world.links)
+    if data.split:
+        data.units.to_sharded()
+    return module
+
+
+def _by_hand(data: Data, caller: str) -> None:
+    """Raise InputError for the model of an engine, which sums and clips by its options."""
+    if not data.pace.by_hand:
+        given = f"{caller} of a module that belongs to an engine"
+        allowed = "a module that an engine does not train"
+        raise bad(given, allowed, "accumulate:4 in the engine's plan, or clip=1.0 to parallelize")
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Accumulate gradients without reducing them; the next backward pass outside reduces all.
+
+    Under `zero2` and `zero3`, whose gradients are sharded, every backward pass still reduces over
+    the shard axis; only the reduction between replicas is postponed.
+
+    Raises:
+        InputError: the module is not wrapped.
+    """
+    validate.module(module, "sw.no_sync")
+    data = driver_of(module)
+    if data is None:
+        raise bad(f"a plain {type(module).__name__}", "a wrapped module", "sw.DDP(module) first")
+    _by_hand(data, "sw.no_sync")
+    data.sums.sync = False
+    try:
+        yield
+    finally:
+        data.sums.sync = True
+
+
+def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale the gradients of a wrapped module so that their global norm is at most `max_norm`.
+
+    Call it on all ranks, between backward and the optimizer's step.  Returns the norm before
+    clipping.  `torch.nn.utils.clip_grad_norm_` would compute the norm of this rank's shards only.
+    """
+    validate.module(module, "sw.clip_grad_norm")
+    positive("max_norm", max_norm)
+    data, piped = driver_of(module), pipe_of(module)
+    params = list(module.parameters())
+    counted = set(params)
+    if data is not None:
+        _by_hand(data, "sw.clip_grad_norm")
+        device, axis = flats_of(data.units.order)[0].full.device, data.consensus.axes[0]
+    elif piped is not None:
+        device, axis = piped.staged.stages.device, piped.staged.axis
+        counted -= {p for p, holders in piped.tied.items() if holders.rank}
+    elif any(drivers(part) or pipe_of(part) for part in module.modules()):
+        raise bad(
+            f"sw.clip_grad_norm of a {type(module).__name__} of which a part is wrapped",
+            "the module that was wrapped, or a plain one",
+            "sw.DDP or sw.FSDP of the whole model",
+        )
+    else:
+        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+    grads = [p.grad for p in params if p.grad is not None]
+    squares = [
+        squared_norm(p.grad.reshape(-1)) for p in params if p in counted and p.grad is not None
+    ]
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.stack(squares).sum().to(device) if squares else none  # they may be on the host
+    norm = begin_sum(total.view(1), axis).wait().sqrt()
+    factor = (max_norm / (norm[0] + 1e-6)).clamp(max=1.0)
+    for g in grads:
+        g.mul_(factor.to(g))
+    return norm[0]
+
+
+register_optimizer_step_pre_hook(plain_optimizer.before_step)
