@@ -241,6 +241,8 @@ def compare(found: Trained, engine: Engine, told: Prediction, how: dict[str, Any
     found.bytes.append((sent(engine), told.in_step(engine.steps_run - 1, **how)))
     held = by_tier(engine.memory(), engine.host_memory(), engine.disk_memory())
     found.memory.append((held, told.memory_by_tier))
+    listed, alive = sum(engine.host_memory().values()), engine.world.tiers.host_bytes
+    found.memory.append(({"host": alive}, {"host": listed}))  # all that is alive there
 
 
 def evaluate(

@@ -60,11 +60,11 @@ UNEVEN = {
 }
 
 
-FEW = [*(f"dp4 {row}" for row in ROWS), *(f"{HYBRID[1]} accumulate:{n}" for n in (2, 4))]
+FEW = [f"{HYBRID[1]} accumulate:2", *(f"dp4 {row}" for row in ROWS), f"{HYBRID[1]} accumulate:4"]
 
 
 @pytest.mark.crossed
-@pytest.mark.cases(4)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("task", UNEVEN)
 @pytest.mark.parametrize("plan", FEW)
 def test_ranks_that_run_out_of_data_take_part_with_weight_zero(plan, task):

@@ -1,5 +1,6 @@
 """`offload:optim-delayed`: updates are made beside the next step, and used one step late."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.comm.world import World
+from shardwise.comm.world import World, alone
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.state_dict import full_parameters
@@ -18,7 +19,7 @@ from tests.engine.tensors import mine
 from tests.pool import run_threads
 
 TASK = Task()
-STEPS, FLUSHED = 7, (3, 5)
+STEPS, SAVED, EVALUATED = 7, 3, 5
 
 
 def step_of(engine: Engine, task: Task, step: int) -> Any:
@@ -26,38 +27,39 @@ def step_of(engine: Engine, task: Task, step: int) -> Any:
     return engine.step(mine(engine, task.batch(step)))
 
 
-def trained(
-    world: World, task: Task, case: Case, flushed: tuple[int, ...]
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of a run that saves before each step of `flushed`."""
+def trained(world: World, task: Task, case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of a run that saves before a step, and evaluates before another."""
     engine, losses = build(world, task, case), []
     for step in range(case.steps):
-        if step in flushed:
+        if step == SAVED:
             engine.boxes()
+        if step == EVALUATED:
+            engine.evaluate(mine(engine, task.batch(step)))
         losses.append(step_of(engine, task, step).loss)
     engine.flush()
     return losses, full_parameters(engine.flats)
 
 
-def test_a_checkpoint_applies_the_update_that_waits():
-    """A run that saves in the middle is a simulation that uses the waiting gradient there."""
+def test_a_checkpoint_and_an_evaluation_apply_the_update_that_waits():
+    """A run with both in the middle is a simulation that uses the waiting gradient there."""
     case = Case("dp2 zero2 fp64 offload:optim-delayed=1", steps=STEPS)
     recipe, plan = sw.Optim(case.kind, **case.options), Plan.parse(case.plan)
-    alone, expected = oracles_of(TASK.make, plan, recipe, TASK.loss, TASK.tokens).exact, []
-    assert isinstance(alone, Oracle)
+    one, expected = oracles_of(TASK.make, plan, recipe, TASK.loss, TASK.tokens).exact, []
+    assert isinstance(one, Oracle)
     for step in range(STEPS):
-        if step in FLUSHED:
-            alone.finish()
-        expected.append(alone.step(TASK.batch(step)))
-    for losses, weights in run_threads(2, trained, TASK, case, FLUSHED):
+        if step in (SAVED, EVALUATED):
+            one.finish()
+        expected.append(one.step(TASK.batch(step)))
+    for losses, weights in run_threads(2, trained, TASK, case):
         assert losses == pytest.approx(expected, rel=1e-10)
-        for name, weight in alone.weights.values().items():
+        for name, weight in one.weights.values().items():
             assert difference(weights[name], weight) <= 1e-10, name
 
 
 def rates(world: World, case: Case) -> dict[str, Tensor]:
     """The weights of a run whose rate changes between steps."""
     engine = build(world, TASK, case)
+    engine.updates.updater.late = True
     for step in range(4):
         engine.set_lr(0.02 / (step + 1))
         step_of(engine, TASK, step)
@@ -67,7 +69,7 @@ def rates(world: World, case: Case) -> dict[str, Tensor]:
 
 
 def test_an_update_has_the_rate_of_its_own_step():
-    """What a scheduler sets after a step is not what the update of that step uses."""
+    """What a scheduler sets after a step is not what the update of that step uses, however late."""
     weights = run_threads(1, rates, Case("dp1 fp64 offload:optim-delayed=0"))[0]
     model = TASK.make().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -86,6 +88,17 @@ def test_an_update_has_the_rate_of_its_own_step():
             optimizer.zero_grad()
     for name, p in model.named_parameters():
         assert difference(weights[name], p.detach()) <= 1e-10, name
+
+
+def test_a_load_drops_the_update_that_waits(tmp_path: Path):
+    """What has been loaded goes on as what was saved, to the last bit."""
+    engine = build(alone(), TASK, Case("fp64 offload:optim-delayed=0"))
+    engine.updates.updater.late = True
+    step_of(engine, TASK, 0)
+    sw.save(engine, tmp_path)
+    saved = [step_of(engine, TASK, step).loss for step in (1, 2)]
+    sw.load(engine, tmp_path)
+    assert [step_of(engine, TASK, step).loss for step in (1, 2)] == saved
 
 
 def late_overflow(world: World) -> tuple[list[bool], list[bool]]:

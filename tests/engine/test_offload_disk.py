@@ -133,7 +133,7 @@ def test_several_chunks_and_frozen_weights(plan: str, work: Task, monkeypatch: p
         assert memory["gradients"] == memory["optimizer"] == 0 < memory["optimizer on disk"]
 
 
-DELAY_S = 0.002
+DELAY_S, PAGE_BYTES = 0.002, 4096
 SLOW = wide_task(2048)
 
 
@@ -161,12 +161,17 @@ def waiting(world: World, plan: str) -> tuple[Held, Used, int, str]:
     assert disk is not None
     assert disk.free == disk.buffers - 1  # the one that widens gradients is kept
     chunks = sum(extent.chunks for extent in disk.extents)
+    unused_bytes = os.fstat(disk.file).st_size - sum(engine.disk_memory().values())
+    assert 0 <= unused_bytes < PAGE_BYTES * len(disk.extents)
     return held.ended(engine), used, chunks, disk_line(steps, 2**20)
 
 
 @pytest.mark.parametrize("plan", ["dp2 zero2 offload:optim@disk", "dp2 zero3 offload:param@disk"])
 def test_a_slow_disk_is_waited_for(plan: str, monkeypatch: pytest.MonkeyPatch):
-    """More chunks than buffers, all slow: parity, no deadlock, and the run says how it waited."""
+    """More chunks than buffers, all slow: parity, no deadlock, and the run says how it waited.
+
+    The file holds the states, each in whole pages, and nothing else.
+    """
     monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 512)
     made = slow_down(monkeypatch)
     found = run_threads(2, waiting, f"{plan} fp64")

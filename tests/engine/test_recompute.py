@@ -6,14 +6,28 @@ from weakref import ref
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
+from shardwise.core.mesh import Mesh
+from shardwise.core.tape import SMALL_BYTES
 from shardwise.models import gpt
 from shardwise.observe.meter import Meter
-from tests.engine.cases import ROWS, Case, build, foreseen, ranks_of, rows_task, small_gpt
+from shardwise.techniques.recompute.partitioned import Inputs
+from tests.engine.cases import (
+    ROWS,
+    Case,
+    build,
+    foreseen,
+    ranks_of,
+    rows_task,
+    settled,
+    small_gpt,
+)
 from tests.engine.pipelines import Dropped, Dropping, chain
 from tests.engine.tensors import Held, gpt_task, mine, run, train
+from tests.engine.zoo import Stack
 from tests.pool import run_gloo, run_threads
 
 
@@ -84,6 +98,20 @@ def test_a_pipeline_rank_frees_recomputed_layers_of_others():
         gc.enable()
 
 
+def taken(world: World) -> tuple[bool, bool]:
+    """Whether an input is freed after the first forward, and comes back for the second."""
+    x = torch.arange(15.0, requires_grad=True)
+    inputs, whole = Inputs(world.on(Mesh((("tp", 2),))).axis("tp"), x), ref(x)
+    expected = inputs.take().tolist()
+    del x
+    return whole() is None, inputs.take().tolist() == expected
+
+
+def test_an_input_is_not_kept_whole():
+    """`recompute:partitioned`: of the tensor that a module was given only a piece is left."""
+    assert run_threads(2, taken) == [(True, True)] * 2
+
+
 # --- activations in host memory -----------------------------------------------------------------
 
 SUM_BYTES = 8  # the double to which the losses of microbatches are added
@@ -144,6 +172,39 @@ def test_bytes_by_tier(plan: str):
     """
     for measured, predicted in run_threads(2, on_tiers, plan):
         assert measured == predicted
+
+
+class Gated(nn.Module):
+    """The halves of one product, multiplied: autograd saves views of one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(6, 256), nn.Linear(128, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.both(x).chunk(2, -1)
+        return x + self.down(first * second)
+
+
+def most(words: str, blocks: int) -> tuple[list[float], int, int]:
+    """Losses of two steps, and the most bytes of activations of the second by tier."""
+    task = rows_task(lambda: settled(Stack(*(Gated() for _ in range(blocks)))))
+    engine = build(alone(), task, Case(f"{words} fp64", units=Gated))
+    meter = Meter(engine)
+    losses = [engine.step(task.batch(0)).loss]
+    with meter:
+        losses.append(engine.step(task.batch(1)).loss)
+    return losses, meter.most["activations"], meter.host_peak.get("activations", 0)
+
+
+def test_two_blocks_are_on_the_device():
+    """More blocks need no more of the device; the host keeps those of one microbatch."""
+    (plain, *_), (found, few, _) = most("dp1", 4), most("activations:host", 4)
+    _, more, host = most("activations:host", 6)
+    _, _, half = most("activations:host accumulate:2", 6)
+    assert found == plain
+    assert more - few < 2 * SMALL_BYTES
+    assert half <= 4 / 7 * host
 
 
 def test_evaluation_copies_nothing():

@@ -64,8 +64,10 @@ def assembled(ranks: list[tuple[list[Any], dict[str, Any]]]) -> Saved:
 def resumed(
     world: World, task: Task, case: Case, arrays: Saved, scalars: dict[str, Any], span: range
 ) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """A new engine brought to what was saved, trained over the steps of `span`."""
+    """A new engine, of weights of zeros, brought to what was saved, trained over `span`."""
     engine = build(world, task, case)
+    for flat in engine.flats:
+        flat.shard.zero_()
     tensors = {name: (a.shape, torch.from_numpy(a).dtype) for name, a in arrays.items()}
     boxes = engine.loading(tensors, scalars)
     assert {b.name for b in boxes} <= arrays.keys()

@@ -136,6 +136,7 @@ def whole_at_once(world: World, plan: str, prefetch: int) -> tuple[int, int, int
         p.register_post_accumulate_grad_hook(look)
     for step in range(2):
         engine.step(mine(engine, vectors(step)))
+        engine.evaluate(mine(engine, vectors(step)))
     left = any(flat.full.untyped_storage().nbytes() for flat in engine.flats)
     return most[0], flying[0], len(data.units.order), left
 

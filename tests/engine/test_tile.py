@@ -141,10 +141,12 @@ def test_biases_and_parameters_around_tiles(plan: str):
 
 
 def test_layers_by_default():
-    """Layers with half the weights of the largest one; a tied head is left out."""
+    """Layers with half the weights of the largest one, in as many tiles; no tied head."""
     for make, wanted in ((small_gpt, ["head", "gate", "up", "down"]), (tied_gpt, ["gate"])):
         engine = build(alone(), Task(make), Case("offload:param tile:2 fp32"))
         tiled = {unit.name.split(".tiles")[0] for unit in engine.data.units.order}
         tiled = {n for n in tiled if hasattr(engine.model.get_submodule(n), "tiles")}
         assert all(any(n.endswith(end) for n in tiled) for end in wanted)
+        tiles = [engine.model.get_submodule(f"{n}.tiles") for n in tiled]
+        assert all(len([*each.children()]) == 2 for each in tiles)
         assert ("head" in tiled) == (make is small_gpt)

@@ -18,7 +18,7 @@ from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.expert.hard import hashed
 from shardwise.techniques.expert.stacked import stacked_experts
 from shardwise.techniques.tensor.source import table_of
-from tests.engine.cases import CONFIG, Case, Task, ranks_of, small_gpt
+from tests.engine.cases import CONFIG, Case, Task, difference, ranks_of, small_gpt
 from tests.engine.tensors import (
     Held,
     assert_pieces,
@@ -46,6 +46,23 @@ def test_every_gate(name: str):
 def test_ranks_without_rows(name: str, plan: str):
     """Ranks without rows take part without a token; their experts learn from the other ranks."""
     moe.holds(moe.task(name, 1.0, rows=2), plan)
+
+
+def outputs(world: World, task: Task, batch: dict[str, Tensor]) -> Tensor:
+    """The logits of a batch, after an evaluation in which rank 1 has no rows."""
+    engine = build(world, task, Case("dp2 ep2 fp64"))
+    engine.evaluate(mine(engine, moe.batch("topk", 1, 0)))
+    inputs = batch["inputs"]
+    like = torch.zeros(*inputs.shape, CONFIG.vocabulary, dtype=torch.float64)
+    return engine.outputs(lambda model: model(inputs).logits, like)
+
+
+def test_outputs_after_a_batch_without_rows():
+    """Each rank sends the tokens of `outputs` to the experts, also one that just had none."""
+    task, batch = moe.task("topk"), moe.batch("topk", 3, 1)
+    expected = task.make().double().eval()(batch["inputs"]).logits
+    for found in run_threads(2, outputs, task, batch):
+        assert difference(found, expected.detach()) <= 1e-10
 
 
 def test_bf16():

@@ -102,15 +102,17 @@ def test_sigmoid_bias_chooses_and_does_not_weigh():
 
 
 def test_bias_balances_the_load():
-    """Updated after each step, the bias brings a gate that prefers one expert to an even load."""
+    """Updated after each step, the bias brings a layer that prefers one expert to an even load."""
     logits = logits_of(400, 4) + torch.tensor([3.0, 0.0, 0.0, 0.0], dtype=F64)
-    gate, bias = Gate("sigmoid", 4, 1), torch.zeros(4, dtype=F64)
-    first = gate.route(logits, ALONE, Extra(bias=bias)).wanted
-    for _ in range(500):
-        bias = gates.balanced_bias(bias, gate.route(logits, ALONE, Extra(bias=bias)).wanted, 0.01)
-    last = gate.route(logits, ALONE, Extra(bias=bias)).wanted
-    assert first.max() > 250
-    assert last.max() < 1.2 * 100
+    layer, wanted = MoE(4, 4, Gate("sigmoid", 4, 1), bias_rate=0.01).double(), list[Tensor]()
+    assert layer.router is not None
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.eye(4))
+        for _ in range(300):
+            layer(logits)
+            wanted.append(layer.get_buffer("choices").clone())
+    assert wanted[0].max() > 250
+    assert wanted[-1].max() < 1.2 * 100
 
 
 def test_expert_choice_takes_the_best_tokens():

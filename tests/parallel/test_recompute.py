@@ -153,6 +153,7 @@ def test_an_exception_in_a_forward_leaves_nothing_behind():
 BLOCKS = {f"blocks.{k}": nn.Identity() for k in range(3)}
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(
     ("what", "names"),
     [

@@ -150,12 +150,11 @@ def an_earlier_microbatch_lost(patch: Patch) -> None:
 
 
 def a_microbatch_left_out(patch: Patch) -> None:
-    around(
-        patch,
-        OneStage,
-        "run",
-        lambda real, run, parts, counts, s: real(run, parts[1:], counts[1:], s),
-    )
+    def run(real: Any, one: Any, parts: Any, counts: Any, s: Any) -> Tensor:
+        first = min(1, len(parts) - 1)  # where there is one it stays
+        return real(one, parts[first:], counts[first:], s)
+
+    around(patch, OneStage, "run", run)
 
 
 def only_the_last_microbatch(patch: Patch) -> None:

@@ -97,7 +97,8 @@ def a_load_over_a_pending_update(patch: Patch) -> None:
 
     def loading(real: Any, engine: Engine, *args: Any) -> Any:
         later = engine.updates.updater
-        assert isinstance(later, NextStep)
+        if not isinstance(later, NextStep):
+            return real(engine, *args)
         running, later._running = later._running, []
         found = real(engine, *args)
         later._running = running
