@@ -181,7 +181,12 @@ def trained(
     task, found, meter = proof.task, Trained(), Meter(engine, peaks=False)
     for step in range(STEPS):
         with meter if step == STEPS - 1 else nullcontext():
+            before = engine.ledger.copy()
             metrics = engine.step(mine(engine, task.batch(step)))
+        if "tp" not in proof.text:  # whose ranks compare batches, which no step counts
+            lines = engine.ledger.since(before), engine.last
+            every, counted = (sum(t.sent_bytes for t in each.values()) for each in lines)
+            found.bytes.append(({"in all": every}, {"in all": counted}))
         found.losses.append(metrics.loss)
         found.norms.append(metrics.grad_norm)
         found.tokens.append(metrics.tokens)
