@@ -32,7 +32,6 @@ from shardwise.techniques.data.apply import (
     hooked,
     shard,
     sizes,
-    sums_of,
     units_of,
 )
 from shardwise.techniques.data.flat_parameter import Flat
@@ -256,7 +255,6 @@ def _driven(
         if staged.ties.keys() & set(own)
     ]
     last = [unit for _, unit in sorted(tied, key=lambda pair: pair[0])]
-    sums = sums_of(units, in_flight=len(units))
     inside = {m for layer in staged.stages.layers.real for m in layer.modules()}
-    by_stage = StagedUnits(stages, last, inside, sums)
-    return Data(model, Units(units), pace, sums, agreed(model, how, units), by_stage)
+    by_stage = StagedUnits(stages, last, inside)
+    return Data(model, Units(units), pace, agreed(model, how, units), by_stage)

@@ -79,7 +79,7 @@ class Engine:
             )
         self.consensus.same.add_masters(self.optimizer.compared_masters)
         if self.guard.by_norm:
-            self.data.sums.leave = self.optimizer.states.see
+            self.data.leave_device = self.optimizer.states.see
         stale = None
         if self.staging is not None and self.staging.schedule.update:
             updater = stale = Stale(self.staging, self.data, self.optimizer, self.guard)
@@ -106,7 +106,7 @@ class Engine:
         skip = self.training.on_nonfinite == "skip"
         self.sharded.experts.skips = skip or self.scale.on
         guard = Guard(self.world, self.tensors.axis, self.names, by_norm=by_norm, skip=skip)
-        self.data.sums.see = guard.see
+        self.data.see = guard.see
         return guard
 
     def _passes(self, stale: Stale | None) -> OneStage | Pipelined:
@@ -261,7 +261,7 @@ class Engine:
         return StepResult(loss, counted, norm if asked and not skipped else None, skipped)
 
     def _arrivals(self) -> Iterator[Unit]:
-        arriving = self.data.sums.arrivals()
+        arriving = self.data.arrivals()
         while True:
             with self.ledger.phase("backward"):  # also for reductions that begin late
                 unit = next(arriving, None)

@@ -100,7 +100,7 @@ class OneStageUnits:
         if op == "B":
             self.data.consensus.phase("backward")
             self.data.mute = self.apart and microbatch.tokens == 0
-            self.data.sums.sync = microbatch.index == self.microbatches - 1
+            self.data.sync = microbatch.index == self.microbatches - 1
         with self.tensors.during(self.device):
             yield
 

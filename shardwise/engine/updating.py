@@ -19,6 +19,7 @@ from shardwise.comm.move import begin_sum
 from shardwise.comm.tiers import Tiers
 from shardwise.comm.world import Axis
 from shardwise.core.errors import NonFiniteError
+from shardwise.core.reduce_order import EARLY_BYTES
 from shardwise.engine.guard import Guard
 from shardwise.engine.memory_states import MemoryStates
 from shardwise.engine.optimizer import ShardedOptimizer
@@ -37,9 +38,6 @@ from shardwise.techniques.offload.updater import (
     Updater,
 )
 from shardwise.techniques.offload.word import Offload
-
-#: Units of at least this size together are updated in one call.
-EARLY_BYTES = 2**21
 
 
 def optimizer_and_updater(
@@ -102,7 +100,7 @@ class Updates:
         With it the sum of `number` [1] over the tensor axis, in the same message.
         """
         with self.guard.world.ledger.phase("backward"):
-            self.data.sums.finish()
+            self.data.finish_sums()
         with self.guard.world.ledger.phase("check"):
             found: list[Tensor] = []
             for flats, axes in self.norms:
@@ -143,7 +141,7 @@ class Updates:
         ranks call this, and all get an error or none.
         """
         with self.guard.world.ledger.phase("backward"):
-            self.data.sums.finish()
+            self.data.finish_sums()
         if not self.updater.by_schedule:
             self.data.units.attach_grads()
         self.updater.finish()

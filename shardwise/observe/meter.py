@@ -227,7 +227,7 @@ class Meter(TorchDispatchMode):
 
     def _running(self) -> str:
         """The innermost unit whose forward pass is running; "" in the backward pass."""
-        inside = [unit for unit in self.engine.data.units.order if unit.depth > 0]
+        inside = [unit for unit in self.engine.data.units.order if unit.state.depth > 0]
         return inside[-1].name if inside else ""
 
 

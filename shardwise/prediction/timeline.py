@@ -25,6 +25,7 @@ from shardwise.core.arena_slots import IN_FLIGHT
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
+from shardwise.core.reduce_order import EARLY_BYTES
 from shardwise.core.schedule.action import Action
 from shardwise.core.zero import row_of
 from shardwise.prediction.group import Group, each_backward, groups
@@ -34,8 +35,6 @@ from shardwise.techniques.recompute.word import PARTITIONED_WORDS, recompute_bud
 #: The predicted categories. A measured timeline has "temporary" too.
 PREDICTED: Final = ("parameters", "gathered", "gradients", "optimizer", "buffers", "kept")
 TEMPORARY: Final = "temporary"
-#: Bytes of shards that are updated at once if no norm is needed (engine/updating.py).
-EARLY_BYTES: Final = 2**21
 
 
 class Mark(NamedTuple):
@@ -253,7 +252,7 @@ class _Step:
                 self._reduce(turns[self.next])
                 self.next += 1
 
-    # --- the sums (techniques/data/reducer.py) ----------------------------------------------------
+    # --- the sums (core/reduce_order.py) ----------------------------------------------------
 
     def _reduce(self, unit: _Unit) -> None:
         if not unit.trained or not (unit.sent_bytes or self.sync):

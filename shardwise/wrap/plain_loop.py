@@ -64,7 +64,7 @@ class PlainLoop:
                 _whole(name, p, copy, self._room(p))
                 for name, p, copy in pipe_names(self.module, self.by)
             ]
-        self.by.sums.finish()
+        self.by.finish_sums()
         self.by.between_passes()
         self.by.units.to_sharded()
         return [

@@ -61,7 +61,7 @@ def unwrap(module: nn.Module) -> nn.Module:
             _WRAPPED,
             "new_module.load_state_dict(sw.full_state_dict(engine)) on rank 0",
         )
-    data.sums.finish()
+    data.finish_sums()
     data.between_passes()
     leases = [handle for handle in data.handles if isinstance(handle, Lease)]
     for handle in [*data.handles, *data.on_grads.begins]:

@@ -263,11 +263,11 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     if data is None:
         raise bad(f"a plain {type(module).__name__}", "a wrapped module", "sw.DDP(module) first")
     _by_hand(data, "sw.no_sync")
-    data.sums.sync = False
+    data.sync = False
     try:
         yield
     finally:
-        data.sums.sync = True
+        data.sync = True
 
 
 def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:

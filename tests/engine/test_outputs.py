@@ -143,7 +143,7 @@ def trained(world: World, kind: str) -> tuple[dict[str, Any], dict[str, Any], li
         sw.full_state_dict(model),
         sw.full_state_dict(engine),
         seen,
-        any(unit.unwatched for unit in data.units.order),
+        any(unit.state.unwatched for unit in data.units.order),
     )
 
 

@@ -128,7 +128,7 @@ def whole_at_once(world: World, plan: str, prefetch: int) -> tuple[int, int, int
 
     def look(*_: object) -> None:
         most[0] = max(most[0], sum(flat.state is not State.SHARDED for flat in engine.flats))
-        flying[0] = max(flying[0], len(data.sums.flying))
+        flying[0] = max(flying[0], len(data.order.sums.flying))
 
     for module in engine.model.modules():
         module.register_forward_hook(look)

@@ -80,7 +80,7 @@ def sizes(world: World, plan: str, tied: bool) -> tuple[int, dict[str, int], dic
         unit.name: sum(group.plan.padded * group.dtype.itemsize for group in unit.groups)
         for unit in engine.data.units.order
     }
-    kept = [unit.name for unit in engine.data.units.order if unit.stays_unsharded]
+    kept = [unit.name for unit in engine.data.units.order if unit.state.stays]
     predicted = gathered_bytes_on(told.spec, told.plan, told.rank)
     return predicted, whole, {name: whole[name] for name in kept}
 

@@ -28,7 +28,6 @@ from shardwise.techniques.data.hooks import Data
 from shardwise.techniques.data.initial_weights import Fill
 from shardwise.techniques.data.local_layout import LocalLayout
 from shardwise.techniques.data.pace import Pace
-from shardwise.techniques.data.reducer import Reductions
 from shardwise.techniques.data.units import Unit, Units
 from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, choose
 from shardwise.techniques.expert.apply import check_experts
@@ -207,20 +206,11 @@ def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Consensus:
     return Consensus(how.axes, flats_of(units), buffers, device)
 
 
-def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions:
-    """The reductions of the units' gradients; at most `in_flight` of them hold buffers at once."""
-    flats = flats_of(units)
-    repeated = any(flat.grads.further for flat in flats)
-    offload = any(flat.moves.host_update for flat in flats)
-    return Reductions(in_flight, repeated=repeated, offload=offload)
-
-
 def hooked(
     model: nn.Module, how: Sharding, units: Sequence[Unit], pace: Pace, world: World | None = None
 ) -> Data:
     """Hook the modules of `model`, so that its units are gathered, freed and reduced in time."""
-    sums, consensus = sums_of(units, pace.in_flight), agreed(model, how, units)
-    return Data(model, Units(units), pace, sums, consensus, world=world)
+    return Data(model, Units(units), pace, agreed(model, how, units), world=world)
 
 
 def sizes(units: Sequence[Unit]) -> dict[nn.Parameter, int]:

@@ -1,25 +1,17 @@
 """Hooks that gather, free and reduce the units of a model during a pass.
 
-    forward     gather 0 | use 0, gather 1 | free 0, use 1, gather 2 | ...      path 0 1 2 .. k
-    backward    ... | use 2, gather 1, reduce 3 | use 1, gather 0, reduce 2 | ...     k .. 2 1 0
+    hook                          event of the order (core/unit_order.py)
+    before and after a forward    call, returned
+    a gradient at an output       reached
+    a gradient of a parameter     complete
+    of the root module            begin_forward, begin_backward, end_backward, end_evaluation
 
-Hooks act at four moments of each unit:
-
-    before forward     free the previous unit, gather it, begin to gather the next `ahead` units
-    after forward      keep it: if it is the last unit, backward needs it immediately
-    before backward    gather it again, begin to gather the units before it
-    gradients complete free it, begin to sum its gradients (reducer.py)
-
-The row decides what is gathered, freed and reduced (flat_parameter.py); for `ddp` three of the four
-moments do nothing.  At most `ahead` + 1 units are whole beyond those in use.
-
-A pass begins and ends with the hooks of the root module, or, under a schedule, with `enter` and
-`leave` around each F, B, I and W.  Then the unit used last stays whole until another is used: a B
-right after its F need not gather it.  Parameters that a stage reads outside its layers stay whole
-while it runs, and gradients are reduced when it is done (staged_hooks.py).
+The order says what to do at each event, and hooks do it.  The row decides what is gathered, freed
+and reduced (flat_parameter.py): under `ddp` only reductions are.  A pass begins and ends with the
+hooks of the root module, or, under a schedule, with `enter` and `leave` around each F, B, I and W.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -34,17 +26,30 @@ from shardwise.comm.world import World
 from shardwise.core.errors import bad
 from shardwise.core.graph_break import graph_break
 from shardwise.core.hook import Hook, in_backward, no_copy, nothing, others_after, outside_of_step
+from shardwise.core.reduce_order import Act
 from shardwise.core.structure import BY_ENGINE, BY_HAND, Structure
-from shardwise.core.use_order import UseOrder
+from shardwise.core.unit_order import Place, UnitOrder
 from shardwise.techniques.data.consensus import Consensus
 from shardwise.techniques.data.flat_parameter import Flat
 from shardwise.techniques.data.gradient_hooks import GradientHooks
 from shardwise.techniques.data.outputs import Output, shares_memory, tensors_in, watch
 from shardwise.techniques.data.pace import Pace
-from shardwise.techniques.data.reducer import Reductions
 from shardwise.techniques.data.scaling import Scaling
 from shardwise.techniques.data.staged_hooks import PutOff, StagedUnits
 from shardwise.techniques.data.units import Unit, Units, mark_kept
+
+#: What does an act on a unit, where it needs the unit alone.
+ACTS: Mapping[str, Callable[[Unit], None]] = {
+    "gather": Unit.begin_unshard,
+    "wait": Unit.unshard,
+    "free": Unit.reshard,
+    "free_early": Unit.reshard_before_gradients,
+    "close": Unit.close,
+    "placeholder": Unit.set_placeholders,
+    "reduced": Unit.end_reduce,
+    "replicate": Unit.replicate,
+    "arrive": Unit.end_reduce,
+}
 
 
 class Data:
@@ -58,23 +63,20 @@ class Data:
         root: nn.Module,
         units: Units,
         pace: Pace,
-        sums: Reductions,
         consensus: Consensus,
         staged: StagedUnits | None = None,
         world: World | None = None,
     ) -> None:
         self.root, self.pace, self.staged = root, pace, staged
         self.world = world  # of a module in a loop of the program's own
-        self.sums, self.consensus = sums, consensus
-        self.units = units
+        self.consensus = consensus
+        self.units, self.numbered = units, list(units.order)
         for number, unit in enumerate(units.order):
             unit.number = number
         self.places: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
-        self.use_orders = {stage: UseOrder[Unit]() for stage in (staged.units if staged else (0,))}
-        self.stage = next(iter(self.use_orders))  # the stage that is being computed
-        self.reads = True  # whether this backward pass reads weights
-        self.latest: Unit | None = None  # that was used: whole until another is
-        self.in_backward = False
+        self.sync = True  # whether the gradients of this backward pass are the last of the step
+        self.see: Callable[[Flat], None] = lambda _: None  # before the sum of a group begins
+        self.leave_device: Callable[[Flat], None] = lambda _: None  # before it is copied to a tier
         self.in_step = False  # of an engine: it has begun and not ended; it stays after an error
         self.in_root = False  # a forward pass of the root is running
         self.records = False  # and autograd recorded when it began
@@ -90,10 +92,26 @@ class Data:
         self.trained = [group for unit in units.order for group in unit.trained]
         self.split = any(g.moves_to_rest for unit in units.order for g in unit.groups)
         mark_kept(self.units.order)
+        self.order = self._order(flats)
         for unit in self.units.order:
             self._hook(unit)
         if staged is None:
             self._hook_root()
+
+    def _order(self, flats: Iterable[Flat]) -> UnitOrder:
+        """The order of the acts on units."""
+        staged = self.staged
+        return UnitOrder(
+            [unit.state for unit in self.numbered],
+            self.pace.ahead,
+            self.pace.in_flight if staged is None else len(self.numbered),
+            further=any(flat.grads.further for flat in flats),
+            offload=any(flat.moves.host_update for flat in flats),
+            stages=None
+            if staged is None
+            else {s: [unit.number for unit in own] for s, own in staged.units.items()},
+            last=[] if staged is None else [unit.number for unit in staged.last],
+        )
 
     def _hook(self, unit: Unit) -> None:
         keep = self.handles.append
@@ -105,8 +123,8 @@ class Data:
         # otherwise it stays gathered on the device
         divided = any(group.moves_to_rest for group in unit.groups)
         if self.staged is not None:
-            unit.stays_unsharded |= any(module not in self.staged.inside for module in unit.modules)
-            if unit.stays_unsharded or not divided:
+            unit.state.stays |= any(module not in self.staged.inside for module in unit.modules)
+            if unit.state.stays or not divided:
                 return
         before, after = map(graph_break, acts) if divided else (nothing, nothing)
         for module in unit.modules:  # the user's hooks may read weights, so ours come first
@@ -119,10 +137,20 @@ class Data:
         self.handles.append(self.root.register_forward_pre_hook(begin, prepend=True))
         self.handles.append(self.root.register_forward_hook(end, always_call=True))
 
-    @property
-    def use_order(self) -> UseOrder[Unit]:
-        """The order in which the current stage uses its units."""
-        return self.use_orders[self.stage]
+    def _do(self, acts: Iterable[Act]) -> None:
+        """Do acts on units."""
+        for kind, number in acts:
+            unit = self.numbered[number]
+            match kind:
+                case "use":
+                    unit.unshard()
+                    self.consensus.gathers(number)
+                case "reduce":
+                    unit.begin_reduce(self.see)
+                case "offload":
+                    unit.offload(self.leave_device)
+                case _:
+                    ACTS[kind](unit)
 
     def require_copyable(self) -> None:
         """Raise InputError if this rank has only a part of the values (core/hook.py)."""
@@ -140,62 +168,59 @@ class Data:
 
     def begin_run(self, *, training: bool = True) -> None:
         """Begin a run of the schedule."""
-        assert self.staged is not None
-        self.staged.begin()
+        self.order.begin_run()
         if training:
             self.consensus.phase("forward")
             self.consensus.buffers.refresh()
 
     def end_run(self) -> None:
         """End a run of the schedule: free all units."""
-        self.latest = None
-        self.units.reshard()
+        self._do(self.order.abandon())
 
     def read_outside(self, params: Iterable[Tensor]) -> None:
         """Keep units of `params` gathered during their stage: glue reads them, without a hook."""
         found = set(params)
         for unit in self.units.order:
-            unit.stays_unsharded |= any(p in found for group in unit.groups for p in group.params)
+            unit.state.stays |= any(p in found for group in unit.groups for p in group.params)
 
-    def enter(self, stage: int, op: str, *, reads: bool = True) -> None:
-        """Begin an F, B, I or W of `stage`; `reads` says whether it reads weights."""
-        assert self.staged is not None
-        own = self.staged.units[stage]
-        for unit in self.units.order if stage != self.stage else ():
-            if unit not in own:
-                unit.reshard()
-        self.stage, self.in_backward, self.reads = stage, op != "F", reads
-        self.use_order.ended = True
-        around = [unit for unit in own if unit.stays_unsharded]
-        for unit in around:
-            unit.begin_unshard()
-        for unit in around:
-            unit.unshard()
-        if op == "F":
-            return
-        if reads:
-            last = next(iter(self.use_order.backward_calls), None)
-            self._reshard_latest(last if last is not None and last.wanted_backward else None)
-        for group in (group for unit in own if not reads for group in unit.groups):
-            group.set_placeholders()  # it will get gradients
+    def enter(self, stage: int, op: str, *, graded: bool) -> None:
+        """Begin an F, B, I or W of `stage`; `graded`: I computes a gradient of its input."""
+        self._do(self.order.enter(stage, op, graded=graded))
 
     def leave(self) -> None:
-        """End the action; of the units that its layers used, only the last stays gathered."""
-        assert self.staged is not None
-        if not self.in_backward and torch.is_grad_enabled():
-            self.use_order.begin_backward()
+        """End the action."""
         for p in self.on_grads.take_late():
             self._collect(p)
-        self.in_backward = False
-        for unit in self.staged.units[self.stage]:
-            unit.depth, unit.used = 0, False
-            if unit is not self.latest and not unit.stays_unsharded:
-                unit.reshard()
+        self._do(self.order.leave(recorded=torch.is_grad_enabled()))
+
+    def reduce_stage(self, stage: int) -> None:
+        """Begin to reduce a stage's gradients, in the last run of a step."""
+        if self.sync:
+            self._do(self.order.reduce_stage(stage))
+
+    def reduce_last(self) -> None:
+        """Begin the remaining reductions of a step, after its last run."""
+        if self.sync:
+            self._do(self.order.reduce_last())
 
     def between_passes(self) -> None:
         """All ranks ask for the state: no loss is being computed, whatever forward passes ran."""
         self.consensus.check()
         self.computes_loss = False
+
+    # --- the gradients of a step ----------------------------------------------------------------
+
+    def arrivals(self) -> Iterator[Unit]:
+        """Yield each unit that the update waits for, once its gradients are summed."""
+        for act in self.order.arrivals():
+            self._do([act])
+            if act.kind == "arrive":
+                yield self.numbered[act.unit]
+
+    def finish_sums(self) -> None:
+        """Wait until every gradient is summed."""
+        for _ in self.arrivals():
+            pass
 
     # --- reads outside of the calls that gather (reads.py) --------------------------------------
 
@@ -215,107 +240,75 @@ class Data:
         self.structure.require_unchanged(lent=() if torch.is_grad_enabled() else (Tensor,))
         self.units.take_assigned()
         self.consensus.phase("forward")
-        self.use_order.ended |= not torch.is_grad_enabled()
+        self.order.begin_forward(recorded=torch.is_grad_enabled())
         self.units.begin_unshard()  # if the user's optimizer has updated them
         if module.training and torch.is_grad_enabled():
             self.consensus.buffers.refresh()
 
     def _before(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        if self._around(unit):
-            return
-        begins = unit.reshards and not self.in_backward and not unit.used
-        if begins:
-            self._reshard_latest(unit)
-        unit.depth += 1
-        unit.unshard()
-        if begins:
-            unit.used = True
-            self.use_order.use(unit)
-            self.consensus.gathers(unit.number)
-            for following in self.use_order.following(self.pace.ahead):
-                following.begin_unshard()
-        elif unit.reshards and not self.in_backward:
-            self.use_order.calls.append(unit)
-
-    def _around(self, unit: Unit) -> bool:  # it stays gathered while its stage runs
-        return self.staged is not None and unit.stays_unsharded
-
-    def _reshard_latest(self, now: Unit | None) -> None:
-        """Free the unit that was used last, unless it is `now`."""
-        before, self.latest = self.latest, None
-        if before is not None and before is not now:
-            before.reshard()
+        self._do(self.order.call(unit.number))
 
     def _after(self, unit: Unit, module: nn.Module, args: Any, out: Any) -> None:
-        if self._around(unit):
+        if self.order.is_around(unit.number):
             return
-        unit.depth -= 1
-        recording = torch.is_grad_enabled()
-        outside = not (self.in_root or self.in_backward) and self.staged is None
+        recording, in_backward = torch.is_grad_enabled(), self.order.in_backward
+        outside = not (self.in_root or in_backward) and self.staged is None
         if recording and not unit.reshards and outside:
             self.computes_loss |= watch(tensors_in(out), self._begin_backward)
-        if unit.reshards and not self.in_backward:
+        graded: bool | None = False
+        if unit.reshards and not in_backward:
             self.computes_loss |= recording
-            self._watch(unit, Output(out))
-        unit.ran |= module.training and not self.in_backward
-        over = unit.depth == 0 and module is unit.modules[-1] and not self.in_backward
-        if over and not recording and not unit.unwatched:
-            unit.reshard()
-        elif over and unit.reshards and not unit.stays_unsharded:
-            self._reshard_latest(unit)
-            self.latest = unit
+            graded = self._watch(unit, Output(out))
+        unit.ran |= module.training and not in_backward
+        ends = module is unit.modules[-1]
+        self._do(self.order.returned(unit.number, ends=ends, recorded=recording, graded=graded))
 
     def _after_root(self, module: nn.Module, args: Any, out: Any) -> None:
         self.in_root = False
-        if self.in_backward:
+        if self.order.in_backward:
             return
         if torch.is_grad_enabled():
             self.computes_loss = watch(tensors_in(out), self._begin_backward)
             self.on_grads.expect(self.trained, self._begin_backward)
             return
         self.consensus.check(all_ranks=False)
-        self.use_order.ended = True
-        self.units.end_evaluation(sharded=self.pace.by_hand)
+        self._do(self.order.end_evaluation())
+        if self.pace.by_hand:
+            self.units.to_sharded(between_passes=False)
 
-    def _learn(self) -> None:
-        """Store the use order of this forward when backward begins, for the next forward."""
-        if self.use_order.begin_backward() and len(self.use_order.distinct) == len(
-            self.units.order
-        ):
-            self.units.order = self.use_order.distinct
+    def _watch(self, unit: Unit, out: Output) -> bool | None:
+        """Gather the unit when a gradient of its output arrives; returns whether one will.
 
-    def _watch(self, unit: Unit, out: Output) -> None:
-        """Gather the unit when a gradient of its output arrives.
-
-        If that cannot be seen, or the output is a part of the unit's weights, which other modules
-        use, the unit stays gathered until the end of the pass.
+        None if that cannot be seen, or the output is a part of the unit's weights, which other
+        modules use.
         """
+        graded = False
         if torch.is_grad_enabled():
-            calls = self.use_order.calls
-            act = partial(self._before_backward, unit, calls, len(calls))
-            unit.reached = watch(out.tensors, act)
-        if out.opaque or shares_memory(out.tensors, (group.full for group in unit.groups)):
-            unit.unwatched = unit.stays_unsharded = True
+            act = partial(self._before_backward, unit, self.order.place)
+            graded = watch(out.tensors, act)
+        shares = shares_memory(out.tensors, (group.full for group in unit.groups))
+        return None if out.opaque or shares else graded
 
     # --- backward -----------------------------------------------------------------------------
 
     def _in_backward(self) -> bool:
         """Whether a backward pass is running; one that raised did not reset the flag."""
-        if self.in_backward and torch._C._current_graph_task_id() == -1:
+        if self.order.in_backward and torch._C._current_graph_task_id() == -1:
             self.abandon()
-        return self.in_backward
+        return self.order.in_backward
 
     def abandon(self) -> None:
         """Drop the state that a failed step has left."""
-        self.sums.finish()
-        self.in_backward, self.computes_loss, self.latest = False, False, None
+        self.finish_sums()
+        self.computes_loss = False
         self.on_grads.late = []
         if self.staged is not None:
             self.staged.waiting = []
-        self.units.drop()
+        self._do(self.order.abandon())
+        self.units.drop_gradients()
 
     def _begin_backward(self, *_: Tensor) -> None:
-        if self.in_backward or self.staged is not None:
+        if self.order.in_backward or self.staged is not None:
             return
         if not (self.pace.by_hand or self.in_step):
             self.abandon()
@@ -329,50 +322,22 @@ class Data:
                 "sw.DDP(module), or the plan word ddp",
             )
         self.consensus.check()
-        self.in_backward, self.computes_loss = True, False
+        self.computes_loss = False
         self.on_grads.begun()
-        self._learn()
-        self.sums.begin()
+        acts = self.order.begin_backward(sync=self.sync)
+        self.units.order = [self.numbered[number] for number in self.order.forward]
         self.consensus.phase("backward")
-        for unit in self.units.order:
-            unit.missing, unit.complete = unit.expected, False
-            if not unit.reshards:
-                unit.unshard()  # it is sharded only in a second backward pass of the same graph
-            for group in unit.trained:
-                group.grads.detach()
-                if not self.mute:
-                    group.grads.show(self.pace.scale)
+        self._do(acts)
+        for group in (group for unit in self.units.order for group in unit.trained):
+            group.grads.detach()
+            if not self.mute:
+                group.grads.show(self.pace.scale)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _before_backward(self, unit: Unit, calls: Sequence[Unit], count: int) -> None:
-        """A gradient arrives at the output of a call of `unit`, the `count`-th of `calls`.
-
-        Autograd runs the ready node that was created last. So all nodes of later calls have run,
-        and no node reads a unit any more that is in none of the first `count` calls, both in B and
-        in I. Gradients of its weights may still arrive: column-parallel layers with one input
-        compute them after the input's gradient (Entry.line_up in techniques/tensor/linear.py).
-        """
-        if self._around(unit) or not self.reads:
-            return
+    def _before_backward(self, unit: Unit, place: Place) -> None:
+        """A gradient arrives at the output of a call of `unit`."""
         self._begin_backward()
-        to_come = list(calls[:count])
-        for later in set(calls[count:]).difference(to_come):
-            if not later.stays_unsharded and later.depth == 0:
-                later.reshard_before_gradients()
-        if self.staged is not None:
-            self.latest = unit
-        if unit.complete:
-            return
-        if not unit.wanted_backward:
-            for group in unit.groups:
-                group.set_placeholders()
-            return
-        unit.unshard()
-        if to_come[-1] is unit:
-            to_come.pop()
-        for earlier in to_come[::-1][: self.pace.ahead]:
-            if earlier.wanted_backward and earlier.reached and not earlier.complete:
-                earlier.begin_unshard()
+        self._do(self.order.reached(unit.number, place))
 
     def product(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
         """Add left^T right to the gradient of `p` (weight_gradient.py)."""
@@ -397,7 +362,7 @@ class Data:
         """Collect the gradient of `p`, which is complete for this pass."""
         new, (_, group, index) = None, self.places[p]
         group.grads.require_whole(index)
-        if group.split and not self.in_backward:
+        if group.split and not self.order.in_backward:
             # no output has announced the pass: p.grad is not a piece of an earlier one
             new, p.grad = p.grad, None
         self._begin_backward()
@@ -410,18 +375,12 @@ class Data:
         unit, group, index = self.places[p]
         if p.grad is None and others_after(p):
             raise in_backward(f"a hook that drops the gradient of {group.names[index]}, as")
-        if unit.complete:  # checkpointed reentrantly
+        if unit.state.complete:  # checkpointed reentrantly
             raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")
         p.grad = None if self.mute else p.grad
         group.grads.collect(index, self.pace.scale)
-        if self.staged is not None:
-            return
-        unit.missing -= 1
-        unit.complete = unit.missing == 0
-        if unit.complete:
-            if len(unit.trained) == len(unit.groups):  # frozen weights may still be read
-                unit.reshard()
-            self.sums.go_on(self.units.order)
+        if self.staged is None:
+            self._do(self.order.complete(unit.number))
 
     def _end_backward(self) -> None:
         """End a backward pass: reduce units in which some parameter has no gradient."""
@@ -429,12 +388,11 @@ class Data:
             self._collect(p)
         for group in self.trained:
             group.grads.unshow(self.pace.scale)
-        self.sums.end(self.units.order)
-        self.units.reshard()
-        self.in_backward = self.computes_loss = False
-        if self.pace.by_hand and self.sums.sync:
+        self._do(self.order.end_backward())
+        self.computes_loss = False
+        if self.pace.by_hand and self.sync:
             self.consensus.begin(self.scaling)
-            self.sums.finish()
+            self.finish_sums()
             self.consensus.end()
             self.units.attach_grads()
             self.scaling.note()

@@ -9,11 +9,10 @@ reduction begins with the last REDUCE of them.  A parameter that several ranks h
 all others, in the order of the names, so that all its holders take the same order.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from shardwise.techniques.data.reducer import Reductions
 from shardwise.techniques.data.units import Unit
 
 #: Postponed products: a weight, and the factors of left^T right (weight_gradient.py).
@@ -33,34 +32,9 @@ class StagedUnits:
         units: Mapping[int, Sequence[Unit]],
         last: Sequence[Unit],
         inside: Collection[nn.Module],
-        sums: Reductions,
     ) -> None:
-        self.units, self.last, self.inside, self.sums = dict(units), list(last), inside, sums
-        self.reduced: set[int] = set()  # stages, since `begin`
+        self.units, self.last, self.inside = dict(units), list(last), inside
         self.waiting: PutOff = []
-
-    def begin(self) -> None:
-        """A run of the schedule begins; the last of a step reduces (`sums.sync`)."""
-        self.reduced = set()
-
-    def reduce(self, stage: int) -> None:
-        """Begin to reduce a stage's gradients, except of units that are reduced later."""
-        self.reduced.add(stage)
-        if self.sums.sync:
-            self._reduce([unit for unit in self.units[stage] if unit not in self.last])
-
-    def end(self) -> None:
-        """Begin the remaining reductions, after the last run of the step."""
-        if self.sums.sync:
-            self._reduce(self.last)
-
-    def _reduce(self, units: Iterable[Unit]) -> None:
-        ready = [unit for unit in units if self._users(unit) <= self.reduced]
-        self.sums.begin()
-        self.sums.end(ready)
-
-    def _users(self, unit: Unit) -> set[int]:
-        return {stage for stage, units in self.units.items() if unit in units}
 
     def later(self) -> PutOff:
         """The weight-gradient products deferred since the last call."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.hook import in_backward
+from shardwise.core.reduce_order import UnitState
 from shardwise.techniques.data.flat_parameter import Flat
 from shardwise.techniques.data.gradient_hooks import before_gradients
 
@@ -25,18 +26,16 @@ class Unit:
         self.number = 0  # in the order of definition
         self.trained = [group for group in groups if group.trained]
         self.reshards = any(group.reshards for group in groups)
-        # looking a row up in a table needs the table only forward
-        self.wanted_backward = not all(type(m) is nn.Embedding for m in modules)
-        self.reached = True  # gradients arrive at what it gave
-        self.stays_unsharded = False
-        self.unwatched = False  # gradients may arrive at its output unseen
-        self.depth = 0  # forward passes of its modules that are running
-        self.used = False  # in a forward pass since it was freed
+        self.state = UnitState(
+            self.reshards,
+            reads_backward=not all(type(m) is nn.Embedding for m in modules),
+            gradients=sum(len(group.params) for group in self.trained),
+            frozen=len(self.trained) < len(self.groups),
+            each_backward=any(group.moves.each_backward for group in self.trained),
+        )
         self.ran = False  # in a forward pass of training since it was freed
         self.opened = False  # gathered for a read outside of its modules' calls
         self.recorded: list[RemovableHandle] = []  # hooks, if autograd has recorded the read
-        self.missing = self.expected = sum(len(group.params) for group in self.trained)
-        self.complete = False
 
     def begin_unshard(self) -> None:
         for group in self.groups:
@@ -70,7 +69,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Free it, unless it is open for reads."""
-        self.used = False
+        self.state.used = False
         if self.opened:
             return
         ran, self.ran = self.ran, False
@@ -81,7 +80,7 @@ class Unit:
 
     def reshard_before_gradients(self) -> None:
         """Free gathered parameters; p.data keeps its shape, as gradients may still arrive."""
-        self.used = False
+        self.state.used = False
         if self.opened:
             return
         self.ran = False
@@ -89,6 +88,35 @@ class Unit:
             if group.reshards and not group.is_sharded:
                 group.reshard()
                 group.set_placeholders()
+
+    def set_placeholders(self) -> None:
+        """Give freed parameters their shapes without memory: gradients will arrive."""
+        for group in self.groups:
+            group.set_placeholders()
+
+    def begin_reduce(self, see: Callable[[Flat], None]) -> None:
+        """Begin to reduce the gradients, after `see` of each group."""
+        for group in self.trained:
+            see(group)
+            group.grads.begin_reduce()
+
+    def end_reduce(self) -> None:
+        """Wait for the sum or the copy of the gradients that has begun."""
+        for group in self.trained:
+            group.grads.end_reduce()
+
+    def replicate(self) -> None:
+        """Wait for the reduction, and begin the sums over further axes."""
+        for group in self.trained:
+            group.grads.end_reduce()
+            group.grads.begin_further()
+
+    def offload(self, leave: Callable[[Flat], None]) -> None:
+        """Wait for the sums, and begin to copy the gradients, after `leave` of each group."""
+        for group in self.trained:
+            group.grads.end_reduce()
+            leave(group)
+            group.grads.begin_offload()
 
     def attach_grads(self) -> None:
         for group in self.groups:
@@ -108,23 +136,10 @@ class Units:
         for unit in self.order:
             unit.attach_grads()
 
-    def reshard(self) -> None:
-        """Reshard all units, except those that the row keeps unsharded."""
-        for unit in self.order:
-            unit.close()
-
     def take_assigned(self) -> None:
         """Take over what the program has assigned to parameters (flat_parameter.py)."""
         for group in (group for unit in self.order for group in unit.groups):
             group.take_assigned()
-
-    def end_evaluation(self, *, sharded: bool) -> None:
-        """Free the units that a pass without gradients kept, or shard all."""
-        for unit in self.order:
-            if unit.unwatched:
-                unit.reshard()
-        if sharded:
-            self.to_sharded(between_passes=False)
 
     def to_sharded(self, *, between_passes: bool = True) -> None:
         """Shard all parameters, before a backward pass except those whose reads it needs."""
@@ -134,9 +149,8 @@ class Units:
                 for group in unit.groups:
                     group.to_sharded()
 
-    def drop(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop the gradients of a failed step."""
-        self.reshard()
         for unit in self.order:
             for group in unit.trained:
                 group.grads.clear()
@@ -174,4 +188,4 @@ def mark_kept(order: Sequence[Unit]) -> None:
     for unit in order:
         mine = {m for module in unit.modules for m in module.modules()}
         others = [m for other in order if other is not unit for m in other.modules]
-        unit.stays_unsharded = any(m in mine for m in others)
+        unit.state.stays = any(m in mine for m in others)

@@ -21,7 +21,6 @@ from shardwise.core.errors import RunError
 from shardwise.core.schedule.action import Action, Step, Token, Transfer
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine.one_stage import Objective
-from shardwise.prediction.unit_gathers import reads
 from shardwise.techniques.data.hooks import Data
 from shardwise.techniques.data.staged_hooks import PutOff
 from shardwise.techniques.pipeline.bundles import ByShape
@@ -59,7 +58,6 @@ class Pipelined:
         assert data.staged is not None
         self.apart, self.stale = apart, stale
         self.model, self.staging, self.data, self.tensors = model, staging, data, tensors
-        self.units = data.staged
         self.objective, self.device = objective, staging.stages.device
         self.microbatches = staging.schedule.microbatches
         self.watch: Watch | None = None
@@ -86,13 +84,13 @@ class Pipelined:
             ]
             units = self._units(sum_scale, self.stale)
             work = StageWork(self.staging.stages, units, loss, self.objective, microbatches)
-            self.data.sums.sync = these.stop == len(parts)
+            self.data.sync = these.stop == len(parts)
             self.data.begin_run()
             with self._whole_run(), self.stale.running() if self.stale else nullcontext():
                 run(self.staging.schedule, self.staging.axis, work, self.watch)
             self.data.end_run()
         if self.stale is None:
-            self.units.end()
+            self.data.reduce_last()
         return loss.summed
 
     def _units(self, sum_scale: float = 1.0, versions: Stale | None = None) -> "ScheduledUnits":
@@ -187,7 +185,7 @@ class ScheduledUnits:
         data, stream = self.data, self.tensors.stream
         data.consensus.phase("forward" if op == "F" else "backward")
         data.mute = self.apart and microbatch.tokens == 0
-        data.enter(stage, op, reads=reads(op, graded(stage, microbatch.trace)))
+        data.enter(stage, op, graded=graded(stage, microbatch.trace))
         with ExitStack() as entered:
             if self.versions is not None:
                 entered.enter_context(self.versions.during(stage, microbatch.index))
@@ -206,7 +204,7 @@ class ScheduledUnits:
 
     def reduce(self, stage: int) -> None:
         self.data.consensus.phase("backward")
-        self.staged.reduce(stage)
+        self.data.reduce_stage(stage)
 
     def update(self, stage: int, microbatches: Sequence[Microbatch]) -> None:
         assert self.versions is not None

@@ -154,10 +154,10 @@ class Stale(Updater[Flat]):
         phase = self.data.consensus.phase
         flats = self.flats[stage]
         phase("backward")
-        self.units.begin()
-        self.units.reduce(stage)
-        self.units.end()  # of tied parameters
-        self.data.sums.finish()
+        self.data.order.begin_run()
+        self.data.reduce_stage(stage)
+        self.data.reduce_last()  # of tied parameters
+        self.data.finish_sums()
         phase("check")
         total = self._agree(flats, count)
         phase("update")

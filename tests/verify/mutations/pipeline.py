@@ -12,7 +12,6 @@ from shardwise.engine.updating import Updates
 from shardwise.techniques.data.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat_parameter import Flat
 from shardwise.techniques.data.hooks import Data
-from shardwise.techniques.data.staged_hooks import StagedUnits
 from shardwise.techniques.pipeline.pipelined import ScheduledUnits
 from shardwise.techniques.pipeline.runtime import _Post
 from shardwise.techniques.pipeline.stage_work import StageWork
@@ -94,12 +93,12 @@ def gradients_doubled(patch: Patch) -> None:
 
 
 def a_stage_not_reduced(patch: Patch) -> None:
-    def reduce(real: Any, units: StagedUnits, stage: int) -> None:
+    def reduce(real: Any, data: Data, stage: int) -> None:
         if stage:
-            real(units, stage)
+            real(data, stage)
 
-    around(patch, StagedUnits, "reduce", reduce)
-    patch.setattr(StagedUnits, "end", nothing)
+    around(patch, Data, "reduce_stage", reduce)
+    patch.setattr(Data, "reduce_last", nothing)
 
 
 def ties_not_summed(patch: Patch) -> None:

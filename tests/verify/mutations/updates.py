@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.core.reduce_order import Act
+from shardwise.core.unit_order import UnitOrder
 from shardwise.engine import memory_states
 from shardwise.engine.engine import Engine
 from shardwise.engine.guard import Guard
 from shardwise.engine.memory_states import MemoryStates
 from shardwise.engine.scale import LossScale
-from shardwise.techniques.data.hooks import Data
-from shardwise.techniques.data.units import Unit, Units
 from shardwise.techniques.offload import updater
 from shardwise.techniques.offload.updater import NextStep
 from shardwise.techniques.offload.word import Offload
@@ -112,22 +112,15 @@ def gradients_that_are_not_finite_are_used(patch: Patch) -> None:
 
 
 def an_evaluation_frees_its_units_at_its_end(patch: Patch) -> None:
-    def after(real: Any, data: Data, unit: Unit, *args: Any) -> None:
-        if torch.is_grad_enabled() or data.in_backward:
-            real(data, unit, *args)
-            return
-        kept = unit.stays_unsharded, unit.unwatched
-        unit.stays_unsharded = unit.unwatched = True
-        real(data, unit, *args)
-        unit.stays_unsharded, unit.unwatched = kept
+    def returned(real: Any, order: UnitOrder, unit: int, **how: Any) -> list[Act]:
+        acts = real(order, unit, **how)
+        return acts if how["recorded"] or order.in_backward else []
 
-    def end(real: Any, units: Units, *, sharded: bool) -> None:
-        for unit in units.order:
-            unit.reshard()
-        real(units, sharded=sharded)
+    def end(real: Any, order: UnitOrder) -> list[Act]:
+        return [*real(order), *(Act("free", unit) for unit in order.forward)]
 
-    around(patch, Data, "_after", after)
-    around(patch, Units, "end_evaluation", end)
+    around(patch, UnitOrder, "returned", returned)
+    around(patch, UnitOrder, "end_evaluation", end)
 
 
 def the_offset_of_a_view_lost(patch: Patch) -> None:
