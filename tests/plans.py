@@ -124,10 +124,6 @@ EQUAL_16: dict[str, list[str]] = {
 ELSEWHERE = {
     "offload:auto": "tests/engine/test_device_memory.py",  # chosen before any rank starts
 }
-#: Plans of the array that fail today: what they show, and whether all five facts do.
-FAULTS = {
-    r"ep2 recompute:partitioned arenas": ("bytes of arenas that hold parts of inputs", False),
-}
 
 
 def every_plan() -> list[str]:

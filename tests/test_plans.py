@@ -15,14 +15,7 @@ from shardwise.verify.oracles import is_asynchronous
 from tests import covering
 from tests.engine.tensors import Piece, assert_pieces
 from tests.plan_runs import RUNNERS, SAVED, STEPS, Run, Trained, lacking, run_in_16_bits, run_of
-from tests.plans import CANONICAL, ELSEWHERE, EQUAL_16, FAULTS, LONG, every_plan
-
-
-def marks(plan: str) -> list[pytest.MarkDecorator]:
-    """The marks of a plan of the array: those with a known fault are expected to fail."""
-    known = [fault for pattern, fault in FAULTS.items() if re.search(pattern, plan)]
-    return [pytest.mark.full, *(pytest.mark.xfail(reason=r, strict=s) for r, s in known)]
-
+from tests.plans import CANONICAL, ELSEWHERE, EQUAL_16, LONG, every_plan
 
 IN_16_BITS = [
     p for plan, words in EQUAL_16.items() for p in (plan, *(f"{plan} {w}" for w in words))
@@ -41,7 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 for name, plans in CANONICAL.items()
                 for plan in plans
             ),
-            *((plan, (others, plan), marks(plan)) for plan in covering.read()),
+            *((plan, (others, plan), [pytest.mark.full]) for plan in covering.read()),
         ],
         "half": [(plan, (others, plan), []) for plan in IN_16_BITS],
         "scaled": [(plan, (others, plan), []) for plan in IN_16_BITS if "fp16" in plan],

@@ -52,7 +52,7 @@ def _no_arenas(plan: "Plan") -> str:
         return f"recompute:{plan.recompute}, which chooses for each batch what is kept"
     if plan.activations_on_host:
         return "activations in host memory"
-    if plan.recompute is None and (plan.pipeline or row_of(plan.row).grad.kind != "S"):
+    if plan.recompute is None and (plan.pipeline or not row_of(plan.row).moves().shards_gradient):
         return f"{plan.row} and no recomputation, where no tensor has a place in them"
     return ""
 

@@ -19,9 +19,9 @@ Each state also has a tier. If the optimizer's state rests in host memory (offlo
 include two copies: the rank's block of the gradient goes to the host before the update, and the
 updated block of the parameter to the device after it, before it is gathered. If parameters rest in
 host memory too, the second copy comes before each use, ahead of the gather. If the optimizer's
-state rests on a disk, the gradient goes on to the disk; both come to the host for the update, and
-the state goes back after it. Parameters that rest on a disk come to the host, and on to the
-device, before each use, and go back from the host after the update.
+state rests on a disk, the gradient goes on to the disk; both come to the host at a fifth moment,
+for the update, and the state goes back after it. Parameters that rest on a disk come to the host,
+and on to the device, before each use, and go back from the host after the update.
 
 A row that is not in the table trains in the same way. Its plan word lists the three columns in this
 order: `row:R,R,S` replicates gradients and shards the optimizer's state.
@@ -31,6 +31,7 @@ Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, figure 1 and section 7.
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Final, Literal
 
 from shardwise.core.errors import bad
@@ -47,6 +48,7 @@ class Moment(Enum):
     USE = "before use"  # in the forward pass, and in the backward pass if freed since
     BACKWARD = "after backward"  # of each microbatch
     BEFORE_UPDATE = "before update"
+    UPDATE = "for the update"  # which streams a state through host memory
     AFTER_UPDATE = "after update"
 
 
@@ -68,12 +70,84 @@ class RowMove:
     dst_tier: Tier = "device"
     block: bool = False
 
+    @property
+    def between_tiers(self) -> bool:
+        """Whether it is a copy between tiers of one rank, and not a move between ranks."""
+        return self.src_tier != self.dst_tier
+
+    @property
+    def of_disk(self) -> bool:
+        """Whether it reads from or writes to a disk."""
+        return "disk" in (self.src_tier, self.dst_tier)
+
+
+class RowMoves(tuple[RowMove, ...]):
+    """The moves of a step, in order, and what they say of each state."""
+
+    __slots__ = ()
+
+    def at(self, moment: Moment) -> tuple[RowMove, ...]:
+        """The moves of one moment."""
+        return tuple(move for move in self if move.moment is moment)
+
+    # --- the parameter
+
+    @property
+    def fetch(self) -> Tier | None:
+        """The tier from which it is copied to the device before use; None if it rests there."""
+        return next((m.src_tier for m in self.at(Moment.USE) if m.between_tiers), None)
+
+    @property
+    def gather(self) -> RowMove | None:
+        """Its all-gather, before use or after the update."""
+        return next((m for m in self if m.state == "param" and not m.between_tiers), None)
+
+    @property
+    def publish(self) -> Tier | None:
+        """The tier to which it is copied after the update; None if it is updated where it rests."""
+        copies = (m for m in self.at(Moment.AFTER_UPDATE) if m.between_tiers)
+        return next((m.dst_tier for m in copies if m.state == "param"), None)
+
+    @property
+    def reshards(self) -> bool:
+        """Whether the device holds all of it only while it is used."""
+        return bool(self.at(Moment.USE))
+
+    @property
+    def split(self) -> bool:
+        """Whether each rank of the shard axis has a block of its own."""
+        return any(move.axis == "shard" and not move.between_tiers for move in self)
+
+    # --- the gradient
+
+    @property
+    def sums(self) -> tuple[RowMove, ...]:
+        """Its sums: over one axis, then perhaps of the block over replicas."""
+        return tuple(move for move in self if move.src == P)
+
+    @property
+    def each_backward(self) -> bool:
+        """Whether it is summed after each backward pass, and not once before the update."""
+        return bool(self.at(Moment.BACKWARD))
+
+    @property
+    def shards_gradient(self) -> bool:
+        """Whether this sum leaves a block of it, and the memory of the rest is freed."""
+        return any(move.dst == S(0) for move in self.at(Moment.BACKWARD))
+
+    @property
+    def offload(self) -> Tier | None:
+        """The tier to which it is copied for an update in host memory; None for the device."""
+        copies = [move for move in self.at(Moment.BEFORE_UPDATE) if move.between_tiers]
+        return copies[-1].dst_tier if copies else None
+
 
 @dataclass(frozen=True)
 class Row:
     """The placements of a parameter, its accumulated gradient and its optimizer state.
 
-    Each placement comes with the tier on which the state rests. `str(row)` is the row's plan word.
+    `param_tier` and `optim_tier` are the tiers on which these states rest. `str(row)` is the row's
+    plan word.
 
     Raises InputError for a row that cannot be trained.
     """
@@ -82,7 +156,6 @@ class Row:
     grad: Placement
     optim: Placement
     param_tier: Tier = "device"
-    grad_tier: Tier = "device"
     optim_tier: Tier = "device"
 
     def __post_init__(self) -> None:
@@ -109,14 +182,18 @@ class Row:
         """Whether any state is sharded. If none is, ranks of the replicate axis hold the row."""
         return self.optim == S(0)
 
-    def moves(self) -> tuple[RowMove, ...]:
+    @cache  # noqa: B019 - rows are few
+    def moves(self, shard: int = 2, replicate: int = 2, *, trained: bool = True) -> RowMoves:
         """The moves of one step in order, without those that change nothing.
+
+        `shard` and `replicate` are the numbers of ranks of the two axes; by default both have
+        several. Parameters that are not `trained` are only used.
 
         Between replicas of the shards each rank's block of the gradient is reduced once a step:
         hybrid sharding (FSDP, arXiv 2304.11277, section 3.2.2).
         """
         axis = "shard" if self.sharded else "replicate"
-        param, grad, optim = self.param_tier, self.grad_tier, self.optim_tier
+        param, optim = self.param_tier, self.optim_tier
         own = self.optim
         work: Tier = "device" if optim == "device" else "host"  # where the update is made
         near: Tier = "host" if param == "disk" else param
@@ -124,22 +201,24 @@ class Row:
             RowMove(Moment.USE, "param", axis, self.param, self.param, param, near, block=True),
             RowMove(Moment.USE, "param", axis, self.param, self.param, near, "device", block=True),
             RowMove(Moment.USE, "param", axis, self.param, R),
-            RowMove(Moment.BACKWARD, "grad", axis, P, self.grad, "device", grad),
-            RowMove(Moment.BEFORE_UPDATE, "grad", axis, self.grad, self.optim, grad, grad),
-            RowMove(Moment.BEFORE_UPDATE, "grad", "replicate", P, R, grad, grad, block=True),
-            RowMove(Moment.BEFORE_UPDATE, "grad", axis, own, own, grad, work, block=True),
+            RowMove(Moment.BACKWARD, "grad", axis, P, self.grad),
+            RowMove(Moment.BEFORE_UPDATE, "grad", axis, self.grad, self.optim),
+            RowMove(Moment.BEFORE_UPDATE, "grad", "replicate", P, R, block=True),
+            RowMove(Moment.BEFORE_UPDATE, "grad", axis, own, own, "device", work, block=True),
             RowMove(Moment.BEFORE_UPDATE, "grad", axis, own, own, work, optim, block=True),
-            RowMove(Moment.BEFORE_UPDATE, "grad", axis, own, own, optim, work, block=True),
-            RowMove(Moment.BEFORE_UPDATE, "optim", axis, own, own, optim, work, block=True),
+            RowMove(Moment.UPDATE, "grad", axis, own, own, optim, work, block=True),
+            RowMove(Moment.UPDATE, "optim", axis, own, own, optim, work, block=True),
             RowMove(Moment.AFTER_UPDATE, "optim", axis, own, own, work, optim, block=True),
             RowMove(Moment.AFTER_UPDATE, "param", axis, own, own, work, param, block=True),
             RowMove(Moment.AFTER_UPDATE, "param", axis, own, self.param, param, param),
         )
-        return tuple(
+        ranks = {"shard": shard, "replicate": replicate}
+        return RowMoves(
             move
             for move in found
-            if (move.src, move.src_tier) != (move.dst, move.dst_tier)
+            if (move.between_tiers or (move.src != move.dst and ranks[move.axis] > 1))
             and (self.sharded or move.src == move.dst or not move.block)
+            and (trained or move.moment is Moment.USE)
         )
 
 

@@ -235,7 +235,7 @@ def _sharding(
 
 def _gradient_slots(units: Sequence[Unit], pace: Pace) -> Slots:
     """The slots for gradients that are freed in each backward pass."""
-    flats = [[flat.grads for flat in unit.trained if flat.moves.each_backward] for unit in units]
+    flats = [[flat.grads for flat in unit.trained if flat.moves.shards_gradient] for unit in units]
     bytes_of = [[g.views.plan.padded * g.like.element_size() for g in unit] for unit in flats]
     return gradient_slots(bytes_of, pace.in_flight)
 

@@ -54,7 +54,7 @@ class Engine:
         self.dtype, self.recompute = DTYPES[build.plan.precision], build.recompute
         self.names = [name for name, _ in model.named_parameters()]  # those of all stages
         self.disk = open_disk(self.plan, training, self.world, model)
-        by_unit = self.plan.states.param_tier != "device"  # the model may not fit
+        by_unit = self.plan.states.moves().fetch is not None  # the model may not fit
         weights = RankZeroWeights.take(model, build.missing, self.world, self.dtype)
         cast_whole(model, self.dtype, self.world.device, build.fill, by_unit=by_unit)
         pool = pool_bytes(self.plan, sum(p.nbytes for p in model.parameters()))

@@ -33,13 +33,13 @@ class MemoryStates(States):
         self.masters = {
             k: self._master(flat)
             for k, flat in enumerate(flats)
-            if flat.dtype in HALF or _apart(flat)
+            if flat.dtype in HALF or flat.moves.publish
         }
         self.optimizer = ShardedOptimizer(spec, flats, self, self.masters)
 
     def _master(self, flat: Flat) -> Tensor:
         """A copy of the shard on the tier of its optimizer state, with 32 bits or more."""
-        if not flat.moves.host_update:
+        if not flat.moves.offload:
             return flat.shard.float()
         if flat.moves.fetch:
             return self.tiers.empty(flat.shard.numel(), torch.float32).copy_(flat.shard)
@@ -92,13 +92,13 @@ class MemoryStates(States):
         """Drop the gradients, and copy the masters to the weights that are on their tier."""
         for target in self.optimizer.targets[k]:
             target.grad = None
-        if not _apart(self.flats[k]):
+        if not self.flats[k].moves.publish:
             self.tiers.settle(self.flats[k].shard)
             self.flats[k].shard.copy_(self.masters[k])
 
     def _own(self, k: int) -> None:
         """Count torch's states of masters in host memory as host memory."""
-        for target in self.optimizer.targets[k] if self.flats[k].moves.host_update else ():
+        for target in self.optimizer.targets[k] if self.flats[k].moves.offload else ():
             for value in list(self.optimizer.state.get(target, {}).values()):
                 if isinstance(value, Tensor):
                     self.tiers.own(value)
@@ -108,11 +108,11 @@ class MemoryStates(States):
         """Copy the masters that are in host memory to weights on the device."""
         for k in chosen:
             flat = self.flats[k]
-            if _apart(flat):
+            if tier := flat.moves.publish:
                 source = self.masters[k]
                 if flat.dtype in HALF:
                     source = self.tiers.empty(source.numel(), flat.dtype).copy_(source)
-                begin_copy(source, self.tiers, "host", "device", flat.shard).wait()
+                begin_copy(source, self.tiers, "host", tier, flat.shard).wait()
 
     @torch.no_grad()
     def loaded(self) -> None:
@@ -127,13 +127,8 @@ class MemoryStates(States):
         target = self.optimizer.targets[k][index]
         group = self.optimizer.param_groups[self.optimizer.group_of[id(target)]]
         made = torch.zeros(tuple(size), dtype=dtype, device=device_of(key, target, group))
-        return self.tiers.own(made) if self.flats[k].moves.host_update else made
+        return self.tiers.own(made) if self.flats[k].moves.offload else made
 
 
 def _in_32_bits(gradients: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
     return [None if g is None else g.float().mul_(factor) for g in gradients]
-
-
-def _apart(flat: Flat) -> bool:
-    """Whether updated masters are copied to another tier, on which the parameters rest."""
-    return flat.moves.host_update and flat.moves.fetch != "host"

@@ -244,7 +244,7 @@ class ShardedOptimizer(Optimizer):
         return {
             self.flats[k]: master
             for k, master in self.masters.items()
-            if self.flats[k].dtype in HALF and not self.flats[k].moves.host_update
+            if self.flats[k].dtype in HALF and not self.flats[k].moves.offload
         }
 
     def set_lr(self, lr: float) -> None:

@@ -60,7 +60,7 @@ def optimizer_and_updater(
         optimizer = DiskStates(spec, order(), tiers, disk).optimizer
         return optimizer, Together(optimizer)
     optimizer = MemoryStates(spec, order(), tiers).optimizer
-    if not any(flat.moves.host_update for flat in optimizer.flats):
+    if not any(flat.moves.offload for flat in optimizer.flats):
         return optimizer, InPlace(optimizer)
     if offload is None or offload.undelayed is None:
         return optimizer, HostThread(optimizer)

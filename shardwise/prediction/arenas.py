@@ -13,7 +13,7 @@ from shardwise.core.arena_slots import IN_FLIGHT, Slots, arena_bytes, gradient_s
 from shardwise.core.mesh import PIPELINE, TENSOR
 from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.plan import Plan
-from shardwise.prediction.group import each_backward, groups
+from shardwise.prediction.group import groups
 from shardwise.prediction.rank_shape import moments, stage_of
 from shardwise.techniques.recompute.price import PARTITIONED
 
@@ -43,7 +43,7 @@ def gradients_of(plan: Plan, model: ModelShape) -> Slots:
         return {}
     sizes: dict[str, list[int]] = {unit.name: [] for unit in model.units}
     for group in groups(plan, model):
-        if group.trained and each_backward(group):
+        if group.moves.shards_gradient:
             sizes[group.unit.name].append(group.flat.padded * group.element_bytes)
     return gradient_slots([*sizes.values()], IN_FLIGHT)
 

@@ -17,8 +17,7 @@ from shardwise.core.model_spec import ModelSpec
 from shardwise.core.moves import price
 from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
-from shardwise.core.zero import Moment
-from shardwise.prediction.group import Group, groups
+from shardwise.prediction.group import groups
 from shardwise.prediction.memory import OptimizerShape
 from shardwise.prediction.rank_shape import shape_on
 from shardwise.prediction.traffic import (
@@ -26,6 +25,7 @@ from shardwise.prediction.traffic import (
     PIPELINE,
     Line,
     Tariff,
+    carry_row,
     row_bytes,
     tensor_bytes,
 )
@@ -51,8 +51,10 @@ def evaluation_bytes(
     `loads` are those of the experts in the whole batch; without them experts have an even load.
     """
     tariff, model = Tariff(plan, rank), shape_on(spec, plan, rank, trains=False)
+    once = replace(plan, accumulate=1)
+    units = Tariff(once, rank)
     for group in groups(plan, model):
-        _gather(tariff, group)
+        carry_row(units, group)
     _send(tariff, spec)
     tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "check")
     tariff.agree(EVALUATED_NUMBERS, CONSENSUS_BYTES)
@@ -65,23 +67,13 @@ def evaluation_bytes(
         tensor_bytes(plan, spec, rank),
         row_bytes(plan, spec, rank),
         expert_bytes(plan, spec, rank, loads, trains=False),
-        moved_bytes(replace(plan, accumulate=1), model, optimizer, rank),
+        units.sent_bytes,
+        moved_bytes(once, model, optimizer, rank),
     )
     for line, sent_bytes in (pair for lines in others for pair in lines.items()):
         if line.phase == "forward":
             found[line] = found.get(line, 0) + sent_bytes
     return found
-
-
-def _gather(tariff: Tariff, group: Group) -> None:
-    """The moves of a flat parameter before each use, a disk apart."""
-    for move in group.row.moves():
-        if move.moment is not Moment.USE or "disk" in (move.src_tier, move.dst_tier):
-            continue
-        axis = group.layout.shard if move.axis == "shard" else group.layout.replicate
-        numel = group.flat.share if move.block else group.flat.padded
-        for _ in range(group.unit.uses):
-            tariff.carry(move, axis, numel, group.element_bytes, "forward")
 
 
 def _send(tariff: Tariff, spec: ModelSpec) -> None:

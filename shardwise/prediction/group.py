@@ -11,7 +11,7 @@ from shardwise.core.flatten import Flattening, flatten
 from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
 from shardwise.core.param_layout import Layout
 from shardwise.core.plan import Plan
-from shardwise.core.zero import Row
+from shardwise.core.zero import Row, RowMoves
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,14 @@ class Group:
 
     All of them have the same layout on the tensor axis, too.
 
-    `shard` is the number of ranks over which they are split; 1 if they are not split.
+    `moves` are those of its row in a step. `shard` is the number of ranks over which the parameters
+    are split; 1 if they are not split.
     """
 
     unit: UnitShape
     params: tuple[ParamShape, ...]
     layout: Layout
+    moves: RowMoves
     shard: int
 
     @property
@@ -42,11 +44,6 @@ class Group:
     def element_bytes(self) -> int:
         """Bytes of one element."""
         return self.params[0].element_bytes
-
-    @property
-    def reshards(self) -> bool:
-        """Whether its parameters are gathered on the device only while they are used."""
-        return self.row.param_tier != "device" or (self.row.param.kind == "S" and self.shard > 1)
 
     @property
     def flat(self) -> Flattening:
@@ -66,15 +63,10 @@ def groups(plan: Plan, model: ModelShape) -> list[Group]:
             by_layout.setdefault(key, []).append(param)
         for params in by_layout.values():
             layout = layout_of(plan, params[0])
-            split = params[0].trainable or layout.row.param.kind == "S"
-            shard = plan.size_of(layout.shard) if split else 1
-            found.append(Group(unit, tuple(params), layout, shard))
+            shard, replicate = plan.size_of(layout.shard), plan.size_of(layout.replicate)
+            moves = layout.row.moves(shard, replicate, trained=params[0].trainable)
+            found.append(Group(unit, tuple(params), layout, moves, shard if moves.split else 1))
     return found
-
-
-def each_backward(group: Group) -> bool:
-    """Whether its gradient is reduced after each backward pass, out of memory of its own."""
-    return group.trained and group.shard > 1 and group.row.grad.kind == "S"
 
 
 def layout_of(plan: Plan, param: ParamShape) -> Layout:

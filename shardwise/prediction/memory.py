@@ -66,10 +66,10 @@ def host_bytes(
     `offload:param` also all parameters; with `offload:optim-delayed` two gradients.
     """
     here = plan.coordinate(rank)
-    every = [group for group in groups(plan, model) if group.trained]
-    found = [group for group in every if group.row.optim_tier == "host"]
-    on_disk = [group for group in every if group.row.optim_tier == "disk"]
-    resting = [group for group in groups(plan, model) if group.row.param_tier == "host"]
+    every = groups(plan, model)
+    on_disk = [group for group in every if group.moves.offload == "disk"]
+    found = [group for group in every if group.moves.offload == "host"]
+    resting = [group for group in every if group.moves.fetch == "host"]
     delayed = plan.offloaded is not None and plan.offloaded.undelayed is not None
     buffers = 1 + delayed  # an update reads one while gradients of the next step arrive in another
     return {
@@ -93,8 +93,8 @@ def held_bytes(
     here = plan.coordinate(rank)
     found = groups(plan, model)
     trained = [group for group in found if group.trained]
-    updated = [group for group in trained if not _updated_on_host(group)]
-    resting = [group for group in found if group.row.param_tier == "device"]
+    updated = [group for group in trained if group.moves.offload is None]
+    resting = [group for group in found if group.moves.fetch is None]
     held = {
         "parameters": sum(_block_bytes(group, group.row.param.kind == "S") for group in resting),
         "gradients": sum(_block_bytes(group, group.row.grad.kind == "S") for group in updated),
@@ -119,10 +119,6 @@ def by_tier(
     return found | {f"{name} on disk": count for name, count in disk.items() if count}
 
 
-def _updated_on_host(group: Group) -> bool:
-    return group.row.optim_tier != "device"
-
-
 def _block_bytes(group: Group, sharded: bool) -> int:
     flat = group.flat
     return group.element_bytes * (flat.share if sharded else flat.padded)
@@ -135,8 +131,7 @@ def _optimizer_bytes(group: Group, optimizer: OptimizerShape, place: int) -> int
     rank = place if group.shard > 1 else 0
     pieces = [flat.piece(index, rank) for index in range(len(group.params))]
     kept = sum(stop - start for start, stop in pieces)
-    elsewhere = group.row.param_tier != group.row.optim_tier
-    masters = element_bytes * flat.share if half or elsewhere else 0
+    masters = element_bytes * flat.share if half or group.moves.publish is not None else 0
     states = optimizer.states * kept
     if optimizer.factored:
         states += sum(_means(param.shape) for param in group.params)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import ModelSpec
 from shardwise.prediction.gathers import order_of
-from shardwise.prediction.group import Group, each_backward, groups
+from shardwise.prediction.group import groups
 from shardwise.techniques.recompute.price import Within, storages
 from shardwise.techniques.recompute.price_host import pieces
 
@@ -45,8 +45,9 @@ def device_peak_bytes(found: "Prediction") -> int:
     gathered, gradients = Counter[str](), Counter[str]()
     for group in groups(found.plan, found.model):
         stored_bytes = group.flat.padded * group.element_bytes
-        gathered[group.unit.name] += stored_bytes * group.reshards
-        on_the_way = each_backward(group) or (_leaves(group) and found.plan.microbatches == 1)
+        gathered[group.unit.name] += stored_bytes * group.moves.reshards
+        leaves = group.moves.offload is not None and found.plan.microbatches == 1
+        on_the_way = group.moves.shards_gradient or leaves
         gradients[group.unit.name] += stored_bytes * on_the_way
     again = _again(found.spec)
     lasting = sum(found.memory.values()) + found.fetched + _summed(found)
@@ -80,7 +81,7 @@ def gathered_most_bytes(found: "Prediction") -> dict[str, int]:
     """
     sizes = Counter[str]()
     for group in groups(found.plan, found.model):
-        sizes[group.unit.name] += group.flat.padded * group.element_bytes * group.reshards
+        sizes[group.unit.name] += group.flat.padded * group.element_bytes * group.moves.reshards
     names, own = [unit.name for unit in found.model.units], found.spec.modules
     members = [k for k, name in enumerate(names) if sizes[name]]
     path = order_of(own, found.spec.run, members).path
@@ -110,19 +111,15 @@ def _gradients_at(sizes: Sequence[int], k: int, microbatches: int) -> int:
     return sizes[k] + sum(before[: GRADIENT_UNITS - 1])
 
 
-def _leaves(group: Group) -> bool:
-    """Whether its gradient leaves the device after the last backward pass of a step."""
-    return group.trained and group.row.optim_tier != "device"
-
-
 def _summed(found: "Prediction") -> int:
     """The bytes of gradients that leave the device, from the first microbatch to the last one."""
     if found.plan.microbatches == 1:
         return 0
     return sum(
-        (group.flat.share if each_backward(group) else group.flat.padded) * group.element_bytes
+        (group.flat.share if group.moves.shards_gradient else group.flat.padded)
+        * group.element_bytes
         for group in groups(found.plan, found.model)
-        if _leaves(group)
+        if group.moves.offload
     )
 
 

@@ -93,7 +93,7 @@ def gathered_bytes_on(spec: ModelSpec, plan: Plan, rank: int, ahead: int = 1) ->
     if schedule is None or stages is None:
         return 0
     for group in groups(plan, shape_on(spec, plan, rank)):
-        if group.reshards:
+        if group.moves.reshards:
             name = group.unit.name
             stored[name] = stored.get(name, 0) + group.element_bytes * group.flat.padded
     by_unit: dict[Hashable, int] = {
@@ -111,7 +111,9 @@ def _sharded(spec: ModelSpec, plan: Plan) -> frozenset[int]:
     holds. `spec` has the parts of this rank.
     """
     units = spec.shape.units
-    found = (n for n, u in enumerate(units) if any(g.reshards for g in groups(plan, _alone(u))))
+    found = (
+        n for n, u in enumerate(units) if any(g.moves.reshards for g in groups(plan, _alone(u)))
+    )
     return frozenset(found) or frozenset(range(len(units)))
 
 

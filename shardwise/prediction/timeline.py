@@ -28,7 +28,7 @@ from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.reduce_order import EARLY_BYTES
 from shardwise.core.schedule.action import Action
 from shardwise.core.zero import row_of
-from shardwise.prediction.group import Group, each_backward, groups
+from shardwise.prediction.group import Group, groups
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.recompute.word import PARTITIONED_WORDS, recompute_budget
 
@@ -100,7 +100,7 @@ class _Unit:
     @property
     def full_bytes(self) -> int:
         """Bytes of the gathered groups that are freed between uses."""
-        return sum(_padded(group) for group in self.groups if group.reshards)
+        return sum(_padded(group) for group in self.groups if group.moves.reshards)
 
     @property
     def trained(self) -> list[Group]:
@@ -109,7 +109,7 @@ class _Unit:
     @property
     def sent_bytes(self) -> int:
         """Bytes of a gradient whose reduction is in flight."""
-        return sum(_padded(group) for group in self.groups if each_backward(group))
+        return sum(_padded(group) for group in self.groups if group.moves.shards_gradient)
 
     @property
     def shard_bytes(self) -> int:
@@ -238,7 +238,7 @@ class _Step:
 
     def _complete(self, name: str, order: list[_Unit]) -> None:
         unit, k = self.of_param[name]
-        if each_backward(unit.groups[k]):
+        if unit.groups[k].moves.shards_gradient:
             unit.filling.add(k)
         unit.missing.discard(name)
         unit.complete = not unit.missing
@@ -342,8 +342,8 @@ def _stays(plan: Plan) -> bool:
     With tensor ranks or recomputation, I may do all of B in a measured step: W cannot run branches
     whose saved tensors are unpacked by hooks (techniques/pipeline/backward.py).
     """
-    schedule, row = schedule_of(plan), row_of(plan.row)
-    if schedule is None or schedule.update or row.param.kind == "S" or row.grad.kind == "S":
+    schedule, moves = schedule_of(plan), row_of(plan.row).moves()
+    if schedule is None or schedule.update or moves.reshards or moves.shards_gradient:
         return False
     whole = plan.mesh.size_of("tp") == 1 and plan.recompute is None
     actions = (a for each in schedule.rows for a in each if isinstance(a, Action))

@@ -89,12 +89,14 @@ class Tariff:
         step = price(src, dst, numel, self.size(axis))
         self.add(Line(axis, step.what, phase), round(step.sent) * element_bytes)
 
-    def carry(self, move: RowMove, axis: str, numel: int, element_bytes: int, phase: str) -> None:
-        """One move of a row: between ranks, or between the tiers of this one."""
-        if move.src_tier == move.dst_tier:
-            self.move(axis, move.src, move.dst, numel, element_bytes, phase)
+    def carry(self, group: Group, move: RowMove, phase: str) -> None:
+        """One move of a group: between ranks, or between the tiers of this one."""
+        axis = group.layout.shard if move.axis == "shard" else group.layout.replicate
+        numel = group.flat.share if move.block else group.flat.padded
+        if move.between_tiers:
+            self.copy(move.src_tier, move.dst_tier, numel * group.element_bytes, phase)
         else:
-            self.copy(move.src_tier, move.dst_tier, numel * element_bytes, phase)
+            self.move(axis, move.src, move.dst, numel, group.element_bytes, phase)
 
     def group(self, axis: str, on: AxisLayout) -> int:
         """The number of ranks of the axis over which a gradient of this rank is summed."""
@@ -168,7 +170,7 @@ def step_bytes(
     tariff = Tariff(plan, rank)
     own = updates(plan.pipeline, plan.mesh.size_of(PIPELINE))
     for group in groups(plan, model):
-        _row(tariff, group, max(1, own))
+        carry_row(tariff, group, max(1, own))
     for param in [p for p in model.params if p.trainable]:
         _shared(tariff, param)
     for _ in range(own):  # tokens, and which parameters had a gradient
@@ -291,8 +293,7 @@ def start_bytes(plan: Plan, model: ModelShape, rank: int = 0) -> dict[Line, int]
     tariff = Tariff(plan, rank)
     for group in groups(plan, model):
         tariff.broadcast(group.flat.padded * group.element_bytes, "start")
-        tier = group.row.optim_tier if group.trained else group.row.param_tier
-        if tier != "device":  # to a disk through the host (disk.py)
+        if group.moves.offload or group.moves.fetch:  # to a disk through the host (disk.py)
             tariff.copy("device", "host", group.flat.share * group.element_bytes, "start")
     tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "start")
     return tariff.sent_bytes
@@ -307,32 +308,34 @@ def by_kind(sent_bytes: dict[Line, int]) -> dict[str, int]:
     return dict(sorted(total.items()))
 
 
-def _row(tariff: Tariff, group: Group, updates: int) -> None:
-    """The row's moves in a step with `updates` updates, and the sums on other axes."""
-    plan, size, share = tariff.plan, group.element_bytes, group.flat.share
-    runs = updates * (1 if plan.pipeline else plan.accumulate)
-    times = {
-        Moment.USE: {
-            "forward": plan.accumulate * group.unit.uses,
-            "backward": plan.accumulate * group.unit.again,
-        },
-        Moment.BACKWARD: {"backward": runs},
-        Moment.BEFORE_UPDATE: {"backward": updates},
-        Moment.AFTER_UPDATE: {"update": updates},
-    }
-    for move in group.row.moves():
-        if not group.trained and move.moment is not Moment.USE:
-            continue
-        if "disk" in (move.src_tier, move.dst_tier):  # disk.py, with the optimizer's states
-            continue
-        axis = group.layout.shard if move.axis == "shard" else group.layout.replicate
-        numel = share if move.block else group.flat.padded
-        for phase, count in times[move.moment].items():
+def phases(plan: Plan, group: Group, moment: Moment, updates: int = 1) -> dict[str, int]:
+    """How often a group makes the moves of a moment in each phase of a step."""
+    uses, again = plan.accumulate * group.unit.uses, plan.accumulate * group.unit.again
+    match moment:
+        case Moment.USE:
+            return {"forward": uses, "backward": again}
+        case Moment.BACKWARD:
+            return {"backward": updates * (1 if plan.pipeline else plan.accumulate)}
+        case Moment.BEFORE_UPDATE:
+            return {"backward": updates}
+        case Moment.UPDATE | Moment.AFTER_UPDATE:
+            return {"update": updates}
+
+
+def carry_row(tariff: Tariff, group: Group, updates: int = 1) -> None:
+    """The row's moves in a step with `updates` updates, and the sums on other axes.
+
+    Those of a disk are in techniques/offload/price_disk.py, with the optimizer's states.
+    """
+    for move in group.moves:
+        times = {} if move.of_disk else phases(tariff.plan, group, move.moment, updates)
+        for phase, count in times.items():
             for _ in range(count):
-                tariff.carry(move, axis, numel, size, phase)
+                tariff.carry(group, move, phase)
     for axis, on in group.layout.axes if group.trained else ():
         for _ in range(updates):
-            tariff.sum_parts(axis, share, tariff.group(axis, on), size)
+            ranks = tariff.group(axis, on)
+            tariff.sum_parts(axis, group.flat.share, ranks, group.element_bytes)
 
 
 def _shared(tariff: Tariff, param: ParamShape) -> None:

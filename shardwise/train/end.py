@@ -162,7 +162,7 @@ def sample_text(run: Run, console: Console | None) -> str:
     if isinstance(prepared.sizes, UserConfig) and not prepared.sizes.logits:
         say("no sample: the model does not return logits", run.engine.world, console)
         return ""
-    if prepared.plan.states.param_tier == "disk" and "tokens" not in how.model_fields_set:
+    if prepared.plan.states.moves().fetch == "disk" and "tokens" not in how.model_fields_set:
         why = f"no sample: each of its {how.tokens} tokens would read all parameters from the disk"
         say(f"{why}; --set sample.tokens=8 makes a short one", run.engine.world, console)
         return ""

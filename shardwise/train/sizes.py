@@ -180,9 +180,7 @@ def disk_bytes(sizes: Sizes, plan: Plan, optimizer: str = "adamw") -> int:
     param *= states.param_tier == "disk"
     # gradients on a disk are always those of the block that a rank updates
     shard = plan.mesh.size_of(plan.shard_axis or "none")
-    own = 1 / shard if states.optim.kind == "S" else 1.0
-    kept = 1 / shard if states.param.kind == "S" else 1.0
-    each = param * kept + (grad + optim) * own
+    each = param * states.param.share(shard) + (grad + optim) * states.optim.share(shard)
     return int(parameters(sizes) * each * plan.data_size / plan.ep)
 
 

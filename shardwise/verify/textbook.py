@@ -35,7 +35,7 @@ from torch import nn
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import allowed, entry
 from shardwise.core.schedule.memory import peaks
-from shardwise.core.zero import ALIASES
+from shardwise.core.zero import ALIASES, Tier
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import owned
 from shardwise.techniques.data.flat_parameter import Flat
@@ -88,7 +88,8 @@ def broken(engine: Engine, activations: int) -> Promises:
         found |= _states(engine)
     else:
         offload = plan.offloaded
-        found |= _offloaded(engine.data.units.order, offload.share, on_disk=offload.on_disk)
+        tier = "disk" if offload.on_disk else "host"
+        found |= _offloaded(engine.data.units.order, offload.share, tier)
         found |= _file(engine)
     if plan.buffers_bytes and engine.world.pool.memory is not None:
         found |= _unequal("pool", engine.world.pool.memory.nbytes, plan.buffers_bytes)
@@ -251,12 +252,12 @@ def _file(engine: Engine) -> Promises:
     return _unequal("file", read, stored) if read > (1 + SLACK) * stored + pages else {}
 
 
-def _offloaded(units: Sequence[Unit], share: float, *, on_disk: bool) -> Promises:
-    """The elements whose states leave the device, for a disk if `on_disk`."""
+def _offloaded(units: Sequence[Unit], share: float, tier: Tier) -> Promises:
+    """The elements whose states rest on `tier`."""
     counted = [
         (
             sum(shape.numel() for flat in unit.trained for shape in flat.shapes),
-            any(m.host_update and m.on_disk == on_disk for m in (f.moves for f in unit.trained)),
+            any(flat.moves.offload == tier for flat in unit.trained),
         )
         for unit in units
     ]
@@ -265,4 +266,4 @@ def _offloaded(units: Sequence[Unit], share: float, *, on_disk: bool) -> Promise
     least = math.floor(share * sum(numels))
     if least <= read <= least + max(numels, default=0):
         return {}
-    return _unequal(f"elements with states on {'disk' if on_disk else 'host'}", read, least)
+    return _unequal(f"elements with states on {tier}", read, least)

@@ -144,7 +144,7 @@ def FSDP(  # noqa: N802
                 "masters in fp32 on the device, or offload in an engine",
                 f'sw.parallelize(module, "zero3 offload:param {precision}", world)',
             )
-        if row.param.kind != "S":
+        if not row.moves().reshards:
             raise bad(
                 f"cpu_offload=True with {name}, which keeps full parameters on the device",
                 "FULL_SHARD or HYBRID_SHARD; on one rank FULL_SHARD keeps all in host memory",
@@ -213,7 +213,7 @@ def _wrap(
     module: nn.Module, how: Sharding, world: World, precision: str | None = None
 ) -> nn.Module:
     weights = RankZeroWeights.take(module, missing_weights(module, world), world)
-    cast_whole(module, None, world.device, by_unit=how.row.param_tier != "device")
+    cast_whole(module, None, world.device, by_unit=how.row.moves().fetch is not None)
     _warn_of_16_bits(module, world)
     plan = Plan(axes=(("dp", world.size),), bucket_bytes=how.bucket_bytes)
     size_bytes = pool_bytes(plan, sum(p.nbytes for p in module.parameters()))

@@ -151,3 +151,31 @@ def test_tiers_of_parameters():
             (Moment.BEFORE_UPDATE, "grad", "device", "host"),
         ]
         assert offloaded.moves()[0] == more[0]
+
+
+def test_a_disk_is_reached_through_the_host():
+    """Parameters on a disk are read before each use; gradient and state are, for the update."""
+    moves = replace(ROWS["zero3"], param_tier="disk", optim_tier="disk").moves()
+    copies = [move for move in moves if move.between_tiers]
+    assert [(move.moment, move.state, move.src_tier, move.dst_tier) for move in copies] == [
+        (Moment.USE, "param", "disk", "host"),
+        (Moment.USE, "param", "host", "device"),
+        (Moment.BEFORE_UPDATE, "grad", "device", "host"),
+        (Moment.BEFORE_UPDATE, "grad", "host", "disk"),
+        (Moment.UPDATE, "grad", "disk", "host"),
+        (Moment.UPDATE, "optim", "disk", "host"),
+        (Moment.AFTER_UPDATE, "optim", "host", "disk"),
+        (Moment.AFTER_UPDATE, "param", "host", "disk"),
+    ]
+    assert (moves.fetch, moves.offload, moves.publish) == ("disk", "disk", "disk")
+
+
+def test_axes_of_one_rank_and_frozen_parameters():
+    """Ranks exchange nothing on an axis of one rank; frozen parameters are only used."""
+    zero3 = ROWS["zero3"]
+    offloaded = replace(zero3, param_tier="host", optim_tier="host")
+    assert zero3.moves(1, 1) == ()
+    assert [move.axis for move in zero3.moves(1, 4)] == ["replicate"]
+    assert all(move.between_tiers for move in offloaded.moves(1, 1))
+    assert {move.moment for move in offloaded.moves(trained=False)} == {Moment.USE}
+    assert ROWS["zero1"].moves(trained=False) == ()

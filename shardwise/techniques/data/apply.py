@@ -81,15 +81,10 @@ class Sharding:
         return self.shard, self.replicate
 
 
-def gathers_units(row: Row) -> bool:
-    """Whether units under this row are gathered before each use, and freed."""
-    return row.param.kind == "S" or row.param_tier != "device"
-
-
 def gathers(plan: Plan) -> bool:
     """Whether units of any layer are gathered before each use."""
     every = (plan.of_layers(number) for number in range(len(plan.layers) + 1))
-    return any(gathers_units(each.states) for each in every)
+    return any(each.states.moves().reshards for each in every)
 
 
 def units_of(
@@ -104,7 +99,7 @@ def units_of(
     Neighbours whose `unit_key` differs are not merged.
     """
     # units that are gathered for use stay small; units that are only reduced may fill a bucket
-    gathered = how.gathers or gathers_units(how.row)
+    gathered = how.gathers or how.row.moves().reshards
     most = 2 * LEAST_BYTES if gathered else how.bucket_bytes
     least = LEAST_BYTES if how.least_unit_bytes is None else how.least_unit_bytes
     tiled = how.tiling.layers

@@ -7,10 +7,10 @@
 
     p.grad --collect--> grad --reduce--> gshard --P -> R on replicate--> gshard --attach--> p.grad
 
-The moves are those of the row (row_moves.py): `begin_reduce` carries out `reduce`, and
-`begin_further` the sums over `replicas` and over the axes of `sums` (LocalLayout).  Where the
-update is made in host memory, `begin_offload` copies `gshard` there when all sums are complete, and
-frees the gradients on the device: from then on `gshard` is `host_grad`.  If that still holds
+The moves are those of the row (core/zero.py): `begin_reduce` carries out the first of `sums`, and
+`begin_further` those over replicas and over other axes (`sums` of LocalLayout).  When all sums
+are complete, `begin_offload` carries out `offload`: it copies `gshard` to another tier and frees
+the gradients on the device. From then on `gshard` is `host_grad`.  If that still holds
 gradients of an earlier backward pass, which a user's loop has not dropped, the copy is added.
 Where updates are made one step late, two take turns: `swap` after a step.
 """
@@ -28,10 +28,10 @@ from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.hook import others_after
 from shardwise.core.layout import P, Placement, R
+from shardwise.core.zero import RowMoves
 from shardwise.techniques.data.flat_views import FlatViews
 from shardwise.techniques.data.local_layout import LocalLayout
 from shardwise.techniques.data.mean import mean_with_graph
-from shardwise.techniques.data.row_moves import RowMoves
 
 #: out, left, right, beta, alpha: out becomes beta out + alpha left right; of beta 0 it is not read.
 
@@ -48,10 +48,9 @@ class FlatGradient:
         like: Tensor,
     ) -> None:
         self.names, self.params = [name for name, _ in params], [p for _, p in params]
-        self.views, self.moves = views, moves
+        self.views, self.moves, self.local = views, moves, local
         self.replicate_axis, self.tiers, self.like = local.replicate, local.tiers, like
-        self.arena = local.arena
-        self.further = [*moves.replicas, *local.sums]
+        self.further = [*map(local.axis, moves.sums[1:]), *local.sums]
         self.grad: Tensor | None = None
         self.grad_views: list[Tensor] = []
         self.gsum: Tensor | None = None
@@ -143,7 +142,7 @@ class FlatGradient:
         if again and not any(self.valid):  # memory of the step before
             self.grad = self.gsum
         else:
-            arena = self.arena if self.moves.each_backward else NO_ARENA  # else they stay
+            arena = self.local.arena if self.moves.shards_gradient else NO_ARENA  # else they stay
             self.grad = arena.empty((plan.padded,), self.like)
         assert self.grad is not None
         self.grad_views = self.views.every(self.grad)
@@ -163,17 +162,18 @@ class FlatGradient:
             self.begin()
         assert self.grad is not None
         self._zero_unfilled()
-        move = self.moves.reduce
-        if move is None:
+        if not self.moves.sums:
             return
+        move = self.moves.sums[0]
+        axis = self.local.axis(move)
         if not self.moves.each_backward:
             assert self.gshard is not None
-            self.going = start(self.grad, move.axis, P, move.dst, self.gshard, behind=True)
+            self.going = start(self.grad, axis, P, move.dst, self.gshard, behind=True)
             return
         sent, self.grad, self.grad_views = self.grad, None, []
         self.filled = [False] * len(self.params)
         out = self._room(sent, move.dst)
-        arriving = start(sent, move.axis, P, move.dst, out, behind=True)
+        arriving = start(sent, axis, P, move.dst, out, behind=True)
         self.going = Pending([arriving.wait, lambda: self._arrived(out, sent)])
 
     def _room(self, sent: Tensor, dst: Placement) -> Tensor:
@@ -223,17 +223,17 @@ class FlatGradient:
         return Pending([going.wait, lambda: self._sum_over(others).wait()]) if others else going
 
     def begin_offload(self) -> None:
-        """Start to copy `gshard` to the tier of `host_grad`, and free it here.
+        """Start to copy `gshard` to host memory, where the update is made, or a disk; free it here.
 
-        That is the host, where the update is made, or a disk.
+        On a disk `host_grad` is there already.
         """
-        if not self.moves.host_update or self.gshard is None:
+        tier = self.moves.offload
+        if tier is None or self.gshard is None:
             return
         if self.host_grad is None:
             self.host_grad = self.tiers.empty_like(self.gshard, "host")
             if self.late:
                 self.other_host_grad = self.tiers.empty_like(self.gshard, "host")
-        tier = self.tiers.of(self.host_grad)
         if any(self.resting):
             arriving = begin_copy(self.gshard, self.tiers, "device", "host")
             self.going = Pending([lambda: self._add(arriving.wait())])
@@ -262,8 +262,7 @@ class FlatGradient:
 
     def attach(self) -> None:
         """Set each p.grad to its piece of `gshard`, unless that is not where p is."""
-        apart = self.moves.host_update and self.moves.fetch != "host"
-        for i, p in enumerate(() if apart else self.params):
+        for i, p in enumerate(self.params if self.moves.publish is None else ()):
             p.grad = self.piece(i)
             if i in self.graphs and p.grad is not None:
                 p.grad = mean_with_graph(self.graphs.pop(i), p.grad)
@@ -292,7 +291,7 @@ class FlatGradient:
                 self.graphs[i] = p.grad
             p.grad = None
         self.has_grad = list(kept)
-        if self.moves.host_update:
+        if self.moves.offload:
             self.resting, self.gshard = kept, None
             return
         assert self.gshard is not None

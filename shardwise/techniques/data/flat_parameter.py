@@ -22,8 +22,8 @@ copies it into its block of `full`, on the device, and gathers the other blocks.
 is the map of a file, which training never touches: `begin_unshard` begins to read it, and
 `unshard` gathers the other blocks when it is there.
 
-The moves are those of the row (row_moves.py): `begin_unshard` carries out `fetch` and `gather`.
-Those of the gradients are in `grads` (flat_gradient.py).
+The moves are those of the row (core/zero.py): `begin_unshard` carries out `fetch` and `gather`.
+Those of the gradients are in `grads` (flat_gradient.py); the optimizer carries out `publish`.
 
 A program may write to parameters: in place, or by `p.data = ...`.  `take_assigned` takes over what
 was assigned before p.data is set again, and `keep_writes` copies what a forward pass has written to
@@ -39,6 +39,7 @@ parameters' own dtype, `full` that one; `begin_unshard` casts this rank's block 
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -47,11 +48,11 @@ from shardwise.comm.move import start
 from shardwise.comm.tiers import begin_copy
 from shardwise.comm.transport import Pending
 from shardwise.core.errors import bad
+from shardwise.core.zero import RowMove
 from shardwise.techniques.data.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat_views import FlatViews
 from shardwise.techniques.data.initial_weights import Fill, initialize
 from shardwise.techniques.data.local_layout import LocalLayout
-from shardwise.techniques.data.row_moves import row_moves
 
 
 class State(Enum):
@@ -79,12 +80,12 @@ class Flat:
         self.shard_axis, self.replicate_axis = shard, replicate
         first = self.params[0]
         self.trained, self.dtype = first.requires_grad, first.dtype
+        self.moves = row.moves(shard.size, replicate.size, trained=self.trained)
         # what is neither trained nor kept S is the same everywhere, for good
-        self.split = shard.size > 1 and (self.trained or row.param.kind == "S")
+        self.split = self.moves.split
         self.rank, ranks = (shard.rank, shard.size) if self.split else (0, 1)
-        self.moves = row_moves(row, shard, replicate, trained=self.trained)
         # `full` has no memory between uses
-        self.reshards = self.moves.fetch is not None or (self.split and row.param.kind == "S")
+        self.reshards = self.moves.reshards
         shapes = [p.shape for p in self.params]
         self.views = FlatViews(shapes, first.element_size(), ranks, self.rank)
         self.shapes, self.plan, self.pieces = shapes, self.views.plan, self.views.pieces
@@ -165,16 +166,17 @@ class Flat:
             if move is None:
                 return fetched
             if tier == "disk":  # gathered when it is there, so that reads go on meanwhile
-                axes = move.axis, move.src, move.dst, self.full
-                return Pending([fetched.wait, lambda: start(block, *axes).wait()])
+                gather = partial(self._start, move, block, self.full)
+                return Pending([fetched.wait, lambda: gather().wait()])
             with self.tiers.following("device"):
                 fetched.wait()
-                return start(block, move.axis, move.src, move.dst, self.full)
+                return self._start(move, block, self.full)
         if self.compute is not None:
             block = self.views.block(self.full).copy_(self.shard)
-        if move is None:
-            return Pending()
-        return start(block, move.axis, move.src, move.dst, self.full)
+        return Pending() if move is None else self._start(move, block, self.full)
+
+    def _start(self, move: RowMove, block: Tensor, full: Tensor) -> Pending[Tensor]:
+        return start(block, self.local.axis(move), move.src, move.dst, full)
 
     def unshard(self) -> None:
         """Gather `full`, and let the parameters be its views."""
@@ -231,7 +233,7 @@ class Flat:
         whole, move = self.shard.new_empty(self.plan.padded), self.moves.gather
         assert move is not None
         block = self.views.block(whole).copy_(self.shard)
-        start(block, move.axis, move.src, move.dst, whole).wait()
+        self._start(move, block, whole).wait()
         self.point_at(whole)
         self.full_in_own_dtype, self.state = whole, State.UNSHARDED
 
@@ -314,7 +316,7 @@ class Flat:
     def _require_assignable(self, index: int, value: Tensor) -> None:
         name, like = self.names[index], self.data[index]
         shapes, dtypes = (like.shape, self.shapes[index]), (self.dtype, like.dtype)
-        if self.moves.on_disk or (self.moves.host_update and self.moves.fetch != "host"):
+        if self.moves.publish is not None:
             raise bad(
                 f"{name}.data = ..., where the update is made from masters on another tier",
                 "values that were there before sw.parallelize, or that sw.load reads",

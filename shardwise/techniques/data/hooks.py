@@ -106,7 +106,7 @@ class Data:
             self.pace.ahead,
             self.pace.in_flight if staged is None else len(self.numbered),
             further=any(flat.grads.further for flat in flats),
-            offload=any(flat.moves.host_update for flat in flats),
+            offload=any(flat.moves.offload for flat in flats),
             stages=None
             if staged is None
             else {s: [unit.number for unit in own] for s, own in staged.units.items()},

@@ -10,6 +10,7 @@ from shardwise.comm.disk import Disk
 from shardwise.comm.tiers import Tiers
 from shardwise.comm.world import Axis
 from shardwise.core.param_layout import Layout
+from shardwise.core.zero import RowMove
 
 
 @dataclass(frozen=True)
@@ -35,3 +36,7 @@ class LocalLayout:
     late: bool = False
     disk: Disk | None = None
     compute: torch.dtype | None = None
+
+    def axis(self, move: RowMove) -> Axis:
+        """The axis of a move."""
+        return self.shard if move.axis == "shard" else self.replicate

@@ -281,7 +281,8 @@ def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) ->
     Raises InputError without a folder, and for one that cannot be written.
     """
     folder = training.offload_folder
-    if not (plan.offloaded and plan.offloaded.on_disk):
+    moves = plan.states.moves()
+    if moves.offload != "disk":
         return None
     if folder is None:
         raise bad(
@@ -291,7 +292,7 @@ def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) ->
         )
     largest = max((p.numel() for p in model.parameters()), default=0)
     disk = Disk(folder, world.rank, world.ledger, chunk_numel(largest))
-    if plan.states.param_tier == "disk":  # which are written as they are laid out
+    if moves.fetch == "disk":  # which are written as they are laid out
         return_freed_memory()
         precision = DTYPES[plan.precision]
         dtypes = [_wide(p.dtype if precision is None else precision) for p in model.parameters()]

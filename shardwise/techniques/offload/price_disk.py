@@ -22,7 +22,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.zero import Moment, RowMove
 from shardwise.prediction.group import Group, groups
 from shardwise.prediction.memory import HALF, MASTER_BYTES, OptimizerShape
-from shardwise.prediction.traffic import Line, Tariff
+from shardwise.prediction.traffic import Line, Tariff, phases
 
 
 def disk_bytes(plan: Plan, model: ModelShape, optimizer: OptimizerShape) -> dict[str, int]:
@@ -56,10 +56,8 @@ def moved_bytes(
     """The bytes that `rank` reads and writes in a step."""
     tariff = Tariff(plan, rank)
     for group in groups(plan, model):
-        for move in group.row.moves():
-            if "disk" not in (move.src_tier, move.dst_tier):
-                continue
-            for phase, times in _times(plan, group, move).items():
+        for move in filter(lambda move: move.of_disk, group.moves):
+            for phase, times in phases(plan, group, move.moment).items():
                 moved = times * _moved(move, group, optimizer)
                 tariff.copy(move.src_tier, move.dst_tier, moved, phase)
     return tariff.sent_bytes
@@ -79,28 +77,16 @@ def stored_bytes(plan: Plan, model: ModelShape, rank: int) -> dict[Line, int]:
 
 
 def _on_disk(plan: Plan, model: ModelShape) -> Iterator[Group]:
-    return (g for g in groups(plan, model) if g.trained and g.row.optim_tier == "disk")
+    return (group for group in groups(plan, model) if group.moves.offload == "disk")
 
 
 def _resting(plan: Plan, model: ModelShape) -> Iterator[Group]:
-    return (group for group in groups(plan, model) if group.row.param_tier == "disk")
+    return (group for group in groups(plan, model) if group.moves.fetch == "disk")
 
 
 def _has_master(group: Group) -> bool:
     """Whether its masters are apart from its weights."""
-    return group.row.param_tier != "disk" or group.params[0].dtype in HALF
-
-
-def _times(plan: Plan, group: Group, move: RowMove) -> dict[str, int]:
-    """How often a move is made in each phase of a step.
-
-    A gradient is written while the backward pass runs; the rest belongs to uses or to the update.
-    """
-    if move.moment is Moment.USE:
-        uses, again = group.unit.uses, group.unit.again
-        return {"forward": plan.accumulate * uses, "backward": plan.accumulate * again}
-    gradient = (move.state, move.dst_tier) == ("grad", "disk")
-    return {"backward" if gradient else "update": int(group.trained)}
+    return group.moves.fetch != "disk" or group.params[0].dtype in HALF
 
 
 def _moved(move: RowMove, group: Group, optimizer: OptimizerShape) -> int:

@@ -26,7 +26,7 @@ from shardwise.core.errors import Problem, bad
 from shardwise.core.suggest import suggest
 from shardwise.core.technique import Technique, Word, keyed
 from shardwise.core.word_values import MOST
-from shardwise.core.zero import Tier, row_of
+from shardwise.core.zero import Tier
 
 if TYPE_CHECKING:
     from shardwise.core.plan import Plan
@@ -160,8 +160,8 @@ def _steps(text: str) -> int:
 
 def _problems(plan: "Plan", _: int | None) -> Iterator[Problem]:
     """Parameters in host memory under a row whose update makes only a block of them."""
-    row = row_of(plan.row)
-    if plan.offloaded is None or plan.offloaded.param_tier == "device" or row.param == row.optim:
+    gather = plan.offloaded_states.moves().gather
+    if gather is None or gather.src_tier == "device":
         return
     given = f"'offload:{plan.offload}' with {plan.row}, which keeps all parameters on every rank "
     given += "and updates a block on each: the blocks would be gathered in host memory"

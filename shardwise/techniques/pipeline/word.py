@@ -61,7 +61,7 @@ def _stale(plan: "Plan") -> Iterator[Problem]:
         given = f"accumulate:{plan.accumulate} with {schedule}"
         instead = f"'{replace(plan, accumulate=1)}'"
         yield Problem(given, "more microbatches in the schedule", instead)
-    if row_of(plan.row).param.kind == "S":
+    if row_of(plan.row).moves().reshards:
         given = f"{plan.row} with {schedule} and keeps full versions of the weights"
         allowed = "ddp, zero1 or zero2, or a schedule that updates at the end"
         yield Problem(given, allowed, f"'{replace(plan, row='zero2')}'")

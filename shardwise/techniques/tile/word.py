@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 from shardwise.core.errors import Problem, bad
 from shardwise.core.technique import Technique, Word, keyed
 from shardwise.core.word_values import NAMES
-from shardwise.core.zero import row_of
 
 if TYPE_CHECKING:
     from shardwise.core.plan import Plan
@@ -78,8 +77,7 @@ def _no_tiles(plan: "Plan") -> str:
         return "tensor parallelism, whose ranks already hold a part of each layer"
     if plan.arenas or plan.activations_on_host or plan.recompute_budget_bytes:
         return "arenas, activations in host memory or a budget of activations"
-    kept = plan.offloaded is None or plan.offloaded.param_tier == "device"
-    if kept and row_of(plan.row).param.kind != "S":
+    if not plan.states.moves().reshards:
         return f"{plan.row}, under which the device keeps whole parameters"
     return ""
 

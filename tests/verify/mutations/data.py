@@ -135,8 +135,7 @@ def replicas_not_summed(patch: Patch) -> None:
 
 def summed_over_the_wrong_axis(patch: Patch) -> None:
     def wrong(real: Any, grads: FlatGradient, axes: Any) -> Any:
-        assert grads.moves.reduce is not None
-        return real(grads, axes and [grads.moves.reduce.axis])
+        return real(grads, axes and [grads.local.axis(grads.moves.sums[0])])
 
     around(patch, FlatGradient, "_sum_over", wrong)
 

@@ -38,7 +38,7 @@ def masters_truncated(patch: Patch) -> None:
     def end(real: Any, states: MemoryStates, k: int) -> None:
         real(states, k)
         flat = states.flats[k]
-        if not flat.moves.host_update:
+        if not flat.moves.offload:
             flat.shard.copy_(_truncated(states.masters[k]))
 
     around(patch, MemoryStates, "_end_step", end)
