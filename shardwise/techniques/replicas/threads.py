@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.threads import choose_vector_functions
 from shardwise.core.arguments import short_repr
 from shardwise.core.errors import bad
 from shardwise.core.tree import leaves
@@ -53,6 +54,7 @@ def parallel_apply(
         given = "{} modules, {} inputs, {} kwargs and {} devices".format(*counts)
         raise bad(given, "as many of each, at least one", "parallel_apply(replicas, inputs)")
     state = _State()
+    choose_vector_functions()
     with ThreadPoolExecutor(len(modules), "replica") as pool:
         futures = [
             pool.submit(copy_context().run, state.call, device, module, args, options)
