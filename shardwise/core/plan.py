@@ -123,6 +123,11 @@ class Plan:
             found = found | {"axes": (*kept, *found["axes"])}
         return replace(whole, **found).completed(self.size)
 
+    @property
+    def of_all_layers(self) -> "list[Plan]":
+        """The plans `of_layers`, by number."""
+        return [self.of_layers(number) for number in range(len(self.layers) + 1)]
+
     def layer_of(self, name: str) -> int:
         """The number of the plan of a module or parameter: the first that matches it or a module
         around it; 0 for that of the model.
@@ -138,8 +143,7 @@ class Plan:
 
         Rows move between layers of different degrees.
         """
-        every = (self.of_layers(number) for number in range(len(self.layers) + 1))
-        return tuple(sorted({plan.mesh.size_of("tp") for plan in every}))
+        return tuple(sorted({plan.mesh.size_of("tp") for plan in self.of_all_layers}))
 
     def size_of(self, axis: str) -> int:
         """The number of ranks of an axis: one of the mesh, `ep` or `edp`.

@@ -38,8 +38,7 @@ def smallest_pool_bytes(plan: "Plan") -> int:
 
     A piece needs a message from each other rank, perhaps a copy of each sent one, and the sums.
     """
-    meshes = [plan.axes, *(plan.of_layers(n + 1).axes for n in range(len(plan.layers)))]
-    longest = max((size for axes in meshes for _, size in axes), default=1)
+    longest = max((size for own in plan.of_all_layers for _, size in own.axes), default=1)
     return SLOTS * PIECE_BYTES * (2 * (longest - 1) + SUMS)
 
 

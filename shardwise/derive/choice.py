@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.core.mesh import TENSOR
 from shardwise.core.plan import Plan
 from shardwise.derive.table import derive_table
 from shardwise.engine.training import Loss
@@ -25,8 +24,7 @@ def table_or_derived(
     None: the plan has no tensor axis, or the model has its own table.
     Raises InputError if no layer of the model can be sharded.
     """
-    plans = (plan.of_layers(number) for number in range(len(plan.layers) + 1))
-    ranks = max(each.mesh.size_of(TENSOR) for each in plans)
+    ranks = plan.tensor_degrees[-1]
     if ranks == 1 or table is not None:
         return table
     made = model()

@@ -82,7 +82,7 @@ def require_shardable(kind: type[Optimizer], groups: Sequence[Options], plan: Pl
 def _split_axes(plan: Plan) -> list[str]:
     """The axes whose ranks hold parts of parameters."""
     sizes: dict[str, int] = {}
-    for layers in map(plan.of_layers, range(len(plan.layers) + 1)):
+    for layers in plan.of_all_layers:
         for axis in filter(None, ("tp", layers.shard_axis)):
             sizes[axis] = max(sizes.get(axis, 1), layers.mesh.size_of(axis))
     return [axis for axis, size in sizes.items() if size > 1]

@@ -295,7 +295,7 @@ def unpredicted(plan: Plan) -> str:
     """The word that prevents the prediction of a plan's timeline, of any layer; "" if none."""
     if any(each.has_axes for each in plan.layers):
         return "layers of another mesh"
-    every = (_unpredicted(plan.of_layers(number)) for number in range(len(plan.layers) + 1))
+    every = map(_unpredicted, plan.of_all_layers)
     return next((word for word in every if word), "")
 
 

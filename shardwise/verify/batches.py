@@ -140,7 +140,7 @@ def _counts(
 
 def _ends(model: nn.Module, plan: Plan, most: int) -> list[int]:
     """The first and the last word of each tensor rank's part of the vocabulary, but word 0."""
-    ranks = max(plan.of_layers(n).mesh.size_of("tp") for n in range(len(plan.layers) + 1))
+    ranks = plan.tensor_degrees[-1]
     sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     vocabulary = min((size for size in sizes if size > most), default=0)
     if ranks == 1 or not vocabulary:

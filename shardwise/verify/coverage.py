@@ -28,7 +28,7 @@ def uncovered(
     plan: Plan, whole: Mapping[str, tuple[int, ...]], by_rank: Sequence[Iterable[Piece]]
 ) -> str:
     """The error of the first tensor in `whole` that the pieces do not cover, or ""."""
-    plans = [plan.of_layers(number) for number in range(len(plan.layers) + 1)]
+    plans = plan.of_all_layers
     places = [[_place(own, rank) for rank in range(len(by_rank))] for own in plans]
     found: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
     for rank, pieces in enumerate(by_rank):

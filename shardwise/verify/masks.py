@@ -40,7 +40,7 @@ def recomputes(plan: Plan, world: World) -> bool:
 
     Ranks in threads share torch's generator.
     """
-    some = any(plan.of_layers(number).recompute for number in range(len(plan.layers) + 1))
+    some = any(own.recompute for own in plan.of_all_layers)
     return some and not (world.size > 1 and isinstance(world.links.root, ThreadLinks))
 
 

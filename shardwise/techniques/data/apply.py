@@ -83,8 +83,7 @@ class Sharding:
 
 def gathers(plan: Plan) -> bool:
     """Whether units of any layer are gathered before each use."""
-    every = (plan.of_layers(number) for number in range(len(plan.layers) + 1))
-    return any(each.states.moves().reshards for each in every)
+    return any(each.states.moves().reshards for each in plan.of_all_layers)
 
 
 def units_of(

@@ -292,7 +292,7 @@ def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) ->
         )
     largest = max((p.numel() for p in model.parameters()), default=0)
     disk = Disk(folder, world.rank, world.ledger, chunk_numel(largest))
-    if moves.fetch == "disk":  # which are written as they are laid out
+    if moves.fetch == "disk":  # parameters are written to it while the model is sharded
         return_freed_memory()
         precision = DTYPES[plan.precision]
         dtypes = [_wide(p.dtype if precision is None else precision) for p in model.parameters()]

@@ -170,7 +170,7 @@ def _problems(plan: "Plan", _: int | None) -> Iterator[Problem]:
 
 
 def _beside_layers(plan: "Plan") -> str:
-    every = (plan.of_layers(number).offload for number in range(len(plan.layers) + 1))
+    every = (own.offload for own in plan.of_all_layers)
     other = (word for word in every if word not in (None, "optim", "param"))
     return next((f"'offload:{word}'" for word in other), "")
 

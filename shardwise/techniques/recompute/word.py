@@ -70,7 +70,7 @@ def _problems(plan: "Plan", _: int | None) -> Iterator[Problem]:
 def _beside_layers(plan: "Plan") -> str:
     if plan.activations is not None:
         return "'activations:host'"
-    every = (plan.of_layers(number).recompute for number in range(len(plan.layers) + 1))
+    every = (own.recompute for own in plan.of_all_layers)
     other = (word for word in every if word in PARTITIONED_WORDS or recompute_budget(word))
     return next((f"'recompute:{word}'" for word in other), "")
 
