@@ -30,7 +30,7 @@ WHOLE = ("tests/test_house.py", "tests/test_plans.py", "tests/test_refused.py", 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Where the table of plans runs (tests/test_plans.py)."""
-    text = "cuda: the plans of the table run on the GPUs of this machine, a rank on each"
+    text = "cuda: the plans of the table run on the GPUs of this machine, or share the first one"
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help=text)
 
 

@@ -32,7 +32,7 @@ from tests.engine.cases import Case, Task, build, predictor, share
 from tests.engine.tensors import ADAMW, Piece, gpt_task, mine, pieces, sent
 from tests.engine.test_state import assembled, saved
 from tests.expert.moe import task as moe_task
-from tests.pool import run_gloo, run_nccl, run_threads
+from tests.pool import run_gloo, run_gpu, run_threads
 
 STEPS = 3
 SAVED = 2  # the steps after which one process saves what the plan then loads
@@ -337,15 +337,8 @@ OnRanks = Callable[..., list[Trained]]
 #: Who runs plans under `--device`: the canonical ones, and all others.
 RUNNERS: dict[str, tuple[OnRanks, OnRanks]] = {
     "cpu": (run_gloo, run_threads),
-    "cuda": (run_nccl, run_nccl),
+    "cuda": (run_gpu, run_gpu),
 }
-
-
-def lacking(text: str, device: str, gpus: int) -> str:
-    """Why the ranks of a plan cannot run on the device; nothing if they can."""
-    ranks = Proof(text).plan.size
-    short = device == "cuda" and ranks > gpus
-    return f"it needs a GPU for each of {ranks} ranks; there are {gpus}" if short else ""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
     run_threads(4, function, *args)    function(world, *args) on four threads
     run_gloo(4, function, *args)       the same on four processes; function is a module-level name
-    run_nccl(4, function, *args)       the same on four processes, with a GPU each
+    run_gpu(4, function, *args)        the same on four processes, with a GPU each; where there are
+                                       fewer, on four threads that share the first one
 
-Both return the results in rank order and raise RankError for the first rank that fails.
+They return the results in rank order and raise RankError for the first rank that fails.
 """
 
 import atexit
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 from shardwise.comm.threads import on_threads
 from shardwise.comm.torch_links import TorchLinks
+from shardwise.comm.transport import Links
 from shardwise.comm.world import world_of
 from shardwise.core.errors import RankError
 from tests.forks import CONTEXT
@@ -35,7 +37,18 @@ CPU = torch.device("cpu")
 
 def run_threads(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `function(world, *args)` on each of `ranks` threads."""
-    return on_threads(ranks, lambda rank, links: function(world_of(rank, ranks, CPU, links), *args))
+    return _on_threads(CPU, ranks, function, args)
+
+
+def _on_threads(
+    device: torch.device, ranks: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> list[Any]:
+    def body(rank: int, links: Links) -> Any:
+        # autograd has one thread for each GPU, in which a rank would wait for the others
+        with torch.autograd.set_multithreading_enabled(device.type == "cpu"):
+            return function(world_of(rank, ranks, device, links), *args)
+
+    return on_threads(ranks, body)
 
 
 def _follow_parent() -> None:
@@ -131,8 +144,13 @@ def run_gloo(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     return pool_of("gloo", ranks).run(function, args)
 
 
-def run_nccl(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run `function(world, *args)` on as many GPUs; what it returns must be on the host."""
+def run_gpu(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run `function(world, *args)` on as many GPUs, or on threads that share the first one.
+
+    What it returns must be on the host.
+    """
+    if ranks > torch.cuda.device_count():
+        return _on_threads(torch.device("cuda", 0), ranks, function, args)
     return pool_of("nccl", ranks).run(function, args)
 
 

@@ -14,7 +14,7 @@ from shardwise.techniques.recompute.word import PARTITIONED_WORDS
 from shardwise.verify.oracles import is_asynchronous
 from tests import covering
 from tests.engine.tensors import Piece, assert_pieces
-from tests.plan_runs import RUNNERS, SAVED, STEPS, Run, Trained, lacking, run_in_16_bits, run_of
+from tests.plan_runs import RUNNERS, SAVED, STEPS, Run, Trained, run_in_16_bits, run_of
 from tests.plans import CANONICAL, ELSEWHERE, EQUAL_16, LONG, every_plan
 
 IN_16_BITS = [
@@ -23,8 +23,10 @@ IN_16_BITS = [
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each fact of each plan, on the ranks of `--device`; what needs more GPUs is skipped."""
-    device, gpus = str(metafunc.config.getoption("--device")), torch.cuda.device_count()
+    """Each fact of each plan, on the ranks of `--device`."""
+    device = str(metafunc.config.getoption("--device"))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda on a machine without a GPU that PyTorch sees")
     first, others = RUNNERS[device]
     pairs = [(plan, word) for plan, words in EQUAL_16.items() for word in words]
     cases: dict[str, list[tuple[str, Any, list[Any]]]] = {
@@ -41,11 +43,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         "two": [(f"{p} {word}", (others, p, f"{p} {word}"), []) for p, word in pairs],
     }
     for name in cases.keys() & {*metafunc.fixturenames}:
-        params = list[Any]()
-        for plan, value, own in cases[name]:
-            why = lacking(plan, device, gpus)
-            skipped = [pytest.mark.skip(reason=why)] if why else []
-            params.append(pytest.param(value, id=plan, marks=[*own, *skipped]))
+        params = [pytest.param(value, id=plan, marks=own) for plan, value, own in cases[name]]
         metafunc.parametrize(name, params, indirect=True)
 
 
@@ -174,12 +172,6 @@ def test_costs_in_16_bits(half: Run):
 
 
 # --- the table --------------------------------------------------------------------------------
-
-
-def test_what_needs_more_gpus_is_skipped():
-    """With the reason; on the CPU any number of ranks runs."""
-    assert lacking("dp1 offload:param", "cuda", 1) == lacking("dp4 zero3", "cpu", 0) == ""
-    assert lacking("dp2 zero3", "cuda", 1) == "it needs a GPU for each of 2 ranks; there are 1"
 
 
 def there(start: str) -> bool:

@@ -54,7 +54,7 @@ def _relative(kind: str, boxes: Sequence[Box], exact: Mapping[str, Tensor]) -> E
     for box in boxes:
         name = _name(box)
         least = largest[_key(name)] * LEAST ** (2 if _key(name).endswith("_sq") else 1)
-        error = _largest(box.tensor.double() - _within(exact[name], box).double())
+        error = _largest(_beside(box, exact[name]) - _within(exact[name], box).double())
         found[name] = max(found.get(name, 0.0), ratio(error, max(sizes[name], least)))
     return Errors(kind, tuple(found), tuple(found.values()))
 
@@ -63,7 +63,7 @@ def _part(box: Box, expected: Expected, unit: float) -> Part:
     name = _name(box)
     assert expected.alone is not None
     exact = _within(expected.exact[name], box).double()
-    parallel = box.tensor.double() - exact
+    parallel = _beside(box, exact) - exact
     alone = _within(expected.alone[name], box).double() - exact
     if expected.start is not None:
         exact = exact - _within(expected.start[name], box).double()
@@ -137,6 +137,11 @@ def _name(box: Box) -> str:
 def _key(name: str) -> str:
     """The key of an optimizer's state tensor; weights and gradients have a single kind."""
     return name.rpartition("/")[0]
+
+
+def _beside(box: Box, expected: Tensor) -> Tensor:
+    """The values of a box, which may be in host memory, on the device of what is expected."""
+    return box.tensor.to(expected.device).double()
 
 
 def _within(whole: Tensor, box: Box) -> Tensor:
