@@ -7,11 +7,13 @@ A and B take turns. With one rank every row keeps everything (2 + 2 + 12 bytes p
 bf16, 16 in fp32), so the measured states can be compared with the formula.
 """
 
+import copy
 import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -107,8 +109,9 @@ def compare(pair: Pair) -> DeviceLine:
     trainable = of_gpt(pair.size, pair.config)
     batch = trainable.batch(pair.rows, 0, device)
     setup = Setup(gpt.loss, gpt.Block, 1, device, pair.precision)
-    plain = bare_loop(trainable.build(device), setup)
-    engine = engine_of(trainable.build(device), f"dp{{n}} {pair.row}", setup)
+    model = _built(pair.size, pair.config, device)
+    plain = bare_loop(copy.deepcopy(model), setup)
+    engine = engine_of(copy.deepcopy(model), f"dp{{n}} {pair.row}", setup)
     steps = (plain.step, lambda batch: engine.step(batch).loss)
     times: list[tuple[float, float]] = []
     losses = (0.0, 0.0)
@@ -134,6 +137,12 @@ def compare(pair: Pair) -> DeviceLine:
         loss=losses[1],
         plain_loss=losses[0],
     )
+
+
+@lru_cache(maxsize=1)
+def _built(size: str, config: GPTConfig, device: torch.device) -> nn.Module:
+    """The initial model; to draw its weights takes longer than the steps."""
+    return of_gpt(size, config).build(device)
 
 
 def bare_loop(model: nn.Module, setup: Setup) -> Loop:

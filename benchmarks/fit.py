@@ -18,6 +18,7 @@ import shardwise as sw
 from shardwise.models import gpt
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.registry import of_gpt
+from shardwise.observe.kernels import kernels_of
 from shardwise.prediction.peak import device_peak_bytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.offload.word import share_text
@@ -142,7 +143,13 @@ def predicted(offload: str | None, room: Room, layers: int) -> Prediction:
     batch = of_gpt("largest", config).batch(room.rows, 0)
     plan, least = f"bf16 {plan_of(offload)}", room.least_unit_bytes
     return sw.predict(
-        model, plan, batch, optimizer=sw.AdamW(), loss=gpt.loss, least_unit_bytes=least
+        model,
+        plan,
+        batch,
+        optimizer=sw.AdamW(),
+        loss=gpt.loss,
+        least_unit_bytes=least,
+        device=kernels_of(torch.device(room.device)),
     )
 
 

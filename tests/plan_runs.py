@@ -146,7 +146,7 @@ class Expected:
     resumed_state: dict[str, Tensor] = field(default_factory=dict)
 
 
-def foretell(proof: Proof, expected: Expected) -> list[list[Prediction]]:
+def foretell(proof: Proof, expected: Expected, on_ranks: "OnRanks") -> list[list[Prediction]]:
     """Of every rank the predictions of its steps, its evaluation, and its step from a checkpoint.
 
     Made before any rank starts. Ranks with the same parts and shapes of batches share a recording.
@@ -170,7 +170,8 @@ def foretell(proof: Proof, expected: Expected) -> list[list[Prediction]]:
             made[key] = theories[rank].of(own, counts, loads, whole=whole)
         return made[key].on(rank)
 
-    theories = [predictor(rank, plan.size, task, proof.case) for rank in range(plan.size)]
+    kernels, ranks = "cuda" if on_ranks is run_gpu else "cpu", range(plan.size)
+    theories = [predictor(rank, plan.size, task, proof.case, kernels) for rank in ranks]
     return [[of(rank, *each) for each in (*steps, last, again)] for rank in range(plan.size)]
 
 
@@ -354,7 +355,7 @@ def run_of(on_ranks: OnRanks, text: str) -> Run:
     """The run of a plan on ranks that `on_ranks` provides."""
     proof = Proof(text)
     expected, saved_alone = trained_alone(*proof.oracle), checkpoint(proof.kind, proof.precision)
-    told = foretell(proof, expected)
+    told = foretell(proof, expected, on_ranks)
     ranks = on_ranks(proof.plan.size, train_and_go_on, proof, expected, told, *saved_alone)
     return Run(proof, ranks, expected)
 
@@ -367,6 +368,6 @@ def run_in_16_bits(on_ranks: OnRanks, text: str) -> Run:
         Expected(loads=[()] * (STEPS + 1)),
         checkpoint(proof.kind, proof.precision),
     )
-    told = foretell(proof, expected)
+    told = foretell(proof, expected, on_ranks)
     ranks = on_ranks(proof.plan.size, train_and_go_on, proof, expected, told, *saved_alone)
     return Run(proof, ranks, trained_alone(proof.kind, "fp32"))

@@ -70,7 +70,8 @@ def predict_command(
         bool, typer.Option("--measure", help="Measure the memory of a step too, on local ranks.")
     ] = False,
     device: Annotated[
-        str, typer.Option(help="With --measure: cpu, or cuda, with a GPU for each rank.")
+        str,
+        typer.Option(help="cpu, or cuda: whose kernels compute; measured on a GPU for each rank."),
     ] = "cpu",
     zero_table: Annotated[
         str | None,
@@ -86,7 +87,7 @@ def predict_command(
     choice("--device", device, ("cpu", "cuda"))
     links = None if cluster is None else cluster_in(cluster)
     run = configured(config, plan, model)
-    request = predict_request(run, batch, sequence, rank, table)
+    request = predict_request(run, batch, sequence, rank, table, device)
     found, step = _predicted(request, rank, Picture(timeline, device if measure else None))
     rows, size = run.batch if batch is None else None, _device_bytes(device_memory)
     told = answered(found, request.batch, size, rows=rows, device=run.device)
@@ -240,6 +241,7 @@ def predict_request(
     sequence: int | None,
     rank: int,
     table: Path | None = None,
+    device: str = "cpu",
 ) -> PredictRequest:
     """The values of a command line; a model without a table gets a derived one.
 
@@ -276,7 +278,8 @@ def predict_request(
         if run.config is None
         else run.options(chosen.table)
     )
-    given = run, batch, sequence, rank, table
+    options = replace(options, kernels=device)
+    given = run, batch, sequence, rank, table, device
     request = PredictRequest(plan, trainable, made, options, share, given)
     if plan.offload != AUTO:
         return request

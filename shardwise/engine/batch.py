@@ -22,6 +22,7 @@ from torch.utils._pytree import (
     tree_flatten_with_path,
     tree_leaves,
     tree_map,
+    tree_map_only,
     tree_structure,
 )
 
@@ -182,6 +183,11 @@ def is_empty(batch: Any, count: Count | None = None) -> bool:
     if count is not None:
         return bool(tensors) and count(batch) == 0
     return bool(tensors) and all(not x.numel() for x in tensors)
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on `device`; those in pinned memory are copied asynchronously."""
+    return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), batch)
 
 
 def split(batch: Any, parts: int, word: str = "", count: Count | None = None) -> list[Any]:

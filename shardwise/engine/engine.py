@@ -144,7 +144,8 @@ class Engine:
     def step(self, batch: Any) -> Metrics:
         """Train on this rank's share of the global batch: nested tensors whose dim 0 counts rows.
 
-        A share without rows, or without tokens, has weight zero.
+        Tensors on another device than the world's are copied to it. A share without rows, or
+        without tokens, has weight zero.
 
         Raises:
             InputError: a batch that cannot be split; a learning rate that is not finite; in an
@@ -160,6 +161,7 @@ class Engine:
         self.data.structure.require_unchanged()
         compiled.require_plain(self.model, self.plan)
         self.consensus.same.options = self.optimizer.compared()
+        batch = shares.on_device(batch, self.world.device)
         if self.staging:
             shares.enough(batch, self.microbatches)
         self.recompute.begin(batch)
@@ -292,7 +294,7 @@ class Engine:
 
         Called by all ranks; nothing is trained.
         """
-        rows = self.evaluated_rows
+        rows, batch = self.evaluated_rows, shares.on_device(batch, self.world.device)
         count = self._count(batch, rows)
         (part,) = self.sharded.begin([batch])
         found = self._made(partial(self._objective, part=part))

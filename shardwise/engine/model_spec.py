@@ -60,6 +60,8 @@ from shardwise.techniques.tensor.table import Table, cuts
 from shardwise.techniques.tile.apply import Tiling, tile
 
 Call = Callable[[nn.Module, Any], Tensor]
+#: The plain model, what records a pass of it, a forward, and what adds the tape of a rank's model.
+Recording = tuple[nn.Module, Callable[..., ModelPass], Call, Callable[..., ModelPass]]
 V = TypeVar("V")
 
 
@@ -114,23 +116,25 @@ def model_spec(
         stages = StageSpec(at, known, bundles, staged.outside)
     how = {"stages": stages, "recomputed": kinds, "on_host": tuple(hosted)}
     spec = replace(_without_passes(plain, plan, specs, facts), **how)
-    record = partial(meta_pass.run, plain, partial(_real, model, plan, options), call)
+    real, kernels = partial(_real, model, plan, options), options.kernels
+    record = partial(meta_pass.run, plain, real, call, kernels=kernels)
+    taped = partial(meta_pass.with_tape, kernels=kernels)
     if plans.meshes:
         passes = LayerPasses(plans, plan, rank, (*begin, *plans.outside(kinds)))
         rows = list(zip(parts, passes.counts(parts, counts, options.rows), strict=True))
-        return _with_meshes(spec, passes, table, (plain, record, call), rows)
-    return _with_one_mesh(spec, (plan, rank, table), (plain, record, call), parts, loads)
+        return _with_meshes(spec, passes, table, (plain, record, call, taped), rows)
+    return _with_one_mesh(spec, (plan, rank, table), (plain, record, call, taped), parts, loads)
 
 
 def _with_one_mesh(
     spec: ModelSpec,
     under: tuple[Plan, int, Table | None],
-    how: tuple[nn.Module, Callable[..., ModelPass], Call],
+    how: Recording,
     parts: Sequence[Any],
     loads: Sequence[Loads],
 ) -> ModelSpec:
     """The spec of a model under a plan, on a rank, perhaps with a table of styles."""
-    (plan, rank, table), (plain, record, call) = under, how
+    (plan, rank, table), (plain, record, call, taped) = under, how
     if table is not None:
         spec = _with_table(spec, (plan, rank, table), how, parts)
     else:
@@ -142,35 +146,32 @@ def _with_one_mesh(
     if not (spec.on_host and loads):
         return spec
     every = zip(parts, loads, strict=True)
-    passes = [_loaded(spec.run, under, (plain, call), *one) for one in every]
+    passes = [_loaded(spec.run, under, (plain, call, taped), *one) for one in every]
     return replace(spec, run=passes[0], tapes=tuple(run.tape for run in passes))
 
 
 def _loaded(
     run: ModelPass,
     under: tuple[Plan, int, Table | None],
-    how: tuple[nn.Module, Call],
+    how: tuple[nn.Module, Call, Callable[..., ModelPass]],
     part: Any,
     loads: Loads,
 ) -> ModelPass:
     """`run` with the tape of a microbatch whose experts have these loads."""
-    (plan, rank, table), (plain, call) = under, how
+    (plan, rank, table), (plain, call, taped) = under, how
     laid_out = on_tensor_axis(plain, plan, rank, table)
     expert_parallel.assume_loads(laid_out, rank, plan, loads)
-    return meta_pass.with_tape(run, laid_out, call, part)
+    return taped(run, laid_out, call, part)
 
 
 def _with_table(
     spec: ModelSpec,
     under: tuple[Plan, int, Table],
-    how: tuple[nn.Module, Callable[..., ModelPass], Call],
+    how: Recording,
     parts: Sequence[Any],
 ) -> ModelSpec:
-    """The spec of a model under a plan, on a rank, with a table of styles.
-
-    `how` is that of `_with_meshes`.
-    """
-    (plan, rank, table), (plain, record, call) = under, how
+    """The spec of a model under a plan, on a rank, with a table of styles."""
+    (plan, rank, table), (plain, record, call, taped) = under, how
     tensors = spec.tensors
     assert tensors is not None
     heads = _heads(tensors, _tensor_world(plan, rank).axis(TENSOR))
@@ -178,7 +179,7 @@ def _with_table(
 
     def on(rank: int, part: Any = parts[0]) -> ModelPass:
         laid_out = on_tensor_axis(plain, plan, rank, table)
-        return meta_pass.with_tape(runs[0], laid_out, call, part)
+        return taped(runs[0], laid_out, call, part)
 
     found: dict[str, Any] = {"tensors": replace(tensors, runs=runs), "run": on(rank)}
     found |= {"expert_moves": tuple(run.moves for run in runs)}
@@ -192,15 +193,14 @@ def _with_meshes(
     spec: ModelSpec,
     passes: LayerPasses,
     table: Table | None,
-    how: tuple[nn.Module, Callable[..., ModelPass], Call],
+    how: Recording,
     parts: Sequence[tuple[Any, Counts]],
 ) -> ModelSpec:
     """The spec of a model with layers that have meshes of their own.
 
-    `how` has the plain model, what records a pass of it, and a forward; `parts` the microbatches,
-    each with the rows of all data ranks.
+    `parts` are the microbatches, each with the rows of all data ranks.
     """
-    (plain, record, call), plan, rank = how, passes.plan, passes.rank
+    (plain, record, call, taped), plan, rank = how, passes.plan, passes.rank
     tensors, own = spec.tensors, spec.layers
     heads = {} if tensors is None else _heads(tensors, _tensor_world(plan, rank).axis(TENSOR))
     for number, of_layers in own.items():
@@ -215,7 +215,7 @@ def _with_meshes(
     part, counts = parts[0]
     return replace(
         spec,
-        run=meta_pass.with_tape(runs[0], laid_out, call, part, passes.around(counts)),
+        run=taped(runs[0], laid_out, call, part, passes.around(counts)),
         tensors=tensors and replace(tensors, runs=runs),
         layers={number: replace(of_layers, runs=runs) for number, of_layers in own.items()},
         row_gathers=tuple(run.rows for run in runs),

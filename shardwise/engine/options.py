@@ -14,6 +14,7 @@ from shardwise.engine.batch import Count
 from shardwise.engine.consistency import CHECK_EVERY
 from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.training import Loss
+from shardwise.observe.kernels import KERNELS, Kernels
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.tensor.table import Table
 
@@ -57,6 +58,8 @@ class EngineOptions:
     beside            {"norm": "head"}: puts a module that is not called where it is defined into
                       the pipeline stage of another
     offload_folder    a folder on a local disk, for states that rest there (`offload:optim@disk`)
+    kernels           of a prediction alone: the kernels "cpu" or "cuda", which save other tensors
+                      for the backward pass
 
     Raises InputError for a wrong value.
     """
@@ -77,10 +80,12 @@ class EngineOptions:
     stages: Sequence[str] | None = None
     beside: dict[str, str] | None = None
     offload_folder: str | None = None
+    kernels: Kernels = "cpu"
 
     def __post_init__(self) -> None:
         positive("clip", self.clip)
         choice("on_nonfinite", self.on_nonfinite, ("raise", "skip"))
+        choice("device", self.kernels, KERNELS)
         integer("seed", self.seed, 0, 0, MOST_SEED)
         integer("prefetch", self.prefetch, 0, 1)
         integer("check_every", self.check_every, 0, 1)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.rank_zero_weights import missing_weights
 from shardwise.engine.training import Build, Loss, Training
+from shardwise.observe.kernels import kernels_of
 from shardwise.techniques.data.apply import layable
 from shardwise.techniques.data.inference import normal_mode
 from shardwise.techniques.data.wrap_policy import Rule
@@ -89,6 +91,7 @@ def build_engine(
     validate.model(model, "sw.parallelize")
     validate.no_backward_optimizer(model, "sw.parallelize of a model")
     validate.world(world)
+    options = replace(options, kernels=kernels_of(world.device))
     plan = plan_of(plan)
     require(plan, world.size)
     plan = _completed(plan, world)

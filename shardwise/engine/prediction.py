@@ -25,6 +25,7 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import plan_of
 from shardwise.engine.spec import optimizer_shape
 from shardwise.engine.training import Loss
+from shardwise.observe.kernels import Kernels
 from shardwise.prediction.memory import PLAIN
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.rank_shape import shape_on
@@ -60,14 +61,17 @@ def predict(
     table: Table | Mapping[str, str] | None = None,
     stages: Sequence[str] | None = None,
     beside: dict[str, str] | None = None,
+    device: Kernels = "cpu",
 ) -> Prediction:
     """The memory and the traffic of `rank` under `plan`; no process is started.
 
     `model` may be on the meta device; it is not changed. `batch` is this rank's argument of
     `engine.step`; its values are not read, unless the model's order of calls depends on them. The
-    options are those of `parallelize`. A plan without a data axis is completed for the fewest ranks
-    on which each of its words has an effect. For `offload:auto` the plan of the result has the
-    offload that is chosen. A note says if `device_peak` is above the plan's `device_memory`.
+    options are those of `parallelize`. `device` is "cpu" or "cuda", neither of which is needed:
+    their kernels save other tensors for the backward pass. A plan without a data axis is completed
+    for the fewest ranks on which each of its words has an effect. For `offload:auto` the plan of
+    the result has the offload that is chosen. A note says if `device_peak` is above the plan's
+    `device_memory`.
 
     Raises:
         InputError: for a plan that cannot work, a rank that it does not have, options that
@@ -87,6 +91,7 @@ def predict(
         table=table,
         stages=stages,
         beside=beside,
+        kernels=device,
     )
     return predict_with(model, plan, batch, options, rank)
 

@@ -194,6 +194,8 @@ class Wide(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is Tensor.float:
             return first
+        if func is Tensor.matmul and args[1].dtype is torch.float32:  # positions times frequencies
+            return func(first, args[1].double())
         if func in (Tensor.to, Tensor.type):
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         if kwargs.get("dtype") is torch.float32:

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardwise.observe.kernels import Kernels
 from shardwise.observe.meta_pass import as_on_processor
 from shardwise.prediction.timeline import Mark
 from shardwise.techniques.data.outputs import tensors_in
@@ -117,10 +118,11 @@ def marks_of(
     call: Callable[[nn.Module, Any], Tensor],
     batch: Any,
     recomputed: Iterable[str] = (),
+    kernels: Kernels = "cpu",
 ) -> tuple[Mark, ...]:
     """The marks of `call(twin, batch)`, a loss, and of its backward pass; `twin` is on meta.
 
-    For the modules named in `recomputed` only the inputs are kept.
+    For the modules named in `recomputed` only the inputs are kept. `kernels` are those of a device.
 
     Raises torch's error if the model does not run on meta.
     """
@@ -160,7 +162,7 @@ def marks_of(
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(saved_tensors_hooks(saved.save, lambda x: x))
-        stack.enter_context(as_on_processor())
+        stack.enter_context(as_on_processor(kernels=kernels))
         stack.enter_context(made)
         loss = call(twin, batch)
         mark("loss", "")

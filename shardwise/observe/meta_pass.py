@@ -27,6 +27,7 @@ from shardwise.comm.parameter import parameter_like
 from shardwise.comm.world import Axis
 from shardwise.core.model_spec import Call, CutLoss, ModelPass, RowGather, Value
 from shardwise.core.uneven import Cut
+from shardwise.observe.kernels import Attention, Kernels, attention_on, fused_on
 from shardwise.observe.tape import TapeRecorder
 from shardwise.techniques.data.outputs import tensors_in
 from shardwise.techniques.expert.apply import recorded
@@ -46,20 +47,22 @@ def run(
     batch: Any,
     heads: Mapping[str, tuple[Axis, Cut]] | None = None,
     around: Around | None = None,
+    *,
+    kernels: Kernels = "cpu",
 ) -> ModelPass:
     """The record of `call(twin, batch)`, a loss, and of its backward pass; `twin` is on meta.
 
     If it cannot run there, the record of `call(real(), batch)`, with a copy that has values. The
     logits of the modules in `heads` stay sharded over an axis; the record shows whether the program
-    gathers them. `around` hooks layers with a mesh of their own.
+    gathers them. `around` hooks layers with a mesh of their own. `kernels` are those of the device.
     """
     heads = heads or {}
     try:
-        return _recorded(twin, call, batch, heads, around)
+        return _recorded(twin, call, batch, heads, around, kernels)
     except UNKNOWN as error:
         if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves(batch)):
             raise
-        found = _recorded(real(), call, batch, heads, around)
+        found = _recorded(real(), call, batch, heads, around, kernels)
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         note = f"the number of gathers of units depends on values of the batch (on meta: {why})"
         return found._replace(note=note)
@@ -102,13 +105,15 @@ def with_tape(
     call: Callable[[nn.Module, Any], Tensor],
     batch: Any,
     around: Around | None = None,
+    *,
+    kernels: Kernels = "cpu",
 ) -> ModelPass:
     """`run` with the tape of a model on meta that is sharded on a tensor axis.
 
     If the sharded model does not run on meta, `run` keeps the tape of the plain model.
     """
     with suppress(*UNKNOWN):
-        return run._replace(tape=_recorded(laid_out, call, batch, {}, around).tape)
+        return run._replace(tape=_recorded(laid_out, call, batch, {}, around, kernels).tape)
     return run
 
 
@@ -117,7 +122,8 @@ def _recorded(
     call: Callable[[nn.Module, Any], Tensor],
     batch: Any,
     heads: Mapping[str, tuple[Axis, Cut]],
-    around: Around | None = None,
+    around: Around | None,
+    kernels: Kernels,
 ) -> ModelPass:
     record = _Record([*model.parameters(), *model.buffers(), *tree_leaves(batch)])
     with ExitStack() as stack:
@@ -129,7 +135,7 @@ def _recorded(
         stack.enter_context(around(model, record.rows.append) if around else nullcontext())
         stack.enter_context(recorded(model, record.move))
         stack.enter_context(saved_tensors_hooks(record.save, lambda x: x))
-        stack.enter_context(as_on_processor(record))
+        stack.enter_context(as_on_processor(record, kernels))
         loss = call(model, batch)
         if loss.requires_grad:
             loss.sum().backward()
@@ -309,15 +315,16 @@ class _ToMeta(TorchDispatchMode):
 
 
 class _AsOn(TorchFunctionMode):
-    """Makes meta tensors report another device, and attention save what a fused kernel saves.
+    """Makes meta tensors report another device, and save what its kernels save (kernels.py).
 
     So tensors that a model computes only from sizes (positions, masks) have values that it may
     read, and attention saves no scores.
     """
 
-    def __init__(self, record: Recorder | None, device: torch.device) -> None:
+    def __init__(self, record: Recorder | None, device: torch.device, kernels: Kernels) -> None:
         super().__init__()
         self.record, self.device = record, device
+        self.kernels: Kernels = kernels
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -325,69 +332,50 @@ class _AsOn(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == Tensor.device.__get__:
             return self.device
-        if func is not functional.scaled_dot_product_attention or _unfused(args, kwargs):
-            return func(*args, **kwargs)
+        if func is not functional.scaled_dot_product_attention:
+            found = fused_on(self.kernels, func, args, kwargs)
+            return func(*args, **kwargs) if found is None else found
         named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
-        query, key, value = [*args[:3], *named]
-        if not query.is_meta:  # a pass that computes values
+        inputs = [*args[:3], *named]
+        if not inputs[0].is_meta:  # a pass that computes values
             return func(*args, **kwargs)
-        mask = _mask(args, kwargs)
+        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        drops = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        how = attention_on(self.kernels, inputs, mask, drops)
+        if how is None:
+            return func(*args, **kwargs)
         saves = 0 if self.record is None else self.record.tape.saves
-        out = _Attention.apply(query, key, value, mask)
+        out = Attention.apply(*inputs, mask, how)
         if self.record is not None:
-            inputs = [query, key, value, *([] if mask is None else [mask])]
-            self.record.attention(inputs, out, saves)
+            self.record.attention([*inputs, *([] if mask is None else [mask])], out, saves)
         return out
-
-
-class _Attention(torch.autograd.Function):
-    """Attention on meta: the shape of its result, and the tensors that a fused kernel saves."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
-        """Of query [B, H, T, E], key and value [B, H or fewer, S, E]: [B, H, T, E], no values.
-
-        The kernel keeps a mask too, and one of truth values as numbers.
-        """
-        # the kernel writes it with the strides of the query
-        out = torch.empty_like(query[..., :1].expand(*query.shape[:-1], value.shape[-1]))
-        wide = torch.promote_types(query.dtype, torch.float32)
-        sums = query.new_empty(query.shape[:-1], dtype=wide, device="meta")
-        masks = [] if mask is None else [mask.to(query.dtype) if mask.dtype == torch.bool else mask]
-        ctx.save_for_backward(query, key, value, *masks, out, sums)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return *(torch.empty_like(x, device="meta") for x in ctx.saved_tensors[:3]), None
 
 
 @contextmanager
 def as_on(
-    device: torch.device, record: Recorder | None = None, *, strict: bool = False
+    device: torch.device,
+    record: Recorder | None = None,
+    *,
+    strict: bool = False,
+    kernels: Kernels = "cpu",
 ) -> Iterator[None]:
     """Inside the `with`, a model on meta computes as if it were on `device`.
 
-    Operations on real tensors alone, such as those of the batch, compute real values.
+    Autograd saves what these `kernels` save. Operations on real tensors alone, such as those of
+    the batch, compute real values.
     """
-    with _AsOn(record, device), _ToMeta(record, strict=strict):
+    with _AsOn(record, device, kernels), _ToMeta(record, strict=strict):
         yield
 
 
-def as_on_processor(record: Recorder | None = None) -> AbstractContextManager[None]:
-    """Inside the `with`, a model on meta computes as if it were on a CPU."""
-    return as_on(torch.device("cpu"), record)
+def as_on_processor(
+    record: Recorder | None = None, kernels: Kernels = "cpu"
+) -> AbstractContextManager[None]:
+    """Inside the `with`, a model on meta computes as if it were on a CPU, with these kernels.
 
-
-def _unfused(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether attention drops scores or trains its mask, for which CPUs have no fused kernel."""
-    drops = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-    mask = _mask(args, kwargs)
-    return bool(drops) or (mask is not None and mask.requires_grad)
-
-
-def _mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    return args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    With those of CUDA it needs no GPU.
+    """
+    return as_on(torch.device("cpu"), record, kernels=kernels)
 
 
 def _moved(x: Tensor) -> Tensor:

@@ -4,17 +4,14 @@ techniques/recompute/kept.py decides which products selective recomputation keep
 """
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from shardwise.core.tape import Product, Taken, Tape
-from shardwise.techniques.recompute.kept import is_kept, is_product
-
-_FUSED: Final = torch.ops.aten._scaled_dot_product_flash_attention
+from shardwise.techniques.recompute.kept import ATTENTION, is_kept, is_product
 
 
 class TapeRecorder:
@@ -64,8 +61,10 @@ class TapeRecorder:
     ) -> None:
         """Record an operation below autograd: a product, or one that writes to its output."""
         if is_product(func):
-            formula = flop_registry.get(func._overloadpacket, flop_registry[_FUSED])
-            flops = formula(*args, **kwargs, out_val=out)
+            if func in ATTENTION:
+                flops = attention_flops(*args[:3])
+            else:
+                flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
             kept = _tensors(out) if is_kept(func, args, kwargs, out) else []
             self._product(module, flops, kept, self.saves)
         elif func._schema.is_mutable and self.made_by:
@@ -79,7 +78,7 @@ class TapeRecorder:
     ) -> None:
         """Record a fused attention, computed after `saves` saves; it saves its outputs."""
         made = [out] if out.grad_fn is None else getattr(out.grad_fn, "saved_tensors", (out,))[3:]
-        self._product(module, flop_registry[_FUSED](*arguments, out_val=out), made, saves)
+        self._product(module, attention_flops(*arguments), made, saves)
 
     def _product(self, module: str, flops: int, kept: Iterable[Tensor], saves: int) -> None:
         """A product of `module` whose outputs `kept` selective recomputation keeps."""
@@ -101,6 +100,15 @@ class TapeRecorder:
             self.storage_bytes.append(x.untyped_storage().nbytes())
             self.alive.append(x.detach())
         return self.numbers[key]
+
+
+def attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """The operations of a fused attention, whose query heads may share those of key and value."""
+
+    def shared(x: Tensor) -> tuple[int, ...]:
+        return (*x.shape[:-3], *query.shape[-3:-2], *x.shape[-2:])
+
+    return sdpa_flop_count(query.shape, shared(key), shared(value))
 
 
 def _tensors(values: Any) -> list[Tensor]:

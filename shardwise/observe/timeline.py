@@ -246,7 +246,7 @@ def marks_on(
         def call(whole: nn.Module, rows: Any) -> Tensor:
             return objective(whole, widened(rows, dtype))
 
-        return marks_of(twin, call, part, found.recomputed)
+        return marks_of(twin, call, part, found.recomputed, options.kernels)
 
     try:
         return by_shape(parts, marks)

@@ -252,7 +252,7 @@ def train_step(run: Run, mine: Batch) -> StepMetrics:
         if isinstance(error, NonFiniteError):
             raise _with_advice(run, error) from None
         if ran_out(error):
-            found = predictor(run.prepared, mine)(run.engine.plan)
+            found = predictor(run.prepared, mine, run.engine.world.device)(run.engine.plan)
             raise explained(error, run.engine, found) from error
         raise
 

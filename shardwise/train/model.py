@@ -22,6 +22,7 @@ from shardwise.engine.parallelize import build_engine
 from shardwise.engine.prediction import Predictor, predict_with
 from shardwise.models import decoder, gpt, moe
 from shardwise.models.decoder import Sizes
+from shardwise.observe.kernels import kernels_of
 from shardwise.observe.timeline import predict_events
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.timeline import Event
@@ -63,7 +64,7 @@ def with_least_offload(prepared: PreparedRun, world: World) -> PreparedRun:
     plan = prepared.plan
     if plan.offload != AUTO:
         return prepared
-    predict_plan = predictor(prepared, largest_share(prepared))
+    predict_plan = predictor(prepared, largest_share(prepared), world.device)
     return replace(prepared, plan=with_offload(plan, predict_plan, world.device))
 
 
@@ -77,11 +78,13 @@ def largest_share(prepared: PreparedRun) -> Batch:
     return {"inputs": tokens, "targets": tokens}
 
 
-def predictor(prepared: PreparedRun, share: Batch) -> Callable[[Plan], Prediction]:
+def predictor(
+    prepared: PreparedRun, share: Batch, device: torch.device
+) -> Callable[[Plan], Prediction]:
     """Predictions of the run under other plans, for a rank with the part `share` of the batch."""
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
-    return lambda plan: predict_with(model, plan, share, _options(prepared))
+    return lambda plan: predict_with(model, plan, share, _options(prepared, device))
 
 
 def prediction_of(prepared: PreparedRun, engine: Engine, share: Batch) -> Prediction:
@@ -89,7 +92,7 @@ def prediction_of(prepared: PreparedRun, engine: Engine, share: Batch) -> Predic
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
     stages = engine.staging.begins if engine.staging else None
-    options, at = replace(_options(prepared), stages=stages), engine.world
+    options, at = replace(_options(prepared, engine.world.device), stages=stages), engine.world
     return Predictor(model, prepared.plan, options, rank=at.rank, ranks=at.size).of(share)
 
 
@@ -100,7 +103,7 @@ def predicted_step(prepared: PreparedRun, engine: Engine, share: Batch) -> Seque
     """
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
-    options = _options(prepared)
+    options = _options(prepared, engine.world.device)
     return predict_events(model, engine.plan, share, options, engine.world.rank)[1]
 
 
@@ -133,8 +136,9 @@ def optimizer_of(train: TrainSection) -> OptimizerSpec:
     return (Lion if train.optimizer == "lion" else AdamW)(**options, betas=train.betas)
 
 
-def _options(prepared: PreparedRun) -> EngineOptions:
-    return options_of_run(prepared.config, prepared.sizes, prepared.table)
+def _options(prepared: PreparedRun, device: torch.device) -> EngineOptions:
+    options = options_of_run(prepared.config, prepared.sizes, prepared.table)
+    return replace(options, kernels=kernels_of(device))
 
 
 def options_of_run(
@@ -166,7 +170,7 @@ def _build_engine(prepared: PreparedRun, world: World) -> Engine:
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
     options = replace(
-        _options(prepared),
+        _options(prepared, world.device),
         tokens=gpt.tokens,
         fill=decoder.fill(prepared.sizes, train.seed),
         stages=starts(prepared, world),

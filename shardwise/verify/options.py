@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardwise.core.errors import InputError, bad
+from shardwise.observe.kernels import Kernels
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.tensor.table import Table
 
@@ -20,11 +21,13 @@ EXAMPLE: Final = '"blocks.*.up" = "colwise" and "blocks.*.down" = "rowwise", one
 class Options:
     """The options of parallelize besides the plan: `units`, and the `table` of the tensor axis.
 
-    Each block is a unit, also in small models, unless the plan has a bucket.
+    Each block is a unit, also in small models, unless the plan has a bucket. `kernels` are those of
+    the device of the ranks.
     """
 
     units: Rule = "auto"
     table: Table | Mapping[str, str] | None = None
+    kernels: Kernels = "cpu"
 
 
 def table_in(path: Path, option: str = "--table") -> Table:

@@ -47,6 +47,7 @@ from shardwise.engine.parallelize import build_engine
 from shardwise.engine.prediction import Predictor
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
+from shardwise.observe.kernels import kernels_of
 from shardwise.observe.live import Live
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.expert.moves import Loads
@@ -100,7 +101,7 @@ def with_early_delays(plan: Plan) -> Plan:
 def _prove(
     world: World, plan: Plan, trainable: Trainable, steps: int, options: Options | None
 ) -> Finding:
-    options = options or Options()
+    options = replace(options or Options(), kernels=kernels_of(world.device))
     with BUILDING:
         oracles = alone_of(trainable, plan, world.device)
         clip = None if is_asynchronous(plan) else clip_of(oracles, trainable, world.device)
@@ -225,6 +226,7 @@ def build_options(
         units=options.units,
         least_unit_bytes=0 if plan.bucket_bytes == BUCKET_BYTES else None,
         table=options.table,
+        kernels=options.kernels,
     )
 
 

@@ -9,7 +9,6 @@ from zlib import crc32
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 import shardwise as sw
@@ -22,6 +21,7 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.prediction import Predictor
 from shardwise.models import gpt
 from shardwise.models.initial import fill
+from shardwise.observe.kernels import Kernels
 from shardwise.techniques.expert.moves import Loads
 from shardwise.verify.loads import Choices
 from shardwise.verify.oracles import microbatches_of
@@ -65,7 +65,12 @@ def text(step: int, rows: int = 7) -> dict[str, Tensor]:
 
 def regression(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """The mean square error over rows."""
-    return functional.mse_loss(model(batch[0]), batch[1])
+    return mean_square(model(batch[0]), batch[1])
+
+
+def mean_square(x: Tensor, y: Tensor) -> Tensor:
+    """Of x - y, whose dtypes may differ: torch 2.11 has no gradient of such an `mse_loss`."""
+    return (x - y).square().mean()
 
 
 def squares(model: nn.Module, batch: Tensor) -> Tensor:
@@ -155,7 +160,7 @@ def foreseen(world: World, task: Task, case: Case) -> Predictor:
     return predictor(world.rank, world.size, task, case)
 
 
-def predictor(rank: int, ranks: int, task: Task, case: Case) -> Predictor:
+def predictor(rank: int, ranks: int, task: Task, case: Case, kernels: Kernels = "cpu") -> Predictor:
     """The predictions of a rank's steps, from a plain model."""
     return Predictor(
         task.make(),
@@ -165,6 +170,7 @@ def predictor(rank: int, ranks: int, task: Task, case: Case) -> Predictor:
             loss=task.loss,
             clip=case.clip,
             units=case.units,
+            kernels=kernels,
         ),
         rank=rank,
         ranks=ranks,

@@ -22,6 +22,7 @@ from tests.engine.cases import (
     Case,
     Task,
     build,
+    mean_square,
     ranks_of,
     rows_task,
     share,
@@ -167,7 +168,7 @@ def pictures(step: int, rows: int = 8) -> dict[str, Tensor]:
 
 
 def picture_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return functional.mse_loss(model(batch["x"], batch["when"]), batch["target"])
+    return mean_square(model(batch["x"], batch["when"]), batch["target"])
 
 
 def of_pictures(

@@ -160,7 +160,8 @@ def test_a_budget_of_each_rank_of_a_pipeline(schedule: str):
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query, key, value)
+    batch, heads, rows, width = query
+    return sdpa_flop_count(query, (batch, heads, rows, width), (batch, heads, rows, value[-1]))
 
 
 COUNTED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}

@@ -32,13 +32,13 @@ _WITH_WEIGHTS: Final = frozenset(
 #: Products of two activations, and which of their arguments these are.
 _OF_ACTIVATIONS: Final = {_ATEN.bmm.default: (0, 1), _ATEN.baddbmm.default: (1, 2)}
 #: Fused attention, and which of its arguments is the rate of dropout.
-_ATTENTION: Final = {
+ATTENTION: Final = {
     _ATEN._scaled_dot_product_flash_attention.default: 3,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default: 3,
     _ATEN._scaled_dot_product_efficient_attention.default: 5,
     _ATEN._scaled_dot_product_cudnn_attention.default: 5,
 }
-_PRODUCTS: Final = frozenset((*_WITH_WEIGHTS, *_OF_ACTIVATIONS, *_ATTENTION))
+_PRODUCTS: Final = frozenset((*_WITH_WEIGHTS, *_OF_ACTIVATIONS, *ATTENTION))
 
 
 class KeptProducts:
@@ -122,8 +122,8 @@ def is_kept(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
     if func in _OF_ACTIVATIONS:
         a, b = (args[place] for place in _OF_ACTIVATIONS[func])
         return out.numel() <= a.numel() + b.numel()
-    if func in _ATTENTION:
-        place = _ATTENTION[func]
+    if func in ATTENTION:
+        place = ATTENTION[func]
         rate = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
         return rate == 0  # otherwise its draws would be missing from the recomputation
     return True
