@@ -24,14 +24,15 @@ sent, divided by the least possible. Absolute times vary on a shared machine; ra
 and live memory are stable. This page is a summary: the data, with more tables and other
 machines, are in `benchmarks/results/`.
 
-**Step times are from the version before 2026-11-26**, which had nodes of its own for norms and
-embeddings. Products and norms are now torch's; the step times have not been measured again.
+**Step times on machines A, B and D are from the version before 2026-11-26**, which had nodes of
+its own for norms and embeddings. Products and norms are now torch's; the step times have not been
+measured again.
 
-**No figure is from a GPU.** The parts for CUDA and NCCL are written and have not run on
-one: collectives on NCCL, waits for the device, pinned copies on streams of their own,
-random states of a GPU, memory of a GPU, and links between GPUs."""
+**One GPU has been used, never two.** On it ran a world of one on NCCL, and plans of several ranks,
+which shared it as threads: waits for the device, pinned copies on streams of their own, memory of a
+GPU. NCCL's collectives between GPUs, and their links, have not run."""
 OTHERS: Final = "## Other suites"
-MACHINES: Final = "The machines, all with two processor cores:"
+MACHINES: Final = "The machines; A, B and D have two processor cores:"
 
 
 def page() -> str:

@@ -6,13 +6,14 @@ run_of(run_gloo, "dp2 zero3")    trains, evaluates, saves, and goes on from a ch
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
@@ -20,6 +21,7 @@ from shardwise.core.mesh import TENSOR
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.model_spec import shapes_of
+from shardwise.observe.kernels import kernels_of
 from shardwise.observe.meter import Leak, Meter
 from shardwise.prediction.memory import by_tier
 from shardwise.prediction.prediction import Prediction
@@ -170,8 +172,8 @@ def foretell(proof: Proof, expected: Expected, on_ranks: "OnRanks") -> list[list
             made[key] = theories[rank].of(own, counts, loads, whole=whole)
         return made[key].on(rank)
 
-    kernels, ranks = "cuda" if on_ranks is run_gpu else "cpu", range(plan.size)
-    theories = [predictor(rank, plan.size, task, proof.case, kernels) for rank in ranks]
+    kernels = kernels_of(torch.device(device_of(on_ranks)))
+    theories = [predictor(rank, plan.size, task, proof.case, kernels) for rank in range(plan.size)]
     return [[of(rank, *each) for each in (*steps, last, again)] for rank in range(plan.size)]
 
 
@@ -286,9 +288,9 @@ def checkpoint(kind: str, precision: str) -> tuple[Arrays, Any]:
 
 
 @cache
-def trained_alone(kind: str, exact: str) -> Expected:
+def trained_alone(kind: str, exact: str, device: str = "cpu") -> Expected:
     """The oracle's training: three steps, an evaluation, and a step from the checkpoint."""
-    proof, task, found = Proof(exact), TASKS[kind], Expected()
+    proof, task, found = Proof(exact), on_device(TASKS[kind], device), Expected()
     plan, clip = proof.plan, proof.case.clip
     oracle = oracle_of(proof, task)
     choices = Choices(oracle.model)
@@ -297,7 +299,7 @@ def trained_alone(kind: str, exact: str) -> Expected:
         found.losses.append(oracle.step(batch, clip))
         found.norms.append(oracle.weights.norm)
         found.loads.append(choices.loads(batch, plan))
-        found.gradients.append({n: g.clone() for n, g in oracle.weights.used.items()})
+        found.gradients.append({n: on_host(g) for n, g in oracle.weights.used.items()})
     found.state = state_of(oracle.weights)
     last = task.batch(STEPS)
     found.evaluated = float(oracle.evaluate(lambda m: oracle.task.loss_of(m, last, oracle.dtype)))
@@ -313,6 +315,15 @@ def trained_alone(kind: str, exact: str) -> Expected:
     return found
 
 
+def on_device(task: Task, device: str) -> Task:
+    """The task with its model and its batches on the device."""
+
+    def batch(step: int) -> Any:
+        return tree_map(lambda x: x.to(device), task.batch(step))
+
+    return replace(task, make=lambda: task.make().to(device), batch=batch)
+
+
 def oracle_of(proof: Proof, task: Task) -> Any:
     recipe = sw.Optim(proof.case.kind, **proof.case.options)
     return oracles_of(task.make, proof.plan, recipe, task.loss, task.tokens).exact
@@ -320,8 +331,13 @@ def oracle_of(proof: Proof, task: Task) -> Any:
 
 def state_of(weights: Weights) -> dict[str, Tensor]:
     """Copies of the weights and of the optimizer's state, by the names of checkpoints."""
-    found = {f"model/{n}": t.clone() for n, t in weights.values().items()}
-    return found | {f"optim/{n}": t.clone() for n, t in weights.state().items()}
+    found = {f"model/{n}": on_host(t) for n, t in weights.values().items()}
+    return found | {f"optim/{n}": on_host(t) for n, t in weights.state().items()}
+
+
+def on_host(x: Tensor) -> Tensor:
+    """A copy on the host."""
+    return x.detach().to("cpu", copy=True)
 
 
 def load_alone(weights: Weights, arrays: Arrays) -> None:
@@ -330,7 +346,8 @@ def load_alone(weights: Weights, arrays: Arrays) -> None:
         master.data.copy_(torch.from_numpy(arrays[f"model/{name}"]))
         weights.params[name].data.copy_(master.data)
         kept = {key: f"optim/{key}/{name}" for key in ("step", "exp_avg", "exp_avg_sq")}
-        state = {key: torch.from_numpy(np.array(arrays[n])) for key, n in kept.items()}
+        read = {key: torch.from_numpy(np.array(arrays[n])) for key, n in kept.items()}
+        state = {key: x.to(master.device) if x.dim() else x for key, x in read.items()}
         weights.optimizer.state[master] = state
 
 
@@ -340,6 +357,11 @@ RUNNERS: dict[str, tuple[OnRanks, OnRanks]] = {
     "cpu": (run_gloo, run_threads),
     "cuda": (run_gpu, run_gpu),
 }
+
+
+def device_of(on_ranks: OnRanks) -> str:
+    """Where these ranks compute."""
+    return "cuda" if on_ranks is run_gpu else "cpu"
 
 
 @dataclass(frozen=True)
@@ -354,7 +376,8 @@ class Run:
 def run_of(on_ranks: OnRanks, text: str) -> Run:
     """The run of a plan on ranks that `on_ranks` provides."""
     proof = Proof(text)
-    expected, saved_alone = trained_alone(*proof.oracle), checkpoint(proof.kind, proof.precision)
+    expected = trained_alone(*proof.oracle, device_of(on_ranks))
+    saved_alone = checkpoint(proof.kind, proof.precision)
     told = foretell(proof, expected, on_ranks)
     ranks = on_ranks(proof.plan.size, train_and_go_on, proof, expected, told, *saved_alone)
     return Run(proof, ranks, expected)
@@ -370,4 +393,4 @@ def run_in_16_bits(on_ranks: OnRanks, text: str) -> Run:
     )
     told = foretell(proof, expected, on_ranks)
     ranks = on_ranks(proof.plan.size, train_and_go_on, proof, expected, told, *saved_alone)
-    return Run(proof, ranks, trained_alone(proof.kind, "fp32"))
+    return Run(proof, ranks, trained_alone(proof.kind, "fp32", device_of(on_ranks)))

@@ -7,7 +7,8 @@ Ranks meet at a board: each shows its tensor, all wait, each reads what it needs
         rank 2   show   |      read  |        write
 
 A collective counts by its definition (volume.py), as in a library.  Tests on threads prove logic,
-not transports.  A rank that fails breaks every gate, so the others stop at once.
+not transports.  A rank that fails breaks every gate, so the others stop at once.  All ranks may be
+on one GPU.
 
 Garbage is not collected while ranks run.  Some functions of torch take a lock of their own and then
 allocate a Python object, such as `Generator.get_state`.  A collection that begins there may run a
@@ -82,12 +83,19 @@ class Threads(Transport):
         """
         slots, gate = self.board.slots, self.board.gate
         slots[self.rank] = mine
+        self._settle(out)
         gate.wait(PATIENCE_S)
         made = read(list(slots))
+        self._settle(out)
         gate.wait(PATIENCE_S)
         slots[self.rank] = None  # do not keep the shown tensor alive
         out.copy_(made)
         return Pending()
+
+    def _settle(self, x: Tensor) -> None:
+        """Wait for the work of this rank's stream, which the streams of other ranks do not do."""
+        if x.is_cuda:
+            torch.cuda.current_stream(x.device).synchronize()
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Pending[Any]:
         self.count("all_reduce", x)
@@ -125,7 +133,9 @@ class Threads(Transport):
 
     def send(self, x: Tensor, to: int) -> Pending[Any]:
         self.begin("send", x).add(x, x.numel())
-        self.board.wires[self.rank, to].put(x.clone())
+        sent = x.clone()
+        self._settle(sent)
+        self.board.wires[self.rank, to].put(sent)
         return Pending()
 
     def receive(self, x: Tensor, source: int) -> Pending[Any]:

@@ -12,7 +12,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.engine.batch import Rows, filled, rows, split, widened
+from shardwise.engine.batch import Rows, filled, on_device, rows, split, widened
 from shardwise.models import gpt
 from tests.engine.cases import (
     CONFIG,
@@ -295,3 +295,9 @@ def test_the_first_step_knows_its_own_number_of_tokens():
     assert engine.expected == 0
     engine.step(text(0, rows=3))
     assert engine.expected == int((text(0, rows=3)["targets"] != -100).sum())
+
+
+def test_a_batch_is_copied_to_the_device():
+    """Its tensors, at any depth; what else it has stays."""
+    found = on_device({"x": [torch.ones(2)], "name": "a"}, torch.device("meta"))
+    assert found["x"][0].is_meta and found["name"] == "a"

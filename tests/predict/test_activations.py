@@ -9,11 +9,14 @@ import torch
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
-from shardwise.engine.prediction import predict
+from shardwise.engine.options import EngineOptions
+from shardwise.engine.prediction import predict, predict_with
 from shardwise.models import gpt
 from shardwise.models.gpt import random_text
 from shardwise.models.initial import fill
+from shardwise.models.registry import find
 from shardwise.observe.meter import Meter
+from shardwise.observe.timeline import marks_on
 from tests.pool import run_threads
 from tests.predict.block_activations import (
     BlockShape,
@@ -155,3 +158,18 @@ def predicted(layers: int) -> int:
 def test_predicted_with_recomputation():
     """sw.predict counts the input of a recomputed block, and nothing else of it."""
     assert predicted(3) - predicted(2) == block_bytes(ROUND, (3, 8), 4, recompute="full")
+
+
+#: Bytes that autograd kept on an H100 (torch 2.11) when blocks 1, 2 and 3 began: gpt in fp16, as
+#: `shardwise verify "dp1 fp16" --device cuda` read them for two rows of 63 tokens.
+H100 = [619_936, 1_235_840, 1_851_744]
+
+
+def test_what_the_kernels_of_a_gpu_keep():
+    """It is predicted to the byte, without a GPU."""
+    model, options = find("gpt"), EngineOptions(loss=gpt.loss, kernels="cuda")
+    batch = {name: x[:, :63] for name, x in model.batch(2, 0).items()}
+    found = predict_with(model.plain(), "dp1 fp16", batch, options)
+    (marks,) = marks_on(found, model.plain(), batch, options)
+    blocks = [f"blocks.{n}" for n in (1, 2, 3)]
+    assert [m.kept_bytes for m in marks if m.kind == "call" and m.name in blocks] == H100
