@@ -15,7 +15,9 @@ device, while the backward pass continues.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+from shardwise.core.zero import RowMoves
 
 #: Units whose shards have at least this size together are updated in one call.
 EARLY_BYTES: Final = 2**21
@@ -76,6 +78,34 @@ class UnitState:
     used: bool = False
     missing: int = 0
     complete: bool = False
+
+    @classmethod
+    def of(
+        cls, groups: Sequence["Flattened"], *, reads_backward: bool, stays: bool = False
+    ) -> "UnitState":
+        """The state of a unit of these flat parameters before a step."""
+        trained = [group for group in groups if group.trained]
+        return cls(
+            any(group.moves.reshards for group in groups),
+            reads_backward=reads_backward,
+            gradients=sum(len(group.params) for group in trained),
+            frozen=len(trained) < len(groups),
+            each_backward=any(group.moves.each_backward for group in trained),
+            stays=stays,
+        )
+
+
+class Flattened(Protocol):
+    """A flat parameter: the moves of its row, whether it is trained, and its parameters."""
+
+    @property
+    def moves(self) -> RowMoves: ...
+
+    @property
+    def trained(self) -> bool: ...
+
+    @property
+    def params(self) -> Sequence[Any]: ...
 
 
 class ReduceOrder:

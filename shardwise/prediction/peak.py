@@ -3,19 +3,17 @@
     between steps         parameters, gradients, optimizer, buffers (memory.py)
     kept                  activations that autograd keeps, and those fetched from the host
     recomputed            what the backward pass of a recomputed module computes again
-    gathered              three units: in use, ahead of it, and the one before
-    gradients on the way  of four units: one that is filled, and three that are summed or copied,
-                          of which one may be that of the same unit in the microbatch before
+    gathered              the units that the order of units keeps (unit_acts.py)
+    gradients on the way  of units in backward, and of those that are summed or copied
     summed gradients      of several microbatches, which leave the device with the last one
 
 The parts are added up for each unit of the backward pass, and the largest sum is the peak:
 
-    backward of unit k    kept by units 0 .. k, recomputed in k, gathered k-1 .. k+1 (or those
-                          nearest to k that are gathered at all),
-                          gradients of k .. k+3, and after the last unit of 0, 1, .. k, without
-                          the units whose gradients stay
+    backward of unit k    kept by units 0 .. k, recomputed in k, and the most that is gathered and
+                          of gradients on the way meanwhile, in the first or a later microbatch
 
-Under a pipeline, where several microbatches are on their way, the largest of each part is taken.
+Under a pipeline, where several microbatches are on their way, the largest of each part is taken,
+and all gradients, which are reduced at the end.
 """
 
 from collections import Counter
@@ -24,16 +22,22 @@ from typing import TYPE_CHECKING, Final
 
 from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import ModelSpec
-from shardwise.prediction.gathers import order_of
-from shardwise.prediction.group import groups
+from shardwise.core.plan import Plan
+from shardwise.prediction.group import Group, groups
+from shardwise.prediction.rank_shape import gathered_bytes_on
+from shardwise.prediction.unit_acts import (
+    UnitActs,
+    by_unit,
+    gathered_bytes,
+    most_by_unit,
+    order_on,
+)
 from shardwise.techniques.recompute.price import Within, storages
 from shardwise.techniques.recompute.price_host import pieces
 
 if TYPE_CHECKING:
     from shardwise.prediction.prediction import Prediction
 
-GATHERED_UNITS: Final = 3
-GRADIENT_UNITS: Final = 4
 #: What a step of the tests' models stores at its peak, over the prediction: temporary memory of
 #: kernels comes on top, and not all units are where the prediction has them.
 LEAST: Final = 0.85
@@ -42,73 +46,53 @@ MOST: Final = 1.2
 
 def device_peak_bytes(found: "Prediction") -> int:
     """The bytes that `found.rank` stores on its device in a step, at most, temporaries apart."""
-    gathered, gradients = Counter[str](), Counter[str]()
-    for group in groups(found.plan, found.model):
-        stored_bytes = group.flat.padded * group.element_bytes
-        gathered[group.unit.name] += stored_bytes * group.moves.reshards
-        leaves = group.moves.offload is not None and found.plan.microbatches == 1
-        on_the_way = group.moves.shards_gradient or leaves
-        gradients[group.unit.name] += stored_bytes * on_the_way
-    again = _again(found.spec)
+    again, plan = _again(found.spec), found.plan
     lasting = sum(found.memory.values()) + found.fetched + _summed(found)
-    if found.plan.pipeline is not None:
-        return (
-            lasting
-            + found.activations
-            + max(again.values(), default=0)
-            + sum(count for _, count in gathered.most_common(GATHERED_UNITS))
-            + max(gradients.values(), default=0)
-            + sum(count for _, count in gradients.most_common(GRADIENT_UNITS - 1))
-        )
-    kept, names = _kept(found), [unit.name for unit in found.model.units]
-    on_the_way = [gradients[name] for name in names]
-    moments = [
-        sum(kept[: k + 1])
-        + again.get(k, 0)
-        + _gathered_at([gathered[name] for name in names], k)
-        + _gradients_at(on_the_way, k, found.plan.microbatches)
-        for k in range(len(names))
-    ]
+    every = by_unit(plan, found.model)
+    gradients = [_on_the_way(unit, plan) for unit in every]
+    if plan.pipeline is not None:
+        most = max(again.values(), default=0) + gathered_bytes_on(found.spec, plan, found.rank)
+        return lasting + found.activations + most + sum(gradients)
+    acts, gathered = _acts(found, every), [gathered_bytes(unit) for unit in every]
+
+    def stored() -> int:
+        alive = (*acts.filling, *acts.reducing, *acts.leaving)
+        own = sum(gathered[n] for n in acts.gathered) + sum(gradients[n] for n in alive)
+        return own if acts.phase == "backward" else 0
+
+    most, kept = most_by_unit(acts, stored), _kept(found)
+    for microbatches in range(min(2, plan.microbatches), 0, -1):
+        acts.microbatch(found.spec, sync=microbatches == 1)
+    moments = [sum(kept[: k + 1]) + again.get(k, 0) + most.get(k, 0) for k in range(len(kept))]
     return lasting + max(moments, default=found.activations)
 
 
 def gathered_most_bytes(found: "Prediction") -> dict[str, int]:
     """The most bytes that are gathered while each unit is used, forward or backward, by its name.
 
-    Those of three units in the order of their use, and of units around others, which stay. Under ""
-    the most at any moment. Not for pipelines, nor for units inside of recomputed modules, which a
-    recomputation gathers all at once.
+    Under "" the most at any moment. Not for pipelines, nor for units inside of recomputed modules,
+    which a recomputation gathers all at once.
     """
-    sizes = Counter[str]()
-    for group in groups(found.plan, found.model):
-        sizes[group.unit.name] += group.flat.padded * group.element_bytes * group.moves.reshards
-    names, own = [unit.name for unit in found.model.units], found.spec.modules
-    members = [k for k, name in enumerate(names) if sizes[name]]
-    path = order_of(own, found.spec.run, members).path
-    stay = {k for k in members if own[k].encloses}
-    most = Counter[str]()
-    for place, unit in enumerate(path):
-        near = {*path[max(0, place - 1) : place - 1 + GATHERED_UNITS], *stay}
-        stored_bytes = sum(sizes[names[k]] for k in near)
-        most[names[unit]] = max(stored_bytes, most[names[unit]])
-    return {**most, "": max(most.values(), default=0)}
+    every, names = by_unit(found.plan, found.model), [unit.name for unit in found.model.units]
+    acts, sizes = _acts(found, every), [gathered_bytes(unit) for unit in every]
+    most = most_by_unit(acts, lambda: sum(sizes[n] for n in acts.gathered))
+    for _ in range(2):  # the first learns the order of units
+        acts.microbatch(found.spec)
+    return {names[n]: size for n, size in most.items()} | {"": max(most.values(), default=0)}
 
 
-def _gathered_at(sizes: Sequence[int], k: int) -> int:
-    """The bytes of unit k and of the nearest on both sides that are gathered at all."""
-    ahead = next((size for size in reversed(sizes[:k]) if size), 0)
-    before = next((size for size in sizes[k + 1 :] if size), 0)
-    return ahead + sizes[k] + before
+def _acts(found: "Prediction", every: Sequence[Sequence[Group]]) -> UnitActs:
+    return UnitActs(order_on(found.plan, every, found.spec.modules, found.rank))
 
 
-def _gradients_at(sizes: Sequence[int], k: int, microbatches: int) -> int:
-    """The bytes of the gradient of unit k, and of those before it in the backward pass.
-
-    In each backward pass but the first, the last gradients of the one before are still summed.
-    """
-    passed = [*sizes] * min(2, microbatches)
-    before = [size for size in passed[k + 1 : k + 1 + len(sizes)] if size]
-    return sizes[k] + sum(before[: GRADIENT_UNITS - 1])
+def _on_the_way(unit: Sequence[Group], plan: Plan) -> int:
+    """The bytes of a unit's gradients that are not those between steps."""
+    leaves = plan.microbatches == 1
+    return sum(
+        group.flat.padded * group.element_bytes
+        for group in unit
+        if group.moves.shards_gradient or (leaves and group.moves.offload)
+    )
 
 
 def _summed(found: "Prediction") -> int:

@@ -3,30 +3,31 @@
 axis tp    its parts of the parameters that a style shards
 axis ep    its experts, on the data ranks that hold the same ones
 axis pp    the parameters and buffers of the rank's stages; tied ones are on several ranks
-axis dp    a share of each unit, and how often the unit is gathered (gathers.py; unit_gathers.py)
+axis dp    a share of each unit, and how often the unit is gathered (unit_acts.py)
 """
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from shardwise.core.layouts import layouts, on_tiers
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.model_spec import (
-    Call,
     ModelShape,
     ModelSpec,
     ParamShape,
-    StageSpec,
-    UnitModules,
-    UnitShape,
 )
 from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
-from shardwise.core.schedule.action import Action
 from shardwise.core.schedule.memory import most_alive
-from shardwise.prediction.gathers import gathers, order_of
-from shardwise.prediction.group import groups, layout_of
-from shardwise.prediction.unit_gathers import Gather, UnitPath, unit_gathers, whole_bytes
+from shardwise.prediction.group import layout_of
+from shardwise.prediction.unit_acts import (
+    StageActs,
+    by_phase,
+    by_unit,
+    gathered_bytes,
+    gathers,
+    most_by_unit,
+)
 from shardwise.techniques.recompute.price import added_flops
 
 
@@ -38,16 +39,12 @@ def shape_on(spec: ModelSpec, plan: Plan, rank: int, *, trains: bool = True) -> 
     spec = _parts_on(spec, plan, rank)
     schedule, stages, units = schedule_of(plan), spec.stages, spec.shape.units
     if schedule is None or stages is None:
-        times = gathers(spec.modules, spec.run, _sharded(spec, plan))
-        buffers = spec.shape.buffers
+        times, buffers = gathers(plan, spec, trains=trains), spec.shape.buffers
     else:
         place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
-        paths = _paths(spec, plan, stages, schedule.stages(place))
-        evaluates = [Action("F", stage, 0) for stage in schedule.stages(place)]
-        found = unit_gathers(schedule.actions(place) if trains else evaluates, paths)
-        times = [
-            (found[Gather(n, "forward")], found[Gather(n, "backward")]) for n in range(len(units))
-        ]
+        acts = StageActs(plan, spec, rank)
+        acts.run(trains=trains)
+        times = by_phase(acts)
         mine = set(schedule.stages(place))
         every = [(buffer, stages.of(buffer.name)) for buffer in spec.shape.buffers]
         buffers = tuple(buffer for buffer, at in every if not at or mine & {*at})
@@ -89,90 +86,15 @@ def gathered_bytes_on(spec: ModelSpec, plan: Plan, rank: int, ahead: int = 1) ->
 
     `ahead` is the option `prefetch`. Zero if no parameter is sharded, or without a pipeline.
     """
-    schedule, stages, stored = schedule_of(plan), spec.stages, dict[str, int]()
-    if schedule is None or stages is None:
+    if schedule_of(plan) is None or spec.stages is None:
         return 0
-    for group in groups(plan, shape_on(spec, plan, rank)):
-        if group.moves.reshards:
-            name = group.unit.name
-            stored[name] = stored.get(name, 0) + group.element_bytes * group.flat.padded
-    by_unit: dict[Hashable, int] = {
-        n: stored.get(unit.name, 0) for n, unit in enumerate(spec.shape.units)
-    }
-    place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
-    paths = _paths(_parts_on(spec, plan, rank), plan, stages, schedule.stages(place))
-    return max(whole_bytes(path, by_unit, ahead) for path in paths.values())
-
-
-def _sharded(spec: ModelSpec, plan: Plan) -> frozenset[int]:
-    """The units that are gathered for their use; all of them if none are.
-
-    Others free no unit that is gathered: layers under another row, and experts that one rank alone
-    holds. `spec` has the parts of this rank.
-    """
-    units = spec.shape.units
-    found = (
-        n for n, u in enumerate(units) if any(g.moves.reshards for g in groups(plan, _alone(u)))
-    )
-    return frozenset(found) or frozenset(range(len(units)))
-
-
-def _alone(unit: UnitShape) -> ModelShape:
-    return ModelShape((unit,), ())
-
-
-def _paths(
-    spec: ModelSpec, plan: Plan, stages: StageSpec, own: Sequence[int]
-) -> dict[int, UnitPath]:
-    """The units of each of a rank's stages, in the order in which the layers use them."""
-    outside = frozenset[str]().union(*(stages.outside[stage] for stage in own))
-    sharded = _sharded(spec, plan)
-    return {stage: _path(spec, stages, (stage, outside), sharded) for stage in own}
-
-
-def _path(
-    spec: ModelSpec,
-    stages: StageSpec,
-    at: tuple[int, frozenset[str]],
-    sharded: Collection[int],
-) -> UnitPath:
-    """The `sharded` units of a stage, in the order in which its layers use them.
-
-    A unit with a module outside of the layers, or with a parameter that is read `outside` of them,
-    stays gathered while its stage is computed.
-    """
-    units, (stage, outside) = spec.shape.units, at
-    own = [n for n, u in enumerate(units) if any(stage in stages.params[p.name] for p in u.params)]
-    read = {n for n in own if any(p.name in outside for p in units[n].params)}
-    around = {n for n in own if n in read or _around(spec.modules[n], stages)}
-    own = [n for n in own if n in sharded]
-    run = spec.run._replace(calls=tuple(_calls(spec.run.calls, stages, stage)))
-    path, calls, reached = order_of(spec.modules, run, [n for n in own if n not in around])
-    back = [n for n in calls[::-1] if n in reached]
-    return UnitPath(
-        around=tuple(n for n in own if n in around),
-        forward=path,
-        backward=tuple(None if spec.modules[n].looks_up else n for n in back),
-        graded=stage > 0 and any(x.trained for x in stages.bundles[0][stage - 1]),
-    )
-
-
-def _calls(calls: Iterable[Call], stages: StageSpec, stage: int) -> Iterator[Call]:
-    """The calls that run in `stage`.
-
-    The call of a layer that several stages hold runs in the earliest of them that has not ended.
-    """
-    reached = 0
-    for call in calls:
-        if call.begins and not call.recomputed:
-            held_by = (s for s in stages.of(call.module) if s >= reached)
-            reached = min(held_by, default=reached)
-        if reached == stage:
-            yield call
-
-
-def _around(unit: UnitModules, stages: StageSpec) -> bool:
-    return unit.encloses or any(not stages.of(module) for module in unit.modules)
+    stored = {unit[0].unit.name: unit for unit in by_unit(plan, shape_on(spec, plan, rank))}
+    sizes = [gathered_bytes(stored.get(unit.name, ())) for unit in spec.shape.units]
+    acts = StageActs(plan, _parts_on(spec, plan, rank), rank, ahead)
+    most = most_by_unit(acts, lambda: sum(sizes[n] for n in acts.gathered))
+    for _ in range(2):  # the first run learns the order of units
+        acts.run()
+    return max(most.values())
 
 
 def stage_bytes(spec: ModelSpec, kept: Iterable[tuple[int, str]]) -> dict[int, int]:

@@ -17,19 +17,18 @@ Not predicted are temporary bytes, which a kernel or a message holds for less th
 is not the first one, which allocates gradients and optimizer states.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple
 
-from shardwise.core.arena_slots import IN_FLIGHT
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
-from shardwise.core.reduce_order import EARLY_BYTES
+from shardwise.core.reduce_order import EARLY_BYTES, Act
 from shardwise.core.schedule.action import Action
+from shardwise.core.unit_order import Place
 from shardwise.core.zero import row_of
-from shardwise.prediction.group import Group, groups
 from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.unit_acts import UnitActs, by_unit, gathered_bytes, order_on
 from shardwise.techniques.recompute.word import PARTITIONED_WORDS, recompute_budget
 
 #: The predicted categories. A measured timeline has "temporary" too.
@@ -76,218 +75,98 @@ class Event(NamedTuple):
         return f"{self.kind} {self.unit}".strip()
 
 
-@dataclass(eq=False)
-class _Unit:
-    """A unit while a step is simulated; the fields are those of techniques/data/units.py."""
-
-    name: str
-    modules: tuple[str, ...]
-    encloses: bool
-    looks_up: bool
-    groups: list[Group]
-    unsharded: bool = False
-    used: bool = False
-    depth: int = 0
-    reached: bool = False
-    missing: set[str] = field(default_factory=set[str])
-    complete: bool = False
-    filling: set[int] = field(default_factory=set[int])  # groups whose whole gradient is stored
-
-    @property
-    def reshards(self) -> bool:
-        return self.full_bytes > 0
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the gathered groups that are freed between uses."""
-        return sum(_padded(group) for group in self.groups if group.moves.reshards)
-
-    @property
-    def trained(self) -> list[Group]:
-        return [group for group in self.groups if group.trained]
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of a gradient whose reduction is in flight."""
-        return sum(_padded(group) for group in self.groups if group.moves.shards_gradient)
-
-    @property
-    def shard_bytes(self) -> int:
-        return sum(group.flat.share * group.element_bytes for group in self.trained)
-
-    def reshard(self) -> None:
-        self.used = self.unsharded = False
-
-
-def _padded(group: Group) -> int:
-    return group.flat.padded * group.element_bytes
-
-
 class _Step:
     """The units of one rank during a step."""
 
-    def __init__(self, found: Prediction, ahead: int, in_flight: int) -> None:
-        self.found, self.ahead, self.in_flight = found, ahead, in_flight
-        of_unit: dict[str, list[Group]] = {}
-        for group in groups(found.plan, found.model):
-            of_unit.setdefault(group.unit.name, []).append(group)
-        self.units = [
-            _Unit(unit.name, own.modules, own.encloses, own.looks_up, of_unit.get(unit.name, []))
-            for unit, own in zip(found.model.units, found.spec.modules, strict=True)
-        ]
-        self.of_module = {name: unit for unit in self.units for name in unit.modules}
+    def __init__(self, found: Prediction, ahead: int) -> None:
+        self.found, self.modules = found, found.spec.modules
+        self.units = by_unit(found.plan, found.model)
+        self.names = [unit.name for unit in found.model.units]
+        order = order_on(found.plan, self.units, self.modules, found.rank, ahead)
+        self.acts, self.order, self.states = UnitActs(order), order, order.units
+        self.of_module = {name: n for n, unit in enumerate(self.modules) for name in unit.modules}
         self.of_param = {
-            param.name: (unit, k)
-            for unit in self.units
-            for k, group in enumerate(unit.groups)
+            param.name: (n, group)
+            for n, unit in enumerate(self.units)
+            for group in unit
             for param in group.params
             if group.trained
         }
-        self.memory = dict(found.memory)
-        self.path: list[_Unit] = []  # of the step before
-        self.uses: list[_Unit] = []
-        self.calls: list[_Unit] = []
-        self.counts: dict[int, int] = {}  # the number of calls before each return
-        self.latest: _Unit | None = None
-        self.flying: list[_Unit] = []  # units whose reductions are in flight
-        self.next = 0  # units, from the last, whose sums have begun
+        self.places = dict[int, Place]()  # of each return
+        self.filling: dict[int, dict[int, int]] = {}  # bytes by unit and group
         self.microbatch = 0
-        self.sync = False  # whether this microbatch is the last of the step
         self.events: list[Event] = []
 
-    # --- the hooks, in their order (techniques/data/hooks.py) -------------------------------------
-
     def forward(self, marks: Sequence[Mark]) -> None:
-        """A forward pass: units are gathered when called, and ahead of it."""
-        self.uses, self.calls, self.counts = [], [], {}
+        """A forward pass."""
+        self.acts.phase = "forward"
+        self.order.begin_forward(recorded=True)
         for place, mark in enumerate(marks):
-            unit = self.of_module.get(mark.name)
-            if unit is None:
+            n = self.of_module.get(mark.name)
+            if n is None:
                 continue
             if mark.kind == "call":
-                self._call(unit)
-                if unit.depth == 1:
-                    self.see("forward", unit.name, mark)
+                self.acts.do(self.order.call(n))
+                if self.states[n].depth == 1:
+                    self.see("forward", self.names[n], mark)
             else:
-                self.counts[place] = len(self.calls)
-                self._return(unit, mark)
+                self.places[place] = self.order.place
+                ends = mark.name == self.modules[n].modules[-1]
+                self.acts.do(self.order.returned(n, ends=ends, graded=mark.graded))
 
-    def _call(self, unit: _Unit) -> None:
-        begins = unit.reshards and not unit.used
-        if begins:
-            self._free_latest(unit)
-        unit.depth += 1
-        unit.unsharded = True
-        if unit.reshards:
-            self.calls.append(unit)
-        if begins:
-            unit.used = True
-            self.uses.append(unit)
-            place = len(self.uses)
-            if self.path[place - 1 : place] == [unit]:
-                for following in self.path[place : place + self.ahead]:
-                    following.unsharded = True
-
-    def _return(self, unit: _Unit, mark: Mark) -> None:
-        unit.depth -= 1
-        if unit.reshards:
-            unit.reached = mark.graded
-        over = not unit.depth and mark.name == unit.modules[-1]
-        if over and unit.reshards and not unit.encloses:
-            self._free_latest(unit)
-            self.latest = unit
-
-    def _free_latest(self, now: _Unit) -> None:
-        before, self.latest = self.latest, None
-        if before is not None and before is not now:
-            before.reshard()
-
-    def backward(self, marks: Sequence[Mark]) -> None:
-        """A backward pass: units are gathered again, freed, and their gradients reduced."""
-        once = list(dict.fromkeys(self.uses))
-        order = once if len(once) == len(self.units) else self.units
-        self.next = 0
-        for unit in self.units:
-            unit.missing = {param.name for group in unit.trained for param in group.params}
-            unit.complete = False
+    def backward(self, marks: Sequence[Mark], *, sync: bool) -> None:
+        """A backward pass; `sync`: it is the last of the step."""
+        self.acts.phase = "backward"
+        self.do(self.order.begin_backward(sync=sync))
         for mark in marks:
             if mark.kind == "complete" and mark.name in self.of_param:
-                self._complete(mark.name, order)
-            elif mark.kind == "gradient" and (unit := self.of_module.get(mark.name)):
-                if unit.reshards:
-                    self._reach(unit, self.counts[mark.returned])
-                self.see("backward", unit.name, mark)
-        for unit in order[::-1][self.next :]:
-            self._reduce(unit)
-        for unit in self.units:
-            unit.reshard()
+                n, group = self.of_param[mark.name]
+                filled = group.flat.padded * group.element_bytes * group.moves.shards_gradient
+                self.filling.setdefault(n, {})[id(group)] = filled
+                self.do(self.order.complete(n))
+            elif mark.kind == "gradient" and mark.name in self.of_module:
+                n = self.of_module[mark.name]
+                if self.states[n].reshards:
+                    self.do(self.order.reached(n, self.places[mark.returned]))
+                self.see("backward", self.names[n], mark)
+        self.do(self.order.end_backward())
 
-    def _reach(self, unit: _Unit, count: int) -> None:
-        to_come = self.calls[:count]
-        for later in set(self.calls[count:]).difference(to_come):
-            if (later.complete or not later.trained) and not later.encloses:
-                later.reshard()
-        if unit.complete or unit.looks_up:
-            return
-        unit.unsharded = True
-        if to_come[-1] is unit:
-            to_come.pop()
-        for earlier in to_come[::-1][: self.ahead]:
-            if not earlier.looks_up and earlier.reached and not earlier.complete:
-                earlier.unsharded = True
-
-    def _complete(self, name: str, order: list[_Unit]) -> None:
-        unit, k = self.of_param[name]
-        if unit.groups[k].moves.shards_gradient:
-            unit.filling.add(k)
-        unit.missing.discard(name)
-        unit.complete = not unit.missing
-        if unit.complete:
-            if len(unit.trained) == len(unit.groups):
-                unit.reshard()
-            turns = order[::-1]
-            while self.next < len(turns) and (
-                turns[self.next].complete or not turns[self.next].trained
-            ):
-                self._reduce(turns[self.next])
-                self.next += 1
-
-    # --- the sums (core/reduce_order.py) ----------------------------------------------------
-
-    def _reduce(self, unit: _Unit) -> None:
-        if not unit.trained or not (unit.sent_bytes or self.sync):
-            return
-        while unit in self.flying:
-            self.flying.pop(0)
-        self.flying.append(unit)
-        unit.filling.clear()
-        while unit.sent_bytes and len(self.flying) > self.in_flight:
-            self.flying.pop(0)
+    def do(self, acts: Iterable[Act]) -> None:
+        """Do acts on units; a gradient that is reduced is no longer filled."""
+        for act in acts:
+            self.acts.do([act])
+            if act.kind == "reduce":
+                self.filling.pop(act.unit, None)
 
     def update(self, by_norm: bool) -> None:
-        """Begin the update, after all sums if a norm is needed, else after the first 2 MiB."""
-        ready = 0
-        while self.flying and (by_norm or ready < EARLY_BYTES):
-            ready += self.flying.pop(0).shard_bytes
+        """The update, after all sums if a norm is needed, else after the first 2 MiB."""
+        ready, arrivals = 0, self.order.arrivals()
+        for act in arrivals:
+            self.do([act])
+            ready += self._shard_bytes(act.unit) if act.kind == "arrive" else 0
+            if not by_norm and ready >= EARLY_BYTES:
+                break
         self.see("update")
-        self.flying.clear()
+        self.do(arrivals)
 
-    # --- live bytes -------------------------------------------------------------------------------
+    def _shard_bytes(self, n: int) -> int:
+        return sum(g.flat.share * g.element_bytes for g in self.units[n] if g.trained)
 
     def see(self, kind: str, unit: str = "", mark: Mark | None = None) -> None:
         """Record an event, which is at a mark of the pass unless all activations are gone."""
         mark = mark or Mark("loss", "", 0)
-        filling = sum(_padded(u.groups[k]) for u in self.units for k in u.filling)
-        flying = sum(unit.sent_bytes for unit in self.flying)
+        filling = sum(size for sizes in self.filling.values() for size in sizes.values())
+        reducing = [g for n in self.acts.reducing for g in self.units[n] if g.moves.shards_gradient]
+        summed = filling + sum(g.flat.padded * g.element_bytes for g in reducing)
         by_category = {
-            "parameters": self.memory["parameters"],
-            "gathered": sum(unit.full_bytes for unit in self.units if unit.unsharded),
-            "gradients": self.memory["gradients"] + filling + flying,
-            "optimizer": self.memory["optimizer"],
-            "buffers": self.memory["buffers"],
+            "parameters": self.found.memory["parameters"],
+            "gathered": sum(gathered_bytes(self.units[n]) for n in self.acts.gathered),
+            "gradients": self.found.memory["gradients"] + summed,
+            "optimizer": self.found.memory["optimizer"],
+            "buffers": self.found.memory["buffers"],
             "kept": mark.kept_bytes,
         }
-        total, most = sum(by_category.values()), mark.other_bytes + filling + flying
+        total, most = sum(by_category.values()), mark.other_bytes + summed
         self.events.append(Event(kind, unit, self.microbatch, by_category, total, most))
 
 
@@ -351,25 +230,22 @@ def _stays(plan: Plan) -> bool:
 
 
 def predicted_timeline(
-    found: Prediction, marks: Sequence[Sequence[Mark]], ahead: int = 1, in_flight: int = IN_FLIGHT
+    found: Prediction, marks: Sequence[Sequence[Mark]], ahead: int = 1
 ) -> tuple[Event, ...]:
     """The memory of `found.rank` at each event of a step after the first.
 
     `marks` are those of a pass of each microbatch. The plan has no pipeline.
     """
-    step = _Step(found, ahead, in_flight)
-    step.forward(_forward(marks[0]))  # so that the order of uses is known
-    step.path, step.events = step.uses, []
-    for unit in step.units:
-        unit.reshard()
-    for microbatch, own in enumerate(marks):
-        step.microbatch, step.sync = microbatch, microbatch == len(marks) - 1
-        before = _forward(own)
-        step.forward(before)
-        step.see("loss", "", own[len(before)])
-        step.backward(own[len(before) + 1 :])
-    step.update(found.norm)
-    step.see("end")
+    step = _Step(found, ahead)
+    for _ in range(2):  # the first step learns the order of units
+        step.events = []
+        for microbatch, own in enumerate(marks):
+            step.microbatch, before = microbatch, _forward(own)
+            step.forward(before)
+            step.see("loss", "", own[len(before)])
+            step.backward(own[len(before) + 1 :], sync=microbatch == len(marks) - 1)
+        step.update(found.norm)
+        step.see("end")
     return tuple(step.events)
 
 

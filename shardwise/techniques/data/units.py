@@ -26,13 +26,8 @@ class Unit:
         self.number = 0  # in the order of definition
         self.trained = [group for group in groups if group.trained]
         self.reshards = any(group.reshards for group in groups)
-        self.state = UnitState(
-            self.reshards,
-            reads_backward=not all(type(m) is nn.Embedding for m in modules),
-            gradients=sum(len(group.params) for group in self.trained),
-            frozen=len(self.trained) < len(self.groups),
-            each_backward=any(group.moves.each_backward for group in self.trained),
-        )
+        looks_up = all(type(m) is nn.Embedding for m in modules)
+        self.state = UnitState.of(groups, reads_backward=not looks_up)
         self.ran = False  # in a forward pass of training since it was freed
         self.opened = False  # gathered for a read outside of its modules' calls
         self.recorded: list[RemovableHandle] = []  # hooks, if autograd has recorded the read

@@ -1,0 +1,261 @@
+"""The acts on a rank's units in a step: from the recorded calls of the plain model.
+
+    recorded     embed ( ) blocks.0 ( ) blocks.1 ( )     the loss     and back, in reverse
+    events       call, returned of each unit                          reached, complete of each
+    acts         gather, wait, free, reduce              counted, and weighed after each
+
+The machine that hooks ask in a run decides them here too (core/unit_order.py). A gather of a unit
+that is gathered sends nothing. (FSDP, arXiv 2304.11277, section 3.)
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from shardwise.core.mesh import PIPELINE
+from shardwise.core.model_spec import Call, ModelShape, ModelSpec, StageSpec, UnitModules, Value
+from shardwise.core.plan import Plan
+from shardwise.core.plan_schedule import schedule_of
+from shardwise.core.reduce_order import Act, UnitState
+from shardwise.core.schedule.action import COMPUTE_OPS, Action
+from shardwise.core.unit_order import Place, UnitOrder
+from shardwise.prediction.group import Group, groups
+
+GATHERS: Final = ("gather", "wait", "use")
+FREES: Final = ("free", "free_early", "close")
+
+
+class Returned(NamedTuple):
+    """A call in a forward pass that backward goes through: of `unit`, which returned at `place`.
+
+    Without a place it is the first call of the unit in the pass, at its begin.
+    """
+
+    unit: int
+    place: Place | None
+
+
+class UnitActs:
+    """What the acts of `order` leave on the device.
+
+    gathered   the units that are gathered
+    filling    the units whose gradients backward is computing
+    reducing   the units whose gradients are being reduced
+    leaving    the units whose gradients are reduced, and leave the device for the update
+    gathers    the number of gathers, by unit and phase ("forward", "backward")
+    seen       called after each act and each event, with the unit of the event
+    """
+
+    def __init__(self, order: UnitOrder) -> None:
+        self.order, self.units, self.phase = order, order.units, "forward"
+        self.gathered, self.filling, self.leaving = set[int](), set[int](), set[int]()
+        self.reducing: list[int] = []  # twice if the sum of the previous microbatch still runs
+        self.gathers = Counter[tuple[int, str]]()
+        self.now = 0  # the unit of the latest event
+        self.seen: Callable[[int], None] = lambda _: None
+
+    def do(self, acts: Iterable[Act]) -> None:
+        """Do acts on units."""
+        for kind, unit in acts:
+            if kind in GATHERS and self.units[unit].reshards and unit not in self.gathered:
+                self.gathered.add(unit)
+                self.gathers[unit, self.phase] += 1
+            elif kind in FREES:
+                self.gathered.discard(unit)
+            elif kind == "reduce":
+                self.filling.discard(unit)
+                self.reducing.append(unit)
+            elif kind in ("reduced", "replicate"):
+                self.reducing.remove(unit)
+                self.leaving |= {unit} if kind == "replicate" and self.order.sums.offload else set()
+            elif kind == "offload":
+                self.leaving.discard(unit)
+            self.seen(self.now)
+
+    def forward(
+        self,
+        modules: Sequence[UnitModules],
+        calls: Iterable[Call],
+        values: Sequence[Value],
+        *,
+        recorded: bool = True,
+    ) -> list[Returned]:
+        """Feed the calls of a forward pass; returns what its backward pass goes through.
+
+        In an evaluation it is not `recorded` by autograd.
+        """
+        numbers = {name: n for n, unit in enumerate(modules) for name in unit.modules}
+        found, begun = list[Returned](), set[int]()
+        for call in calls:
+            unit = None if call.recomputed else numbers.get(call.module)
+            if unit is None:
+                continue
+            self.now = unit
+            if call.begins:
+                found += [] if unit in begun else [Returned(unit, None)]
+                begun.add(unit)
+                self.do(self.order.call(unit) if self.units[unit].reshards else ())
+            elif self.units[unit].reshards:
+                graded = any(values[value].trained for value in call.values)
+                found += [Returned(unit, self.order.place)] if graded else []
+                ends = call.module == modules[unit].modules[-1]
+                self.do(self.order.returned(unit, ends=ends, recorded=recorded, graded=graded))
+            elif any(values[value].trained for value in call.values):
+                found.append(Returned(unit, Place([], 0)))
+        return found
+
+    def backward(self, passed: Sequence[Returned]) -> None:
+        """Feed the backward pass of such a forward pass."""
+        for unit, place in reversed(passed):
+            self.now = unit
+            if place is None:
+                for _ in range(self.units[unit].missing):
+                    self.do(self.order.complete(unit))
+                continue
+            self.filling |= {unit} if self.units[unit].missing else set()
+            self.do(self.order.reached(unit, place) if self.units[unit].reshards else ())
+            self.seen(unit)
+
+    def microbatch(self, spec: ModelSpec, *, sync: bool = True) -> None:
+        """Feed the passes of a microbatch without a schedule; `sync`: it is the last of a step."""
+        self.phase = "forward"
+        self.order.begin_forward(recorded=True)
+        passed = self.forward(spec.modules, spec.run.calls, spec.run.values)
+        self.phase = "backward"
+        self.do(self.order.begin_backward(sync=sync))
+        self.backward(passed)
+        self.do(self.order.end_backward())
+
+
+class StageActs(UnitActs):
+    """The units of a pipeline rank, under the schedule of the plan.
+
+    Units that a stage reads outside of its layers (a root unit, tied parameters) stay gathered
+    while the rank is in the stage. `spec` has this rank's part of each parameter, of all stages.
+    """
+
+    def __init__(self, plan: Plan, spec: ModelSpec, rank: int, ahead: int = 0) -> None:
+        schedule, stages, units = schedule_of(plan), spec.stages, spec.shape.units
+        assert schedule is not None and stages is not None
+        place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
+        self.spec, self.own = spec, schedule.stages(place)
+        self.actions = [a for a in schedule.actions(place) if a.op in COMPUTE_OPS]
+        outside = frozenset[str]().union(*(stages.outside[stage] for stage in self.own))
+        around = {
+            n
+            for n, (unit, own) in enumerate(zip(units, spec.modules, strict=True))
+            if any(p.name in outside for p in unit.params)
+            or any(not stages.of(module) for module in own.modules)
+        }
+        at = [{stage for p in u.params for stage in stages.params[p.name]} for u in units]
+        of_stage = {stage: [n for n, own in enumerate(at) if stage in own] for stage in self.own}
+        self.calls = {stage: tuple(_calls(spec.run.calls, stages, stage)) for stage in self.own}
+        self.graded = {
+            stage: stage > 0 and any(x.trained for x in stages.bundles[0][stage - 1])
+            for stage in self.own
+        }
+        states = states_of(by_unit(plan, spec.shape), spec.modules, around)
+        super().__init__(UnitOrder(states, ahead, stages=of_stage))
+
+    def run(self, *, trains: bool = True) -> None:
+        """One run of the schedule, or the forward of one microbatch."""
+        passed = dict[tuple[int, int], list[Returned]]()
+        evaluation = [Action("F", stage, 0) for stage in self.own]
+        self.order.begin_run()
+        for op, stage, microbatch in self.actions if trains else evaluation:
+            self.phase = "forward" if op == "F" else "backward"
+            self.do(self.order.enter(stage, op, graded=self.graded[stage]))
+            if op == "F":
+                of = self.spec.modules, self.calls[stage], self.spec.run.values
+                passed[stage, microbatch] = self.forward(*of, recorded=trains)
+            else:
+                self.backward(passed[stage, microbatch])
+            self.do(self.order.leave(recorded=trains))
+        self.do(self.order.abandon())
+
+
+def _calls(calls: Iterable[Call], stages: StageSpec, stage: int) -> Iterator[Call]:
+    """The calls that run in `stage`.
+
+    The call of a layer that several stages hold runs in the earliest of them that has not ended.
+    """
+    reached = 0
+    for call in calls:
+        if call.begins and not call.recomputed:
+            held_by = (s for s in stages.of(call.module) if s >= reached)
+            reached = min(held_by, default=reached)
+        if reached == stage:
+            yield call
+
+
+def states_of(
+    by_unit: Iterable[Sequence[Group]], modules: Sequence[UnitModules], around: Collection[int] = ()
+) -> list[UnitState]:
+    """The units of these groups before a step; those `around` stay gathered."""
+    return [
+        UnitState.of(own, reads_backward=not unit.looks_up, stays=unit.encloses or n in around)
+        for n, (own, unit) in enumerate(zip(by_unit, modules, strict=True))
+    ]
+
+
+def by_unit(plan: Plan, model: ModelShape) -> list[list[Group]]:
+    """The groups of each unit of `model` under the plan."""
+    found: dict[str, list[Group]] = {unit.name: [] for unit in model.units}
+    for group in groups(plan, model):
+        found[group.unit.name].append(group)
+    return [*found.values()]
+
+
+def order_on(
+    plan: Plan,
+    every: Sequence[Sequence[Group]],
+    modules: Sequence[UnitModules],
+    rank: int,
+    ahead: int = 1,
+) -> UnitOrder:
+    """The order of a rank's units without a pipeline, `every` of which has these groups."""
+    here, own = plan.coordinate(rank), [group for unit in every for group in unit]
+    further = (
+        len(group.moves.sums) > 1
+        or any(len(on.group(here.get(axis, 0))) > 1 for axis, on in group.layout.axes)
+        for group in own
+        if group.trained
+    )
+    offload = any(group.moves.offload for group in own)
+    return UnitOrder(states_of(every, modules), ahead, further=any(further), offload=offload)
+
+
+def gathers(plan: Plan, spec: ModelSpec, *, trains: bool = True) -> list[tuple[int, int]]:
+    """For each unit, the number of gathers in forward and in backward of one microbatch.
+
+    Without a pipeline. An evaluation has no backward pass.
+    """
+    acts = UnitActs(UnitOrder(states_of(by_unit(plan, spec.shape), spec.modules), 0))
+    if trains:
+        acts.microbatch(spec)
+    else:
+        acts.order.begin_forward(recorded=False)
+        acts.forward(spec.modules, spec.run.calls, spec.run.values, recorded=False)
+    return by_phase(acts)
+
+
+def by_phase(acts: UnitActs) -> list[tuple[int, int]]:
+    """The gathers of each unit, in forward and in backward."""
+    units = range(len(acts.units))
+    return [(acts.gathers[n, "forward"], acts.gathers[n, "backward"]) for n in units]
+
+
+def gathered_bytes(unit: Iterable[Group]) -> int:
+    """The bytes of the groups of a unit that are freed between uses."""
+    return sum(group.flat.padded * group.element_bytes for group in unit if group.moves.reshards)
+
+
+def most_by_unit(acts: UnitActs, weight: Callable[[], int]) -> Mapping[int, int]:
+    """A mapping that will hold the largest `weight` while each unit runs."""
+    most = dict[int, int]()
+
+    def seen(unit: int) -> None:
+        most[unit] = max(weight(), most.get(unit, 0))
+
+    acts.seen = seen
+    return most
