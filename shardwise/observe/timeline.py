@@ -222,7 +222,7 @@ def events_of(
     """The events of `predict_events` for a prediction of the plain `model`."""
     require_predicted(found.plan)
     if found.plan.pipeline is not None:
-        return staged_timeline(found)
+        return staged_timeline(found, options.prefetch)
     _require_whole_units(found)
     every = marks_on(found, model, batch, options)
     return predicted_timeline(found, every, options.prefetch)

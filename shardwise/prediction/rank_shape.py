@@ -6,6 +6,7 @@ axis pp    the parameters and buffers of the rank's stages; tied ones are on sev
 axis dp    a share of each unit, and how often the unit is gathered (unit_acts.py)
 """
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -36,14 +37,14 @@ def shape_on(spec: ModelSpec, plan: Plan, rank: int, *, trains: bool = True) -> 
 
     In a training step; in an evaluation if not `trains`.
     """
-    spec = _parts_on(spec, plan, rank)
+    spec = parts_on(spec, plan, rank)
     schedule, stages, units = schedule_of(plan), spec.stages, spec.shape.units
     if schedule is None or stages is None:
         times, buffers = gathers(plan, spec, trains=trains), spec.shape.buffers
     else:
         place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
         acts = StageActs(plan, spec, rank)
-        acts.run(trains=trains)
+        deque(acts.run(trains=trains), 0)
         times = by_phase(acts)
         mine = set(schedule.stages(place))
         every = [(buffer, stages.of(buffer.name)) for buffer in spec.shape.buffers]
@@ -67,7 +68,7 @@ def shape_on(spec: ModelSpec, plan: Plan, rank: int, *, trains: bool = True) -> 
     return ModelShape(tuple(units), buffers)
 
 
-def _parts_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:
+def parts_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:
     """The model with this rank's part of every parameter, as if it held all stages."""
     here, shape = plan.coordinate(rank), spec.shape
     found = layouts([p.name for p in shape.params], spec.facts, plan)
@@ -90,10 +91,10 @@ def gathered_bytes_on(spec: ModelSpec, plan: Plan, rank: int, ahead: int = 1) ->
         return 0
     stored = {unit[0].unit.name: unit for unit in by_unit(plan, shape_on(spec, plan, rank))}
     sizes = [gathered_bytes(stored.get(unit.name, ())) for unit in spec.shape.units]
-    acts = StageActs(plan, _parts_on(spec, plan, rank), rank, ahead)
+    acts = StageActs(plan, parts_on(spec, plan, rank), rank, ahead)
     most = most_by_unit(acts, lambda: sum(sizes[n] for n in acts.gathered))
     for _ in range(2):  # the first run learns the order of units
-        acts.run()
+        deque(acts.run(), 0)
     return max(most.values())
 
 

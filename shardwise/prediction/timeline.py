@@ -26,7 +26,7 @@ from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.reduce_order import EARLY_BYTES, Act
 from shardwise.core.schedule.action import Action
 from shardwise.core.unit_order import Place
-from shardwise.core.zero import row_of
+from shardwise.prediction.group import Group
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.unit_acts import UnitActs, by_unit, gathered_bytes, order_on
 from shardwise.techniques.recompute.word import PARTITIONED_WORDS, recompute_budget
@@ -75,16 +75,85 @@ class Event(NamedTuple):
         return f"{self.kind} {self.unit}".strip()
 
 
-class _Step:
-    """The units of one rank during a step."""
+class StepMemory:
+    """What a rank's units store in a step: `acts` on them, and events.
+
+    filling   the bytes of gradients that backward makes, by unit and group
+    leaving   those of gradients that are not on the device between steps, from their sum on
+    """
+
+    def __init__(self, found: Prediction, acts: UnitActs) -> None:
+        self.found, self.acts, self.order = found, acts, acts.order
+        stored = {unit[0].unit.name: unit for unit in by_unit(found.plan, found.model)}
+        self.units = [stored.get(unit.name, []) for unit in found.spec.shape.units]
+        self.filling, self.leaving = dict[int, dict[int, int]](), dict[int, int]()
+        self.microbatch = 0
+        self.events: list[Event] = []
+
+    def fill(self, n: int, group: Group) -> None:
+        """Backward makes a gradient of this group of unit `n`."""
+        made = group.moves.shards_gradient or group.moves.offload is not None
+        size = group.flat.padded * group.element_bytes
+        self.filling.setdefault(n, {})[id(group)] = size if made and group.trained else 0
+
+    def do(self, acts: Iterable[Act]) -> None:
+        """Do acts on units; a gradient that is reduced is no longer filled."""
+        for act in acts:
+            self.acts.do([act])
+            if act.kind == "reduce":
+                self.filling.pop(act.unit, None)
+                self.leaving[act.unit] = sum(map(_leaving_bytes, self.units[act.unit]))
+            elif act.kind == "offload":
+                self.leaving.pop(act.unit)
+
+    def update(self) -> None:
+        """The update, after all sums if a norm is needed, else after the first 2 MiB."""
+        ready, arrivals = 0, self.order.arrivals()
+        for act in arrivals:
+            self.do([act])
+            ready += self._shard_bytes(act.unit) if act.kind == "arrive" else 0
+            if not self.found.norm and ready >= EARLY_BYTES:
+                break
+        self.see("update")
+        self.do(arrivals)
+        self.see("end")
+
+    def _shard_bytes(self, n: int) -> int:
+        return sum(g.flat.share * g.element_bytes for g in self.units[n] if g.trained)
+
+    def see(self, kind: str, unit: str = "", kept_bytes: int = 0, other_bytes: int = 0) -> None:
+        """Record an event, at which autograd keeps so many bytes."""
+        summed = sum(size for sizes in self.filling.values() for size in sizes.values())
+        reducing = [g for n in self.acts.reducing for g in self.units[n] if g.moves.shards_gradient]
+        summed += sum(g.flat.padded * g.element_bytes for g in reducing)
+        summed *= not self.found.plan.arenas  # there they have slots, which are buffers
+        summed += sum(self.leaving.values())
+        memory = self.found.memory
+        live = {name: memory[name] for name in ("parameters", "gradients", "optimizer", "buffers")}
+        live["gathered"] = sum(gathered_bytes(self.units[n]) for n in self.acts.gathered)
+        live["gradients"] += summed
+        live["kept"] = kept_bytes
+        total, most = sum(live.values()), other_bytes + summed
+        self.events.append(Event(kind, unit, self.microbatch, live, total, most))
+
+
+def _leaving_bytes(group: Group) -> int:
+    """The bytes of a gradient that is being summed, or is, before it leaves the device."""
+    if not group.trained or group.moves.offload is None:
+        return 0
+    sharded = group.moves.shards_gradient
+    return group.element_bytes * (group.flat.share if sharded else group.flat.padded)
+
+
+class _Passes(StepMemory):
+    """The same without a pipeline, at the marks of recorded passes."""
 
     def __init__(self, found: Prediction, ahead: int) -> None:
-        self.found, self.modules = found, found.spec.modules
-        self.units = by_unit(found.plan, found.model)
+        every, modules = by_unit(found.plan, found.model), found.spec.modules
+        super().__init__(found, UnitActs(order_on(found.plan, every, modules, found.rank, ahead)))
+        self.modules, self.states = modules, self.order.units
         self.names = [unit.name for unit in found.model.units]
-        order = order_on(found.plan, self.units, self.modules, found.rank, ahead)
-        self.acts, self.order, self.states = UnitActs(order), order, order.units
-        self.of_module = {name: n for n, unit in enumerate(self.modules) for name in unit.modules}
+        self.of_module = {name: n for n, unit in enumerate(modules) for name in unit.modules}
         self.of_param = {
             param.name: (n, group)
             for n, unit in enumerate(self.units)
@@ -93,9 +162,6 @@ class _Step:
             if group.trained
         }
         self.places = dict[int, Place]()  # of each return
-        self.filling: dict[int, dict[int, int]] = {}  # bytes by unit and group
-        self.microbatch = 0
-        self.events: list[Event] = []
 
     def forward(self, marks: Sequence[Mark]) -> None:
         """A forward pass."""
@@ -108,7 +174,7 @@ class _Step:
             if mark.kind == "call":
                 self.acts.do(self.order.call(n))
                 if self.states[n].depth == 1:
-                    self.see("forward", self.names[n], mark)
+                    self.at("forward", self.names[n], mark)
             else:
                 self.places[place] = self.order.place
                 ends = mark.name == self.modules[n].modules[-1]
@@ -121,53 +187,18 @@ class _Step:
         for mark in marks:
             if mark.kind == "complete" and mark.name in self.of_param:
                 n, group = self.of_param[mark.name]
-                filled = group.flat.padded * group.element_bytes * group.moves.shards_gradient
-                self.filling.setdefault(n, {})[id(group)] = filled
+                self.fill(n, group)
                 self.do(self.order.complete(n))
             elif mark.kind == "gradient" and mark.name in self.of_module:
                 n = self.of_module[mark.name]
                 if self.states[n].reshards:
                     self.do(self.order.reached(n, self.places[mark.returned]))
-                self.see("backward", self.names[n], mark)
+                self.at("backward", self.names[n], mark)
         self.do(self.order.end_backward())
 
-    def do(self, acts: Iterable[Act]) -> None:
-        """Do acts on units; a gradient that is reduced is no longer filled."""
-        for act in acts:
-            self.acts.do([act])
-            if act.kind == "reduce":
-                self.filling.pop(act.unit, None)
-
-    def update(self, by_norm: bool) -> None:
-        """The update, after all sums if a norm is needed, else after the first 2 MiB."""
-        ready, arrivals = 0, self.order.arrivals()
-        for act in arrivals:
-            self.do([act])
-            ready += self._shard_bytes(act.unit) if act.kind == "arrive" else 0
-            if not by_norm and ready >= EARLY_BYTES:
-                break
-        self.see("update")
-        self.do(arrivals)
-
-    def _shard_bytes(self, n: int) -> int:
-        return sum(g.flat.share * g.element_bytes for g in self.units[n] if g.trained)
-
-    def see(self, kind: str, unit: str = "", mark: Mark | None = None) -> None:
-        """Record an event, which is at a mark of the pass unless all activations are gone."""
-        mark = mark or Mark("loss", "", 0)
-        filling = sum(size for sizes in self.filling.values() for size in sizes.values())
-        reducing = [g for n in self.acts.reducing for g in self.units[n] if g.moves.shards_gradient]
-        summed = filling + sum(g.flat.padded * g.element_bytes for g in reducing)
-        by_category = {
-            "parameters": self.found.memory["parameters"],
-            "gathered": sum(gathered_bytes(self.units[n]) for n in self.acts.gathered),
-            "gradients": self.found.memory["gradients"] + summed,
-            "optimizer": self.found.memory["optimizer"],
-            "buffers": self.found.memory["buffers"],
-            "kept": mark.kept_bytes,
-        }
-        total, most = sum(by_category.values()), mark.other_bytes + summed
-        self.events.append(Event(kind, unit, self.microbatch, by_category, total, most))
+    def at(self, kind: str, unit: str, mark: Mark) -> None:
+        """Record an event at a mark."""
+        self.see(kind, unit, mark.kept_bytes, mark.other_bytes)
 
 
 def unpredicted(plan: Plan) -> str:
@@ -180,15 +211,13 @@ def unpredicted(plan: Plan) -> str:
 
 def _unpredicted(plan: Plan) -> str:
     """The same for a plan without plans of layers."""
-    words = {
-        "pp": None if _stays(plan) else plan.pipeline,
-        "recompute": None if _keeps_inputs(plan) else f"recompute:{plan.recompute}",
-        "activations": plan.activations,
-        "offload": plan.offload,
-        "arenas": "arenas" if plan.arenas else None,
-    }
-    words["row:"] = plan.row if plan.row.startswith("row:") else None
-    return next((word for word, given in words.items() if given is not None), "")
+    words = (
+        None if _keeps_weights(plan) else plan.pipeline,
+        None if _keeps_inputs(plan) else f"recompute:{plan.recompute}",
+        plan.activations and f"activations:{plan.activations}",
+        "arenas" if plan.arenas and plan.recompute else None,
+    )
+    return next(filter(None, words), "")
 
 
 def require_predicted(plan: Plan) -> None:
@@ -196,9 +225,9 @@ def require_predicted(plan: Plan) -> None:
     if word := unpredicted(plan):
         raise bad(
             f"a timeline of '{plan}' with {word}",
-            "plans without offload, activations:host, arenas and row:; recompute:full, everyN or "
-            "names, with tp only under sp; with pp ddp and zero1 that update at the end of the "
-            "step, zero bubble without tp and recompute",
+            "plans without activations:host; recompute:full, everyN or names, with tp only under "
+            "sp; pipelines that update at the end of the step, zero bubble without tp and "
+            "recompute, recompute without arenas",
             f'shardwise predict "{plan}" --measure',
         )
 
@@ -214,15 +243,15 @@ def _keeps_inputs(plan: Plan) -> bool:
     return not other
 
 
-def _stays(plan: Plan) -> bool:
-    """Whether only kept activations change in a step of the plan's pipeline.
+def _keeps_weights(plan: Plan) -> bool:
+    """Whether the plan's pipeline updates after all its actions, and W releases what F saved.
 
-    False for asynchronous schedules, and rows that free units or reduce after each backward pass.
-    With tensor ranks or recomputation, I may do all of B in a measured step: W cannot run branches
-    whose saved tensors are unpacked by hooks (techniques/pipeline/backward.py).
+    False for asynchronous schedules. With tensor ranks or recomputation, I may do all of B in a
+    measured step: W cannot run branches whose saved tensors are unpacked by hooks
+    (techniques/pipeline/backward.py).
     """
-    schedule, moves = schedule_of(plan), row_of(plan.row).moves()
-    if schedule is None or schedule.update or moves.reshards or moves.shards_gradient:
+    schedule = schedule_of(plan)
+    if schedule is None or schedule.update:
         return False
     whole = plan.mesh.size_of("tp") == 1 and plan.recompute is None
     actions = (a for each in schedule.rows for a in each if isinstance(a, Action))
@@ -236,16 +265,15 @@ def predicted_timeline(
 
     `marks` are those of a pass of each microbatch. The plan has no pipeline.
     """
-    step = _Step(found, ahead)
+    step = _Passes(found, ahead)
     for _ in range(2):  # the first step learns the order of units
         step.events = []
         for microbatch, own in enumerate(marks):
             step.microbatch, before = microbatch, _forward(own)
             step.forward(before)
-            step.see("loss", "", own[len(before)])
+            step.at("loss", "", own[len(before)])
             step.backward(own[len(before) + 1 :], sync=microbatch == len(marks) - 1)
-        step.update(found.norm)
-        step.see("end")
+        step.update()
     return tuple(step.events)
 
 

@@ -134,12 +134,19 @@ class StageActs(UnitActs):
     while the rank is in the stage. `spec` has this rank's part of each parameter, of all stages.
     """
 
-    def __init__(self, plan: Plan, spec: ModelSpec, rank: int, ahead: int = 0) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        spec: ModelSpec,
+        rank: int,
+        ahead: int = 0,
+        own: Sequence[Sequence[Group]] = (),
+    ) -> None:
         schedule, stages, units = schedule_of(plan), spec.stages, spec.shape.units
         assert schedule is not None and stages is not None
         place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
         self.spec, self.own = spec, schedule.stages(place)
-        self.actions = [a for a in schedule.actions(place) if a.op in COMPUTE_OPS]
+        self.actions = [*schedule.actions(place)]
         outside = frozenset[str]().union(*(stages.outside[stage] for stage in self.own))
         around = {
             n
@@ -155,14 +162,22 @@ class StageActs(UnitActs):
             for stage in self.own
         }
         states = states_of(by_unit(plan, spec.shape), spec.modules, around)
-        super().__init__(UnitOrder(states, ahead, stages=of_stage))
+        self.of_stage = of_stage
+        further, offload = sums_of(plan, own, rank)
+        super().__init__(
+            UnitOrder(states, ahead, len(units), further=further, offload=offload, stages=of_stage)
+        )
 
-    def run(self, *, trains: bool = True) -> None:
-        """One run of the schedule, or the forward of one microbatch."""
+    def run(self, *, trains: bool = True) -> Iterator[Action]:
+        """A run of the schedule, or the forward of one microbatch; yields after each action."""
         passed = dict[tuple[int, int], list[Returned]]()
         evaluation = [Action("F", stage, 0) for stage in self.own]
         self.order.begin_run()
-        for op, stage, microbatch in self.actions if trains else evaluation:
+        for action in self.actions if trains else evaluation:
+            op, stage, microbatch = action
+            if op not in COMPUTE_OPS:
+                yield action
+                continue
             self.phase = "forward" if op == "F" else "backward"
             self.do(self.order.enter(stage, op, graded=self.graded[stage]))
             if op == "F":
@@ -171,6 +186,7 @@ class StageActs(UnitActs):
             else:
                 self.backward(passed[stage, microbatch])
             self.do(self.order.leave(recorded=trains))
+            yield action
         self.do(self.order.abandon())
 
 
@@ -214,6 +230,12 @@ def order_on(
     ahead: int = 1,
 ) -> UnitOrder:
     """The order of a rank's units without a pipeline, `every` of which has these groups."""
+    further, offload = sums_of(plan, every, rank)
+    return UnitOrder(states_of(every, modules), ahead, further=further, offload=offload)
+
+
+def sums_of(plan: Plan, every: Iterable[Sequence[Group]], rank: int) -> tuple[bool, bool]:
+    """Whether further sums follow the first of a gradient, and whether gradients leave."""
     here, own = plan.coordinate(rank), [group for unit in every for group in unit]
     further = (
         len(group.moves.sums) > 1
@@ -221,8 +243,7 @@ def order_on(
         for group in own
         if group.trained
     )
-    offload = any(group.moves.offload for group in own)
-    return UnitOrder(states_of(every, modules), ahead, further=any(further), offload=offload)
+    return any(further), any(group.moves.offload for group in own)
 
 
 def gathers(plan: Plan, spec: ModelSpec, *, trains: bool = True) -> list[tuple[int, int]]:

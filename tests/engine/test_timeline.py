@@ -89,6 +89,9 @@ PLANS = [
     *("dp2 tp2 zero3", "dp2 tp2 sp zero2 fp64", "dp2 zero3 recompute:full"),
     *("dp2 zero2 recompute:blocks.*.mlp accumulate:2", "dp2 tp2 sp zero1 recompute:full bf16"),
     *("dp2 zero3 tile:3", "dp2 zero3 tile:2=* accumulate:2 bf16"),
+    *("dp2 row:S,R,S", "dp2 zero3 arenas offload:optim", "dp2 zero2 arenas accumulate:2"),
+    *("dp2 zero2 offload:optim=0.6", "dp2 offload:optim accumulate:2", "dp2 zero3 offload:param"),
+    *("dp2 zero3 offload:optim-delayed", "dp_replicate2 dp_shard2 zero3 offload:optim"),
     # a unit that is always whole frees none before it, and its sum is in flight as others are
     *("dp2 zero1 | blocks.0: zero3", "dp2 zero3 accumulate:2 | blocks.1: ddp"),
 ]
@@ -157,6 +160,8 @@ PIPELINES = [
     *("pp2 tp2 1f1b:2", "pp2 1f1b:2 accumulate:2", "pp2 bfs:2x2"),
     *("pp2 1f1b:4 recompute:full", "dp2 pp2 zero1 interleaved:2x2 recompute:every2"),
     *("pp2 zb-h1:4", "pp2 zb-v:4 bf16", "pp2 dp2 zero1 dualpipe-v:4"),
+    *("pp2 dp2 zero3 1f1b:4", "pp2 dp2 zero2 interleaved:2x2 accumulate:2"),
+    *("pp2 dp2 zero3 zb-h1:4", "pp2 dp2 zero3 recompute:full 1f1b:2 offload:param"),
 ]
 
 
@@ -172,11 +177,10 @@ def test_every_action_of_a_pipeline_is_predicted_to_the_byte(plan: str):
     [
         "pp2 2bw:4",
         "activations:host",
-        "pp2 dp2 zero3 1f1b:2",
+        "dp2 zero3 recompute:full arenas",
         "dp2 recompute:selective",
         "tp2 recompute:full",
         "pp2 tp2 zb-v:4",
-        "dp2 row:R,R,S",
     ],
 )
 def test_what_is_not_predicted_is_refused(plan: str):

@@ -229,7 +229,10 @@ def _without(event: dict[str, Any]) -> dict[str, Any]:
         (("dp2 zero3", "--rank", "2"), "--rank 2.*0 to 1"),
         (("dp2", "--timeline", "/no/such/folder/x.svg"), "a picture that cannot be written"),
         (("dp2", "--timeline", "x.doc"), r"a picture that cannot be written.*\.svg or \.png"),
-        (("dp2 offload:optim", "--timeline", "x.svg"), "with offload is not predicted.*--measure"),
+        (
+            ("dp2 activations:host", "--timeline", "x.svg"),
+            "with activations:host is not.*--measure",
+        ),
         (("dp2 zero3", "--measure", "--device", "gpu"), "--device"),
     ],
 )

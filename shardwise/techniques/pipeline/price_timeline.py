@@ -8,33 +8,41 @@ change. F adds the activations of its stage and microbatch, and B releases them.
 pass has two halves, W releases them: the graph lives until then (techniques/pipeline/backward.py).
 """
 
+from collections import deque
 from typing import Final
 
-from shardwise.core.plan_schedule import schedule_of
-from shardwise.core.schedule.action import COMPUTE_OPS
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.rank_shape import stage_bytes
-from shardwise.prediction.timeline import Event
+from shardwise.prediction.rank_shape import parts_on, stage_bytes
+from shardwise.prediction.timeline import Event, StepMemory
+from shardwise.prediction.unit_acts import StageActs, by_unit
 from shardwise.techniques.recompute.price import storages
 
 #: The change in the number of microbatches whose activations a stage keeps, by action.
 CHANGES: Final = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 
-def staged_timeline(found: Prediction) -> tuple[Event, ...]:
+def staged_timeline(found: Prediction, ahead: int = 1) -> tuple[Event, ...]:
     """The memory of `found.rank` after each F, B, I and W of a step after the first.
 
     Microbatches have the same shapes, and nothing else changes (timeline.py, `unpredicted`).
     """
-    plan, schedule = found.plan, schedule_of(found.plan)
-    assert schedule is not None
-    of_stage = stage_bytes(found.spec, storages(found.spec.run.tape, found.spec.recomputed))
-    names = ("parameters", "gradients", "optimizer", "buffers")
-    resting = {name: found.memory[name] for name in names} | {"gathered": 0}
-    row = list(schedule.actions(plan.mesh.coordinate(found.rank).get("pp", 0)))
-    events: list[Event] = []
-    kept_bytes = 0
-    for action in [a for _ in range(plan.accumulate) for a in row if a.op in COMPUTE_OPS]:
-        kept_bytes += of_stage[action.stage] * CHANGES[action.op]
-        events.append(Event(str(action), "", 0, resting | {"kept": kept_bytes}))
-    return (*events, *(Event(kind, "", 0, resting | {"kept": 0}) for kind in ("update", "end")))
+    spec, plan, rank = found.spec, found.plan, found.rank
+    of_stage = stage_bytes(spec, storages(spec.run.tape, spec.recomputed))
+    own = by_unit(plan, found.model)
+    acts = StageActs(plan, parts_on(spec, plan, rank), rank, ahead, own)
+    deque(acts.run(), 0)  # the first run learns the order of units
+    memory, kept_bytes = StepMemory(found, acts), 0
+    for run in range(plan.accumulate):
+        for action in acts.run():
+            if action.op == "REDUCE" and run == plan.accumulate - 1:
+                memory.do(acts.order.reduce_stage(action.stage))
+            if action.op not in CHANGES:
+                continue
+            kept_bytes += of_stage[action.stage] * CHANGES[action.op]
+            for n in acts.of_stage[action.stage] if action.op in "BW" else ():
+                for group in memory.units[n]:
+                    memory.fill(n, group)
+            memory.see(str(action), "", kept_bytes)
+    memory.do(acts.order.reduce_last())
+    memory.update()
+    return tuple(memory.events)
