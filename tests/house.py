@@ -37,9 +37,9 @@ FOREIGN = {
     "tensor": 39,
     "expert": 29,
     "pipeline": 19,
-    "recompute": 17,
-    "layers": 11,
-    "offload": 10,
+    "recompute": 16,
+    "layers": 9,
+    "offload": 9,
     "tile": 6,
     "replicas": 2,
 }

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Range = tuple[int, int]
+#: The counts of rows of the base data ranks, in their order.
+Counts = tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from shardwise.core.model_spec import (
     UnitShape,
 )
 from shardwise.core.plan import Plan
-from shardwise.core.uneven import Cut
+from shardwise.core.uneven import Counts, Cut
 from shardwise.engine.batch import computed_parts, widened
 from shardwise.engine.build import facts_of
 from shardwise.engine.options import EngineOptions
@@ -44,7 +44,6 @@ from shardwise.techniques.data.apply import Sharding, cast_params, cast_whole, g
 from shardwise.techniques.data.wrap_policy import UnitSpec
 from shardwise.techniques.expert import apply as expert_parallel
 from shardwise.techniques.expert.moves import Loads
-from shardwise.techniques.layers.exchange import Counts
 from shardwise.techniques.layers.plans import require_units
 from shardwise.techniques.layers.recorded import LayerPasses
 from shardwise.techniques.pipeline import stage_module

@@ -14,6 +14,7 @@ from torch import nn
 from shardwise.core.arguments import integer
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
+from shardwise.core.uneven import Counts
 from shardwise.engine import validate
 from shardwise.engine.batch import Count
 from shardwise.engine.consistency import CHECK_EVERY
@@ -32,7 +33,6 @@ from shardwise.prediction.rank_shape import shape_on
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.expert.moves import Loads
 from shardwise.techniques.expert.price import EVEN
-from shardwise.techniques.layers.exchange import Counts
 from shardwise.techniques.pipeline import weight_stashing
 from shardwise.techniques.pipeline.stage_module import stage_starts
 from shardwise.techniques.recompute.price_host import fetched_bytes, kept_bytes

@@ -5,8 +5,6 @@
     optimizer    its column `optim`, as in the table below
     buffers      those of the model, all on every rank; and the pool of communication buffers,
                  which the plan fixes (core/pool_size.py)
-    versions     of an asynchronous schedule: old versions of trained parameters at the peak of the
-                 step (core/schedule/memory.py); none between steps
 
 Padding is stored with parameters and gradients, and with the fp32 masters of 16-bit weights. The
 optimizer's states have the shape of this rank's piece of each parameter: no padding there. With
@@ -14,12 +12,12 @@ Adam, of a group with K elements in pieces here and B in the block:
 
     fp32    4 B + 4 B + 8 K              bf16, fp16    2 B + 2 B + (4 B + 8 K)
 
-With `offload:optim` gradients and optimizer are in host memory, masters of all precisions among
-them, and the gradient there is one block; the device keeps parameters and buffers. With Adam:
+What an offload stores elsewhere is priced in techniques/offload/price.py, and has masters in all
+precisions; the device keeps parameters and buffers. With Adam:
 
     fp32    4 B + (4 B + 8 K)            bf16, fp16    2 B + (4 B + 8 K)
 
-With `offload:param` parameters are there too. In 32 bits and more they are their own masters.
+With `offload:param` parameters are elsewhere too. In 32 bits and more they are their own masters.
 
 Adam has a step count of 4 bytes for each parameter. (ZeRO, arXiv 1910.02054, section 3.1, where
 16-bit states take 2 + 2 + 12 bytes.)
@@ -31,8 +29,6 @@ from dataclasses import dataclass
 
 from shardwise.core.model_spec import ModelShape
 from shardwise.core.plan import Plan
-from shardwise.core.schedule.library import build, updates
-from shardwise.core.schedule.memory import versions
 from shardwise.prediction.group import Group, groups
 
 HALF = ("bfloat16", "float16")
@@ -57,32 +53,6 @@ MOMENTUM = OptimizerShape(states=1, scalar_bytes=0)
 PLAIN = OptimizerShape(states=0, scalar_bytes=0)
 
 
-def host_bytes(
-    plan: Plan, model: ModelShape, optimizer: OptimizerShape = ADAM, rank: int = 0
-) -> dict[str, int]:
-    """The bytes of host memory that `rank` holds after such a step (see `held_bytes`).
-
-    Of each group that is updated there: its gradient, the masters and the optimizer's state. With
-    `offload:param` also all parameters; with `offload:optim-delayed` two gradients.
-    """
-    here = plan.coordinate(rank)
-    every = groups(plan, model)
-    on_disk = [group for group in every if group.moves.offload == "disk"]
-    found = [group for group in every if group.moves.offload == "host"]
-    resting = [group for group in every if group.moves.fetch == "host"]
-    delayed = plan.offloaded is not None and plan.offloaded.undelayed is not None
-    buffers = 1 + delayed  # an update reads one while gradients of the next step arrive in another
-    return {
-        "parameters": sum(_block_bytes(group, group.row.param.kind == "S") for group in resting),
-        "gradients": buffers * sum(_block_bytes(group, group.row.sharded) for group in found),
-        "optimizer": sum(
-            _optimizer_bytes(group, optimizer, here.get(group.layout.shard, 0)) for group in found
-        )
-        + sum(optimizer.scalar_bytes * len(group.params) for group in on_disk),
-        "buffers": 0,
-    }
-
-
 def held_bytes(
     plan: Plan, model: ModelShape, optimizer: OptimizerShape = ADAM, rank: int = 0, pool: int = 0
 ) -> dict[str, int]:
@@ -92,23 +62,20 @@ def held_bytes(
     """
     here = plan.coordinate(rank)
     found = groups(plan, model)
-    trained = [group for group in found if group.trained]
-    updated = [group for group in trained if group.moves.offload is None]
+    updated = [group for group in found if group.trained and group.moves.offload is None]
     resting = [group for group in found if group.moves.fetch is None]
-    held = {
-        "parameters": sum(_block_bytes(group, group.row.param.kind == "S") for group in resting),
-        "gradients": sum(_block_bytes(group, group.row.grad.kind == "S") for group in updated),
+    return {
+        "parameters": sum(
+            block_bytes(group, sharded=group.row.param.kind == "S") for group in resting
+        ),
+        "gradients": sum(
+            block_bytes(group, sharded=group.row.grad.kind == "S") for group in updated
+        ),
         "optimizer": sum(
-            _optimizer_bytes(group, optimizer, here.get(group.layout.shard, 0)) for group in updated
+            optimizer_bytes(group, optimizer, here.get(group.layout.shard, 0)) for group in updated
         ),
         "buffers": sum(buffer.stored_bytes for buffer in model.buffers) + pool,
     }
-    stages = plan.mesh.size_of("pp")
-    if updates(plan.pipeline, stages):
-        schedule = build(plan.pipeline or "", stages)
-        own = [versions(schedule)[stage] - 1 for stage in schedule.stages(here.get("pp", 0))]
-        held["versions"] = sum(own) * sum(_block_bytes(group, False) for group in trained)
-    return held
 
 
 def by_tier(
@@ -119,12 +86,13 @@ def by_tier(
     return found | {f"{name} on disk": count for name, count in disk.items() if count}
 
 
-def _block_bytes(group: Group, sharded: bool) -> int:
+def block_bytes(group: Group, *, sharded: bool) -> int:
+    """The bytes of all of a group, or of this rank's block."""
     flat = group.flat
     return group.element_bytes * (flat.share if sharded else flat.padded)
 
 
-def _optimizer_bytes(group: Group, optimizer: OptimizerShape, place: int) -> int:
+def optimizer_bytes(group: Group, optimizer: OptimizerShape, place: int) -> int:
     """Masters of the block, if weights have 16 bits or are on another tier; states; scalars."""
     flat, half = group.flat, group.params[0].dtype in HALF
     element_bytes = MASTER_BYTES if half else group.element_bytes

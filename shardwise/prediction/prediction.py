@@ -1,31 +1,21 @@
 """The memory and the bytes sent of one rank of a plan, computed before any rank starts."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from shardwise.core.memory_table import CATEGORIES
 from shardwise.core.model_spec import ModelShape, ModelSpec
-from shardwise.core.moves import between
 from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
-from shardwise.prediction.arenas import arenas_bytes
-from shardwise.prediction.evaluation import evaluation_bytes
-from shardwise.prediction.memory import ADAM, OptimizerShape, by_tier, held_bytes, host_bytes
+from shardwise.core.zero import Tier
+from shardwise.prediction.memory import ADAM, OptimizerShape, by_tier, held_bytes
 from shardwise.prediction.peak import device_peak_bytes
+from shardwise.prediction.price import ExpertLoads, Share, StepNumber
 from shardwise.prediction.rank_shape import added_flops_on, shape_on
-from shardwise.prediction.traffic import (
-    Counted,
-    Line,
-    by_kind,
-    part_bytes,
-    row_bytes,
-    stage_bytes,
-    step_bytes,
-    tensor_bytes,
-)
-from shardwise.techniques.expert.moves import Loads
-from shardwise.techniques.expert.price import exchanged_between, expert_bytes
-from shardwise.techniques.offload.price_disk import buffer_bytes, disk_bytes, moved_bytes
-from shardwise.techniques.recompute.price_host import copied_bytes, fetched_bytes, kept_bytes
+from shardwise.prediction.techniques import PRICES
+from shardwise.prediction.traffic import Counted, Line, by_kind, evaluation_bytes, step_bytes
+from shardwise.techniques.recompute.price_host import fetched_bytes, kept_bytes
 
 #: The first steps, in which ranks of a tensor axis compare each gradient (engine/consistency.py).
 CHECKED_STEPS = 3
@@ -93,15 +83,13 @@ class Prediction:
     def memory(self) -> dict[str, int]:
         """Bytes of the device held between steps, by category."""
         pool = pool_bytes(self.plan, self.spec.shape.stored_bytes)
-        pool += arenas_bytes(self.spec, self.plan, self.rank, self.model)
-        return held_bytes(self.plan, self.model, self.optimizer, self.rank, pool)
+        rows = held_bytes(self.plan, self.model, self.optimizer, self.rank, pool)
+        return self._stored("device", rows)
 
     @property
     def host_memory(self) -> dict[str, int]:
         """Bytes of host memory held between steps, by category."""
-        found = host_bytes(self.plan, self.model, self.optimizer, self.rank)
-        buffers = buffer_bytes(self.plan, self.model, self.optimizer, self.spec.shape)
-        return found | {"buffers": found["buffers"] + buffers}
+        return self._stored("host", dict.fromkeys(CATEGORIES, 0))
 
     @property
     def device_peak(self) -> int:
@@ -111,7 +99,7 @@ class Prediction:
     @property
     def disk_memory(self) -> dict[str, int]:
         """Bytes on a disk held between steps, by category."""
-        return disk_bytes(self.plan, self.model, self.optimizer)
+        return self._stored("disk", dict.fromkeys(CATEGORIES, 0))
 
     @property
     def memory_by_tier(self) -> dict[str, int]:
@@ -132,9 +120,10 @@ class Prediction:
         """The least and the most bytes of the lines of `bytes` that depend on values."""
         return self.exchanged()
 
-    def exchanged(self, loads: Sequence[Loads] = ()) -> dict[str, tuple[int, int]]:
+    def exchanged(self, loads: ExpertLoads = ()) -> dict[str, tuple[int, int]]:
         """The same if ranks have as many tokens as in these loads of the experts."""
-        return exchanged_between(self.plan, self.spec, self.rank, loads)
+        share = self._share(loads)
+        return {line: bounds for each in PRICES for line, bounds in each.bounds(share).items()}
 
     def in_step(
         self,
@@ -144,7 +133,7 @@ class Prediction:
         done: int = 0,
         skipped: int = 0,
         flushed: bool = False,
-        loads: Sequence[Loads] = (),
+        loads: ExpertLoads = (),
     ) -> dict[Line, int]:
         """Bytes sent in an engine's step number `step`, from 0, by axis, kind and phase.
 
@@ -160,24 +149,23 @@ class Prediction:
         first = step == 0 and not loaded
         meets = again or step == 0
         found = self.sent(first=first, meets=meets, compares=compares, loads=loads)
-        offload = self.plan.offloaded
-        late = offload is not None and offload.delays(step + done)
-        if (
-            offload is not None
-            and late
-            and (flushed or skipped or step == 0 or not offload.delays(step + done - 1))
-        ):
-            # its update is made beside the next step, and there is none before it
-            found.pop(Line("tier", between("host", "device"), "update"), None)
-        return found
+        now = StepNumber(step, done, skipped, flushed)
+        omitted = {line for each in PRICES for line in each.omits(self.plan, now)}
+        return {line: sent_bytes for line, sent_bytes in found.items() if line not in omitted}
 
-    def in_evaluation(self, loads: Sequence[Loads] = ()) -> dict[Line, int]:
+    def in_evaluation(self, loads: ExpertLoads = ()) -> dict[Line, int]:
         """Bytes sent when the engine evaluates such a batch, by axis, kind and phase.
 
         Of a prediction that `Predictor.of` made for the whole batch. `loads` are those of the
         experts in it.
         """
-        return evaluation_bytes(self.plan, self.spec, self.rank, self.optimizer, loads)
+        model = shape_on(self.spec, self.plan, self.rank, trains=False)
+        plan = replace(self.plan, accumulate=1)
+        share = Share(plan, self.spec, model, self.rank, self.optimizer, loads, trains=False)
+        found = Counter[Line](evaluation_bytes(plan, model, self.rank))
+        for sent in (each.sends(share) for each in PRICES):
+            found.update({line: sent[line] for line in sent if line.phase == "forward"})
+        return dict(found)
 
     def sent(
         self,
@@ -185,37 +173,47 @@ class Prediction:
         first: bool = False,
         meets: bool = False,
         compares: str = "",
-        loads: Sequence[Loads] = (),
+        loads: ExpertLoads = (),
     ) -> dict[Line, int]:
         """Bytes sent in a step, by axis, kind and phase; the options are those of `step_bytes`.
 
         `loads` as in `in_step`.
         """
-        options: Mapping[str, bool] = {"norm": self.norm, "first": first, "meets": meets}
-        every = self._parts(compares, options, loads)
-        lines = {line for one in every for line in one}
-        return {line: sum(one.get(line, 0) for one in every) for line in lines}
+        found = Counter[Line]()
+        for sent in self._sent(loads, first=first, meets=meets, compares=compares):
+            found.update(sent)
+        return dict(found)
 
     @property
     def messages(self) -> dict[str, int]:
         """Messages of `bytes`, by axis and kind; one for each move of a unit or an activation."""
-        found: dict[Line, int] = {}
-        for one in self._parts("", {"norm": self.norm}, ()):
-            counts = one.messages if isinstance(one, Counted) else dict.fromkeys(one, 1)
-            for line, count in counts.items():
-                found[line] = found.get(line, 0) + count
+        found = Counter[Line]()
+        for sent in self._sent(()):
+            found.update(sent.messages)
         return by_kind(found)
 
-    def _parts(
-        self, compares: str, options: Mapping[str, bool], loads: Sequence[Loads]
-    ) -> tuple[dict[Line, int], ...]:
-        return (
-            step_bytes(self.plan, self.model, self.rank, compares=compares, **options),
-            stage_bytes(self.plan, self.spec, self.rank),
-            tensor_bytes(self.plan, self.spec, self.rank),
-            part_bytes(self.plan, self.spec, self.rank),
-            row_bytes(self.plan, self.spec, self.rank),
-            copied_bytes(self.plan, self.spec, self.rank),
-            moved_bytes(self.plan, self.model, self.optimizer, self.rank),
-            expert_bytes(self.plan, self.spec, self.rank, loads),
+    def _sent(
+        self, loads: ExpertLoads, *, first: bool = False, meets: bool = False, compares: str = ""
+    ) -> Iterator[Counted]:
+        """The bytes of the row, and those of each technique."""
+        yield step_bytes(
+            self.plan,
+            self.model,
+            self.rank,
+            norm=self.norm,
+            first=first,
+            meets=meets,
+            compares=compares,
         )
+        share = self._share(loads)
+        yield from (each.sends(share) for each in PRICES)
+
+    def _stored(self, tier: Tier, rows: Mapping[str, int]) -> dict[str, int]:
+        """The bytes of the rows on a tier, and those of each technique, by category."""
+        found, share = Counter(rows), self._share()
+        for each in PRICES:
+            found.update(each.stores(share, tier))
+        return dict(found)
+
+    def _share(self, loads: ExpertLoads = ()) -> Share:
+        return Share(self.plan, self.spec, self.model, self.rank, self.optimizer, loads)

@@ -17,41 +17,32 @@ they exchange the batch's again, and three doubles for the loss and all gradient
 
 An asynchronous schedule does the moves "once", and sums the consensus except the loss, with each of
 its updates.
+
+An evaluation gathers the parameters for each use. Its check is the buffers, from the first rank of
+each data axis; the loss, over the stages; then, over the data ranks, the loss, the tokens and three
+numbers of the batch's lists.
 """
 
-import math
 from collections import Counter
-from dataclasses import replace
-from functools import partial
-from itertools import chain, product
+from itertools import chain
 from typing import NamedTuple
 
-from shardwise.core.layout import I, P, Placement, R, S
+from shardwise.core.layout import P, Placement, R, S
 from shardwise.core.layouts import norm_axes
 from shardwise.core.mesh import PIPELINE, TENSOR
-from shardwise.core.model_spec import (
-    ELEMENT_BYTES,
-    CutLoss,
-    ModelShape,
-    ModelSpec,
-    ParamShape,
-)
+from shardwise.core.model_spec import ModelShape, ParamShape
 from shardwise.core.moves import between, price, sums_by_gathering
 from shardwise.core.param_layout import AxisLayout
 from shardwise.core.plan import Plan
-from shardwise.core.plan_schedule import schedule_of
-from shardwise.core.schedule.action import Transfer
 from shardwise.core.schedule.library import updates
 from shardwise.core.zero import Moment, RowMove, Tier
 from shardwise.prediction.group import Group, groups, layout_of
-from shardwise.prediction.rank_shape import stage_of, stages_on
-from shardwise.techniques.recompute.price import parts
-from shardwise.techniques.tensor.price import Crossings, recomputing
-from shardwise.techniques.tensor.price_loss import loss_bytes
 
 CONSENSUS_BYTES = 8  # added as doubles: a count of tokens must not be rounded
 #: Before the first step: tokens, errors, lengths of lists and a checksum (engine.py).
 FIRST_NUMBERS = 7
+#: Of an evaluation: the loss, the tokens, and the lengths of lists and whether they matter.
+EVALUATED_NUMBERS = 5
 
 
 class Line(NamedTuple):
@@ -116,15 +107,6 @@ class Tariff:
         """A tensor that goes from one stage to another."""
         self.add(Line(PIPELINE, "send", phase), numel * element_bytes)
 
-    def loss(self, axis: str, one: CutLoss) -> None:
-        """A cross-entropy over a sharded vocabulary."""
-        positions, smoothing, size = one
-        ranks = self.size(axis)
-        sent_bytes = loss_bytes(positions, ranks, smoothing=smoothing, element_bytes=size)
-        line = Line(axis, "all_reduce", "forward")
-        self.add(line, sent_bytes)
-        self.sent_bytes.messages[line] += bool(sent_bytes)  # the maxima, then the sums
-
     def broadcast(self, stored_bytes: int, phase: str) -> None:
         """The first rank of each data axis sends `stored_bytes` bytes to each of the others."""
         for axis in (self.shard, self.replicate):
@@ -160,7 +142,7 @@ def step_bytes(
     first: bool = False,
     meets: bool = False,
     compares: str = "",
-) -> dict[Line, int]:
+) -> Counted:
     """The bytes `rank` sends in one step, activations apart; lines without any are left out.
 
     `norm`: gradients are clipped (fp16 always computes their norm). `first`: the first step of a
@@ -201,85 +183,22 @@ def step_bytes(
     return tariff.sent_bytes
 
 
-def row_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
-    """The bytes `rank` sends to gather rows for layers with a mesh of their own.
+def evaluation_bytes(plan: Plan, model: ModelShape, rank: int) -> Counted:
+    """The bytes `rank` sends to evaluate a batch, activations apart.
 
-    Before the step, all ranks exchange the rows of each microbatch, as 8-byte integers.
+    `plan` has one microbatch; `model` is the rank's part with the uses of an evaluation.
     """
-    tariff, here = Tariff(plan, rank), stages_on(plan, rank)
-    for gather in (one for each in model.row_gathers for one in each):
-        if stage_of(model, gather.layer) in here:
-            few, many = gather.degrees
-            step = price(S(0), I, gather.numel, many // few)
-            size = round(step.sent) * ELEMENT_BYTES[gather.dtype]
-            tariff.add(Line(f"rows{few}-{many}", step.what, gather.phase), size)
-    if len(plan.tensor_degrees) > 1:
-        step = price(S(0), R, plan.microbatches * plan.size, plan.size)
+    tariff, units = Tariff(plan, rank), Tariff(plan, rank)
+    for group in groups(plan, model):
+        carry_row(units, group)
+    for line in (line for line in units.sent_bytes if line.phase == "forward"):
+        tariff.add(line, units.sent_bytes[line])
+    tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "check")
+    tariff.agree(EVALUATED_NUMBERS, CONSENSUS_BYTES)
+    tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), CONSENSUS_BYTES, "check")
+    if len(plan.tensor_degrees) > 1:  # the rows of all ranks
+        step = price(S(0), R, plan.size, plan.size)
         tariff.add(Line("world", step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
-    return tariff.sent_bytes
-
-
-def tensor_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
-    """The bytes `rank` sends along tensor axes for the activations of a step, by its styles."""
-    found = Counted()
-    for number, tensors in {0: model.tensors, **model.layers}.items():
-        if tensors is not None:
-            axis = f"{TENSOR}.{number}" if number else TENSOR
-            own = _tensor_bytes(plan, replace(model, tensors=tensors), rank, axis)
-            found.update(own)
-            found.messages.update(own.messages)
-    return found
-
-
-def _tensor_bytes(plan: Plan, model: ModelSpec, rank: int, axis: str) -> Counted:
-    tariff, schedule = Tariff(plan, rank), schedule_of(plan)
-    assert model.tensors is not None
-    spec, size, mine = model.tensors, tariff.size(axis), set[int]()
-    if schedule is not None:
-        mine = {*schedule.stages(tariff.coordinates.get(PIPELINE, 0))}
-
-    def here(module: str) -> bool:
-        return model.stages is None or bool(mine & {*model.stages.of(module)})
-
-    heads = [name for name, style in spec.styles.items() if style.name == "vocabulary"]
-    last = any(here(name) for name in heads if spec.modules[name].kind == "linear")
-    for run in (recomputing(run, model.recomputed) for run in spec.runs):
-        Crossings(spec, size, run, partial(tariff.move, axis)).count(here)
-        for loss in run.losses if last else ():
-            tariff.loss(axis, loss)
-        for x in run.joins if last else ():
-            phase = "backward" if x.trained else "forward"
-            tariff.move(axis, S(0), I, math.prod(x.shape), ELEMENT_BYTES[x.dtype], phase)
-    return tariff.sent_bytes
-
-
-def part_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
-    """The bytes `rank` sends to gather inputs of recomputed modules (recompute.py)."""
-    tariff, here = Tariff(plan, rank), stages_on(plan, rank)
-    ranks = tariff.size(TENSOR)
-    for run in model.tensors.runs if model.tensors else ():
-        for part in parts(run.tape, model.recomputed):
-            padded = -(-part.numel // ranks) * ranks
-            if stage_of(model, part.module) in here:
-                tariff.move(TENSOR, S(0), I, padded, part.element_bytes, "backward")
-    return tariff.sent_bytes
-
-
-def stage_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
-    """The bytes `rank` sends to other stages in a step, by the schedule's transfers.
-
-    Values cross boundaries forward, and the gradients of trained ones cross backward.
-    """
-    bundles = model.stages.bundles if model.stages else ()
-    tariff, schedule = Tariff(plan, rank), schedule_of(plan)
-    steps = () if schedule is None else schedule.rows[tariff.coordinates.get(PIPELINE, 0)]
-    sends = [step.token for step in steps if isinstance(step, Transfer) and step.op == "SEND"]
-    runs = range(0, len(bundles), 1 if schedule is None else schedule.microbatches)
-    for first, (kind, stage, microbatch) in product(runs, sends):
-        forward = kind == "act"
-        for x in bundles[first + microbatch][stage if forward else stage - 1]:
-            times = int(forward or x.trained)
-            tariff.send(x.element_bytes, times * x.numel, "forward" if forward else "backward")
     return tariff.sent_bytes
 
 
@@ -325,7 +244,7 @@ def phases(plan: Plan, group: Group, moment: Moment, updates: int = 1) -> dict[s
 def carry_row(tariff: Tariff, group: Group, updates: int = 1) -> None:
     """The row's moves in a step with `updates` updates, and the sums on other axes.
 
-    Those of a disk are in techniques/offload/price_disk.py, with the optimizer's states.
+    Those of a disk are in techniques/offload/price.py, with the optimizer's states.
     """
     for move in group.moves:
         times = {} if move.of_disk else phases(tariff.plan, group, move.moment, updates)

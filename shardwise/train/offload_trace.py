@@ -18,9 +18,8 @@ from shardwise.comm.objects import all_gather_object
 from shardwise.engine.engine import Engine
 from shardwise.engine.one_stage import OneStage
 from shardwise.techniques.offload.spans import Span
-from shardwise.techniques.pipeline.runtime import Recorder
 from shardwise.train.publish import publish
-from shardwise.train.tracing import TRACE
+from shardwise.train.tracing import TRACE, watching
 
 #: Tracks of a rank.
 STEPS, MAIN, HOST, DISK = "steps", "main thread", "host thread", "disk"
@@ -41,13 +40,13 @@ class OffloadTracing:
         if step not in self.steps or self.passes is None:
             yield
             return
-        recorder = self.passes.watch = Recorder(self.passes.device)
         updates, start_s = self.engine.optimizer.spans, time.perf_counter()
         updates.on = True
         try:
-            yield
+            with watching(self.passes) as recorder:
+                yield
         finally:
-            self.passes.watch, updates.on = None, False
+            updates.on = False
         self.tracks[STEPS].append(Span(f"step {step + 1}", start_s, time.perf_counter()))
         self.tracks[MAIN] += [Span(str(seen.step), *seen[1:]) for seen in recorder.seen]
 

@@ -23,6 +23,7 @@ from shardwise.core.schedule.draw import as_svg
 from shardwise.core.schedule.measured import Measured, as_trace
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine.engine import Engine
+from shardwise.engine.one_stage import OneStage
 from shardwise.techniques.pipeline.pipelined import Pipelined
 from shardwise.techniques.pipeline.runtime import Recorder
 from shardwise.train.report.section import Drawing, Section, Table
@@ -70,6 +71,16 @@ class Recording:
         return Table(head, rows)
 
 
+@contextmanager
+def watching(passes: OneStage | Pipelined) -> Iterator[Recorder]:
+    """Record the steps of a run inside the `with`."""
+    recorder = passes.watch = Recorder(passes.device)
+    try:
+        yield recorder
+    finally:
+        passes.watch = None
+
+
 class Tracing:
     """Records a run that has finished `done` of its `steps`; nothing unless `on`."""
 
@@ -87,11 +98,8 @@ class Tracing:
         if step not in self.steps or not isinstance(passes, Pipelined):
             yield
             return
-        recorder = passes.watch = Recorder(passes.device)
-        try:
+        with watching(passes) as recorder:
             yield
-        finally:
-            passes.watch = None
         schedule, axis = passes.staging.schedule, passes.staging.axis
         # the last run of the schedule in this step
         recorder.seen = recorder.seen[-len(schedule.rows[axis.rank]) :]

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.core.plan import Plan
-from shardwise.core.uneven import even
+from shardwise.core.uneven import Counts, even
 from shardwise.engine.batch import rows, split
 from shardwise.engine.engine import Engine
 from shardwise.models.trainable import Trainable
-from shardwise.techniques.layers.exchange import Counts
 
 SEED: Final = 20260
 #: Rows of a microbatch; in 16 bits, where more rows are needed, of all microbatches of a rank.

@@ -41,6 +41,7 @@ from torch import nn
 
 from shardwise.comm.world import World
 from shardwise.core.plan import BUCKET_BYTES, Plan
+from shardwise.core.uneven import Counts
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
@@ -51,7 +52,6 @@ from shardwise.observe.kernels import kernels_of
 from shardwise.observe.live import Live
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.expert.moves import Loads
-from shardwise.techniques.layers.exchange import Counts
 from shardwise.verify import textbook
 from shardwise.verify.batches import ROWS, SEED, Division, ragged
 from shardwise.verify.comparison import compare, drawn

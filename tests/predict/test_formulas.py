@@ -17,7 +17,7 @@ from shardwise.engine.elementwise import ELEMENTWISE
 from shardwise.engine.spec import optimizer_shape
 from shardwise.prediction.memory import ADAM, MOMENTUM, PLAIN, OptimizerShape, held_bytes
 from shardwise.prediction.traffic import Line, by_kind, start_bytes, step_bytes
-from shardwise.techniques.tensor.price_loss import loss_bytes
+from shardwise.techniques.tensor.price import loss_bytes
 from tests.pool import run_threads
 from tests.predict.model import batch, engine, foreseen
 

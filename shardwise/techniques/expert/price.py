@@ -9,7 +9,7 @@ many bytes:
 With an even load of N tokens with k choices of width D, each of the four is N k D (n-1)/n.
 
 The loads depend on the values of the batch. Without them, all ranks are assumed to have as many
-tokens as this one. `exchanged_between` returns the least and the most bytes, here for N tokens on
+tokens as this one. `_bounds` returns the least and the most bytes, here for N tokens on
 each rank:
 
     rows to other ranks      N max(0, k - E/n)       to  min(N min(k, E - E/n), (E - E/n) C)
@@ -31,8 +31,9 @@ from shardwise.core.lengths import Lengths
 from shardwise.core.mesh import EXPERTS, TENSOR
 from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan import Plan
+from shardwise.prediction.price import Price, Share
 from shardwise.prediction.rank_shape import stage_of, stages_on
-from shardwise.prediction.traffic import Line, Tariff
+from shardwise.prediction.traffic import Counted, Line, Tariff
 from shardwise.techniques.expert.moves import Counts, ExpertLayer, ExpertMove, LayerMove, Loads
 
 T = TypeVar("T")
@@ -58,14 +59,10 @@ class Tokens(NamedTuple):
 Bound = Callable[[ExpertLayer, Tokens, Plan], Away]
 
 
-def expert_bytes(
-    plan: Plan, spec: ModelSpec, rank: int, loads: Sequence[Loads] = (), *, trains: bool = True
-) -> dict[Line, int]:
-    """The bytes `rank` sends for layers of experts, by axis, kind and phase.
-
-    `loads` are those of each microbatch; without them all experts have an even load. An evaluation
-    (not `trains`) only goes forward.
-    """
+def _sends(share: Share) -> Counted:
+    """The bytes of layers of experts; an evaluation only goes forward."""
+    plan, spec, rank = share.plan, share.spec, share.rank
+    loads, trains = share.loads, share.trains
     tariff = Tariff(plan, rank)
     for number, moves in enumerate(spec.expert_moves):
         own = loads[number] if loads else even_loads(plan, spec, moves)
@@ -95,17 +92,12 @@ def _in_evaluation(move: ExpertMove) -> bool:
     return move.phase == "forward" and not trains
 
 
-def exchanged_between(
-    plan: Plan, spec: ModelSpec, rank: int, loads: Sequence[Loads] = ()
-) -> dict[str, tuple[int, int]]:
-    """The least and the most bytes that `rank` may send in a step, by axis and kind.
-
-    For the lines that depend on the routing of tokens. `loads` have the tokens of all ranks in each
-    microbatch; without them all ranks have as many as this one.
-    """
+def _bounds(share: Share) -> dict[str, tuple[int, int]]:
+    """Of the lines that depend on the routing of tokens; loads have the tokens of all ranks."""
+    plan, spec, rank = share.plan, share.spec, share.rank
     if plan.ep == 1 or not spec.expert_moves:
         return {}
-    tokens = [each.tokens for each in loads]
+    tokens = [each.tokens for each in share.loads]
     least, most = (_exchanged_bytes(plan, spec, rank, bound, tokens) for bound in (_least, _most))
     return {f"{EXPERTS} all_to_all": (least, most)}
 
@@ -320,3 +312,6 @@ def _spread(number: int, parts: int) -> tuple[int, ...]:
 
 def _share(number: int, parts: int, part: int) -> int:
     return (number + parts - 1 - part) // parts
+
+
+EXPERT: Final = Price(_sends, bounds=_bounds)

@@ -23,10 +23,7 @@ from shardwise.comm.move import all_gather, join, move, take
 from shardwise.comm.world import Axis, World
 from shardwise.core.layout import I, S
 from shardwise.core.model_spec import RowGather
-from shardwise.core.uneven import Cut, wide
-
-#: The counts of rows of the base data ranks, in their order.
-Counts = tuple[int, ...]
+from shardwise.core.uneven import Counts, Cut, wide
 
 
 def between(degree: int, other: int, ranks: int, stages: int = 1) -> list[list[int]]:

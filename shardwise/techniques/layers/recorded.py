@@ -15,10 +15,10 @@ from shardwise.comm.world import Axis, traced
 from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import RowGather
 from shardwise.core.plan import Plan
+from shardwise.core.uneven import Counts
 from shardwise.engine.batch import Count, rows
 from shardwise.observe.meta_pass import Around
 from shardwise.techniques.layers.apply import exchange_of, with_rows
-from shardwise.techniques.layers.exchange import Counts
 from shardwise.techniques.layers.hooks import LayerHooks, hook_own_rows
 from shardwise.techniques.layers.plans import LayerPlans
 from shardwise.techniques.tensor import apply as tensor_parallel

@@ -16,8 +16,8 @@ from shardwise.engine.model_spec import model_spec
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.training import Loss
 from shardwise.observe import meta_pass
-from shardwise.prediction.arenas import kept_slots
 from shardwise.techniques.recompute.apply import Recomputation, on_host, recomputed_modules
+from shardwise.techniques.recompute.price_step import kept_slots
 from shardwise.techniques.recompute.word import recompute_budget
 
 

@@ -17,7 +17,6 @@ from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan import Plan
 from shardwise.core.tape import SMALL_BYTES, Tape
 from shardwise.prediction.rank_shape import moments, stage_of, stages_on
-from shardwise.prediction.traffic import Line, Tariff
 from shardwise.techniques.recompute.price import PARTITIONED, Within, parts, storages
 
 
@@ -61,17 +60,6 @@ def kept_bytes(spec: ModelSpec, plan: Plan, rank: int, *, on_host: bool) -> int:
     by_stage = tier_bytes(spec, spec.run.tape, plan.mesh.size_of(TENSOR), on_host=on_host)
     every = moments(plan, plan.mesh.coordinate(rank).get("pp", 0))
     return max(sum(n * by_stage[stage] for stage, n in moment.items()) for moment in every)
-
-
-def copied_bytes(plan: Plan, spec: ModelSpec, rank: int) -> dict[Line, int]:
-    """The bytes that `rank` copies to its host and back in a step."""
-    tariff, here = Tariff(plan, rank), stages_on(plan, rank)
-    for tape in spec.tapes:
-        by_stage = tier_bytes(spec, tape, tariff.size(TENSOR), on_host=True)
-        stored_bytes = sum(by_stage[stage] for stage in here)
-        tariff.copy("device", "host", stored_bytes, "forward")
-        tariff.copy("host", "device", stored_bytes, "backward")
-    return tariff.sent_bytes
 
 
 def fetched_bytes(spec: ModelSpec, plan: Plan, rank: int) -> int:

@@ -15,16 +15,36 @@ The second placement is that under `sp`, where the stream between layers is shar
 sequence T. If several layers in a row read a tensor, it enters once, and once more for those under
 no_grad. A tensor that a gradient reaches moves between the duals in the backward pass.
 (Megatron-LM, arXiv 1909.08053, section 3; arXiv 2205.05198, section 4.2.2.)
+
+A cross-entropy of N positions over a sharded vocabulary has two all-reduces: of the largest logit,
+N elements; of the sum of exponentials and the target's logit, 2N, or 3N with label smoothing, which
+also needs the sum of the logits. Its backward pass sends nothing.
 """
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final
 
 from shardwise.core.layout import I, P, Placement, R, S
 from shardwise.core.lengths import Lengths
-from shardwise.core.model_spec import ELEMENT_BYTES, Call, ModelPass, TensorSpec, Value
+from shardwise.core.mesh import TENSOR as AXIS
+from shardwise.core.model_spec import (
+    ELEMENT_BYTES,
+    Call,
+    CutLoss,
+    ModelPass,
+    ModelSpec,
+    TensorSpec,
+    Value,
+)
+from shardwise.core.moves import price
+from shardwise.core.plan import Plan
 from shardwise.core.uneven import Cut
+from shardwise.prediction.price import Price, Share
+from shardwise.prediction.rank_shape import stages_on
+from shardwise.prediction.traffic import Counted, Line, Tariff
 from shardwise.techniques.tensor.styles import Style
 from shardwise.techniques.tensor.table import cuts
 
@@ -161,3 +181,58 @@ def recomputing(run: ModelPass, modules: Collection[str]) -> ModelPass:
             calls.append(inner._replace(values=values, recomputed=True))
     again = tuple(value._replace(trained=False) for value in run.values)
     return run._replace(calls=tuple(calls), values=run.values + again)
+
+
+def _sends(share: Share) -> Counted:
+    """The bytes on the plan's tensor axis, and on those of layers with plans of their own."""
+    found, spec = Counted(), share.spec
+    for number, tensors in {0: spec.tensors, **spec.layers}.items():
+        if tensors is not None:
+            axis = f"{AXIS}.{number}" if number else AXIS
+            own = _on_axis(share.plan, replace(spec, tensors=tensors), share.rank, axis)
+            found.update(own)
+            found.messages.update(own.messages)
+    return found
+
+
+def _on_axis(plan: Plan, model: ModelSpec, rank: int, axis: str) -> Counted:
+    tariff, mine = Tariff(plan, rank), stages_on(plan, rank)
+    assert model.tensors is not None
+    spec = model.tensors
+
+    def here(module: str) -> bool:
+        return model.stages is None or bool(mine & {*model.stages.of(module)})
+
+    heads = [name for name, style in spec.styles.items() if style.name == "vocabulary"]
+    last = any(here(name) for name in heads if spec.modules[name].kind == "linear")
+    for run in (recomputing(run, model.recomputed) for run in spec.runs):
+        Crossings(spec, tariff.size(axis), run, partial(tariff.move, axis)).count(here)
+        for loss in run.losses if last else ():
+            _send_loss(tariff, axis, loss)
+        for x in run.joins if last else ():
+            phase = "backward" if x.trained else "forward"
+            tariff.move(axis, S(0), I, math.prod(x.shape), ELEMENT_BYTES[x.dtype], phase)
+    return tariff.sent_bytes
+
+
+def _send_loss(tariff: Tariff, axis: str, loss: CutLoss) -> None:
+    positions, smoothing, size = loss
+    ranks, line = tariff.size(axis), Line(axis, "all_reduce", "forward")
+    sent_bytes = loss_bytes(positions, ranks, smoothing=smoothing, element_bytes=size)
+    tariff.add(line, sent_bytes)
+    tariff.sent_bytes.messages[line] += bool(sent_bytes)  # the maxima, then the sums
+
+
+def loss_bytes(
+    positions: int, ranks: int, *, smoothing: bool = False, element_bytes: int = 4
+) -> int:
+    """The bytes that each of `ranks` ranks sends for one cross-entropy of `positions` positions.
+
+    `positions` include ignored ones. `element_bytes` is 8 for logits in fp64, and 4 for all others,
+    because the sums of 16-bit logits are in fp32.
+    """
+    calls = (positions, (3 if smoothing else 2) * positions)
+    return sum(round(price(P, R, numel, ranks).sent) for numel in calls) * element_bytes
+
+
+TENSOR: Final = Price(_sends)

@@ -8,15 +8,15 @@ from shardwise.comm.arena import _Slot
 from shardwise.core import flatten
 from shardwise.engine import memory
 from shardwise.engine.state import Loading
-from shardwise.prediction import memory as predicted
 from shardwise.techniques.layers import plan as layer_plan
+from shardwise.techniques.offload import price as offload_price
 from shardwise.techniques.recompute import word as recompute_word
 from tests.verify.mutations.mutation import Mutation, Patch, around, everywhere
 
 
 def host_memory_in_no_list(patch: Patch) -> None:
     """The second gradients of delayed updates, in run and prediction."""
-    real, real_bytes = memory.gradients_of, predicted.host_bytes
+    real, real_bytes = memory.gradients_of, offload_price.host_bytes
 
     def gradients_of(flat: Any) -> list[Any]:
         return [t for t in real(flat) if t is not flat.grads.other_host_grad]

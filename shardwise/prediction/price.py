@@ -1,0 +1,65 @@
+"""What a technique costs a rank: the bytes that it sends in a step, and those that it stores.
+
+The folder of a technique has a file that makes its `Price`; the list of all is in techniques.py.
+The rows of the states table, which every plan has, are priced in traffic.py and memory.py.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.core.model_spec import ModelShape, ModelSpec
+from shardwise.core.plan import Plan
+from shardwise.core.zero import Tier
+from shardwise.prediction.memory import OptimizerShape
+from shardwise.prediction.traffic import Counted, Line
+from shardwise.techniques.expert.moves import Loads
+
+#: The loads of the experts in each microbatch; without them experts have an even load.
+ExpertLoads = Sequence[Loads]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank carries out of a plan: `model` is its part of `spec`, the full model.
+
+    `trains`: it is a training step, and not an evaluation, which only goes forward.
+    """
+
+    plan: Plan
+    spec: ModelSpec
+    model: ModelShape
+    rank: int
+    optimizer: OptimizerShape
+    loads: ExpertLoads = ()
+    trains: bool = True
+
+
+@dataclass(frozen=True)
+class StepNumber:
+    """A step of an engine, from 0, and what came before it.
+
+    done     steps before the checkpoint that the engine has loaded
+    skipped  steps without an update because fp16 had overflowed, the last one right before it
+    flushed  the delayed update of the step before was finished before this one
+    """
+
+    step: int
+    done: int = 0
+    skipped: int = 0
+    flushed: bool = False
+
+
+@dataclass(frozen=True)
+class Price:
+    """The costs of a technique for a rank; a plan without the technique costs nothing.
+
+    sends    bytes in a step or in an evaluation, of which the forward pass counts
+    stores   bytes on a tier between steps, by category
+    bounds   the least and the most bytes, by axis and kind, of what depends on values
+    omits    lines of other steps that this one does not send
+    """
+
+    sends: Callable[[Share], Counted]
+    stores: Callable[[Share, Tier], Mapping[str, int]] = lambda _share, _tier: {}
+    bounds: Callable[[Share], Mapping[str, tuple[int, int]]] = lambda _: {}
+    omits: Callable[[Plan, StepNumber], Collection[Line]] = lambda _plan, _step: ()

@@ -1,0 +1,13 @@
+"""The prices of all techniques. A new one is one line here."""
+
+from typing import Final
+
+from shardwise.prediction.price import Price
+from shardwise.techniques.expert.price import EXPERT
+from shardwise.techniques.layers.price import LAYERS
+from shardwise.techniques.offload.price import OFFLOAD
+from shardwise.techniques.pipeline.price import PIPELINE
+from shardwise.techniques.recompute.price_step import RECOMPUTE
+from shardwise.techniques.tensor.price import TENSOR
+
+PRICES: Final[tuple[Price, ...]] = (PIPELINE, TENSOR, RECOMPUTE, LAYERS, OFFLOAD, EXPERT)

@@ -1,0 +1,31 @@
+"""The bytes that a rank sends to gather rows for layers with a mesh of their own.
+
+Before the step, all ranks exchange the rows of each microbatch, as 8-byte integers.
+"""
+
+from typing import Final
+
+from shardwise.core.layout import I, R, S
+from shardwise.core.model_spec import ELEMENT_BYTES
+from shardwise.core.moves import price
+from shardwise.prediction.price import Price, Share
+from shardwise.prediction.rank_shape import stage_of, stages_on
+from shardwise.prediction.traffic import CONSENSUS_BYTES, Counted, Line, Tariff
+
+
+def _sends(share: Share) -> Counted:
+    plan, spec = share.plan, share.spec
+    tariff, here = Tariff(plan, share.rank), stages_on(plan, share.rank)
+    for gather in (one for each in spec.row_gathers for one in each):
+        if stage_of(spec, gather.layer) in here:
+            few, many = gather.degrees
+            step = price(S(0), I, gather.numel, many // few)
+            size = round(step.sent) * ELEMENT_BYTES[gather.dtype]
+            tariff.add(Line(f"rows{few}-{many}", step.what, gather.phase), size)
+    if len(plan.tensor_degrees) > 1:
+        step = price(S(0), R, plan.microbatches * plan.size, plan.size)
+        tariff.add(Line("world", step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
+    return tariff.sent_bytes
+
+
+LAYERS: Final = Price(_sends)

@@ -1,0 +1,59 @@
+"""The bytes of a pipeline: what a rank sends to other stages, and the versions of weights it keeps.
+
+In a step the schedule's transfers are sent: values cross boundaries forward, and the gradients of
+trained ones cross backward. An evaluation sends what goes from each stage to a following one.
+
+An asynchronous schedule keeps old versions of trained parameters, at the peak of the step
+(core/schedule/memory.py). There are none between steps.
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise, product
+from typing import Final
+
+from shardwise.core.mesh import PIPELINE as AXIS
+from shardwise.core.plan_schedule import schedule_of
+from shardwise.core.schedule.action import Transfer
+from shardwise.core.schedule.library import build, updates
+from shardwise.core.schedule.memory import versions
+from shardwise.core.zero import Tier
+from shardwise.prediction.group import groups
+from shardwise.prediction.memory import block_bytes
+from shardwise.prediction.price import Price, Share
+from shardwise.prediction.traffic import Counted, Tariff
+
+
+def _sends(share: Share) -> Counted:
+    tariff, schedule = Tariff(share.plan, share.rank), schedule_of(share.plan)
+    bundles = share.spec.stages.bundles if share.spec.stages else ()
+    if schedule is None or not bundles:
+        return tariff.sent_bytes
+    here = tariff.coordinates.get(AXIS, 0)
+    if not share.trains:
+        for bundle, (owner, following) in zip(bundles[0], pairwise(schedule.home), strict=True):
+            for x in bundle if owner == here != following else ():
+                tariff.send(x.element_bytes, x.numel, "forward")
+        return tariff.sent_bytes
+    steps = schedule.rows[here]
+    sends = [step.token for step in steps if isinstance(step, Transfer) and step.op == "SEND"]
+    runs = range(0, len(bundles), schedule.microbatches)
+    for first, (kind, stage, microbatch) in product(runs, sends):
+        forward = kind == "act"
+        for x in bundles[first + microbatch][stage if forward else stage - 1]:
+            times = int(forward or x.trained)
+            tariff.send(x.element_bytes, times * x.numel, "forward" if forward else "backward")
+    return tariff.sent_bytes
+
+
+def _stores(share: Share, tier: Tier) -> Mapping[str, int]:
+    plan, stages = share.plan, share.plan.mesh.size_of(AXIS)
+    if tier != "device" or not updates(plan.pipeline, stages):
+        return {}
+    schedule = build(plan.pipeline or "", stages)
+    here = plan.coordinate(share.rank).get(AXIS, 0)
+    own = [versions(schedule)[stage] - 1 for stage in schedule.stages(here)]
+    trained = (group for group in groups(plan, share.model) if group.trained)
+    return {"versions": sum(own) * sum(block_bytes(group, sharded=False) for group in trained)}
+
+
+PIPELINE: Final = Price(_sends, _stores)
