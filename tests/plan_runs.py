@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_map
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
+from shardwise.core.memory_table import by_tier
 from shardwise.core.mesh import TENSOR
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.model_spec import shapes_of
 from shardwise.observe.kernels import kernels_of
 from shardwise.observe.meter import Leak, Meter
-from shardwise.prediction.memory import by_tier
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.expert.moves import Loads
 from shardwise.verify.batches import Division

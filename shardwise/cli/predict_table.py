@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.prediction.relief import ACTIVATIONS, added_words, largest, peak_parts, relieved
+from shardwise.core.memory_table import ACTIVATIONS
+from shardwise.prediction.relief import added_words, largest, peak_parts, relieved
 from shardwise.train.progress import size_text
 
 if TYPE_CHECKING:

@@ -1,10 +1,36 @@
-"""The table of memory: what a rank's bytes are, by category, and who stores them.
+"""The table of memory: the categories of a rank's bytes, and who owns them.
 
-category      what it is                                           stored
-parameters    weights, full or this rank's block                   between steps
-gradients     of trained parameters                                between steps
-optimizer     masters and states                                   between steps
-buffers       of the model; of communication; arenas; of a disk    between steps
+    category      lasts     part of       on                   owner
+    parameters    always                  device, host, disk   flat parameters; the rest of a row
+    gathered      a unit    parameters    device               flat parameters that are resharded
+    gradients     always                  device, host, disk   flat parameters
+    optimizer     always                  device, host, disk   the optimizer: masters, states
+    buffers       always                  device, host         the model; pool, arenas, disk
+    kept          a unit    activations   device, host         autograd
+    temporary     a kernel  activations   device, host         kernels, messages
+
+Asynchronous schedules have "versions" too: old parameters, which the updater owns in a step. On the
+engine's side the table is read by `owned` (engine/memory.py), on that of a prediction by the prices
+of techniques (prediction/price.py).
 """
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "buffers")
+from collections.abc import Mapping
+from typing import Final
+
+ACTIVATIONS, GATHERED, KEPT, TEMPORARY = "activations", "gathered", "kept", "temporary"
+#: What an engine owns, and the part of it that lasts as long as a unit is used.
+OWNED: Final[tuple[str, ...]] = ("parameters", GATHERED, "gradients", "optimizer", "buffers")
+PART_OF: Final = {GATHERED: "parameters"}
+#: The categories between steps.
+CATEGORIES: Final[tuple[str, ...]] = tuple(name for name in OWNED if name not in PART_OF)
+#: Those at a moment of a step: predicted, and measured.
+PREDICTED: Final[tuple[str, ...]] = (*OWNED, KEPT)
+MEASURED: Final[tuple[str, ...]] = (*PREDICTED, TEMPORARY)
+
+
+def by_tier(
+    device: Mapping[str, int], host: Mapping[str, int], disk: Mapping[str, int]
+) -> dict[str, int]:
+    """Bytes by category on the device, and those that are not zero in host memory and on a disk."""
+    found = {**device} | {f"{name} on the host": count for name, count in host.items() if count}
+    return found | {f"{name} on disk": count for name, count in disk.items() if count}

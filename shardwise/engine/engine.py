@@ -420,7 +420,7 @@ class Engine:
 
     def memory(self) -> dict[str, int]:
         """Live bytes of this rank's device by category, read from the tensors' storages."""
-        return memory.measured(self) | self.updates.updater.owns()
+        return memory.measured(self)
 
     def host_memory(self) -> dict[str, int]:
         """Live bytes in host memory by category."""

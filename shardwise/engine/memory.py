@@ -1,10 +1,11 @@
-"""The bytes that an engine keeps between steps, by category, on one tier."""
+"""The bytes that an engine owns, by category, on one tier: the table of memory as tensors."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from shardwise.core.memory_table import CATEGORIES, GATHERED, OWNED, PART_OF
 from shardwise.core.zero import Tier
 from shardwise.engine.optimizer import Owned
 from shardwise.techniques.data.flat_parameter import Flat
@@ -12,33 +13,44 @@ from shardwise.techniques.data.flat_parameter import Flat
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "buffers")
-
 
 def measured(engine: "Engine", tier: Tier = "device") -> dict[str, int]:
-    """Live bytes on `tier` by category: parameters, gradients, optimizer, buffers (pool, arenas).
+    """Live bytes on `tier` by category between steps; `versions` are those of the last step."""
+    parts, found = in_step(engine, tier), dict.fromkeys(CATEGORIES, 0)
+    for name in OWNED:
+        found[PART_OF.get(name, name)] += parts.pop(name)
+    return found | parts
+
+
+def in_step(engine: "Engine", tier: Tier = "device") -> dict[str, int]:
+    """The same at any moment: what is gathered apart from parameters.
 
     Each storage is counted once, in the first category that holds it, with its current size:
     padding is included, freed storages are not.
     """
     seen: set[int] = set()
-    found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+    found: dict[str, int] = dict.fromkeys(OWNED, 0)
     for category, _, tensor in owned(engine):
         storage = tensor.untyped_storage()
         if engine.world.tiers.of(tensor) == tier and storage._cdata not in seen:
             seen.add(storage._cdata)
             found[category] += storage.nbytes()
-    return found
+    return found | (engine.updates.updater.owns() if tier == "device" else {})
 
 
 def owned(engine: "Engine") -> Iterator[Owned]:
-    """Every tensor that an engine keeps between steps, with its category and flat group."""
+    """Every tensor that an engine owns, with its category and flat group."""
     for flat in engine.flats:
-        yield from (("parameters", flat, t) for t in (flat.full, flat.shard))
+        yield from ((category, flat, t) for category, t in weights_of(flat))
         yield from (("gradients", flat, t) for t in gradients_of(flat))
     yield from engine.optimizer.owns()
     buffers = (*engine.model.buffers(), engine.world.pool.memory, *engine.world.arenas.memory)
     yield from (("buffers", None, t) for t in buffers if t is not None)
+
+
+def weights_of(flat: Flat) -> tuple[tuple[str, Tensor], ...]:
+    """The memory of a flat parameter's weights, with its category."""
+    return (GATHERED if flat.reshards else "parameters", flat.full), ("parameters", flat.shard)
 
 
 def gradients_of(flat: Flat) -> list[Tensor]:

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shardwise.core.errors import InputError, bad
+from shardwise.core.memory_table import ACTIVATIONS, OWNED
+from shardwise.engine import memory
 from shardwise.engine.engine import Engine
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.relief import ACTIVATIONS, largest, relieved
-
-CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers", ACTIVATIONS)
+from shardwise.prediction.relief import largest, relieved
 
 
 def ran_out(error: BaseException) -> bool:
@@ -45,17 +45,15 @@ def explained(error: BaseException, engine: Engine, found: Prediction) -> InputE
         "a plan, a model or a batch for which there is room",
         (f"--plan '{near}', or " if near else "") + "a smaller model or batch",
     )
-    held = [(category, now.get(category), every.get(category)) for category in CATEGORIES]
+    names = (*OWNED, ACTIVATIONS)
+    held = [(name, now.get(name), every.get(name)) for name in names]
     table = _table((f"rank {rank} stores, bytes", "now", "predicted"), held)
     return InputError("\n".join([str(problem), "", *table]))
 
 
 def stored(engine: Engine) -> dict[str, int]:
     """What this rank stores now, in the middle of a step; activations only if they are known."""
-    found = engine.memory()
-    gathered = sum(f.full.untyped_storage().nbytes() for f in engine.flats if f.reshards)
-    found |= {"parameters": found["parameters"] - gathered, "gathered": gathered}
-    device = engine.world.device
+    found, device = memory.in_step(engine), engine.world.device
     if device.type == "cuda":
         found[ACTIVATIONS] = max(0, torch.cuda.memory_allocated(device) - sum(found.values()))
     return found

@@ -31,13 +31,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.core.memory_table import ACTIVATIONS, CATEGORIES, PART_OF
 from shardwise.core.zero import Tier
 from shardwise.engine import memory
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "activations")
+METERED = (*CATEGORIES, ACTIVATIONS)
 
 
 class Place(NamedTuple):
@@ -147,7 +148,7 @@ class Meter(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 known = leaf.untyped_storage()._cdata in self.storages
                 if not known and not self._elsewhere(leaf, args):
-                    place = place or Place("activations", self._running(), self._tier(args))
+                    place = place or Place(ACTIVATIONS, self._running(), self._tier(args))
                     self._track(leaf, place, str(func))
 
     def _elsewhere(self, x: Tensor, args: Any) -> bool:
@@ -176,10 +177,10 @@ class Meter(TorchDispatchMode):
             self.host_places = {p: count for p, count in every.items() if p.tier == "host"}
         if total > self.peak_bytes:
             self.peak_bytes, self.peak_places = total, places
-        now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        now: dict[str, int] = dict.fromkeys(METERED, 0)
         for place, count in places.items():
             now[place.category] += count
-        for category in (key for key in CATEGORIES if now[key] > self.most.get(key, 0)):
+        for category in (key for key in METERED if now[key] > self.most.get(key, 0)):
             self.most[category] = now[category]
 
     def _track(self, tensor: Tensor, place: Place, made_by: str) -> None:
@@ -209,21 +210,21 @@ class Meter(TorchDispatchMode):
             tracked, tier = self.storages.get(tensor.untyped_storage()._cdata), tiers.of(tensor)
             if tracked is None:
                 self._track(tensor, place, "the engine")
-            elif tracked.place.category == "activations" or tracked.place.tier != tier:
+            elif tracked.place.category == ACTIVATIONS or tracked.place.tier != tier:
                 tracked.place = place._replace(tier=tier)
 
     def _owned(self) -> Iterator[tuple[Place, Tensor]]:
         units = self.engine.data.units.order
         unit_of = {id(group): unit.name for unit in units for group in unit.groups}
         for category, flat, tensor in memory.owned(self.engine):
-            yield Place(category, unit_of.get(id(flat), "")), tensor
+            yield Place(PART_OF.get(category, category), unit_of.get(id(flat), "")), tensor
 
     def _gradients(self) -> Iterator[tuple[Place, Tensor]]:
         """Gradients that are being made; once reduced, nobody owns what was sent."""
         for unit in self.engine.data.units.order:
             for group in unit.trained:
-                if group.grads.grad is not None:
-                    yield Place("gradients", unit.name), group.grads.grad
+                for gradient in memory.gradients_of(group):
+                    yield Place("gradients", unit.name), gradient
 
     def _running(self) -> str:
         """The innermost unit whose forward pass is running; "" in the backward pass."""
@@ -233,4 +234,4 @@ class Meter(TorchDispatchMode):
 
 def by_category(places: dict[Place, int]) -> dict[str, int]:
     """Bytes by category, 0 for a category without any."""
-    return {c: sum(n for place, n in places.items() if place.category == c) for c in CATEGORIES}
+    return {c: sum(n for place, n in places.items() if place.category == c) for c in METERED}

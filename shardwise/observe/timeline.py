@@ -13,7 +13,7 @@ affected. `temporary` are the live bytes in no other category.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.core.errors import bad
+from shardwise.core.memory_table import ACTIVATIONS, GATHERED, KEPT, MEASURED, TEMPORARY
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.action import COMPUTE_OPS, Step
+from shardwise.engine import memory
 from shardwise.engine.batch import computed_parts, widened
 from shardwise.engine.engine import Engine
 from shardwise.engine.model_spec import by_shape, on_tensor_axis, plain_copy
@@ -36,8 +38,6 @@ from shardwise.observe.meter import Meter
 from shardwise.observe.trace import EVENT, Live, Recorder
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.timeline import (
-    PREDICTED,
-    TEMPORARY,
     Event,
     Mark,
     predicted_timeline,
@@ -50,8 +50,6 @@ from shardwise.techniques.pipeline.price_timeline import staged_timeline
 from shardwise.techniques.pipeline.runtime import Watch
 from shardwise.techniques.tensor.apply import table_for
 from shardwise.techniques.tile.apply import tile
-
-CATEGORIES: Final[tuple[str, ...]] = (*PREDICTED, TEMPORARY)
 
 
 class StepMeter(TorchDispatchMode):
@@ -95,7 +93,7 @@ class StepMeter(TorchDispatchMode):
         self.meter.peak_bytes = 0
         if kind == "forward" and self.events and self.events[-1].kind == "backward":
             self.microbatch += 1
-        held = dict.fromkeys(CATEGORIES, 0)
+        held = dict.fromkeys(MEASURED, 0)
         alive = self._alive()
         for _, category, stored_bytes in alive:
             held[category] += stored_bytes
@@ -104,22 +102,23 @@ class StepMeter(TorchDispatchMode):
             self.recorder.changes.append(EVENT)
         self.events.append(Event(kind, unit, self.microbatch, held, max(peak, sum(held.values()))))
         places = ((s.place, s.nbytes() or 0) for s in self.meter.storages.values())
-        self.on_host.append(sum(n for p, n in places if p[::2] == ("activations", "host")))
+        self.on_host.append(sum(n for p, n in places if p[::2] == (ACTIVATIONS, "host")))
 
     def _alive(self) -> list[Live]:
         """The live storages of the device except the batch: category and bytes of each."""
         self.meter.now()  # tracks new tensors of the engine
-        whole = {f.full.untyped_storage()._cdata for f in self.engine.flats if f.reshards}
+        weights = (pair for flat in self.engine.flats for pair in memory.weights_of(flat))
+        gathered = {t.untyped_storage()._cdata for category, t in weights if category == GATHERED}
         recomputed = self.engine.recompute.modules.values()
         inputs = {x.untyped_storage()._cdata for one in recomputed for x in one.kept_tensors()}
         saved = self.saved.keys() | inputs
         found: list[Live] = []
         for key, storage in self.meter.storages.items():
             category = storage.place.category
-            if key in whole:
-                category = "gathered"
-            elif category == "activations":
-                category = "kept" if key in saved else TEMPORARY
+            if key in gathered:
+                category = GATHERED
+            elif category == ACTIVATIONS:
+                category = KEPT if key in saved else TEMPORARY
             if key not in self.batch and storage.place.tier == "device":
                 found.append(Live(storage, category, storage.nbytes() or 0))
         return found

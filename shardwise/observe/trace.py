@@ -7,10 +7,11 @@ size changes, as that of a unit, counts as freed and allocated again.
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+from shardwise.core.memory_table import PREDICTED, TEMPORARY
 from shardwise.prediction.first_fit import LONG, Change, Trace
 
 #: If a storage has had several categories, the first one in this list counts.
-PRECEDENCE: Final = ("parameters", "optimizer", "buffers", *LONG, "temporary")
+PRECEDENCE: Final = (*(name for name in PREDICTED if name not in LONG), *LONG, TEMPORARY)
 #: A moment of the step at which fragmentation is measured.
 EVENT: Final = Change(-1, 0)
 

@@ -11,8 +11,10 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
+from shardwise.core.memory_table import GATHERED, KEPT
+
 #: Categories of tensors that live from one unit to another. "temporary" ones live shorter.
-LONG: Final = ("gathered", "gradients", "kept")
+LONG: Final = (GATHERED, "gradients", KEPT)
 #: A capacity that fails is made larger by this part.
 STEP: Final = 0.002
 

@@ -24,7 +24,6 @@ Adam has a step count of 4 bytes for each parameter. (ZeRO, arXiv 1910.02054, se
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.core.model_spec import ModelShape
@@ -76,14 +75,6 @@ def held_bytes(
         ),
         "buffers": sum(buffer.stored_bytes for buffer in model.buffers) + pool,
     }
-
-
-def by_tier(
-    device: Mapping[str, int], host: Mapping[str, int], disk: Mapping[str, int]
-) -> dict[str, int]:
-    """Bytes by category on the device, and those that are not zero in host memory and on a disk."""
-    found = {**device} | {f"{name} on the host": count for name, count in host.items() if count}
-    return found | {f"{name} on disk": count for name, count in disk.items() if count}
 
 
 def block_bytes(group: Group, *, sharded: bool) -> int:

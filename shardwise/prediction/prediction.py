@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from shardwise.core.memory_table import CATEGORIES
+from shardwise.core.memory_table import CATEGORIES, by_tier
 from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.core.zero import Tier
-from shardwise.prediction.memory import ADAM, OptimizerShape, by_tier, held_bytes
+from shardwise.prediction.memory import ADAM, OptimizerShape, held_bytes
 from shardwise.prediction.peak import device_peak_bytes
-from shardwise.prediction.price import ExpertLoads, Share, StepNumber
+from shardwise.prediction.price import ExpertLoads, Share
 from shardwise.prediction.rank_shape import added_flops_on, shape_on
 from shardwise.prediction.techniques import PRICES
 from shardwise.prediction.traffic import Counted, Line, by_kind, evaluation_bytes, step_bytes
@@ -149,8 +149,8 @@ class Prediction:
         first = step == 0 and not loaded
         meets = again or step == 0
         found = self.sent(first=first, meets=meets, compares=compares, loads=loads)
-        now = StepNumber(step, done, skipped, flushed)
-        omitted = {line for each in PRICES for line in each.omits(self.plan, now)}
+        follows = step > 0 and not skipped and not flushed
+        omitted = {line for each in PRICES for line in each.omits(self.plan, step + done, follows)}
         return {line: sent_bytes for line, sent_bytes in found.items() if line not in omitted}
 
     def in_evaluation(self, loads: ExpertLoads = ()) -> dict[Line, int]:

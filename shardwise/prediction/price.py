@@ -35,31 +35,17 @@ class Share:
 
 
 @dataclass(frozen=True)
-class StepNumber:
-    """A step of an engine, from 0, and what came before it.
-
-    done     steps before the checkpoint that the engine has loaded
-    skipped  steps without an update because fp16 had overflowed, the last one right before it
-    flushed  the delayed update of the step before was finished before this one
-    """
-
-    step: int
-    done: int = 0
-    skipped: int = 0
-    flushed: bool = False
-
-
-@dataclass(frozen=True)
 class Price:
     """The costs of a technique for a rank; a plan without the technique costs nothing.
 
     sends    bytes in a step or in an evaluation, of which the forward pass counts
     stores   bytes on a tier between steps, by category
     bounds   the least and the most bytes, by axis and kind, of what depends on values
-    omits    lines of other steps that this one does not send
+    omits    lines that the step of this number does not send; the flag says whether it follows one
+             of this engine whose update may not be finished
     """
 
     sends: Callable[[Share], Counted]
     stores: Callable[[Share, Tier], Mapping[str, int]] = lambda _share, _tier: {}
     bounds: Callable[[Share], Mapping[str, tuple[int, int]]] = lambda _: {}
-    omits: Callable[[Plan, StepNumber], Collection[Line]] = lambda _plan, _step: ()
+    omits: Callable[[Plan, int, bool], Collection[Line]] = lambda _plan, _step, _follows: ()

@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from shardwise.core.memory_table import ACTIVATIONS
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
 
 if TYPE_CHECKING:
     from shardwise.prediction.prediction import Prediction
 
-ACTIVATIONS, IN_USE = "activations", "units in use"
+IN_USE: Final = "units in use"
 #: The first row of the states table that shards a part.
 _ROWS: Final = {"optimizer": "zero1", "gradients": "zero2", "parameters": "zero3"}
 _ORDER: Final = ("ddp", "zero1", "zero2", "zero3")

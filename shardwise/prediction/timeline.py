@@ -18,9 +18,10 @@ is not the first one, which allocates gradients and optimizer states.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from shardwise.core.errors import bad
+from shardwise.core.memory_table import CATEGORIES, GATHERED, KEPT
 from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.reduce_order import EARLY_BYTES, Act
@@ -30,10 +31,6 @@ from shardwise.prediction.group import Group
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.unit_acts import UnitActs, by_unit, gathered_bytes, order_on
 from shardwise.techniques.recompute.word import PARTITIONED_WORDS, recompute_budget
-
-#: The predicted categories. A measured timeline has "temporary" too.
-PREDICTED: Final = ("parameters", "gathered", "gradients", "optimizer", "buffers", "kept")
-TEMPORARY: Final = "temporary"
 
 
 class Mark(NamedTuple):
@@ -129,10 +126,10 @@ class StepMemory:
         summed *= not self.found.plan.arenas  # there they have slots, which are buffers
         summed += sum(self.leaving.values())
         memory = self.found.memory
-        live = {name: memory[name] for name in ("parameters", "gradients", "optimizer", "buffers")}
-        live["gathered"] = sum(gathered_bytes(self.units[n]) for n in self.acts.gathered)
+        live = {name: memory[name] for name in CATEGORIES}
+        live[GATHERED] = sum(gathered_bytes(self.units[n]) for n in self.acts.gathered)
         live["gradients"] += summed
-        live["kept"] = kept_bytes
+        live[KEPT] = kept_bytes
         total, most = sum(live.values()), other_bytes + summed
         self.events.append(Event(kind, unit, self.microbatch, live, total, most))
 

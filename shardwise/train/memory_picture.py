@@ -16,18 +16,19 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.core.errors import bad
-from shardwise.prediction.timeline import PREDICTED, TEMPORARY, Event
+from shardwise.core.memory_table import GATHERED, KEPT, PREDICTED, TEMPORARY
+from shardwise.prediction.timeline import Event
 from shardwise.train.progress import size_text, unit_of
 from shardwise.train.report.plots import new_figure
 
 #: By category: the colour, and the character of a bar on the screen.
 LOOK: Final[dict[str, tuple[str, str]]] = {
     "parameters": ("#2a6f97", "#"),
-    "gathered": ("#89c2d9", "+"),
+    GATHERED: ("#89c2d9", "+"),
     "gradients": ("#f4a259", "="),
     "optimizer": ("#8f5a9e", "%"),
     "buffers": ("#b0b0b0", "b"),
-    "kept": ("#5b8c5a", "~"),
+    KEPT: ("#5b8c5a", "~"),
     TEMPORARY: ("#d0d0d0", "."),
 }
 NOT_PREDICTED: Final = "not predicted"

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import InputError
+from shardwise.core.memory_table import ACTIVATIONS, TEMPORARY
 from shardwise.engine.engine import Engine
 from shardwise.observe.timeline import measuring
-from shardwise.prediction.timeline import TEMPORARY, Event
+from shardwise.prediction.timeline import Event
 from shardwise.train.folder import PLOTS
 from shardwise.train.memory_picture import Series, peak_rows
 from shardwise.train.model import predicted_step
@@ -42,7 +43,7 @@ class StepMemory:
         with measuring(self.engine, batch) as meter:
             yield
         self.events, self.batch = meter.events, batch
-        self.activations = {"activations": meter.peak["activations"]}
+        self.activations = {ACTIVATIONS: meter.peak[ACTIVATIONS]}
 
     def series(self, prepared: PreparedRun) -> Sequence[Series]:
         """The step of this rank, measured and, if possible, predicted."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import NonFiniteError
+from shardwise.core.memory_table import by_tier
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
-from shardwise.prediction.memory import by_tier
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.verify import textbook
 from shardwise.verify.async_oracle import AsyncOracle

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from shardwise.comm.peers import PEERS
 from shardwise.core.garbage import collect
+from shardwise.core.memory_table import by_tier
 from shardwise.engine.engine import Engine
 from shardwise.observe.live import Live, Stray
 from shardwise.observe.timeline import StepMeter, measuring
-from shardwise.prediction.memory import by_tier
 from shardwise.techniques.expert.moves import Loads
 from shardwise.verify.costs import Costs, Theory
 from shardwise.verify.moments import Foresee, Moments

@@ -28,13 +28,14 @@ from typing import Any
 from torch import nn
 
 from shardwise.core.errors import InputError
+from shardwise.core.memory_table import PREDICTED, TEMPORARY
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.tape import SMALL_BYTES
 from shardwise.engine.options import EngineOptions, own_loss
 from shardwise.observe.timeline import StepMeter, events_of, marks_on
 from shardwise.prediction.peak import device_peak_bytes, gathered_most_bytes
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.timeline import PREDICTED, TEMPORARY, Event, Mark, unpredicted
+from shardwise.prediction.timeline import Event, Mark, unpredicted
 from shardwise.techniques.expert.apply import experts_in
 from shardwise.verify.tiled import grown_bytes, logits_most_bytes, tiled_layers
 

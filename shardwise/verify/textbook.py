@@ -32,6 +32,7 @@ from typing import Final
 
 from torch import nn
 
+from shardwise.core.memory_table import CATEGORIES, PART_OF
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import allowed, entry
 from shardwise.core.schedule.memory import peaks
@@ -60,7 +61,7 @@ SLACK, COUNT_BYTES = 0.25, 8
 PAGE_BYTES, EXTENTS = 4096, 6
 #: Steps before updates are delayed, if the plan has no number of them.
 UNDELAYED_STEPS: Final = 40
-NAMES: Final = ("parameters", "gradients", "optimizer")
+NAMES: Final = CATEGORIES[:3]
 #: A flat parameter is padded by less than this for each parameter and each rank.
 ALIGNED_BYTES: Final = 64
 #: Numbers of layers in a pattern, both included.
@@ -174,10 +175,10 @@ def _states(engine: Engine) -> Promises:
 
 def _stored(engine: Engine, flats: Sequence[Flat]) -> list[int]:
     """The bytes of parameters, gradients and optimizer state of some flat parameters."""
-    every = [(category, t) for category, flat, t in owned(engine) if flat in flats]
+    every = [(PART_OF.get(name, name), t) for name, flat, t in owned(engine) if flat in flats]
     storages = (
         {t.untyped_storage()._cdata: t.untyped_storage() for kind, t in every if kind == category}
-        for category in ("parameters", "gradients", "optimizer")
+        for category in NAMES
     )
     return [sum(storage.nbytes() for storage in one.values()) for one in storages]
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from shardwise.core.memory_table import TEMPORARY
 from shardwise.core.plan import Plan
-from shardwise.prediction.timeline import TEMPORARY, Event
+from shardwise.prediction.timeline import Event
 
 #: Numbers of each position that a loss keeps beside the logits: of each tile, and in all.
 OF_EACH_TILE, IN_ALL = 3, 16

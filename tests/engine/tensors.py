@@ -11,12 +11,12 @@ from torch.utils._pytree import tree_map
 
 from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.world import World
+from shardwise.core.memory_table import by_tier
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
 from shardwise.engine.training import Metrics
 from shardwise.models import gpt
 from shardwise.models.initial import fill
-from shardwise.prediction.memory import by_tier
 from shardwise.prediction.traffic import Line
 from tests.engine.cases import (
     CONFIG,

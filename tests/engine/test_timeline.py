@@ -11,13 +11,14 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
+from shardwise.core.memory_table import PREDICTED, TEMPORARY
 from shardwise.engine.options import EngineOptions
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 from shardwise.observe.timeline import measuring, predict_events
 from shardwise.observe.trace import Recorder
 from shardwise.prediction.first_fit import Trace, peak_bytes
-from shardwise.prediction.timeline import PREDICTED, TEMPORARY, Event
+from shardwise.prediction.timeline import Event
 from tests.engine.cases import Task, ranks_of, rows_task, share, small_gpt, text, tied_gpt
 from tests.engine.tensors import SMALL, gpt_task, mine
 from tests.engine.zoo import make

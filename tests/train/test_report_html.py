@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from shardwise.prediction.timeline import TEMPORARY, Event
+from shardwise.core.memory_table import TEMPORARY
+from shardwise.prediction.timeline import Event
 from shardwise.train import folder
 from shardwise.train.baseline import Baseline
 from shardwise.train.end import publish_report

@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.prediction.timeline import TEMPORARY
+from shardwise.core.memory_table import TEMPORARY
 from shardwise.train import loop
 from shardwise.train.config import Config
 from shardwise.train.config_sections import OffloadSection

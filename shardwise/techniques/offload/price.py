@@ -35,7 +35,7 @@ from shardwise.prediction.memory import (
     block_bytes,
     optimizer_bytes,
 )
-from shardwise.prediction.price import Price, Share, StepNumber
+from shardwise.prediction.price import Price, Share
 from shardwise.prediction.traffic import Counted, Line, Tariff, phases
 
 
@@ -103,13 +103,12 @@ def _stores(share: Share, tier: Tier) -> Mapping[str, int]:
     return {} if stored is None else stored(share)
 
 
-def _omits(plan: Plan, now: StepNumber) -> Collection[Line]:
+def _omits(plan: Plan, step: int, follows: bool) -> Collection[Line]:
     """The copy after a delayed update, which is made beside the next step; the first has none."""
-    offload, step = plan.offloaded, now.step + now.done
-    if offload is None or not offload.delays(step):
+    offload = plan.offloaded
+    if offload is None or not offload.delays(step) or (follows and offload.delays(step - 1)):
         return ()
-    first = now.flushed or now.skipped or now.step == 0 or not offload.delays(step - 1)
-    return (Line("tier", between("host", "device"), "update"),) if first else ()
+    return (Line("tier", between("host", "device"), "update"),)
 
 
 def stored_bytes(plan: Plan, model: ModelShape, rank: int) -> dict[Line, int]:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Final, NamedTuple
 
+from shardwise.core.memory_table import MEASURED, TEMPORARY
 from shardwise.core.schedule.draw import round_step
-from shardwise.prediction.timeline import PREDICTED as CATEGORIES
-from shardwise.prediction.timeline import TEMPORARY, Event
+from shardwise.prediction.timeline import Event
 from shardwise.train.memory_picture import Series
 from shardwise.train.progress import size_text, unit_of
 from shardwise.train.report.section import (
@@ -230,7 +230,7 @@ def _moments(series: Series, most: int) -> Plot:
     unit, unit_bytes = unit_of(most)
     shown = [
         category
-        for category in (*CATEGORIES, TEMPORARY)
+        for category in MEASURED
         if any(event.by_category.get(category) for event in series.events)
     ]
     paths, below = [], [0.0] * count
