@@ -37,7 +37,7 @@ FOREIGN = {
     "tensor": 39,
     "expert": 29,
     "pipeline": 19,
-    "recompute": 16,
+    "recompute": 15,
     "layers": 9,
     "offload": 9,
     "tile": 6,

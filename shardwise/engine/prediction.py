@@ -35,7 +35,6 @@ from shardwise.techniques.expert.moves import Loads
 from shardwise.techniques.expert.price import EVEN
 from shardwise.techniques.pipeline import weight_stashing
 from shardwise.techniques.pipeline.stage_module import stage_starts
-from shardwise.techniques.recompute.price_host import fetched_bytes, kept_bytes
 from shardwise.techniques.tensor.table import Table
 
 #: Shapes of batches whose predictions are kept: the latest.
@@ -201,8 +200,5 @@ class Predictor:
             optimizer=optimizer_shape(self.spec, dtypes[0]) if dtypes else PLAIN,
             norm=self.options.clip is not None,
             check_every=self.options.check_every,
-            activations=kept_bytes(spec, plan, rank, on_host=False),
-            host_activations=kept_bytes(spec, plan, rank, on_host=True),
-            fetched=fetched_bytes(spec, plan, rank),
             notes=tuple(filter(None, (spec.run.note, EVEN if plan.ep > 1 else ""))),
         )

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shardwise.core.memory_table import CATEGORIES, by_tier
 from shardwise.core.model_spec import ModelShape, ModelSpec
@@ -27,10 +28,7 @@ class Prediction:
 
     `model` is the rank's part of `spec`, the full model.
     `norm`: gradients are clipped by their norm. In every `check_every`th step ranks compare their
-    batches and gradients. `activations` are the most bytes that autograd keeps on the device from
-    forward to backward at once, with torch's own kernels; `host_activations` those in host memory,
-    of which at most `fetched` are on the device at once. `notes` name results that depend on the
-    values of the batch.
+    batches and gradients. `notes` name results that depend on the values of the batch.
     """
 
     plan: Plan
@@ -40,9 +38,6 @@ class Prediction:
     optimizer: OptimizerShape = ADAM
     norm: bool = False
     check_every: int = 0
-    activations: int = 0
-    host_activations: int = 0
-    fetched: int = 0
     notes: tuple[str, ...] = ()
 
     def on(self, rank: int, plan: Plan | None = None) -> "Prediction":
@@ -51,15 +46,7 @@ class Prediction:
         `plan` may differ from this one's in its offload.
         """
         plan = self.plan if plan is None else plan
-        return replace(
-            self,
-            plan=plan,
-            rank=rank,
-            model=shape_on(self.spec, plan, rank),
-            activations=kept_bytes(self.spec, plan, rank, on_host=False),
-            host_activations=kept_bytes(self.spec, plan, rank, on_host=True),
-            fetched=fetched_bytes(self.spec, plan, rank),
-        )
+        return replace(self, plan=plan, rank=rank, model=shape_on(self.spec, plan, rank))
 
     @property
     def world(self) -> int:
@@ -78,6 +65,24 @@ class Prediction:
         For microbatches of one size, with torch's own kernels.
         """
         return added_flops_on(self.spec, self.plan, self.rank)
+
+    @cached_property
+    def activations(self) -> int:
+        """The most bytes that autograd keeps on the device from forward to backward at once.
+
+        With torch's own kernels.
+        """
+        return kept_bytes(self.spec, self.plan, self.rank, on_host=False)
+
+    @cached_property
+    def host_activations(self) -> int:
+        """The same in host memory."""
+        return kept_bytes(self.spec, self.plan, self.rank, on_host=True)
+
+    @cached_property
+    def fetched(self) -> int:
+        """The most bytes of `host_activations` that are on the device at once."""
+        return fetched_bytes(self.spec, self.plan, self.rank)
 
     @property
     def memory(self) -> dict[str, int]:
@@ -163,9 +168,9 @@ class Prediction:
         plan = replace(self.plan, accumulate=1)
         share = Share(plan, self.spec, model, self.rank, self.optimizer, loads, trains=False)
         found = Counter[Line](evaluation_bytes(plan, model, self.rank))
-        for sent in (each.sends(share) for each in PRICES):
-            found.update({line: sent[line] for line in sent if line.phase == "forward"})
-        return dict(found)
+        for each in PRICES:
+            found.update(each.sends(share))
+        return {line: n for line, n in found.items() if line.phase in ("forward", "check")}
 
     def sent(
         self,

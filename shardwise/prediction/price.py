@@ -38,7 +38,7 @@ class Share:
 class Price:
     """The costs of a technique for a rank; a plan without the technique costs nothing.
 
-    sends    bytes in a step or in an evaluation, of which the forward pass counts
+    sends    bytes in a step, or in an evaluation, of which the backward pass does not count
     stores   bytes on a tier between steps, by category
     bounds   the least and the most bytes, by axis and kind, of what depends on values
     omits    lines that the step of this number does not send; the flag says whether it follows one

@@ -184,21 +184,16 @@ def step_bytes(
 
 
 def evaluation_bytes(plan: Plan, model: ModelShape, rank: int) -> Counted:
-    """The bytes `rank` sends to evaluate a batch, activations apart.
+    """The bytes `rank` sends to evaluate a batch, activations apart, with those of a backward pass.
 
     `plan` has one microbatch; `model` is the rank's part with the uses of an evaluation.
     """
-    tariff, units = Tariff(plan, rank), Tariff(plan, rank)
+    tariff = Tariff(plan, rank)
     for group in groups(plan, model):
-        carry_row(units, group)
-    for line in (line for line in units.sent_bytes if line.phase == "forward"):
-        tariff.add(line, units.sent_bytes[line])
+        carry_row(tariff, group)
     tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "check")
     tariff.agree(EVALUATED_NUMBERS, CONSENSUS_BYTES)
     tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), CONSENSUS_BYTES, "check")
-    if len(plan.tensor_degrees) > 1:  # the rows of all ranks
-        step = price(S(0), R, plan.size, plan.size)
-        tariff.add(Line("world", step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
     return tariff.sent_bytes
 
 

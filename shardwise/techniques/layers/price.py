@@ -1,6 +1,6 @@
 """The bytes that a rank sends to gather rows for layers with a mesh of their own.
 
-Before the step, all ranks exchange the rows of each microbatch, as 8-byte integers.
+Before a step, all ranks exchange the rows of each microbatch, as 8-byte integers.
 """
 
 from typing import Final
@@ -23,7 +23,8 @@ def _sends(share: Share) -> Counted:
             size = round(step.sent) * ELEMENT_BYTES[gather.dtype]
             tariff.add(Line(f"rows{few}-{many}", step.what, gather.phase), size)
     if len(plan.tensor_degrees) > 1:
-        step = price(S(0), R, plan.microbatches * plan.size, plan.size)
+        rows = plan.size * (plan.microbatches if share.trains else 1)
+        step = price(S(0), R, rows, plan.size)
         tariff.add(Line("world", step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
     return tariff.sent_bytes
 

@@ -111,19 +111,6 @@ def _omits(plan: Plan, step: int, follows: bool) -> Collection[Line]:
     return (Line("tier", between("host", "device"), "update"),)
 
 
-def stored_bytes(plan: Plan, model: ModelShape, rank: int) -> dict[Line, int]:
-    """The bytes that `rank` writes and reads before the first step: masters and weights."""
-    tariff = Tariff(plan, rank)
-    for group in _resting(plan, model):
-        tariff.copy("host", "disk", _weight_bytes(group), "start")
-        if group.trained and _has_master(group):  # made of the weight
-            tariff.copy("disk", "host", _weight_bytes(group), "start")
-    for group in _on_disk(plan, model):
-        if _has_master(group):
-            tariff.copy("host", "disk", aligned(_master_bytes(group)), "start")
-    return tariff.sent_bytes
-
-
 def _on_disk(plan: Plan, model: ModelShape) -> Iterator[Group]:
     return (group for group in groups(plan, model) if group.moves.offload == "disk")
 

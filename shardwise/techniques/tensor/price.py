@@ -23,7 +23,7 @@ also needs the sum of the logits. Its backward pass sends nothing.
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -40,7 +40,6 @@ from shardwise.core.model_spec import (
     Value,
 )
 from shardwise.core.moves import price
-from shardwise.core.plan import Plan
 from shardwise.core.uneven import Cut
 from shardwise.prediction.price import Price, Share
 from shardwise.prediction.rank_shape import stages_on
@@ -185,21 +184,15 @@ def recomputing(run: ModelPass, modules: Collection[str]) -> ModelPass:
 
 def _sends(share: Share) -> Counted:
     """The bytes on the plan's tensor axis, and on those of layers with plans of their own."""
-    found, spec = Counted(), share.spec
+    tariff, spec = Tariff(share.plan, share.rank), share.spec
+    mine = stages_on(share.plan, share.rank)
     for number, tensors in {0: spec.tensors, **spec.layers}.items():
         if tensors is not None:
-            axis = f"{AXIS}.{number}" if number else AXIS
-            own = _on_axis(share.plan, replace(spec, tensors=tensors), share.rank, axis)
-            found.update(own)
-            found.messages.update(own.messages)
-    return found
+            _send(tariff, f"{AXIS}.{number}" if number else AXIS, spec, tensors, mine)
+    return tariff.sent_bytes
 
 
-def _on_axis(plan: Plan, model: ModelSpec, rank: int, axis: str) -> Counted:
-    tariff, mine = Tariff(plan, rank), stages_on(plan, rank)
-    assert model.tensors is not None
-    spec = model.tensors
-
+def _send(tariff: Tariff, axis: str, model: ModelSpec, spec: TensorSpec, mine: set[int]) -> None:
     def here(module: str) -> bool:
         return model.stages is None or bool(mine & {*model.stages.of(module)})
 
@@ -212,7 +205,6 @@ def _on_axis(plan: Plan, model: ModelSpec, rank: int, axis: str) -> Counted:
         for x in run.joins if last else ():
             phase = "backward" if x.trained else "forward"
             tariff.move(axis, S(0), I, math.prod(x.shape), ELEMENT_BYTES[x.dtype], phase)
-    return tariff.sent_bytes
 
 
 def _send_loss(tariff: Tariff, axis: str, loss: CutLoss) -> None:
