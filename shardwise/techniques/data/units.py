@@ -64,7 +64,6 @@ class Unit:
 
     def reshard(self) -> None:
         """Free it, unless it is open for reads."""
-        self.state.used = False
         if self.opened:
             return
         ran, self.ran = self.ran, False
@@ -75,7 +74,6 @@ class Unit:
 
     def reshard_before_gradients(self) -> None:
         """Free gathered parameters; p.data keeps its shape, as gradients may still arrive."""
-        self.state.used = False
         if self.opened:
             return
         self.ran = False
