@@ -43,9 +43,9 @@ def shape_on(spec: ModelSpec, plan: Plan, rank: int, *, trains: bool = True) -> 
         times, buffers = gathers(plan, spec, trains=trains), spec.shape.buffers
     else:
         place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
-        acts = StageActs(plan, spec, rank)
-        deque(acts.run(trains=trains), 0)
-        times = by_phase(acts)
+        staged = StageActs(plan, spec, rank)
+        deque(staged.run(trains=trains), 0)
+        times = by_phase(staged.acts)
         mine = set(schedule.stages(place))
         every = [(buffer, stages.of(buffer.name)) for buffer in spec.shape.buffers]
         buffers = tuple(buffer for buffer, at in every if not at or mine & {*at})
@@ -91,10 +91,11 @@ def gathered_bytes_on(spec: ModelSpec, plan: Plan, rank: int, ahead: int = 1) ->
         return 0
     stored = {unit[0].unit.name: unit for unit in by_unit(plan, shape_on(spec, plan, rank))}
     sizes = [gathered_bytes(stored.get(unit.name, ())) for unit in spec.shape.units]
-    acts = StageActs(plan, parts_on(spec, plan, rank), rank, ahead)
-    most = most_by_unit(acts, lambda: sum(sizes[n] for n in acts.gathered))
+    staged = StageActs(plan, parts_on(spec, plan, rank), rank, ahead)
+    gathered = staged.acts.gathered
+    most = most_by_unit(staged.acts, lambda: sum(sizes[n] for n in gathered))
     for _ in range(2):  # the first run learns the order of units
-        deque(acts.run(), 0)
+        deque(staged.run(), 0)
     return max(most.values())
 
 

@@ -142,18 +142,20 @@ def _leaving_bytes(group: Group) -> int:
     return group.element_bytes * (group.flat.share if sharded else group.flat.padded)
 
 
-class _Passes(StepMemory):
-    """The same without a pipeline, at the marks of recorded passes."""
+class _Passes:
+    """The `memory` of a step without a pipeline, at the marks of recorded passes."""
 
     def __init__(self, found: Prediction, ahead: int) -> None:
         every, modules = by_unit(found.plan, found.model), found.spec.modules
-        super().__init__(found, UnitActs(order_on(found.plan, every, modules, found.rank, ahead)))
+        self.order = order_on(found.plan, every, modules, found.rank, ahead)
+        self.acts = UnitActs(self.order)
+        self.memory = StepMemory(found, self.acts)
         self.modules, self.states = modules, self.order.units
         self.names = [unit.name for unit in found.model.units]
         self.of_module = {name: n for n, unit in enumerate(modules) for name in unit.modules}
         self.of_param = {
             param.name: (n, group)
-            for n, unit in enumerate(self.units)
+            for n, unit in enumerate(self.memory.units)
             for group in unit
             for param in group.params
             if group.trained
@@ -180,22 +182,22 @@ class _Passes(StepMemory):
     def backward(self, marks: Sequence[Mark], *, sync: bool) -> None:
         """A backward pass; `sync`: it is the last of the step."""
         self.acts.phase = "backward"
-        self.do(self.order.begin_backward(sync=sync))
+        self.memory.do(self.order.begin_backward(sync=sync))
         for mark in marks:
             if mark.kind == "complete" and mark.name in self.of_param:
                 n, group = self.of_param[mark.name]
-                self.fill(n, group)
-                self.do(self.order.complete(n))
+                self.memory.fill(n, group)
+                self.memory.do(self.order.complete(n))
             elif mark.kind == "gradient" and mark.name in self.of_module:
                 n = self.of_module[mark.name]
                 if self.states[n].reshards:
-                    self.do(self.order.reached(n, self.places[mark.returned]))
+                    self.memory.do(self.order.reached(n, self.places[mark.returned]))
                 self.at("backward", self.names[n], mark)
-        self.do(self.order.end_backward())
+        self.memory.do(self.order.end_backward())
 
     def at(self, kind: str, unit: str, mark: Mark) -> None:
         """Record an event at a mark."""
-        self.see(kind, unit, mark.kept_bytes, mark.other_bytes)
+        self.memory.see(kind, unit, mark.kept_bytes, mark.other_bytes)
 
 
 def unpredicted(plan: Plan) -> str:
@@ -264,14 +266,14 @@ def predicted_timeline(
     """
     step = _Passes(found, ahead)
     for _ in range(2):  # the first step learns the order of units
-        step.events = []
+        step.memory.events = []
         for microbatch, own in enumerate(marks):
-            step.microbatch, before = microbatch, _forward(own)
+            step.memory.microbatch, before = microbatch, _forward(own)
             step.forward(before)
             step.at("loss", "", own[len(before)])
             step.backward(own[len(before) + 1 :], sync=microbatch == len(marks) - 1)
-        step.update()
-    return tuple(step.events)
+        step.memory.update()
+    return tuple(step.memory.events)
 
 
 def _forward(marks: Sequence[Mark]) -> Sequence[Mark]:

@@ -127,8 +127,8 @@ class UnitActs:
         self.do(self.order.end_backward())
 
 
-class StageActs(UnitActs):
-    """The units of a pipeline rank, under the schedule of the plan.
+class StageActs:
+    """The `acts` on the units of a pipeline rank, under the schedule of the plan.
 
     Units that a stage reads outside of its layers (a root unit, tied parameters) stay gathered
     while the rank is in the stage. `spec` has this rank's part of each parameter, of all stages.
@@ -164,9 +164,10 @@ class StageActs(UnitActs):
         states = states_of(by_unit(plan, spec.shape), spec.modules, around)
         self.of_stage = of_stage
         further, offload = sums_of(plan, own, rank)
-        super().__init__(
-            UnitOrder(states, ahead, len(units), further=further, offload=offload, stages=of_stage)
+        self.order = UnitOrder(
+            states, ahead, len(units), further=further, offload=offload, stages=of_stage
         )
+        self.acts = UnitActs(self.order)
 
     def run(self, *, trains: bool = True) -> Iterator[Action]:
         """A run of the schedule, or the forward of one microbatch; yields after each action."""
@@ -178,16 +179,16 @@ class StageActs(UnitActs):
             if op not in COMPUTE_OPS:
                 yield action
                 continue
-            self.phase = "forward" if op == "F" else "backward"
-            self.do(self.order.enter(stage, op, graded=self.graded[stage]))
+            self.acts.phase = "forward" if op == "F" else "backward"
+            self.acts.do(self.order.enter(stage, op, graded=self.graded[stage]))
             if op == "F":
                 of = self.spec.modules, self.calls[stage], self.spec.run.values
-                passed[stage, microbatch] = self.forward(*of, recorded=trains)
+                passed[stage, microbatch] = self.acts.forward(*of, recorded=trains)
             else:
-                self.backward(passed[stage, microbatch])
-            self.do(self.order.leave(recorded=trains))
+                self.acts.backward(passed[stage, microbatch])
+            self.acts.do(self.order.leave(recorded=trains))
             yield action
-        self.do(self.order.abandon())
+        self.acts.do(self.order.abandon())
 
 
 def _calls(calls: Iterable[Call], stages: StageSpec, stage: int) -> Iterator[Call]:

@@ -29,20 +29,20 @@ def staged_timeline(found: Prediction, ahead: int = 1) -> tuple[Event, ...]:
     spec, plan, rank = found.spec, found.plan, found.rank
     of_stage = stage_bytes(spec, storages(spec.run.tape, spec.recomputed))
     own = by_unit(plan, found.model)
-    acts = StageActs(plan, parts_on(spec, plan, rank), rank, ahead, own)
-    deque(acts.run(), 0)  # the first run learns the order of units
-    memory, kept_bytes = StepMemory(found, acts), 0
+    staged = StageActs(plan, parts_on(spec, plan, rank), rank, ahead, own)
+    deque(staged.run(), 0)  # the first run learns the order of units
+    memory, kept_bytes = StepMemory(found, staged.acts), 0
     for run in range(plan.accumulate):
-        for action in acts.run():
+        for action in staged.run():
             if action.op == "REDUCE" and run == plan.accumulate - 1:
-                memory.do(acts.order.reduce_stage(action.stage))
+                memory.do(staged.order.reduce_stage(action.stage))
             if action.op not in CHANGES:
                 continue
             kept_bytes += of_stage[action.stage] * CHANGES[action.op]
-            for n in acts.of_stage[action.stage] if action.op in "BW" else ():
-                for group in memory.units[n]:
-                    memory.fill(n, group)
+            filled = staged.of_stage[action.stage] if action.op in "BW" else ()
+            for unit, group in ((n, group) for n in filled for group in memory.units[n]):
+                memory.fill(unit, group)
             memory.see(str(action), "", kept_bytes)
-    memory.do(acts.order.reduce_last())
+    memory.do(staged.order.reduce_last())
     memory.update()
     return tuple(memory.events)
