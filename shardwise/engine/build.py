@@ -7,12 +7,12 @@ before, by the sizes of full parameters, so that all ranks make the same choice.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from shardwise.comm.disk import Disk
 from shardwise.comm.world import Axis, World
+from shardwise.core.applied import Applied
 from shardwise.core.arena_slots import Slots, gradient_slots
 from shardwise.core.hook import Hook, nothing
 from shardwise.core.layouts import layouts, norm_axes, on_tiers
@@ -20,6 +20,7 @@ from shardwise.core.mesh import PIPELINE, TENSOR
 from shardwise.core.model_spec import Facts
 from shardwise.core.param_layout import Groups
 from shardwise.core.plan import Plan
+from shardwise.engine.one_stage import Objective, OneStage
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.reads import guard_shards
 from shardwise.engine.training import Build
@@ -47,6 +48,7 @@ from shardwise.techniques.layers.apply import Regions
 from shardwise.techniques.layers.exchange import RowExchange
 from shardwise.techniques.layers.plans import LayerPlans, require_units
 from shardwise.techniques.pipeline import stage_module
+from shardwise.techniques.pipeline.pipelined import Pipelined
 from shardwise.techniques.pipeline.stage_module import Staging
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor.layout import Tensors
@@ -69,28 +71,18 @@ class ShardedModel:
     data: Data
     flats: list[Flat]
     rows: RowExchange
+    applied: Sequence[Applied]
     norms: list[tuple[list[Flat], tuple[Axis, ...]]]
 
-    @property
-    def rows_of_others(self) -> bool:
-        """Whether this rank computes rows of other ranks, in experts or in layers of a mesh."""
-        return self.experts.routes or bool(self.rows.axes)
-
-    def begin(self, parts: Sequence[Any], *, trains: bool = False) -> list[Any]:
-        """A pass over these parts of a batch begins; returns the parts to compute."""
-        found = self.experts.begin(parts) if trains else self.experts.with_stand_ins(parts)
-        self.rows.begin(found)
-        return found
-
-    def enter(self, part: Any) -> None:
-        """The forward of this part begins."""
-        self.experts.enter(part)
-        self.rows.enter(part)
-
-    def end(self) -> None:
-        """All passes of a training step, or that of an evaluation, have run."""
-        self.experts.end()
-        self.rows.forget()
+    def passes(self, model: nn.Module, objective: Objective) -> OneStage | Pipelined:
+        """The passes of a step of `model`, whose loss of a part of a batch is `objective`."""
+        # whether this rank computes no rows of other ranks, in experts or in layers of a mesh
+        apart = not (self.experts.routes or self.rows.axes)
+        if self.staging is not None:
+            staged = self.staging, self.data, self.tensors
+            return Pipelined(model, *staged, objective, apart=apart)
+        device = self.data.consensus.device
+        return OneStage(model, self.data, self.applied, objective, device, apart=apart)
 
     def copy(self, name: str) -> int:
         """The index of this rank among those that hold the buffer or module of that name."""
@@ -152,7 +144,9 @@ def lay_out(
         model.register_forward_pre_hook(Hook(data, nothing))  # refuses copies of a sharded model
     flats = flats_of(units)
     norms = _norms(flats, plan, held)
-    return ShardedModel(how.axes, tensors, experts, staged, data, flats, regions.exchange, norms)
+    rows = regions.exchange
+    applied = tensors, experts, build.recompute, rows
+    return ShardedModel(how.axes, tensors, experts, staged, data, flats, rows, applied, norms)
 
 
 def facts_of(

@@ -119,12 +119,12 @@ class ConsistencyCheck:
     def __init__(
         self,
         axis: Axis,
-        pipeline: Axis | None,
+        pipeline: Axis,
         device: torch.device,
         every: int = CHECK_EVERY,
     ) -> None:
         self.axis, self.device = axis, device
-        self.axes = [each for each in (axis, pipeline) if each and each.size > 1]
+        self.axes = [each for each in (axis, pipeline) if each.size > 1]
         self.checked = 0  # steps so far that were not skipped
         self.every, self.compared_batch, self.compared_gradients = every, False, ""
         #: what the first step does with its batch after this comparison (first_step.py)

@@ -11,7 +11,7 @@ update divides by the tokens of all (scale.py).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,13 +23,13 @@ from shardwise.comm.host_numbers import doubles_on
 from shardwise.comm.ledger import Key, Ledger, Tally, rank_bytes
 from shardwise.comm.move import begin_sum
 from shardwise.core.errors import InputError
+from shardwise.core.mesh import PIPELINE
 from shardwise.core.pool_size import pool_bytes
 from shardwise.engine import batch as shares
 from shardwise.engine import compiled, hint, memory, state, validate
 from shardwise.engine.build import lay_out
 from shardwise.engine.consistency import ConsistencyCheck, share_checksum, warn_equal_shares
 from shardwise.engine.guard import Guard
-from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer_state import Catalogue
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.scale import LossScale, power_of_two
@@ -41,8 +41,6 @@ from shardwise.techniques.data.inference import normal_mode
 from shardwise.techniques.data.units import Unit
 from shardwise.techniques.layers.redistributed import plain
 from shardwise.techniques.offload.disk_states import open_disk
-from shardwise.techniques.pipeline.pipelined import Pipelined
-from shardwise.techniques.pipeline.weight_stashing import Stale
 
 
 class Engine:
@@ -66,10 +64,11 @@ class Engine:
         self.axes, self.staging = sharded.axes, sharded.staging
         self.consensus = self.data.consensus
         self.rows, self.evaluated_rows = shares.Rows(build.rows), shares.Rows(build.rows)
-        pipeline, every = self.staging and self.staging.axis, training.check_every
+        self.stages, every = self.world.axis(PIPELINE), training.check_every
         self.consensus.same.every = every
-        self.consensus.same.others = [self.tensors.axis, *([pipeline] if pipeline else [])]
-        self.consistency = ConsistencyCheck(self.tensors.axis, pipeline, self.world.device, every)
+        self.consensus.same.others = [self.tensors.axis, self.stages]
+        of = self.tensors.axis, self.stages, self.world.device
+        self.consistency = ConsistencyCheck(*of, every)
         self.scale = LossScale(on=self.plan.precision == "fp16")
         self.guard = self._guard()
         with self.ledger.phase("start"):
@@ -80,13 +79,10 @@ class Engine:
         self.consensus.same.add_masters(self.optimizer.compared_masters)
         if self.guard.by_norm:
             self.data.leave_device = self.optimizer.states.see
-        stale = None
-        if self.staging is not None and self.staging.schedule.update:
-            updater = stale = Stale(self.staging, self.data, self.optimizer, self.guard)
-        self.passes = self._passes(stale)
+        self.passes = sharded.passes(model, self._objective)
         self.updates = Updates(
             self.optimizer,
-            updater,
+            self.passes.updater(self.optimizer, self.guard) or updater,
             self.data,
             self.guard,
             self.scale,
@@ -109,15 +105,9 @@ class Engine:
         self.data.see = guard.see
         return guard
 
-    def _passes(self, stale: Stale | None) -> OneStage | Pipelined:
-        model, tensors, objective = self.model, self.tensors, self._objective
-        apart = not self.sharded.rows_of_others
-        if self.staging is not None:
-            return Pipelined(model, self.staging, self.data, tensors, objective, stale, apart=apart)
-        return OneStage(model, self.data, tensors, objective, self.world.device, apart=apart)
-
     def _objective(self, model: nn.Module, part: Any) -> Tensor:
-        self.sharded.enter(part)
+        for each in self.sharded.applied:
+            each.enter(part)
         self.data.computes_loss = torch.is_grad_enabled()
         with hint.shapes(self.tensors):
             return self.training.loss(model, shares.widened(part, self.dtype))
@@ -162,24 +152,21 @@ class Engine:
         compiled.require_plain(self.model, self.plan)
         self.consensus.same.options = self.optimizer.compared()
         batch = shares.on_device(batch, self.world.device)
-        if self.staging:
-            shares.enough(batch, self.microbatches)
-        self.recompute.begin(batch)
+        self.passes.require(batch, self.microbatches)
         before = self.ledger.copy()
-        self.tensors.begin()
         if self.data.in_step:  # the step before raised
             self.data.abandon()
             self.consensus.rounds += 1  # if not on all ranks, this one is a step ahead
         self.data.in_step = True
         parts, counts = self._microbatches(batch)
-        parts = self.sharded.begin(parts, trains=True)
+        parts = self._begin(batch, parts, trains=True)
         apart = self.consistency.begin(self.steps_run, batch)
         self.guard.begin()
         sum_scale = self.scale.value / power_of_two(self.expected)
         with hint.dtypes(self.dtype), hint.step(self.steps + 1):
             summed = self.passes.run(parts, counts, sum_scale)
-        self.tensors.end()
-        self.sharded.end()
+        for each in self.sharded.applied:
+            each.end(trains=True)
         with self.ledger.phase("update"):
             loss = summed / max(1, sum(counts))
             arriving = self.consistency.compare_gradients(self._arrivals(), loss, self.flats)
@@ -190,6 +177,12 @@ class Engine:
         self.last = self.ledger.since(before, apart)
         sent_bytes, lr = rank_bytes(self.last), self.optimizer.lr
         return Metrics(result.loss, result.tokens, result.norm, result.skipped, lr, sent_bytes)
+
+    def _begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
+        """A step or an evaluation begins; returns the parts of the batch to compute."""
+        for each in self.sharded.applied:
+            parts = each.begin(batch, parts, trains=trains)
+        return parts
 
     def _microbatches(self, batch: Any) -> tuple[list[Any], list[int]]:
         """The microbatches and their tokens; the first step raises an error of one rank on all."""
@@ -237,8 +230,7 @@ class Engine:
             own = torch.cat([sums[:1], self.consensus.differing(sums)])
             # the loss is known on the last stage
             sums[:1], differs = self.guard.over_tensors(*self._over_stages(own).split(1))
-            if self.staging:
-                sums[2:] = self.staging.shared(self.optimizer.names, sums[2:])
+            sums[2:] = self.passes.shared(self.optimizer.names, sums[2:])
         by_norm = self.guard.by_norm
         squares, differs = self.updates.squares(differs) if by_norm else (sums[:1] * 0, differs)
         # the step's only wait for the device: from these numbers follows whether it updates
@@ -276,16 +268,14 @@ class Engine:
         error = self.updates.leave_out(self.steps + 1, summed, norm)
         if error is None:
             return
-        if self.updates.updater.by_schedule and isinstance(self.passes, Pipelined):
-            self.passes.interrupted = True  # some stages have updated, from earlier microbatches
-        else:  # the step has changed nothing
+        if not self.passes.interrupt():  # the step has changed nothing
             self.data.units.begin_unshard()
             self.data.in_step = False
         raise error
 
     def _over_stages(self, x: Tensor) -> Tensor:
         """The sum of a small vector over the pipeline axis."""
-        return begin_sum(x, self.staging.axis).wait() if self.staging else x
+        return begin_sum(x, self.stages).wait()
 
     @normal_mode()
     @torch.no_grad()
@@ -296,7 +286,7 @@ class Engine:
         """
         rows, batch = self.evaluated_rows, shares.on_device(batch, self.world.device)
         count = self._count(batch, rows)
-        (part,) = self.sharded.begin([batch])
+        (part,) = self._begin(batch, [batch], trains=False)
         found = self._made(partial(self._objective, part=part))
         if found is None:
             found = torch.zeros((), dtype=torch.float64, device=self.world.device)
@@ -320,6 +310,7 @@ class Engine:
 
         Called by all ranks; each gets the result, also ranks without the last stage.
         """
+        self._begin(None, (), trains=False)
         found = self._made(call)
         own = torch.zeros_like(like) if found is None else validate.outputs(found, like)
         with self.ledger.phase("check"):
@@ -337,7 +328,8 @@ class Engine:
         try:
             return plain(self.passes.evaluate(call))  # whose rows are forgotten at the end
         finally:
-            self.sharded.end()
+            for each in self.sharded.applied:
+                each.end(trains=False)
             self.model.train(was_training)
 
     def wait(self) -> None:

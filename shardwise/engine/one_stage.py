@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import Axis
+from shardwise.core.applied import Applied, during
 from shardwise.core.schedule.action import Action
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.techniques.data.hooks import Data
 from shardwise.techniques.pipeline.runtime import Watch, run
 from shardwise.techniques.pipeline.stage_work import Microbatch, ScaledLoss, StageWork, WholeModel
-from shardwise.techniques.tensor.layout import Tensors
 
 Objective = Callable[[nn.Module, Any], Tensor]
 
@@ -43,14 +43,14 @@ class OneStage:
         self,
         model: nn.Module,
         data: Data,
-        tensors: Tensors,
+        applied: Sequence[Applied],
         objective: Objective,
         device: torch.device,
         *,
         apart: bool = True,
     ) -> None:
         self.apart = apart
-        self.model, self.data, self.tensors = model, data, tensors
+        self.model, self.data, self.applied = model, data, applied
         self.objective, self.device = objective, device
         self.microbatches = 1
         self.watch: Watch | None = None
@@ -64,7 +64,7 @@ class OneStage:
         pairs = enumerate(zip(parts, counts, strict=True))
         microbatches = [Microbatch(index, part, tokens) for index, (part, tokens) in pairs]
         loss = ScaledLoss(sum_scale, self.device)
-        units = OneStageUnits(self.data, self.tensors, self.device, len(parts), apart=self.apart)
+        units = OneStageUnits(self.data, self.applied, self.device, len(parts), apart=self.apart)
         whole = WholeModel(self.model, self.device)
         work = StageWork(whole, units, loss, self.objective, microbatches)
         run(one_stage(len(parts)), Axis("none"), work, self.watch)
@@ -72,8 +72,21 @@ class OneStage:
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
         """The result of `call(model)`, without gradients."""
-        self.tensors.stream.begin()
         return call(self.model)
+
+    def require(self, batch: Any, microbatches: int) -> None:
+        """Do nothing: a microbatch may have no rows."""
+
+    def updater(self, optimizer: Any, guard: Any) -> None:
+        """None: the schedule has no updates of its own."""
+
+    def shared(self, names: Sequence[str], used: Tensor) -> Tensor:
+        """Which of the named parameters any rank used, of those that this one used: the same."""
+        return used
+
+    def interrupt(self) -> bool:
+        """A step is left out, which has changed nothing."""
+        return False
 
 
 class OneStageUnits:
@@ -84,14 +97,14 @@ class OneStageUnits:
     def __init__(
         self,
         data: Data,
-        tensors: Tensors,
+        applied: Sequence[Applied],
         device: torch.device,
         microbatches: int,
         *,
         apart: bool,
     ) -> None:
         self.apart = apart
-        self.data, self.tensors, self.device = data, tensors, device
+        self.data, self.applied, self.device = data, applied, device
         self.microbatches = microbatches
 
     @contextmanager
@@ -101,7 +114,7 @@ class OneStageUnits:
             self.data.consensus.phase("backward")
             self.data.mute = self.apart and microbatch.tokens == 0
             self.data.sync = microbatch.index == self.microbatches - 1
-        with self.tensors.during(self.device):
+        with during(self.applied, self.device):
             yield
 
     def reduce(self, stage: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.comm.world import World
+from shardwise.comm.world import Axis, World
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.core.param_layout import AxisLayout, Layout
@@ -291,7 +291,7 @@ def compared(world: World, off: float, noise: float) -> bool:
     axis = world.on(Mesh((("tp", 2),))).axis("tp")
     flats: Any = [Made(world.rank, off, noise)]
     try:
-        comparing = consistency.ConsistencyCheck(axis, None, world.device)
+        comparing = consistency.ConsistencyCheck(axis, Axis("pp"), world.device)
         comparing.compared_gradients = "each"
         arrived = comparing.compare_gradients(iter("ab"), torch.ones(()), flats)
         assert list(arrived) == ["a", "b"]

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.world import Axis, World, traced
+from shardwise.core.applied import Applied
 from shardwise.core.errors import bad
 from shardwise.core.mesh import EXPERTS, REST
 from shardwise.core.param_layout import AxisLayout
@@ -45,7 +46,7 @@ from shardwise.techniques.expert.stacked import (
 
 
 @dataclass
-class ExpertLayout:
+class ExpertLayout(Applied):
     """A model on the axis of experts.
 
     axis       of the ranks among which experts are distributed
@@ -66,14 +67,17 @@ class ExpertLayout:
     absent: bool = False  # whether the current batch is a stand-in for one without rows
     count: Count | None = None  # the user's number of rows of a batch
 
-    def begin(self, parts: Sequence[Any]) -> list[Any]:
-        """A training step on these parts of a batch begins; returns the parts with stand-ins."""
-        self.loads.clear()
-        self.end()  # a step that raised left its passes
-        return self.with_stand_ins(parts)
+    def begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
+        """Returns the parts with stand-ins for those without rows, whose tokens reach no expert."""
+        if trains:
+            self.loads.clear()
+            self.end(trains=True)  # a step that raised left its passes
+        whole = [filled(part, self.count) for part in parts]
+        self.stand_ins = [now for now, part in zip(whole, parts, strict=True) if now is not part]
+        return whole
 
-    def end(self) -> None:
-        """All passes have run: what the model computes next is no stand-in."""
+    def end(self, *, trains: bool) -> None:
+        """What the model computes next is no stand-in."""
         self.stand_ins, self.absent = [], False
         for records in self.pass_records:
             records.end()
@@ -83,12 +87,6 @@ class ExpertLayout:
         if torch.is_grad_enabled():
             found, before = Load.of(routing), self.loads.get(name)
             self.loads[name] = found if before is None else before.plus(found)
-
-    def with_stand_ins(self, parts: Sequence[Any]) -> list[Any]:
-        """The parts of a batch; one without rows is replaced, and its tokens reach no expert."""
-        whole = [filled(part, self.count) for part in parts]
-        self.stand_ins = [now for now, part in zip(whole, parts, strict=True) if now is not part]
-        return whole
 
     def enter(self, part: Any) -> None:
         """Called before the model computes this part."""

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.move import all_gather, join, move, take
 from shardwise.comm.world import Axis, World
+from shardwise.core.applied import Applied
 from shardwise.core.layout import I, S
 from shardwise.core.model_spec import RowGather
 from shardwise.core.uneven import Counts, Cut, wide
@@ -44,7 +45,7 @@ def _rows(part: Any) -> int:
 
 
 @dataclass
-class RowExchange:
+class RowExchange(Applied):
     """The rows of this rank at each tensor degree.
 
     axes     those of `between`, by the smaller and the larger degree
@@ -69,10 +70,10 @@ class RowExchange:
     assumed: bool = False
     gathers: Callable[[RowGather], None] | None = None
 
-    def begin(self, parts: Sequence[Any]) -> None:
-        """Exchange the numbers of rows of all microbatches; called by all ranks."""
-        if not self.axes:
-            return
+    def begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
+        """Exchange the numbers of rows of all microbatches."""
+        if not (self.axes and parts):
+            return parts
         counts = [self.count(part) for part in parts]
         own = torch.tensor(counts, dtype=torch.int64, device=self.world.device)
         with self.world.ledger.phase("check"):
@@ -82,6 +83,10 @@ class RowExchange:
         counts = [tuple(rank[n] for rank in by_rank) for n in range(len(parts))]
         self.parts = list(zip(parts, counts, strict=True))
         self.counts, self.assumed = counts[0], False
+        return parts
+
+    def end(self, *, trains: bool) -> None:
+        self.forget()
 
     def enter(self, part: Any) -> None:
         """The forward of this microbatch begins."""

@@ -20,7 +20,10 @@ from shardwise.comm.world import Axis
 from shardwise.core.errors import RunError
 from shardwise.core.schedule.action import Action, Step, Token, Transfer
 from shardwise.core.schedule.schedule import Schedule
+from shardwise.engine.batch import enough
+from shardwise.engine.guard import Guard
 from shardwise.engine.one_stage import Objective
+from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.techniques.data.hooks import Data
 from shardwise.techniques.data.staged_hooks import PutOff
 from shardwise.techniques.pipeline.bundles import ByShape
@@ -42,7 +45,7 @@ class _Traced(NamedTuple):
 
 
 class Pipelined:
-    """The stages of one rank at work; `apart` as in OneStage, `stale` if the schedule updates."""
+    """The stages of one rank at work; `apart` as in OneStage."""
 
     def __init__(
         self,
@@ -51,12 +54,12 @@ class Pipelined:
         data: Data,
         tensors: Tensors,
         objective: Objective,
-        stale: Stale | None = None,
         *,
         apart: bool = True,
     ) -> None:
         assert data.staged is not None
-        self.apart, self.stale = apart, stale
+        self.apart = apart
+        self.stale: Stale | None = None
         self.model, self.staging, self.data, self.tensors = model, staging, data, tensors
         self.objective, self.device = objective, staging.stages.device
         self.microbatches = staging.schedule.microbatches
@@ -65,6 +68,25 @@ class Pipelined:
         self.share = _place(data.consensus.axes)
         self.interrupted = False  # whether a run has begun and not ended
         open_channels(staging.schedule, staging.axis, self.device)
+
+    def require(self, batch: Any, microbatches: int) -> None:
+        """Raise InputError for a batch with fewer rows than the schedule has microbatches."""
+        enough(batch, microbatches)
+
+    def updater(self, optimizer: ShardedOptimizer, guard: Guard) -> Stale | None:
+        """What updates stages by the schedule; None if the engine updates after it."""
+        if self.staging.schedule.update:
+            self.stale = Stale(self.staging, self.data, optimizer, guard)
+        return self.stale
+
+    def shared(self, names: Sequence[str], used: Tensor) -> Tensor:
+        """Which of the named parameters any rank used, of those that this one used."""
+        return self.staging.shared(names, used)
+
+    def interrupt(self) -> bool:
+        """A step is left out; whether some stages have updated, from earlier microbatches."""
+        self.interrupted |= self.stale is not None
+        return self.stale is not None
 
     def run(self, parts: Sequence[Any], counts: Sequence[int], sum_scale: float) -> Tensor:
         """Run all microbatches forward and backward, in runs of the schedule.

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.arena import Arena
 from shardwise.comm.world import World
+from shardwise.core.applied import Applied
 from shardwise.core.arena_slots import Slots
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
@@ -105,7 +106,7 @@ def on_host(
     return {name: (sum(begin <= place for begin in begins), place) for name, place in places}
 
 
-class Recomputation:
+class Recomputation(Applied):
     """The recomputed modules of an engine; a budget chooses them for each batch's shapes.
 
     `choose` gives the kinds of the modules for a batch, `sizes` the slots of the arena for their
@@ -153,8 +154,13 @@ class Recomputation:
             if id(module.module()) not in own:
                 self.modules.pop(name).release()
 
-    def begin(self, batch: Any) -> None:
-        """Begin a step on `batch`. Raises InputError for a budget that is too small."""
+    def begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
+        """Raises InputError for a budget that is too small."""
+        if trains:
+            self._choose(batch)
+        return parts
+
+    def _choose(self, batch: Any) -> None:
         if self.host is not None:
             self.host.begin(batch)
         find = self.choose or self.sizes

@@ -179,10 +179,10 @@ def _loss(engine: Engine, model: nn.Module, tensors: Tensors, share: Any) -> flo
         module.training = recurrent  # as in a step
     torch.manual_seed(0)
     with tensors.random.during(engine.world.device):
-        tensors.begin()
+        tensors.begin(None, (), trains=True)
         with hint.shapes(tensors):
             loss = engine.training.loss(model, share)
-        tensors.end()
+        tensors.end(trains=True)
     return float(loss)
 
 

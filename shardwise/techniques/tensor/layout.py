@@ -1,19 +1,21 @@
 """State of a model on the tensor axis: its stream, its sums and its random numbers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from shardwise.comm.world import Axis
+from shardwise.core.applied import Applied
 from shardwise.core.param_layout import Groups
 from shardwise.techniques.tensor.linear import Stream
 from shardwise.techniques.tensor.rng import ShardedRandom
 
 
 @dataclass
-class Tensors:
+class Tensors(Applied):
     """A model on the tensor axis; on an axis of one rank nothing is sharded and nothing is sent.
 
     sums      for groups of ranks that sum gradients, the axis of this rank's group
@@ -27,18 +29,15 @@ class Tensors:
     random: ShardedRandom = field(default_factory=lambda: ShardedRandom(Axis("none")))
     others: tuple["Tensors", ...] = ()
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self.stream.begin()
-        self.random.sharded.clear()
-        for other in self.others:
-            other.begin()
+    def begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
+        for each in (self, *self.others):
+            each.stream.begin()
+            each.random.sharded.clear()
+        return parts
 
-    def end(self) -> None:
-        """End the step, after its last backward pass."""
-        self.stream.end()
-        for other in self.others:
-            other.end()
+    def end(self, *, trains: bool) -> None:
+        for each in (self, *self.others) if trains else ():
+            each.stream.end()
 
     @contextmanager
     def during(self, device: torch.device) -> Iterator[None]:
