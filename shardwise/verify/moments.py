@@ -28,7 +28,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.core.errors import InputError
-from shardwise.core.memory_table import PREDICTED, TEMPORARY
+from shardwise.core.memory_table import GATHERED, KEPT, PREDICTED, TEMPORARY
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.tape import SMALL_BYTES
 from shardwise.engine.options import EngineOptions, own_loss
@@ -110,11 +110,11 @@ class Foreseen:
         elif not self.experts:
             for event in seen.events:
                 name = f"kept at {event}"
-                moments.at_most(name, event.by_category["kept"], self.found.activations)
+                moments.at_most(name, event.by_category[KEPT], self.found.activations)
         under_way = self.found.activations if self._updates_within else 0
         for event in (event for event in seen.events if event.kind in UPDATE):
             most = self._copies_bytes + (under_way if event.kind == "update" else 0)
-            moments.at_most(f"{TEMPORARY} at {event}", _sum(event, ("kept", TEMPORARY)), most)
+            moments.at_most(f"{TEMPORARY} at {event}", _sum(event, (KEPT, TEMPORARY)), most)
         if not self.experts:
             host = seen.engine.recompute.host
             fetched = 0 if host is None else host.most_fetched_bytes
@@ -134,13 +134,13 @@ class Foreseen:
         gathered: dict[str, int] = {}
         for event in self.events:
             if event.kind == "forward":
-                most = max(gathered.get(event.unit, 0), event.by_category["gathered"])
+                most = max(gathered.get(event.unit, 0), event.by_category[GATHERED])
                 gathered[event.unit] = most
         for event in events:
             name = f"of an evaluation at {event}"
-            moments.at_most(f"kept {name}", event.by_category["kept"], 0)
+            moments.at_most(f"kept {name}", event.by_category[KEPT], 0)
             if event.unit in gathered:
-                read = event.by_category["gathered"]
+                read = event.by_category[GATHERED]
                 moments.at_most(f"gathered {name}", read, gathered[event.unit])
 
     @property
@@ -158,14 +158,14 @@ class Foreseen:
 
     def _events(self, moments: Moments, events: Sequence[Event]) -> None:
         """Each event of a predicted timeline."""
-        names = [name for name in PREDICTED if name != "kept" or not self.experts]
+        names = [name for name in PREDICTED if name != KEPT or not self.experts]
         theory, read = (max(_sum(e, names) for e in every) for every in (self.events, events))
         moments.peak = theory, read
         moments.equal("moments of a step", len(events), len(self.events))
         for event, foreseen in zip(events, self.events, strict=False):
             for name in names:
                 read, theory = event.by_category[name], foreseen.by_category[name]
-                slack = SLACK_BYTES if name == "kept" else 0
+                slack = SLACK_BYTES if name == KEPT else 0
                 moments.equal(f"{name} at {event}", read, theory, slack)
             if self.found.plan.pipeline is None and not self._lets(event):
                 read, most = event.by_category[TEMPORARY], foreseen.temporary_most
@@ -181,7 +181,7 @@ class Foreseen:
 
     def _bounded(self, moments: Moments, events: Sequence[Event]) -> None:
         """Each event of a plan whose timeline is not predicted."""
-        lasting = [name for name in PREDICTED if name != "kept" or not self.experts]
+        lasting = [name for name in PREDICTED if name != KEPT or not self.experts]
         most = device_peak_bytes(self.found)
         moments.peak = most, max(_sum(event, lasting) for event in events)
         for event in events:
@@ -191,7 +191,7 @@ class Foreseen:
         others = [next(m for m in marks if m.kind == "loss").other_bytes for marks in self.marks]
         for event, other in zip(losses, others, strict=False) if not self.experts else ():
             most = self.found.activations + other
-            read = _sum(event, ("kept", TEMPORARY))
+            read = _sum(event, (KEPT, TEMPORARY))
             moments.at_most(f"activations at {event}", read, most)
 
     def _gathered(self, moments: Moments, events: Sequence[Event]) -> None:
@@ -202,7 +202,7 @@ class Foreseen:
         gathered = gathered_most_bytes(self.found)
         for event in events:
             most = gathered.get(event.unit, gathered[""])
-            if (read := event.by_category["gathered"]) > most:
+            if (read := event.by_category[GATHERED]) > most:
                 moments.equal(f"gathered at {event}", read, most)
 
 

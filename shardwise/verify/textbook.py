@@ -61,7 +61,7 @@ SLACK, COUNT_BYTES = 0.25, 8
 PAGE_BYTES, EXTENTS = 4096, 6
 #: Steps before updates are delayed, if the plan has no number of them.
 UNDELAYED_STEPS: Final = 40
-NAMES: Final = CATEGORIES[:3]
+NAMES: Final = tuple(name for name in CATEGORIES if name != "buffers")
 #: A flat parameter is padded by less than this for each parameter and each rank.
 ALIGNED_BYTES: Final = 64
 #: Numbers of layers in a pattern, both included.

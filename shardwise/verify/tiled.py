@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from shardwise.core.memory_table import TEMPORARY
+from shardwise.core.memory_table import KEPT, TEMPORARY
 from shardwise.core.plan import Plan
 from shardwise.prediction.timeline import Event
 
@@ -76,6 +76,6 @@ def grown_bytes(events: Sequence[Event], layer: str) -> int:
     for event in events:
         first = event.kind == "forward" and event.unit.startswith(f"{layer}.tiles.")
         if first or (event.kind == "loss" and alive[event.microbatch]):
-            now = event.by_category["kept"] + event.by_category[TEMPORARY]
+            now = event.by_category[KEPT] + event.by_category[TEMPORARY]
             alive[event.microbatch].append(now)
     return max((max(found) - found[0] for found in alive.values() if found), default=0)
