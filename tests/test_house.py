@@ -1,5 +1,7 @@
 """The house test: every file keeps the rules of the house, and every rule can fail."""
 
+from collections import Counter
+
 import pytest
 
 from tests import house
@@ -23,6 +25,12 @@ def test_package(rule: Rule):
 def test_tests(rule: Rule):
     """Every test file is as short as the files it tests, and every test says its fact."""
     assert [said for source in IN_TESTS for said in rule(source)] == []
+
+
+def test_a_class_has_a_name_of_its_own():
+    """Of two public classes of a name, a reader must guess which one is meant."""
+    names = Counter(name.rpartition(".")[2] for name in house.classes())
+    assert [name for name, n in names.items() if n > 1 and not name.startswith("_")] == []
 
 
 def test_techniques_are_known_to_few_files():

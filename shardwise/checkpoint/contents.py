@@ -17,7 +17,7 @@ MODEL, OPTIMIZER = "model/", "optim/"
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensor:
     """One tensor: its full shape, dtype ("float32"), bytes, and number of pieces."""
 
     name: str
@@ -34,7 +34,7 @@ class Contents:
     path: Path
     ranks: int
     scalars: dict[str, Any]
-    tensors: tuple[Saved, ...]
+    tensors: tuple[SavedTensor, ...]
 
     @property
     def bytes(self) -> int:
@@ -72,8 +72,8 @@ def describe(folder: str | os.PathLike[str], deep: bool = False) -> Contents:
     return Contents(opened.path, opened.ranks, opened.scalars, tuple(saved))
 
 
-def _saved(name: str, tensor: TensorStorageMetadata) -> Saved:
+def _saved(name: str, tensor: TensorStorageMetadata) -> SavedTensor:
     dtype = tensor.properties.dtype
     size = math.prod(tensor.size) * dtype.itemsize
     text = str(dtype).removeprefix("torch.")
-    return Saved(name, tuple(tensor.size), text, size, len(tensor.chunks))
+    return SavedTensor(name, tuple(tensor.size), text, size, len(tensor.chunks))

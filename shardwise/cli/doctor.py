@@ -18,18 +18,18 @@ from shardwise.core.arguments import choice, integer
 from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
 from shardwise.doctor import textbook, timing
-from shardwise.doctor.diagnosis import Diagnosis, Finding
+from shardwise.doctor.diagnosis import Diagnosis, RankDiagnosis
 from shardwise.doctor.machine import look
 
 MOST_BYTES: Final = 2**24  # of a message
 
 
-def examine(world: World, mesh: Mesh, most_bytes: int) -> Finding:
+def examine(world: World, mesh: Mesh, most_bytes: int) -> RankDiagnosis:
     """The finding of this rank; all ranks call it.  Messages have up to `most_bytes` bytes."""
     world = world.on(mesh)
     axes = [world.axis(name) for name, size in mesh.axes if size > 1]
     sizes = [numel for numel in timing.SIZES if 4 * numel <= most_bytes] or timing.SIZES[:1]
-    return Finding(
+    return RankDiagnosis(
         look(),
         {axis.name: textbook.check(axis, world.device) for axis in axes},
         [one for axis in axes for one in timing.measure(axis, world.device, sizes)],
@@ -37,7 +37,7 @@ def examine(world: World, mesh: Mesh, most_bytes: int) -> Finding:
     )
 
 
-def _on_rank(mesh: str, device: str, most_bytes: int) -> Finding:
+def _on_rank(mesh: str, device: str, most_bytes: int) -> RankDiagnosis:
     world = init(device)
     found = examine(world, Mesh.parse(mesh), most_bytes)
     world.barrier()

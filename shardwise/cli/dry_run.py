@@ -21,11 +21,11 @@ from shardwise.prediction.prediction import Prediction
 from shardwise.train.config import Config
 from shardwise.train.folder import finished_message
 from shardwise.train.model import Batch, largest_share, options_of_run
-from shardwise.train.prepare import PreparedRun, Start, prepare
+from shardwise.train.prepare import PreparedRun, RunStart, prepare
 from shardwise.train.progress import ranks_text
 
 
-def dry_run(config: Config, ranks: int, start: Start) -> None:
+def dry_run(config: Config, ranks: int, start: RunStart) -> None:
     """Print the completed plan of a run on `ranks` ranks, and the prediction for its first rank.
 
     Raises InputError for what `shardwise train` would refuse.

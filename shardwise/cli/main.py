@@ -31,7 +31,7 @@ from shardwise.core.errors import InputError, RankError, RunError, bad
 
 if TYPE_CHECKING:
     from shardwise.train.config import Config
-    from shardwise.train.prepare import Start
+    from shardwise.train.prepare import RunStart
     from shardwise.train.stop_signal import StopSignal
 
 # the values of --resume
@@ -266,13 +266,13 @@ def _started(
 ) -> int:
     """Train, or check what would be trained; returns the exit code."""
     from shardwise.comm.rendezvous import environment
-    from shardwise.train.prepare import Start
+    from shardwise.train.prepare import RunStart
     from shardwise.train.stop_signal import NOTHING, StopSignal
 
     # a single process may exit at a signal; one of several ranks may not
     with StopSignal(leaving=environment() is None) as stop:
         try:
-            start = Start(resume == ALWAYS, overwrite, resume == AUTO)
+            start = RunStart(resume == ALWAYS, overwrite, resume == AUTO)
             train_or_check = _dry_run if dry_run else _train
             return train_or_check(config, overrides, start, nproc, stop)
         except KeyboardInterrupt:
@@ -283,7 +283,7 @@ def _started(
 
 
 def _train(
-    config: Path, overrides: Sequence[str], start: "Start", nproc: int | None, stop: "StopSignal"
+    config: Path, overrides: Sequence[str], start: "RunStart", nproc: int | None, stop: "StopSignal"
 ) -> int:
     """Train in this process, or start the ranks; returns the exit code."""
     from shardwise.comm.local import require_cores, require_local
@@ -320,7 +320,7 @@ def _train(
 
 
 def _dry_run(
-    config: Path, overrides: Sequence[str], start: "Start", nproc: int | None, _: "StopSignal"
+    config: Path, overrides: Sequence[str], start: "RunStart", nproc: int | None, _: "StopSignal"
 ) -> int:
     """Check and predict the run that `_train` would start; returns the exit code."""
     from shardwise.comm.local import require_cores, require_local
@@ -343,7 +343,7 @@ def _dry_run(
     return 0
 
 
-def _train_here(settings: "Config", start: "Start", stop: "StopSignal", *, locked: bool) -> int:
+def _train_here(settings: "Config", start: "RunStart", stop: "StopSignal", *, locked: bool) -> int:
     """Train as a rank; returns the exit code."""
     from shardwise.comm.world import init
     from shardwise.train.loop import train as run
@@ -362,7 +362,7 @@ def _metrics_mtime_ns(folder: Path) -> int:
     return file.stat().st_mtime_ns if file.exists() else 0
 
 
-def _launch(config: Path, overrides: Sequence[str], start: "Start", ranks: int) -> int:
+def _launch(config: Path, overrides: Sequence[str], start: "RunStart", ranks: int) -> int:
     """Run the same command in `ranks` processes; returns the exit code."""
     from shardwise.comm.launch import launch
 

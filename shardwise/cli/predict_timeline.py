@@ -20,12 +20,12 @@ from shardwise.core.errors import bad
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.prediction.first_fit import Placement
+    from shardwise.prediction.first_fit import FirstFitResult
     from shardwise.prediction.prediction import Prediction
     from shardwise.prediction.timeline import Event
     from shardwise.train.memory_picture import Series
 
-    Measured = tuple[list[Event], dict[str, Placement], dict[str, int]]
+    Measured = tuple[list[Event], dict[str, FirstFitResult], dict[str, int]]
 
 AS_ALLOCATED, IN_ARENA = "as the step allocates", "long-lived tensors in an arena"
 ALLOCATOR = ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
     predicted: "Sequence[Event]"
     measured: "Sequence[Event]"
-    placements: "dict[str, Placement]"
+    placements: "dict[str, FirstFitResult]"
     allocator: dict[str, int]
 
     @property
@@ -127,7 +127,7 @@ def _measure_step(*given: Any) -> "Measured":
     from shardwise.comm.world import init
     from shardwise.engine.parallelize import build_engine
     from shardwise.observe.timeline import measuring
-    from shardwise.observe.trace import Recorder
+    from shardwise.observe.trace import MemoryRecorder
     from shardwise.prediction.first_fit import LONG, placed
 
     *request, device = given
@@ -139,7 +139,7 @@ def _measure_step(*given: Any) -> "Measured":
     batch = tree_map_only(Tensor, lambda x: x.to(world.device), share)
     for _ in range(STEPS - 1):
         engine.step(batch)
-    recorder = Recorder()
+    recorder = MemoryRecorder()
     with measuring(engine, batch, recorder) as meter:
         engine.step(batch)
     world.barrier()
@@ -167,7 +167,7 @@ def _event(title: str, event: "Event") -> dict[str, Any]:
     return {name: value for name, value in event._asdict().items() if name != absent}
 
 
-def print_placements(placements: "dict[str, Placement]", console: Console) -> None:
+def print_placements(placements: "dict[str, FirstFitResult]", console: Console) -> None:
     """Print what a first-fit allocator needs for the measured step."""
     table = Table("first-fit allocator", "bytes needed", "over peak", "fragmentation")
     for name, one in placements.items():

@@ -15,7 +15,7 @@ from rich.table import Table
 from shardwise.cli.configured import CONFIG, configured
 from shardwise.core.errors import bad
 from shardwise.core.schedule import draw
-from shardwise.core.schedule.clock import Costs, Timeline, clock
+from shardwise.core.schedule.clock import ActionCosts, Timeline, clock
 from shardwise.core.schedule.library import Entry, Size, entry, size, written
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.memory import peaks, versions
@@ -89,7 +89,7 @@ def show(subject: Subject, timeline: Timeline, numbers: dict[str, Any]) -> None:
     Console().print(_table(numbers))
 
 
-def read_costs(given: str, stages: int) -> Costs:
+def read_costs(given: str, stages: int) -> ActionCosts:
     """Parse costs: F=1,I=1,W=1; F=1/2 is 1 on stage 0 and 2 on stage 1; hop=0.1 is a message's.
 
     Raises InputError that names the part that cannot be parsed, and why.
@@ -104,10 +104,10 @@ def read_costs(given: str, stages: int) -> Costs:
             raise bad(f"the costs '{given}': {wrong}", allowed, "--costs F=1,I=1,W=1")
         each = tuple(value for value in values if value is not None)
         found[op] = each if len(values) > 1 else sum(each)
-    return Costs(**found)
+    return ActionCosts(**found)
 
 
-_OPS = tuple(field.name for field in fields(Costs))
+_OPS = tuple(field.name for field in fields(ActionCosts))
 LEAST, MOST = 1e-12, 1e12
 _TIME = f"a time of 0, or from {LEAST:g} to {MOST:g}"
 
@@ -186,7 +186,7 @@ def _draw(file: Path, timeline: Timeline, title: str) -> None:
         raise bad(given, where, "--svg pipeline.svg") from error
 
 
-def _numbers(subject: Subject, timeline: Timeline, costs: Costs) -> dict[str, Any]:
+def _numbers(subject: Subject, timeline: Timeline, costs: ActionCosts) -> dict[str, Any]:
     """The clock's numbers, and those of the closed form if there is one."""
     schedule = timeline.schedule
     sent = Counter(s.token.kind for row in schedule.rows for s in row if s.op == "SEND")
@@ -206,11 +206,11 @@ def _numbers(subject: Subject, timeline: Timeline, costs: Costs) -> dict[str, An
     }
 
 
-def _formula(found: Entry, n: Size, schedule: Schedule, costs: Costs) -> dict[str, Any]:
+def _formula(found: Entry, n: Size, schedule: Schedule, costs: ActionCosts) -> dict[str, Any]:
     """The closed forms; those of time need equal stages, no hop, and F = I = W if I and W occur."""
     f, i, w, b = (costs.of(op, 0) for op in ("F", "I", "W", "B"))
     halves = any(step.op == "I" for row in schedule.rows for step in row)
-    equal_costs = Costs(
+    equal_costs = ActionCosts(
         f, i, w, None if costs.B is None else b
     )  # all stages; other actions have no cost
     holds = costs == equal_costs and (not halves or (f == i == w and b == 2 * f))

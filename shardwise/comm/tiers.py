@@ -44,7 +44,7 @@ from shardwise.core.zero import Tier
 _SWEEP_AT = 64  # table entries, above which those of freed memory are removed
 
 
-class Event(Protocol):
+class CopyEnd(Protocol):
     """The end of a copy: a torch.cuda.Event."""
 
     def query(self) -> bool:
@@ -64,14 +64,14 @@ class _HostMemory:
 
     def __init__(self, weak: StorageWeakRef) -> None:
         self.weak = weak
-        self.copies: list[tuple[int, int, Event]] = []
+        self.copies: list[tuple[int, int, CopyEnd]] = []
 
-    def of(self, x: Tensor) -> list[Event]:
+    def of(self, x: Tensor) -> list[CopyEnd]:
         """The ends of copies from or to elements of `x`."""
         first, end = _span(x)
         return [over for low, high, over in self.copies if low < end and first < high]
 
-    def add(self, x: Tensor, over: Event) -> None:
+    def add(self, x: Tensor, over: CopyEnd) -> None:
         """A copy from or to `x` was begun, after those of its elements."""
         first, end = _span(x)
         rest = [
@@ -170,7 +170,7 @@ class Tiers:
         for over in [] if memory is None else memory.of(x):
             over.synchronize()
 
-    def copying(self, x: Tensor, over: Event) -> None:
+    def copying(self, x: Tensor, over: CopyEnd) -> None:
         """A copy from or to host tensor `x` was begun that ends with `over`."""
         memory = self._memory(x)
         assert memory is not None

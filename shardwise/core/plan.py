@@ -23,7 +23,7 @@ from shardwise.techniques.layers.plan import LayerPlan, split_layers
 from shardwise.techniques.offload.word import Offload
 from shardwise.techniques.offload.word import parse as parse_offload
 from shardwise.techniques.recompute.word import recompute_budget
-from shardwise.techniques.tile.word import Tile
+from shardwise.techniques.tile.word import TileWord
 from shardwise.techniques.tile.word import parse as parse_tile
 
 __all__ = ["WORDS", "Plan", "Word", "words_table"]
@@ -246,7 +246,7 @@ class Plan:
         return None if self.offload is None else parse_offload(self.offload)
 
     @property
-    def tiled(self) -> Tile | None:
+    def tiled(self) -> TileWord | None:
         """The word `tile` with its parts; None without it."""
         return None if self.tile is None else parse_tile(self.tile)
 

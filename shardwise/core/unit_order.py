@@ -30,7 +30,7 @@ from shardwise.core.reduce_order import Act, ReduceOrder, UnitState
 LONGEST: Final = 2**16
 
 
-class Place(NamedTuple):
+class CallPlace(NamedTuple):
     """Where a call returned in its forward pass: the calls of the pass, and how many came before.
 
     The unit that returned made the last of these, or encloses the units that did.
@@ -73,10 +73,10 @@ class UnitOrder:
         self.sums = ReduceOrder(units, in_flight, further=further, offload=offload)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> CallPlace:
         """Where the forward pass is."""
         calls = self.uses[self.stage].calls
-        return Place(calls, len(calls))
+        return CallPlace(calls, len(calls))
 
     def is_around(self, unit: int) -> bool:
         """Whether the unit stays gathered while the rank computes its stage."""
@@ -168,7 +168,7 @@ class UnitOrder:
             state.missing, state.complete = state.gradients, False
         return [Act("wait", n) for n in self.forward if not self.units[n].reshards]
 
-    def reached(self, unit: int, place: Place) -> list[Act]:
+    def reached(self, unit: int, place: CallPlace) -> list[Act]:
         """A gradient arrives at the output of a call of the unit, which returned at `place`.
 
         Autograd runs the ready node that was created last. So all nodes of later calls have run,

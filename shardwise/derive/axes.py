@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 
-class Axis:
+class TracedAxis:
     """One axis, `size` long. A split axis has parts; a united one is another axis.
 
     `mixed` says why ranks cannot hold parts of it; "" if they can.
@@ -25,12 +25,12 @@ class Axis:
 
     def __init__(self, size: int, mixed: str = "") -> None:
         self.size = size
-        self._same: Axis | None = None
-        self._parts: tuple[Axis, Axis] | None = None
+        self._same: TracedAxis | None = None
+        self._parts: tuple[TracedAxis, TracedAxis] | None = None
         self._mixed = mixed
 
     @property
-    def root(self) -> "Axis":
+    def root(self) -> "TracedAxis":
         """The representative of all axes that are united with this one."""
         axis = self
         while axis._same is not None:
@@ -38,7 +38,7 @@ class Axis:
         return axis
 
     @property
-    def leaves(self) -> tuple["Axis", ...]:
+    def leaves(self) -> tuple["TracedAxis", ...]:
         """The axes that this one was split into, from major to minor; itself if unsplit."""
         root = self.root
         if root._parts is None:
@@ -59,9 +59,9 @@ class Axis:
         """Split a leaf into `major` times the rest; both are mixed if it is."""
         root = self.root
         assert root._parts is None and root.size % major == 0
-        root._parts = Axis(major, root._mixed), Axis(root.size // major, root._mixed)
+        root._parts = TracedAxis(major, root._mixed), TracedAxis(root.size // major, root._mixed)
 
-    def unite(self, other: "Axis") -> None:
+    def unite(self, other: "TracedAxis") -> None:
         """Make two leaves one axis."""
         mine, theirs = self.root, other.root
         if mine is not theirs:
@@ -70,15 +70,15 @@ class Axis:
 
 
 #: The axes of one dim, from major to minor; a dim of size one has none.
-Dim = tuple[Axis, ...]
+Dim = tuple[TracedAxis, ...]
 
 
 def fresh(size: int, mixed: str = "") -> Dim:
     """A dim of a new axis."""
-    return () if size == 1 else (Axis(size, mixed),)
+    return () if size == 1 else (TracedAxis(size, mixed),)
 
 
-def leaves(dim: Iterable[Axis]) -> list[Axis]:
+def leaves(dim: Iterable[TracedAxis]) -> list[TracedAxis]:
     """The unsplit axes of a dim."""
     return [leaf for axis in dim for leaf in axis.leaves]
 
@@ -111,7 +111,7 @@ def regroup(dims: Sequence[Dim], sizes: Sequence[int]) -> tuple[Dim, ...]:
     rest = [leaf for dim in dims for leaf in leaves(dim)]
     found: list[Dim] = []
     for size in sizes:
-        taken: list[Axis] = []
+        taken: list[TracedAxis] = []
         while (held := math.prod(axis.size for axis in taken)) < size and rest:
             wanted = size // held
             if size % held == 0 and wanted % rest[0].size == 0:

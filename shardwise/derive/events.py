@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.derive.axes import Axis, leaves
+from shardwise.derive.axes import TracedAxis, leaves
 from shardwise.derive.operations import Dims, propagate
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEvent:
     """A call of a module begins or ends ("call", "end"), or an operation runs ("op").
 
     `name` is the module's, or the operation's; `inside` has the modules that run, outermost first;
@@ -31,19 +31,19 @@ class Event:
     active: bool = True
     mixes: bool = False
 
-    def has(self, axes: set[Axis]) -> bool:
+    def has(self, axes: set[TracedAxis]) -> bool:
         """Whether a tensor of it has one of the axes."""
         return any(leaf in axes for dims in self.dims for dim in dims for leaf in leaves(dim))
 
 
 def mixes_positions(
-    positions: Sequence[Axis], func: Any, dims: Sequence[Dims], args: Any, out: Tensor
+    positions: Sequence[TracedAxis], func: Any, dims: Sequence[Dims], args: Any, out: Tensor
 ) -> bool:
     """Whether an operation mixes positions: its rule is applied with an axis of their own."""
     if not positions:
         return False
     roots = {axis.root for axis in positions}
-    own = {size: Axis(size) for size in {axis.size for axis in roots}}
+    own = {size: TracedAxis(size) for size in {axis.size for axis in roots}}
     swapped = [_each(one, lambda leaf: own[leaf.size] if leaf in roots else leaf) for one in dims]
     used = {leaf for one in swapped for dim in one for leaf in dim} & {*own.values()}
     if not used:
@@ -52,5 +52,5 @@ def mixes_positions(
     return any(a.mixed or len(a.leaves) > 1 or a.root not in kept for a in used)
 
 
-def _each(dims: Dims, change: Callable[[Axis], Axis]) -> Dims:
+def _each(dims: Dims, change: Callable[[TracedAxis], TracedAxis]) -> Dims:
     return tuple(tuple(change(leaf) for leaf in leaves(dim)) for dim in dims)

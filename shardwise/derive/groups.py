@@ -13,25 +13,25 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardwise.derive.axes import Axis, leaves
-from shardwise.derive.trace import Layer, Trace
+from shardwise.derive.axes import TracedAxis, leaves
+from shardwise.derive.trace import OperationTrace, TracedLayer
 
 #: Of more groups that exclude each other, the largest are chosen one by one.
 _SEARCHED = 12
 
 
 @dataclass(frozen=True)
-class Group:
+class LayerGroup:
     """Layers along one axis; `why` says why they cannot be sharded, "" if they can."""
 
-    axis: Axis
-    columns: tuple[Layer, ...]
-    rows: tuple[Layer, ...]
+    axis: TracedAxis
+    columns: tuple[TracedLayer, ...]
+    rows: tuple[TracedLayer, ...]
     summed: tuple[str, ...] = ()
     why: str = ""
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[TracedLayer, ...]:
         """Its columns and its rows."""
         return self.columns + self.rows
 
@@ -52,9 +52,9 @@ class Heads:
 
     heads: int | None = None
     kv_heads: int | None = None
-    axes: list[Axis] = field(default_factory=list[Axis])
+    axes: list[TracedAxis] = field(default_factory=list[TracedAxis])
 
-    def take(self, group: Group) -> bool:
+    def take(self, group: LayerGroup) -> bool:
         """Whether the group's axis counts key heads that are those of the table."""
         if group.widths == {1}:
             return False
@@ -64,43 +64,43 @@ class Heads:
         return (self.heads, self.kv_heads) == (heads, kv)
 
 
-def segments(layer: Layer) -> list[int]:
+def segments(layer: TracedLayer) -> list[int]:
     """The sizes of the equal or unequal parts into which a layer's output is divided."""
     return [stop - start for start, stop in sorted(layer.segments)] or [layer.outputs.size]
 
 
-def outputs(layer: Layer) -> list[list[Axis]]:
+def outputs(layer: TracedLayer) -> list[list[TracedAxis]]:
     """The axes of each segment of a layer's output."""
     if layer.segments:
         return [leaves((axis,)) for _, axis in sorted(layer.segments.items(), key=lambda e: e[0])]
     return [leaves((layer.outputs,))]
 
 
-def groups(trace: Trace, ranks: int, tied: Iterable[str]) -> list[Group]:
+def groups(trace: OperationTrace, ranks: int, tied: Iterable[str]) -> list[LayerGroup]:
     """Every group that has columns and rows, valid or not, in the order of the model."""
     linear = [x for x in trace.layers.values() if x.shape.kind == "linear" and x.called]
     axes = dict.fromkeys(axis for each in linear for part in outputs(each) for axis in part)
-    found: list[Group] = []
+    found: list[LayerGroup] = []
     for axis in axes:
         columns = [each for each in linear if any(axis in part for part in outputs(each))]
         rows = [each for each in linear if axis in leaves((each.inputs,))]
         if not rows:
             continue
         summed = _summed(trace, axis)
-        group = Group(axis, tuple(columns), tuple(rows), tuple(summed))
+        group = LayerGroup(axis, tuple(columns), tuple(rows), tuple(summed))
         why = _problem(trace, group, ranks, set(tied))
-        found.append(Group(axis, group.columns, group.rows, group.summed, why))
+        found.append(LayerGroup(axis, group.columns, group.rows, group.summed, why))
     return found
 
 
-def _summed(trace: Trace, axis: Axis) -> Iterator[str]:
+def _summed(trace: OperationTrace, axis: TracedAxis) -> Iterator[str]:
     """Modules whose parameters are combined with tensors that have the axis in other dims."""
     for name, touched in trace.touched.items():
         if any(axis in leaves(dim) for dims in touched for dim in dims):
             yield name
 
 
-def _problem(trace: Trace, group: Group, ranks: int, tied: set[str]) -> str:
+def _problem(trace: OperationTrace, group: LayerGroup, ranks: int, tied: set[str]) -> str:
     """Why the group cannot be sharded on `ranks`; "" if it can."""
     axis, layers = group.axis, group.layers
     names = {each.name for each in layers}
@@ -125,13 +125,13 @@ def _problem(trace: Trace, group: Group, ranks: int, tied: set[str]) -> str:
     return next((why for why, wrong in problems.items() if wrong), "")
 
 
-def _read(trace: Trace) -> set[str]:
+def _read(trace: OperationTrace) -> set[str]:
     return {name.rpartition(".")[0] for name in trace.read}
 
 
-def chosen(found: Sequence[Group]) -> list[Group]:
+def chosen(found: Sequence[LayerGroup]) -> list[LayerGroup]:
     """The valid groups, no two of which share a layer, that shard the most elements."""
-    rest, taken = [group for group in found if not group.why], list[Group]()
+    rest, taken = [group for group in found if not group.why], list[LayerGroup]()
     while rest:
         near, more = [rest[0]], True
         while more:
@@ -143,10 +143,10 @@ def chosen(found: Sequence[Group]) -> list[Group]:
     return taken
 
 
-def _best(near: Sequence[Group]) -> list[Group]:
+def _best(near: Sequence[LayerGroup]) -> list[LayerGroup]:
     """Of groups that exclude each other, the ones that shard the most; fewer groups first."""
     if len(near) > _SEARCHED:
-        kept: list[Group] = []
+        kept: list[LayerGroup] = []
         for group in sorted(near, key=lambda group: -group.elements):
             if _apart([*kept, group]):
                 kept.append(group)
@@ -160,12 +160,12 @@ def _best(near: Sequence[Group]) -> list[Group]:
     return max(sets, key=lambda each: (sum(g.elements for g in each), -len(each)))
 
 
-def _apart(given: Sequence[Group]) -> bool:
+def _apart(given: Sequence[LayerGroup]) -> bool:
     names = [each.name for group in given for each in group.layers]
     return len(set(names)) == len(names)
 
 
-def styles(group: Group, heads: Heads, ranks: int) -> Mapping[str, str] | None:
+def styles(group: LayerGroup, heads: Heads, ranks: int) -> Mapping[str, str] | None:
     """The style of each module of a group; None if no style shards it in this way."""
     by_heads = heads.take(group)
     if group.axis.size % ranks and group.widths != {1} and not by_heads:
@@ -180,12 +180,12 @@ def styles(group: Group, heads: Heads, ranks: int) -> Mapping[str, str] | None:
     return dict.fromkeys(group.summed, "replicated") | found
 
 
-def _plain(layer: Layer, group: Group) -> str | None:
+def _plain(layer: TracedLayer, group: LayerGroup) -> str | None:
     parts = _parts(layer, group)
     return None if parts is None else f"colwise:{parts}" if parts > 1 else "colwise"
 
 
-def _column(layer: Layer, group: Group, heads: Heads) -> str | None:
+def _column(layer: TracedLayer, group: LayerGroup, heads: Heads) -> str | None:
     """The style by heads of a layer that outputs queries, keys, values, or several of them."""
     assert heads.heads and heads.kv_heads
     width = min(group.widths)
@@ -201,7 +201,7 @@ def _column(layer: Layer, group: Group, heads: Heads) -> str | None:
     return None
 
 
-def _parts(layer: Layer, group: Group) -> int | None:
+def _parts(layer: TracedLayer, group: LayerGroup) -> int | None:
     """The number of equal parts of the output, each sharded along the axis; None if they differ."""
     found, sizes = outputs(layer), segments(layer)
     before = {math.prod(a.size for a in part[: part.index(group.axis)]) for part in found}

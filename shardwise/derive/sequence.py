@@ -12,10 +12,10 @@ leaves shards, so that the stream is sharded from one to the next.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardwise.derive.axes import Axis
-from shardwise.derive.events import Event
-from shardwise.derive.groups import Group
-from shardwise.derive.trace import Trace
+from shardwise.derive.axes import TracedAxis
+from shardwise.derive.events import TraceEvent
+from shardwise.derive.groups import LayerGroup
+from shardwise.derive.trace import OperationTrace
 from shardwise.techniques.tensor.styles import ModuleShape, parent
 
 
@@ -24,14 +24,14 @@ class Refused(Exception):  # noqa: N818  # the reason, which is given to the use
 
 
 @dataclass
-class Stream:
+class SequenceStream:
     """The events of a pass, the styles of its modules, and the axes that groups shard."""
 
-    events: Sequence[Event]
+    events: Sequence[TraceEvent]
     known: Mapping[str, ModuleShape]
     taken: Mapping[str, str]
-    sharded: set[Axis]
-    positions: set[Axis]
+    sharded: set[TracedAxis]
+    positions: set[TracedAxis]
     owners: set[str]
     styles: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -40,14 +40,14 @@ class Stream:
         style, linear = self.taken.get(name, ""), self.known[name].kind == "linear"
         return style.startswith("colwise") or (style == "vocabulary" and linear)
 
-    def calls(self) -> Iterator[tuple[int, Event]]:
+    def calls(self) -> Iterator[tuple[int, TraceEvent]]:
         """The calls of modules that are given positions, and no shard of features."""
         for place, event in enumerate(self.events):
             whole = event.has(self.positions) and not event.has(self.sharded)
             if event.kind == "call" and event.name and whole:
                 yield place, event
 
-    def mixing(self) -> Iterator[tuple[int, Event]]:
+    def mixing(self) -> Iterator[tuple[int, TraceEvent]]:
         """The operations that mix positions of the stream."""
         for place, event in enumerate(self.events):
             if event.kind == "op" and event.mixes and event.active and not event.has(self.sharded):
@@ -61,10 +61,10 @@ class Stream:
 
 
 def entries(
-    trace: Trace,
+    trace: OperationTrace,
     known: Mapping[str, ModuleShape],
     taken: Mapping[str, str],
-    grouped: Sequence[Group],
+    grouped: Sequence[LayerGroup],
     owners: set[str],
     *,
     split: bool,
@@ -84,7 +84,7 @@ def entries(
         raise Refused("the model has two sequences, an encoder's and a decoder's")
     sharded = {leaf for group in grouped for leaf in group.axis.leaves}
     positions = {axis.root for axis in trace.positions}
-    stream = Stream(trace.events, known, taken, sharded, positions, owners)
+    stream = SequenceStream(trace.events, known, taken, sharded, positions, owners)
     columns = [i for i, e in stream.calls() if e.name in taken and stream.column(e.name)]
     inner = [i for i in columns if taken[trace.events[i].name] != "vocabulary"]
     rows = [
@@ -106,7 +106,7 @@ def entries(
     return stream.styles
 
 
-def _gather(stream: Stream, grouped: Sequence[Group]) -> None:
+def _gather(stream: SequenceStream, grouped: Sequence[LayerGroup]) -> None:
     """The module around the columns of a group, if it has several or mixes positions."""
     for group in grouped:
         layers = [each.name for each in group.columns]
@@ -124,7 +124,7 @@ def _gather(stream: Stream, grouped: Sequence[Group]) -> None:
             raise Refused(f"{outer} mixes positions, and is given the stream in several ways")
 
 
-def _may_gather(stream: Stream, outer: str) -> bool:
+def _may_gather(stream: SequenceStream, outer: str) -> bool:
     """Whether a module only feeds its columns with its first argument, up to its rows."""
     place = next(i for i, e in enumerate(stream.events) if e.kind == "call" and e.name == outer)
     for event in stream.events[place + 1 : stream.end_of(place)]:
@@ -139,7 +139,7 @@ def _may_gather(stream: Stream, outer: str) -> bool:
     return True
 
 
-def _begin(stream: Stream, first: int, *, split: bool) -> int:
+def _begin(stream: SequenceStream, first: int, *, split: bool) -> int:
     """Where the stream is split: at the embedding, or the outermost module after what mixes it."""
     embeds = [
         i
@@ -160,7 +160,7 @@ def _begin(stream: Stream, first: int, *, split: bool) -> int:
     raise Refused("no module begins after what mixes positions, and contains the first layer")
 
 
-def _require_apart(stream: Stream, start: int, last: int) -> None:
+def _require_apart(stream: SequenceStream, start: int, last: int) -> None:
     """Raise Refused if an operation mixes positions of the stream between its layers."""
     gathered = {name for name, style in stream.styles.items() if style == "gather"}
     for place, event in stream.mixing():
@@ -169,7 +169,7 @@ def _require_apart(stream: Stream, start: int, last: int) -> None:
             raise Refused(f"{event.name} in {where} mixes positions between the sharded layers")
 
 
-def _modules(stream: Stream, start: int, last_row: int) -> str:
+def _modules(stream: SequenceStream, start: int, last_row: int) -> str:
     """Give modules with parameters on the stream their style; returns the last one after it."""
     final = ""
     mixed = min((i for i, _ in stream.mixing() if i > last_row), default=len(stream.events))
@@ -186,7 +186,7 @@ def _modules(stream: Stream, start: int, last_row: int) -> str:
     return final
 
 
-def _after_rows(stream: Stream, outer: str, place: int) -> bool:
+def _after_rows(stream: SequenceStream, outer: str, place: int) -> bool:
     """Whether a rowwise layer in the call of `outer` around `place` ended before it."""
     for event in reversed(stream.events[:place]):
         if event.kind == "call" and event.name == outer:
@@ -196,7 +196,9 @@ def _after_rows(stream: Stream, outer: str, place: int) -> bool:
     return False
 
 
-def _end(stream: Stream, last: str, last_row: int, heads: Sequence[int], *, join: bool) -> None:
+def _end(
+    stream: SequenceStream, last: str, last_row: int, heads: Sequence[int], *, join: bool
+) -> None:
     """Gather the stream at its end: by the head itself, or by the last module before it."""
     mixed = [i for i, _ in stream.mixing() if i > last_row]
     if heads and not join and not any(i < heads[0] for i in mixed):

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from shardwise.core.plan import Plan
 from shardwise.core.uneven import even
 from shardwise.derive.axes import leaves
-from shardwise.derive.groups import Group
-from shardwise.derive.trace import ATTENTION, NoTape, Trace, checked, named
+from shardwise.derive.groups import LayerGroup
+from shardwise.derive.trace import ATTENTION, NoTape, OperationTrace, checked, named
 from shardwise.engine.model_spec import on_tensor_axis
 from shardwise.observe.meta_pass import UNKNOWN, as_on_processor
 from shardwise.techniques.tensor.table import Table
@@ -32,7 +32,9 @@ class Sharded:
     call: Callable[[nn.Module], Any]
 
 
-def keeps_shapes(model: Sharded, table: Table, trace: Trace, grouped: Sequence[Group]) -> bool:
+def keeps_shapes(
+    model: Sharded, table: Table, trace: OperationTrace, grouped: Sequence[LayerGroup]
+) -> bool:
     """Whether the first and the last rank run under `table` with the shapes of their parts."""
     ranks = model.plan.size
     for rank in {0, ranks - 1}:

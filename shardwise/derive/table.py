@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from shardwise.core.arguments import flag
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
-from shardwise.derive.groups import Group, Heads, chosen, groups, outputs, styles
+from shardwise.derive.groups import Heads, LayerGroup, chosen, groups, outputs, styles
 from shardwise.derive.sequence import Refused, entries
 from shardwise.derive.sharded import Sharded, keeps_shapes
-from shardwise.derive.trace import Trace, traced
+from shardwise.derive.trace import OperationTrace, traced
 from shardwise.engine import validate
 from shardwise.engine.options import own_loss
 from shardwise.engine.prediction import predict
@@ -99,7 +99,7 @@ def _derived(
     widest_first = sorted(found, key=lambda group: -len(group.layers))
     why = {each.name: group.why for group in widest_first for each in group.layers}
 
-    def runs(table: Table, grouped: Sequence[Group]) -> bool:
+    def runs(table: Table, grouped: Sequence[LayerGroup]) -> bool:
         return not table.styles or keeps_shapes(sharded, table, trace, grouped)
 
     def joins(table: Table) -> bool:
@@ -133,9 +133,9 @@ def _derived(
 def _with_sequence(
     model: nn.Module,
     table: Table,
-    trace: Trace,
+    trace: OperationTrace,
     known: Mapping[str, ModuleShape],
-    grouped: Sequence[Group],
+    grouped: Sequence[LayerGroup],
     sharded: Sharded,
 ) -> Table:
     """The table with `sequence` entries with which the sharded model runs.
@@ -169,10 +169,10 @@ def _with_sequence(
 
 def _table(
     words: Mapping[str, str],
-    grouped: Sequence[Group],
+    grouped: Sequence[LayerGroup],
     ranks: int,
     known: Mapping[str, ModuleShape],
-    runs: Callable[[Table, Sequence[Group]], bool],
+    runs: Callable[[Table, Sequence[LayerGroup]], bool],
 ) -> Table | None:
     """The table of these groups; None if the sharded model does not run."""
     heads, taken = Heads(), dict[str, str]()
@@ -194,7 +194,7 @@ def _trace(
     call: Callable[[nn.Module], Tensor],
     *,
     uniform: bool,
-) -> tuple[Trace, nn.Module]:
+) -> tuple[OperationTrace, nn.Module]:
     """The trace of a copy of the model, on meta or else with values; and another such copy."""
     try:
         return traced(meta_copy(model), known, call, uniform=uniform), meta_copy(model)
@@ -261,7 +261,7 @@ def _setting(table: Table, entries: Sequence[tuple[str, str, str]]) -> Table:
 
 
 def _vocabulary(
-    trace: Trace, known: Mapping[str, ModuleShape], ranks: int, *, logits: bool
+    trace: OperationTrace, known: Mapping[str, ModuleShape], ranks: int, *, logits: bool
 ) -> dict[str, str]:
     """The embedding with the most rows, and with `logits` layers whose output the model returns."""
     ends = [axis for dims in trace.returned if dims for axis in dims[-1]]
@@ -307,7 +307,7 @@ def _patterns(
 
 
 def _whole(
-    model: nn.Module, trace: Trace, taken: Mapping[str, str], why: Mapping[str, str]
+    model: nn.Module, trace: OperationTrace, taken: Mapping[str, str], why: Mapping[str, str]
 ) -> tuple[Whole, ...]:
     """The replicated parameters, by the pattern of the module's name and the reason."""
     found: dict[tuple[str, str], int] = {}
@@ -325,7 +325,7 @@ def _whole(
     return tuple(Whole(name, size, said) for (name, said), size in found.items())
 
 
-def _why(trace: Trace, name: str, why: Mapping[str, str]) -> str:
+def _why(trace: OperationTrace, name: str, why: Mapping[str, str]) -> str:
     """Why a module stays replicated."""
     layer = trace.layers.get(name)
     if layer is None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.derive.axes import Axis, Dim, fresh, leaves, mix, unite
-from shardwise.derive.events import Event, mixes_positions
+from shardwise.derive.axes import Dim, TracedAxis, fresh, leaves, mix, unite
+from shardwise.derive.events import TraceEvent, mixes_positions
 from shardwise.derive.operations import Dims, propagate
 from shardwise.observe.meta_pass import as_on_processor
 from shardwise.techniques.data.outputs import tensors_in
@@ -38,26 +38,26 @@ def checked(func: Any) -> bool:
     return named(func) in CHECKED
 
 
-class Layer:
+class TracedLayer:
     """A linear layer or an embedding: its axes, and the segments that the code divides it into."""
 
     def __init__(self, name: str, shape: ModuleShape) -> None:
         self.name, self.shape = name, shape
-        self.inputs = Axis(shape.in_features)
-        self.outputs = Axis(shape.out_features)
-        self.segments: dict[tuple[int, int], Axis] = {}
+        self.inputs = TracedAxis(shape.in_features)
+        self.outputs = TracedAxis(shape.out_features)
+        self.segments: dict[tuple[int, int], TracedAxis] = {}
         self.called = False
 
     def segment(self, start: int, stop: int) -> Dim:
         """The axis of the output features [start, stop)."""
-        return (self.segments.setdefault((start, stop), Axis(stop - start)),)
+        return (self.segments.setdefault((start, stop), TracedAxis(stop - start)),)
 
 
-class Trace:
+class OperationTrace:
     """The axes of a model's tensors, layer by layer; see `traced`."""
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, ModuleShape]) -> None:
-        self.layers = {n: Layer(n, s) for n, s in shapes.items() if s.kind != "other"}
+        self.layers = {n: TracedLayer(n, s) for n, s in shapes.items() if s.kind != "other"}
         self.inside = [""]
         #: dims of the tensors that a module reads or makes itself, and that pass through a layer
         self.touched: dict[str, list[Dims]] = {}
@@ -68,14 +68,14 @@ class Trace:
         self.checked: list[tuple[str, Dims]] = []
         self.done = False
         self.uniform = True
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
         #: the positions of each embedding's output, in the order of calls; and what is made of them
-        self.sequences: list[Axis] = []
-        self.positions: list[Axis] = []
+        self.sequences: list[TracedAxis] = []
+        self.positions: list[TracedAxis] = []
         self.tape = NoTape()
         self._known: dict[Key, Dims] = {}
         self._active: set[Key] = set()  # tensors that depend on parameters
-        self._whole: dict[Key, Layer] = {}  # undivided outputs of layers
+        self._whole: dict[Key, TracedLayer] = {}  # undivided outputs of layers
         self._alive: list[Tensor] = []
         self._params = {_key(p): name for name, p in model.named_parameters()}
         #: parameters that code reads other than by calling their layer, and their dims
@@ -105,7 +105,7 @@ class Trace:
 
     def _note(self, kind: str, name: str, dims: tuple[Dims, ...], **more: bool) -> None:
         if not self.done and not self._in_layer:
-            self.events.append(Event(kind, name, tuple(self.inside), dims, **more))
+            self.events.append(TraceEvent(kind, name, tuple(self.inside), dims, **more))
 
     def _end(self, name: str, _: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         self.inside.pop()
@@ -121,7 +121,7 @@ class Trace:
     def _in_layer(self) -> bool:
         return any(name in self.layers for name in self.inside)
 
-    def _call(self, layer: Layer, x: Tensor, y: Tensor) -> None:
+    def _call(self, layer: TracedLayer, x: Tensor, y: Tensor) -> None:
         layer.called = True
         given, own = self._of(x), layer.outputs
         if layer.shape.kind == "linear":
@@ -254,12 +254,12 @@ def traced(
     call: Callable[[nn.Module], Any],
     *,
     uniform: bool = True,
-) -> Trace:
+) -> OperationTrace:
     """The axes of `model` in `call(model)`, a forward pass without gradients.
 
     `uniform`: an axis of a constant of one value may be sharded.
     """
-    trace = Trace(model, shapes)
+    trace = OperationTrace(model, shapes)
     trace.uniform = uniform
     with (
         torch.no_grad(),

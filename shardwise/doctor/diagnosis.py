@@ -13,7 +13,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Finding:
+class RankDiagnosis:
     """The finding of one rank.  `checks` has "" for a correct collective, by axis and name."""
 
     machine: Machine
@@ -27,7 +27,7 @@ class Diagnosis:
     """The findings of all ranks."""
 
     mesh: str
-    findings: Sequence[Finding]
+    findings: Sequence[RankDiagnosis]
     disk: DiskBandwidth | None = None
 
     @property

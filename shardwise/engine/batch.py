@@ -52,7 +52,7 @@ class Readings(NamedTuple):
     listed: frozenset[int]
 
 
-class Rows:
+class RowCounter:
     """Counts the rows of batches; `count` is the user's `rows=`.
 
     A list of tensors with the same dim 0 is read as fields, as torch's DataLoader returns them.  A
@@ -125,7 +125,7 @@ def require_equal_lists(batch: Any, marks: Tensor, ranks: int) -> None:
 
 def rows(batch: Any, count: Count | None = None) -> int:
     """The number of rows of one batch. Raises InputError if it is not certain."""
-    return Rows(count).of(batch)
+    return RowCounter(count).of(batch)
 
 
 def readings(x: Any) -> Readings:

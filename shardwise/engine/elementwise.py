@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.engine.optimizer_groups import Options
-from shardwise.engine.optimizer_probe import Probe, maker
+from shardwise.engine.optimizer_probe import OptimizerProbe, maker
 
 #: torch.optim classes that update each element independently, so that they work on shards.
 ELEMENTWISE = (
@@ -55,7 +55,7 @@ def require_shardable(kind: type[Optimizer], groups: Sequence[Options], plan: Pl
     """
     if is_known(kind):
         return
-    probes: list[Probe] = [] if updates_by_tensor(kind) else _probes(kind, groups)
+    probes: list[OptimizerProbe] = [] if updates_by_tensor(kind) else _probes(kind, groups)
     if any(probe.ran and not probe.works_in_turns() for probe in probes):
         raise bad(
             f"{kind.__name__} in an engine, which updates unit by unit: {kind.__name__} combines "
@@ -100,10 +100,10 @@ def works_on_pieces(kind: type[Optimizer], groups: Sequence[Options]) -> bool:
     return all(probe.works_on_parts() for probe in probes if probe.ran)
 
 
-def _probes(kind: type[Optimizer], groups: Sequence[Options]) -> list[Probe]:
+def _probes(kind: type[Optimizer], groups: Sequence[Options]) -> list[OptimizerProbe]:
     """A probe for each of the groups' options that differ in more than the rate."""
     distinct = {repr(sorted((k, v) for k, v in g.items() if k != "lr")): g for g in groups}
-    return [Probe(maker(kind, group)) for group in distinct.values()]
+    return [OptimizerProbe(maker(kind, group)) for group in distinct.values()]
 
 
 def _warn_unprobed(kind: type[Optimizer]) -> None:

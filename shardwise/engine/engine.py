@@ -35,7 +35,7 @@ from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.scale import LossScale, power_of_two
 from shardwise.engine.training import DTYPES, Build, Metrics, StepResult, Training
 from shardwise.engine.updating import Updates, optimizer_and_updater
-from shardwise.prediction.traffic import Line, by_kind
+from shardwise.prediction.traffic import TrafficLine, by_kind
 from shardwise.techniques.data.apply import cast_whole
 from shardwise.techniques.data.inference import normal_mode
 from shardwise.techniques.data.units import Unit
@@ -63,7 +63,10 @@ class Engine:
         self.tensors, self.data, self.flats = sharded.tensors, sharded.data, sharded.flats
         self.axes, self.staging = sharded.axes, sharded.staging
         self.consensus = self.data.consensus
-        self.rows, self.evaluated_rows = shares.Rows(build.rows), shares.Rows(build.rows)
+        self.rows, self.evaluated_rows = (
+            shares.RowCounter(build.rows),
+            shares.RowCounter(build.rows),
+        )
         self.stages, every = self.world.axis(PIPELINE), training.check_every
         self.consensus.same.every = every
         self.consensus.same.others = [self.tensors.axis, self.stages]
@@ -197,7 +200,7 @@ class Engine:
             self.expected = self._total(batch, sum(counts))
         return parts, counts
 
-    def _count(self, part: Any, rows: shares.Rows) -> int:
+    def _count(self, part: Any, rows: shares.RowCounter) -> int:
         return self.training.tokens(part) if self.training.tokens else rows.of(part)
 
     def _total(self, batch: Any, mine: int, refused: InputError | None = None) -> int:
@@ -428,4 +431,4 @@ class Engine:
 
     def measured_bytes(self) -> dict[str, int]:
         """The bytes this rank sent in the last step, by axis and kind."""
-        return by_kind({Line(*key): tally.sent_bytes for key, tally in self.last.items()})
+        return by_kind({TrafficLine(*key): tally.sent_bytes for key, tally in self.last.items()})

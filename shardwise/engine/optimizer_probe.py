@@ -37,7 +37,7 @@ _CUT: Final = 0.41
 _RATE: Final = 0.01
 
 
-class Probe:
+class OptimizerProbe:
     """Optimizers made by `make`; `ran` says whether they step at all, on a processor or a GPU.
 
     works_on_parts    steps on pieces of parameters are the pieces of steps on parameters

@@ -51,7 +51,7 @@ class Columns(Protocol):
     def loss(self, local: Tensor, targets: Tensor, /, **options: Any) -> Tensor: ...
 
 
-class Rows(NamedTuple):
+class LogitRows(NamedTuple):
     """Rows of several data ranks: the output layer has `all`, the loss of this rank its `own`.
 
     `gather(x, factor)` is all rows, from own ones; `take(x, factor)` own ones, from all. `factor`
@@ -74,14 +74,14 @@ class Logits(Tensor):
     """
 
     columns: Columns
-    rows: Rows | None
+    rows: LogitRows | None
     carried: Tensor | None  # of tiles: the layer's input
     again: Callable[[], Tensor] | None  # of views of tiles: the view of all columns
     made: Tensor | None  # of tiles: all columns
     records: bool  # of tiles: whether autograd recorded when the layer was called
 
     @staticmethod
-    def of(local: Tensor, columns: Columns, rows: Rows | None = None) -> "Logits":
+    def of(local: Tensor, columns: Columns, rows: LogitRows | None = None) -> "Logits":
         """Logits whose shard on this rank is `local` [..., v]; nothing is copied."""
         out = local.as_subclass(Logits)
         out.columns, out.rows, out.carried = columns, rows, None

@@ -105,7 +105,7 @@ def fit_clusters(model: nn.Module, tokens_BT: Tensor) -> None:
         model(tokens_BT)
 
 
-class Output(NamedTuple):
+class MoEOutput(NamedTuple):
     """Logits [B, T, V], and the sum of the auxiliary losses of all layers, without dims."""
 
     logits: Tensor
@@ -126,7 +126,7 @@ class MoEGPT(nn.Module):
             self.head.weight = self.embed.weight
         name_layers(self)
 
-    def forward(self, tokens_BT: Tensor, experts_BT: Tensor | None = None) -> Output:
+    def forward(self, tokens_BT: Tensor, experts_BT: Tensor | None = None) -> MoEOutput:
         """`experts_BT`: the expert of each token, for the gates `assigned` and `argmax`."""
         x_BTD = self.embed(tokens_BT)
         turn = rotation(tokens_BT.shape[1], self.config.gpt.head_width, x_BTD)
@@ -135,7 +135,7 @@ class MoEGPT(nn.Module):
         auxiliary = auxiliary.to(x_BTD.device)
         for block in self.blocks:
             x_BTD, auxiliary = block(x_BTD, auxiliary, turn, target_BT)
-        return Output(self.head(self.norm(x_BTD)), auxiliary)
+        return MoEOutput(self.head(self.norm(x_BTD)), auxiliary)
 
     @property
     def tensor_table(self) -> Table:

@@ -30,7 +30,7 @@ class _Inputs:
         self.tensors = tensors
 
 
-class Saved:
+class SavedStorages:
     """The storages that autograd has saved, each counted once while it is alive.
 
     `ignored` are tensors that are counted elsewhere: parameters, buffers, the batch.
@@ -104,7 +104,7 @@ class Made(TorchDispatchMode):
             self.alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         return made
 
-    def bytes_beside(self, saved: Saved) -> int:
+    def bytes_beside(self, saved: SavedStorages) -> int:
         """The bytes that are alive now, without those that autograd keeps or will make again."""
         self.alive = {k: found for k, found in self.alive.items() if not found[0].expired()}
         saved.again = {k: weak for k, weak in saved.again.items() if not weak.expired()}
@@ -126,7 +126,7 @@ def marks_of(
 
     Raises torch's error if the model does not run on meta.
     """
-    saved, made = Saved([*twin.parameters(), *twin.buffers(), *tree_leaves(batch)]), Made()
+    saved, made = SavedStorages([*twin.parameters(), *twin.buffers(), *tree_leaves(batch)]), Made()
     found: list[Mark] = []
     handles: list[Any] = []
 

@@ -33,7 +33,7 @@ class Fused(NamedTuple):
     seeds: int = 0
 
 
-class Attention(torch.autograd.Function):
+class FusedAttention(torch.autograd.Function):
     """Attention on meta: the shape of its result, and the tensors that a fused kernel saves."""
 
     @staticmethod

@@ -27,7 +27,7 @@ from shardwise.comm.parameter import parameter_like
 from shardwise.comm.world import Axis
 from shardwise.core.model_spec import Call, CutLoss, ModelPass, RowGather, Value
 from shardwise.core.uneven import Cut
-from shardwise.observe.kernels import Attention, Kernels, attention_on, fused_on
+from shardwise.observe.kernels import FusedAttention, Kernels, attention_on, fused_on
 from shardwise.observe.tape import TapeRecorder
 from shardwise.techniques.data.outputs import tensors_in
 from shardwise.techniques.expert.apply import recorded
@@ -269,7 +269,7 @@ class _Record:
         return self.numbers[key]
 
 
-class Recorder(Protocol):
+class PassRecorder(Protocol):
     """Records the operations of a pass, for predictions or to derive a table."""
 
     @property
@@ -290,7 +290,7 @@ class _ToMeta(TorchDispatchMode):
     of a meta tensor to one with values is lost; with `strict` it raises RuntimeError.
     """
 
-    def __init__(self, record: Recorder | None = None, *, strict: bool = False) -> None:
+    def __init__(self, record: PassRecorder | None = None, *, strict: bool = False) -> None:
         super().__init__()
         self.record, self.strict = record, strict
 
@@ -321,7 +321,7 @@ class _AsOn(TorchFunctionMode):
     read, and attention saves no scores.
     """
 
-    def __init__(self, record: Recorder | None, device: torch.device, kernels: Kernels) -> None:
+    def __init__(self, record: PassRecorder | None, device: torch.device, kernels: Kernels) -> None:
         super().__init__()
         self.record, self.device = record, device
         self.kernels: Kernels = kernels
@@ -345,7 +345,7 @@ class _AsOn(TorchFunctionMode):
         if how is None:
             return func(*args, **kwargs)
         saves = 0 if self.record is None else self.record.tape.saves
-        out = Attention.apply(*inputs, mask, how)
+        out = FusedAttention.apply(*inputs, mask, how)
         if self.record is not None:
             self.record.attention([*inputs, *([] if mask is None else [mask])], out, saves)
         return out
@@ -354,7 +354,7 @@ class _AsOn(TorchFunctionMode):
 @contextmanager
 def as_on(
     device: torch.device,
-    record: Recorder | None = None,
+    record: PassRecorder | None = None,
     *,
     strict: bool = False,
     kernels: Kernels = "cpu",
@@ -369,7 +369,7 @@ def as_on(
 
 
 def as_on_processor(
-    record: Recorder | None = None, kernels: Kernels = "cpu"
+    record: PassRecorder | None = None, kernels: Kernels = "cpu"
 ) -> AbstractContextManager[None]:
     """Inside the `with`, a model on meta computes as if it were on a CPU, with these kernels.
 

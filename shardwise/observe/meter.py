@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 METERED = (*CATEGORIES, ACTIVATIONS)
 
 
-class Place(NamedTuple):
+class MeterKey(NamedTuple):
     """The key of a count of bytes: category, unit ("" for bytes of no unit) and tier."""
 
     category: str
@@ -55,13 +55,13 @@ class Leak:
 
     stored_bytes: int
     made_by: str
-    place: Place
+    place: MeterKey
 
 
 class Storage:
     """A weak reference to a storage, which prevents reuse of its address."""
 
-    def __init__(self, storage: UntypedStorage, place: Place, made_by: str) -> None:
+    def __init__(self, storage: UntypedStorage, place: MeterKey, made_by: str) -> None:
         self.weak, self.place, self.made_by = StorageWeakRef(storage), place, made_by
 
     def nbytes(self) -> int | None:
@@ -79,8 +79,8 @@ class Meter(TorchDispatchMode):
         self.storages: dict[int, Storage] = {}
         self.before: set[int] = set()
         self.peak_bytes = 0
-        self.peak_places: dict[Place, int] = {}
-        self.host_bytes, self.host_places = 0, dict[Place, int]()
+        self.peak_places: dict[MeterKey, int] = {}
+        self.host_bytes, self.host_places = 0, dict[MeterKey, int]()
         self.most: dict[str, int] = {}  # the peak of each category by itself
 
     def __enter__(self) -> Self:
@@ -116,10 +116,10 @@ class Meter(TorchDispatchMode):
         """Bytes of host memory by category at the moment when most were live there."""
         return by_category(self.host_places)
 
-    def now(self) -> dict[Place, int]:
+    def now(self) -> dict[MeterKey, int]:
         """Bytes by category and unit that are live now."""
         self._claim()
-        total: dict[Place, int] = {}
+        total: dict[MeterKey, int] = {}
         for key, storage in list(self.storages.items()):
             nbytes = storage.nbytes()
             if nbytes is None:
@@ -148,7 +148,7 @@ class Meter(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 known = leaf.untyped_storage()._cdata in self.storages
                 if not known and not self._elsewhere(leaf, args):
-                    place = place or Place(ACTIVATIONS, self._running(), self._tier(args))
+                    place = place or MeterKey(ACTIVATIONS, self._running(), self._tier(args))
                     self._track(leaf, place, str(func))
 
     def _elsewhere(self, x: Tensor, args: Any) -> bool:
@@ -183,7 +183,7 @@ class Meter(TorchDispatchMode):
         for category in (key for key in METERED if now[key] > self.most.get(key, 0)):
             self.most[category] = now[category]
 
-    def _track(self, tensor: Tensor, place: Place, made_by: str) -> None:
+    def _track(self, tensor: Tensor, place: MeterKey, made_by: str) -> None:
         """Track a storage, unless it is in an arena, which is counted with it."""
         storage = tensor.untyped_storage()
         if storage.device.type == "meta" or self.engine.world.arenas.hold(tensor):
@@ -203,7 +203,7 @@ class Meter(TorchDispatchMode):
         tracked = self.storages.get(x.untyped_storage()._cdata)
         return self.engine.world.tiers.of(x) if tracked is None else tracked.place.tier
 
-    def _claim(self, owned: Iterable[tuple[Place, Tensor]] | None = None) -> None:
+    def _claim(self, owned: Iterable[tuple[MeterKey, Tensor]] | None = None) -> None:
         """Give the engine's own storages their category, in the order of precedence."""
         tiers = self.engine.world.tiers
         for place, tensor in self._owned() if owned is None else owned:
@@ -213,18 +213,18 @@ class Meter(TorchDispatchMode):
             elif tracked.place.category == ACTIVATIONS or tracked.place.tier != tier:
                 tracked.place = place._replace(tier=tier)
 
-    def _owned(self) -> Iterator[tuple[Place, Tensor]]:
+    def _owned(self) -> Iterator[tuple[MeterKey, Tensor]]:
         units = self.engine.data.units.order
         unit_of = {id(group): unit.name for unit in units for group in unit.groups}
         for category, flat, tensor in memory.owned(self.engine):
-            yield Place(PART_OF.get(category, category), unit_of.get(id(flat), "")), tensor
+            yield MeterKey(PART_OF.get(category, category), unit_of.get(id(flat), "")), tensor
 
-    def _gradients(self) -> Iterator[tuple[Place, Tensor]]:
+    def _gradients(self) -> Iterator[tuple[MeterKey, Tensor]]:
         """Gradients that are being made; once reduced, nobody owns what was sent."""
         for unit in self.engine.data.units.order:
             for group in unit.trained:
                 for gradient in memory.gradients_of(group):
-                    yield Place("gradients", unit.name), gradient
+                    yield MeterKey("gradients", unit.name), gradient
 
     def _running(self) -> str:
         """The innermost unit whose forward pass is running; "" in the backward pass."""
@@ -232,6 +232,6 @@ class Meter(TorchDispatchMode):
         return inside[-1].name if inside else ""
 
 
-def by_category(places: dict[Place, int]) -> dict[str, int]:
+def by_category(places: dict[MeterKey, int]) -> dict[str, int]:
     """Bytes by category, 0 for a category without any."""
     return {c: sum(n for place, n in places.items() if place.category == c) for c in METERED}

@@ -33,9 +33,9 @@ from shardwise.engine.options import EngineOptions, own_loss
 from shardwise.engine.prediction import predict_with
 from shardwise.engine.training import DTYPES
 from shardwise.observe import meta_pass
-from shardwise.observe.kept_pass import Saved, marks_of
+from shardwise.observe.kept_pass import SavedStorages, marks_of
 from shardwise.observe.meter import Meter
-from shardwise.observe.trace import EVENT, Live, Recorder
+from shardwise.observe.trace import EVENT, LiveStorage, MemoryRecorder
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.timeline import (
     Event,
@@ -56,11 +56,11 @@ class StepMeter(TorchDispatchMode):
     """The events of one step of one engine, on any device."""
 
     def __init__(
-        self, engine: Engine, meter: Meter, batch: Any, recorder: Recorder | None = None
+        self, engine: Engine, meter: Meter, batch: Any, recorder: MemoryRecorder | None = None
     ) -> None:
         super().__init__()
         self.recorder = recorder
-        self.engine, self.meter, self.saved = engine, meter, Saved([])
+        self.engine, self.meter, self.saved = engine, meter, SavedStorages([])
         self.batch = {x.untyped_storage()._cdata for x in tree_leaves(batch) if _is_tensor(x)}
         self.events: list[Event] = []
         self.open: dict[str, int] = {}  # the number of running modules of each unit
@@ -104,7 +104,7 @@ class StepMeter(TorchDispatchMode):
         places = ((s.place, s.nbytes() or 0) for s in self.meter.storages.values())
         self.on_host.append(sum(n for p, n in places if p[::2] == (ACTIVATIONS, "host")))
 
-    def _alive(self) -> list[Live]:
+    def _alive(self) -> list[LiveStorage]:
         """The live storages of the device except the batch: category and bytes of each."""
         self.meter.now()  # tracks new tensors of the engine
         weights = (pair for flat in self.engine.flats for pair in memory.weights_of(flat))
@@ -112,7 +112,7 @@ class StepMeter(TorchDispatchMode):
         recomputed = self.engine.recompute.modules.values()
         inputs = {x.untyped_storage()._cdata for one in recomputed for x in one.kept_tensors()}
         saved = self.saved.keys() | inputs
-        found: list[Live] = []
+        found: list[LiveStorage] = []
         for key, storage in self.meter.storages.items():
             category = storage.place.category
             if key in gathered:
@@ -120,7 +120,7 @@ class StepMeter(TorchDispatchMode):
             elif category == ACTIVATIONS:
                 category = KEPT if key in saved else TEMPORARY
             if key not in self.batch and storage.place.tier == "device":
-                found.append(Live(storage, category, storage.nbytes() or 0))
+                found.append(LiveStorage(storage, category, storage.nbytes() or 0))
         return found
 
     # --- the hooks --------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class _Watch:
 
 @contextmanager
 def measuring(
-    engine: Engine, batch: Any, recorder: Recorder | None = None, *, peaks: bool = True
+    engine: Engine, batch: Any, recorder: MemoryRecorder | None = None, *, peaks: bool = True
 ) -> Iterator[StepMeter]:
     """Measure the step of `engine` on `batch` inside the `with`.
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from shardwise.core.memory_table import PREDICTED, TEMPORARY
-from shardwise.prediction.first_fit import LONG, Change, Trace
+from shardwise.prediction.first_fit import LONG, AllocationTrace, Change
 
 #: If a storage has had several categories, the first one in this list counts.
 PRECEDENCE: Final = (*(name for name in PREDICTED if name not in LONG), *LONG, TEMPORARY)
@@ -16,7 +16,7 @@ PRECEDENCE: Final = (*(name for name in PREDICTED if name not in LONG), *LONG, T
 EVENT: Final = Change(-1, 0)
 
 
-class Live(NamedTuple):
+class LiveStorage(NamedTuple):
     """The meter's entry of a live storage, its category and its bytes."""
 
     entry: Any
@@ -24,7 +24,7 @@ class Live(NamedTuple):
     stored_bytes: int
 
 
-class Recorder:
+class MemoryRecorder:
     """The changes of a step."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Recorder:
         self.live: dict[Any, Change] = {}
         self.had: list[set[str]] = []  # by the number of the storage, its categories
 
-    def look(self, alive: Sequence[Live]) -> None:
+    def look(self, alive: Sequence[LiveStorage]) -> None:
         """Record what was allocated and freed since the last call."""
         now = {one.entry: one for one in alive if one.stored_bytes}
         for entry, before in list(self.live.items()):
@@ -46,7 +46,7 @@ class Recorder:
             self.had[self.live[entry].storage].add(one.category)
 
     @property
-    def trace(self) -> Trace:
+    def trace(self) -> AllocationTrace:
         """The record."""
         of = [next(name for name in PRECEDENCE if name in names) for names in self.had]
-        return Trace(self.changes, dict(enumerate(of)))
+        return AllocationTrace(self.changes, dict(enumerate(of)))

@@ -27,7 +27,7 @@ class Change(NamedTuple):
     allocated: bool = True
 
 
-class Trace(NamedTuple):
+class AllocationTrace(NamedTuple):
     """The changes of a step in their order, and the category of each storage by its number."""
 
     changes: Sequence[Change]
@@ -39,7 +39,7 @@ class Trace(NamedTuple):
         return {storage for storage in freed if self.category[storage] in categories}
 
 
-class Placement(NamedTuple):
+class FirstFitResult(NamedTuple):
     """A first-fit allocator that has run a trace.
 
     peak_bytes      the most that is live at once: no allocator needs less
@@ -101,7 +101,7 @@ def peak_bytes(changes: Sequence[Change]) -> int:
     return peak
 
 
-def placed(trace: Trace, arena: Collection[str] = ()) -> Placement:
+def placed(trace: AllocationTrace, arena: Collection[str] = ()) -> FirstFitResult:
     """Place a trace by first fit.
 
     Storages of the categories `arena` that the step frees are in one arena in front of the others.
@@ -113,4 +113,4 @@ def placed(trace: Trace, arena: Collection[str] = ()) -> Placement:
     reserved, capacity = peak_bytes(own), peak_bytes(others)
     while (highest := run(others, capacity)) is None:
         capacity += int(capacity * STEP) + 64
-    return Placement(peak_bytes(trace.changes), reserved + capacity, highest)
+    return FirstFitResult(peak_bytes(trace.changes), reserved + capacity, highest)

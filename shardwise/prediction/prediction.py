@@ -15,7 +15,7 @@ from shardwise.prediction.peak import device_peak_bytes
 from shardwise.prediction.price import ExpertLoads, Share
 from shardwise.prediction.rank_shape import added_flops_on, shape_on
 from shardwise.prediction.techniques import PRICES
-from shardwise.prediction.traffic import Counted, Line, by_kind, evaluation_bytes, step_bytes
+from shardwise.prediction.traffic import Counted, TrafficLine, by_kind, evaluation_bytes, step_bytes
 from shardwise.techniques.recompute.price_host import fetched_bytes, kept_bytes
 
 #: The first steps, in which ranks of a tensor axis compare each gradient (engine/consistency.py).
@@ -139,7 +139,7 @@ class Prediction:
         skipped: int = 0,
         flushed: bool = False,
         loads: ExpertLoads = (),
-    ) -> dict[Line, int]:
+    ) -> dict[TrafficLine, int]:
         """Bytes sent in an engine's step number `step`, from 0, by axis, kind and phase.
 
         `loaded`: the engine has loaded a checkpoint, which has the number of tokens of a step, and
@@ -158,7 +158,7 @@ class Prediction:
         omitted = {line for each in PRICES for line in each.omits(self.plan, step + done, follows)}
         return {line: sent_bytes for line, sent_bytes in found.items() if line not in omitted}
 
-    def in_evaluation(self, loads: ExpertLoads = ()) -> dict[Line, int]:
+    def in_evaluation(self, loads: ExpertLoads = ()) -> dict[TrafficLine, int]:
         """Bytes sent when the engine evaluates such a batch, by axis, kind and phase.
 
         Of a prediction that `Predictor.of` made for the whole batch. `loads` are those of the
@@ -167,7 +167,7 @@ class Prediction:
         model = shape_on(self.spec, self.plan, self.rank, trains=False)
         plan = replace(self.plan, accumulate=1)
         share = Share(plan, self.spec, model, self.rank, self.optimizer, loads, trains=False)
-        found = Counter[Line](evaluation_bytes(plan, model, self.rank))
+        found = Counter[TrafficLine](evaluation_bytes(plan, model, self.rank))
         for each in PRICES:
             found.update(each.sends(share))
         return {line: n for line, n in found.items() if line.phase in ("forward", "check")}
@@ -179,12 +179,12 @@ class Prediction:
         meets: bool = False,
         compares: str = "",
         loads: ExpertLoads = (),
-    ) -> dict[Line, int]:
+    ) -> dict[TrafficLine, int]:
         """Bytes sent in a step, by axis, kind and phase; the options are those of `step_bytes`.
 
         `loads` as in `in_step`.
         """
-        found = Counter[Line]()
+        found = Counter[TrafficLine]()
         for sent in self._sent(loads, first=first, meets=meets, compares=compares):
             found.update(sent)
         return dict(found)
@@ -192,7 +192,7 @@ class Prediction:
     @property
     def messages(self) -> dict[str, int]:
         """Messages of `bytes`, by axis and kind; one for each move of a unit or an activation."""
-        found = Counter[Line]()
+        found = Counter[TrafficLine]()
         for sent in self._sent(()):
             found.update(sent.messages)
         return by_kind(found)

@@ -11,7 +11,7 @@ from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.plan import Plan
 from shardwise.core.zero import Tier
 from shardwise.prediction.memory import OptimizerShape
-from shardwise.prediction.traffic import Counted, Line
+from shardwise.prediction.traffic import Counted, TrafficLine
 from shardwise.techniques.expert.moves import Loads
 
 #: The loads of the experts in each microbatch; without them experts have an even load.
@@ -48,4 +48,4 @@ class Price:
     sends: Callable[[Share], Counted]
     stores: Callable[[Share, Tier], Mapping[str, int]] = lambda _share, _tier: {}
     bounds: Callable[[Share], Mapping[str, tuple[int, int]]] = lambda _: {}
-    omits: Callable[[Plan, int, bool], Collection[Line]] = lambda _plan, _step, _follows: ()
+    omits: Callable[[Plan, int, bool], Collection[TrafficLine]] = lambda _plan, _step, _follows: ()

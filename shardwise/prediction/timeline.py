@@ -26,7 +26,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.reduce_order import EARLY_BYTES, Act
 from shardwise.core.schedule.action import Action
-from shardwise.core.unit_order import Place
+from shardwise.core.unit_order import CallPlace
 from shardwise.prediction.group import Group
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.unit_acts import UnitActs, by_unit, gathered_bytes, order_on
@@ -72,7 +72,7 @@ class Event(NamedTuple):
         return f"{self.kind} {self.unit}".strip()
 
 
-class StepMemory:
+class StepBytes:
     """What a rank's units store in a step: `acts` on them, and events.
 
     filling   the bytes of gradients that backward makes, by unit and group
@@ -149,7 +149,7 @@ class _Passes:
         every, modules = by_unit(found.plan, found.model), found.spec.modules
         self.order = order_on(found.plan, every, modules, found.rank, ahead)
         self.acts = UnitActs(self.order)
-        self.memory = StepMemory(found, self.acts)
+        self.memory = StepBytes(found, self.acts)
         self.modules, self.states = modules, self.order.units
         self.names = [unit.name for unit in found.model.units]
         self.of_module = {name: n for n, unit in enumerate(modules) for name in unit.modules}
@@ -160,7 +160,7 @@ class _Passes:
             for param in group.params
             if group.trained
         }
-        self.places = dict[int, Place]()  # of each return
+        self.places = dict[int, CallPlace]()  # of each return
 
     def forward(self, marks: Sequence[Mark]) -> None:
         """A forward pass."""

@@ -45,7 +45,7 @@ FIRST_NUMBERS = 7
 EVALUATED_NUMBERS = 5
 
 
-class Line(NamedTuple):
+class TrafficLine(NamedTuple):
     """The key of a count of bytes; the same three fields as in the ledger."""
 
     axis: str
@@ -53,12 +53,12 @@ class Line(NamedTuple):
     phase: str
 
 
-class Counted(dict[Line, int]):
+class Counted(dict[TrafficLine, int]):
     """Bytes by line, and the messages that they are in."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.messages: Counter[Line] = Counter()
+        self.messages: Counter[TrafficLine] = Counter()
 
 
 class Tariff:
@@ -78,7 +78,7 @@ class Tariff:
     ) -> None:
         """One move of a tensor that has `numel` elements in full."""
         step = price(src, dst, numel, self.size(axis))
-        self.add(Line(axis, step.what, phase), round(step.sent) * element_bytes)
+        self.add(TrafficLine(axis, step.what, phase), round(step.sent) * element_bytes)
 
     def carry(self, group: Group, move: RowMove, phase: str) -> None:
         """One move of a group: between ranks, or between the tiers of this one."""
@@ -96,22 +96,22 @@ class Tariff:
     def sum_parts(self, axis: str, numel: int, ranks: int, element_bytes: int) -> None:
         """The sum of gradients over `ranks` ranks of the axis."""
         step = price(P, R, numel, ranks)
-        self.add(Line(axis, step.what, "backward"), round(step.sent) * element_bytes)
+        self.add(TrafficLine(axis, step.what, "backward"), round(step.sent) * element_bytes)
 
     def ask(self, axis: str, ranks: int) -> None:
         """One number from each of `ranks` ranks of the axis, gathered by all of them."""
         step = price(S(0), R, ranks, ranks)
-        self.add(Line(axis, step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
+        self.add(TrafficLine(axis, step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
 
     def send(self, element_bytes: int, numel: int, phase: str) -> None:
         """A tensor that goes from one stage to another."""
-        self.add(Line(PIPELINE, "send", phase), numel * element_bytes)
+        self.add(TrafficLine(PIPELINE, "send", phase), numel * element_bytes)
 
     def broadcast(self, stored_bytes: int, phase: str) -> None:
         """The first rank of each data axis sends `stored_bytes` bytes to each of the others."""
         for axis in (self.shard, self.replicate):
             others = self.size(axis) - 1 if self.coordinates.get(axis, 0) == 0 else 0
-            self.add(Line(axis, "broadcast", phase), stored_bytes * others)
+            self.add(TrafficLine(axis, "broadcast", phase), stored_bytes * others)
 
     def agree(self, numbers: int, number_bytes: int) -> None:
         """Every rank sums a few numbers with all others, one axis after another."""
@@ -124,9 +124,9 @@ class Tariff:
 
     def copy(self, src: Tier, dst: Tier, stored_bytes: int, phase: str) -> None:
         """A copy between tiers of the rank."""
-        self.add(Line("tier", between(src, dst), phase), stored_bytes)
+        self.add(TrafficLine("tier", between(src, dst), phase), stored_bytes)
 
-    def add(self, line: Line, sent_bytes: int) -> None:
+    def add(self, line: TrafficLine, sent_bytes: int) -> None:
         """Count bytes; a line without any is left out."""
         if sent_bytes:
             self.sent_bytes[line] = self.sent_bytes.get(line, 0) + sent_bytes
@@ -197,7 +197,7 @@ def evaluation_bytes(plan: Plan, model: ModelShape, rank: int) -> Counted:
     return tariff.sent_bytes
 
 
-def start_bytes(plan: Plan, model: ModelShape, rank: int = 0) -> dict[Line, int]:
+def start_bytes(plan: Plan, model: ModelShape, rank: int = 0) -> dict[TrafficLine, int]:
     """The bytes `rank` sends before the first step, on the data axes and between tiers.
 
     Rank 0 sends its weights. Weights that rest, or are updated, on another tier are copied there.
@@ -213,7 +213,7 @@ def start_bytes(plan: Plan, model: ModelShape, rank: int = 0) -> dict[Line, int]
     return tariff.sent_bytes
 
 
-def by_kind(sent_bytes: dict[Line, int]) -> dict[str, int]:
+def by_kind(sent_bytes: dict[TrafficLine, int]) -> dict[str, int]:
     """The bytes by axis and kind, such as "dp all_gather", summed over phases, without zeros."""
     total: dict[str, int] = {}
     for line, count in ((line, count) for line, count in sent_bytes.items() if count):

@@ -18,7 +18,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.reduce_order import Act, UnitState
 from shardwise.core.schedule.action import COMPUTE_OPS, Action
-from shardwise.core.unit_order import Place, UnitOrder
+from shardwise.core.unit_order import CallPlace, UnitOrder
 from shardwise.prediction.group import Group, groups
 
 GATHERS: Final = ("gather", "wait", "use")
@@ -32,7 +32,7 @@ class Returned(NamedTuple):
     """
 
     unit: int
-    place: Place | None
+    place: CallPlace | None
 
 
 class UnitActs:
@@ -101,7 +101,7 @@ class UnitActs:
                 ends = call.module == modules[unit].modules[-1]
                 self.do(self.order.returned(unit, ends=ends, recorded=recorded, graded=graded))
             elif any(values[value].trained for value in call.values):
-                found.append(Returned(unit, Place([], 0)))
+                found.append(Returned(unit, CallPlace([], 0)))
         return found
 
     def backward(self, passed: Sequence[Returned]) -> None:

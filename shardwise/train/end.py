@@ -27,7 +27,7 @@ from shardwise.train.model import optimizer_of, prediction_of
 from shardwise.train.process_memory import process_memory
 from shardwise.train.report.contents import contents_of, table
 from shardwise.train.report.files import write
-from shardwise.train.report.summary import Cost, Summary
+from shardwise.train.report.summary import RankCost, Summary
 from shardwise.train.run import Run, is_due, say
 from shardwise.train.sample import NextToken, sample, visible
 from shardwise.train.saving import Position
@@ -171,7 +171,7 @@ def sample_text(run: Run, console: Console | None) -> str:
         return visible(sample(next_token_logits(run), prepared.vocabulary, window, how, seed))
 
 
-def own_cost(run: Run, *, loaded: bool) -> Cost:
+def own_cost(run: Run, *, loaded: bool) -> RankCost:
     """The memory of this rank and the traffic of its last step, measured and predicted.
 
     Only measured without a step of this program, or for a model whose forward reads values.
@@ -179,7 +179,7 @@ def own_cost(run: Run, *, loaded: bool) -> Cost:
     engine, last = run.engine, run.last
     on_host = engine.world.device.type == "cpu"
     process = process_memory(run.before_bytes, None, on_host=on_host)
-    measured = Cost(engine.memory(), {}, engine.measured_bytes(), {}, process=process)
+    measured = RankCost(engine.memory(), {}, engine.measured_bytes(), {}, process=process)
     if last.share is None:
         return measured
     share = last.share
@@ -197,4 +197,4 @@ def own_cost(run: Run, *, loaded: bool) -> Cost:
     )
     between = found.bytes_between
     known = {kind: n for kind, n in by_kind(sent).items() if kind not in between}
-    return Cost(measured.memory, found.memory, measured.sent, known, between, process)
+    return RankCost(measured.memory, found.memory, measured.sent, known, between, process)

@@ -12,11 +12,11 @@ from shardwise.core.suggest import beside
 from shardwise.train import folder
 from shardwise.train.config import Config
 from shardwise.train.packed import unwritable_folder
-from shardwise.train.prepare import Start
+from shardwise.train.prepare import RunStart
 
 
 @contextmanager
-def hold(config: Config, start: Start, patience_s: float = 0.0) -> Iterator[Start]:
+def hold(config: Config, start: RunStart, patience_s: float = 0.0) -> Iterator[RunStart]:
     """Hold the lock on the run's folder; yields `start` with `auto` resolved under the lock.
 
     Raises InputError if another run holds it for `patience_s`, and unless a run can start in the

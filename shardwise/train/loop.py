@@ -52,7 +52,7 @@ from shardwise.train.model import (
 )
 from shardwise.train.offload_trace import OffloadTracing
 from shardwise.train.peak import Peak, measured_peak
-from shardwise.train.prepare import PreparedRun, Start, prepare
+from shardwise.train.prepare import PreparedRun, RunStart, prepare
 from shardwise.train.process_memory import resident_bytes
 from shardwise.train.report.summary import Summary
 from shardwise.train.run import Run, is_due, say
@@ -70,7 +70,7 @@ MEMORY_EVERY = 20  # steps between two measurements of memory, which visit all t
 def train(
     config: Config,
     world: World,
-    start: Start | None = None,
+    start: RunStart | None = None,
     console: Console | None = None,
     stop: StopSignal | None = None,
     *,
@@ -87,7 +87,7 @@ def train(
     """
     with ExitStack() as stack:
         stop = stop or stack.enter_context(StopSignal())
-        start = own_folder(config, world, start or Start(), stack, locked=locked)
+        start = own_folder(config, world, start or RunStart(), stack, locked=locked)
         prepared = with_least_offload(prepare(config, world.size, start), world)
         if start.resume and (done := folder.finished_message(config)):
             return say(done, world, console)
@@ -143,7 +143,7 @@ def begin(
         engine=engine,
         peak=peak,
         unigram=unigram_entropy(prepared.corpus) if first else math.nan,
-        metrics=metrics.Metrics(opened[0] if first else None, callbacks),
+        metrics=metrics.MetricsWriter(opened[0] if first else None, callbacks),
         progress=stack.enter_context(progress.display(of, first, console)),
         stop=stop,
         tracing=tracing,
@@ -156,14 +156,14 @@ def begin(
 
 
 def own_folder(
-    config: Config, world: World, start: Start, stack: ExitStack, *, locked: bool
-) -> Start:
+    config: Config, world: World, start: RunStart, stack: ExitStack, *, locked: bool
+) -> RunStart:
     """Lock the run's folder until the stack ends; `start` with `auto` resolved, on all ranks.
 
     Raises InputError on all ranks if another run holds the lock, or rank 0 refuses the folder.
     """
 
-    def hold() -> Start:
+    def hold() -> RunStart:
         patience_s = LOCK_PATIENCE_S if world.size > 1 else 0.0
         held = nullcontext(start) if locked else lock.hold(config, start, patience_s)
         return stack.enter_context(held).resolve_auto(config)

@@ -110,7 +110,7 @@ def _step_of(line: bytes) -> int:
     return 0 if record is None else record.step
 
 
-class Metrics:
+class MetricsWriter:
     """Writes records to the file, on rank 0, and passes them on to the callbacks.
 
     `failure` says why that failed: the run ends, on all ranks.

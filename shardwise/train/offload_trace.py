@@ -17,7 +17,7 @@ from typing import Any
 from shardwise.comm.objects import all_gather_object
 from shardwise.engine.engine import Engine
 from shardwise.engine.one_stage import OneStage
-from shardwise.techniques.offload.spans import Span
+from shardwise.techniques.offload.spans import CopySpan
 from shardwise.train.publish import publish
 from shardwise.train.tracing import TRACE, watching
 
@@ -32,7 +32,7 @@ class OffloadTracing:
         self.engine, self.steps = engine, steps
         passes = engine.passes if on and engine.plan.offload is not None else None
         self.passes = passes if isinstance(passes, OneStage) else None
-        self.tracks: dict[str, list[Span]] = {STEPS: [], MAIN: [], HOST: [], DISK: []}
+        self.tracks: dict[str, list[CopySpan]] = {STEPS: [], MAIN: [], HOST: [], DISK: []}
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
@@ -47,8 +47,8 @@ class OffloadTracing:
                 yield
         finally:
             updates.on = False
-        self.tracks[STEPS].append(Span(f"step {step + 1}", start_s, time.perf_counter()))
-        self.tracks[MAIN] += [Span(str(seen.step), *seen[1:]) for seen in recorder.seen]
+        self.tracks[STEPS].append(CopySpan(f"step {step + 1}", start_s, time.perf_counter()))
+        self.tracks[MAIN] += [CopySpan(str(seen.step), *seen[1:]) for seen in recorder.seen]
 
     def write(self, folder: Path) -> str:
         """Write the trace of all ranks on rank 0; what it shows, "" if nothing was recorded.
@@ -72,7 +72,7 @@ class OffloadTracing:
         )
 
 
-def overlap(tracks: dict[str, Sequence[Span]]) -> tuple[float, float]:
+def overlap(tracks: dict[str, Sequence[CopySpan]]) -> tuple[float, float]:
     """Seconds of updates, and those of them in which the main thread ran a pass."""
     updates = [*tracks[HOST], *tracks[DISK]]
     both = (
@@ -83,7 +83,7 @@ def overlap(tracks: dict[str, Sequence[Span]]) -> tuple[float, float]:
     return sum(one.end_s - one.start_s for one in updates), sum(s for s in both if s > 0)
 
 
-def trace(every: Sequence[dict[str, Sequence[Span]]]) -> str:
+def trace(every: Sequence[dict[str, Sequence[CopySpan]]]) -> str:
     """The tracks of each rank in the trace event format, each rank from its own first step."""
     events: list[dict[str, Any]] = []
     for rank, tracks in enumerate(every):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """How to use the run's folder: continue the run, replace it, or (neither) require a new one.
 
     `auto`: continue if a checkpoint was saved, else start, replacing a run without one.
@@ -39,7 +39,7 @@ class Start:
     overwrite: bool = False
     auto: bool = False
 
-    def resolve_auto(self, config: Config) -> "Start":
+    def resolve_auto(self, config: Config) -> "RunStart":
         """Resolve `auto` by the contents of the folder.
 
         All ranks must call it, before one of them changes the folder.
@@ -47,7 +47,7 @@ class Start:
         if not self.auto or self.overwrite:
             return replace(self, resume=self.resume or self.auto, auto=False)
         saved = folder.has_checkpoint(config) or bool(folder.unreadable_checkpoints(config))
-        return Start(resume=saved, overwrite=not saved and folder.is_run(config.folder))
+        return RunStart(resume=saved, overwrite=not saved and folder.is_run(config.folder))
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def check_same(before: "Sizes", now: "Sizes") -> None:
         )
 
 
-def prepare(config: Config, ranks: int, start: Start) -> PreparedRun:
+def prepare(config: Config, ranks: int, start: RunStart) -> PreparedRun:
     """Check and prepare the inputs of a run on `ranks` ranks. Raises InputError for wrong ones."""
     plan = checked_plan(config, ranks)
     folder.check(config, start.resume, start.overwrite)

@@ -8,7 +8,7 @@ from shardwise.comm.world import World
 from shardwise.core.errors import one_line
 from shardwise.engine.engine import Engine
 from shardwise.train.disk_share import StepsOnDisk
-from shardwise.train.metrics import Metrics
+from shardwise.train.metrics import MetricsWriter
 from shardwise.train.model import Batch
 from shardwise.train.offload_trace import OffloadTracing
 from shardwise.train.peak import Peak
@@ -43,7 +43,7 @@ class Run:
     peak: Peak
     unigram: float
     progress: Progress
-    metrics: Metrics
+    metrics: MetricsWriter
     stop: StopSignal
     tracing: Tracing
     updates: OffloadTracing

@@ -18,7 +18,7 @@ from shardwise.train.folder import PLOTS
 from shardwise.train.memory_picture import Series, peak_rows
 from shardwise.train.model import predicted_step
 from shardwise.train.prepare import PreparedRun
-from shardwise.train.report.section import Check, Section, StepPicture, Table
+from shardwise.train.report.section import Check, ReportTable, Section, StepPicture
 
 PICTURE = "step.png"
 
@@ -96,5 +96,5 @@ def section(series: Sequence[Series], config: Path) -> Section:
         StepPicture(series),
         f"{PLOTS}/{PICTURE}",
         [said, *[alone] * (len(series) == 1)],
-        Table(head, rows),
+        ReportTable(head, rows),
     )

@@ -25,8 +25,8 @@ from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine.engine import Engine
 from shardwise.engine.one_stage import OneStage
 from shardwise.techniques.pipeline.pipelined import Pipelined
-from shardwise.techniques.pipeline.runtime import Recorder
-from shardwise.train.report.section import Drawing, Section, Table
+from shardwise.techniques.pipeline.runtime import ActionRecorder
+from shardwise.train.report.section import Drawing, ReportTable, Section
 
 WARM = 3  # steps before the first recorded step, if the run is long enough
 MOST = 5  # recorded steps
@@ -59,7 +59,7 @@ class Recording:
         measured, predicted = self.typical.timeline.bubble, self.typical.predicted.bubble
         return f"{measured:.1%} measured, {predicted:.1%} predicted from its actions' mean times"
 
-    def table(self) -> Table:
+    def table(self) -> ReportTable:
         """A table of all recorded steps."""
         head = ["pipeline", "step", "time, ms", "measured bubble", "predicted"]
         rows: list[list[str]] = []
@@ -68,13 +68,13 @@ class Recording:
                 timeline = seen.timeline
                 bubbles = [f"{timeline.bubble:.1%}", f"{seen.predicted.bubble:.1%}"]
                 rows.append([str(k), str(number), f"{timeline.makespan * 1e3:.1f}", *bubbles])
-        return Table(head, rows)
+        return ReportTable(head, rows)
 
 
 @contextmanager
-def watching(passes: OneStage | Pipelined) -> Iterator[Recorder]:
+def watching(passes: OneStage | Pipelined) -> Iterator[ActionRecorder]:
     """Record the steps of a run inside the `with`."""
-    recorder = passes.watch = Recorder(passes.device)
+    recorder = passes.watch = ActionRecorder(passes.device)
     try:
         yield recorder
     finally:

@@ -26,7 +26,7 @@ from shardwise.verify.async_oracle import AsyncOracle
 from shardwise.verify.batches import IDLE_STEP, ROWS, SEED, Division, rows_of_step
 from shardwise.verify.costs import Costs, Theory
 from shardwise.verify.difference import Expected, compared, ratio, scalar
-from shardwise.verify.finding import NEVER, Errors, Finding, Parts, Piece, renamed
+from shardwise.verify.finding import NEVER, BoxPlace, Errors, Finding, Parts, renamed
 from shardwise.verify.loads import Choices
 from shardwise.verify.oracle import Oracle
 from shardwise.verify.oracles import LOSS_SCALE, Oracles
@@ -50,7 +50,7 @@ class Comparison:
     theory: Theory
     batch: Callable[[int, int, torch.device], Any]
     errors: list[Errors | Parts]
-    pieces: list[tuple[str, frozenset[Piece]]]
+    pieces: list[tuple[str, frozenset[BoxPlace]]]
     costs: Costs = field(default_factory=Costs)
     flushed: bool = False  # whether something has finished a delayed update since the last step
 
@@ -157,7 +157,7 @@ class Comparison:
         expected = Expected(exact, more[0] if more else None, start)
         self.errors.append(compared(kind, boxes, expected, self.oracles.unit))
         if kind != "outputs":
-            self.pieces.append((kind, Piece.of(boxes)))
+            self.pieces.append((kind, BoxPlace.of(boxes)))
 
     def state(self, engine: Engine) -> None:
         """Compare weights and the optimizer's state."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from shardwise.comm.ledger import Key, Tally
 from shardwise.engine.engine import Engine
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.traffic import Line, by_kind
+from shardwise.prediction.traffic import TrafficLine, by_kind
 from shardwise.techniques.expert.moves import Loads
 from shardwise.techniques.expert.price import EVEN
 
@@ -55,7 +55,9 @@ class Costs:
         """
         if not self.hold:
             return self
-        counted = {Line(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes}
+        counted = {
+            TrafficLine(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes
+        }
         done = engine.steps - engine.steps_run
         before = {"loaded": loaded, "flushed": flushed, "done": done, "skipped": skipped}
         theory = prediction.in_step(engine.steps_run - 1, **before, loads=loads)
@@ -79,7 +81,7 @@ class Costs:
 
         In 16 bits tokens may go to other experts than in one process: their rows are not compared.
         """
-        counted = {Line(*key): t.sent_bytes for key, t in sent.items() if t.sent_bytes}
+        counted = {TrafficLine(*key): t.sent_bytes for key, t in sent.items() if t.sent_bytes}
         theory = prediction.in_evaluation(loads)
         open_lines = prediction.bytes_between if _short(prediction) else {}
         theory, counted = (_without(lines, open_lines) for lines in (theory, counted))
@@ -97,6 +99,6 @@ def _short(prediction: Prediction) -> bool:
     return prediction.plan.precision in ("bf16", "fp16")
 
 
-def _without(lines: dict[Line, int], names: Collection[str]) -> dict[Line, int]:
+def _without(lines: dict[TrafficLine, int], names: Collection[str]) -> dict[TrafficLine, int]:
     """The lines of other names than these, such as "ep all_to_all"."""
     return {line: n for line, n in lines.items() if f"{line.axis} {line.kind}" not in names}

@@ -18,19 +18,19 @@ from torch import Tensor
 
 from shardwise.core.plan import Plan
 from shardwise.engine.box import block
-from shardwise.verify.finding import Piece
+from shardwise.verify.finding import BoxPlace
 
 #: The coordinates of a rank: of its data replica, on the tensor axis, on the pipeline axis.
 Place = tuple[tuple[int, ...], int, int]
 
 
 def uncovered(
-    plan: Plan, whole: Mapping[str, tuple[int, ...]], by_rank: Sequence[Iterable[Piece]]
+    plan: Plan, whole: Mapping[str, tuple[int, ...]], by_rank: Sequence[Iterable[BoxPlace]]
 ) -> str:
     """The error of the first tensor in `whole` that the pieces do not cover, or ""."""
     plans = plan.of_all_layers
     places = [[_place(own, rank) for rank in range(len(by_rank))] for own in plans]
-    found: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+    found: dict[str, list[tuple[int, BoxPlace]]] = defaultdict(list)
     for rank, pieces in enumerate(by_rank):
         for piece in pieces:
             found[piece.name].append((rank, piece))
@@ -51,7 +51,7 @@ def _place(plan: Plan, rank: int) -> Place:
 
 
 def _problem(
-    shape: tuple[int, ...], shown: Sequence[tuple[int, Piece]], places: Sequence[Place]
+    shape: tuple[int, ...], shown: Sequence[tuple[int, BoxPlace]], places: Sequence[Place]
 ) -> str:
     for _, piece in shown:
         ends = [o + s for o, s in zip(piece.offsets, piece.sizes, strict=True)]
@@ -63,8 +63,8 @@ def _problem(
     if not shape:
         return ""
     # each rank of the shard axis may hold a full tensor (a frozen parameter), as a replica
-    replicas: dict[tuple[Place, int], list[Piece]] = defaultdict(list)
-    own: dict[int, list[Piece]] = defaultdict(list)
+    replicas: dict[tuple[Place, int], list[BoxPlace]] = defaultdict(list)
+    own: dict[int, list[BoxPlace]] = defaultdict(list)
     for rank, piece in shown:
         replicas[places[rank], piece.replica].append(piece)
         own[rank].append(piece)
@@ -96,7 +96,7 @@ def _unlike(masks: Mapping[Place, Tensor], places: Sequence[Place]) -> str:
     return ""
 
 
-def _counted(shape: tuple[int, ...], pieces: Iterable[Piece]) -> Tensor:
+def _counted(shape: tuple[int, ...], pieces: Iterable[BoxPlace]) -> Tensor:
     """How many pieces contain each element."""
     count = torch.zeros(shape, dtype=torch.int16)
     for piece in pieces:

@@ -60,7 +60,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Piece:
+class BoxPlace:
     """The place of a rank's box in its tensor; one of the ranks that hold it has `replica` 0."""
 
     name: str
@@ -70,7 +70,7 @@ class Piece:
     replica: int
 
     @classmethod
-    def of(cls, boxes: Iterable[Box]) -> frozenset["Piece"]:
+    def of(cls, boxes: Iterable[Box]) -> frozenset["BoxPlace"]:
         """The pieces that these boxes fill."""
         return frozenset(cls(b.name, b.shape, b.offsets, b.sizes, b.replica) for b in boxes)
 
@@ -89,7 +89,7 @@ class Finding:
     costs: Costs
     memory_measured: dict[str, int]
     memory_predicted: dict[str, int]
-    pieces: tuple[tuple[str, frozenset[Piece]], ...] = ()
+    pieces: tuple[tuple[str, frozenset[BoxPlace]], ...] = ()
     whole: tuple[tuple[str, tuple[int, ...]], ...] = ()
     strays: str = ""
 

@@ -45,7 +45,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One line of a report, and whether it holds.
 
     `part` is "parity", with the values "error" and "bound"; or "sent" or "held", with the bytes of
@@ -93,16 +93,16 @@ class Report:
         return BOUNDS[Plan.parse(self.plan).precision or "fp64"]
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ReportRow]:
         """The lines of the table."""
         found = [
-            Row("parity", kind, {"error": error, "bound": self.bound}, error <= self.bound)
+            ReportRow("parity", kind, {"error": error, "bound": self.bound}, error <= self.bound)
             for kind, error in self.parity.items()
         ]
         for part, columns in (("sent", self.sent), ("held", self.memory)):
             for name in dict.fromkeys(name for column in columns.values() for name in column):
                 values = {key: column.get(name, 0) for key, column in columns.items()}
-                found.append(Row(part, name, dict(values), len(set(values.values())) == 1))
+                found.append(ReportRow(part, name, dict(values), len(set(values.values())) == 1))
         return found
 
     def __str__(self) -> str:

@@ -52,9 +52,9 @@ from shardwise.techniques.pipeline import stage_module
 from shardwise.techniques.pipeline.bundles import ByShape
 from shardwise.techniques.pipeline.partition import starts
 from shardwise.techniques.pipeline.placeholders import twin
-from shardwise.techniques.pipeline.probe import Probe
+from shardwise.techniques.pipeline.probe import ActivationProbe
 from shardwise.techniques.pipeline.runtime import open_channels, run
-from shardwise.techniques.pipeline.stage_io import Trace
+from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.stage_module import Staging
 from shardwise.techniques.pipeline.stage_work import Microbatch, NoUnits, StageWork
 from shardwise.techniques.tensor.layout import nowhere
@@ -153,7 +153,7 @@ def halves(schedule: Schedule) -> tuple[Schedule, Schedule]:
 class _Traced:
     """The trace for a microbatch's shapes, and the leaves of the output on meta."""
 
-    trace: Trace
+    trace: StageTrace
     out: list[Any]
     structure: Any
 
@@ -223,7 +223,7 @@ class Piped:
 
     def _trace(self, part: Any) -> _Traced:
         found: list[Any] = []
-        probe = Probe(self.staged, lambda model: self.call(model, part), NoUnits().around)
+        probe = ActivationProbe(self.staged, lambda model: self.call(model, part), NoUnits().around)
         stages = self.staged.stages
         trace = stages.trace(lambda model: found.append(self.call(model, part)), probe)
         out, structure = tree_flatten(found[0])

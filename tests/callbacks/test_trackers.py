@@ -13,7 +13,7 @@ import pytest
 from shardwise.core.errors import InputError
 from shardwise.train import config
 from shardwise.train.metrics import Record, tags
-from shardwise.train.prepare import Start
+from shardwise.train.prepare import RunStart
 from tests.train.runs import run, settings
 
 Values = dict[str, dict[int, float]]
@@ -86,7 +86,7 @@ def test_wandb_gets_the_same_numbers_offline(
         configured |= {e.key: json.loads(e.value_json) for e in each.run.config.update}
     assert found == wanted(records)
     assert configured["train"]["steps"] == 7
-    run(longer(given), start=Start(resume=True))
+    run(longer(given), start=RunStart(resume=True))
     runs = [path.name for path in (tmp_path / "run/wandb").glob("offline-run-*")]
     assert {name.rpartition("-")[2] for name in runs} == {file.stem.removeprefix("run-")}
 
@@ -125,7 +125,7 @@ def test_mlflow_gets_the_same_numbers_from_a_local_store(
     assert found == wanted(records)
     assert (made.info.run_name, made.info.status) == ("run", "FINISHED")
     assert made.data.params["train.steps"] == "7"
-    run(longer(given), start=Start(resume=True))
+    run(longer(given), start=RunStart(resume=True))
     (again,) = client.search_runs([experiment.experiment_id])
     assert len(client.get_metric_history(again.info.run_id, "loss/train")) == 8
 

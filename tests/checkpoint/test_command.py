@@ -6,7 +6,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from shardwise.checkpoint.contents import Saved, describe
+from shardwise.checkpoint.contents import SavedTensor, describe
 from shardwise.cli.inspect import inspect_command
 from shardwise.core.errors import InputError
 from tests.checkpoint.cuts import boxes_of, sample, save_by_all
@@ -38,9 +38,9 @@ def test_contents_are_told_without_reading_tensors(folder: Path):
         path.write_bytes(bytes(path.stat().st_size))
     contents = describe(folder)
     assert contents.tensors == (
-        Saved("model/b", (3,), "bfloat16", 6, 2),
-        Saved("model/w", (4, 3), "float32", 48, 2),
-        Saved("optim/step/w", (), "float64", 8, 1),
+        SavedTensor("model/b", (3,), "bfloat16", 6, 2),
+        SavedTensor("model/w", (4, 3), "float32", 48, 2),
+        SavedTensor("optim/step/w", (), "float64", 8, 1),
     )
     assert (contents.bytes, contents.ranks) == (62, 2)
     assert contents.scalars == {"step": 7, "engine": {"loss_scale": 2.0}}

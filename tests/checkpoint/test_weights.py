@@ -19,7 +19,7 @@ from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.models import hf
 from shardwise.models.registry import find
-from shardwise.train.prepare import Start
+from shardwise.train.prepare import RunStart
 from tests.engine.cases import regression, vectors
 from tests.engine.tensors import mine
 from tests.pool import run_gloo, run_threads
@@ -239,7 +239,7 @@ def test_a_run_of_train_begins_with_exported_weights(tmp_path: Path):
     export(tmp_path / "first" / "checkpoints", tmp_path / "weights")
     assert json.loads((tmp_path / "weights/config.json").read_text())["width"] == 16
     import_weights(tmp_path / "weights", tmp_path / "second")
-    second = run(settings(tmp_path / "second"), start=Start(resume=True))
+    second = run(settings(tmp_path / "second"), start=RunStart(resume=True))
     assert [r.step for r in second] == [r.step for r in first]
     assert second[0].loss < first[0].loss
 

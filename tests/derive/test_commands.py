@@ -10,7 +10,7 @@ from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.techniques.tensor.table import Table
 from shardwise.train import config
-from shardwise.train.prepare import Start, prepare
+from shardwise.train.prepare import RunStart, prepare
 from tests.derive.test_derive import HAND
 from tests.train.runs import run
 from tests.train.test_pretrained import configured, folder
@@ -47,7 +47,7 @@ def test_a_run_derives_the_table(tmp_path: Path):
     given = configured(tmp_path / "two", weights, "tp2 zero1 fp64", steps=3)
     assert [each.loss for each in run(given, ranks=2)] == pytest.approx(expected, rel=1e-10)
     table = prepare(
-        configured(tmp_path / "three", weights, "tp2 zero1 fp64", steps=3), 2, Start()
+        configured(tmp_path / "three", weights, "tp2 zero1 fp64", steps=3), 2, RunStart()
     ).table
     assert isinstance(table, Table) and table.derived
 
@@ -60,9 +60,9 @@ def test_a_run_takes_a_table_from_a_file(tmp_path: Path):
     file.write_text("\n".join(f'"{name}" = "{style}"' for name, style in styles.items()))
     base = configured(tmp_path / "run", weights, "tp2", steps=2).model_dump()
     given = config.build(base | {"plan": {"text": "tp2", "table": str(file)}})
-    table = prepare(given, 2, Start()).table
+    table = prepare(given, 2, RunStart()).table
     assert isinstance(table, Table)
     assert dict(table.styles) == styles
     file.write_text("")
     with pytest.raises(InputError, match=r"plan\.table = .*which has no styles"):
-        prepare(given, 2, Start())
+        prepare(given, 2, RunStart())

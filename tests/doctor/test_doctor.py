@@ -16,7 +16,7 @@ from shardwise.comm.world import Axis, World
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.doctor import textbook
-from shardwise.doctor.diagnosis import Diagnosis, Finding
+from shardwise.doctor.diagnosis import Diagnosis, RankDiagnosis
 from shardwise.doctor.machine import links, look
 from shardwise.doctor.timing import PAIR_ELEMENTS, TIMED, Timing, fit, fits, slow_ranks
 from tests.pool import run_gloo, run_threads
@@ -62,7 +62,7 @@ def test_a_collective_that_does_nothing_is_found(
     }
     monkeypatch.setattr(move, name, undone[name])
     found = run_threads(4, lambda world: checked(world, "dp4"))
-    wrong = Diagnosis("dp4", [Finding(look(), checks, [], {}) for checks in found]).failures
+    wrong = Diagnosis("dp4", [RankDiagnosis(look(), checks, [], {}) for checks in found]).failures
     assert any(text.startswith(f"{name} on axis dp, rank ") for text in wrong)
     assert all(" instead of [" in text for text in wrong)
 
@@ -118,13 +118,13 @@ def test_what_will_hurt_is_a_warning() -> None:
     older = replace(machine, versions=(("torch", "2.0.0"), *machine.versions[:1]))
     ways = [(0, 1), (1, 2), (0, 2), (0, 3), (2, 3)]
     times = {way: 9e-3 if 3 in way else 1e-3 for way in ways}
-    ranks = [Finding(m, {}, [], times) for m in (machine, machine, machine, older)]
+    ranks = [RankDiagnosis(m, {}, [], times) for m in (machine, machine, machine, older)]
     threads, version, slow = Diagnosis("dp4", ranks).warnings
     assert "2 processor cores for 8 threads of 4 ranks: set OMP_NUM_THREADS=1" in threads
     assert version.startswith("rank 3 (node) has shardwise missing") or "torch 2.0.0" in version
     assert slow.startswith("rank 3 (node) has a slow link") and "9.0 times" in slow
     one = replace(machine, threads=1)
-    assert Diagnosis("dp2", [Finding(one, {}, [], {})] * 2).warnings == []
+    assert Diagnosis("dp2", [RankDiagnosis(one, {}, [], {})] * 2).warnings == []
 
 
 def test_links_of_gpus_are_read_from_nvml() -> None:

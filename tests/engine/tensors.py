@@ -17,7 +17,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.training import Metrics
 from shardwise.models import gpt
 from shardwise.models.initial import fill
-from shardwise.prediction.traffic import Line
+from shardwise.prediction.traffic import TrafficLine
 from tests.engine.cases import (
     CONFIG,
     Case,
@@ -73,7 +73,7 @@ class Held:
     norms: list[float | None] = field(default_factory=list)
     grads: list[list[Piece]] = field(default_factory=list)
     weights: list[Piece] = field(default_factory=list)
-    bytes: list[tuple[dict[Line, int], dict[Line, int]]] = field(default_factory=list)
+    bytes: list[tuple[dict[TrafficLine, int], dict[TrafficLine, int]]] = field(default_factory=list)
     memory: tuple[dict[str, int], dict[str, int]] = ({}, {})
     lines: dict[Key, Tally] = field(default_factory=dict)
 
@@ -107,9 +107,9 @@ def pieces(boxes: list[Box], kind: str) -> list[Piece]:
     ]
 
 
-def sent(engine: Engine) -> dict[Line, int]:
+def sent(engine: Engine) -> dict[TrafficLine, int]:
     """The bytes of the last step, by the ledger."""
-    return {Line(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes}
+    return {TrafficLine(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes}
 
 
 def mine(engine: Engine, batch: Any) -> Any:

@@ -11,8 +11,8 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.observe.timeline import measuring
-from shardwise.observe.trace import Recorder
-from shardwise.prediction.first_fit import LONG, Trace, placed, run
+from shardwise.observe.trace import MemoryRecorder
+from shardwise.prediction.first_fit import LONG, AllocationTrace, placed, run
 from tests.engine.cases import Case, build
 from tests.engine.tensors import (
     ADAMW,
@@ -88,14 +88,14 @@ def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(batch["x"])
 
 
-def recorded(world: World, plan: str) -> Trace:
+def recorded(world: World, plan: str) -> AllocationTrace:
     """The allocations of a third step."""
     torch.manual_seed(0)
     engine = sw.parallelize(Widening(), plan, world, loss=own_loss, units=Block)
     batch = {"x": torch.randn(512, 32)}
     for _ in range(2):
         engine.step(batch)
-    recorder = Recorder()
+    recorder = MemoryRecorder()
     with measuring(engine, batch, recorder):
         engine.step(batch)
     world.barrier()

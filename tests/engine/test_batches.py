@@ -12,7 +12,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.engine.batch import Rows, filled, on_device, rows, split, widened
+from shardwise.engine.batch import RowCounter, filled, on_device, rows, split, widened
 from shardwise.models import gpt
 from tests.engine.cases import (
     CONFIG,
@@ -247,11 +247,11 @@ def test_a_batch_whose_rows_are_not_certain_is_refused(what: str):
 
 def test_a_list_of_tensors_is_read_as_fields_while_its_length_stays():
     """Two images look like two fields of three rows; then one image shows that they were rows."""
-    counted = Rows()
+    counted = RowCounter()
     assert counted.of([image(), image()]) == counted.of([image(), image(6)]) == 3
     with pytest.raises(InputError, match="lengths differ between steps or ranks"):
         counted.of([image()])
-    counted = Rows()
+    counted = RowCounter()
     assert counted.of(([image()], [target(2)])) == 1
     assert counted.of(([image()], [target(3)])) == 1  # as the step before
 

@@ -14,7 +14,7 @@ from shardwise.engine import guard, updating
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.prediction import Predictor
-from shardwise.prediction.traffic import Line
+from shardwise.prediction.traffic import TrafficLine
 from tests.engine.cases import ranks_of, regression, text, vectors
 from tests.engine.pipelines import deep
 from tests.engine.tensors import ADAMW, Case, build, gpt_task, mine
@@ -151,7 +151,7 @@ def skips(world: World, plan: str, kind: str, clip: float | None) -> list[Any]:
         metrics = stepped(engine, step)
         engine.wait()
         same = bool(before) and all(map(torch.equal, before, state_of(engine)))
-        sent = {Line(*k): t.sent_bytes for k, t in engine.last.items() if t.sent_bytes}
+        sent = {TrafficLine(*k): t.sent_bytes for k, t in engine.last.items() if t.sent_bytes}
         told = theory.of(mine(engine, vectors(step, rows=16)))
         assert sent == told.in_step(step)
         found.append((metrics.skipped, same, metrics.loss))

@@ -16,8 +16,8 @@ from shardwise.engine.options import EngineOptions
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 from shardwise.observe.timeline import measuring, predict_events
-from shardwise.observe.trace import Recorder
-from shardwise.prediction.first_fit import Trace, peak_bytes
+from shardwise.observe.trace import MemoryRecorder
+from shardwise.prediction.first_fit import AllocationTrace, peak_bytes
 from shardwise.prediction.timeline import Event
 from tests.engine.cases import Task, ranks_of, rows_task, share, small_gpt, text, tied_gpt
 from tests.engine.tensors import SMALL, gpt_task, mine
@@ -191,9 +191,9 @@ def test_what_is_not_predicted_is_refused(plan: str):
         predict_events(task.make(), plan, task.batch(0), EngineOptions(loss=gpt.loss))
 
 
-def recorded(world: World, plan: str) -> tuple[Trace, list[int], int]:
+def recorded(world: World, plan: str) -> tuple[AllocationTrace, list[int], int]:
     """The third step of a plan: its trace, live bytes at its events, and the peak of the meter."""
-    task, recorder = gpt_task(rows=16), Recorder()
+    task, recorder = gpt_task(rows=16), MemoryRecorder()
     engine = sw.parallelize(task.make(), plan, world, loss=task.loss, least_unit_bytes=0, clip=1.0)
     for step in range(2):
         engine.step(mine(engine, task.batch(step)))

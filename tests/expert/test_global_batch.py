@@ -18,7 +18,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.techniques.expert import hard
 from shardwise.techniques.expert.gate import FIXED, GATES, Extra, Gate
 from shardwise.techniques.expert.global_batch import GlobalBatch
-from shardwise.techniques.expert.layer import MoE, Place
+from shardwise.techniques.expert.layer import ExpertPlace, MoE
 from tests.pool import run_gloo, run_threads
 
 F64 = torch.float64
@@ -183,7 +183,7 @@ def shared_by_two(world: World) -> tuple[list[str], Tensor, Tensor]:
     axis, events, layer = world.on(Mesh((("dp", 2),))).axis("dp"), [], whole()
     for name, p in layer.experts.named_parameters():
         setattr(layer.experts, name, nn.Parameter(p.detach().chunk(2)[world.rank].clone()))
-    layer.place = Place(GlobalBatch((axis,)), axis, (0, 1))
+    layer.place = ExpertPlace(GlobalBatch((axis,)), axis, (0, 1))
     setattr(layer, "experts", Noted("experts", events, layer.experts))  # noqa: B010
     layer.shared = Noted("shared", events, layer.shared or nn.Identity())
     begin = overlap.begin_all_to_all

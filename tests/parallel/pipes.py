@@ -17,7 +17,7 @@ from shardwise.core.schedule.action import Step, Token
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.techniques.pipeline.backward import Tape
+from shardwise.techniques.pipeline.backward import StageTape
 from shardwise.techniques.pipeline.runtime import open_channels, run
 from shardwise.techniques.pipeline.stage_io import Spec
 from tests.engine.cases import settled
@@ -125,18 +125,18 @@ class Layers:
         if stage == self.schedule.last_stage:
             y = loss_of(y, target, self.schedule.microbatches)
             self.losses[microbatch] = y.item()
-        tape = Tape(leaves, [y])
+        tape = StageTape(leaves, [y])
         self.tapes.add(tape)
         return [y, mask], tape
 
     def backward(
-        self, stage: int, microbatch: int, tape: Tape, grads: list[Tensor]
+        self, stage: int, microbatch: int, tape: StageTape, grads: list[Tensor]
     ) -> list[Tensor]:
         self._note(*grads)
         return self._whole(tape.backward(grads or [torch.ones((), dtype=torch.float64)]))
 
     def inputs(
-        self, stage: int, microbatch: int, tape: Tape, grads: list[Tensor]
+        self, stage: int, microbatch: int, tape: StageTape, grads: list[Tensor]
     ) -> tuple[list[Tensor], Any]:
         self._note(*grads)
         found, rest = tape.inputs(grads or [torch.ones((), dtype=torch.float64)])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.techniques.pipeline.placeholders import twin
 from shardwise.techniques.pipeline.stage import Ran
-from shardwise.techniques.pipeline.stage_io import Trace
+from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.staged_model import Stages
 from tests.parallel.between import LENGTH, WIDTH
 
@@ -46,7 +46,7 @@ class Played:
     loss: Tensor
     grads: dict[str, Tensor]
     ranks: list[Stages] = field(default_factory=list)
-    traces: list[Trace] = field(default_factory=list)
+    traces: list[StageTrace] = field(default_factory=list)
 
 
 def whole(model: nn.Module, loss: Loss, batches: Sequence[Any]) -> Played:

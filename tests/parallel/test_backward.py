@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.comm.ledger import Tally
 from shardwise.comm.world import World
 from shardwise.core.mesh import TENSOR, Mesh
-from shardwise.techniques.pipeline.backward import Tape
+from shardwise.techniques.pipeline.backward import StageTape
 from shardwise.techniques.tensor.apply import lay_out
 from shardwise.techniques.tensor.source import table_of
 from tests.parallel.layers import KINDS, sequences
@@ -23,11 +23,11 @@ from tests.parallel.test_tensor import same
 from tests.pool import run_threads
 
 
-def whole(tape: Tape, grads: list[Tensor]) -> list[Tensor | None]:
+def whole(tape: StageTape, grads: list[Tensor]) -> list[Tensor | None]:
     return tape.backward(grads)
 
 
-def halves(tape: Tape, grads: list[Tensor]) -> list[Tensor | None]:
+def halves(tape: StageTape, grads: list[Tensor]) -> list[Tensor | None]:
     found, rest = tape.inputs(grads)
     rest.weights()
     return found
@@ -62,7 +62,7 @@ def test_gradients_are_those_of_autograd(name: str, play: Callable[..., Any]):
         if p.requires_grad:
             p.register_post_accumulate_grad_hook(lambda _, n=n: hooks.update([n]))
     outputs = [y for y in module(*xs) if y.requires_grad]
-    tape, grads = Tape(xs, outputs), gradients(outputs)
+    tape, grads = StageTape(xs, outputs), gradients(outputs)
     del outputs  # the tape alone holds the graph
     found = play(tape, grads)
     wanted, weights = by_autograd(name)
@@ -86,7 +86,7 @@ def test_gradients_are_added_to_what_is_there(name: str):
     for _ in range(2):
         xs = given(name)
         outputs = [y for y in module(*xs) if y.requires_grad]
-        halves(Tape(xs, outputs), gradients(outputs))
+        halves(StageTape(xs, outputs), gradients(outputs))
     for n, p in module.named_parameters():
         wanted = weights[n]
         assert_near(p.grad, None if wanted is None else 2 * wanted, n)
@@ -97,7 +97,7 @@ def test_i_leaves_the_weights_to_w(name: str):
     """After I no parameter has a gradient, but where it is told that I is all of B."""
     module, xs = made(name), given(name)
     outputs = [y for y in module(*xs) if y.requires_grad]
-    Tape(xs, outputs).inputs(gradients(outputs))
+    StageTape(xs, outputs).inputs(gradients(outputs))
     got = any(p.grad is not None for p in module.parameters())
     assert got == (name in ("recomputed, reentrant", "recomputed branch"))
 
@@ -108,7 +108,7 @@ def test_a_stage_that_is_given_nothing_to_differentiate(play: Callable[..., Any]
     module = made("layers")
     (x,) = given("layers")
     (y,) = module(x.detach())
-    assert play(Tape([x.detach()], [y]), gradients([y])) == [None]
+    assert play(StageTape([x.detach()], [y]), gradients([y])) == [None]
     for n, p in module.named_parameters():
         assert_near(p.grad, by_autograd("layers")[1][n], n)
 
@@ -154,7 +154,7 @@ def test_no_product_is_made_twice(name: str, counts: tuple[int, int, int]):
     """Of a linear layer F, I and W make one product each; a custom Function makes all in I."""
     module, xs = made(name), given(name)
     f, outputs = products(lambda: [y for y in module(*xs) if y.requires_grad])
-    tape = Tape(xs, outputs)
+    tape = StageTape(xs, outputs)
     i, (_, rest) = products(lambda: tape.inputs(gradients(outputs)))
     w, _ = products(rest.weights)
     assert (f, i, w) == counts
@@ -165,7 +165,7 @@ def test_activations_are_made_again_once():
     """Under checkpointing I makes them, and W has no need of them."""
     module, xs = made("recomputed"), given("recomputed")
     outputs = list(module(*xs))
-    _, rest = Tape(xs, outputs).inputs(gradients(outputs))
+    _, rest = StageTape(xs, outputs).inputs(gradients(outputs))
     assert calls(module)["made"] == 2
     rest.weights()
     assert calls(module)["made"] == 2
@@ -181,7 +181,7 @@ def test_tensors_that_hooks_hold_are_fetched_once_a_half():
 
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (id(x), x), fetch):
         outputs = list(module(*xs))
-    halves(Tape(xs, outputs), gradients(outputs))
+    halves(StageTape(xs, outputs), gradients(outputs))
     for n, p in module.named_parameters():
         assert_near(p.grad, by_autograd("layers")[1][n], n)
 
@@ -198,7 +198,7 @@ def test_hooks_on_tensors_change_gradients_once(play: Callable[..., Any]):
 
     module, xs = made("layers"), given("layers")
     outputs = hooked(module)
-    (found,) = play(Tape(xs, outputs), gradients(outputs))
+    (found,) = play(StageTape(xs, outputs), gradients(outputs))
     got = {n: p.grad for n, p in module.named_parameters()}
     module, xs = made("layers"), given("layers")
     outputs = hooked(module)
@@ -226,7 +226,7 @@ def test_nothing_of_the_graph_is_left(name: str, play: Callable[..., Any]):
             )
         outputs = [y for y in module(*xs) if y.requires_grad]
         seen += [weakref.ref(x) for x in xs]
-        tape, grads = Tape(xs, outputs), gradients(outputs)
+        tape, grads = StageTape(xs, outputs), gradients(outputs)
         del xs, outputs
         play(tape, grads)
         assert [r for r in seen if r() is not None] == []
@@ -236,13 +236,13 @@ def test_nothing_of_the_graph_is_left(name: str, play: Callable[..., Any]):
 
 def in_halves(model: nn.Module, x: Tensor) -> Tensor:
     out = model(x)
-    (x.grad,) = halves(Tape([x], [out]), [out.detach().cos() + out.detach()])
+    (x.grad,) = halves(StageTape([x], [out]), [out.detach().cos() + out.detach()])
     return out
 
 
 def at_once(model: nn.Module, x: Tensor) -> Tensor:
     out = model(x)
-    (x.grad,) = whole(Tape([x], [out]), [out.detach().cos() + out.detach()])
+    (x.grad,) = whole(StageTape([x], [out]), [out.detach().cos() + out.detach()])
     return out
 
 

@@ -24,7 +24,7 @@ from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.measured import Measured, as_trace
 from shardwise.core.schedule.memory import peaks
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.techniques.pipeline.runtime import AHEAD, Recorder, run
+from shardwise.techniques.pipeline.runtime import AHEAD, ActionRecorder, run
 from tests.core.schedule.as_text import read
 from tests.core.schedule.sizes import allowed
 from tests.parallel.pipes import Layers, Ran, Size, in_one_process, piped
@@ -259,7 +259,7 @@ def measured(world: World, word: str, late_s: float) -> Measured | None:
     """A run seen by recorders, where rank r's clock is r times so much late."""
     axis = world.on(Mesh((("pp", world.size),))).axis("pp")
     schedule, late_s = lower(build(word, world.size)), late_s * axis.rank
-    recorder = Recorder(clock_s=lambda: time.perf_counter() - late_s)
+    recorder = ActionRecorder(clock_s=lambda: time.perf_counter() - late_s)
     run(schedule, axis, Layers(schedule, axis.rank, Size()), recorder)
     return recorder.gather(schedule, axis)
 
@@ -294,7 +294,7 @@ def test_the_device_is_waited_for_only_where_a_recorder_looks_on():
     """A recorder of a CUDA device waits for it before it looks at the clock; a run never does."""
     with patch.object(torch.cuda, "synchronize") as waited:
         piped(alone(), "1f1b:2")
-        assert Recorder("cpu").now() <= Recorder("cpu").now()
+        assert ActionRecorder("cpu").now() <= ActionRecorder("cpu").now()
         assert waited.call_count == 0
-        Recorder("cuda").now()
+        ActionRecorder("cuda").now()
         assert waited.call_count == 1

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.prediction.first_fit import Change, FirstFit, Trace, peak_bytes, placed, run
+from shardwise.prediction.first_fit import (
+    AllocationTrace,
+    Change,
+    FirstFit,
+    peak_bytes,
+    placed,
+    run,
+)
 
 
 def freed(storage: int, stored_bytes: int) -> Change:
@@ -35,7 +42,7 @@ def test_fragmentation_is_one_minus_the_largest_request_over_free_bytes():
 
 def test_a_step_that_fails_by_first_fit_and_runs_with_an_arena():
     """With the bytes of the peak the long-lived tensors divide what is free; in an arena not."""
-    trace = Trace(KEPT, OF)
+    trace = AllocationTrace(KEPT, OF)
     assert peak_bytes(KEPT) == 80
     assert run(KEPT, 80) is None
     without, with_arena = placed(trace), placed(trace, ("kept",))
@@ -56,5 +63,5 @@ def test_ranges_never_overlap_and_a_run_needs_at_least_the_peak(asked: list[tupl
             memory.free(gone.storage)
         spans = sorted(memory.of.values())
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
-    found = placed(Trace(changes, dict.fromkeys(range(len(asked)), "kept")))
+    found = placed(AllocationTrace(changes, dict.fromkeys(range(len(asked)), "kept")))
     assert found.needed_bytes >= found.peak_bytes == peak_bytes(changes)

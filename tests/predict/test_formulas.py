@@ -16,7 +16,7 @@ from shardwise.core.zero import ROWS, step_moves
 from shardwise.engine.elementwise import ELEMENTWISE
 from shardwise.engine.spec import optimizer_shape
 from shardwise.prediction.memory import ADAM, MOMENTUM, PLAIN, OptimizerShape, held_bytes
-from shardwise.prediction.traffic import Line, by_kind, start_bytes, step_bytes
+from shardwise.prediction.traffic import TrafficLine, by_kind, start_bytes, step_bytes
 from shardwise.techniques.tensor.price import loss_bytes
 from tests.pool import run_threads
 from tests.predict.model import batch, engine, foreseen
@@ -126,8 +126,8 @@ def test_buffers_do_not_grow_with_the_model(ranks: int, row: str):
             assert found.memory["buffers"] == pool
 
 
-def lines(tally: Any) -> dict[Line, int]:
-    return {Line(*key): t.sent_bytes for key, t in tally.items() if t.sent_bytes}
+def lines(tally: Any) -> dict[TrafficLine, int]:
+    return {TrafficLine(*key): t.sent_bytes for key, t in tally.items() if t.sent_bytes}
 
 
 def differing(world: World, plan: str, kind: str, clip: float | None) -> list[Any]:
@@ -194,7 +194,7 @@ def test_a_unit_that_stays_whole_is_sent_once():
     """Where backward wants a unit at once, or does not read it, a third of its bytes are saved."""
     once = ModelShape(tuple(UnitShape(u.name, u.params, again=0) for u in plain().units))
     plan = Plan.parse("dp2 zero3")
-    gather = Line("dp", "all_gather", "backward")
+    gather = TrafficLine("dp", "all_gather", "backward")
     assert gather in step_bytes(plan, plain()) and gather not in step_bytes(plan, once)
 
 

@@ -20,7 +20,7 @@ from shardwise.models.gpt import loss as gpt_loss
 from shardwise.models.moe import loss as moe_loss
 from shardwise.models.registry import find
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.traffic import Line, by_kind, start_bytes
+from shardwise.prediction.traffic import TrafficLine, by_kind, start_bytes
 from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.expert.moves import Loads
 from shardwise.techniques.expert.price import EVEN
@@ -46,7 +46,7 @@ def trained(world: World, plan: str, kind: str, clip: float | None) -> list[bool
     rows = 2 * ours.microbatches + (kind == "gpt")  # microbatches of several sizes
     given = [batch(ours, kind, step, rows) for step in range(2)]
     told = theory.of(given[0])
-    begun = {Line(*key): t.sent_bytes for key, t in ours.sent().items() if t.sent_bytes}
+    begun = {TrafficLine(*key): t.sent_bytes for key, t in ours.sent().items() if t.sent_bytes}
     piped = ours.plan.pipeline is not None  # and its channels are opened, which is not predicted
     held = [piped or begun == start_bytes(ours.plan, told.model, world.rank)]
     for step in range(2):

@@ -17,16 +17,16 @@ from shardwise.models.gpt import random_text
 from shardwise.models.initial import fill
 from shardwise.observe.meter import Meter
 from shardwise.techniques.recompute.apply import KEPT, Recomputation
-from shardwise.techniques.recompute.price_budget import Cost, cheapest
+from shardwise.techniques.recompute.price_budget import BlockCost, cheapest
 from tests.pool import run_threads
 
 BLOCKS, LAYERS = 12, 6
 
 
-def costs_of(seed: int, moments: int) -> list[list[Cost]]:
+def costs_of(seed: int, moments: int) -> list[list[BlockCost]]:
     """Blocks of a few sizes, with bytes and operations of full, selective and none."""
     own = random.Random(seed)
-    kinds: list[list[Cost]] = []
+    kinds: list[list[BlockCost]] = []
     for _ in range(own.choice([1, 2, 4])):
         full, most = own.randint(1, 9), own.randint(40, 99)
         each = [
@@ -35,11 +35,13 @@ def costs_of(seed: int, moments: int) -> list[list[Cost]]:
             (most, 0),
         ]
         counts = [own.randint(1, 3) for _ in range(moments)]
-        kinds.append([Cost(tuple(n * stored for n in counts), flops) for stored, flops in each])
+        kinds.append(
+            [BlockCost(tuple(n * stored for n in counts), flops) for stored, flops in each]
+        )
     return [own.choice(kinds) for _ in range(BLOCKS)]
 
 
-def best_of_all(costs: list[list[Cost]], room: tuple[int, ...]) -> tuple[int, int] | None:
+def best_of_all(costs: list[list[BlockCost]], room: tuple[int, ...]) -> tuple[int, int] | None:
     """The fewest operations, and the most bytes kept with these, over all 3 ** 12 choices."""
     kept = torch.zeros(1, len(room), dtype=torch.int64)
     flops = torch.zeros(1, dtype=torch.int64)
@@ -75,7 +77,10 @@ def test_blocks_that_all_differ():
     """Of 60 blocks of different sizes the choice fits, and uses 95 % of the budget."""
     own = random.Random(0)
     costs = [
-        [Cost((own.randint(10**5, 10**6),), own.randint(10**6, 10**7)), Cost((5 * 10**6 + n,), 0)]
+        [
+            BlockCost((own.randint(10**5, 10**6),), own.randint(10**6, 10**7)),
+            BlockCost((5 * 10**6 + n,), 0),
+        ]
         for n in range(60)
     ]
     room = 10**8
@@ -242,7 +247,7 @@ def test_lengths_without_end_cost_a_bounded_number_of_predictions():
     recomputation = Recomputation({}, choose)
 
     def begun(length: int) -> str:
-        recomputation.begin(torch.zeros(length))
+        recomputation.begin(torch.zeros(length), (), trains=True)
         assert len(recomputation.known) <= KEPT
         return recomputation.kinds["block"]
 

@@ -12,7 +12,7 @@ from shardwise.cli.predict import predict_request
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
-from shardwise.doctor.diagnosis import Diagnosis, Finding
+from shardwise.doctor.diagnosis import Diagnosis, RankDiagnosis
 from shardwise.doctor.machine import look
 from shardwise.doctor.timing import Timing
 from shardwise.engine.prediction import predict_with
@@ -100,7 +100,7 @@ def saved(folder: Path) -> Path:
     """The file of a cluster whose all-gathers take 1 ms and 1 ns a byte."""
     timings = [Timing("dp", "all_gather", n, 1e-3 + n / 1e9) for n in SIZES]
     file = folder / "cluster.toml"
-    file.write_text(Diagnosis("dp2", [Finding(look(), {}, timings, {})]).toml())
+    file.write_text(Diagnosis("dp2", [RankDiagnosis(look(), {}, timings, {})]).toml())
     return file
 
 

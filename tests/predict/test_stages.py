@@ -7,34 +7,40 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.core.schedule.clock import Costs, clock
+from shardwise.core.schedule.clock import ActionCosts, clock
 from shardwise.core.schedule.library import build
-from shardwise.techniques.pipeline.price_stages import Layer, Links, Stage, latency, partition
+from shardwise.techniques.pipeline.price_stages import (
+    LayerProfile,
+    PlannedStage,
+    StageLinks,
+    latency,
+    partition,
+)
 
 TIMES = st.integers(0, 9).map(float)
-LAYERS = st.lists(st.builds(Layer, TIMES, TIMES, TIMES, TIMES), min_size=1, max_size=5)
+LAYERS = st.lists(st.builds(LayerProfile, TIMES, TIMES, TIMES, TIMES), min_size=1, max_size=5)
 LINKS = st.builds(
-    Links,
+    StageLinks,
     st.sampled_from([0.5, 4.0, math.inf]),
     st.sampled_from([0.5, 4.0, math.inf]),
     st.sampled_from([0.0, 1.0]),
 )
 
 
-def every_partition(first: int, n: int, devices: int) -> Iterator[list[Stage]]:
+def every_partition(first: int, n: int, devices: int) -> Iterator[list[PlannedStage]]:
     """All ways to cut layers `first` to n into stages on exactly so many devices."""
     if first == n and not devices:
         yield []
     for last in range(first + 1, n + 1):
         for replicas in range(1, devices + 1):
             for rest in every_partition(last, n, devices - replicas):
-                yield [Stage(first, last, replicas), *rest]
+                yield [PlannedStage(first, last, replicas), *rest]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(LAYERS, st.integers(1, 4), st.integers(1, 6), LINKS)
 def test_nothing_is_better_than_the_plan(
-    layers: list[Layer], devices: int, microbatches: int, links: Links
+    layers: list[LayerProfile], devices: int, microbatches: int, links: StageLinks
 ):
     """The dynamic programme finds the least of all partitions, and says its latency."""
     found = partition(layers, devices, microbatches, links)
@@ -49,41 +55,46 @@ def test_nothing_is_better_than_the_plan(
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(LAYERS, st.integers(1, 6), st.sampled_from(["1f1b", "gpipe", "dapple"]))
-def test_no_schedule_undercuts_the_latency(layers: list[Layer], microbatches: int, name: str):
+def test_no_schedule_undercuts_the_latency(
+    layers: list[LayerProfile], microbatches: int, name: str
+):
     """Run on the clock with each stage's own times, no schedule ends before the formula says."""
-    stages = [Stage(k, k + 1, 1) for k in range(len(layers))]
-    costs = Costs(
+    stages = [PlannedStage(k, k + 1, 1) for k in range(len(layers))]
+    costs = ActionCosts(
         F=tuple(layer.forward_s for layer in layers), B=tuple(layer.backward_s for layer in layers)
     )
     span = clock(build(f"{name}:{microbatches}", len(layers)), costs).makespan
-    assert span >= latency(stages, layers, microbatches, Links()) - 1e-9
+    assert span >= latency(stages, layers, microbatches, StageLinks()) - 1e-9
 
 
 def test_the_latency_is_1f1b_where_stages_are_alike():
     """Equal stages, no messages, no all-reduce: (m+p-1)(F+B)."""
-    layers = [Layer(1.0, 2.0, 0.0)] * 4
-    stages = [Stage(k, k + 1, 1) for k in range(4)]
+    layers = [LayerProfile(1.0, 2.0, 0.0)] * 4
+    stages = [PlannedStage(k, k + 1, 1) for k in range(4)]
     assert latency(stages, layers, 8) == clock(build("1f1b:8", 4)).makespan == 3 * 11
 
 
 def test_one_heavy_stage_hides_the_others():
     """Where the first stage takes ten times as long the step takes what it takes: m(F+B)."""
-    layers = [Layer(10.0, 20.0, 0.0), Layer(1.0, 2.0, 0.0)]
-    stages = [Stage(0, 1, 1), Stage(1, 2, 1)]
-    costs = Costs(F=(10.0, 1.0), B=(20.0, 2.0))
+    layers = [LayerProfile(10.0, 20.0, 0.0), LayerProfile(1.0, 2.0, 0.0)]
+    stages = [PlannedStage(0, 1, 1), PlannedStage(1, 2, 1)]
+    costs = ActionCosts(F=(10.0, 1.0), B=(20.0, 2.0))
     assert latency(stages, layers, 6) == clock(build("1f1b:6", 2), costs).makespan == 180
 
 
 def test_heavy_weights_ask_for_stages_and_heavy_activations_for_replicas():
     """A slow all-reduce makes a pipeline, slow messages between stages make data parallelism."""
-    heavy_weights = [Layer(1.0, 2.0, 1.0, 1000.0)] * 4
-    found = partition(heavy_weights, 4, 64, Links(1e3, 1.0))
-    assert found.stages == tuple(Stage(k, k + 1, 1) for k in range(4))
-    heavy_outputs = [Layer(1.0, 2.0, 1000.0, 1.0)] * 4
-    assert partition(heavy_outputs, 4, 64, Links(1.0, 1e3)).stages == (Stage(0, 4, 4),)
+    heavy_weights = [LayerProfile(1.0, 2.0, 1.0, 1000.0)] * 4
+    found = partition(heavy_weights, 4, 64, StageLinks(1e3, 1.0))
+    assert found.stages == tuple(PlannedStage(k, k + 1, 1) for k in range(4))
+    heavy_outputs = [LayerProfile(1.0, 2.0, 1000.0, 1.0)] * 4
+    assert partition(heavy_outputs, 4, 64, StageLinks(1.0, 1e3)).stages == (PlannedStage(0, 4, 4),)
 
 
 def test_a_heavy_layer_is_replicated():
     """Convolutions first, a small head last, as in the paper's VGG: the body is replicated."""
-    layers = [Layer(9.0, 18.0, 1.0, 1.0), Layer(3.0, 6.0, 1.0, 1000.0)]
-    assert partition(layers, 4, 32, Links(1e3, 1e2)).stages == (Stage(0, 1, 3), Stage(1, 2, 1))
+    layers = [LayerProfile(9.0, 18.0, 1.0, 1.0), LayerProfile(3.0, 6.0, 1.0, 1000.0)]
+    assert partition(layers, 4, 32, StageLinks(1e3, 1e2)).stages == (
+        PlannedStage(0, 1, 3),
+        PlannedStage(1, 2, 1),
+    )

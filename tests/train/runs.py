@@ -18,8 +18,8 @@ from shardwise.engine.engine import Engine
 from shardwise.models import gpt
 from shardwise.train import config, end, loop
 from shardwise.train.metrics import Record, read
-from shardwise.train.prepare import PreparedRun, Start
-from shardwise.train.report.summary import Cost
+from shardwise.train.prepare import PreparedRun, RunStart
+from shardwise.train.report.summary import RankCost
 from tests.pool import run_gloo
 
 Change = Callable[[World], None]
@@ -47,7 +47,7 @@ def settings(folder: Path, plan: str = "fp64", **train: Any) -> config.Config:
     )
 
 
-def run(given: config.Config, ranks: int = 1, start: Start | None = None) -> list[Record]:
+def run(given: config.Config, ranks: int = 1, start: RunStart | None = None) -> list[Record]:
     """Train; the records of the run's folder."""
     if ranks == 1:
         trained(alone(), given, start)
@@ -56,7 +56,7 @@ def run(given: config.Config, ranks: int = 1, start: Start | None = None) -> lis
     return read(given.folder)
 
 
-def trained(world: World, given: config.Config, start: Start | None) -> str:
+def trained(world: World, given: config.Config, start: RunStart | None) -> str:
     """Train; the sample on rank 0."""
     summary = loop.train(given, world, start)
     return summary.sample if summary else ""
@@ -65,11 +65,11 @@ def trained(world: World, given: config.Config, start: Start | None) -> str:
 def said(world: World, given: config.Config) -> str:
     """Resume; what was said, and nothing was trained."""
     out = io.StringIO()
-    assert loop.train(given, world, Start(resume=True), Console(file=out, width=300)) is None
+    assert loop.train(given, world, RunStart(resume=True), Console(file=out, width=300)) is None
     return out.getvalue()
 
 
-def costed(world: World, given: config.Config, start: Start | None) -> Cost | None:
+def costed(world: World, given: config.Config, start: RunStart | None) -> RankCost | None:
     """Train; what rank 0 held and sent in the last step, on rank 0."""
     summary = loop.train(given, world, start)
     return summary.costs[0] if summary else None
@@ -139,7 +139,7 @@ def on_a_full_disk(world: World, given: config.Config, where: str) -> tuple[str,
 
 
 def stopped_early(
-    world: World, given: config.Config, rank: int, where: str, start: Start | None
+    world: World, given: config.Config, rank: int, where: str, start: RunStart | None
 ) -> tuple[bool, str]:
     """Train, with SIGTERM sent to one rank in a function of the loop; no summary, what was said."""
     called = getattr(loop, where)

@@ -12,7 +12,7 @@ from shardwise.comm.ledger import Key
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import RankError
 from shardwise.train import folder, lock
-from shardwise.train.prepare import Start
+from shardwise.train.prepare import RunStart
 from shardwise.train.stop import any_rank, ranks_with
 from shardwise.train.stop_signal import StopSignal
 from tests.pool import run_gloo, run_threads
@@ -43,7 +43,7 @@ def test_nothing_fails_a_run_after_its_last_save(
     assert (said.out + said.err).replace("\n", " ").count("No space left on device") == 1
     assert (given.folder / "report.md").exists() == (where != "metrics.read")
     shutil.rmtree(given.folder / "plots")
-    runs.run(given, start=Start(resume=True))
+    runs.run(given, start=RunStart(resume=True))
     assert folder.has_report(given.folder)
     assert "2 of 2" in (given.folder / "report.md").read_text()
     assert trained or where == "metrics.read"
@@ -73,7 +73,7 @@ def test_a_signal_after_the_last_step_ends_without_a_report(where: str, tmp_path
     run_gloo(2, runs.stopped_at_the_end, given, 0, where)
     assert not (given.folder / "report.md").exists()
     assert all_in(given.folder / "checkpoints")[-1].name == "step-000002"
-    assert len(runs.run(given, 2, Start(resume=True))) == 2
+    assert len(runs.run(given, 2, RunStart(resume=True))) == 2
     assert folder.has_report(given.folder)
 
 
@@ -99,8 +99,8 @@ def test_a_full_disk_ends_all_ranks_in_one_paragraph(where: str, kind: str, tmp_
 def test_a_second_start_leaves_the_first_run_alone(tmp_path: Path) -> None:
     """All ranks of the second get the same refusal, also with --overwrite."""
     given = runs.settings(tmp_path / "run", "dp2 ddp fp64", steps=2)
-    with lock.hold(given, Start()), pytest.raises(RankError, match="another run is writing"):
-        run_gloo(2, runs.trained, given, Start(overwrite=True))
+    with lock.hold(given, RunStart()), pytest.raises(RankError, match="another run is writing"):
+        run_gloo(2, runs.trained, given, RunStart(overwrite=True))
     assert len(runs.run(given, 2)) == 2
     assert not (given.folder / "run.lock").exists()
 

@@ -11,7 +11,7 @@ from shardwise.models.hf import Wide
 from shardwise.train import config, experts
 from shardwise.train.config_sections import ModelSection
 from shardwise.train.metrics import Record
-from shardwise.train.prepare import Start, prepare
+from shardwise.train.prepare import RunStart, prepare
 from shardwise.train.progress import line
 from shardwise.train.sizes import model_sizes
 from tests.train import runs
@@ -68,7 +68,7 @@ def test_clusters_are_in_the_checkpoint(tmp_path: Path):
     short = begun.model_copy(update={"train": begun.train.model_copy(update={"steps": 2})})
     expected = runs.run(whole)
     runs.run(short)
-    resumed = runs.run(begun, start=Start(resume=True))
+    resumed = runs.run(begun, start=RunStart(resume=True))
     assert [r.expert_loads for r in resumed] == [r.expert_loads for r in expected]
     assert resumed[-1].loss == pytest.approx(expected[-1].loss, rel=1e-10)
 
@@ -112,7 +112,7 @@ def test_loads_are_those_of_transformers(tmp_path: Path):
     weights = folder("mixtral", tmp_path / "w")
     given = configured(tmp_path / "run", weights, "fp64", steps=2)
     first = run(given)[0]
-    prepared = prepare(given, 1, Start(overwrite=True))
+    prepared = prepare(given, 1, RunStart(overwrite=True))
     rows = prepared.corpus.rows(prepared.batches.numbers(0))
     plain = transformers.AutoModelForCausalLM.from_pretrained(weights).double()
     with torch.no_grad(), Wide():

@@ -13,7 +13,7 @@ import pytest
 from shardwise.checkpoint.folder import METADATA, SCALARS
 from shardwise.core.errors import InputError
 from shardwise.train import config, folder, lock
-from shardwise.train.prepare import Start
+from shardwise.train.prepare import RunStart
 
 
 def made(path: Path) -> config.Config:
@@ -131,18 +131,18 @@ def test_auto_refuses_a_run_whose_checkpoint_lacks_a_file(tmp_path: Path) -> Non
     folder.claim(run, overwrite=False)
     checkpoint(tmp_path)
     (tmp_path / "checkpoints" / "step-000001" / METADATA).unlink()
-    start = Start(auto=True).resolve_auto(run)
-    assert start == Start(resume=True)
+    start = RunStart(auto=True).resolve_auto(run)
+    assert start == RunStart(resume=True)
     with pytest.raises(InputError, match=rf"step-000001 lacks {METADATA}\).*does not replace"):
         folder.check(run, start.resume, start.overwrite)
 
 
-@pytest.mark.parametrize("start", [Start(), Start(resume=True), Start(overwrite=True)])
-def test_a_folder_in_which_a_run_writes_is_refused(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", [RunStart(), RunStart(resume=True), RunStart(overwrite=True)])
+def test_a_folder_in_which_a_run_writes_is_refused(start: RunStart, tmp_path: Path) -> None:
     """By name, in any way of starting, until that run ends; then the folder is as it was."""
     run = made(tmp_path / "run")
     who = rf"process {os.getpid()} on {socket.gethostname()}, since \d+"
-    with lock.hold(run, Start()):
+    with lock.hold(run, RunStart()):
         folder.claim(run, overwrite=False)
         with (
             pytest.raises(InputError, match=rf"another run is writing \({who}"),
@@ -151,7 +151,7 @@ def test_a_folder_in_which_a_run_writes_is_refused(start: Start, tmp_path: Path)
             pass
         assert files(run.folder) == ["config.toml", "run.lock"]
     assert files(run.folder) == ["config.toml"]
-    with lock.hold(run, Start(overwrite=True)):
+    with lock.hold(run, RunStart(overwrite=True)):
         pass
 
 
@@ -165,10 +165,10 @@ def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     run = made(tmp_path / "a" / "run")
     subprocess.run([sys.executable, "-c", program, str(run.folder)], check=False)
     assert files(run.folder) == ["run.lock"]
-    with lock.hold(run, Start()):
+    with lock.hold(run, RunStart()):
         pass
     assert files(run.folder) == []
-    with pytest.raises(ZeroDivisionError), lock.hold(made(tmp_path / "b" / "run"), Start()):
+    with pytest.raises(ZeroDivisionError), lock.hold(made(tmp_path / "b" / "run"), RunStart()):
         _ = 1 / 0
     assert not (tmp_path / "b").exists()
 
@@ -184,9 +184,9 @@ def test_a_file_system_without_locks_is_said(
     monkeypatch.setattr(fcntl, "flock", refuses)
     with (
         pytest.warns(UserWarning, match=r"file system without locks \(No locks available\)"),
-        lock.hold(made(tmp_path / "run"), Start()) as start,
+        lock.hold(made(tmp_path / "run"), RunStart()) as start,
     ):
-        assert start == Start()
+        assert start == RunStart()
 
 
 def checkpoint(run: Path) -> None:

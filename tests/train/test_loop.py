@@ -18,7 +18,7 @@ from shardwise.models.decoder import flops_per_token
 from shardwise.train import config, loop
 from shardwise.train.metrics import Record, read
 from shardwise.train.model import build
-from shardwise.train.prepare import Start, prepare
+from shardwise.train.prepare import RunStart, prepare
 from shardwise.train.sizes import model_sizes
 from shardwise.train.stop_signal import NOTHING
 from tests.pool import run_gloo
@@ -68,7 +68,7 @@ def test_a_stopped_run_goes_on_under_another_plan(
     assert [path.name for path in all_in(given.folder / "checkpoints")] == ["step-000003"]
     assert not (given.folder / "report.md").exists()
     resumed = runs.settings(tmp_path / "run", plan)
-    same(runs.run(resumed, ranks, Start(resume=True)), whole)
+    same(runs.run(resumed, ranks, RunStart(resume=True)), whole)
 
 
 @pytest.mark.cases(1)
@@ -90,9 +90,9 @@ def test_a_signal_before_a_resumed_run_goes_on_keeps_it(
     """What was trained and saved stays, and can be resumed as before."""
     given = runs.settings(tmp_path / "run", save_every=0)
     assert run_gloo(1, runs.signalled, given, 0, 3) == [True]
-    [(left, said)] = run_gloo(1, runs.stopped_early, given, 0, "build", Start(resume=True))
+    [(left, said)] = run_gloo(1, runs.stopped_early, given, 0, "build", RunStart(resume=True))
     assert left and said.endswith(f"{NOTHING}\n")
-    same(runs.run(given, start=Start(resume=True)), whole)
+    same(runs.run(given, start=RunStart(resume=True)), whole)
 
 
 @pytest.mark.parametrize("plan", ["dp2 zero3", "pp2 1f1b:2"])
@@ -118,7 +118,7 @@ def test_a_resumed_run_sends_what_is_predicted(tmp_path: Path) -> None:
     """After a last batch of two sequences, and in the third step after a checkpoint."""
     for plan, steps in (("dp2 zero1", 4), ("tp2", 7)):
         given = runs.settings(tmp_path / "run", plan, steps=steps)
-        cost, _ = run_gloo(2, runs.costed, given, Start(resume=steps > 4))
+        cost, _ = run_gloo(2, runs.costed, given, RunStart(resume=steps > 4))
         assert cost.memory == cost.predicted_memory
         assert cost.sent == cost.predicted_sent
 
@@ -142,7 +142,7 @@ def test_other_data_cannot_be_resumed_with(tmp_path: Path) -> None:
     runs.run(runs.settings(tmp_path / "run", steps=2))
     other = runs.settings(tmp_path / "run", seed=5)
     with pytest.raises(InputError, match=r"train\.seed = 0 \(now 5\)"):
-        loop.train(other, alone(), Start(resume=True))
+        loop.train(other, alone(), RunStart(resume=True))
     assert config.read(tmp_path / "run" / "config.toml").train.seed == 0
 
 
@@ -164,7 +164,7 @@ def test_another_model_cannot_be_resumed_with(told: bool, tmp_path: Path) -> Non
     given = given.model_copy(update={"train": given.train.model_copy(update={"steps": 3})})
     sizes = given.model.model_copy(update={"width": 24, "layers": 1})
     with pytest.raises(InputError, match=phrase):
-        loop.train(given.model_copy(update={"model": sizes}), alone(), Start(resume=True))
+        loop.train(given.model_copy(update={"model": sizes}), alone(), RunStart(resume=True))
     assert file.exists() == told
     if told:
         assert config.read(file).train.steps == 2
@@ -196,7 +196,7 @@ def test_a_pointer_to_a_checkpoint_that_is_gone_is_said(tmp_path: Path) -> None:
     runs.run(given)
     shutil.rmtree(given.folder / "checkpoints" / "step-000003")
     said = io.StringIO()
-    loop.train(given, alone(), Start(resume=True), Console(file=said, width=300))
+    loop.train(given, alone(), RunStart(resume=True), Console(file=said, width=300))
     assert "names step-000003, which is no complete checkpoint: step-000002 is" in said.getvalue()
 
 
@@ -211,11 +211,11 @@ def test_damage_is_answered_with_what_resume_can_follow(tmp_path: Path) -> None:
         file.write_bytes(file.read_bytes()[:-9])
     before = contents(given.folder)
     with pytest.raises(InputError, match="it continues from step-000002") as refused:
-        loop.train(more, alone(), Start(resume=True))
+        loop.train(more, alone(), RunStart(resume=True))
     assert f"Write instead: rm -r '{damaged}', then the same command" in str(refused.value)
     assert contents(given.folder) == before
     shutil.rmtree(damaged)
-    assert len(runs.run(more, start=Start(resume=True))) == 6
+    assert len(runs.run(more, start=RunStart(resume=True))) == 6
 
 
 @pytest.mark.cases(1)
@@ -282,7 +282,7 @@ def test_a_number_is_checked_before_memory_of_its_size_is_allocated(
     part = getattr(given, section).model_copy(update={key: 10**9})
     before = peak_bytes()
     with pytest.raises(InputError, match=phrase):
-        prepare(given.model_copy(update={section: part}), 2 if plan == "tp2" else 1, Start())
+        prepare(given.model_copy(update={section: part}), 2 if plan == "tp2" else 1, RunStart())
     assert peak_bytes() - before < 2**30
 
 
@@ -319,7 +319,7 @@ def staged(folder: Path, stages: str) -> config.Config:
 
 
 def cut_at(world: World, given: config.Config) -> list[str]:
-    engine = build(prepare(given, world.size, Start()), world)
+    engine = build(prepare(given, world.size, RunStart()), world)
     assert engine.staging is not None
     return engine.staging.begins
 

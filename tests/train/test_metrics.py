@@ -21,7 +21,7 @@ ONE = Record(
 
 def write(folder: Path, first: int, last: int) -> None:
     with metrics.writer(folder, first - 1) as file:
-        kept = metrics.Metrics(file, Callbacks([]))
+        kept = metrics.MetricsWriter(file, Callbacks([]))
         for step in range(first, last + 1):
             kept.write(replace(ONE, step=step, consumed=8 * step))
 
@@ -30,7 +30,7 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
     """One object a step; what a step does not have is not in its line."""
     evaluated = replace(ONE, step=2, validation=3.25, memory_bytes={"parameters": 12})
     with metrics.writer(tmp_path, 0) as file:
-        kept = metrics.Metrics(file, Callbacks([]))
+        kept = metrics.MetricsWriter(file, Callbacks([]))
         kept.write(ONE)
         kept.write(evaluated)
     assert metrics.read(tmp_path) == [ONE, evaluated]

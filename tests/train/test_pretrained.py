@@ -14,7 +14,7 @@ from shardwise.core.errors import InputError
 from shardwise.models import hf, pretrained
 from shardwise.models.hf import causal_loss
 from shardwise.train import config
-from shardwise.train.prepare import Start, prepare
+from shardwise.train.prepare import RunStart, prepare
 from shardwise.train.sizes import model_sizes
 from shardwise.train.tokens import load_tokenizer, train_bpe
 from tests.train.runs import run, settings
@@ -47,7 +47,7 @@ def test_every_plan_trains_the_weights_of_the_folder(kind: str, plan: str, tmp_p
     weights = folder(kind, tmp_path / "w")
     alone = configured(tmp_path / "one", weights, "fp64", steps=3)
     expected = [each.loss for each in run(alone)]
-    rows = prepare(alone, 1, Start(overwrite=True))
+    rows = prepare(alone, 1, RunStart(overwrite=True))
     numbers = rows.batches.numbers(0)
     batch = rows.corpus.rows(numbers)
     plain = transformers.AutoModelForCausalLM.from_pretrained(weights).double()
@@ -67,7 +67,7 @@ def test_its_run_is_exported_for_transformers(tmp_path: Path):
     weights = folder("llama", tmp_path / "w")
     run(configured(tmp_path / "run", weights, "dp2 zero3", steps=3), ranks=2)
     given = configured(tmp_path / "run", weights, "zero1", steps=5)
-    steps = [each.step for each in run(given, start=Start(resume=True))]
+    steps = [each.step for each in run(given, start=RunStart(resume=True))]
     assert steps == [1, 2, 3, 4, 5]
     export(tmp_path / "run" / "checkpoints", tmp_path / "out")
     before, after = (

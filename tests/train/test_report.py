@@ -21,7 +21,7 @@ from shardwise.train.report import markdown, plots
 from shardwise.train.report.contents import contents_of, smooth
 from shardwise.train.report.files import write
 from shardwise.train.report.section import Bars
-from shardwise.train.report.summary import Cost, Summary
+from shardwise.train.report.summary import RankCost, Summary
 from shardwise.train.tokens import ByteVocabulary
 from tests.pool import run_threads
 from tests.train.test_metrics import ONE
@@ -29,7 +29,7 @@ from tests.train.test_metrics import ONE
 PACKED = Packed("key", np.zeros(2000, np.uint16), 1000, 3, ByteVocabulary())
 
 
-def summary(folder: Path, *costs: Cost) -> Summary:
+def summary(folder: Path, *costs: RankCost) -> Summary:
     (folder / "plots").mkdir(exist_ok=True)
     records = [replace(ONE, step=n, loss=4 - n / 10) for n in range(1, 9)]
     records[-1] = replace(records[-1], validation=1.5)
@@ -52,7 +52,9 @@ def text_of(given: Summary) -> str:
 
 def test_the_report_holds_the_numbers_and_the_pictures(tmp_path: Path) -> None:
     """Loss, baseline and its distance, measured beside predicted, the sample; three PNG files."""
-    cost = Cost({"parameters": 4096}, {"parameters": 4096}, {"all_gather": 10}, {"all_gather": 12})
+    cost = RankCost(
+        {"parameters": 4096}, {"parameters": 4096}, {"all_gather": 10}, {"all_gather": 12}
+    )
     text = written(summary(tmp_path, cost, cost))
     for part in (
         "dp2 zero3 on 2 ranks",
@@ -73,7 +75,7 @@ def test_the_report_holds_the_numbers_and_the_pictures(tmp_path: Path) -> None:
 
 def test_the_rank_with_most_is_told(tmp_path: Path) -> None:
     """Of a pipeline the ranks hold and send different things: the most, and whose that is."""
-    costs = [Cost({"x": n}, {"x": n}, {"send": m}, {"send": m}) for n, m in ((8, 9), (9, 8))]
+    costs = [RankCost({"x": n}, {"x": n}, {"send": m}, {"send": m}) for n, m in ((8, 9), (9, 8))]
     text = text_of(summary(tmp_path, *costs))
     assert (
         "| sent in a step | 9 B (9 bytes, as predicted) by rank 0, the most of any rank |" in text
@@ -84,7 +86,7 @@ def test_the_rank_with_most_is_told(tmp_path: Path) -> None:
 
 def test_one_rank_sends_nothing(tmp_path: Path) -> None:
     """A sentence, and neither a table without rows nor a picture with an empty axis."""
-    given = summary(tmp_path, Cost({"x": 8}, {"x": 8}, {}, {}))
+    given = summary(tmp_path, RankCost({"x": 8}, {"x": 8}, {}, {}))
     text = written(given)
     assert "| sent in a step | nothing: there is one rank |" in text
     assert "No bytes: there is no other rank." in text.partition("## Bytes")[2]
@@ -93,7 +95,7 @@ def test_one_rank_sends_nothing(tmp_path: Path) -> None:
 
 def test_speed_is_that_of_the_steps_made_since_the_run_was_resumed(tmp_path: Path) -> None:
     """The steps of another plan, and the peak they were measured with, do not count."""
-    given = summary(tmp_path, Cost({}, {}, {}, {}))
+    given = summary(tmp_path, RankCost({}, {}, {}, {}))
     slow = [replace(r, tokens_per_s=1.0, mfu=0.9, peak_flops=5e9) for r in given.records[:6]]
     fast = [replace(r, mfu=0.5, peak_flops=5e8) for r in given.records[6:]]
     text = text_of(replace(given, records=[*slow, *fast], began=6))
@@ -117,7 +119,7 @@ def test_bars_are_labelled_in_units_that_fit(
 
 def test_nats_a_token_become_bits_a_byte(tmp_path: Path) -> None:
     """With two tokens a byte, ln 2 nats a token are two bits a byte."""
-    given = summary(tmp_path, Cost({}, {}, {}, {}))
+    given = summary(tmp_path, RankCost({}, {}, {}, {}))
     assert given.bits(math.log(2)) == pytest.approx(2.0)
 
 
@@ -137,7 +139,7 @@ def test_ddp_on_the_same_ranks_stands_beside(
     monkeypatch.setattr(
         Axes, "bar_label", lambda *a, **k: labels.extend(k["labels"]) or drawn(*a, **k)
     )
-    cost = Cost({"x": 4, "y": 5}, {"x": 4, "y": 5}, {"dp gather": 1}, {"dp gather": 1})
+    cost = RankCost({"x": 4, "y": 5}, {"x": 4, "y": 5}, {"dp gather": 1}, {"dp gather": 1})
     ddp = Baseline({"x": 8, "y": 10}, {"dp all_reduce": 7})
     text = written(replace(summary(tmp_path, cost, cost), baseline=ddp))
     assert "| rank 0, bytes | measured | predicted | ddp on the same ranks |" in text

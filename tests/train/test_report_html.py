@@ -18,8 +18,8 @@ from shardwise.train.end import publish_report
 from shardwise.train.memory_picture import Series
 from shardwise.train.report import html, markdown
 from shardwise.train.report.contents import contents_of
-from shardwise.train.report.section import Contents
-from shardwise.train.report.summary import Cost, Summary
+from shardwise.train.report.section import ReportContents
+from shardwise.train.report.summary import RankCost, Summary
 from tests.train.test_report import summary
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ def whole(path: Path) -> Summary:
     """A run with each section of a report."""
     held = {"parameters": 3 * MIB, "gradients": 3 * MIB, "optimizer": 6 * MIB}
     sent = {"dp all_reduce": 6 * MIB, "pp send": MIB}
-    cost = Cost(held, held, sent | {"ep all_to_all": MIB}, sent, {"ep all_to_all": (0, 2 * MIB)})
+    cost = RankCost(
+        held, held, sent | {"ep all_to_all": MIB}, sent, {"ep all_to_all": (0, 2 * MIB)}
+    )
     path.mkdir()
     given = summary(path, *[cost] * 4)
     loads = {f"blocks.{n}.moe": [9, 7, 1, 15] for n in range(2)}
@@ -67,13 +69,13 @@ def whole(path: Path) -> Summary:
 
 
 @pytest.fixture(scope="module")
-def contents(tmp_path_factory: pytest.TempPathFactory) -> Contents:
+def contents(tmp_path_factory: pytest.TempPathFactory) -> ReportContents:
     """What the report says of a run whose name is markup."""
     return contents_of(whole(tmp_path_factory.mktemp("runs") / "a<script>alert(1)<script>"))
 
 
 @pytest.fixture(scope="module")
-def page(contents: Contents) -> str:
+def page(contents: ReportContents) -> str:
     return html.page(contents)
 
 
@@ -91,7 +93,7 @@ def test_text_of_the_run_is_escaped(page: str) -> None:
     assert "&lt;b&gt;def&lt;/b&gt; f(a &amp; b):" in page
 
 
-def test_the_page_and_the_markdown_say_the_same(contents: Contents, page: str) -> None:
+def test_the_page_and_the_markdown_say_the_same(contents: ReportContents, page: str) -> None:
     """Each section, sentence and cell of the one is in the other."""
     text = markdown.text(contents)
     assert re.findall(r"<h2>(.*)</h2>", page) == SECTIONS
@@ -104,7 +106,7 @@ def test_the_page_and_the_markdown_say_the_same(contents: Contents, page: str) -
             assert said.replace("|", "\\|") in text or said in text
 
 
-def test_the_answer_comes_first(contents: Contents, page: str) -> None:
+def test_the_answer_comes_first(contents: ReportContents, page: str) -> None:
     """The loss beside the baseline, then whether the run is as predicted."""
     assert contents.headline in page.partition("<h1>")[2].partition("</h1>")[0]
     assert [str(check) for check in contents.checks] == [
@@ -128,7 +130,7 @@ def test_a_difference_is_said(tmp_path: Path) -> None:
     assert "memory in a step: peak 75.0% below predicted" in page
 
 
-def test_every_word_of_the_plan_is_explained(contents: Contents) -> None:
+def test_every_word_of_the_plan_is_explained(contents: ReportContents) -> None:
     """Those of single layers too, and the default of what no word says."""
     table = next(section.table for section in contents.sections if section.title == "Plan")
     assert table is not None
@@ -146,7 +148,7 @@ def test_without_a_measured_step_it_says_how_to_get_one(tmp_path: Path) -> None:
 
 def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     """Of many steps the page has a part, with the highest loss."""
-    run = summary(tmp_path, Cost({}, {}, {}, {}))
+    run = summary(tmp_path, RankCost({}, {}, {}, {}))
     many = [replace(run.records[0], step=n, loss=2.0) for n in range(1, 100_001)]
     many[70_000] = replace(many[70_000], loss=3.0)
     page = html.page(contents_of(replace(run, records=many)))
@@ -164,7 +166,7 @@ def test_the_end_says_how_to_open_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert f"{line}; open {run.config.folder}/report.html in a browser\n" in said.getvalue()
     assert folder.has_report(run.config.folder)
 
-    def broken(_: Contents) -> str:
+    def broken(_: ReportContents) -> str:
         raise ValueError("no page")
 
     (run.config.folder / "report.html").unlink()

@@ -18,7 +18,7 @@ from shardwise.core.errors import InputError
 from shardwise.train import config, folder, loop, prepare
 from shardwise.train.config_sections import OffloadSection
 from shardwise.train.metrics import read
-from shardwise.train.prepare import Start
+from shardwise.train.prepare import RunStart
 from tests.comm.hosts import HOSTS, two_hosts
 from tests.comm.test_start import free_port
 from tests.train import killed, runs
@@ -87,9 +87,9 @@ def test_torchrun_restarts_end_in_the_undisturbed_curve(tmp_path: Path, meeting:
     assert [(r.step, r.loss) for r in found] == [(r.step, r.loss) for r in straight]
 
 
-def settled(given: config.Config) -> Start:
+def settled(given: config.Config) -> RunStart:
     """What `--resume auto` comes to, after the checks of any start."""
-    start = Start(auto=True).resolve_auto(given)
+    start = RunStart(auto=True).resolve_auto(given)
     folder.check(given, start.resume, start.overwrite)
     return start
 
@@ -97,13 +97,13 @@ def settled(given: config.Config) -> Start:
 def test_auto_begins_continues_or_begins_again(tmp_path: Path) -> None:
     """No run; a run that saved nothing; a run with a checkpoint, finished or not."""
     given = runs.settings(tmp_path / "run")
-    assert settled(given) == Start()
+    assert settled(given) == RunStart()
     folder.claim(given, overwrite=False)
-    assert settled(given) == Start(overwrite=True)
-    first = runs.run(given, start=Start(auto=True))
-    assert settled(given) == Start(resume=True)
+    assert settled(given) == RunStart(overwrite=True)
+    first = runs.run(given, start=RunStart(auto=True))
+    assert settled(given) == RunStart(resume=True)
     longer = runs.settings(tmp_path / "run", steps=9)
-    again = runs.run(longer, start=Start(auto=True))
+    again = runs.run(longer, start=RunStart(auto=True))
     assert [r.loss for r in again[:2]] == [r.loss for r in first[:2]] and len(again) == 9
 
 
@@ -114,7 +114,7 @@ def test_auto_replaces_nothing_of_others(tmp_path: Path) -> None:
     (given.folder / "thesis.txt").write_text("years of work")
     with pytest.raises(InputError, match="a folder with other files"):
         settled(given)
-    both = Start(overwrite=True, auto=True).resolve_auto(given)
+    both = RunStart(overwrite=True, auto=True).resolve_auto(given)
     with pytest.raises(InputError, match="both --resume and --overwrite"):
         prepare.prepare(given, 1, both)
 
@@ -170,7 +170,7 @@ def test_a_killed_run_leaves_the_folder_empty_and_resumes(tmp_path: Path) -> Non
     assert find(endless.folder / CHECKPOINTS).is_dir()
     at = max(record.step for record in read(endless.folder))
     resumed = given("run", at + 1)
-    found = runs.run(resumed, start=runs.Start(resume=True))
+    found = runs.run(resumed, start=runs.RunStart(resume=True))
     assert found[-1].step == at + 1
     assert [r.loss for r in found[:2]] == [r.loss for r in straight[:2]]
     assert list(disk.iterdir()) == []

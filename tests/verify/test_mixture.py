@@ -16,7 +16,7 @@ from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.gate import GATES
-from shardwise.techniques.expert.layer import MoE, Place, name_layers
+from shardwise.techniques.expert.layer import ExpertPlace, MoE, name_layers
 from shardwise.verify import parity
 from shardwise.verify.mixture_oracle import Follow, Mixture
 from shardwise.verify.report import report
@@ -104,7 +104,7 @@ def unnamed(gate: str) -> nn.Module:
     """A mixture as a user's model, whose layers have no names of their own."""
     made = micro.mixture(gate, None)
     for layer in layers_of(made).values():
-        layer.place = Place()
+        layer.place = ExpertPlace()
     return made
 
 

@@ -18,7 +18,7 @@ from shardwise.techniques.tensor.rng import ShardedRandom
 from shardwise.verify.batches import Division, ragged, rows_of_step
 from shardwise.verify.coverage import uncovered
 from shardwise.verify.draws import compare_draws
-from shardwise.verify.finding import Errors, Piece
+from shardwise.verify.finding import BoxPlace, Errors
 from shardwise.verify.parity import engine_of, equal_share, with_early_delays
 from tests.pool import run_gloo
 from tests.verify import micro
@@ -89,7 +89,7 @@ Rows = tuple[int, int, int]
 def problem(plan: str, *by_rank: list[Rows]) -> str:
     shown = [
         [
-            Piece("model/w", (4, 3), (first, 0), (rows, 3), replica)
+            BoxPlace("model/w", (4, 3), (first, 0), (rows, 3), replica)
             for first, rows, replica in pieces
         ]
         for pieces in by_rank

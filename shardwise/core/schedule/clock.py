@@ -17,7 +17,7 @@ Cost = float | tuple[float, ...]  # one for all stages, or one per stage
 
 
 @dataclass(frozen=True)
-class Costs:
+class ActionCosts:
     """The time of each kind of action, in any unit: one number, or one per stage.
 
     B defaults to I + W. U, GATHER, REDUCE and hop default to no time.
@@ -40,7 +40,7 @@ class Costs:
         return cost[stage] if isinstance(cost, tuple) else cost
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """An action and its time."""
 
     action: Action
@@ -53,7 +53,7 @@ class Timeline:
     """`spans[rank]` are the actions of a rank with their times; transfers are left out."""
 
     schedule: Schedule
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ActionSpan, ...], ...]
 
     @property
     def makespan(self) -> float:
@@ -72,18 +72,18 @@ class Timeline:
         return sum(self.idle) / (self.makespan * len(self.spans)) if self.makespan else 0.0
 
 
-def clock(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+def clock(schedule: Schedule, costs: ActionCosts | None = None) -> Timeline:
     """The times of all actions. Raises InputError if the schedule deadlocks."""
-    costs = costs or Costs()
+    costs = costs or ActionCosts()
     whole = lower(schedule)
     now = [0.0] * whole.ranks
     sent: dict[Token, float] = {}
-    spans: list[list[Span]] = [[] for _ in whole.rows]
+    spans: list[list[ActionSpan]] = [[] for _ in whole.rows]
     for rank, step in simulate(whole):
         if isinstance(step, Action):
             start = now[rank]
             now[rank] += costs.of(step.op, step.stage)
-            spans[rank].append(Span(step, start, now[rank]))
+            spans[rank].append(ActionSpan(step, start, now[rank]))
         elif step.op == "SEND":
             sent[step.token] = now[rank]
         else:

@@ -11,7 +11,7 @@ import math
 from html import escape
 
 from shardwise.core.schedule.action import Action
-from shardwise.core.schedule.clock import Span, Timeline
+from shardwise.core.schedule.clock import ActionSpan, Timeline
 from shardwise.core.schedule.schedule import Schedule
 
 #: The largest number of columns of a drawing.
@@ -108,7 +108,7 @@ def as_svg(
 
 
 def _chart(
-    rows: list[list[Span]], timeline: Timeline, title: str, at: tuple[int, float]
+    rows: list[list[ActionSpan]], timeline: Timeline, title: str, at: tuple[int, float]
 ) -> list[str]:
     """One timeline of an SVG; `at` is its top and its scale."""
     top, scale = at
@@ -140,7 +140,7 @@ def round_step(least: float) -> float:
     return next(ten * of for of in (1, 2, 5, 10) if ten * of >= least * (1 - 1e-9))
 
 
-def _cell(span: Span, schedule: Schedule, y: int, scale: float) -> str:
+def _cell(span: ActionSpan, schedule: Schedule, y: int, scale: float) -> str:
     """One action of an SVG."""
     action, start, end = span
     shade = schedule.stages(schedule.home[action.stage]).index(action.stage) % 2
@@ -154,7 +154,7 @@ def _cell(span: Span, schedule: Schedule, y: int, scale: float) -> str:
     )
 
 
-def _shown(timeline: Timeline) -> tuple[list[list[Span]], float]:
+def _shown(timeline: Timeline) -> tuple[list[list[ActionSpan]], float]:
     """The actions to draw (those that take time), and the shortest time of one."""
     rows = [
         [span for span in row if span.end > span.start and span.action.op in COLOURS]

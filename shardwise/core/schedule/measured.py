@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from shardwise.core.schedule.action import Action, Op, Step, Token
-from shardwise.core.schedule.clock import Costs, Span, Timeline, clock
+from shardwise.core.schedule.clock import ActionCosts, ActionSpan, Timeline, clock
 from shardwise.core.schedule.schedule import Schedule
 
 
@@ -44,7 +44,7 @@ class Measured:
         return clock(self.schedule, self.costs)
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> ActionCosts:
         """The mean time of every kind of action by stage, and of a message, in seconds.
 
         Where an action was not measured, B is I + W, I and W are half of B, and others are 0.
@@ -64,7 +64,7 @@ class Measured:
         parts = {op: of(op, half) for op in ("I", "W")}
         both = tuple(map(sum, zip(*parts.values(), strict=True)))
         whole = {op: of(op) for op in ("F", "U", "GATHER", "REDUCE")}
-        return Costs(**whole, **parts, B=of("B", both), hop=self.hop)
+        return ActionCosts(**whole, **parts, B=of("B", both), hop=self.hop)
 
     @property
     def hop(self) -> float:
@@ -115,9 +115,9 @@ def _named(what: str, rank: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": 0, "tid": rank, "args": {"name": name}}
 
 
-def _spans(row: list[TimedStep], zero: float) -> list[Span]:
+def _spans(row: list[TimedStep], zero: float) -> list[ActionSpan]:
     return [
-        Span(seen.step, seen.start_s - zero, seen.end_s - zero)
+        ActionSpan(seen.step, seen.start_s - zero, seen.end_s - zero)
         for seen in row
         if isinstance(seen.step, Action)
     ]

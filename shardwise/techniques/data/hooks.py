@@ -28,7 +28,7 @@ from shardwise.core.graph_break import graph_break
 from shardwise.core.hook import Hook, in_backward, no_copy, nothing, others_after, outside_of_step
 from shardwise.core.reduce_order import Act
 from shardwise.core.structure import BY_ENGINE, BY_HAND, Structure
-from shardwise.core.unit_order import Place, UnitOrder
+from shardwise.core.unit_order import CallPlace, UnitOrder
 from shardwise.techniques.data.consensus import Consensus
 from shardwise.techniques.data.flat_parameter import Flat
 from shardwise.techniques.data.gradient_hooks import GradientHooks
@@ -334,7 +334,7 @@ class Data:
                 group.grads.show(self.pace.scale)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _before_backward(self, unit: Unit, place: Place) -> None:
+    def _before_backward(self, unit: Unit, place: CallPlace) -> None:
         """A gradient arrives at the output of a call of `unit`."""
         self._begin_backward()
         self._do(self.order.reached(unit.number, place))

@@ -31,7 +31,7 @@ from shardwise.core.uneven import even
 from shardwise.engine.batch import Count, filled
 from shardwise.engine.cut import agree, cut_to
 from shardwise.techniques.expert.global_batch import GlobalBatch
-from shardwise.techniques.expert.layer import Load, MoE, Place
+from shardwise.techniques.expert.layer import ExpertPlace, Load, MoE
 from shardwise.techniques.expert.moves import ExpertLayer, LayerMove, Loads
 from shardwise.techniques.expert.passes import PassRecords
 from shardwise.techniques.expert.routing import Routing
@@ -217,7 +217,9 @@ def lay_out(
         calls["skips"] = lambda: layout.skips
         layer.place = replace(layer.place, batch=batch, ep=axis, peers=peers, name=name, **calls)
     for name, module in stacked_experts(model).items() if n > 1 else ():
-        group = Place(GlobalBatch((axis,)), axis, tuple(range(n)), name, lambda: layout.absent)
+        group = ExpertPlace(
+            GlobalBatch((axis,)), axis, tuple(range(n)), name, lambda: layout.absent
+        )
         group = replace(group, skips=lambda: layout.skips)
         if isinstance(module.forward, StackedOnRanks):  # on the tensor axis
             on = module.forward.place

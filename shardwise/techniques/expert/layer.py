@@ -39,7 +39,7 @@ BIAS_RATE = 1e-3
 
 
 @dataclass(frozen=True)
-class Place:
+class ExpertPlace:
     """Where a layer is: the data ranks, the axis of its experts, and the layer's name.
 
     peers are the data ranks along `ep`. has_no_rows() says that the tokens of this forward pass
@@ -181,7 +181,7 @@ class MoE(nn.Module):
         self.spread = nn.Linear(width, gate.experts, bias=False) if noisy else None
         self.experts = Experts(gate.experts, width, hidden)
         self.shared = shared
-        self.place = Place()
+        self.place = ExpertPlace()
         self.load: Load | None = None
         self.seed, self.pass_records = seed, PassRecords()
         if gate.name in ("gshard", "noisy-topk"):

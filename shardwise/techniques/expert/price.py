@@ -33,7 +33,7 @@ from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan import Plan
 from shardwise.prediction.price import Price, Share
 from shardwise.prediction.rank_shape import stage_of, stages_on
-from shardwise.prediction.traffic import Counted, Line, Tariff
+from shardwise.prediction.traffic import Counted, Tariff, TrafficLine
 from shardwise.techniques.expert.moves import Counts, ExpertLayer, ExpertMove, LayerMove, Loads
 
 T = TypeVar("T")
@@ -259,7 +259,7 @@ def _exchange(tariff: Tariff, move: ExpertMove, layer: ExpertLayer, away: Away) 
 
 
 def _add(tariff: Tariff, row_bytes: int, rows: int, phase: str) -> None:
-    tariff.add(Line(EXPERTS, "all_to_all", phase), rows * row_bytes)
+    tariff.add(TrafficLine(EXPERTS, "all_to_all", phase), rows * row_bytes)
 
 
 def _away(plan: Plan, rank: int, choices: Sequence[Sequence[int]]) -> Away:

@@ -65,7 +65,7 @@ class Queues:
     loads: Tensor
     wanted_by_choice: Tensor  # [K, E] choices of the global batch, kept or not
     dropped: int
-    facts: "Facts"
+    facts: "RoutingFacts"
 
 
 def capacity_of(factor: float | None, choices: int, experts: int) -> int | None:
@@ -102,7 +102,7 @@ def queues(
 
     counts = counts[:-1]
     everyone = batch.gather(torch.cat([counts, pack_facts(logits_NE, valid)])).cpu()
-    known = Facts.of(everyone[:, -FACT_COUNT:])
+    known = RoutingFacts.of(everyone[:, -FACT_COUNT:])
     counts_RKE = everyone[:, :-FACT_COUNT].view(-1, k, experts)
     slots_KE = counts_RKE.sum(0)
     first_RKE = _sum_before(slots_KE) + _sum_before(counts_RKE)
@@ -122,7 +122,7 @@ def queues(
 
 
 @dataclass(frozen=True)
-class Facts:
+class RoutingFacts:
     """What the data ranks tell each other of their logits.
 
     sizes    tokens by data rank
@@ -142,7 +142,7 @@ class Facts:
         return sum(self.sizes)
 
     @classmethod
-    def of(cls, packed_RT: Tensor) -> "Facts":
+    def of(cls, packed_RT: Tensor) -> "RoutingFacts":
         """From the integers that each data rank packed (`pack_facts`)."""
         sizes, flags, _ = packed_RT.t().tolist()
         summed = float(packed_RT[:, -1].contiguous().view(torch.float64).sum())
@@ -163,12 +163,12 @@ def pack_facts(logits_NE: Tensor, valid: Tensor | None = None) -> Tensor:
     return torch.stack([rows, flags, entropy.view(torch.int64)])
 
 
-def gather_facts(logits_NE: Tensor, batch: GlobalBatch) -> Facts:
+def gather_facts(logits_NE: Tensor, batch: GlobalBatch) -> RoutingFacts:
     """The facts of all data ranks. One all-gather of FACT_COUNT numbers."""
     if logits_NE.is_meta:
         batch.gather(logits_NE.new_empty(FACT_COUNT, dtype=torch.int64))
-        return Facts((len(logits_NE),) * batch.ranks, (True,) * batch.ranks)
-    return Facts.of(batch.gather(pack_facts(logits_NE)).cpu())
+        return RoutingFacts((len(logits_NE),) * batch.ranks, (True,) * batch.ranks)
+    return RoutingFacts.of(batch.gather(pack_facts(logits_NE)).cpu())
 
 
 def even_counts(choices: int, experts: int) -> Tensor:
@@ -182,7 +182,7 @@ def _assumed_queues(experts_NK: Tensor, experts: int, batch: GlobalBatch) -> Que
     loads = assumed_loads(batch, even_counts(n * k, experts).expand(ranks, -1))
     wanted_KE = torch.stack([even_counts(ranks * n, experts) for _ in range(k)])
     positions = torch.empty_like(experts_NK, device="meta")
-    facts = Facts((n,) * ranks, (True,) * ranks)
+    facts = RoutingFacts((n,) * ranks, (True,) * ranks)
     return Queues(positions, loads, wanted_KE, 0, facts)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import NonFiniteError
 from shardwise.techniques.expert.dispatch import Exchange
 from shardwise.techniques.expert.global_batch import Record, phase
-from shardwise.techniques.expert.layer import Place
+from shardwise.techniques.expert.layer import ExpertPlace
 from shardwise.techniques.expert.moves import ExpertMove
 from shardwise.techniques.expert.routing import Routing
 
@@ -78,7 +78,7 @@ def width_of(module: nn.Module) -> int:
 class StackedOnRanks:
     """Replaces the forward of such a module, whose weights are those of this rank's experts."""
 
-    def __init__(self, module: nn.Module, place: Place) -> None:
+    def __init__(self, module: nn.Module, place: ExpertPlace) -> None:
         self.place, self.experts = place, experts_of(module)
         own: Any = copy.copy(module)  # which shares its parameters
         own.num_experts = self.experts // place.ep.size

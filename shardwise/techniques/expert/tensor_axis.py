@@ -25,7 +25,7 @@ from shardwise.core.errors import bad
 from shardwise.core.layout import R
 from shardwise.core.param_layout import AxisLayout
 from shardwise.core.uneven import Cut, even, packed
-from shardwise.techniques.expert.layer import Experts, MoE, Place, identity
+from shardwise.techniques.expert.layer import ExpertPlace, Experts, MoE, identity
 from shardwise.techniques.expert.stacked import StackedOnRanks, stacked_experts
 from shardwise.techniques.tensor.linear import Stream
 from shardwise.techniques.tensor.styles import Style, general
@@ -84,7 +84,7 @@ def on_tensor_axis(
             layer.place = replace(layer.place, enter=enter, leave=stream.leave, parts=axis.size)
     for name, module in stacked_experts(model).items():
         if f"{name}.down_proj" in found and found[f"{name}.down_proj"].cut:
-            place = Place(enter=stream.spread, leave=stream.leave, parts=axis.size)
+            place = ExpertPlace(enter=stream.spread, leave=stream.leave, parts=axis.size)
             module.forward = StackedOnRanks(module, place)
 
 

@@ -19,7 +19,7 @@ from shardwise.core.mesh import TENSOR
 from shardwise.core.plan import Plan
 from shardwise.engine import batch
 from shardwise.engine.training import Build
-from shardwise.kernels.logits import Logits, Rows
+from shardwise.kernels.logits import LogitRows, Logits
 from shardwise.techniques.layers.exchange import RowExchange, between
 from shardwise.techniques.layers.hooks import LayerHooks, Random, hook_own_rows
 from shardwise.techniques.layers.plans import Layers
@@ -119,7 +119,7 @@ def with_rows(x: Tensor, exchange: RowExchange, degree: int, layer: str) -> Tens
     if not isinstance(x, Logits) or isinstance(x, Redistributed):
         return None
     base = exchange.base
-    rows = Rows(
+    rows = LogitRows(
         exchange.held(degree),
         exchange.held(base),
         lambda x, factor: exchange.move(x, base, degree, layer, factor),
@@ -141,4 +141,4 @@ def exchange_of(world: World, plan: Plan, count: batch.Count | None = None) -> R
         (few, many): world.across(f"rows{few}-{many}", between(few, many, ranks, stages))
         for few, many in combinations(plan.tensor_degrees, 2)
     }
-    return RowExchange(axes, base, world.rank % ranks, ranks, world, batch.Rows(count).of)
+    return RowExchange(axes, base, world.rank % ranks, ranks, world, batch.RowCounter(count).of)

@@ -10,7 +10,7 @@ from shardwise.core.model_spec import ELEMENT_BYTES
 from shardwise.core.moves import price
 from shardwise.prediction.price import Price, Share
 from shardwise.prediction.rank_shape import stage_of, stages_on
-from shardwise.prediction.traffic import CONSENSUS_BYTES, Counted, Line, Tariff
+from shardwise.prediction.traffic import CONSENSUS_BYTES, Counted, Tariff, TrafficLine
 
 
 def _sends(share: Share) -> Counted:
@@ -21,11 +21,11 @@ def _sends(share: Share) -> Counted:
             few, many = gather.degrees
             step = price(S(0), I, gather.numel, many // few)
             size = round(step.sent) * ELEMENT_BYTES[gather.dtype]
-            tariff.add(Line(f"rows{few}-{many}", step.what, gather.phase), size)
+            tariff.add(TrafficLine(f"rows{few}-{many}", step.what, gather.phase), size)
     if len(plan.tensor_degrees) > 1:
         rows = plan.size * (plan.microbatches if share.trains else 1)
         step = price(S(0), R, rows, plan.size)
-        tariff.add(Line("world", step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
+        tariff.add(TrafficLine("world", step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
     return tariff.sent_bytes
 
 

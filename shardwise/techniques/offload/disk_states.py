@@ -40,7 +40,7 @@ from shardwise.engine.optimizer import Owned, ShardedOptimizer, States
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.training import DTYPES, Training
 from shardwise.techniques.data.flat_parameter import Flat
-from shardwise.techniques.offload.read_ahead import Job, read_ahead
+from shardwise.techniques.offload.read_ahead import ChunkRead, read_ahead
 
 #: The state of one parameter, by key.
 State = dict[str, Any]
@@ -121,7 +121,7 @@ class DiskStates(States):
         """
         self._unmap()
         jobs = [
-            Job(k, chunk, (self.gradients[k], self.masters[k], *self.states[k].values()))
+            ChunkRead(k, chunk, (self.gradients[k], self.masters[k], *self.states[k].values()))
             for k in chosen
             for chunk in range(self.masters[k].chunks)
         ]
@@ -136,7 +136,7 @@ class DiskStates(States):
             self._set_state(target, state)
 
     def _update_chunk(
-        self, job: Job, buffers: Sequence[Buffer], factor: float, fresh: dict[Tensor, State]
+        self, job: ChunkRead, buffers: Sequence[Buffer], factor: float, fresh: dict[Tensor, State]
     ) -> None:
         k, flat = job.key, self.flats[job.key]
         targets, state_of = self.optimizer.targets[k], self.optimizer.state
@@ -216,7 +216,7 @@ class DiskStates(States):
     def _view(self, k: int, i: int, extent: Extent) -> Tensor:
         return self.flats[k].views.part(i, extent.tensor)
 
-    def _publish_chunk(self, job: Job, narrow: Buffer, master: Buffer) -> None:
+    def _publish_chunk(self, job: ChunkRead, narrow: Buffer, master: Buffer) -> None:
         """Copy a chunk of the master to where the weight rests, in its precision.
 
         Gives `narrow` back.
@@ -259,7 +259,7 @@ class DiskStates(States):
             for chunk in range(0 if weight is master else master.chunks):
                 narrow, buffer = self.disk.acquire(), self.disk.acquire()
                 self.disk.begin_read(master, chunk, buffer).result()
-                self._publish_chunk(Job(k, chunk, (master,)), narrow, buffer)
+                self._publish_chunk(ChunkRead(k, chunk, (master,)), narrow, buffer)
                 self.disk.release(buffer)
 
     def _unmap(self) -> None:

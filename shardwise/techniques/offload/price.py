@@ -36,7 +36,7 @@ from shardwise.prediction.memory import (
     optimizer_bytes,
 )
 from shardwise.prediction.price import Price, Share
-from shardwise.prediction.traffic import Counted, Line, Tariff, phases
+from shardwise.prediction.traffic import Counted, Tariff, TrafficLine, phases
 
 
 def host_bytes(share: Share) -> dict[str, int]:
@@ -103,12 +103,12 @@ def _stores(share: Share, tier: Tier) -> Mapping[str, int]:
     return {} if stored is None else stored(share)
 
 
-def _omits(plan: Plan, step: int, follows: bool) -> Collection[Line]:
+def _omits(plan: Plan, step: int, follows: bool) -> Collection[TrafficLine]:
     """The copy after a delayed update, which is made beside the next step; the first has none."""
     offload = plan.offloaded
     if offload is None or not offload.delays(step) or (follows and offload.delays(step - 1)):
         return ()
-    return (Line("tier", between("host", "device"), "update"),)
+    return (TrafficLine("tier", between("host", "device"), "update"),)
 
 
 def _on_disk(plan: Plan, model: ModelShape) -> Iterator[Group]:

@@ -17,7 +17,7 @@ from shardwise.comm.disk import Buffer, Disk, Extent
 
 
 @dataclass(frozen=True)
-class Job:
+class ChunkRead:
     """The same chunk of several tensors; `key` is the index of their flat parameter."""
 
     key: int
@@ -25,12 +25,12 @@ class Job:
     extents: Sequence[Extent]
 
 
-def read_ahead(disk: Disk, jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Buffer]]]:
+def read_ahead(disk: Disk, jobs: Sequence[ChunkRead]) -> Iterator[tuple[ChunkRead, list[Buffer]]]:
     """Each job with its chunks in buffers, which the caller writes back or releases.
 
     While a job is in use, those after it are read into whatever buffers are free. Raises DiskError.
     """
-    begun: deque[tuple[Job, list[Buffer], list[Future[None]]]] = deque()
+    begun: deque[tuple[ChunkRead, list[Buffer], list[Future[None]]]] = deque()
     upcoming = deque(jobs)
     while upcoming or begun:
         while upcoming and (not begun or disk.free >= len(upcoming[0].extents)):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
-class Span(NamedTuple):
+class CopySpan(NamedTuple):
     """What was done, and from when to when in seconds of time.perf_counter."""
 
     name: str
@@ -18,7 +18,7 @@ class Spans:
 
     def __init__(self) -> None:
         self.on = False
-        self.seen: list[Span] = []
+        self.seen: list[CopySpan] = []
 
     def timed(self, name: str, update: Callable[[], Any]) -> Callable[[], Any]:
         """`update`, which records its time if this is on now."""
@@ -28,6 +28,6 @@ class Spans:
         def noted() -> None:
             start_s = time.perf_counter()
             update()
-            self.seen.append(Span(name, start_s, time.perf_counter()))
+            self.seen.append(CopySpan(name, start_s, time.perf_counter()))
 
         return noted

@@ -18,7 +18,7 @@ from shardwise.core.tree import leaves
 from shardwise.techniques.pipeline.interceptor import Seen, name_of
 from shardwise.techniques.pipeline.placeholders import Of
 from shardwise.techniques.pipeline.stage import Stage
-from shardwise.techniques.pipeline.stage_io import Trace
+from shardwise.techniques.pipeline.stage_io import StageTrace
 
 #: Functions that return the numbers in a tensor to the program.
 READS: Final = (
@@ -63,10 +63,10 @@ def answers(func: Any, args: Any, out: Any, seen: Seen) -> Iterator[Any]:
         yield from ((name, int(mask.count_nonzero())) for mask in masks(func, args, seen))
 
 
-class Replay:
+class AnswerReplay:
     """Plays a trace without any layer, and collects the answers."""
 
-    def __init__(self, trace: Trace, seen: Seen) -> None:
+    def __init__(self, trace: StageTrace, seen: Seen) -> None:
         self.trace, self.seen, self.found = trace, seen, list[Any]()
         self.stage = Stage(len(trace.written), trace, seen, {})
 

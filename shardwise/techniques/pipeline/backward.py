@@ -44,7 +44,7 @@ Arrival = tuple[GradientEdge, Tensor]  # a place in the graph, and the gradient 
 PRODUCTS = ("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0")
 
 
-class Tape:
+class StageTape:
     """The autograd graph of a stage's forward pass, for one B or one I.
 
     `inputs` are the input leaves of the stage; `outputs` are its outputs that require gradients, of

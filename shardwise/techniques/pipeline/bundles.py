@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from shardwise.core.schedule.action import Token
-from shardwise.techniques.pipeline.stage_io import Spec, Trace
+from shardwise.techniques.pipeline.stage_io import Spec, StageTrace
 
 #: Shapes of microbatches whose traces are kept.
 KEPT = 64
@@ -22,21 +22,21 @@ KEPT_OF_SHAPE = 8
 T = TypeVar("T")
 
 
-def specs(trace: Trace, token: Token) -> Sequence[Spec]:
+def specs(trace: StageTrace, token: Token) -> Sequence[Spec]:
     """The specs of the bundle `token`, an act or a grad."""
     if token.kind == "act":
         return trace.bundles[token.stage]
     return [spec for spec in trace.bundles[token.stage - 1] if spec.requires_grad]
 
 
-def require_grads(given: Sequence[Tensor], trace: Trace, stage: int) -> None:
+def require_grads(given: Sequence[Tensor], trace: StageTrace, stage: int) -> None:
     """Set requires_grad of the tensors `given`, which `stage` received, as in the trace."""
     for x, spec in zip(given, trace.bundles[stage - 1] if stage else (), strict=True):
         x.requires_grad_(spec.requires_grad)
 
 
 def grads_back(
-    found: Sequence[Tensor | None], trace: Trace, stage: int, device: torch.device
+    found: Sequence[Tensor | None], trace: StageTrace, stage: int, device: torch.device
 ) -> list[Tensor]:
     """The grad of `stage`, from the gradients of its inputs; zeros if an input has none."""
     if not stage:

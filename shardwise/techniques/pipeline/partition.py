@@ -24,7 +24,7 @@ from shardwise.core.arguments import integer
 from shardwise.core.balance import balanced
 from shardwise.core.errors import bad
 from shardwise.engine import validate
-from shardwise.techniques.pipeline.placeholders import Layer, layers
+from shardwise.techniques.pipeline.placeholders import StageLayer, layers
 
 
 def _both(base: str, name: str, other: str) -> dict[str, str]:
@@ -139,7 +139,7 @@ def balance_by_time(
 
 
 def _timed(
-    model: nn.Module, found: Mapping[str, Layer], pieces: int, call: Callable[[nn.Module], Any]
+    model: nn.Module, found: Mapping[str, StageLayer], pieces: int, call: Callable[[nn.Module], Any]
 ) -> list[float]:
     """The seconds that the layers of each candidate stage take in one run."""
     taken = [0.0] * pieces

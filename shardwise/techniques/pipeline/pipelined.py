@@ -27,9 +27,9 @@ from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.techniques.data.hooks import Data
 from shardwise.techniques.data.staged_hooks import PutOff
 from shardwise.techniques.pipeline.bundles import ByShape
-from shardwise.techniques.pipeline.probe import Probe
+from shardwise.techniques.pipeline.probe import ActivationProbe
 from shardwise.techniques.pipeline.runtime import Watch, open_channels, run
-from shardwise.techniques.pipeline.stage_io import Trace
+from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.stage_module import Staging
 from shardwise.techniques.pipeline.stage_work import Microbatch, Result, ScaledLoss, StageWork
 from shardwise.techniques.pipeline.weight_stashing import Stale
@@ -40,7 +40,7 @@ from shardwise.techniques.tensor.rng import seeded
 class _Traced(NamedTuple):
     """The trace of a forward, and the lengths of its sharded sequences."""
 
-    trace: Trace
+    trace: StageTrace
     lengths: Mapping[int, int]
 
 
@@ -161,13 +161,13 @@ class Pipelined:
         stages = self.staging.stages
         return self.known.get(part, self.model.training, make, fits)
 
-    def _probe(self, call: Callable[[nn.Module], Any]) -> Probe | None:
+    def _probe(self, call: Callable[[nn.Module], Any]) -> ActivationProbe | None:
         """Answers reads of activations, where that needs no other ranks than the pipeline's."""
         alone = all(axis.size == 1 for axis in self.data.consensus.axes)
         gathers = any(unit.reshards for unit in self.data.units.order)
         if not alone and (gathers or not self.apart):
             return None  # data ranks may trace other shapes, at other times
-        return Probe(self.staging, call, self._units().around)
+        return ActivationProbe(self.staging, call, self._units().around)
 
     def _trace_call(self, call: Callable[[nn.Module], Any]) -> "_Traced":
         stream = self.staging.beside.stream
@@ -234,7 +234,7 @@ class ScheduledUnits:
         self.versions.update_stage(stage, tokens, self.sum_scale)
 
 
-def graded(stage: int, trace: Trace) -> bool:
+def graded(stage: int, trace: StageTrace) -> bool:
     """Whether the stage's inputs require a gradient."""
     return stage > 0 and any(spec.requires_grad for spec in trace.bundles[stage - 1])
 

@@ -37,7 +37,7 @@ from shardwise.techniques.pipeline.interceptor import Glue
 
 
 @dataclass(frozen=True)
-class Layer:
+class StageLayer:
     """A layer's names in the model, and its stages: a module with two names may be in two."""
 
     names: tuple[str, ...]
@@ -66,7 +66,7 @@ class Of:
 
 def layers(
     model: nn.Module, starts: Sequence[str], beside: Mapping[str, str] | None = None
-) -> dict[str, Layer]:
+) -> dict[str, StageLayer]:
     """The layers of `model` by their first name, in the order in which they are defined.
 
     A layer's stage is the number of starts at or before it in that order, unless `beside[name]`
@@ -83,10 +83,10 @@ def layers(
     names: dict[nn.Module, list[str]] = {}
     for name, module in ((n, m) for n, m, is_layer in _walk(model, "", starts) if is_layer):
         names.setdefault(module, []).append(name)
-    found: dict[str, Layer] = {}
+    found: dict[str, StageLayer] = {}
     for known in names.values():
         stages = {bisect_right(at, _end(order, beside.get(name, name))) for name in known}
-        found[known[0]] = Layer(tuple(known), tuple(sorted(stages)))
+        found[known[0]] = StageLayer(tuple(known), tuple(sorted(stages)))
     filled = {stage for layer in found.values() for stage in layer.stages}
     for stage, start in enumerate(["", *starts]):
         if stage not in filled:
@@ -242,7 +242,7 @@ class StandIn(nn.Module):
 Slot = tuple[dict[str, Any], str]
 
 
-class Layers:
+class StageLayers:
     """The layers of one model on a rank with `own_stages`; changes the model in place.
 
     count        stages
@@ -278,7 +278,7 @@ class Layers:
         for ours, theirs in self.pairs:
             self._take_parameters(ours, theirs)
 
-    def _own_parameters(self, found: dict[str, Layer], outside: dict[str, nn.Module]) -> None:
+    def _own_parameters(self, found: dict[str, StageLayer], outside: dict[str, nn.Module]) -> None:
         """Number the parameters, and find the stages of each."""
         stages: dict[Tensor, set[int]] = {p: set() for p in self.model.parameters()}
         for name, layer in found.items():
@@ -332,7 +332,7 @@ class Layers:
             if ours is not None:
                 put(ours[key], number)
 
-    def _stand_in(self, name: str, layer: Layer) -> None:
+    def _stand_in(self, name: str, layer: StageLayer) -> None:
         """Replace the twin's layer by a stand-in, and ours too if another rank owns it."""
         theirs, ours = self.twin.get_submodule(name), self.model.get_submodule(name)
         of = Of(name, layer.stages, theirs, ours if self.own_stages & set(layer.stages) else None)

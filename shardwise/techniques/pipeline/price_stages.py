@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerProfile:
     """The measurements of one layer on one device with a full microbatch."""
 
     forward_s: float
@@ -31,7 +31,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Links:
+class StageLinks:
     """Bytes per second between two stages and among the replicas of one; latency of a message."""
 
     between_bytes_s: float = math.inf
@@ -39,7 +39,7 @@ class Links:
     latency_s: float = 0.0
 
 
-class Stage(NamedTuple):
+class PlannedStage(NamedTuple):
     """Layers `first` to `last`, exclusive, on `replicas` devices."""
 
     first: int
@@ -51,7 +51,7 @@ class Stage(NamedTuple):
 class Partition:
     """Stages along the model, and the latency of a step in seconds."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PlannedStage, ...]
     latency_s: float
 
 
@@ -72,18 +72,18 @@ class _Rest(NamedTuple):
 
     latency: float
     turn: float
-    stages: tuple[Stage, ...]
+    stages: tuple[PlannedStage, ...]
 
 
 def partition(
-    layers: Sequence[Layer], devices: int, microbatches: int, links: Links | None = None
+    layers: Sequence[LayerProfile], devices: int, microbatches: int, links: StageLinks | None = None
 ) -> Partition:
     """The stages and replicas on exactly `devices` devices with the least latency of a step.
 
     An exact dynamic program from the last layer to the first: for each first layer and number of
     devices, it keeps every partition that no other beats in both latency and turn.
     """
-    links = links or Links()
+    links = links or StageLinks()
     n = len(layers)
     ends: dict[tuple[int, int], list[_Rest]] = {(n, 0): [_Rest(0.0, 0.0, ())]}
     for first in reversed(range(n)):
@@ -92,7 +92,7 @@ def partition(
                 _before(stage, rest, layers, microbatches, links)
                 for last in range(first + 1, n + 1)
                 for replicas in range(1, devices_left + 1)
-                for stage in (Stage(first, last, replicas),)
+                for stage in (PlannedStage(first, last, replicas),)
                 for rest in ends.get((last, devices_left - replicas), ())
             ]
             ends[first, devices_left] = _best(found)
@@ -101,10 +101,13 @@ def partition(
 
 
 def latency(
-    stages: Sequence[Stage], layers: Sequence[Layer], microbatches: int, links: Links | None = None
+    stages: Sequence[PlannedStage],
+    layers: Sequence[LayerProfile],
+    microbatches: int,
+    links: StageLinks | None = None,
 ) -> float:
     """The seconds of a step with these stages, by the formula above."""
-    links = links or Links()
+    links = links or StageLinks()
     costs: list[_Cost] = []
     for stage in stages:
         costs += [_message(layers[stage.first - 1], links)] if stage.first else []
@@ -118,7 +121,11 @@ def latency(
 
 
 def _before(
-    stage: Stage, rest: _Rest, layers: Sequence[Layer], microbatches: int, links: Links
+    stage: PlannedStage,
+    rest: _Rest,
+    layers: Sequence[LayerProfile],
+    microbatches: int,
+    links: StageLinks,
 ) -> _Rest:
     """`rest` with one more stage in front of it, and the message between them."""
     late, turn = rest.latency, rest.turn
@@ -140,13 +147,13 @@ def _best(found: list[_Rest]) -> list[_Rest]:
     return kept
 
 
-def _cost(stage: Stage, layers: Sequence[Layer], links: Links) -> _Cost:
+def _cost(stage: PlannedStage, layers: Sequence[LayerProfile], links: StageLinks) -> _Cost:
     run, r = layers[stage.first : stage.last], stage.replicas
     reduced_bytes = 2 * (r - 1) / r * sum(layer.param_bytes for layer in run)
     forward_s, backward_s = (sum(x.forward_s for x in run), sum(x.backward_s for x in run))
     return _Cost(forward_s / r, backward_s / r, reduced_bytes / links.among_bytes_s)
 
 
-def _message(layer: Layer, links: Links) -> _Cost:
+def _message(layer: LayerProfile, links: StageLinks) -> _Cost:
     time_s = links.latency_s + layer.output_bytes / links.between_bytes_s
     return _Cost(time_s, time_s)

@@ -13,7 +13,7 @@ from typing import Final
 
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.rank_shape import parts_on, stage_bytes
-from shardwise.prediction.timeline import Event, StepMemory
+from shardwise.prediction.timeline import Event, StepBytes
 from shardwise.prediction.unit_acts import StageActs, by_unit
 from shardwise.techniques.recompute.price import storages
 
@@ -31,7 +31,7 @@ def staged_timeline(found: Prediction, ahead: int = 1) -> tuple[Event, ...]:
     own = by_unit(plan, found.model)
     staged = StageActs(plan, parts_on(spec, plan, rank), rank, ahead, own)
     deque(staged.run(), 0)  # the first run learns the order of units
-    memory, kept_bytes = StepMemory(found, staged.acts), 0
+    memory, kept_bytes = StepBytes(found, staged.acts), 0
     for run in range(plan.accumulate):
         for action in staged.run():
             if action.op == "REDUCE" and run == plan.accumulate - 1:

@@ -24,20 +24,20 @@ from torch import Tensor, nn
 from shardwise.comm.move import begin_receive, begin_send
 from shardwise.comm.objects import broadcast_object
 from shardwise.techniques.pipeline.stage import Asked
-from shardwise.techniques.pipeline.stage_io import Trace
+from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.stage_module import Staging
 from shardwise.techniques.pipeline.stage_work import Microbatch
 
 
 @dataclass(frozen=True)
-class Probe:
+class ActivationProbe:
     """Runs `call`, the forward of one microbatch; `around` is that of the units of an action."""
 
     staging: Staging
     call: Callable[[nn.Module], Any]
     around: Callable[[str, int, Microbatch], AbstractContextManager[None]]
 
-    def __call__(self, trace: Trace) -> Any:
+    def __call__(self, trace: StageTrace) -> Any:
         """The answer to the last event of `trace`, on every rank; all ranks of the axis call it."""
         schedule, axis = self.staging.schedule, self.staging.axis
         last, answer = len(trace.written) - 1, None
@@ -49,7 +49,9 @@ class Probe:
                     passed, answer = self._run(stage, trace, passed)
         return broadcast_object(answer, axis, schedule.home[last], self.staging.stages.device)
 
-    def _run(self, stage: int, trace: Trace, received: list[Tensor]) -> tuple[list[Tensor], Any]:
+    def _run(
+        self, stage: int, trace: StageTrace, received: list[Tensor]
+    ) -> tuple[list[Tensor], Any]:
         """The outputs of a stage, or the answer."""
         stages = self.staging.stages
         try:
@@ -58,7 +60,7 @@ class Probe:
         except Asked as asked:
             return [], asked.answer
 
-    def _arrive(self, stage: int, trace: Trace, passed: list[Tensor]) -> None:
+    def _arrive(self, stage: int, trace: StageTrace, passed: list[Tensor]) -> None:
         """Move the bundle in front of `stage` to its rank; it is in `passed` then."""
         axis, home = self.staging.axis, self.staging.schedule.home
         if not stage or home[stage - 1] == home[stage]:

@@ -255,7 +255,7 @@ def _marked(row: Sequence[Step], place: int, rank: int) -> str:
 ASKS = 8
 
 
-class Recorder:
+class ActionRecorder:
     """A watch that records the steps of one run.  On CUDA it synchronises at each step."""
 
     def __init__(

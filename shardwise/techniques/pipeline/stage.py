@@ -31,7 +31,7 @@ from shardwise.core.errors import InputError, bad
 from shardwise.core.tree import leaves, mapped
 from shardwise.techniques.pipeline.interceptor import Seen, line, name_of
 from shardwise.techniques.pipeline.placeholders import Of
-from shardwise.techniques.pipeline.stage_io import Event, Trace
+from shardwise.techniques.pipeline.stage_io import ForwardStep, StageTrace
 
 #: What acts on the gradient of a value: done by the stage that the glue belongs to, by no other.
 _HOOKS: Final = frozenset(
@@ -66,7 +66,9 @@ class Ran:
 class Stage:
     """One stage while it runs; `own` are its parameters and buffers by number."""
 
-    def __init__(self, stage: int, trace: Trace, seen: Seen, own: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self, stage: int, trace: StageTrace, seen: Seen, own: Mapping[int, Tensor]
+    ) -> None:
         self.stage, self.trace, self.seen, self.own = stage, trace, seen, own
         self.at = self.index = 0  # the stage that the glue belongs to; the next event
         self.here = set(own)  # values of this stage
@@ -109,7 +111,7 @@ class Stage:
             self._answer(event, out)
         return self._note(event, out, was, (args, kwargs))
 
-    def _answer(self, event: Event, out: Any) -> None:
+    def _answer(self, event: ForwardStep, out: Any) -> None:
         """Raise InputError if a read of an activation gives another answer than in the trace."""
         if event.out is UNKNOWN:
             raise Asked(out)
@@ -152,7 +154,7 @@ class Stage:
             self._compare(event, out)
         return self._note(event, out, was, (args, kwargs))
 
-    def _next(self) -> Event | None:
+    def _next(self) -> ForwardStep | None:
         events = self.trace.events
         return events[self.index] if self.index < len(events) else None
 
@@ -168,7 +170,7 @@ class Stage:
 
     # --- before our stage ---------------------------------------------------------------------
 
-    def _skip(self, event: Event, args: Any, kwargs: Any) -> Any:
+    def _skip(self, event: ForwardStep, args: Any, kwargs: Any) -> Any:
         if event.writes:
             tensors = leaves((args, kwargs), Tensor)
             for i, number in event.writes:
@@ -221,7 +223,7 @@ class Stage:
             raise self._other_way("a value of an earlier stage")
         return self.own.get(number, x)
 
-    def _note(self, event: Event, out: Any, was: Any, done: Any) -> Any:
+    def _note(self, event: ForwardStep, out: Any, was: Any, done: Any) -> Any:
         """Number the tensors that an event made or wrote to."""
         tensors = _leaves(out)
         if len(tensors) != len(event.numbers):
@@ -243,7 +245,7 @@ class Stage:
         if number in self.leaving:
             self.made[number] = x
 
-    def _compare(self, event: Event, out: Any) -> None:
+    def _compare(self, event: ForwardStep, out: Any) -> None:
         """Raise InputError if a layer's outputs differ from the trace in shape or dtype."""
         foreseen = [(x.shape, x.dtype) for x in _leaves(event.out)]
         found = [(x.shape, x.dtype) for x in _leaves(out)]

@@ -26,7 +26,7 @@ class Spec(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Event:
+class ForwardStep:
     """One step of a forward: the call of a layer, or an operation on values.
 
     what      the layer's name, or torch's function
@@ -45,7 +45,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Trace:
+class StageTrace:
     """The description of a forward pass before it runs, for one set of shapes.
 
     bundles[s]    the tensors that stage s sends to later ones; one entry fewer than stages
@@ -57,7 +57,7 @@ class Trace:
     answers       what the forward read from the batch (techniques/pipeline/answers.py)
     """
 
-    events: tuple[Event, ...]
+    events: tuple[ForwardStep, ...]
     bundles: tuple[tuple[Spec, ...], ...]
     crossing: tuple[tuple[int, ...], ...]
     orders: Mapping[int, tuple[int, ...]]

@@ -23,17 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.schedule.action import Action, Token
-from shardwise.techniques.pipeline.backward import Rest, Tape
+from shardwise.techniques.pipeline.backward import Rest, StageTape
 from shardwise.techniques.pipeline.bundles import grads_back, require_grads, specs
 from shardwise.techniques.pipeline.stage import Ran
-from shardwise.techniques.pipeline.stage_io import Spec, Trace
+from shardwise.techniques.pipeline.stage_io import Spec, StageTrace
 from shardwise.techniques.pipeline.staged_model import Stages
 
 #: The user's forward of one microbatch, with the loss if there is one.
 Call = Callable[[nn.Module, Any], Any]
 
 #: The trace of a model in one stage.
-NOTHING_CROSSES = Trace((), (), (), {}, (), frozenset(), ())
+NOTHING_CROSSES = StageTrace((), (), (), {}, (), frozenset(), ())
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Microbatch:
     index: int
     part: Any
     tokens: int = 0
-    trace: Trace = NOTHING_CROSSES
+    trace: StageTrace = NOTHING_CROSSES
     lengths: Mapping[int, int] = field(default_factory=dict[int, int])
     seed: int = 0
 
@@ -65,7 +65,11 @@ class WholeModel:
         self.model, self.device = model, device
 
     def run(
-        self, stage: int, trace: Trace, inputs: Sequence[Tensor], call: Callable[[nn.Module], Any]
+        self,
+        stage: int,
+        trace: StageTrace,
+        inputs: Sequence[Tensor],
+        call: Callable[[nn.Module], Any],
     ) -> Ran:
         """The forward of the model."""
         assert not (stage or trace.bundles or inputs)
@@ -128,7 +132,7 @@ class StageWork:
 
     def forward(
         self, stage: int, microbatch: int, inputs: list[Tensor]
-    ) -> tuple[list[Tensor], Tape | None]:
+    ) -> tuple[list[Tensor], StageTape | None]:
         """F."""
         own = self.microbatches[microbatch]
         if self.trains:
@@ -140,10 +144,10 @@ class StageWork:
         roots = [x for x in ran.outputs if x.requires_grad]
         if self._is_last(stage):
             roots = self.last.outputs(own, ran.result)
-        return ran.outputs, Tape(inputs, roots) if self.trains else None
+        return ran.outputs, StageTape(inputs, roots) if self.trains else None
 
     def backward(
-        self, stage: int, microbatch: int, tape: Tape, grads: list[Tensor]
+        self, stage: int, microbatch: int, tape: StageTape, grads: list[Tensor]
     ) -> list[Tensor]:
         """B."""
         own = self.microbatches[microbatch]
@@ -152,7 +156,7 @@ class StageWork:
         return self._grads_back(stage, own, found)
 
     def inputs(
-        self, stage: int, microbatch: int, tape: Tape, grads: list[Tensor]
+        self, stage: int, microbatch: int, tape: StageTape, grads: list[Tensor]
     ) -> tuple[list[Tensor], Rest]:
         """I."""
         own = self.microbatches[microbatch]

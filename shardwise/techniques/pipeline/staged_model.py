@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.observe.meta_pass import UNKNOWN, as_on
-from shardwise.techniques.pipeline.answers import Replay
+from shardwise.techniques.pipeline.answers import AnswerReplay
 from shardwise.techniques.pipeline.interceptor import Glue, Player, Seen
 from shardwise.techniques.pipeline.partition import misplaced
-from shardwise.techniques.pipeline.placeholders import Layers
+from shardwise.techniques.pipeline.placeholders import StageLayers
 from shardwise.techniques.pipeline.stage import Over, Ran, Stage
-from shardwise.techniques.pipeline.stage_io import Trace
+from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.tracer import Ask, Tracer
 
 
@@ -45,7 +45,7 @@ class Stages:
         beside: Mapping[str, str] | None = None,
     ) -> None:
         beside = {**misplaced(model), **(beside or {})}
-        self.layers = Layers(model, twin, starts, mine, beside)
+        self.layers = StageLayers(model, twin, starts, mine, beside)
         self.count, self.device = self.layers.count, device
 
     @property
@@ -53,7 +53,7 @@ class Stages:
         """The stages of every parameter of the full model, by name; tied ones have several."""
         return {name: stages for name, stages, _ in self.layers.parameters}
 
-    def trace(self, call: Callable[[nn.Module], Any], ask: Ask | None = None) -> Trace:
+    def trace(self, call: Callable[[nn.Module], Any], ask: Ask | None = None) -> StageTrace:
         """Trace `call` on meta for this microbatch, in the current grad mode.
 
         The trace is valid for every microbatch of the same shapes that it `fits`. Tracing draws no
@@ -80,7 +80,7 @@ class Stages:
                 raise follow.blame(error) from error
         return follow.finish()
 
-    def fits(self, trace: Trace, call: Callable[[nn.Module], Any]) -> bool:
+    def fits(self, trace: StageTrace, call: Callable[[nn.Module], Any]) -> bool:
         """Whether `trace` holds for this microbatch too, of the same shapes.
 
         It does unless the forward reads other numbers from the batch.
@@ -89,7 +89,7 @@ class Stages:
             return True
         seen = Seen(self.layers.numbers)
         self.layers.number_buffers(seen.put)
-        replay = Replay(trace, seen)
+        replay = AnswerReplay(trace, seen)
         with self._twin(replay, seen) as twin, suppress(*UNKNOWN):
             call(twin)
             return replay.fits
@@ -106,7 +106,7 @@ class Stages:
     def run(
         self,
         stage: int,
-        trace: Trace,
+        trace: StageTrace,
         inputs: Sequence[Tensor],
         call: Callable[[nn.Module], Any],
     ) -> Ran:

@@ -28,7 +28,7 @@ from shardwise.techniques.pipeline.answers import ASKED, READS, answers, by_numb
 from shardwise.techniques.pipeline.interceptor import Seen, line, name_of
 from shardwise.techniques.pipeline.placeholders import Of
 from shardwise.techniques.pipeline.stage import UNKNOWN
-from shardwise.techniques.pipeline.stage_io import Event, Spec, Trace, crossing, maker
+from shardwise.techniques.pipeline.stage_io import ForwardStep, Spec, StageTrace, crossing, maker
 
 META: Final = torch.device("meta")
 #: Copies between devices: on meta there is one device.
@@ -36,11 +36,11 @@ _MOVES: Final = (Tensor.cpu, Tensor.cuda)
 
 
 #: Finds out what the last event of an unfinished trace, a read of a value, gives.
-Ask = Callable[[Trace], Any]
+Ask = Callable[[StageTrace], Any]
 
 
 @dataclass
-class Value:
+class TracedValue:
     """A traced value: `meta` is its tensor; `shape`, detached when it was made, keeps its shape."""
 
     origin: str
@@ -66,11 +66,11 @@ class Tracer:
         self.ask = ask
         self.seen, self.count, self.device, self.around = seen, count, device, around
         self.values = [
-            Value(origin, stages, x, x.detach(), trained=x.requires_grad)
+            TracedValue(origin, stages, x, x.detach(), trained=x.requires_grad)
             for origin, stages, x in held
         ]
         self.held = len(held)
-        self.events: list[Event] = []
+        self.events: list[ForwardStep] = []
         self.stage, self.last = 0, ""
         self.entered = ("", "")  # the layer that began the stage, and the one before it
         self.assumed: list[str] = []  # layers that do not run on meta
@@ -135,10 +135,10 @@ class Tracer:
     ) -> Any:
         """Find out what the program reads of a value, and record it as an event."""
         self._used(func, inputs, metas, ())
-        read = Event(func, self.stage, UNKNOWN, (), reads=True)
+        read = ForwardStep(func, self.stage, UNKNOWN, (), reads=True)
         crossed, specs, orders = self._crossed(self.stage + 1)
         answer = ask(
-            Trace(
+            StageTrace(
                 (*self.events, read),
                 tuple(tuple(specs[n]._replace(requires_grad=False) for n in b) for b in crossed),
                 crossed,
@@ -252,7 +252,7 @@ class Tracer:
             shapes = mapped(Tensor.detach, out, Tensor)
             writes = tuple((i, numbers[id(metas[i])]) for i in changed)
             here = tuple(numbers[id(x)] for x in made)
-            self.events.append(Event(what, self.stage, shapes, here, writes))
+            self.events.append(ForwardStep(what, self.stage, shapes, here, writes))
         return out
 
     def _used(
@@ -270,7 +270,7 @@ class Tracer:
 
     def _add(self, x: Tensor, origin: str) -> int:
         number = len(self.values)
-        self.values.append(Value(origin, (self.stage,), x, x.detach()))
+        self.values.append(TracedValue(origin, (self.stage,), x, x.detach()))
         self.sharing[_storage(x)].append(number)
         self.seen.put(x, number)
         return number
@@ -313,7 +313,7 @@ class Tracer:
 
     # --- the result ---------------------------------------------------------------------------
 
-    def finish(self) -> Trace:
+    def finish(self) -> StageTrace:
         """The trace. Raises InputError if the forward did not reach the last stage."""
         if self.stage < self.count - 1:
             raise bad(
@@ -324,7 +324,7 @@ class Tracer:
         self._close()
         values = self.values
         crossed, specs, orders = self._crossed(self.count)
-        return Trace(
+        return StageTrace(
             tuple(self.events),
             tuple(tuple(specs[n] for n in bundle) for bundle in crossed),
             crossed,
@@ -442,7 +442,7 @@ def _order(x: Tensor) -> tuple[int, ...] | None:
     return tuple(order) if x.permute(order).is_contiguous() else None
 
 
-def _spec(value: Value, order: Sequence[int] | None) -> Spec:
+def _spec(value: TracedValue, order: Sequence[int] | None) -> Spec:
     shape = value.shape.shape
     lying = tuple(shape[dim] for dim in order) if order else tuple(shape)
     return Spec(lying, value.shape.dtype, value.trained)

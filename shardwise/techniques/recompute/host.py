@@ -42,7 +42,7 @@ class Stored:
         flat.set_(storage, 0, (storage.nbytes(),), (1,))
         self.rest = host.tiers.empty(storage.nbytes(), torch.uint8)
         self.leaving = begin_copy(flat, host.tiers, "device", "host", self.rest)
-        self.blocks: list[weakref.ref[Block]] = []
+        self.blocks: list[weakref.ref[HostedBlock]] = []
         self.arriving: Pending[Tensor] | None = None
         self.here: Tensor | None = None
         self.nbytes = storage.nbytes()
@@ -79,7 +79,7 @@ class Stored:
 class Kept:
     """A tensor that autograd saved, as a view of a storage on the host."""
 
-    def __init__(self, stored: Stored, block: "Block", x: Tensor) -> None:
+    def __init__(self, stored: Stored, block: "HostedBlock", x: Tensor) -> None:
         self.stored, self.block, self.dtype = stored, block, x.dtype
         self.view = x.shape, x.stride(), x.storage_offset()
 
@@ -89,10 +89,12 @@ class Kept:
         return self.stored.bytes().view(self.dtype).as_strided(*self.view)
 
 
-class Block:
+class HostedBlock:
     """One forward pass of a block: its stored tensors, and the pass of the previous block."""
 
-    def __init__(self, host: "HostActivations", module: nn.Module, before: "Block | None") -> None:
+    def __init__(
+        self, host: "HostActivations", module: nn.Module, before: "HostedBlock | None"
+    ) -> None:
         self.host, self.module = host, module
         self.before = None if before is None else weakref.ref(before)
         self.kept: list[weakref.ref[Stored]] = []
@@ -125,8 +127,8 @@ class HostActivations:
         self.known: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
         self.fetched: weakref.WeakSet[Stored] = weakref.WeakSet()
         self.leaving: deque[list[weakref.ref[Stored]]] = deque()
-        self.running: Block | None = None
-        self.latest: weakref.ref[Block] | None = None
+        self.running: HostedBlock | None = None
+        self.latest: weakref.ref[HostedBlock] | None = None
         self.place = -1, 0  # of the latest block
         self.stays: set[int] = set()
         self.batch: set[int] = set()
@@ -180,7 +182,7 @@ class HostActivations:
         follows = place[0] == self.place[0] and place[1] > self.place[1]
         if not follows:
             self.stays = self.batch | _keys(self.model)
-        self.running, self.place = Block(self, module, before if follows else None), place
+        self.running, self.place = HostedBlock(self, module, before if follows else None), place
         self.latest = weakref.ref(self.running)
         self._bound()
         try:

@@ -36,7 +36,7 @@ KINDS: Final = (FULL, SELECTIVE, NONE)
 MOST_SUMS, STEPS = 4096, 1000
 
 
-class Cost(NamedTuple):
+class BlockCost(NamedTuple):
     """What a choice for one block keeps at each moment, in bytes, and the operations it adds."""
 
     kept_bytes: tuple[int, ...]
@@ -47,7 +47,7 @@ class Cost(NamedTuple):
 class _Sum:
     """A choice for the first blocks: the last of these, and the sum of the choices before it."""
 
-    cost: Cost
+    cost: BlockCost
     kind: int = 0
     before: "_Sum | None" = None
 
@@ -91,7 +91,7 @@ def _exchanging(spec: ModelSpec, plan: Plan, blocks: Sequence[str]) -> set[str]:
     return {block for found in every if (block := within(found.layer)) is not None}
 
 
-def cheapest(costs: Sequence[Sequence[Cost]], room: tuple[int, ...]) -> list[int] | None:
+def cheapest(costs: Sequence[Sequence[BlockCost]], room: tuple[int, ...]) -> list[int] | None:
     """For each block the index of the choice in its costs; None if nothing fits in `room`.
 
     The fewest operations, and among these the most bytes kept.
@@ -100,10 +100,10 @@ def cheapest(costs: Sequence[Sequence[Cost]], room: tuple[int, ...]) -> list[int
     later = [tuple(0 for _ in room)]  # what the blocks that follow keep at least
     for fewest in reversed(least):
         later.append(_add(later[-1], fewest))
-    sums = [_Sum(Cost(tuple(0 for _ in room), 0))]
+    sums = [_Sum(BlockCost(tuple(0 for _ in room), 0))]
     for block, rest in zip(costs, later[-2::-1], strict=True):
         every = (
-            _Sum(Cost(_add(s.cost.kept_bytes, c.kept_bytes), s.cost.flops + c.flops), kind, s)
+            _Sum(BlockCost(_add(s.cost.kept_bytes, c.kept_bytes), s.cost.flops + c.flops), kind, s)
             for s in sums
             for kind, c in enumerate(block)
         )
@@ -130,17 +130,17 @@ def _best(sums: list[_Sum], room: tuple[int, ...]) -> list[_Sum]:
     return found
 
 
-def _rounded(sums: Iterable[_Sum], room: tuple[int, ...]) -> dict[Cost, _Sum]:
-    found: dict[Cost, _Sum] = {}
+def _rounded(sums: Iterable[_Sum], room: tuple[int, ...]) -> dict[BlockCost, _Sum]:
+    found: dict[BlockCost, _Sum] = {}
     for one in sorted(sums, key=lambda s: (s.cost.flops, s.cost.kept_bytes)):
         steps = (
             n * STEPS // max(1, most) for n, most in zip(one.cost.kept_bytes, room, strict=True)
         )
-        found.setdefault(Cost(tuple(steps), 0), one)
+        found.setdefault(BlockCost(tuple(steps), 0), one)
     return found
 
 
-def _beats(one: Cost, other: Cost) -> bool:
+def _beats(one: BlockCost, other: BlockCost) -> bool:
     return one.flops < other.flops and _fits(one.kept_bytes, other.kept_bytes)
 
 
@@ -154,7 +154,7 @@ def _add(some: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
 
 def _costs(
     spec: ModelSpec, every: Sequence[Mapping[int, int]], here: Sequence[str], blocks: Sequence[str]
-) -> tuple[tuple[int, ...], list[list[Cost]]]:
+) -> tuple[tuple[int, ...], list[list[BlockCost]]]:
     """The bytes that a rank keeps at each moment outside the blocks, and its blocks' costs."""
     tape = spec.run.tape
     by_kind = {kind: _of_blocks(spec, blocks, kind) for kind in KINDS}
@@ -170,14 +170,14 @@ def _costs(
     outside, by_stage = {storage for storage, _ in kept}, stage_bytes(spec, kept)
     fixed = tuple(sum(n * by_stage[s] for s, n in moment.items()) for moment in every)
     flops = {kind: added_flops(tape, dict.fromkeys(blocks, kind)) for kind in (FULL, SELECTIVE)}
-    costs: list[list[Cost]] = []
+    costs: list[list[BlockCost]] = []
     for name in here:
         stage = stage_of(spec, name)
         costs.append([])
         for kind in KINDS:
             own = sum(tape.storage_bytes[s] for s in by_kind[kind][name] if s not in outside)
             added = 0 if kind == NONE else flops[kind][name]
-            costs[-1].append(Cost(tuple(own * m.get(stage, 0) for m in every), added))
+            costs[-1].append(BlockCost(tuple(own * m.get(stage, 0) for m in every), added))
     return fixed, costs
 
 
@@ -194,12 +194,12 @@ def _of_blocks(spec: ModelSpec, blocks: Sequence[str], kind: str) -> dict[str, s
     return found
 
 
-def _in_order(chosen: Sequence[int], costs: Sequence[Sequence[Cost]]) -> list[str]:
+def _in_order(chosen: Sequence[int], costs: Sequence[Sequence[BlockCost]]) -> list[str]:
     """The kinds by block; among blocks with equal costs, the first ones keep least.
 
     The backward pass reaches these last, when the others have freed their activations.
     """
-    kinds_by_cost: dict[tuple[Cost, ...], list[int]] = defaultdict(list)
+    kinds_by_cost: dict[tuple[BlockCost, ...], list[int]] = defaultdict(list)
     for of_block, kind in zip(costs, chosen, strict=True):
         kinds_by_cost[tuple(of_block)].append(kind)
     queues = {key: iter(sorted(kinds)) for key, kinds in kinds_by_cost.items()}

@@ -20,7 +20,7 @@ from shardwise.prediction.rank_shape import moments, stage_of, stages_on
 from shardwise.techniques.recompute.price import PARTITIONED, Within, parts, storages
 
 
-class Piece(NamedTuple):
+class KeptPiece(NamedTuple):
     """A kept storage by its number, or this rank's part of an argument; and its module."""
 
     key: object
@@ -28,17 +28,17 @@ class Piece(NamedTuple):
     module: str
 
 
-def pieces(spec: ModelSpec, tape: Tape, ranks: int) -> Iterator[tuple[Piece, bool]]:
+def pieces(spec: ModelSpec, tape: Tape, ranks: int) -> Iterator[tuple[KeptPiece, bool]]:
     """The kept pieces of a microbatch, maybe repeated for a module, and whether on the host."""
     within = Within(spec.on_host)
     for storage, module in storages(tape, spec.recomputed, arenas=spec.arenas):
-        piece, block = Piece(storage, tape.storage_bytes[storage], module), within(module)
+        piece, block = KeptPiece(storage, tape.storage_bytes[storage], module), within(module)
         moves = block is not None and spec.recomputed.get(block) != PARTITIONED
         yield piece, moves and piece.stored_bytes >= SMALL_BYTES
     for part in () if spec.arenas else parts(tape, spec.recomputed):
         stored_bytes = -(-part.numel // ranks) * part.element_bytes
         moves = within(part.module) is not None and stored_bytes >= SMALL_BYTES
-        yield Piece((part.module, part.storage), stored_bytes, part.module), moves
+        yield KeptPiece((part.module, part.storage), stored_bytes, part.module), moves
 
 
 def tier_bytes(spec: ModelSpec, tape: Tape, ranks: int, *, on_host: bool) -> dict[int, int]:

@@ -52,11 +52,11 @@ class Stream:
         self.lengths = Lengths(axis.size)  # of the sequences, if they are sharded
         self.slot: _Entered | None = None  # the last entered tensor
 
-    def enter(self, x: Tensor) -> tuple[Tensor, "Entry"]:
+    def enter(self, x: Tensor) -> tuple[Tensor, "InputGradient"]:
         """`x` of the stream as the input of column-parallel layers, moved once for all of them."""
         version = _version(x)
         if self.slot is None or self.slot.x is not x or self.slot.version != version:
-            entry = Entry(self, x.shape[-2] if self.split else 0)
+            entry = InputGradient(self, x.shape[-2] if self.split else 0)
             self.slot = _Entered(x, version, _Enter.apply(x, entry), entry)
         return self.slot.moved, self.slot.entry
 
@@ -129,7 +129,7 @@ class _Entered(NamedTuple):
     x: Tensor
     version: tuple[int, bool]
     moved: Tensor
-    entry: "Entry"
+    entry: "InputGradient"
 
 
 def _version(x: Tensor) -> tuple[int, bool]:
@@ -146,7 +146,7 @@ def _padded(x: Tensor, length: int) -> Tensor:
     return functional.pad(x, (0, 0, 0, short)) if short else x
 
 
-class Entry:
+class InputGradient:
     """The gradient of one input: the sum over its readers, then over the ranks."""
 
     def __init__(self, stream: Stream, shard: int) -> None:
@@ -219,7 +219,7 @@ class _Enter(torch.autograd.Function):
     """From the stream to R; the entry computes the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, entry: Entry) -> Tensor:
+    def forward(ctx: Any, x: Tensor, entry: InputGradient) -> Tensor:
         """The input of the readers: `x`, gathered along the sequence if it is sharded."""
         ctx.entry = entry
         ctx.set_materialize_grads(False)
@@ -273,7 +273,7 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, _moved: Tensor, entry: Entry, weight: Callable[[], Tensor]
+        ctx: Any, y: Tensor, _moved: Tensor, entry: InputGradient, weight: Callable[[], Tensor]
     ) -> Tensor:
         """`y` unchanged; counts a reader of the entry."""
         ctx.entry, ctx.weight = entry, weight

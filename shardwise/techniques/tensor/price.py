@@ -43,7 +43,7 @@ from shardwise.core.moves import price
 from shardwise.core.uneven import Cut
 from shardwise.prediction.price import Price, Share
 from shardwise.prediction.rank_shape import stages_on
-from shardwise.prediction.traffic import Counted, Line, Tariff
+from shardwise.prediction.traffic import Counted, Tariff, TrafficLine
 from shardwise.techniques.tensor.styles import Style
 from shardwise.techniques.tensor.table import cuts
 
@@ -209,7 +209,7 @@ def _send(tariff: Tariff, axis: str, model: ModelSpec, spec: TensorSpec, mine: s
 
 def _send_loss(tariff: Tariff, axis: str, loss: CutLoss) -> None:
     positions, smoothing, size = loss
-    ranks, line = tariff.size(axis), Line(axis, "all_reduce", "forward")
+    ranks, line = tariff.size(axis), TrafficLine(axis, "all_reduce", "forward")
     sent_bytes = loss_bytes(positions, ranks, smoothing=smoothing, element_bytes=size)
     tariff.add(line, sent_bytes)
     tariff.sent_bytes.messages[line] += bool(sent_bytes)  # the maxima, then the sums

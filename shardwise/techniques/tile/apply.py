@@ -23,7 +23,7 @@ from shardwise.core.uneven import even
 from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, blocks
 from shardwise.techniques.tile.layer import Tile, into_tiles
 from shardwise.techniques.tile.word import LARGE
-from shardwise.techniques.tile.word import Tile as Word
+from shardwise.techniques.tile.word import TileWord as Word
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ _WORD = re.compile(rf"([0-9]{{1,9}})(?:=({NAMES.pattern}))?")
 
 
 @dataclass(frozen=True)
-class Tile:
+class TileWord:
     """A parsed value of the word: `number` tiles of the layers that match one of `patterns`."""
 
     number: int
@@ -47,11 +47,11 @@ class Tile:
         return f"{self.number}={','.join(self.patterns)}" if self.patterns else f"{self.number}"
 
 
-def parse(text: str) -> Tile:
+def parse(text: str) -> TileWord:
     """The value of `tile:` as written. Raises InputError for any other."""
     found = _WORD.fullmatch(text)
     if found and 1 < int(found[1]) <= MOST_TILES:
-        return Tile(int(found[1]), tuple(found[2].split(",")) if found[2] else ())
+        return TileWord(int(found[1]), tuple(found[2].split(",")) if found[2] else ())
     raise bad(
         f"the plan word 'tile:{text}'",
         f"tile: and a whole number of tiles from 2 to {MOST_TILES}, then perhaps = and patterns of "

@@ -59,7 +59,7 @@ class Tip(NamedTuple):
     text: str
 
 
-class Key(NamedTuple):
+class LegendKey(NamedTuple):
     """An entry of the legend; `mark` is "line", "raw", "dash", "dot" or "box"."""
 
     style: str
@@ -77,7 +77,7 @@ class Plot(NamedTuple):
     y_ticks: Sequence[Tick]
     paths: Sequence[Path]
     tips: Sequence[Tip]
-    keys: Sequence[Key]
+    keys: Sequence[LegendKey]
     kind: str = "plot"
 
 
@@ -90,12 +90,12 @@ class Bar(NamedTuple):
     tip: str
 
 
-class Rows(NamedTuple):
+class BarGroups(NamedTuple):
     """A group of bars for each name."""
 
     title: str
     groups: Sequence[tuple[str, Sequence[Bar]]]
-    keys: Sequence[Key]
+    keys: Sequence[LegendKey]
     kind: str = "rows"
 
 
@@ -123,7 +123,7 @@ class Inline(NamedTuple):
     kind: str = "inline"
 
 
-Chart = Plot | Rows | Panel | Inline
+Chart = Plot | BarGroups | Panel | Inline
 
 
 def charts(figure: Figure | None) -> Sequence[Chart]:
@@ -163,13 +163,16 @@ def _loss(curve: Curve) -> Plot:
         Path("dash ddp", f"M0 {level:.1f}H{WIDE}"),
         Path("line measured", line(curve.smoothed)),
     ]
-    keys = [Key("measured", "line", "training, smoothed"), Key("measured", "raw", "each step")]
+    keys = [
+        LegendKey("measured", "line", "training, smoothed"),
+        LegendKey("measured", "raw", "each step"),
+    ]
     if curve.validation:
         found = [place(*pair) for pair in curve.validation]
         dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in found)
         paths += [Path("line predicted", _line(found)), Path("dot predicted", dots)]
-        keys.append(Key("predicted", "dot", "validation"))
-    keys.append(Key("ddp", "dash", f"unigram baseline {curve.baseline:.2f}"))
+        keys.append(LegendKey("predicted", "dot", "validation"))
+    keys.append(LegendKey("ddp", "dash", f"unigram baseline {curve.baseline:.2f}"))
     return Plot(
         title="Loss of each step",
         x_label="step",
@@ -239,11 +242,11 @@ def _moments(series: Series, most: int) -> Plot:
         above = [a + b for a, b in zip(below, sizes, strict=True)]
         paths.append(Path(f"area {category}", _area(below, above, top)))
         below = above
-    keys = [Key(category, "box", category) for category in shown]
+    keys = [LegendKey(category, "box", category) for category in shown]
     if TEMPORARY in shown:
         highest = [float(event.peak) for event in series.events]
         paths.append(Path("thin", f"M{_steps(highest, top)}"))
-        keys.append(Key("ink", "line", "most before it"))
+        keys.append(LegendKey("ink", "line", "most before it"))
     wide = WIDE / count
     tips = [Tip(n * wide, wide, _moment(event)) for n, event in enumerate(series.events)]
     return Plot(
@@ -298,7 +301,7 @@ def _phases(events: Sequence[Event]) -> list[Tick]:
 # --- bars and heat maps ----------------------------------------------------------------------
 
 
-def _rows(bars: Bars) -> Rows:
+def _rows(bars: Bars) -> BarGroups:
     styles = dict(zip(bars.series, ("measured", "predicted", "ddp"), strict=False))
     groups = [
         (
@@ -316,8 +319,8 @@ def _rows(bars: Bars) -> Rows:
         )
         for name in bars.names
     ]
-    keys = [Key(style, "box", label) for label, style in styles.items()]
-    return Rows(bars.title, groups, keys)
+    keys = [LegendKey(style, "box", label) for label, style in styles.items()]
+    return BarGroups(bars.title, groups, keys)
 
 
 def _panel(title: str, rows: Mapping[str, Sequence[float]], columns: int) -> Panel:

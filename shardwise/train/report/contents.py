@@ -21,15 +21,15 @@ from shardwise.train.report.section import (
     Bars,
     Card,
     Check,
-    Contents,
     Curve,
+    ReportContents,
+    ReportTable,
     Section,
-    Table,
 )
 from shardwise.train.report.summary import Summary, all_agree
 
 
-def contents_of(summary: Summary) -> Contents:
+def contents_of(summary: Summary) -> ReportContents:
     """The report of a run."""
     plan, curve = Plan.parse(summary.plan), _curve(summary)
     found = [
@@ -46,7 +46,7 @@ def contents_of(summary: Summary) -> Contents:
     if (recording := summary.recording) is not None:
         files[tracing.TRACE] = lambda: tracing.trace(recording)
     last, steps = summary.records[-1], summary.config.train.steps
-    return Contents(
+    return ReportContents(
         title=summary.config.folder.name,
         about=f"{summary.plan} on {ranks_text(summary.ranks)}, step {last.step} of {steps}",
         headline=_headline(summary, curve),
@@ -58,7 +58,7 @@ def contents_of(summary: Summary) -> Contents:
     )
 
 
-def table(contents: Contents) -> Grid:
+def table(contents: ReportContents) -> Grid:
     """The table of the run, for the screen."""
     grid = Grid.grid(padding=(0, 3))
     for name, value in contents.rows:
@@ -183,13 +183,13 @@ def _bars(
     return Bars(title, series)
 
 
-def _bytes_table(rank: int, bars: Bars) -> Table:
+def _bytes_table(rank: int, bars: Bars) -> ReportTable:
     """The bytes of each bar."""
     rows = [
         [name, *(f"{sizes[name]:,}" if name in sizes else "-" for sizes in bars.series.values())]
         for name in bars.names
     ]
-    return Table([f"rank {rank}, bytes", *bars.series], rows)
+    return ReportTable([f"rank {rank}, bytes", *bars.series], rows)
 
 
 def _plan(plan: Plan) -> Section:
@@ -202,7 +202,7 @@ def _plan(plan: Plan) -> Section:
         known = word_of(word)
         meaning = "" if known is None else f"`{known.form}`: {known.said_of(word)}"
         rows.append([f"`{word}`", f"{meaning}{f' (only layers {layers})' if layers else ''}"])
-    return Section("Plan", sentences=[f"`{plan}`"], table=Table(["word", "meaning"], rows))
+    return Section("Plan", sentences=[f"`{plan}`"], table=ReportTable(["word", "meaning"], rows))
 
 
 def smooth(losses: Sequence[float], weight: float = 0.9) -> list[float]:

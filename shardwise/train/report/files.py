@@ -9,16 +9,16 @@ from shardwise.train.publish import publish
 from shardwise.train.report import html, markdown, plots
 from shardwise.train.report.section import (
     Bars,
-    Contents,
     Curve,
     Drawing,
     Figure,
     HeatMap,
+    ReportContents,
     StepPicture,
 )
 
 
-def write(contents: Contents, folder: Path) -> list[str]:
+def write(contents: ReportContents, folder: Path) -> list[str]:
     """Write the report into the run's folder; what failed, a sentence each.
 
     A file that cannot be made is missing; the rest is made. Raises OSError without report.md.
@@ -36,7 +36,7 @@ def write(contents: Contents, folder: Path) -> list[str]:
     return failures
 
 
-def _beside(contents: Contents) -> dict[str, Callable[[Path], object]]:
+def _beside(contents: ReportContents) -> dict[str, Callable[[Path], object]]:
     """The files beside report.md, and what makes each of them."""
     found: dict[str, Callable[[Path], object]] = {
         section.picture: _drawn(section.figure)

@@ -8,12 +8,12 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from shardwise.train.report.charts import HIGH, WIDE, charts
-from shardwise.train.report.section import Contents
+from shardwise.train.report.section import ReportContents
 
 TEMPLATE: Final = "report.html.jinja"
 
 
-def page(contents: Contents) -> str:
+def page(contents: ReportContents) -> str:
     """The text of report.html. All of the run's own text is escaped."""
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

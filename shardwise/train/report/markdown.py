@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
-from shardwise.train.report.section import Contents, Section, Table
+from shardwise.train.report.section import ReportContents, ReportTable, Section
 
 
-def text(contents: Contents) -> str:
+def text(contents: ReportContents) -> str:
     """The text of report.md."""
-    rows = Table(["", ""], contents.rows)
+    rows = ReportTable(["", ""], contents.rows)
     lines = [f"# {contents.title}", "", f"**{contents.headline}**", ""]
     lines += [*(f"- {check}" for check in contents.checks), "", *_table(rows), ""]
     for section in contents.sections:
@@ -28,7 +28,7 @@ def _section(section: Section) -> Iterator[str]:
         yield from (*(f"    {line}" for line in section.quoted.splitlines()), "")
 
 
-def _table(table: Table) -> Iterator[str]:
+def _table(table: ReportTable) -> Iterator[str]:
     yield _row(table.head)
     yield "|---" * len(table.head) + "|"
     yield from map(_row, table.rows)

@@ -82,7 +82,7 @@ class Drawing(NamedTuple):
 Figure = Curve | Bars | StepPicture | HeatMap | Drawing
 
 
-class Table(NamedTuple):
+class ReportTable(NamedTuple):
     """The cells of a table as text."""
 
     head: Sequence[str]
@@ -106,7 +106,7 @@ class Section:
     figure: Figure | None = None
     picture: str = ""
     sentences: Sequence[str] = ()
-    table: Table | None = None
+    table: ReportTable | None = None
     quoted: str = ""
 
 
@@ -134,7 +134,7 @@ class Check(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Contents:
+class ReportContents:
     """All that a report says; each file of it is a form of this. `rows` is the table of the run.
 
     `files` are further files beside the report, by name: what makes their text.

@@ -15,7 +15,7 @@ from shardwise.train.tracing import Recording
 
 
 @dataclass(frozen=True)
-class Cost:
+class RankCost:
     """A rank's memory by category and traffic per step by kind: measured and predicted.
 
     Predictions are empty if they are not possible. `bytes_between` has the least and the most bytes
@@ -71,7 +71,7 @@ class Summary:
     records: Sequence[Record]
     unigram: float
     peak_flops: float
-    costs: Sequence[Cost]
+    costs: Sequence[RankCost]
     baseline: Baseline | None = None
     began: int = 0
     sample: str = ""
@@ -107,12 +107,12 @@ class Summary:
         return sum(record.seconds for record in self.records)
 
     @property
-    def memory(self) -> tuple[int, Cost]:
+    def memory(self) -> tuple[int, RankCost]:
         """The first of the ranks with the most memory, and its cost."""
         return max(enumerate(self.costs), key=lambda of: sum(of[1].memory.values()))
 
     @property
-    def sent(self) -> tuple[int, Cost]:
+    def sent(self) -> tuple[int, RankCost]:
         """The first of the ranks that send most, and its cost."""
         return max(enumerate(self.costs), key=lambda of: sum(of[1].sent.values()))
 

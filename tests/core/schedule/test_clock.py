@@ -1,6 +1,6 @@
 """The clock and the memory of a schedule, against sums done by hand."""
 
-from shardwise.core.schedule.clock import Costs, clock
+from shardwise.core.schedule.clock import ActionCosts, clock
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.memory import leftovers, peaks, sizes, versions
@@ -11,7 +11,7 @@ ONE = "rank 0 F0 B0\nrank 1 F0 B0"
 
 def test_costs_by_stage_and_hop_add_up():
     """F 1 and 2, B 3 and 5, and two hops: 1 + .5 + 2 + 5 + .5 + 3."""
-    timeline = clock(read(ONE), Costs(F=(1.0, 2.0), B=(3.0, 5.0), hop=0.5))
+    timeline = clock(read(ONE), ActionCosts(F=(1.0, 2.0), B=(3.0, 5.0), hop=0.5))
     assert timeline.makespan == 12
     assert timeline.idle == (8, 5)
     assert timeline.bubble == 13 / 24
@@ -21,31 +21,31 @@ def test_costs_by_stage_and_hop_add_up():
 
 def test_backward_costs_what_its_halves_cost():
     """Where B is not given it is I and W of the stage."""
-    costs = Costs(I=(1.0, 2.0), W=4.0)
+    costs = ActionCosts(I=(1.0, 2.0), W=4.0)
     assert (costs.of("B", 0), costs.of("B", 1), costs.of("FREE", 0)) == (5, 6, 0)
 
 
 def test_a_message_between_stages_of_one_rank_takes_no_time():
     """The turn of a V has no hop; p = 1 has none at all."""
     for word in ("zb-v:4", "interleaved:4x2"):
-        assert clock(build(word, 1), Costs(hop=9)).bubble == 0
+        assert clock(build(word, 1), ActionCosts(hop=9)).bubble == 0
 
 
 def test_only_who_needs_it_waits_for_a_message():
     """A rank with work left does it beside the hop: the second forward is not late."""
-    timeline = clock(read("rank 0 F0 F1 B0 B1\nrank 1 F0 B0 F1 B1"), Costs(hop=1.0))
+    timeline = clock(read("rank 0 F0 F1 B0 B1\nrank 1 F0 B0 F1 B1"), ActionCosts(hop=1.0))
     assert [span.start for span in timeline.spans[0][:3]] == [0, 1, 6]
 
 
 def test_what_lowering_adds_can_cost_too():
     """GATHER and REDUCE are actions of the rank: they lengthen its row."""
     schedule = lower(read("rank 0 F0 B0"), gather=True)
-    assert clock(schedule, Costs(GATHER=2, REDUCE=0.5)).makespan == 5.5
+    assert clock(schedule, ActionCosts(GATHER=2, REDUCE=0.5)).makespan == 5.5
 
 
 def test_nothing_costs_nothing():
     """A schedule whose actions take no time has no bubble."""
-    timeline = clock(read(ONE), Costs(0, 0, 0))
+    timeline = clock(read(ONE), ActionCosts(0, 0, 0))
     assert (timeline.makespan, timeline.bubble, timeline.idle) == (0, 0, (0, 0))
 
 

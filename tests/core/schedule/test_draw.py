@@ -2,12 +2,12 @@
 
 from xml.etree import ElementTree as ET
 
-from shardwise.core.schedule.clock import Costs, clock
+from shardwise.core.schedule.clock import ActionCosts, clock
 from shardwise.core.schedule.draw import as_svg, as_text
 from shardwise.core.schedule.library import build
 
 
-def drawn(word: str, ranks: int, costs: Costs | None = None) -> list[str]:
+def drawn(word: str, ranks: int, costs: ActionCosts | None = None) -> list[str]:
     return [line[8:].rstrip() for line in as_text(clock(build(word, ranks), costs)).splitlines()]
 
 
@@ -46,12 +46,12 @@ def test_the_second_chunk_has_small_letters():
 
 def test_a_column_is_the_shortest_action():
     """Fractions of it are rounded to columns; what takes no time is left out."""
-    assert drawn("1f1b:1", 2, Costs(F=0.5, B=1.5, hop=0.1)) == [
+    assert drawn("1f1b:1", 2, ActionCosts(F=0.5, B=1.5, hop=0.1)) == [
         "F0 .. .. .. .. B0 -- --",
         ".. F0 B0 -- -- .. .. ..",
     ]
-    assert drawn("naive", 2, Costs(F=1, B=1, hop=0.6))[1] == ".. .. F0 B0 .."
-    assert drawn("naive", 1, Costs(0, 0, 0)) == [""]
+    assert drawn("naive", 2, ActionCosts(F=1, B=1, hop=0.6))[1] == ".. .. F0 B0 .."
+    assert drawn("naive", 1, ActionCosts(0, 0, 0)) == [""]
 
 
 def test_svg_is_to_scale():

@@ -9,7 +9,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.schedule.action import Action
 from shardwise.core.schedule.check import check
 from shardwise.core.schedule.classic import dapple, one_f_one_b, one_stage_a_rank
-from shardwise.core.schedule.clock import Costs, clock
+from shardwise.core.schedule.clock import ActionCosts, clock
 from shardwise.core.schedule.library import LIBRARY, Size, build, size
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.memory import leftovers, peaks, versions
@@ -55,13 +55,13 @@ def test_what_is_forbidden_is_refused_with_what_is_allowed(name: str):
             assert build(word, p).ranks == p
 
 
-def bubble(name: str, p: int, m: int, v: int = 1, costs: Costs | None = None) -> float:
+def bubble(name: str, p: int, m: int, v: int = 1, costs: ActionCosts | None = None) -> float:
     return clock(LIBRARY[name].build(Size(p, m, v)), costs).bubble
 
 
 def test_gpipe_and_1f1b_wait_p_minus_1_of_m_plus_p_minus_1():
     """GPipe's and 1F1B's bubble is (p-1)/(m+p-1), whatever F and B cost."""
-    for (p, m), costs in product(SQUARE, (Costs(), Costs(F=1, B=1.5))):
+    for (p, m), costs in product(SQUARE, (ActionCosts(), ActionCosts(F=1, B=1.5))):
         for name in ("gpipe", "1f1b", "dapple", "pipedream"):
             assert bubble(name, p, m, costs=costs) == pytest.approx(
                 (p - 1) / (m + p - 1), abs=1e-12
@@ -166,7 +166,7 @@ def test_dapple_warms_up_as_its_policy_says(policy: str):
 
 def test_dapple_hides_a_hop_behind_more_activations():
     """Where messages take long, policy B ends earlier than policy A and holds more."""
-    costs = Costs(hop=1.0)
+    costs = ActionCosts(hop=1.0)
     a, b = dapple(4, 12, "A"), dapple(4, 12, "B")
     assert clock(b, costs).makespan < clock(a, costs).makespan
     assert sum(peaks(b)) > sum(peaks(a))

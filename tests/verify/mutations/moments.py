@@ -9,7 +9,7 @@ from shardwise.engine.engine import Engine
 from shardwise.techniques.data.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat_parameter import Flat
 from shardwise.techniques.data.hooks import Data
-from shardwise.techniques.recompute.host import Block, HostActivations, Stored
+from shardwise.techniques.recompute.host import HostActivations, HostedBlock, Stored
 from shardwise.techniques.recompute.partitioned import Inputs
 from tests.verify.mutations.mutation import Mutation, Patch, around
 
@@ -88,14 +88,14 @@ def device_copies_not_dropped(patch: Patch) -> None:
 
 
 def all_blocks_fetched_at_once(patch: Patch) -> None:
-    def begin_backward(real: Any, block: Block) -> None:
+    def begin_backward(real: Any, block: HostedBlock) -> None:
         earlier = block
         while not block.begun and earlier is not None:
             block.kept += [ref for ref in earlier.kept if ref not in block.kept]
             earlier = None if earlier.before is None else earlier.before()
         real(block)
 
-    around(patch, Block, "begin_backward", begin_backward)
+    around(patch, HostedBlock, "begin_backward", begin_backward)
 
 
 def all_units_gathered_ahead(patch: Patch) -> None:

@@ -14,7 +14,7 @@ from shardwise.kernels import cross_entropy as loss_file
 from shardwise.techniques.data.flat_gradient import FlatGradient
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor import linear as tensor_file
-from shardwise.techniques.tensor.linear import Entry, Stream, _Leave
+from shardwise.techniques.tensor.linear import InputGradient, Stream, _Leave
 from shardwise.techniques.tensor.sequence import _Bias
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 
@@ -24,22 +24,22 @@ def rows_not_summed(patch: Patch) -> None:
 
 
 def columns_not_summed_backward(patch: Patch) -> None:
-    def begin(entry: Entry) -> None:
+    def begin(entry: InputGradient) -> None:
         grad = entry.grad
         assert grad is not None
         entry.pending = Pending([lambda: grad])
 
-    patch.setattr(Entry, "begin", begin)
+    patch.setattr(InputGradient, "begin", begin)
 
 
 def one_reader_forgotten(patch: Patch) -> None:
     """Queries, keys and values read one input: of their gradients the last one is dropped."""
 
-    def add(real: Any, entry: Entry, grad: Tensor, weight: Tensor) -> Tensor | None:
+    def add(real: Any, entry: InputGradient, grad: Tensor, weight: Tensor) -> Tensor | None:
         last = entry.grad is not None and entry.waiting == 1
         return real(entry, grad * 0.0 if last else grad, weight)
 
-    around(patch, Entry, "add", add)
+    around(patch, InputGradient, "add", add)
 
 
 def bias_added_by_every_rank(patch: Patch) -> None:
