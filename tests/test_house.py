@@ -29,7 +29,8 @@ def test_tests(rule: Rule):
 
 def test_a_class_has_a_name_of_its_own():
     """Of two public classes of a name, a reader must guess which one is meant."""
-    names = Counter(name.rpartition(".")[2] for name in house.classes())
+    known = (name for name in house.classes() if name.startswith("shardwise."))
+    names = Counter(name.rpartition(".")[2] for name in known)
     assert [name for name, n in names.items() if n > 1 and not name.startswith("_")] == []
 
 
