@@ -162,7 +162,11 @@ class Engine:
             self.consensus.rounds += 1  # if not on all ranks, this one is a step ahead
         self.data.in_step = True
         parts, counts = self._microbatches(batch)
-        parts = self._begin(batch, parts, trains=True)
+        try:
+            parts = self._begin(batch, parts, trains=True)
+        except InputError:
+            self.data.in_step = False
+            raise
         apart = self.consistency.begin(self.steps_run, batch)
         self.guard.begin()
         sum_scale = self.scale.value / power_of_two(self.expected)

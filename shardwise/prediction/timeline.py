@@ -214,6 +214,9 @@ def _unpredicted(plan: Plan) -> str:
         None if _keeps_weights(plan) else plan.pipeline,
         None if _keeps_inputs(plan) else f"recompute:{plan.recompute}",
         plan.activations and f"activations:{plan.activations}",
+        f"offload:{plan.offload}"
+        if plan.offloaded and plan.offloaded.undelayed is not None
+        else None,
         "arenas" if plan.arenas and plan.recompute else None,
     )
     return next(filter(None, words), "")

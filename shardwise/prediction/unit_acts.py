@@ -95,6 +95,7 @@ class UnitActs:
                 found += [] if unit in begun else [Returned(unit, None)]
                 begun.add(unit)
                 self.do(self.order.call(unit) if self.units[unit].reshards else ())
+                self.seen(unit)
             elif self.units[unit].reshards:
                 graded = any(values[value].trained for value in call.values)
                 found += [Returned(unit, self.order.place)] if graded else []

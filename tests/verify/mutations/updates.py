@@ -114,7 +114,7 @@ def gradients_that_are_not_finite_are_used(patch: Patch) -> None:
 def an_evaluation_frees_its_units_at_its_end(patch: Patch) -> None:
     def returned(real: Any, order: UnitOrder, unit: int, **how: Any) -> list[Act]:
         acts = real(order, unit, **how)
-        return acts if how["recorded"] or order.in_backward else []
+        return acts if how.get("recorded", True) or order.in_backward else []
 
     def end(real: Any, order: UnitOrder) -> list[Act]:
         return [*real(order), *(Act("free", unit) for unit in order.forward)]
