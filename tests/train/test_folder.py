@@ -159,8 +159,8 @@ def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     """The kernel releases it, so a restart gets it; a refused start removes what it made."""
     program = (
         "import os, sys; from shardwise.train import config, lock; from shardwise.train.prepare "
-        "import Start; run = config.build({'run': {'folder': sys.argv[1]}})\n"
-        "with lock.hold(run, Start()): os.kill(os.getpid(), 9)"
+        "import RunStart; run = config.build({'run': {'folder': sys.argv[1]}})\n"
+        "with lock.hold(run, RunStart()): os.kill(os.getpid(), 9)"
     )
     run = made(tmp_path / "a" / "run")
     subprocess.run([sys.executable, "-c", program, str(run.folder)], check=False)
