@@ -63,10 +63,8 @@ class Engine:
         self.tensors, self.data, self.flats = sharded.tensors, sharded.data, sharded.flats
         self.axes, self.staging = sharded.axes, sharded.staging
         self.consensus = self.data.consensus
-        self.rows, self.evaluated_rows = (
-            shares.RowCounter(build.rows),
-            shares.RowCounter(build.rows),
-        )
+        self.rows = shares.RowCounter(build.rows)
+        self.evaluated_rows = shares.RowCounter(build.rows)
         self.stages, every = self.world.axis(PIPELINE), training.check_every
         self.consensus.same.every = every
         self.consensus.same.others = [self.tensors.axis, self.stages]
@@ -164,7 +162,7 @@ class Engine:
         parts, counts = self._microbatches(batch)
         try:
             parts = self._begin(batch, parts, trains=True)
-        except InputError:
+        except InputError:  # of a batch whose activations exceed a budget: nothing has run
             self.data.in_step = False
             raise
         apart = self.consistency.begin(self.steps_run, batch)
@@ -275,7 +273,7 @@ class Engine:
         error = self.updates.leave_out(self.steps + 1, summed, norm)
         if error is None:
             return
-        if not self.passes.interrupt():  # the step has changed nothing
+        if not self.passes.leave_out():  # the step has changed nothing
             self.data.units.begin_unshard()
             self.data.in_step = False
         raise error

@@ -84,8 +84,8 @@ class OneStage:
         """Which of the named parameters any rank used, of those that this one used: the same."""
         return used
 
-    def interrupt(self) -> bool:
-        """A step is left out, which has changed nothing."""
+    def leave_out(self) -> bool:
+        """A step ends without its update; whether some weights have changed: none."""
         return False
 
 

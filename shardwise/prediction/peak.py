@@ -24,6 +24,7 @@ from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan import Plan
 from shardwise.prediction.group import Group, groups
+from shardwise.prediction.memory import block_bytes
 from shardwise.prediction.rank_shape import gathered_bytes_on
 from shardwise.prediction.unit_acts import (
     UnitActs,
@@ -89,7 +90,7 @@ def _on_the_way(unit: Sequence[Group], plan: Plan) -> int:
     """The bytes of a unit's gradients that are not those between steps."""
     leaves = plan.microbatches == 1
     return sum(
-        group.flat.padded * group.element_bytes
+        block_bytes(group, sharded=False)
         for group in unit
         if group.moves.shards_gradient or (leaves and group.moves.offload)
     )
@@ -100,8 +101,7 @@ def _summed(found: "Prediction") -> int:
     if found.plan.microbatches == 1:
         return 0
     return sum(
-        (group.flat.share if group.moves.shards_gradient else group.flat.padded)
-        * group.element_bytes
+        block_bytes(group, sharded=group.moves.shards_gradient)
         for group in groups(found.plan, found.model)
         if group.moves.offload
     )

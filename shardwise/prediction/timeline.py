@@ -8,10 +8,10 @@
     backward block 0    block 0             of block 0                 shards, all of block 1
     update, end         -                   -                          shards
 
-`parameters`, `optimizer` and `buffers` are those between steps. A unit is gathered while the unit
-before it is used; its full gradient is stored from its first gradient
-until the reduction has arrived; `in_flight` reductions run at once. Kept
-activations come from the pass, which counts live tensors that autograd saved.
+`parameters`, `optimizer` and `buffers` are those between steps. The order of units says what is
+gathered and reduced at a moment (unit_acts.py). The full gradient of a unit is stored from its
+first gradient until the reduction has arrived. Kept activations come from the pass, which counts
+live tensors that autograd saved.
 
 Not predicted are temporary bytes, which a kernel or a message holds for less than a layer. The step
 is not the first one, which allocates gradients and optimizer states.
@@ -28,6 +28,7 @@ from shardwise.core.reduce_order import EARLY_BYTES, Act
 from shardwise.core.schedule.action import Action
 from shardwise.core.unit_order import CallPlace
 from shardwise.prediction.group import Group
+from shardwise.prediction.memory import block_bytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.unit_acts import UnitActs, by_unit, gathered_bytes, order_on
 from shardwise.techniques.recompute.word import PARTITIONED_WORDS, recompute_budget
@@ -90,8 +91,8 @@ class StepBytes:
     def fill(self, n: int, group: Group) -> None:
         """Backward makes a gradient of this group of unit `n`."""
         made = group.moves.shards_gradient or group.moves.offload is not None
-        size = group.flat.padded * group.element_bytes
-        self.filling.setdefault(n, {})[id(group)] = size if made and group.trained else 0
+        size = block_bytes(group, sharded=False) if made and group.trained else 0
+        self.filling.setdefault(n, {})[id(group)] = size
 
     def do(self, acts: Iterable[Act]) -> None:
         """Do acts on units; a gradient that is reduced is no longer filled."""
@@ -116,13 +117,13 @@ class StepBytes:
         self.see("end")
 
     def _shard_bytes(self, n: int) -> int:
-        return sum(g.flat.share * g.element_bytes for g in self.units[n] if g.trained)
+        return sum(block_bytes(g, sharded=True) for g in self.units[n] if g.trained)
 
     def see(self, kind: str, unit: str = "", kept_bytes: int = 0, other_bytes: int = 0) -> None:
         """Record an event, at which autograd keeps so many bytes."""
         summed = sum(size for sizes in self.filling.values() for size in sizes.values())
         reducing = [g for n in self.acts.reducing for g in self.units[n] if g.moves.shards_gradient]
-        summed += sum(g.flat.padded * g.element_bytes for g in reducing)
+        summed += sum(block_bytes(group, sharded=False) for group in reducing)
         summed *= not self.found.plan.arenas  # there they have slots, which are buffers
         summed += sum(self.leaving.values())
         memory = self.found.memory
@@ -138,8 +139,7 @@ def _leaving_bytes(group: Group) -> int:
     """The bytes of a gradient that is being summed, or is, before it leaves the device."""
     if not group.trained or group.moves.offload is None:
         return 0
-    sharded = group.moves.shards_gradient
-    return group.element_bytes * (group.flat.share if sharded else group.flat.padded)
+    return block_bytes(group, sharded=group.moves.shards_gradient)
 
 
 class _Passes:
@@ -227,9 +227,9 @@ def require_predicted(plan: Plan) -> None:
     if word := unpredicted(plan):
         raise bad(
             f"a timeline of '{plan}' with {word}",
-            "plans without activations:host; recompute:full, everyN or names, with tp only under "
-            "sp; pipelines that update at the end of the step, zero bubble without tp and "
-            "recompute, recompute without arenas",
+            "plans without activations:host and delayed updates; recompute:full, everyN or names, "
+            "without arenas, and with tp only under sp; pipelines that update at the end of the "
+            "step, zero bubble without tp and recompute",
             f'shardwise predict "{plan}" --measure',
         )
 

@@ -20,6 +20,7 @@ from shardwise.core.reduce_order import Act, UnitState
 from shardwise.core.schedule.action import COMPUTE_OPS, Action
 from shardwise.core.unit_order import CallPlace, UnitOrder
 from shardwise.prediction.group import Group, groups
+from shardwise.prediction.memory import block_bytes
 
 GATHERS: Final = ("gather", "wait", "use")
 FREES: Final = ("free", "free_early", "close")
@@ -270,7 +271,7 @@ def by_phase(acts: UnitActs) -> list[tuple[int, int]]:
 
 def gathered_bytes(unit: Iterable[Group]) -> int:
     """The bytes of the groups of a unit that are freed between uses."""
-    return sum(group.flat.padded * group.element_bytes for group in unit if group.moves.reshards)
+    return sum(block_bytes(group, sharded=False) for group in unit if group.moves.reshards)
 
 
 def most_by_unit(acts: UnitActs, weight: Callable[[], int]) -> Mapping[int, int]:

@@ -83,8 +83,8 @@ class Pipelined:
         """Which of the named parameters any rank used, of those that this one used."""
         return self.staging.shared(names, used)
 
-    def interrupt(self) -> bool:
-        """A step is left out; whether some stages have updated, from earlier microbatches."""
+    def leave_out(self) -> bool:
+        """A step ends without its update; whether some stages have updated before."""
         self.interrupted |= self.stale is not None
         return self.stale is not None
 

@@ -3,9 +3,10 @@
     1F1B, stage 0 of 2      F0  F1  B0  F2  B1  F3  B2  B3
     microbatches kept       1   2   1   2   1   2   1   0
 
-Under `ddp` and `zero1` a rank always has full parameters and gradients, so only kept activations
-change. F adds the activations of its stage and microbatch, and B releases them. If the backward
-pass has two halves, W releases them: the graph lives until then (techniques/pipeline/backward.py).
+F adds the activations of its stage and microbatch, and B releases them. If the backward pass has
+two halves, W releases them: the graph lives until then (techniques/pipeline/backward.py). Units are
+gathered and freed as the order of units says. Rows that shard gradients store the whole gradients
+of a stage from its first B or W until they are reduced, after its last.
 """
 
 from collections import deque
@@ -24,7 +25,7 @@ CHANGES: Final = {"F": 1, "B": -1, "I": 0, "W": -1}
 def staged_timeline(found: Prediction, ahead: int = 1) -> tuple[Event, ...]:
     """The memory of `found.rank` after each F, B, I and W of a step after the first.
 
-    Microbatches have the same shapes, and nothing else changes (timeline.py, `unpredicted`).
+    Microbatches have the same shapes. `ahead` is the option `prefetch`.
     """
     spec, plan, rank = found.spec, found.plan, found.rank
     of_stage = stage_bytes(spec, storages(spec.run.tape, spec.recomputed))
