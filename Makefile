@@ -4,11 +4,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
-# Tests run two at a time. A test that hangs ends its process (pyproject.toml), which starts once more
+# Tests run three at a time, since many of them wait for processes. A test that hangs ends its process (pyproject.toml), which starts once more
 # and repeats it.
-TESTS := $(BIN)/python -m pytest -n 2 --dist worksteal --max-worker-restart 1
+TESTS := $(BIN)/python -m pytest -n 3 --dist worksteal --max-worker-restart 1
 
-.PHONY: setup train train-moe test test-all mutants check docs format wheel clean
+.PHONY: setup train train-moe test test-all soak mutants check docs format wheel clean
 
 # The environment: made once, and again only when what it is made from has changed.
 setup: $(STAMP)
@@ -37,6 +37,10 @@ test: setup
 # The core of the tests, then the rest (tests/conftest.py). ARGS='-m ""' runs all combinations too.
 test-all: test
 	$(TESTS) -m "not core and not combination" $(ARGS)
+
+# Runs under a seeded schedule of faults, compared with undisturbed ones: make soak ARGS="--minutes 60"
+soak: setup
+	$(BIN)/python -m tests.soak $(ARGS)
 
 # Which core test notices each mutation of the catalogue, and which mutations none does.
 mutants: setup

@@ -1,7 +1,8 @@
 """Benchmarks: Shardwise and its peers, side by side in one run.
 
 contender.py    the interface of a contender
-torch_peers.py torch_tensor.py torch_pipeline.py deepspeed_peers.py fairscale_peers.py ours.py
+torch_peers.py torch_tensor.py torch_pipeline.py context_peers.py deepspeed_peers.py
+fairscale_peers.py ours.py
                 the contenders
 roster.py       the list of all contenders, and the suites `data`, `tensor` and `pipeline`
 least.py        the fewest bytes that a rank has to send

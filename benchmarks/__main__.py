@@ -3,23 +3,24 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from benchmarks import cuda, disk, largest, update
-from benchmarks.roster import SUITES
+from benchmarks import async_save, cuda, disk, foresight, largest, update
+from benchmarks.contenders.roster import SUITES
 from benchmarks.stack import parameter_count
-from benchmarks.suite import MOST_REPEATS, plan_tasks, run
+from benchmarks.suite import LENGTHS, MOST_REPEATS, plan_tasks, run
 from benchmarks.table import as_json, as_text
 from shardwise.cli.main import run_app
-from shardwise.core.arguments import choice, integer
 from shardwise.core.errors import bad
-from shardwise.core.suggest import suggest
+from shardwise.core.tools.arguments import choice, integer
+from shardwise.core.tools.suggest import suggest
 
-#: Suites that measure a part of offload, and the number of parameters without --size.
-_OF_OFFLOAD: Final = {"update": "100M", "disk": "25M"}
+#: Suites that measure a part of offload or of saving, and the number of parameters without --size.
+_OF_PARTS: Final = {"update": "100M", "disk": "25M", "save": "1M"}
 _ON_CUDA: Final = ("data", "offload")
 
 
@@ -28,12 +29,12 @@ def bench_command(
         list[str],
         typer.Argument(
             metavar="SUITE",
-            help="data, tensor, pipeline, memory, offload, layers, dataparallel, experts, update, "
-            "disk; after it contenders, after disk its folder.",
+            help="data, tensor, context, pipeline, memory, offload, layers, dataparallel, experts, "
+            "update, disk, save, foresight; then contenders, for disk its folder, or plans.",
         ),
     ],
     size: Annotated[
-        list[str] | None, typer.Option(help="small, tiny; of update and disk a number such as 25M.")
+        list[str] | None, typer.Option(help="small, tiny; of update, disk and save a number, 25M.")
     ] = None,
     nproc: Annotated[int | None, typer.Option(help="Processes on this machine, 2 or more.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Rounds; a median is over them.")] = None,
@@ -43,19 +44,22 @@ def bench_command(
 ) -> None:
     """Measure side by side with the peers: step time, bytes on the wire, memory, loss."""
     suite, *contenders = words
-    every = (*SUITES, *_OF_OFFLOAD)
+    every = (*SUITES, *_OF_PARTS, "foresight")
     if suite not in every:
         close = suggest(suite, every, 0.5) or every[0]
         raise bad(f'the suite "{suite}"', ", ".join(every), f"python -m benchmarks {close}")
     choice("--device", device, ("cpu", "cuda"))
     if device == "cuda":
         _require_one_rank(suite, contenders, size, link, nproc)
-    if suite in _OF_OFFLOAD and device == "cpu":
+    if suite in _OF_PARTS and device == "cpu":
         if link is not None:
             raise bad(
                 f"--link with the suite {suite}", "no --link", f"python -m benchmarks {suite}"
             )
-        print(_of_offload(suite, contenders, size or (), nproc, repeats, as_object))
+        print(_of_part(suite, contenders, size or (), nproc, repeats, as_object))
+        return
+    if suite == "foresight":
+        print(_foresight(contenders, size or (), nproc, link, repeats, as_object=as_object))
         return
     ranks = 2 if nproc is None else nproc
     if device == "cuda":
@@ -72,6 +76,30 @@ def bench_command(
         raise bad(f"{ranks} ranks with --link", "one rank on each of two hosts", "--nproc 2")
     rows = run(plan_tasks(suite, size or (), ranks, repeats, contenders), ranks, link)
     print(json.dumps(as_json(rows), indent=2) if as_object else as_text(rows))
+
+
+def _foresight(
+    plans: Sequence[str],
+    sizes: Sequence[str],
+    ranks: int | None,
+    link: str | None,
+    rounds: int | None,
+    *,
+    as_object: bool,
+) -> str:
+    """The results of the suite `foresight`."""
+    size = sizes[0] if len(sizes) == 1 else "tiny"
+    choice("--size", size, LENGTHS)
+    if len(sizes) > 1 or ranks not in (None, foresight.RANKS) or link is not None:
+        raise bad(
+            "the suite foresight with several sizes, --nproc or --link",
+            "one size, on two ranks of this machine",
+            "python -m benchmarks foresight --size small",
+        )
+    if rounds is not None:
+        integer("--repeats", rounds, 1, 5, MOST_REPEATS)
+    found = foresight.run(size, rounds, plans)
+    return json.dumps(asdict(found), indent=2) if as_object else foresight.as_text(found)
 
 
 def _require_one_rank(
@@ -109,7 +137,7 @@ def _on_cuda(suite: str, words: Sequence[str], rounds: int | None, as_object: bo
     return json.dumps(as_json(found), indent=2) if as_object else largest.as_text(found)
 
 
-def _of_offload(
+def _of_part(
     suite: str,
     words: Sequence[str],
     sizes: Sequence[str],
@@ -117,8 +145,8 @@ def _of_offload(
     rounds: int | None,
     as_object: bool,
 ) -> str:
-    """The results of the suites `update` and `disk`."""
-    usual = _OF_OFFLOAD[suite]
+    """The results of the suites `update`, `disk` and `save`."""
+    usual = _OF_PARTS[suite]
     if len(sizes) > 1:
         raise bad(f"--size {' --size '.join(sizes)}", "one size", f"--size {usual}")
     count = parameter_count(sizes[0] if sizes else usual, usual)
@@ -130,6 +158,13 @@ def _of_offload(
             raise bad(given, "no further words, and one rank", "python -m benchmarks update")
         found = update.run(count, rounds)
         return json.dumps(as_json(found), indent=2) if as_object else update.as_text(found)
+    if suite == "save":
+        if words:
+            given = f"python -m benchmarks save {' '.join(words)}"
+            raise bad(given, "no further words", "python -m benchmarks save")
+        integer("--nproc", 1 if ranks is None else ranks, 1, 2)
+        costs = async_save.run(count, ranks or 1, rounds)
+        return json.dumps(as_json(costs), indent=2) if as_object else async_save.as_text(costs)
     if len(words) != 1:
         given = f"python -m benchmarks disk with {len(words)} folders"
         raise bad(given, "the folder whose disk is measured", "python -m benchmarks disk /mnt/nvme")

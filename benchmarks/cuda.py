@@ -20,16 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.contender import Batch, Loop, Setup, adamw
-from benchmarks.ours import engine_of
+from benchmarks.contenders.contender import Batch, Loop, Setup, adamw
+from benchmarks.contenders.ours import engine_of
 from benchmarks.table import aligned
-from shardwise.comm.launch import spawn
+from shardwise.comm.start.launch import spawn
 from shardwise.core.errors import bad
 from shardwise.core.zero import ROWS, STATE_BYTES, bytes_per_parameter
 from shardwise.models import gpt
 from shardwise.models.gpt import SIZES, GPTConfig
 from shardwise.models.registry import of_gpt
-from shardwise.train.peak import measured_peak
+from shardwise.train.measure.peak_flops import measured_peak
 
 #: 1.05e9 parameters.
 BILLION: Final = GPTConfig(

@@ -2,10 +2,10 @@
 
     the disk alone | a step | the disk alone | a step | ...        for optim@disk, then param@disk
 
-A step is in use of the disk while some request of a rank is under way (comm/disk_use.py). Its rates
-are those of that time; its share is that rate over the mean of what the disk gave before and after
-the step, for reads over reads alone, for writes over writes alone, for both over both at once. The
-rate of the whole step counts also the time in which the step asks nothing of the disk.
+A step is in use of the disk while some request of a rank is under way (comm/tiers/disk_use.py). Its
+rates are those of that time; its share is that rate over the mean of what the disk gave before and
+after the step, for reads over reads alone, for writes over writes alone, for both over both at
+once. The rate of the whole step counts also the time in which the step asks nothing of the disk.
 """
 
 import statistics
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from benchmarks.contender import LEARNING_RATE, WEIGHT_DECAY
+from benchmarks.contenders.contender import LEARNING_RATE, WEIGHT_DECAY
 from benchmarks.stack import stack
 from benchmarks.table import aligned
-from shardwise.comm.disk_bandwidth import FILE_BYTES, DiskBandwidth, measure
-from shardwise.comm.disk_use import Used
-from shardwise.comm.launch import spawn
 from shardwise.comm.objects import all_gather_object
+from shardwise.comm.start.launch import spawn
+from shardwise.comm.tiers.disk_bandwidth import FILE_BYTES, DiskBandwidth, measure
+from shardwise.comm.tiers.disk_use import Used
 from shardwise.comm.world import World
 
 ROUNDS: Final = 5

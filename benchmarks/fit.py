@@ -19,7 +19,7 @@ from shardwise.models import gpt
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.registry import of_gpt
 from shardwise.observe.kernels import kernels_of
-from shardwise.prediction.peak import device_peak_bytes
+from shardwise.prediction.peak_memory import device_peak_bytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.offload.word import share_text
 

@@ -28,17 +28,17 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
-from benchmarks.contender import Setup
+from benchmarks.contenders.contender import Setup
+from benchmarks.contenders.ours import engine_of
 from benchmarks.cuda import BILLION, require_gpu
 from benchmarks.fit import FEWEST, FILLED_HOST, Fit, Room, most_layers, plan_of, predicted
-from benchmarks.ours import engine_of
 from benchmarks.table import aligned
-from shardwise.comm.disk import open_unnamed
-from shardwise.comm.host_memory import free_bytes
-from shardwise.comm.launch import spawn
+from shardwise.comm.start.launch import spawn
+from shardwise.comm.tiers.disk import open_unnamed
+from shardwise.comm.tiers.host_memory import free_bytes
 from shardwise.models import gpt
 from shardwise.models.registry import of_gpt
-from shardwise.prediction.peak import device_peak_bytes
+from shardwise.prediction.peak_memory import device_peak_bytes
 
 OFFLOADS: Final = (None, "optim", FILLED_HOST, "param")
 ON_DISK: Final = ("optim@disk", "param@disk")

@@ -4,6 +4,8 @@ With n ranks, Ψ parameters, L layers, and activations of N = B·T·D elements:
 
     ddp zero1 zero2    2Ψ(n-1)/n
     zero3              3Ψ(n-1)/n
+    cp                 as ddp; and in each layer the smaller of keys, values forward and backward
+                       and their gradients, each 2N'(n-1)/n with N' = B·T·E·K, or by heads
     tp                 2N(n-1)/n for each of 4L + 2 all-reduces: two forward and two backward in
                        each layer (arXiv 1909.08053, figure 4), forward out of the embedding,
                        backward out of the head; and for three of B·T numbers in the loss:
@@ -17,8 +19,8 @@ With n ranks, Ψ parameters, L layers, and activations of N = B·T·D elements:
 
 from itertools import pairwise
 
-from benchmarks.contender import Task
-from shardwise.core.layout import I, P, Placement, R, S
+from benchmarks.contenders.contender import Task
+from shardwise.core.layouts.layout import I, P, Placement, R, S
 from shardwise.core.moves import Move, price
 from shardwise.core.schedule.library import LIBRARY, build
 from shardwise.core.zero import ROWS, step_moves
@@ -39,9 +41,21 @@ def least_bytes(row: str, task: Task, ranks: int) -> int:
         return pipeline_bytes(row, task, ranks)
     if row in ROWS:
         moves = step_moves(ROWS[row], parameters(task.config), ranks)
+    elif row == "cp":
+        moves = step_moves(ROWS["ddp"], parameters(task.config), ranks)
+        return round((sum(move.sent for move in moves) + context_numel(task, ranks)) * FP32_BYTES)
     else:
         moves = tensor_moves(task.config, task.rows, ranks, sequence="sp" in row.split())
     return round(sum(move.sent for move in moves) * FP32_BYTES)
+
+
+def context_numel(task: Task, ranks: int) -> float:
+    """The elements of attention that a rank of a ring sends, or of Ulysses, if these are fewer."""
+    config = task.config
+    head = task.rows * config.sequence * config.head_width * (ranks - 1) / ranks
+    ring = 3 * 2 * config.kv_heads * head
+    ulysses = 2 * (2 * config.heads + 2 * max(config.kv_heads, ranks)) * head / ranks
+    return config.layers * min(ring, ulysses)
 
 
 def tensor_moves(config: GPTConfig, rows: int, ranks: int, sequence: bool) -> list[Move]:

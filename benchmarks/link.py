@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Final
 
 import shardwise
-from benchmarks.contender import Task
+from benchmarks.contenders.contender import Task
 from benchmarks.measure import Record
 from shardwise.core.errors import InputError, RankError, bad
 

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.communication_bytes import CommunicationBytes
-from benchmarks.contender import Batch, Contender, Loop, Setup, Task, TierBytes
+from benchmarks.contenders.contender import Batch, Contender, Loop, Setup, Task, TierBytes
+from benchmarks.contenders.roster import ROSTER
 from benchmarks.expert_shares import shares
-from benchmarks.live_bytes import LiveBytes
-from benchmarks.roster import ROSTER
-from shardwise.comm.interface import sent_bytes
+from benchmarks.meters.communication_bytes import CommunicationBytes
+from benchmarks.meters.interface import sent_bytes
+from benchmarks.meters.live_bytes import LiveBytes
 from shardwise.models import gpt
 from shardwise.models.registry import of_gpt
 

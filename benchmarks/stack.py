@@ -1,6 +1,6 @@
 """A stack of square linear layers with about a given number of parameters, and that number as text.
 
-The suites `update` and `disk` use it: what they measure depends on the number alone.
+The suites `update`, `disk` and `save` use it: what they measure depends on the number alone.
 """
 
 import re

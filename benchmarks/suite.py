@@ -14,16 +14,16 @@ from typing import Final
 
 import torch.distributed as dist
 
-from benchmarks.contender import Task
+from benchmarks.contenders.contender import Task
+from benchmarks.contenders.roster import ROSTER, choose, references
 from benchmarks.halves import fits
 from benchmarks.link import between_hosts
 from benchmarks.measure import Record, measure
-from benchmarks.roster import ROSTER, choose, references
 from benchmarks.table import Line, as_text, lines
-from shardwise.comm.launch import spawn
-from shardwise.core.arguments import choice, integer
+from shardwise.comm.start.launch import spawn
 from shardwise.core.errors import bad
 from shardwise.core.schedule.library import build
+from shardwise.core.tools.arguments import choice, integer
 from shardwise.models.gpt import SIZES, GPTConfig
 
 #: Rounds, and steps per turn. Short steps need more of both.

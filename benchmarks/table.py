@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.contender import Task
+from benchmarks.contenders.contender import Task
+from benchmarks.contenders.roster import ROSTER
 from benchmarks.least import least_bytes
 from benchmarks.measure import Record
-from benchmarks.roster import ROSTER
 
 MIB = 2**20
 LATE = 0.01  # the fraction of a contender's bytes that may be sent after its step without a note

@@ -24,13 +24,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from benchmarks.contender import LEARNING_RATE, WEIGHT_DECAY, Contender, Setup, adamw
-from benchmarks.ours import engine_of
+from benchmarks.contenders.contender import LEARNING_RATE, WEIGHT_DECAY, Contender, Setup, adamw
+from benchmarks.contenders.ours import engine_of
 from benchmarks.stack import stack
 from benchmarks.table import aligned
-from shardwise.comm.launch import spawn
+from shardwise.comm.start.launch import spawn
 from shardwise.models.gpt import Block
-from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.offload.updater import MOST_BYTES, pieces
 
 ROUNDS = 10

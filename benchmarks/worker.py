@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.contender import Task
+from benchmarks.contenders.contender import Task
 from benchmarks.measure import measure
 from shardwise.models.gpt import GPTConfig
 

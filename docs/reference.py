@@ -15,11 +15,11 @@ from typing import Any, Final
 import shardwise as sw
 from docs.docstrings import rows
 from docs.measured import page as measurements
-from shardwise.core.plan import WORDS
+from shardwise.core.plan.plan import WORDS
 from shardwise.engine.options import EngineOptions
 from shardwise.models.registry import NAMED
 from shardwise.train.config import Config
-from shardwise.train.metrics import Record
+from shardwise.train.measure.metrics import Record
 from tests import surface
 
 DOCS = Path(__file__).parent
@@ -156,7 +156,8 @@ states."""
 EXPLAINED: Final = {
     **dict.fromkeys(("dp", "ddp", "zero", "row", "bucket", "accumulate"), "explanation/states.md"),
     **dict.fromkeys(("fp", "bf16"), "explanation/states.md#precision"),
-    **dict.fromkeys(("tp", "sp", "cp"), "explanation/tensor.md"),
+    **dict.fromkeys(("tp", "sp"), "explanation/tensor.md"),
+    "cp": "explanation/context.md",
     **dict.fromkeys(("ep", "experts"), "explanation/experts.md"),
     **dict.fromkeys(("recompute", "activations", "buffers", "arenas"), "explanation/memory.md"),
     **dict.fromkeys(("offload", "device_memory"), "explanation/offload.md"),
@@ -168,8 +169,7 @@ def plan_words() -> str:
     """Every word of a plan."""
     lines = []
     for word in WORDS:
-        later = " (not in this version)" * bool(word.later)
-        link = f"[{word.meaning}](../{_explained(word.form)}){later}"
+        link = f"[{word.meaning}](../{_explained(word.form)})"
         lines.append((f"`{word.form}`", f"`{word.example}`", link))
         lines += [("", f"`{form}`", meaning) for form, meaning in word.values]
     return page_of("# Plan words", PLAN_WORDS, table("word | example | meaning", lines))

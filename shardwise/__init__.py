@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise import callbacks, core, hf
-    from shardwise.checkpoint.engines import load, save
+    from shardwise.checkpoint.engines import async_save, load, save
     from shardwise.checkpoint.weights_folder import fill_from
-    from shardwise.comm.launch import spawn
+    from shardwise.comm.start.launch import spawn
     from shardwise.comm.world import World, init
     from shardwise.core.errors import InputError, RankError, RunError
     from shardwise.core.mesh import Mesh
-    from shardwise.core.plan import Plan
+    from shardwise.core.plan.plan import Plan
+    from shardwise.derive.plan_search import search
     from shardwise.derive.table import derive_table
     from shardwise.engine.engine import Engine
-    from shardwise.engine.full import full_state_dict
-    from shardwise.engine.optimizer_spec import SGD, Adafactor, Adam, AdamW, Lion, Optim
+    from shardwise.engine.optimizer.optimizer_spec import SGD, Adafactor, Adam, AdamW, Lion, Optim
     from shardwise.engine.parallelize import parallelize
-    from shardwise.engine.prediction import predict
+    from shardwise.engine.predict import predict
+    from shardwise.engine.state.full import full_state_dict
     from shardwise.engine.training import Metrics
     from shardwise.kernels.cross_entropy import cross_entropy
     from shardwise.techniques import replicas
@@ -56,20 +57,20 @@ _HOMES = {
     "balance_by_time": "techniques.pipeline.partition",
     "parallelize": "engine.parallelize",
     "place_experts": "techniques.expert.placement",
-    "predict": "engine.prediction",
+    "predict": "engine.predict",
     "Pipe": "wrap.pipe",
-    "full_state_dict": "engine.full",
-    "Adafactor": "engine.optimizer_spec",
-    "Lion": "engine.optimizer_spec",
-    "Adam": "engine.optimizer_spec",
-    "AdamW": "engine.optimizer_spec",
-    "Optim": "engine.optimizer_spec",
-    "SGD": "engine.optimizer_spec",
+    "full_state_dict": "engine.state.full",
+    "Adafactor": "engine.optimizer.optimizer_spec",
+    "Lion": "engine.optimizer.optimizer_spec",
+    "Adam": "engine.optimizer.optimizer_spec",
+    "AdamW": "engine.optimizer.optimizer_spec",
+    "Optim": "engine.optimizer.optimizer_spec",
+    "SGD": "engine.optimizer.optimizer_spec",
     "InputError": "core.errors",
     "RankError": "core.errors",
     "RunError": "core.errors",
     "Mesh": "core.mesh",
-    "Plan": "core.plan",
+    "Plan": "core.plan.plan",
     "Table": "techniques.tensor.table",
     "World": "comm.world",
     "init": "comm.world",
@@ -77,10 +78,12 @@ _HOMES = {
     "MoE": "techniques.expert.layer",
     "cross_entropy": "kernels.cross_entropy",
     "derive_table": "derive.table",
+    "search": "derive.plan_search",
     "fill_from": "checkpoint.weights_folder",
+    "async_save": "checkpoint.engines",
     "load": "checkpoint.engines",
     "save": "checkpoint.engines",
-    "spawn": "comm.launch",
+    "spawn": "comm.start.launch",
     "unwrap": "wrap.unwrap",
 }
 
@@ -115,6 +118,7 @@ __all__ = [
     "RunError",
     "Table",
     "World",
+    "async_save",
     "balance_by_time",
     "callbacks",
     "clip_grad_norm",
@@ -132,6 +136,7 @@ __all__ = [
     "predict",
     "replicas",
     "save",
+    "search",
     "spawn",
     "unwrap",
     "verify",

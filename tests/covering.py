@@ -4,29 +4,31 @@
 
 A word is one value of a factor; a plan has at most one value of each.  Two words may meet if some
 plan with both is accepted: by its words, and by `parallelize` for its model on a traced rank.
-Plans are drawn with a fixed seed, each begun with a pair that no plan before has, and filled with
-words that add new pairs.
+Pairs of the canonical plans (tests/plans.py) are not needed again. Plans are drawn with a fixed
+seed, each begun with a pair that no plan before has, and filled with words that add new pairs; of
+several draws the one with the most new pairs for its ranks is taken.
 """
 
 import itertools
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 
 from shardwise.comm.world import traced
 from shardwise.core.errors import InputError
-from shardwise.core.plan_check import problems
+from shardwise.core.plan.plan_check import problems
 from shardwise.core.schedule.library import LIBRARY
 from tests.engine.cases import build
 from tests.plan_runs import ROWS, Proof
+from tests.plans import CANONICAL
 
 SEED = 20261
-MOST_RANKS, FEW_RANKS = 8, 4
-DRAWS = 2  # fillings that are tried for one plan
+MOST_RANKS = 8
+DRAWS, TRIED = 12, 3  # fillings that are tried for one plan, and values of a factor for one filling
 FILE = Path(__file__).with_suffix(".txt")
 
 PIPES = {"M": "4", "MxV": "4x2", "": ""}
@@ -36,6 +38,7 @@ FACTORS: dict[str, list[str]] = {
     "data": ["dp2", "dp_replicate2 dp_shard2"],
     "row": ["ddp", "zero1", "zero2", "zero3", "row:R,R,S"],
     "tensor": ["tp2", "tp2 sp"],
+    "context": ["cp2", "cp2:ulysses"],
     "pipeline": SCHEDULED,
     "experts": ["ep2"],
     "accumulate": ["accumulate:2"],
@@ -56,6 +59,7 @@ FACTORS: dict[str, list[str]] = {
 }
 NONE = ""
 Words = dict[str, str]
+Pair = frozenset[str]
 
 
 def text_of(words: Mapping[str, str]) -> str:
@@ -81,7 +85,7 @@ def runs(text: str) -> bool:
     try:
         proof = Proof(text)
         ranks = proof.plan.size
-        pieces = proof.plan.data_size * proof.plan.microbatches  # each has a row at least
+        pieces = proof.plan.shares * proof.plan.microbatches  # each has a row at least
         if ranks > MOST_RANKS or pieces > ROWS or problems(proof.plan, ranks):
             return False
         build(traced(0, ranks), proof.task, proof.case)
@@ -90,7 +94,7 @@ def runs(text: str) -> bool:
     return True
 
 
-def pairs_of(words: Mapping[str, str]) -> set[frozenset[str]]:
+def pairs_of(words: Mapping[str, str]) -> set[Pair]:
     """Every two words of a plan."""
     return {frozenset(two) for two in itertools.combinations([w for w in words.values() if w], 2)}
 
@@ -105,27 +109,26 @@ def candidates() -> list[Words]:
     ]
 
 
-def filled(start: Words, left: set[frozenset[str]], own: random.Random) -> Words | None:
-    """An accepted plan with the words of `start` and as many pairs that are left as were found.
+def cost(words: Words) -> int:
+    """What a run of the plan costs, about: its ranks, and passes recorded for loads of experts."""
+    return 1 + ranks_of(words) + (10 if {"experts", "activations"} <= words.keys() else 0)
 
-    It has at most `FEW_RANKS` ranks, unless `start` needs more.
-    """
-    best: Words | None = None
-    for _ in range(DRAWS):
-        words = dict(start)
-        if not accepted(words) and not completed(words, random.Random(SEED)):
-            continue
-        most = max(FEW_RANKS, ranks_of(words))
-        free = [factor for factor in FACTORS if factor not in words]
-        own.shuffle(free)
-        for factor in free:
-            values = [v for v in FACTORS[factor] if pairs_of(words | {factor: v}) & left]
-            own.shuffle(values)
-            more = (words | {factor: value} for value in values[:2])
-            words = next((w for w in more if accepted(w) and ranks_of(w) <= most), words)
-        if best is None or len(pairs_of(words) & left) > len(pairs_of(best) & left):
-            best = words
-    return best
+
+def filled(words: Words, left: set[Pair], own: random.Random) -> Words:
+    """The words, and those of other factors that add pairs and do not make pairs cost more."""
+    for factor in own.sample(free := [f for f in FACTORS if f not in words], len(free)):
+        pairs = {v: len(pairs_of(words | {factor: v}) & left) for v in FACTORS[factor]}
+        most = sorted(pairs, key=pairs.__getitem__, reverse=True)[:TRIED]
+        more = (words | {factor: v} for v in most if pairs[v] > len(pairs_of(words) & left))
+        worth = gain(words, left)
+        found = (w for w in more if accepted(w) and gain(w, left) >= worth)
+        words = next(found, words)
+    return words
+
+
+def gain(words: Words, left: set[Pair]) -> float:
+    """The pairs that are left and the plan has, for what it costs."""
+    return len(pairs_of(words) & left) / cost(words)
 
 
 def completed(words: Words, own: random.Random) -> bool:
@@ -154,16 +157,23 @@ def can_meet(start: Words) -> bool:
 def covering() -> list[str]:
     """The plans."""
     own, plans = random.Random(SEED), list[Words]()
-    starts = candidates()
-    own.shuffle(starts)
-    meeting = [start for start in starts if can_meet(start)]
-    left = {pair for start in meeting for pair in pairs_of(start)}
-    for start in meeting:
-        words = filled(start, left, own) if pairs_of(start) <= left else None
-        if words is not None:
-            plans.append(words)
-            left -= pairs_of(words)
+    starts = {pair: dict(start) for start in candidates() for pair in pairs_of(start)}
+    left = {p for p, words in starts.items() if accepted(words) or completed(words, own)}
+    left -= written()
+    while left:
+        begun = own.sample(sorted(left, key=sorted), min(DRAWS, len(left)))
+        best = max(
+            (filled(starts[pair], left, own) for pair in begun), key=partial(gain, left=left)
+        )
+        plans.append(best)
+        left -= pairs_of(best)
     return [text_of(words) for words in thinned(plans)]
+
+
+def written() -> set[Pair]:
+    """The pairs of the canonical plans."""
+    plans = (words_of(plan) for own in CANONICAL.values() for plan in own)
+    return set[Pair]().union(*map(pairs_of, plans))
 
 
 def thinned(plans: list[Words]) -> list[Words]:
@@ -171,7 +181,7 @@ def thinned(plans: list[Words]) -> list[Words]:
 
     So a plan has few ranks and few words that take long, and says more when it fails.
     """
-    times = Counter(pair for words in plans for pair in pairs_of(words))
+    times = Counter([*written(), *(pair for words in plans for pair in pairs_of(words))])
     for words in plans:
         for factor in [f for f in reversed(FACTORS) if f in words]:
             fewer = {f: word for f, word in words.items() if f != factor}

@@ -3,20 +3,21 @@
 To import torch takes a rank 3 s of processor time, and longer than most tests. `spawn` and `launch`
 start, watch and end ranks as everywhere else; only where a rank's process comes from differs. It
 finds the environment, the directory and the streams of the test. Ranks have interpreters of their
-own in tests that start a program by `subprocess`, or that take the fixture `interpreters`.
+own in tests that start a program by `subprocess`, or that take the fixture `interpreters`; programs
+that need none are forked too (tests/programs.py).
 """
 
 import gc
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import reduction
 from typing import Any
 
 import pytest
 
-from shardwise.comm.rendezvous import LAUNCHER
+from shardwise.comm.start.rendezvous import LAUNCHER
 
 #: Of the judge of the suite (tests/mutants.py).
 JUDGED = {"SHARDWISE_TESTS_MUTATION", "SHARDWISE_TESTS_RECORD"}
@@ -24,7 +25,8 @@ JUDGED = {"SHARDWISE_TESTS_MUTATION", "SHARDWISE_TESTS_RECORD"}
 #: environment.
 IMPORTED = (
     *("torch._dynamo", "shardwise.verify.command", "shardwise.train.prepare"),
-    *("shardwise.train.loop", "tests.pool", "tests.forks"),
+    *("shardwise.train.loop", "tests.pool", "tests.forks", "tests.programs"),
+    "torch.distributed.run",
     *(["tests.mutated"] if JUDGED & set(os.environ) else []),
 )
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -33,21 +35,28 @@ ENVIRONMENT = dict(os.environ)
 
 
 class Origin:
-    """Environment and streams of the process that starts a rank, as they are when it starts it."""
+    """Environment and streams of a process that is started.
 
-    def __init__(self, variables: dict[str, str], streams: tuple[Any, ...]) -> None:
+    If not given, they are those that the process that starts it has at that time.
+    """
+
+    def __init__(
+        self, variables: Mapping[str, str] | None = None, streams: tuple[Any, ...] = (1, 2)
+    ) -> None:
         self.variables, self.streams = variables, streams
 
     def __reduce__(self) -> Any:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        return Origin, (dict(os.environ), tuple(map(reduction.DupFd, (1, 2))))
+        variables = os.environ if self.variables is None else self.variables
+        return Origin, (dict(variables), tuple(map(reduction.DupFd, self.streams)))
 
     def enter(self) -> None:
         """Make them those of this process, beside the variables that the launcher has set."""
+        assert self.variables is not None
         own = {name: text for name, text in os.environ.items() if ENVIRONMENT.get(name) != text}
         os.environ.clear()
-        os.environ.update(self.variables | own)
+        os.environ.update({**self.variables, **own})
         if LAUNCHER in self.variables:  # the parent of a rank is its launcher
             os.environ[LAUNCHER] = str(os.getppid())
         for number, stream in enumerate(self.streams, start=1):
@@ -63,11 +72,15 @@ def run(function: Callable[[Any], Any], job: Any, origin: Origin) -> Any:
     return function(job)
 
 
+def rank_process(job: Any) -> Any:
+    """The process of a rank, in place of the launcher's `process_of`."""
+    from shardwise.comm.start import worker
+
+    return CONTEXT.Process(target=run, args=(worker.run, job, Origin()))
+
+
 def fork_ranks(patch: pytest.MonkeyPatch) -> None:
     """Make the launcher of this process fork its ranks."""
-    from shardwise.comm import ranks, worker
+    from shardwise.comm.start import ranks
 
-    def forked(job: worker.Job) -> Any:
-        return CONTEXT.Process(target=run, args=(worker.run, job, Origin({}, ())))
-
-    patch.setattr(ranks, "process_of", forked)
+    patch.setattr(ranks, "process_of", rank_process)

@@ -13,10 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-#: Layers from the bottom up; a file imports from its own layer and from those below it. The
-#: package's own face and the command line, which names every part, stand above all; the benchmarks
-#: stand beside the package and use all of it.
-#: `derive` makes tables from the engine's meta pass and predictions, for the programs above it.
+#: Layers from the bottom up; a file imports from its own layer and from those below it.
 LAYERS = (
     *("core", "prediction", "comm", "kernels", "techniques", "engine"),
     *("derive", "checkpoint", "models", "callbacks"),
@@ -24,7 +21,10 @@ LAYERS = (
 )
 #: Files in the folder of a technique that hold values, as core does; and those that apply it to a
 #: model, as engine does. Those that begin with `price` are predictions.
-VALUES = ("word", "styles", "table", "table_check", "moves", "stage_io", "plan", "plan_check")
+VALUES = (
+    *("word", "styles", "table", "table_check", "moves", "positions", "stage_io"),
+    *("plan", "plan_check"),
+)
 APPLIED = (
     *("apply", "plans", "recorded", "source", "first_step", "placement", "tensor_axis", "auto"),
     *("budget", "disk_states", "partition", "pipelined", "stage_module", "staged_model"),
@@ -38,16 +38,19 @@ FOREIGN = {
     "expert": 29,
     "pipeline": 18,
     "recompute": 15,
-    "layers": 9,
-    "offload": 9,
-    "tile": 6,
+    **dict.fromkeys(("layers", "offload"), 9),
+    **dict.fromkeys(("tile", "context"), 6),
     "replicas": 2,
 }
 #: Folders that import engine/ and are imported by it.
 BESIDE_ENGINE = ("observe", "wrap")
 #: What a parallel run is compared with.
-ORACLES = tuple(f"shardwise.verify.{name}" for name in ("oracle", "async_oracle", "mixture_oracle"))
+ORACLES = tuple(
+    f"shardwise.verify.oracles.{name}" for name in ("oracle", "async_oracle", "mixture_oracle")
+)
 FILE_LINES, FUNCTION_LINES, NESTING, SHORT_LINES = 450, 60, 3, 6
+#: The files of a folder, `__init__.py` among them.
+FOLDER_FILES = 20
 POSITIONAL, KEYWORD_ONLY = 7, 16  # parameters of a function
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -91,18 +94,18 @@ def layer(module: str) -> str:
         return "cli"
     _, part, *inner = [*module.split("."), "face"]
     if part == "techniques":
-        return layer_of_technique([*inner, ""][1])
+        return next((found for name in inner[1:] if (found := layer_of_technique(name))), part)
     part = "engine" if part in BESIDE_ENGINE else part
     return part if part in LAYERS else "face"
 
 
 def layer_of_technique(file: str) -> str:
-    """The layer of a file in the folder of a technique; most run on a rank."""
+    """The layer of a file in the folder of a technique, or none of its own: most run on a rank."""
     if file in VALUES:
         return "core"
     if file.startswith("price"):
         return "prediction"
-    return "engine" if file in APPLIED else "techniques"
+    return "engine" if file in APPLIED else ""
 
 
 def imports(source: Source) -> Iterator[tuple[ast.stmt, str]]:
@@ -271,8 +274,7 @@ def techniques_apart(source: Source) -> list[str]:
     """What runs on a rank never imports another technique; what applies one may."""
     if source.layer not in ("techniques", "core"):
         return []
-    folder, _, _ = source.path.rpartition("/")
-    own = folder.replace("/", ".")
+    own = ".".join(source.path.split("/")[:3])
     return [
         source.say(node, f"imports {name}, another technique")
         for node, name in imports(source)
@@ -310,8 +312,8 @@ def one_door(source: Source) -> list[str]:
 COUNTING = [
     f"shardwise/comm/{name}.py"
     for name in (
-        *("ledger", "volume", "transport", "gloo", "nccl", "shared", "mailbox"),
-        *("threads", "fake", "torch_links"),
+        *("ledger", "volume", "transport", "gloo/gloo", "nccl", "gloo/shared"),
+        *("gloo/mailbox", "threads", "fake", "torch_links"),
     )
 ]
 

@@ -18,18 +18,18 @@ from torch.utils._pytree import tree_map
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.memory_table import by_tier
-from shardwise.core.mesh import TENSOR
-from shardwise.core.plan import Plan
+from shardwise.core.mesh import CONTEXT, TENSOR
+from shardwise.core.plan.plan import Plan
 from shardwise.engine.engine import Engine
-from shardwise.engine.model_spec import shapes_of
+from shardwise.engine.model_structure import shapes_of
 from shardwise.observe.kernels import kernels_of
 from shardwise.observe.meter import Leak, Meter
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.expert.moves import Loads
-from shardwise.verify.batches import Division
-from shardwise.verify.loads import Choices
-from shardwise.verify.oracle import Oracle, Weights
-from shardwise.verify.oracles import is_asynchronous, oracles_of
+from shardwise.verify.oracles.batches import Division
+from shardwise.verify.oracles.loads import Choices
+from shardwise.verify.oracles.oracle import Oracle, Weights
+from shardwise.verify.oracles.oracles import is_asynchronous, oracles_of
 from tests.engine.cases import Case, Task, build, predictor, share
 from tests.engine.tensors import ADAMW, Piece, gpt_task, mine, pieces, sent
 from tests.engine.test_state import assembled, saved
@@ -44,6 +44,7 @@ ROWS = 17  # of each global batch
 #: whose experts drop tokens.
 TASKS = {
     "mixture": moe_task("topk-renormalised", 1.0, rows=ROWS),
+    "mixture without a capacity": moe_task("topk", rows=ROWS),
     "untied": gpt_task("untied", rows=ROWS),
     "tied": gpt_task("tied", rows=ROWS),
 }
@@ -53,7 +54,7 @@ def kind_of(text: str) -> str:
     """The kind of model that the plan trains: a mixture where experts are spread, else a GPT."""
     plan = Plan.parse(text)
     if plan.ep > 1:
-        return "mixture"
+        return "mixture" if plan.cp == 1 else "mixture without a capacity"
     own_head = plan.sp or plan.layers or "head" in (plan.tile or "")
     stale = (plan.pipeline or "").startswith("pipedream")  # whose stages share no weight
     return "untied" if own_head or stale else "tied"
@@ -110,7 +111,7 @@ class Proof:
         """What determines the training in one process: for most plans their model alone."""
         plan, offload = self.plan, self.plan.offloaded
         delayed = offload is not None and offload.undelayed is not None
-        own = self.kind == "mixture" or is_asynchronous(plan) or delayed
+        own = self.kind.startswith("mixture") or is_asynchronous(plan) or delayed
         return self.kind, self.exact if own else self.precision
 
 
@@ -161,13 +162,20 @@ def foretell(proof: Proof, expected: Expected, on_ranks: "OnRanks") -> list[list
     def of(rank: int, batch: Any, loads: tuple[Loads, ...], whole: bool) -> Prediction:
         places = [plan.mesh.coordinate(r) for r in range(plan.size)]
         place = {axis: at for axis, at in places[rank].items() if axis in (TENSOR, "pp")}
-        data_rank = sum(at.items() >= place.items() for at in places[:rank])
-        own = share(batch, data_rank, plan.data_size)
-        counts = Division(plan.data_size, 1 if whole else plan.microbatches).counts(batch)
+        data_rank = sum(at.items() >= place.items() for at in places[:rank]) // plan.cp
+        own = share(batch, data_rank, plan.shares)
+        counts = Division(plan.shares, 1 if whole else plan.microbatches).counts(batch)
         if plan.layers:  # of meshes of their own
             return theories[rank].of(own, counts, loads, whole=whole)
         routed = (repr(loads), data_rank) if plan.activations_on_host else ()
-        key = place.get(TENSOR), shapes_of(own), tuple(counts), routed, whole
+        key = (
+            place.get(TENSOR),
+            plan.coordinate(rank)[CONTEXT],
+            shapes_of(own),
+            tuple(counts),
+            routed,
+            whole,
+        )
         if key not in made:
             made[key] = theories[rank].of(own, counts, loads, whole=whole)
         return made[key].on(rank)
@@ -186,7 +194,9 @@ def trained(
         with meter if step == STEPS - 1 else nullcontext():
             before = engine.ledger.copy()
             metrics = engine.step(mine(engine, task.batch(step)))
-        if "tp" not in proof.text:  # whose ranks compare batches, which no step counts
+        if (
+            "tp" not in proof.text and "cp" not in proof.text
+        ):  # whose ranks compare batches, which no step counts
             lines = engine.ledger.since(before), engine.last
             every, counted = (sum(t.sent_bytes for t in each.values()) for each in lines)
             found.bytes.append(({"in all": every}, {"in all": counted}))
@@ -303,7 +313,7 @@ def trained_alone(kind: str, exact: str, device: str = "cpu") -> Expected:
     found.state = state_of(oracle.weights)
     last = task.batch(STEPS)
     found.evaluated = float(oracle.evaluate(lambda m: oracle.task.loss_of(m, last, oracle.dtype)))
-    found.loads.append(choices.loads(last, plan, Division(plan.data_size, 1), trained=False))
+    found.loads.append(choices.loads(last, plan, Division(plan.shares, 1), trained=False))
     resumed = oracle_of(proof, task)
     load_alone(resumed.weights, checkpoint(kind, proof.precision)[0])
     if isinstance(resumed, Oracle):
@@ -352,9 +362,16 @@ def load_alone(weights: Weights, arrays: Arrays) -> None:
 
 
 OnRanks = Callable[..., list[Trained]]
+
+
+def run_threads_or_gloo(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Up to four ranks run as threads; more would wait for one interpreter's lock, so as gloo."""
+    return (run_gloo if ranks > 4 else run_threads)(ranks, function, *args)
+
+
 #: Who runs plans under `--device`: the canonical ones, and all others.
 RUNNERS: dict[str, tuple[OnRanks, OnRanks]] = {
-    "cpu": (run_gloo, run_threads),
+    "cpu": (run_gloo, run_threads_or_gloo),
     "cuda": (run_gpu, run_gpu),
 }
 

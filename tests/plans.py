@@ -35,6 +35,13 @@ CANONICAL: dict[str, list[str]] = {
         *("tp2", "tp4", "tp4 sp", "tp2 sp", "dp2 tp2 zero1", "dp2 tp2 sp zero3"),
         "tp2 accumulate:2",
     ],
+    "context": [
+        *("cp2", "cp4", "cp2 zero3", "cp2:ulysses", "dp2 cp2 zero3", "cp4:2x2 zero2", "cp2 tp2"),
+        *("cp4:ulysses zero1 accumulate:2", "cp2 pp2 1f1b:4", "cp2 zero3 recompute:full"),
+        *("cp2 tp2 sp zero1", "cp2 fp32", "cp2 zero2 recompute:selective accumulate:2"),
+        *("cp2 pp2 zb-h1:2", "cp2 zero3 offload:optim", "cp2:ulysses pp2 recompute:full"),
+        *("cp2 ep2", "dp2 cp2 ep2 zero3 accumulate:2", "cp2 2bw:4 pp2"),
+    ],
     "pipeline": [
         *("pp2", "pp2 naive", "pp2 gpipe:3", "pp2 1f1b:4", "pp4 1f1b:8", "pp2 dapple:4"),
         *("pp2 interleaved:4x2", "pp2 bfs:4x2", "pp2 zb-h1:4", "pp2 zb-v:4", "pp2 dualpipe-v:4"),

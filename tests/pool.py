@@ -17,7 +17,7 @@ import queue
 import socket
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -25,14 +25,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.threads import on_threads
 from shardwise.comm.torch_links import TorchLinks
 from shardwise.comm.transport import Links
 from shardwise.comm.world import world_of
 from shardwise.core.errors import RankError
+from tests.comm.hosts import HOSTS, enter_host
 from tests.forks import CONTEXT
+from tests.threads import on_threads
 
 CPU = torch.device("cpu")
+#: How long a rank may take to answer, and how long once another rank has failed.
+LONGEST_TEST_S, AFTER_A_FAILURE_S = 400, 5
 
 
 def run_threads(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -59,7 +62,12 @@ def _follow_parent() -> None:
     os._exit(1)
 
 
-def _serve(rank: int, ranks: int, address: str, backend: str, inbox: Any, outbox: Any) -> None:
+def _serve(
+    rank: int, ranks: int, address: str, backend: str, host: str, inbox: Any, outbox: Any
+) -> None:
+    if host:
+        enter_host(host)
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     threading.Thread(target=_follow_parent, name="parent", daemon=True).start()
     torch.set_num_threads(1)
     gpu = torch.device("cuda", rank) if backend == "nccl" else None
@@ -86,18 +94,22 @@ def _serve(rank: int, ranks: int, address: str, backend: str, inbox: Any, outbox
 
 
 class Pool:
-    """`ranks` processes that wait for functions to run."""
+    """`ranks` processes that wait for functions to run, on `hosts` if there are any, in blocks."""
 
-    def __init__(self, ranks: int, backend: str = "gloo") -> None:
+    def __init__(self, ranks: int, backend: str = "gloo", hosts: Sequence[str] = ()) -> None:
         context, self.backend = CONTEXT, backend
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+            place = HOSTS[0] if hosts else "127.0.0.1"
+            address = f"tcp://{place}:{free.getsockname()[1]}"
+        names = [hosts[rank * len(hosts) // ranks] if hosts else "" for rank in range(ranks)]
         self.inboxes = [context.Queue() for _ in range(ranks)]
         self.outbox = context.Queue()
         self.processes = [
             context.Process(
-                target=_serve, args=(r, ranks, address, backend, inbox, self.outbox), daemon=True
+                target=_serve,
+                args=(r, ranks, address, backend, names[r], inbox, self.outbox),
+                daemon=True,
             )
             for r, inbox in enumerate(self.inboxes)
         ]
@@ -114,9 +126,11 @@ class Pool:
         silent = set(range(len(results)))
         while silent:
             try:
-                rank, good, value = self.outbox.get(timeout=400)
+                patience_s = AFTER_A_FAILURE_S if failures else LONGEST_TEST_S
+                rank, good, value = self.outbox.get(timeout=patience_s)
             except queue.Empty:
-                failures += [(rank, "it did not answer within 400 s") for rank in sorted(silent)]
+                silence = f"it did not answer within {patience_s} s"
+                failures += [(rank, silence) for rank in sorted(silent)]
                 break
             silent.remove(rank)
             results[rank] = value

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.threads import on_threads
 from shardwise.comm.world import world_of
+from tests.threads import on_threads
 
 HOST, DEVICE = torch.device("cpu"), torch.device("cpu", 0)
 

@@ -14,7 +14,7 @@ import typer
 
 import shardwise as sw
 from shardwise.cli import main as cli
-from shardwise.core.plan import WORDS
+from shardwise.core.plan.plan import WORDS
 from shardwise.train.config import Config
 
 FILE = Path(__file__).parent / "surface.txt"
@@ -62,7 +62,7 @@ def lines() -> Iterator[str]:
         yield f"shardwise {name}"
         yield from (f"    {text}" for text in sorted(parameters(name)))
     yield "plan words"
-    yield from (f"    {word.form}" for word in WORDS if not word.later)
+    yield from (f"    {word.form}" for word in WORDS)
     yield "configuration"
     for section, keys in Config().model_dump().items():
         yield from (f"    {section}.{key}" for key in keys)

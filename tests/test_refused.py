@@ -17,13 +17,13 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.cli import main as cli
-from shardwise.comm import launch
 from shardwise.comm.move import move
+from shardwise.comm.start import launch
 from shardwise.comm.world import alone, traced
 from shardwise.core.errors import InputError
-from shardwise.core.layout import P, Placement, R, S
+from shardwise.core.layouts.layout import P, Placement, R, S
 from shardwise.core.mesh import Mesh
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.classic import dapple
 from shardwise.core.schedule.clock import clock
 from shardwise.core.schedule.library import build
@@ -315,7 +315,7 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
             lambda: sw.unwrap(nn.Sequential(sw.DDP(nn.Linear(1, 1), alone()))),
             r"has a part that is \(0\)",
         ),
-        (lambda: sw.Lion(beta=0.9), r"sw\.Lion\(beta=0\.9\).*lr, betas, weight_decay"),
+        (lambda: sw.Lion(beta=0.9), r"sw\.Lion\(beta=0\.9\).*lr, betas, weight_decay"),  # type: ignore[call-arg]
         (lambda: sw.Lion(betas=(1.5, 0.9)), r"Invalid betas: \(1\.5, 0\.9\)"),
         (
             lambda: sw.derive_table(

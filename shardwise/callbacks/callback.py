@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
-from shardwise.core.arguments import short_repr
 from shardwise.core.errors import InputError, RunError, bad, one_line
+from shardwise.core.tools.arguments import short_repr
 
 if TYPE_CHECKING:
     from shardwise.comm.world import World

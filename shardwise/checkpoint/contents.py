@@ -12,7 +12,7 @@ from shardwise.checkpoint.folder import find
 from shardwise.checkpoint.open_checkpoint import open_checkpoint
 from shardwise.checkpoint.storage import require_content
 
-#: Prefixes of tensor names (engine/state.py).
+#: Prefixes of tensor names (engine/state/state.py).
 MODEL, OPTIMIZER = "model/", "optim/"
 
 

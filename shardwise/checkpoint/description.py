@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.full import entries, is_extra, plain_key, plain_of
+from shardwise.engine.state.full import entries, is_extra, plain_key, plain_of
 from shardwise.wrap.plain_loop import PlainLoop
 
 

@@ -1,25 +1,25 @@
 """Checkpoints: everything that training needs to continue, under any plan.
 
-save    parameters, optimizer state, the engine's counters, and the user's `extra`
-load    the same into an engine of any plan, on any number of ranks
+save          parameters, optimizer state, the engine's counters, and the user's `extra`
+async_save    the same, written beside the next steps
+load          the same into an engine of any plan, on any number of ranks
 
 A module of sw.DDP, sw.FSDP or sw.Pipe with its optimizer is saved and loaded in the same format.
 """
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import load as reading
-from shardwise.checkpoint import save as writing
 from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.description import described
 from shardwise.checkpoint.failure import damaged
@@ -33,19 +33,21 @@ from shardwise.checkpoint.folder import (
     passed_over,
     step_of,
 )
+from shardwise.checkpoint.folder import prune as remove_old
 from shardwise.checkpoint.lock import RUN_LOCK
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint, open_checkpoint
 from shardwise.checkpoint.pages import Pages
-from shardwise.checkpoint.plans import PIECE_BYTES, split_block
+from shardwise.checkpoint.pending import PendingCheckpoint
+from shardwise.checkpoint.save import PlannedSave
 from shardwise.checkpoint.storage import Check
 from shardwise.comm.move import broadcast
 from shardwise.comm.world import World
-from shardwise.core.arguments import MOST_COUNT, flag, integer
 from shardwise.core.errors import InputError, bad
-from shardwise.engine import validate
-from shardwise.engine.box import Box, block
+from shardwise.core.tools.arguments import MOST_COUNT, flag, integer
+from shardwise.engine.checks import validate
 from shardwise.engine.engine import Engine
-from shardwise.engine.full import entries, plain_of
+from shardwise.engine.state.box import Box
+from shardwise.engine.state.full import entries, plain_of
 from shardwise.wrap.plain_loop import PlainLoop
 
 #: The scalar of a loop of the program's own: what `engine` is for an engine.
@@ -75,20 +77,78 @@ def save(
             another process is writing in the folder.
         RunError: a rank could not write; a weight or the optimizer's state is not finite.
     """
+    trained = _trained(engine_or_module, optimizer, "sw.save")
+    return _asked(trained, folder, extra, keep, step).finish()
+
+
+def async_save(
+    engine_or_module: Engine | nn.Module,
+    folder: str | os.PathLike[str],
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    *,
+    optimizer: Optimizer | None = None,
+    step: int | None = None,
+) -> PendingCheckpoint:
+    """Save a checkpoint in `folder` while training goes on.  Returns a handle.
+
+    `handle.done()` says whether this rank's part has ended, `handle.wait()` waits for that, and
+    `handle.result()`, called by all ranks, waits for the whole checkpoint and returns its path.
+
+    Arguments and files are those of `save`.  All ranks must call it.  It returns when the values of
+    this moment are on their way to host memory, where each rank needs room for what it writes
+    (pinned, on CUDA); a thread writes them.  It first waits for the previous save in this folder.
+
+    The threads send no messages: rank 0 publishes when a file in the folder reports the end of
+    every rank's part.  If a rank fails, nothing is published, and training goes on: a warning says
+    which rank and why, at the next step, save, load or `world.close()`.  `handle.result()` raises
+    instead.  The end of the program, and `world.close()`, wait for the threads.
+
+    The snapshot and the write beside training are those of CheckFreq (Mohan, Phanishayee and
+    Chidambaram, FAST 2021, section 4) and torch.distributed.checkpoint.async_save.
+
+    Raises:
+        InputError: as `save`; and for states on a disk (`offload:optim@disk`).
+    """
+    trained = _trained(engine_or_module, optimizer, "sw.async_save")
+    require_snapshots(trained)
+    return PendingCheckpoint(_asked(trained, folder, extra, keep, step))
+
+
+def require_snapshots(trained: Engine | PlainLoop) -> None:
+    """Raise InputError for states on a disk, which a snapshot would copy to host memory."""
+    if isinstance(trained, Engine) and trained.disk is not None:
+        raise bad(
+            f"an asynchronous save under the plan '{trained.plan}', whose states are on a disk",
+            "states in device or host memory, since a snapshot is a copy of them in host memory",
+            "sw.save(engine, folder); for shardwise train, train.async_save = false",
+        )
+
+
+def _asked(
+    trained: Engine | PlainLoop,
+    folder: str | os.PathLike[str],
+    extra: Mapping[str, Any] | None,
+    keep: int | None,
+    step: int | None,
+) -> PlannedSave:
+    """The planned save of the user's arguments, after the previous one in the folder."""
     if extra is not None and not isinstance(extra, Mapping):
         raise bad(f"extra={extra!r}", "a dict that JSON can hold", 'extra={"epoch": 3}')
     if keep is not None:
         integer("keep", keep, 1, 2)
     if step is not None:
         integer("step", step, 0, 100, MOST_COUNT)
-    trained = _trained(engine_or_module, optimizer, "sw.save")
+    folder = as_path(folder)
+    trained.world.background.settle(folder)
     if isinstance(trained, Engine):
         scalars = {"step": trained.steps, "engine": trained.scalars()}
     else:
-        number = _next(trained.world, as_path(folder)) if step is None else step
+        number = _next(trained.world, folder) if step is None else step
         scalars = {"step": number, LOOP: trained.scalars()}
-    locks = _lock_of_a_run(as_path(folder))
-    return write(trained, folder, scalars | {"extra": dict(extra or {})}, keep, locks)
+    scalars["extra"] = dict(extra or {})
+    prune = None if keep is None else partial(remove_old, folder, keep)
+    return planned_save(trained, folder, scalars, prune, _lock_of_a_run(folder))
 
 
 def _lock_of_a_run(folder: Path) -> list[Path]:
@@ -117,25 +177,22 @@ def _next(world: World, folder: Path) -> int:
     return 1 + int(broadcast(number, world.everyone).item())
 
 
-def write(
+def planned_save(
     trained: Engine | PlainLoop,
-    folder: str | os.PathLike[str],
+    folder: Path,
     scalars: dict[str, Any],
-    keep: int | None = None,
+    prune: Callable[[], object] | None = None,
     locks: Sequence[Path] = (),
-) -> Path:
-    """Save the state with these scalars; returns the path.  Raises like `save`."""
+) -> PlannedSave:
+    """The save of the state with these scalars.  Raises like PlannedSave."""
+    trained.world.background.settle(folder)
     boxes = trained.boxes()
-    name = _first_not_finite(trained, boxes)
+    checked = _checked(trained, boxes, scalars["step"])
     scalars = scalars | {"model": described(trained)}
-    refusal = (
-        f"The weights of step {scalars['step']} are not saved: {name} is not finite. The older "
-        "checkpoints are unchanged; resume from the newest."
-    )
-    folder = as_path(folder)
-    refusal = refusal if name else ""
     world, pages = trained.world, _pages(trained)
-    return writing.save(folder, boxes, scalars, world, refusal, pages, keep=keep, locks=locks)
+    return PlannedSave(
+        folder, boxes, scalars, world, checked=checked, pages=pages, prune=prune, locks=locks
+    )
 
 
 def _pages(trained: Engine | PlainLoop) -> Pages:
@@ -144,25 +201,20 @@ def _pages(trained: Engine | PlainLoop) -> Pages:
     return Pages() if disk is None else Pages(disk.drop)
 
 
-@torch.no_grad()
-def _first_not_finite(trained: Engine | PlainLoop, boxes: Sequence[Box]) -> str:
-    """The first trained weight (fp32 master) or optimizer state with a non-finite value; or ""."""
+def _checked(trained: Engine | PlainLoop, boxes: Sequence[Box], step: int) -> dict[str, str]:
+    """The trained weights (fp32 masters) and optimizer states; the error if one is not finite."""
     names = {*trained.optimizer.names} if isinstance(trained, Engine) else trained.trained
-    pages = _pages(trained)
+    found: dict[str, str] = {}
     for box in boxes:
         kind, _, name = box.name.partition("/")
-        checked = kind == "optim" or (kind == "model" and name in names)
-        if checked and not all(map(pages.finite, _pieces(box.tensor))):
-            key, _, of = name.partition("/")
-            return f"the optimizer's {key} of {of}" if kind == "optim" else name
-    return ""
-
-
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Parts of a tensor: its finite elements are found in a few times the memory of one."""
-    numel = PIECE_BYTES // tensor.element_size()
-    for offsets, sizes in split_block((0,) * tensor.dim(), tuple(tensor.shape), numel):
-        yield block(tensor, offsets, sizes)
+        key, _, of = name.partition("/")
+        if kind == "optim" or (kind == "model" and name in names):
+            what = f"the optimizer's {key} of {of}" if kind == "optim" else name
+            found[box.name] = (
+                f"The weights of step {step} are not saved: {what} is not finite. The older "
+                "checkpoints are unchanged; resume from the newest."
+            )
+    return found
 
 
 def load(
@@ -191,6 +243,7 @@ def load(
     flag("missing_ok", missing_ok)
     trained = _trained(engine_or_module, optimizer, "sw.load")
     folder = as_path(folder)
+    trained.world.background.settle()
     if missing_ok:
         found = is_whole(folder) or bool(all_in(folder))
         told = torch.tensor([found], dtype=torch.uint8, device=trained.world.device)

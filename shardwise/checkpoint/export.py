@@ -52,8 +52,8 @@ from shardwise.checkpoint.weights_folder import (
 from shardwise.checkpoint.writer import writing
 from shardwise.comm.world import alone
 from shardwise.core.errors import bad
-from shardwise.core.suggest import beside
-from shardwise.engine.box import Box, block
+from shardwise.core.tools.suggest import beside
+from shardwise.engine.state.box import Box, block
 
 BUFFER: Final = "buffer/"
 #: The most bytes of tensors in one file, as Hugging Face's default.

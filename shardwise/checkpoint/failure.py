@@ -4,9 +4,8 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-
-from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwise.checkpoint.folder import all_in
 from shardwise.core.errors import InputError, RunError, bad, causes
@@ -17,14 +16,14 @@ LITTLE_BYTES = 2**24
 _CPP = re.compile(r"\[enforce fail at [^]]*\]\s*\.?\s*|\(function \w+\)|Exception raised from.*")
 
 
-def reason(error: CheckpointException, what: str) -> BaseException:
-    """The error to raise on every rank instead of torch's.
+def reason(failures: Mapping[int, BaseException], what: str) -> BaseException:
+    """The error to raise on every rank for the errors of ranks.
 
     An InputError or an interrupt is raised unchanged; any other error becomes a RunError that names
     the first rank that had it.
     """
-    rank, (cause, _) = min(error.failures.items(), key=lambda entry: entry[0])
-    refused = [c for c, _ in error.failures.values() if isinstance(c, InputError)]
+    rank, cause = min(failures.items(), key=lambda entry: entry[0])
+    refused = [error for error in failures.values() if isinstance(error, InputError)]
     if refused:
         return refused[0]
     if isinstance(cause, KeyboardInterrupt | SystemExit | RunError):

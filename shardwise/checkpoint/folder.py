@@ -12,15 +12,18 @@ completes what an interrupted writer left unfinished.
 """
 
 import errno
+import json
+import math
 import os
 import re
 import shutil
 import stat
+from collections.abc import Collection
 from io import BufferedReader
 from pathlib import Path
 
-from shardwise.core.arguments import integer
 from shardwise.core.errors import InputError, bad
+from shardwise.core.tools.arguments import integer
 
 METADATA, SCALARS, LATEST = ".metadata", "scalars.json", "latest"
 CHECKPOINTS = "checkpoints"  # the folder of checkpoints inside a run's folder
@@ -128,17 +131,37 @@ def _none(folder: Path, what: str) -> InputError:
     )
 
 
-def prune(folder: str | os.PathLike[str], keep: int) -> list[Path]:
+def prune(
+    folder: str | os.PathLike[str], keep: int, *, best: bool = False, also: Collection[Path] = ()
+) -> list[Path]:
     """Remove all but the `keep` newest checkpoints; returns those removed.  One rank calls it.
 
-    The checkpoint that `find` returns stays.  Raises InputError for keep below one.
+    The checkpoint that `find` returns stays, with `best` the one of `best_in`, and those in `also`.
+    Raises InputError for keep below one.
     """
     integer("keep", keep, 1, 2)
     whole = all_in(as_path(folder))
-    old = [path for path in whole[:-keep] if path != find(folder)]
+    kept = {*whole[-keep:], *also, *([best_in(folder)] if best else [])}
+    old = [path for path in whole if path not in kept and path != find(folder)]
     for path in old:
         remove(path)
     return old
+
+
+def best_in(folder: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint with the lowest validation loss, the newest of several; None without one."""
+    losses = [(_validation(path), path) for path in reversed(all_in(as_path(folder)))]
+    loss, path = min(losses, key=lambda each: each[0], default=(math.inf, None))
+    return path if math.isfinite(loss) else None
+
+
+def _validation(path: Path) -> float:
+    """The validation loss in a checkpoint's scalars; infinity if it has none."""
+    try:
+        loss = json.loads((path / SCALARS).read_text(encoding="utf-8"))["scalars"]["validation"]
+        return loss if isinstance(loss, float) and not math.isnan(loss) else math.inf
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return math.inf
 
 
 def clear(path: Path) -> None:

@@ -11,11 +11,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from shardwise.checkpoint.failure import reason
 from shardwise.checkpoint.folder import as_path
 from shardwise.checkpoint.pages import Pages
-from shardwise.checkpoint.plans import BoxLoadPlanner
+from shardwise.checkpoint.save_plans import BoxLoadPlanner
 from shardwise.checkpoint.storage import Check, Pieces
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError
-from shardwise.engine.box import Box
+from shardwise.engine.state.box import Box
 from shardwise.techniques.data.inference import normal_mode
 
 _ALONE = "torch.distributed is (disabled|unavailable)"
@@ -57,12 +57,13 @@ def load(
                 no_dist=world.size == 1,
             )
     except CheckpointException as error:
-        what = f"The checkpoint in '{folder}' could not be loaded"
+        failures = {rank: cause for rank, (cause, _) in error.failures.items()}
+        why = reason(failures, f"The checkpoint in '{folder}' could not be loaded")
         if pieces.reading:
             raise RunError(
-                f"{what}: it became unreadable after all checks had passed. The boxes are partly "
-                "written: load again, or start with a new engine. "
-                f"({reason(error, what)})"
+                f"The checkpoint in '{folder}' could not be loaded: it became unreadable after all "
+                "checks had passed. The boxes are partly written: load again, or start with a new "
+                f"engine. ({why})"
             ) from None
-        raise reason(error, what) from None
+        raise why from None
     return pieces.scalars

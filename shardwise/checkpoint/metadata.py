@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardwise.checkpoint.failure import damaged
 from shardwise.checkpoint.folder import METADATA, open_regular
-from shardwise.checkpoint.plans import check_whole
+from shardwise.checkpoint.save_plans import check_whole
 
 _INDEX, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 #: The classes that an index may name, by module; also dtypes.

@@ -24,8 +24,8 @@ from shardwise.checkpoint.manifest import (
 )
 from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.piece import Piece, pieces_of
-from shardwise.core.arguments import is_count, short_repr
 from shardwise.core.errors import bad
+from shardwise.core.tools.arguments import is_count, short_repr
 
 #: The first entry of scalars.json.
 FORMAT = "shardwise 2"

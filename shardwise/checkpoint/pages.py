@@ -1,7 +1,8 @@
 """Pages of files that checkpoints read or write through maps, given back every 128 MiB.
 
-States on a disk (comm/disk.py) are mapped. Each page that is read, or written, counts as memory of
-the process until it is given back. Without this the process grows to the size of the states.
+States on a disk (comm/tiers/disk.py) are mapped. Each page that is read, or written, counts as
+memory of the process until it is given back. Without this the process grows to the size of the
+states.
 """
 
 from collections.abc import Callable
@@ -26,9 +27,3 @@ class Pages:
         if self.since_bytes >= EVERY_BYTES:
             self.since_bytes = 0
             self.release()
-
-    def finite(self, tensor: Tensor) -> bool:
-        """Whether all elements are finite; the tensor then was seen."""
-        found = bool(tensor.isfinite().all())
-        self.seen(tensor)
-        return found

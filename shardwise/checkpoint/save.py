@@ -1,107 +1,173 @@
-"""Saving: every rank writes its boxes, and the checkpoint appears at once or not at all."""
+"""Saving: every rank writes its boxes, and the checkpoint appears at once or not at all.
+
+plan       all ranks compare their boxes; a piece that several hold is written by one of them
+write      each rank writes its pieces, and hashes their files
+publish    rank 0 adds index and manifest, and gives the folder its name
+
+`save` does all three, and the ranks meet after each.  After `plan`, a thread can do the others
+beside the next steps (pending.py).
+"""
 
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.failure import LITTLE_BYTES, free_bytes, reason
 from shardwise.checkpoint.lock import SAVING_LOCK, only_writer
 from shardwise.checkpoint.pages import Pages
-from shardwise.checkpoint.plans import BoxSavePlanner
-from shardwise.checkpoint.storage import Publisher
+from shardwise.checkpoint.save_plans import BoxSavePlanner
+from shardwise.checkpoint.storage import Publisher, Written
+from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World
-from shardwise.core.arguments import MOST_COUNT, integer
-from shardwise.core.errors import bad
-from shardwise.engine.box import Box
+from shardwise.core.errors import RunError, bad
+from shardwise.core.tools.arguments import MOST_COUNT, integer
+from shardwise.engine.state.box import Box
 
-_ALONE = "torch.distributed is (disabled|unavailable)"
+T = TypeVar("T")
+
+
+class PlannedSave:
+    """The save of a checkpoint of which every rank knows what it writes.
+
+    If saving fails, older checkpoints are unchanged.  Rank 0 holds the lock of the folder until
+    `held` ends, which also removes what a failed save leaves.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        boxes: Sequence[Box],
+        scalars: dict[str, Any],
+        world: World,
+        *,
+        checked: Mapping[str, str] | None = None,
+        pages: Pages | None = None,
+        prune: Callable[[], object] | None = None,
+        locks: Sequence[Path] = (),
+    ) -> None:
+        """Plan a checkpoint in `folder`, which all ranks must see.
+
+        All ranks must call it.  The boxes with `replica` 0 of all ranks must cover each element of
+        their tensors once; a box that several ranks hold is written by the one with the least to
+        write.  `scalars` is a JSON object, the same on every rank, with the "step" that names the
+        checkpoint.  `checked` has the tensors that must be finite, each with the text of the error.
+        `pages` gives back those of boxes in mapped files.  At the end rank 0 calls `prune`, which
+        removes old checkpoints; if that fails, a warning says so.  Rank 0 also holds further
+        `locks`.
+
+        Raises:
+            InputError: the scalars have no step, or cannot be written as JSON; another process is
+                writing in the folder.
+
+        What else goes wrong is `failure`: a folder that cannot be written, boxes that do not cover
+        their tensors.
+        """
+        folder = folders.as_path(folder)
+        step: Any = scalars.get("step")
+        integer("step", step, 0, 100, MOST_COUNT)
+        try:
+            text = json.dumps(scalars)
+        except (TypeError, ValueError) as error:
+            raise bad(
+                f"scalars that JSON cannot hold ({error})",
+                "numbers, text, lists and dicts",
+                "int(x)",
+            ) from error
+        self.folder, self.world, self.prune = folder, world, prune
+        self.path, self.step = folder / folders.name_of(step), step
+        self.held = ExitStack()
+        self.publisher = Publisher(folder, step, json.loads(text))
+        self.planner = BoxSavePlanner(boxes, checked=checked, pages=pages)
+        self.plan, self.metadata = SavePlan([]), Metadata({})
+        self.failure: RunError | None = None  # the same on all ranks
+        try:
+            self._agree(locks)
+        except BaseException as error:
+            self.held.close()
+            if not isinstance(error, RunError):
+                raise
+            self.failure = error
+        self.planner.keep(self.plan)
+
+    def _agree(self, locks: Sequence[Path]) -> None:
+        """Let every rank know what it writes."""
+        every = self.together(partial(self._begin, locks))
+        try:
+            plans, self.metadata = self.planner.create_global_plan(every)
+        except ValueError as error:  # the same on all ranks
+            raise self.reason({0: error}) from None
+        self.plan = self.publisher.files.prepare_global_plan(plans)[self.world.rank]
+
+    def _begin(self, locks: Sequence[Path]) -> SavePlan:
+        """This rank's pieces; rank 0 also locks the folder, and makes that of unfinished files."""
+        if self.world.rank == 0:
+            for file in (*locks, self.folder / SAVING_LOCK):
+                self.held.enter_context(only_writer(self.folder, file))
+            self.held.callback(shutil.rmtree, self.publisher.path, ignore_errors=True)
+            folders.clear(self.publisher.path)
+        return self.planner.create_local_plan()
+
+    def together(self, act: Callable[[], T]) -> list[T]:
+        """The results of all ranks.  Called by all of them; raises the first failure on each."""
+        own: tuple[T | None, BaseException | None]
+        try:
+            own = act(), None
+        except BaseException as error:  # noqa: BLE001  the others wait for this rank
+            own = None, error
+        every = all_gather_object(own, self.world)
+        if failures := {rank: error for rank, (_, error) in enumerate(every) if error is not None}:
+            raise self.reason(failures) from None
+        return [result for result, _ in every]
+
+    def reason(self, failures: Mapping[int, BaseException]) -> BaseException:
+        """The error for the failures of ranks, with the free space, if it is little."""
+        what = f"The checkpoint of step {self.step} could not be saved in '{self.folder}'"
+        free = free_bytes(self.folder)
+        room = f", where only {free:.0f} bytes are free" if free < LITTLE_BYTES else ""
+        return reason(failures, what + room)
+
+    def write(self) -> Written:
+        """Write this rank's pieces.  Raises OSError; RunError for a value that is not finite."""
+        return self.publisher.write(self.plan, self.planner)
+
+    def publish(self, every: Sequence[Written]) -> None:
+        """Publish what all ranks have written, and remove old checkpoints.  Rank 0 calls it."""
+        self.publisher.publish(self.metadata, every)
+        try:
+            if self.prune is not None:
+                self.prune()
+        except OSError as error:
+            warnings.warn(
+                f"old checkpoints in '{self.folder}' could not be removed ({error}); the new one "
+                "is saved",
+                stacklevel=2,
+            )
+
+    def finish(self) -> Path:
+        """Write and publish; the path.  Called by all ranks, which meet after each.
+
+        Raises RunError on all ranks if one cannot write, or refuses to, and `failure`.
+        """
+        if self.failure is not None:
+            raise self.failure
+        with self.held:
+            every = self.together(self.write)
+            self.together(lambda: self.publish(every) if self.world.rank == 0 else None)
+        return self.path
 
 
 def save(
-    folder: str | os.PathLike[str],
-    boxes: Sequence[Box],
-    scalars: dict[str, Any],
-    world: World,
-    refusal: str = "",
-    pages: Pages | None = None,
-    *,
-    keep: int | None = None,
-    locks: Sequence[Path] = (),
+    folder: str | os.PathLike[str], boxes: Sequence[Box], scalars: dict[str, Any], world: World
 ) -> Path:
-    """Save a checkpoint in `folder`, which all ranks must see; returns its path.
-
-    All ranks must call it.  The boxes with `replica` 0 of all ranks must cover each element of
-    their tensors once; a box that several ranks hold is written by the one with the least to write.
-    `scalars` is a JSON object, the same on every rank, with the "step" that names the checkpoint.
-    If saving fails, older checkpoints are unchanged.  A non-empty `refusal` says why this rank's
-    boxes must not be saved.  `pages` gives back those of boxes in mapped files.  With `keep`, all
-    but that many of the newest checkpoints are removed; if that fails, a warning says so.  Rank 0
-    holds the lock of the folder, and further `locks`, until all of this is done.
-
-    Raises:
-        InputError: the scalars have no step, or cannot be written as JSON; another process is
-            writing in the folder.
-        RunError: a rank could not write or refuses to; the boxes do not cover their tensors.
-    """
-    folder = folders.as_path(folder)
-    step: Any = scalars.get("step")
-    integer("step", step, 0, 100, MOST_COUNT)
-    try:
-        json.dumps(scalars)
-    except (TypeError, ValueError) as error:
-        raise bad(
-            f"scalars that JSON cannot hold ({error})", "numbers, text, lists and dicts", "int(x)"
-        ) from error
-    with ExitStack() as held:
-        publisher = Publisher(folder, step, scalars, partial(_lock, folder, locks, held))
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=_ALONE)
-                save_state(
-                    {},
-                    storage_writer=publisher,
-                    planner=BoxSavePlanner(boxes, refusal=refusal, pages=pages),
-                    no_dist=world.size == 1,
-                )
-        except CheckpointException as error:
-            what = f"The checkpoint of step {step} could not be saved in '{folder}'"
-            raise reason(error, what + _room_in(folder)) from None
-        if keep is not None and world.rank == 0:
-            _prune(folder, keep)
-    return folder / folders.name_of(step)
-
-
-def _lock(folder: Path, locks: Sequence[Path], held: ExitStack, unfinished: Path) -> None:
-    """Hold the locks until the end of `held`, which removes the unfinished files of a failed save.
-
-    They would take space from the next save.  Rank 0 calls it.
-    """
-    for file in (*locks, folder / SAVING_LOCK):
-        held.enter_context(only_writer(folder, file))
-    held.callback(shutil.rmtree, unfinished, ignore_errors=True)
-
-
-def _prune(folder: Path, keep: int) -> None:
-    try:
-        folders.prune(folder, keep)
-    except OSError as error:
-        warnings.warn(
-            f"old checkpoints in '{folder}' could not be removed ({error}); the new one is saved",
-            stacklevel=2,
-        )
-
-
-def _room_in(folder: Path) -> str:
-    """The free space, if it is little."""
-    free = free_bytes(folder)
-    return f", where only {free:.0f} bytes are free" if free < LITTLE_BYTES else ""
+    """Save a checkpoint; its path.  Called by all ranks.  Raises like PlannedSave, and `finish`."""
+    return PlannedSave(folder, boxes, scalars, world).finish()

@@ -2,16 +2,20 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from uuid import uuid4
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -19,7 +23,7 @@ from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
 )
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from shardwise.checkpoint import folder as folders
@@ -27,96 +31,89 @@ from shardwise.checkpoint.failure import unwritten
 from shardwise.checkpoint.manifest import Manifest, Seal, require_files, seal, write_manifest
 from shardwise.checkpoint.open_checkpoint import FORMAT, OpenCheckpoint, open_checkpoint
 from shardwise.checkpoint.piece import Piece, check_piece, read_piece
-from shardwise.core.errors import InputError, bad
-from shardwise.engine.box import block
+from shardwise.core.errors import InputError, RunError, bad
+from shardwise.engine.state.box import block
 
 #: An additional check of a checkpoint before it is loaded; raises InputError.
 Check = Callable[[OpenCheckpoint], None]
 
 
 @dataclass(frozen=True)
-class _Written:
-    """The position of a written piece, and the seal of its file."""
+class Written:
+    """What one rank has written.
 
-    place: Any
-    seal: Seal
-
-
-class Publisher(StorageWriter):
-    """Writes a checkpoint to a hidden folder, and publishes it once every rank has written.
-
-    torch.distributed.checkpoint calls `finish` on rank 0 when all ranks have written, and raises on
-    every rank if it fails: a checkpoint is published for all ranks or for none.
+    pieces   (tensor, offsets, file, first byte, bytes) of each
+    files    the seals of the files, by name
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        step: int,
-        scalars: dict[str, Any],
-        begin: Callable[[Path], None] | None = None,
-    ) -> None:
-        """Rank 0 calls `begin` with the hidden folder before it is made."""
+    pieces: list[tuple[str, list[int], str, int, int]]
+    files: dict[str, Seal]
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The inverse of `text`."""
+        values = json.loads(text)
+        return cls(values["pieces"], {n: Seal(**seal) for n, seal in values["files"].items()})
+
+
+class Publisher:
+    """Writes a checkpoint to a hidden folder, and publishes it once every rank has written."""
+
+    def __init__(self, folder: Path, step: int, scalars: dict[str, Any]) -> None:
         self.step = step
         self.scalars = scalars
-        self.begin = begin
         self.path = folders.unfinished(folder, step)
         self.files = FileSystemWriter(self.path)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: the path is fixed."""
+    def write(self, plan: SavePlan, planner: SavePlanner) -> Written:
+        """Write this rank's pieces, and hash their files.
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.files.set_up_storage_writer(is_coordinator, *args, **kwargs)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Runs on rank 0, before any rank writes."""
-        if self.begin is not None:
-            self.begin(self.path)
-        folders.clear(self.path)
-        return self.files.prepare_global_plan(plans)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's pieces, and hash their files."""
+        Raises OSError if they cannot be written, and RunError if a piece must not be.
+        """
         try:
             results = self.files.write_data(plan, planner).wait()
             names = {result.storage_data.relative_path for result in results}
             seals = {name: seal(self.path / name) for name in names}
+        except RunError:
+            raise
         except (OSError, RuntimeError) as error:
             raise unwritten(error, self.path) from None
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([_sealed(result, seals) for result in results])
-        return done
+        places = [(result.index, result.storage_data) for result in results]
+        pieces = [
+            (index.fqn, [*(index.offset or ())], at.relative_path, at.offset, at.length)
+            for index, at in places
+        ]
+        return Written(pieces, seals)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Runs on rank 0, after every rank has written.  Writes the manifest last."""
+    def publish(self, metadata: Metadata, every: Sequence[Written]) -> None:
+        """Write the index and the manifest, and publish.  Rank 0 calls it, when all have written.
+
+        Raises OSError if they cannot be written.
+        """
         try:
-            self._finish(metadata, results)
+            self._publish(metadata, every)
         except (OSError, RuntimeError) as error:
             raise unwritten(error, self.path) from None
 
-    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        written = [each.storage_data for rank in results for each in rank]
-        files = {each.place.relative_path: each.seal for each in written}
-        plain = [[replace(r, storage_data=r.storage_data.place) for r in rank] for rank in results]
-        self.files.finish(metadata, plain)
+    def _publish(self, metadata: Metadata, every: Sequence[Written]) -> None:
+        files = {name: each for written in every for name, each in written.files.items()}
+        self.files.finish(metadata, [[_result(*piece) for piece in w.pieces] for w in every])
         save = uuid4().hex
-        said = {"format": FORMAT, "save": save, "ranks": len(results), "scalars": self.scalars}
+        said = {"format": FORMAT, "save": save, "ranks": len(every), "scalars": self.scalars}
         text = json.dumps(said, indent=2) + "\n"
         (self.path / folders.SCALARS).write_text(text, encoding="utf-8")
         files |= {name: seal(self.path / name) for name in (folders.METADATA, folders.SCALARS)}
         write_manifest(self.path, Manifest(save, self.step, files))
         folders.publish(self.path, self.step)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return FileSystemWriter.validate_checkpoint_id(checkpoint_id)
 
-    def storage_meta(self) -> StorageMeta | None:
-        return self.files.storage_meta()
+def _result(name: str, offsets: Sequence[int], file: str, first: int, size: int) -> WriteResult:
+    place = _StorageInfo(file, first, size)
+    return WriteResult(MetadataIndex(name, torch.Size(offsets)), size, place)
 
 
 class Pieces(StorageReader):
@@ -201,12 +198,6 @@ def require_content(opened: OpenCheckpoint, rank: int = 0, ranks: int = 1) -> No
     require_files(opened.path, opened.manifest, opened.files()[rank::ranks])
     for piece in list(opened.pieces.values())[rank::ranks]:
         check_piece(piece)
-
-
-def _sealed(result: WriteResult, seals: Mapping[str, Seal]) -> WriteResult:
-    """The result with the seal of its file, for the manifest."""
-    place = result.storage_data
-    return replace(result, storage_data=_Written(place, seals[place.relative_path]))
 
 
 @torch.no_grad()

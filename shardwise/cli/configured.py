@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from shardwise.core.errors import bad
-from shardwise.core.plan import Plan
-from shardwise.core.plan_check import require
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_check import require
 from shardwise.train.config import Config, read
+from shardwise.train.data.tokens import vocabulary_size
 from shardwise.train.prepare import checked_plan
-from shardwise.train.tokens import vocabulary_size
 
 if TYPE_CHECKING:
     from shardwise.engine.options import EngineOptions
@@ -68,7 +68,7 @@ class PlannedModel:
         """The table in the file that the run names."""
         if self.config is None or self.config.plan.table is None:
             return None
-        from shardwise.verify.options import table_in
+        from shardwise.verify.proof_options import table_in
 
         return table_in(Path(self.config.plan.table), "plan.table =")
 
@@ -87,7 +87,7 @@ class PlannedModel:
         """The rows of the first data rank in a step of the run; no rank has more."""
         if self.config is None:
             return None
-        return -(-self.config.train.batch // self.plan.data_size)
+        return -(-self.config.train.batch // self.plan.shares)
 
     def options(self, table: "Table | Mapping[str, str] | None") -> "EngineOptions":
         """The options of the engine of the run."""

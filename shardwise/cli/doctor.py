@@ -2,44 +2,52 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final
 
 import torch
 import typer
 
-from shardwise.comm import disk_bandwidth
-from shardwise.comm.launch import spawn
-from shardwise.comm.local import require_local
 from shardwise.comm.objects import all_gather_object
-from shardwise.comm.rendezvous import environment
+from shardwise.comm.start.launch import spawn
+from shardwise.comm.start.local import require_local
+from shardwise.comm.start.rendezvous import environment
+from shardwise.comm.tiers import disk_bandwidth
 from shardwise.comm.world import World, init
-from shardwise.core.arguments import choice, integer
-from shardwise.core.errors import bad
+from shardwise.core.errors import InputError, bad
 from shardwise.core.mesh import Mesh
-from shardwise.doctor import textbook, timing
+from shardwise.core.tools.arguments import choice, integer
+from shardwise.doctor import collective_checks, timing
+from shardwise.doctor.device_speed import measure_device
 from shardwise.doctor.diagnosis import Diagnosis, RankDiagnosis
 from shardwise.doctor.machine import look
+from shardwise.doctor.measured_cluster import measured_cluster
+from shardwise.prediction.cluster_file import text_of
 
 MOST_BYTES: Final = 2**24  # of a message
 
 
-def examine(world: World, mesh: Mesh, most_bytes: int) -> RankDiagnosis:
-    """The finding of this rank; all ranks call it.  Messages have up to `most_bytes` bytes."""
+def examine(world: World, mesh: Mesh, most_bytes: int, *, devices: bool = False) -> RankDiagnosis:
+    """The finding of this rank; all ranks call it.  Messages have up to `most_bytes` bytes.
+
+    `devices`: the speed of devices too.
+    """
     world = world.on(mesh)
     axes = [world.axis(name) for name, size in mesh.axes if size > 1]
     sizes = [numel for numel in timing.SIZES if 4 * numel <= most_bytes] or timing.SIZES[:1]
     return RankDiagnosis(
         look(),
-        {axis.name: textbook.check(axis, world.device) for axis in axes},
+        {axis.name: collective_checks.check(axis, world.device) for axis in axes},
         [one for axis in axes for one in timing.measure(axis, world.device, sizes)],
         timing.pairs(world.everyone, world.device) if world.size > 1 else {},
+        measure_device(world) if devices else None,
     )
 
 
-def _on_rank(mesh: str, device: str, most_bytes: int) -> RankDiagnosis:
+def _on_rank(mesh: str, device: str, most_bytes: int, devices: bool) -> RankDiagnosis:
     world = init(device)
-    found = examine(world, Mesh.parse(mesh), most_bytes)
+    found = examine(world, Mesh.parse(mesh), most_bytes, devices=devices)
     world.barrier()
     return found
 
@@ -55,11 +63,11 @@ def doctor_command(
         Path | None, typer.Option("--disk", metavar="FOLDER", help="Measure this folder's disk.")
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the links to a TOML file.")
+        Path | None, typer.Option(metavar="FILE", help="Measure a cluster for `predict --cluster`.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Look at the devices, check every collective, and measure the links."""
+    """Look at the devices, check every collective, and measure the links; with --save devices."""
     choice("--device", device or "cpu", ("cpu", "cuda"))
     _require_writable(save)
     start = environment()
@@ -76,15 +84,17 @@ def doctor_command(
     measured = None if folder is None else disk_bandwidth.measure(folder)
     if start is None:
         require_local(count)
-        findings = spawn(_on_rank, count, (str(axes), kind, MOST_BYTES), kind)
+        findings = spawn(_on_rank, count, (str(axes), kind, MOST_BYTES, save is not None), kind)
     else:
         world = init(device)
-        findings = all_gather_object(examine(world, axes, MOST_BYTES), world)
+        findings = all_gather_object(
+            examine(world, axes, MOST_BYTES, devices=save is not None), world
+        )
     found = Diagnosis(str(axes), findings, measured)
     if not first:
         raise typer.Exit(1 if found.failures else 0)
     if save is not None:
-        save.write_text(found.toml(), encoding="utf-8")
+        _write(save, text_of(measured_cluster(found)))
     print(json.dumps(found.object(), indent=2) if as_json else found.text())
     raise typer.Exit(1 if found.failures else 0)
 
@@ -111,7 +121,24 @@ def _fits(mesh: Mesh, ranks: int) -> None:
 
 def _require_writable(file: Path | None) -> None:
     """Raise InputError for a file of --save that cannot be written."""
-    if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+    if file is None:
+        return
+    try:
+        with suppress(FileNotFoundError):
+            file.stat()  # a name that is too long, or below a file
+    except OSError as error:
+        raise _unwritable(file, f"which cannot be written ({error.strerror})") from None
+    if file.is_dir() or not os.access(file.parent, os.W_OK):
         what = "a folder" if file.is_dir() else "in a folder that does not exist or is read-only"
-        given = f"--save {file}, {what}"
-        raise bad(given, "a file in a folder that exists", "--save cluster.toml")
+        raise _unwritable(file, what)
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:  # a full disk; a file that is read-only
+        raise _unwritable(file, f"which cannot be written ({error.strerror})") from None
+
+
+def _unwritable(file: Path, why: str) -> InputError:
+    return bad(f"--save {file}, {why}", "a file in a folder that exists", "--save cluster.toml")

@@ -15,14 +15,14 @@ from rich.console import Console
 
 from shardwise.cli.predict import answered, numbers_of
 from shardwise.cli.predict_table import show
-from shardwise.engine.prediction import predict_with
+from shardwise.engine.predict import predict_with
 from shardwise.models import decoder
 from shardwise.prediction.prediction import Prediction
 from shardwise.train.config import Config
-from shardwise.train.folder import finished_message
+from shardwise.train.measure.progress import ranks_text
 from shardwise.train.model import Batch, largest_share, options_of_run
 from shardwise.train.prepare import PreparedRun, RunStart, prepare
-from shardwise.train.progress import ranks_text
+from shardwise.train.run_folder import finished_message
 
 
 def dry_run(config: Config, ranks: int, start: RunStart) -> None:

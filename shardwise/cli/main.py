@@ -4,7 +4,7 @@
     shardwise verify PLAN      prove a plan                  1  it does not, or the run failed
     shardwise predict PLAN     memory and traffic            2  bad input: one paragraph says what
     shardwise doctor           devices, collectives, links
-    shardwise plan             the words of plans
+    shardwise plan             the words of plans; the best plan
     shardwise table MODEL      derive a table of tensor parallelism
     shardwise schedule NAME    draw a pipeline schedule
     shardwise checkpoint       look into checkpoints, export and import weights
@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,10 +27,11 @@ import typer
 
 import shardwise
 from shardwise.cli.usage import UsageError, answer
-from shardwise.comm.rendezvous import launched
-from shardwise.core.errors import InputError, RankError, RunError, bad
+from shardwise.comm.start.rendezvous import launched
+from shardwise.core.errors import InputError, RankError, RunError
 
 if TYPE_CHECKING:
+    from shardwise.comm.start.launch import Ended
     from shardwise.train.config import Config
     from shardwise.train.prepare import RunStart
     from shardwise.train.stop_signal import StopSignal
@@ -51,6 +53,11 @@ ELSEWHERE = {
         "shardwise.cli.predict",
         "predict_command",
         "What a rank will hold and send.",
+    ),
+    "plan": (
+        "shardwise.cli.plan",
+        "plan_command",
+        "Check a plan, or search for the best one.",
     ),
     "doctor": (
         "shardwise.cli.doctor",
@@ -146,6 +153,18 @@ def known_resume(resume: str | None) -> str | None:
     return resume
 
 
+def known_nproc(nproc: str | None) -> str | None:
+    """Check the value of --nproc, before a file is read."""
+    from shardwise.cli.elastic import nproc_of
+
+    try:
+        if nproc is not None:
+            nproc_of(nproc)
+    except InputError as error:
+        raise typer.BadParameter(f"it takes {error.problems[0].allowed}") from None
+    return nproc
+
+
 def application(given: Sequence[str] = ()) -> typer.Typer:
     """The commands.  Modules of other commands are imported only if named in `given`."""
     app = typer.Typer(
@@ -160,7 +179,7 @@ def application(given: Sequence[str] = ()) -> typer.Typer:
     app.command("verify")(command("verify", given))
     app.command("predict")(command("predict", given))
     app.command("doctor")(command("doctor", given))
-    app.command("plan")(plan)
+    app.command("plan")(command("plan", given))
     app.command("table")(command("table", given))
     app.command("schedule")(command("schedule", given))
     checkpoint = typer.Typer(
@@ -219,9 +238,12 @@ def train(
         typer.Option(metavar="FILE", help="Styles of tensor parallelism (shardwise table)."),
     ] = None,
     nproc: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            help="Processes to start here; without it, the fewest on which the plan runs."
+            metavar="N|MIN:MAX",
+            callback=known_nproc,
+            help="Processes to start here; without it, the fewest on which the plan runs. With "
+            "MIN:MAX, a run that loses a rank goes on with those that are left, and grows again.",
         ),
     ] = None,
     set_: Annotated[
@@ -260,12 +282,12 @@ def _started(
     config: Path,
     overrides: Sequence[str],
     resume: str | None,
-    nproc: int | None,
+    nproc: str | None,
     overwrite: bool,
     dry_run: bool,
 ) -> int:
     """Train, or check what would be trained; returns the exit code."""
-    from shardwise.comm.rendezvous import environment
+    from shardwise.comm.start.rendezvous import environment
     from shardwise.train.prepare import RunStart
     from shardwise.train.stop_signal import NOTHING, StopSignal
 
@@ -283,23 +305,24 @@ def _started(
 
 
 def _train(
-    config: Path, overrides: Sequence[str], start: "RunStart", nproc: int | None, stop: "StopSignal"
+    config: Path, overrides: Sequence[str], start: "RunStart", nproc: str | None, stop: "StopSignal"
 ) -> int:
     """Train in this process, or start the ranks; returns the exit code."""
-    from shardwise.comm.local import require_cores, require_local
-    from shardwise.comm.rendezvous import environment
-    from shardwise.core.plan import Plan
-    from shardwise.train import lock
+    from shardwise.cli.elastic import train_elastic
+    from shardwise.comm.start.local import require_cores, require_local
+    from shardwise.comm.start.rendezvous import environment
+    from shardwise.train import run_lock
     from shardwise.train.config import read
-    from shardwise.train.folder import finished_message, forget
-    from shardwise.train.prepare import prepare
+    from shardwise.train.prepare import RunStart, prepare
+    from shardwise.train.run_folder import finished_message, forget
 
     settings = read(config, overrides)
     if environment() is not None:  # our launcher holds the lock for its ranks
         return _train_here(settings, start, stop, locked=launched())
-    ranks = Plan.parse(settings.plan.text).size if nproc is None else nproc
+    sizes = _sizes(settings, nproc)
+    ranks = sizes[-1]
     require_local(ranks)
-    with lock.hold(settings, start) as settled:
+    with run_lock.hold(settings, start) as settled:
         prepare(settings, ranks, settled)
         if nproc is None:
             require_cores(ranks, settings.plan.text)
@@ -309,7 +332,12 @@ def _train(
         if ranks == 1:
             return _train_here(settings, settled, stop, locked=True)
         before = _metrics_mtime_ns(settings.folder)
-        code = _launch(config, overrides, start, ranks)
+
+        def run(ranks: int, again: bool, stop_when: "Callable[[], bool] | None") -> "Ended":
+            now = RunStart(auto=True) if again else start
+            return _launch(config, overrides, now, ranks, stop_when)
+
+        code = train_elastic(settings, sizes, run, overwrite=start.overwrite)
         if code and not settled.resume:  # rank 0 may have been killed before it could
             forget(settings)
         # a signal may have killed ranks before they installed a handler
@@ -320,18 +348,17 @@ def _train(
 
 
 def _dry_run(
-    config: Path, overrides: Sequence[str], start: "RunStart", nproc: int | None, _: "StopSignal"
+    config: Path, overrides: Sequence[str], start: "RunStart", nproc: str | None, _: "StopSignal"
 ) -> int:
     """Check and predict the run that `_train` would start; returns the exit code."""
-    from shardwise.comm.local import require_cores, require_local
-    from shardwise.comm.rendezvous import environment
-    from shardwise.core.plan import Plan
+    from shardwise.comm.start.local import require_cores, require_local
+    from shardwise.comm.start.rendezvous import environment
     from shardwise.train.config import read
 
     settings, started = read(config, overrides), environment()
     if started is not None and started.rank > 0:
         return 0
-    ranks = Plan.parse(settings.plan.text).size if nproc is None else nproc
+    ranks = _sizes(settings, nproc)[-1]
     if started is None:
         require_local(ranks)
         if nproc is None:
@@ -356,55 +383,43 @@ def _train_here(settings: "Config", start: "RunStart", stop: "StopSignal", *, lo
     return 0
 
 
+def _sizes(settings: "Config", nproc: str | None) -> list[int]:
+    """The numbers of ranks on which this command may run: several if the run is elastic."""
+    from shardwise.cli.elastic import nproc_of, usable_sizes
+    from shardwise.comm.start.local import require_local
+    from shardwise.core.plan.plan import Plan
+    from shardwise.train.prepare import checked_plan
+
+    if nproc is None:
+        return [Plan.parse(settings.plan.text).size]
+    asked = nproc_of(nproc)
+    if not asked.elastic:
+        return [asked.most]
+    require_local(asked.most)
+    return usable_sizes(asked, partial(checked_plan, settings), settings.plan.text)
+
+
 def _metrics_mtime_ns(folder: Path) -> int:
     """A number that changes when a run records a step."""
     file = folder / "metrics.jsonl"
     return file.stat().st_mtime_ns if file.exists() else 0
 
 
-def _launch(config: Path, overrides: Sequence[str], start: "RunStart", ranks: int) -> int:
-    """Run the same command in `ranks` processes; returns the exit code."""
-    from shardwise.comm.launch import launch
+def _launch(
+    config: Path,
+    overrides: Sequence[str],
+    start: "RunStart",
+    ranks: int,
+    stop_when: "Callable[[], bool] | None",
+) -> "Ended":
+    """Run the same command in `ranks` processes, until `stop_when` stops them."""
+    from shardwise.comm.start.launch import launch
 
     argv = ["train", str(config)]
     argv += [part for override in overrides for part in ("--set", override)]
     argv += ["--resume"] * (start.resume or start.auto) + ["auto"] * start.auto
     argv += ["--overwrite"] * start.overwrite
-    return launch(argv, ranks)
-
-
-def plan(
-    text: Annotated[str | None, typer.Argument(metavar="[PLAN]", help="A plan to check.")] = None,
-    words: Annotated[bool, typer.Option("--words", help="Print the table of words.")] = False,
-    file: Annotated[
-        Path | None,
-        typer.Option("--from", help="Convert DeepSpeed's JSON, accelerate's YAML, torchtitan's."),
-    ] = None,
-) -> None:
-    """Check a plan and print its canonical text; or print the words; or convert a file.
-
-    After "|" layers have words of their own: "dp4 zero3 | embed,head: tp4 zero1".
-    """
-    from shardwise.core.plan import Plan, words_table
-    from shardwise.core.plan_check import require
-
-    if file is not None:
-        from shardwise.migrate.read import imported
-
-        if text is not None:
-            raise bad(f'--from {file} beside the plan "{text}"', "one of them", f"--from {file}")
-
-        draft, project = imported(file)
-        print(draft.toml(file.name, project), end="")
-        return
-    if words or text is None:
-        print(words_table())
-        return
-    read = Plan.parse(text)
-    require(read)
-    needs = f"{read.size} rank{'s' * (read.size > 1)}"
-    more = ", or a multiple: the others are data ranks" * read.open
-    print(f"{read} ({needs}{more})")
+    return launch(argv, ranks, stop_when=stop_when)
 
 
 if __name__ == "__main__":

@@ -11,27 +11,43 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 from rich.console import Console
 
+from shardwise.cli import predict_time
 from shardwise.cli.configured import CONFIG, PLAN, PlannedModel, configured
 from shardwise.cli.predict_table import Answer, answer, show
+from shardwise.cli.predict_time import require_cluster, write_trace
 from shardwise.cli.zero_table import print_zero_table
-from shardwise.core.arguments import choice, integer
 from shardwise.core.errors import InputError, bad
-from shardwise.core.plan import Plan
-from shardwise.prediction.link_time import Cluster
-from shardwise.train.cluster import cluster_in
+from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.arguments import choice, integer
+from shardwise.prediction.cluster_file import cluster_of
 
 if TYPE_CHECKING:
     from shardwise.cli.predict_timeline import Step
     from shardwise.engine.options import EngineOptions
     from shardwise.models.trainable import Trainable
+    from shardwise.prediction.cluster import Cluster
     from shardwise.prediction.prediction import Prediction
 
 ROWS = 2  # per microbatch
+CLUSTER: Final = typer.Option(
+    metavar="CLUSTER",
+    help="a100-80gb, h100-sxm, h200, b200 or a file, for a step's time.",
+)
+TRACE: Final = typer.Option(
+    metavar="FILE", help="Write the predicted timeline: .json for a viewer, .svg of a pipeline."
+)
+RANKS: Final = typer.Option(metavar="N,N", help="The time of an open plan on 8,64,512 ranks.")
+SVG: Final = typer.Option(metavar="FILE", help="Draw the curve of --ranks into this file.")
+TABLE: Final = typer.Option(metavar="FILE", help="Styles by module, TOML or JSON.")
+DEVICE: Final = typer.Option(
+    help="cpu, or cuda: whose kernels compute; measured on a GPU for each rank."
+)
+TIMELINE: Final = typer.Option(metavar="FILE", help="Draw the memory of a step, as .svg or .png.")
 
 
 def predict_command(
@@ -48,13 +64,11 @@ def predict_command(
         int | None, typer.Option(help="Positions of a row; the model's own if not given.")
     ] = None,
     rank: Annotated[int, typer.Option(help="The rank to predict.")] = 0,
-    table: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Styles by module, TOML or JSON.")
-    ] = None,
-    cluster: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Links (doctor --save), for seconds beside the bytes."),
-    ] = None,
+    table: Annotated[Path | None, TABLE] = None,
+    cluster: Annotated[str | None, CLUSTER] = None,
+    trace: Annotated[Path | None, TRACE] = None,
+    ranks: Annotated[str | None, RANKS] = None,
+    svg: Annotated[Path | None, SVG] = None,
     device_memory: Annotated[
         str | None,
         typer.Option(
@@ -62,17 +76,11 @@ def predict_command(
         ),
     ] = None,
     config: Annotated[Path | None, CONFIG] = None,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw the memory of a step, as .svg or .png."),
-    ] = None,
+    timeline: Annotated[Path | None, TIMELINE] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the memory of a step too, on local ranks.")
     ] = False,
-    device: Annotated[
-        str,
-        typer.Option(help="cpu, or cuda: whose kernels compute; measured on a GPU for each rank."),
-    ] = "cpu",
+    device: Annotated[str, DEVICE] = "cpu",
     zero_table: Annotated[
         str | None,
         typer.Option(metavar="PARAMETERS", help="Print ZeRO's table for 7.5e9,128e9 and so on."),
@@ -85,15 +93,42 @@ def predict_command(
         print_zero_table(zero_table, _console(), as_json=as_json)
         return
     choice("--device", device, ("cpu", "cuda"))
-    links = None if cluster is None else cluster_in(cluster)
+    timing = None if cluster is None else cluster_of(cluster)
+    require_cluster(timing, trace, ranks, svg)
     run = configured(config, plan, model)
     request = predict_request(run, batch, sequence, rank, table, device)
     found, step = _predicted(request, rank, Picture(timeline, device if measure else None))
+    if trace is not None and timing is not None:
+        write_trace(trace, found, timing)
+    if ranks is not None and timing is not None:
+        _print_curve(run, found, ranks, timing, svg, as_json=as_json)
+        return
     rows, size = run.batch if batch is None else None, _device_bytes(device_memory)
     told = answered(found, request.batch, size, rows=rows, device=run.device)
-    _print(numbers_of(found, run.name, began, links), told, step, as_json=as_json)
+    _print(numbers_of(found, run.name, began, timing), told, step, as_json=as_json)
     for note in found.notes:
         print(f"Note: {note}.", file=sys.stderr)
+
+
+def _print_curve(
+    run: PlannedModel,
+    found: "Prediction",
+    ranks: str,
+    cluster: "Cluster",
+    file: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the time of the plan on each number of ranks, and draw it."""
+    plan = replace(run.plan, precision=found.plan.precision)
+    times = predict_time.over_ranks(found, plan, ranks, cluster)
+    title = f"{plan} on {run.name}, {cluster.device.name}"
+    if file is not None:
+        predict_time.draw_curve(file, title, times)
+    if as_json:
+        print(json.dumps({"plan": str(plan), "curve": predict_time.as_json(times)}))
+        return
+    _console().print(title, predict_time.table(times), sep="\n")
 
 
 class Picture(NamedTuple):
@@ -110,7 +145,7 @@ def _predicted(
     if picture == (None, None):
         return request.prediction(rank), None
     from shardwise.cli.predict_timeline import Step, measured_step, predicted_step
-    from shardwise.train.memory_picture import draw
+    from shardwise.train.measure.memory_picture import draw
 
     measuring = picture.device is not None
     found, events = predicted_step(request, rank, picture.file, measure=measuring)
@@ -138,7 +173,7 @@ def _console() -> Console:
 
 
 def numbers_of(
-    found: "Prediction", model: str, began: float, links: Cluster | None = None
+    found: "Prediction", model: str, began: float, cluster: "Cluster | None" = None
 ) -> dict[str, Any]:
     """The keys of `shardwise predict --json` that the prediction itself gives.
 
@@ -159,15 +194,10 @@ def numbers_of(
         "recomputed": dict(found.recomputed),
         "recomputed_flops": found.recomputed_flops,
         "messages": found.messages,
-        "seconds": None if links is None else seconds(found, links),
+        "seconds": None if cluster is None else found.message_seconds(cluster),
+        "step_time": None if cluster is None else found.step_time(cluster).as_json(),
         "time_ms": round(1000 * (time.perf_counter() - began), 1),
     }
-
-
-def seconds(found: "Prediction", links: Cluster) -> dict[str, float]:
-    """Seconds of communication in a step, by axis and kind."""
-    messages = found.messages
-    return links.seconds((name, messages.get(name, 1), n) for name, n in found.bytes.items())
 
 
 class PredictRequest(NamedTuple):
@@ -191,7 +221,7 @@ class PredictRequest(NamedTuple):
 
     def prediction(self, rank: int) -> "Prediction":
         """The prediction for a rank."""
-        from shardwise.engine.prediction import predict_with
+        from shardwise.engine.predict import predict_with
 
         return predict_with(self.plain, self.plan, self.batch, self.options, rank)
 
@@ -217,7 +247,7 @@ def answered(
     device_bytes = device_bytes or found.plan.device_memory_bytes
     if device_bytes is None and device != "cpu" and cuda.is_available():
         device_bytes = cuda.get_device_properties(0).total_memory
-    rows = len(leaves[0]) * found.plan.data_size if rows is None else rows
+    rows = len(leaves[0]) * found.plan.shares if rows is None else rows
     return answer(found, rows, positions, device_bytes)
 
 
@@ -254,12 +284,13 @@ def predict_request(
         integer(option, 1 if value is None else value, 1, 2)
     integer("--rank", rank, 0, 0, plan.size - 1)
 
-    from shardwise.engine.offload_choice import AUTO
-    from shardwise.engine.prediction import predict_with
+    from shardwise.engine.checks.offload_choice import AUTO
+    from shardwise.engine.predict import predict_with
     from shardwise.models.registry import find
-    from shardwise.verify import batches, parity
-    from shardwise.verify.options import Options, table_in
-    from shardwise.verify.oracles import is_asynchronous
+    from shardwise.verify import parity
+    from shardwise.verify.oracles import batches
+    from shardwise.verify.oracles.oracles import is_asynchronous
+    from shardwise.verify.proof_options import Options, table_in
     from shardwise.verify.smoke_test import with_table
 
     trainable = find(run.model)
@@ -267,7 +298,7 @@ def predict_request(
 
     def share(data_rank: int) -> Any:
         """The batch of a data rank."""
-        return _resize(trainable.batch(rows, batches.SEED + data_rank), sequence, name)
+        return resized(trainable.batch(rows, batches.SEED + data_rank), sequence, name)
 
     made = share(0)
     clip = None if is_asynchronous(plan) else 1.0
@@ -286,8 +317,11 @@ def predict_request(
     return request._replace(plan=predict_with(request.plain, plan, made, options).plan)
 
 
-def _resize(batch: Any, sequence: int | None, name: str) -> Any:
-    """The batch with rows of `sequence` positions: dim 1 of its integer tensors."""
+def resized(batch: Any, sequence: int | None, name: str) -> Any:
+    """The batch with rows of `sequence` positions: dim 1 of its integer tensors.
+
+    Raises InputError for a batch without sequences, and for one that is too large.
+    """
     if sequence is None:
         return batch
     from torch import Tensor

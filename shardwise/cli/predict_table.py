@@ -8,10 +8,10 @@ from rich.table import Table
 
 from shardwise.core.memory_table import ACTIVATIONS
 from shardwise.prediction.relief import added_words, largest, peak_parts, relieved
-from shardwise.train.progress import size_text
+from shardwise.train.measure.progress import size_text
 
 if TYPE_CHECKING:
-    from shardwise.core.plan import Plan
+    from shardwise.core.plan.plan import Plan
     from shardwise.prediction.prediction import Prediction
 
 PEAK = "peak on the device"
@@ -137,7 +137,7 @@ def show(numbers: dict[str, Any], told: Answer, console: Console) -> None:
     if timed is not None:
         table.add_row("sent: all, no overlap", "", *blank, f"{sum(timed.values()):.2e}")
     console.print(table)
-    for line in (*_recomputed(numbers), *told.sentences()):
+    for line in (*_recomputed(numbers), *told.sentences(), *_step(numbers["step_time"])):
         console.print(line, soft_wrap=True)
     console.print(f"Computed in {numbers['time_ms']:,} ms, without starting a rank.")
 
@@ -163,8 +163,22 @@ def _time(numbers: dict[str, Any], kind: str) -> list[str]:
         return []
     each = numbers["seconds"].get(kind)
     if each is None:
-        return ["" if kind.startswith("tier ") else "not measured"]
+        return [""]
     return [f"{each:.2e} for {numbers['messages'].get(kind, 1)}"]
+
+
+def _step(times: dict[str, Any] | None) -> list[str]:
+    """The step's time and its parts."""
+    if times is None:
+        return []
+    parts = {"compute": times["compute_s"]}
+    parts |= {f"exposed {axis}": seconds for axis, seconds in times["exposed_s"].items()}
+    parts |= {"bubble": times["bubble_s"], "update": times["update_s"]}
+    shares = ", ".join(f"{name} {s / times['step_s']:.1%}" for name, s in parts.items() if s)
+    rate = f"{times['tokens_per_s']:,.0f} tokens/s over all ranks, " * bool(times["tokens_per_s"])
+    found = [f"A step takes {times['step_s']:.3g} s: {shares}; {rate}MFU {times['mfu']:.1%}."]
+    missing = ", ".join(times["unmodelled"])
+    return found + [f"The time of {missing} is not predicted, and missing in this."] * bool(missing)
 
 
 def _recomputed(numbers: dict[str, Any]) -> list[str]:

@@ -20,10 +20,12 @@ from shardwise.core.errors import bad
 if TYPE_CHECKING:
     import torch
 
+    from shardwise.comm.world import World
+    from shardwise.engine.engine import Engine
     from shardwise.prediction.first_fit import FirstFitResult
+    from shardwise.prediction.memory_timeline import Event
     from shardwise.prediction.prediction import Prediction
-    from shardwise.prediction.timeline import Event
-    from shardwise.train.memory_picture import Series
+    from shardwise.train.measure.memory_picture import Series
 
     Measured = tuple[list[Event], dict[str, FirstFitResult], dict[str, int]]
 
@@ -47,7 +49,7 @@ class Step(NamedTuple):
     @property
     def series(self) -> "list[Series]":
         """The events under their titles."""
-        from shardwise.train.memory_picture import Series
+        from shardwise.train.measure.memory_picture import Series
 
         named = {"predicted": self.predicted, "measured": self.measured}
         return [Series(title, events) for title, events in named.items() if events]
@@ -67,7 +69,7 @@ class Step(NamedTuple):
 
     def show(self, console: Console) -> None:
         """Print a table of peaks, and a bar for each event."""
-        from shardwise.train.memory_picture import legend, on_screen, peaks
+        from shardwise.train.measure.memory_picture import legend, on_screen, peaks
 
         console.print(peaks(self.series))
         scale = max(one.highest.total for one in self.series)
@@ -88,8 +90,8 @@ def predicted_step(
 
     Raises InputError for a step that is neither predicted nor measured.
     """
-    from shardwise.observe.timeline import predict_events
-    from shardwise.prediction.timeline import unpredicted
+    from shardwise.observe.measured_timeline import predict_events
+    from shardwise.prediction.memory_timeline import unpredicted
 
     if word := unpredicted(wanted.plan):
         if not measure:
@@ -108,8 +110,8 @@ def measured_step(wanted: PredictRequest, device: str) -> "list[Measured]":
 
     Raises InputError for ranks that cannot be started here, RankError if one fails.
     """
-    from shardwise.comm.launch import spawn
-    from shardwise.comm.local import require_local
+    from shardwise.comm.start.launch import spawn
+    from shardwise.comm.start.local import require_local
     from shardwise.models.trainable import WEIGHT_BYTES
 
     ranks = wanted.plan.size
@@ -121,22 +123,14 @@ def measured_step(wanted: PredictRequest, device: str) -> "list[Measured]":
 
 def _measure_step(*given: Any) -> "Measured":
     """The last of a few steps on this rank and on a device, each on the same batch."""
-    from torch import Tensor
-    from torch.utils._pytree import tree_map_only
-
     from shardwise.comm.world import init
-    from shardwise.engine.parallelize import build_engine
-    from shardwise.observe.timeline import measuring
-    from shardwise.observe.trace import MemoryRecorder
+    from shardwise.observe.allocation_trace import MemoryRecorder
+    from shardwise.observe.measured_timeline import measuring
     from shardwise.prediction.first_fit import LONG, placed
 
     *request, device = given
     world, wanted = init(device), predict_request(*request)
-    folder, tokens = tempfile.gettempdir(), wanted.trainable.tokens
-    options = replace(wanted.options, tokens=tokens, offload_folder=folder)
-    engine = build_engine(wanted.trainable.build(), wanted.plan, world, options)
-    share = wanted.share(engine.data_rank)
-    batch = tree_map_only(Tensor, lambda x: x.to(world.device), share)
+    engine, batch = engine_on(wanted, world)
     for _ in range(STEPS - 1):
         engine.step(batch)
     recorder = MemoryRecorder()
@@ -146,6 +140,20 @@ def _measure_step(*given: Any) -> "Measured":
     trace = recorder.trace
     placements = {AS_ALLOCATED: placed(trace), IN_ARENA: placed(trace, LONG)}
     return meter.events, placements, _allocator(world.device)
+
+
+def engine_on(request: PredictRequest, world: "World") -> "tuple[Engine, Any]":
+    """The engine of a request on this rank, and the rank's batch on its device."""
+    from torch import Tensor
+    from torch.utils._pytree import tree_map_only
+
+    from shardwise.engine.parallelize import build_engine
+
+    folder, tokens = tempfile.gettempdir(), request.trainable.tokens
+    options = replace(request.options, tokens=tokens, offload_folder=folder)
+    engine = build_engine(request.trainable.build(), request.plan, world, options)
+    share = request.share(engine.data_rank)
+    return engine, tree_map_only(Tensor, lambda x: x.to(world.device), share)
 
 
 def _allocator(device: "torch.device") -> dict[str, int]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.core.arguments import integer
+from shardwise.core.tools.arguments import integer
 from shardwise.derive.table import Derived, derive_table
 from shardwise.models.registry import find
 
@@ -37,7 +37,7 @@ def table_command(
 
 
 def toml(derived: Derived) -> Iterator[str]:
-    """The lines of a file for --table (verify/options.py); comments list replicated parameters."""
+    """The lines of a file for --table, with comments for replicated parameters."""
     table = derived.table
     yield "derived = true  # the first step is compared with the plain model"
     for name, count in (("heads", table.heads), ("kv_heads", table.kv_heads)):

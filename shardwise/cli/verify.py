@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.cli.configured import CONFIG, PLAN, configured
-from shardwise.comm.rendezvous import environment
+from shardwise.comm.start.rendezvous import environment
 from shardwise.verify.command import verify
-from shardwise.verify.options import Options, table_in
+from shardwise.verify.proof_options import Options, table_in
 from shardwise.verify.report import show
 
 STEPS = 3

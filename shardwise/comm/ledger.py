@@ -10,6 +10,8 @@ that a peer reads, from that tensor.  Neither move.py, which chooses the collect
 prediction writes it: see volume.py.
 """
 
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -19,6 +21,8 @@ from torch import Tensor
 
 #: The axis of copies between the tiers of one rank (tiers.py).
 TIER: Final = "tier"
+#: How many of the last calls a ledger can name.
+RECENT: Final = 5
 
 
 class Key(NamedTuple):
@@ -82,6 +86,8 @@ class Ledger:
     def __init__(self) -> None:
         self._lines: dict[tuple[str, str, str], Line] = {}
         self.now = "start"
+        self._recent = deque[tuple[str, str, str]](maxlen=RECENT)
+        self.begun_at = 0.0  # the time of the last call (monotonic)
 
     @property
     def lines(self) -> dict[Key, Tally]:
@@ -104,7 +110,13 @@ class Ledger:
         if line is None:
             line = self._lines[key] = Line(axis, kind)
         line.calls += 1
+        self._recent.append(key)
+        self.begun_at = time.monotonic()
         return line
+
+    def recent(self) -> str:
+        """The last calls, the latest at the end: `all_gather dp (forward), ...`."""
+        return ", ".join(f"{kind} {axis} ({phase})" for axis, kind, phase in tuple(self._recent))
 
     def copy(self) -> dict[Key, Tally]:
         """A copy of the totals so far, for `since`."""

@@ -4,7 +4,7 @@
     take, join      the same between a whole tensor and parts of different sizes; differentiable
     all_to_all      send a different number of rows to each rank; differentiable (also overlap.py)
     start           move flat tensors asynchronously
-    all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, barrier
+    all_reduce, all_gather, reduce_scatter, broadcast, barrier
                     the collectives under their usual names, with an axis in place of a group
     send, receive, begin_send, begin_receive
                     point-to-point messages
@@ -29,11 +29,11 @@ from torch import Tensor
 from shardwise.comm.once import once
 from shardwise.comm.transport import Pending, Transport
 from shardwise.comm.world import Axis
-from shardwise.core.arguments import short_repr
 from shardwise.core.errors import bad
-from shardwise.core.layout import Placement
+from shardwise.core.layouts.layout import Placement
+from shardwise.core.layouts.uneven import Cut
 from shardwise.core.moves import sums_by_gathering, what
-from shardwise.core.uneven import Cut
+from shardwise.core.tools.arguments import short_repr
 
 # --- moves ------------------------------------------------------------------------------------
 
@@ -331,39 +331,6 @@ def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     if axis.size > 1:
         axis.transport.broadcast(x.view(-1), root).wait()
     return x
-
-
-def gather(x: Tensor, axis: Axis, root: int = 0) -> list[Tensor] | None:
-    """Every rank's `x` on rank `root`, in rank order; None elsewhere."""
-    if axis.rank != root:
-        send(x, axis, root)
-        return None
-    out = [x if r == root else torch.empty_like(x) for r in range(axis.size)]
-    for r in range(axis.size):
-        if r != root:
-            receive(out[r], axis, r)
-    return out
-
-
-def reduce(x: Tensor, axis: Axis, root: int = 0, op: str = "sum") -> Tensor:
-    """Leave the sum ("max", "min") over the axis in `x` of rank `root`; returns `x`."""
-    parts = gather(x, axis, root)
-    if parts is not None and axis.size > 1:
-        stack = torch.stack(parts)
-        x.copy_({"sum": stack.sum, "max": stack.amax, "min": stack.amin}[op](0))
-    return x
-
-
-def scatter(xs: Sequence[Tensor] | None, out: Tensor, axis: Axis, root: int = 0) -> Tensor:
-    """Overwrite `out` on rank r with `xs[r]` of rank `root` (others give None); returns `out`."""
-    if axis.rank != root:
-        return receive(out, axis, root)
-    if xs is None or len(xs) != axis.size:
-        raise ValueError(f"scatter on rank {root}, the root, takes {axis.size} tensors, one a rank")
-    for r, x in enumerate(xs):
-        if r != root:
-            send(x, axis, r)
-    return out.copy_(xs[root])
 
 
 def barrier(axis: Axis) -> None:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from shardwise.comm.call_stack import place
 from shardwise.comm.ledger import Line
+from shardwise.comm.start.call_stack import place
 
 
 def rank_name(group: dist.ProcessGroup, peer: int) -> str:

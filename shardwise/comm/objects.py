@@ -59,7 +59,7 @@ def gather_object(value: Any, axis: Axis, device: torch.device) -> list[Any]:
     padded[: len(packed)] = packed
     parts = zip(all_gather(padded, axis), lengths, strict=True)
     # pickles come only from the ranks of this command
-    return [pickle.loads(bytes(part[:n].tolist())) for part, n in parts]  # noqa: S301
+    return [pickle.loads(part[:n].cpu().numpy().tobytes()) for part, n in parts]  # noqa: S301
 
 
 def broadcast_object(value: Any, axis: Axis, root: int, device: torch.device) -> Any:
@@ -67,4 +67,4 @@ def broadcast_object(value: Any, axis: Axis, root: int, device: torch.device) ->
     packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     size = broadcast(torch.tensor([len(packed)], dtype=torch.int64, device=device), axis, root)
     packed = packed if axis.rank == root else packed.new_empty(int(size.item()))
-    return pickle.loads(bytes(broadcast(packed, axis, root).tolist()))  # noqa: S301
+    return pickle.loads(broadcast(packed, axis, root).cpu().numpy().tobytes())  # noqa: S301

@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.agreement import Agreement
 from shardwise.comm.fake import Fake
-from shardwise.comm.gloo import Gloo
-from shardwise.comm.limits import Limits, read_limits
+from shardwise.comm.gloo.gloo import Gloo
+from shardwise.comm.gloo.shared import Mailboxes, shared_memory_wanted
+from shardwise.comm.ledger import Ledger
 from shardwise.comm.nccl import Nccl
-from shardwise.comm.peers import Peers
-from shardwise.comm.shared import Mailboxes, shared_memory_wanted
+from shardwise.comm.start.limits import Limits, read_limits
+from shardwise.comm.start.peers import Peers
 from shardwise.comm.transport import Links, Transport
 from shardwise.core.mesh import Mesh
 
@@ -34,11 +36,17 @@ class TorchLinks(Links):
         self, *, ours: bool, device_type: str = "cpu", shared_memory: bool | None = None
     ) -> None:
         self.peers: Peers | None = None
+        self.agreement: Agreement | None = None  # one numbering of the calls of this process
         self.ours, self.device_type = ours, device_type
         self.shared = shared_memory_wanted() if shared_memory is None else shared_memory
         self.parent = dist.group.WORLD
         self.opened: dict[tuple[tuple[int, ...], str], Gloo | Nccl | None] = {}
         self.users: Counter[tuple[tuple[int, ...], str]] = Counter()
+
+    def watch(self, ledger: Ledger) -> None:
+        """Heartbeats name the last calls of the ledger that was written last."""
+        if self.peers is not None:
+            self.peers.ledgers.add(ledger)
 
     def same(self, device_type: str, shared_memory: bool | None) -> bool:
         """Whether `init` with these arguments would open the same groups."""

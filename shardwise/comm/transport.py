@@ -21,9 +21,9 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.comm.call_stack import place
+from shardwise.comm.gloo.pool import Pool
 from shardwise.comm.ledger import Ledger, Line
-from shardwise.comm.pool import Pool
+from shardwise.comm.start.call_stack import place
 from shardwise.comm.volume import volume
 from shardwise.core.errors import bad
 
@@ -176,6 +176,11 @@ class Links(ABC):
     """Opens transports for groups of ranks of this world."""
 
     closed = False  # whether `close` has been called
+    of_threads = False  # whether all ranks are threads of one process, as in tests
+
+    def watch(self, ledger: Ledger) -> None:
+        """A world over these links counts in `ledger`, whose last calls a time-out names."""
+        return
 
     @abstractmethod
     def transport(

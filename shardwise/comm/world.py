@@ -18,23 +18,25 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.arena import Arenas
-from shardwise.comm.excepthook import install_excepthook
+from shardwise.comm.agreement import AgreeingLinks, Agreement, agreement_wanted
+from shardwise.comm.background import Background
 from shardwise.comm.fake import Fake, FakeLinks
+from shardwise.comm.gloo.pool import Pool
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.limits import Limits, read_limits
-from shardwise.comm.malloc import keep_freed_memory
-from shardwise.comm.peers import watch_peers
-from shardwise.comm.pool import Pool
-from shardwise.comm.rendezvous import Start, environment, local_rank
-from shardwise.comm.start import meet
-from shardwise.comm.tiers import Tiers
+from shardwise.comm.start.connect import meet
+from shardwise.comm.start.excepthook import install_excepthook
+from shardwise.comm.start.limits import Limits, read_limits
+from shardwise.comm.start.peers import watch_peers
+from shardwise.comm.start.rendezvous import Start, environment, local_rank
+from shardwise.comm.tiers.arena import Arenas
+from shardwise.comm.tiers.malloc import keep_freed_memory
+from shardwise.comm.tiers.tiers import Tiers
 from shardwise.comm.torch_links import TorchLinks, device_mesh, group_timeout
 from shardwise.comm.transport import Lease, Links, Transport
-from shardwise.core.arguments import choice, flag, short_repr
 from shardwise.core.errors import InputError, bad
-from shardwise.core.hook import no_copy
 from shardwise.core.mesh import AXES, Mesh
+from shardwise.core.tools.arguments import choice, flag, short_repr
+from shardwise.core.tools.hook import no_copy
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,8 @@ def counted_axis(
 class World:
     """All ranks of a run, seen from one of them.
 
-    `suffix` ends the names of `axes`, under
-    which their bytes are counted, but not those in `mesh`.
+    `suffix` ends the names of `axes`, under which their bytes are counted, but not those in `mesh`.
+    `background` has the checkpoints that threads are writing.
     """
 
     rank: int
@@ -105,6 +107,7 @@ class World:
     pool: Pool = field(default_factory=Pool)
     arenas: Arenas = field(default_factory=Arenas)
     tiers: Tiers = field(default_factory=Tiers)
+    background: Background = field(default_factory=Background)
     suffix: str = ""
 
     def axis(self, name: str) -> Axis:
@@ -135,6 +138,7 @@ class World:
                 f"start {mesh.size} processes, or write 'dp{self.size}'",
             )
         ledger, pool, here = Ledger(), Pool(), self.everyone
+        self.links.root.watch(ledger)
         everyone = counted_axis(here.name, (here.transport,), ledger, self.device, pool)
         tiers = Tiers(ledger, self.device)
         own = replace(self, everyone=everyone, ledger=ledger, pool=pool, tiers=tiers)
@@ -199,13 +203,15 @@ class World:
             )
 
     def close(self) -> None:
-        """Destroy the process groups that `init` created."""
+        """Wait for asynchronous saves, and destroy the process groups that `init` created."""
+        self.background.wait()
         self.links.close()
 
 
 def world_of(rank: int, size: int, device: torch.device, links: Links) -> World:
     """A world over `links`.  All ranks must call it."""
     ledger = Ledger()
+    links.root.watch(ledger)
     lines = [list(range(size))]
     opened = [links.transport("world", lines, rank)] if size > 1 else []
     everyone = counted_axis("world", opened, ledger, device)
@@ -223,7 +229,9 @@ def traced(rank: int, size: int) -> World:
     return world_of(rank, size, torch.device("cpu"), FakeLinks())
 
 
-def init(device: str | None = None, *, shared_memory: bool | None = None) -> World:
+def init(
+    device: str | None = None, *, shared_memory: bool | None = None, check: str | None = None
+) -> World:
     """The world of this process.  All calls share its process groups.
 
     If `torch.distributed` is initialised, its default group is used.  Otherwise the environment of
@@ -232,23 +240,27 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
     of one host send everything through their process group, as ranks of different hosts do; None
     reads SHARDWISE_SHARED_MEMORY from the environment (default: True).
 
+    With `check="each"`, ranks compare what they are about to do before each call that they join:
+    kind, shape, dtype, axis, and line of the program. A difference is an InputError on every rank.
+    A call then costs a few round trips to the run's store. None reads SHARDWISE_CHECK.
+
     It also installs an excepthook that prints an InputError as one paragraph.
 
     Raises:
-        InputError: there is no GPU for device "cuda"; the environment is incomplete; the world of
-            this process has been closed; the ranks cannot connect, or some did not start in time.
+        InputError: there is no GPU for device "cuda"; `check` is another word; the environment is
+            incomplete; the world of this process has been closed; the ranks cannot connect, or some
+            did not start in time.
     """
     if shared_memory is not None:
         flag("shared_memory", shared_memory)
+    agrees = agreement_wanted(check)
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         where = _device(device, local_rank(rank))
         install_excepthook(rank, size)
-        links = TorchLinks.of_process
-        if links is None or not links.same(where.type, shared_memory):
-            links = TorchLinks(ours=False, device_type=where.type, shared_memory=shared_memory)
-            TorchLinks.of_process = links
-        return world_of(rank, size, _ready(where), links)
+        links = _links_of_program(where, shared_memory)
+        store = dist.distributed_c10d._get_default_store() if agrees else None
+        return world_of(rank, size, _ready(where), _agreeing(links, store))
     try:
         start = environment()
     except InputError:
@@ -274,8 +286,27 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
     if not faulthandler.is_enabled():  # NCCL aborts a process whose collective has timed out
         faulthandler.enable(2)
     links.peers = watch_peers(store, start.rank, start.size, limits, where.index)
-    atexit.register(links.close)
-    return world_of(dist.get_rank(), dist.get_world_size(), where, links)
+    checked = _agreeing(links, store if agrees else None)
+    atexit.register(checked.close)
+    return world_of(start.rank, start.size, where, checked)
+
+
+def _links_of_program(device: torch.device, shared_memory: bool | None) -> TorchLinks:
+    """The links over the default group of the program: those of an earlier call if they fit."""
+    links = TorchLinks.of_process
+    if links is None or not links.same(device.type, shared_memory):
+        links = TorchLinks(ours=False, device_type=device.type, shared_memory=shared_memory)
+        TorchLinks.of_process = links
+    return links
+
+
+def _agreeing(links: TorchLinks, store: Store | None) -> Links:
+    """`links`, whose ranks agree before each call if there is a store for it."""
+    if store is None or dist.get_world_size() == 1:
+        return links
+    if links.agreement is None:
+        links.agreement = Agreement(store, dist.get_rank(), dist.get_world_size())
+    return AgreeingLinks(links, links.agreement)
 
 
 def leased(world: World | None) -> World:

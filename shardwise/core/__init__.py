@@ -4,6 +4,6 @@
 `shardwise.comm.move` takes a tensor from one to another.
 """
 
-from shardwise.core.layout import I, P, R, S
+from shardwise.core.layouts.layout import I, P, R, S
 
 __all__ = ["I", "P", "R", "S"]

@@ -1,23 +1,54 @@
 """What the engine asks of a technique that is applied to a model.
 
+    axes(), sums()         its axes, by which layouts name them
+    divided(model)         the model has only the layers of this rank's stages
+    install(model)         parameters are flat, and all other hooks are set
     begin(batch, parts)    a step or an evaluation begins
     enter(part)            the forward of a microbatch begins
     during(device)         around a forward or a backward pass
     end()                  its passes have run
 
-An engine holds a list of these, in the order in which they were applied, and names none.
+An engine holds a list of these, in the order in which they were applied (engine/techniques.py), and
+names none.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final, Protocol
+
+from shardwise.core.layouts.param_layout import Groups
 
 #: A context that does nothing.
 NOTHING: Final = nullcontext()
 
 
 class Applied(Protocol):
-    """A technique on one rank's model; what a technique does not define does nothing."""
+    """A technique on one rank's model; what a technique does not define does nothing.
+
+    mixes   whether this rank computes rows or positions of other data ranks
+    skips   set by the engine: whether a step whose numbers are not finite is skipped, or raises
+    """
+
+    mixes: bool = False
+    skips: bool = False
+
+    def axes(self) -> Iterable[Any]:
+        """The `Axis` of each axis that it adds to those of the mesh."""
+        return ()
+
+    def sums(self) -> Mapping[tuple[str, Groups], Any]:
+        """By the name of an axis and groups of its ranks that sum gradients, this rank's `Axis`."""
+        return {}
+
+    def same_batch(self) -> Iterable[Any]:
+        """The `Axis` of each axis whose ranks have the same batch, beside those of the mesh."""
+        return ()
+
+    def divided(self, model: Any) -> None:
+        """`model` has only the layers of this rank's stages of a pipeline."""
+
+    def install(self, model: Any) -> None:
+        """The parameters of `model` are flat, and all other hooks are set."""
 
     def begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
         """A step on `batch` begins, or an evaluation; returns the parts of it to compute.
@@ -26,8 +57,16 @@ class Applied(Protocol):
         """
         return parts
 
-    def enter(self, part: Any) -> None:
-        """The forward of this part begins."""
+    def weight(self, count: float, part: Any, tokens: Callable[[Any], int] | None) -> float:
+        """How many tokens the loss of a part is the mean of, after `begin`.
+
+        `count` were those of the part that it replaced; `tokens` is the user's function.
+        """
+        return count
+
+    def enter(self, part: Any) -> Any:
+        """The forward of this part begins; returns the one that `begin` replaced by it."""
+        return part
 
     def during(self, device: Any) -> AbstractContextManager[None]:
         """Around the forward or the backward pass of a part on a `torch.device`."""

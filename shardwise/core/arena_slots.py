@@ -1,4 +1,4 @@
-"""The sizes of the slots of an arena (comm/arena.py)."""
+"""The sizes of the slots of an arena (comm/tiers/arena.py)."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -21,8 +21,10 @@ from dataclasses import dataclass
 from shardwise.core.errors import bad
 
 #: All axes, outermost first.
-AXES = ("pp", "dp_replicate", "dp", "dp_shard", "cp", "ep", "tp")
+AXES = ("pp", "dp_replicate", "dp", "dp_shard", "ep", "tp")
 PIPELINE, TENSOR = "pp", "tp"
+#: The axis of positions, which divides the data ranks.
+CONTEXT = "cp"
 #: The axis of experts, and the data ranks that hold the same ones.
 EXPERTS, REST = "ep", "edp"
 #: The axis of a parameter's layout on which its tiles are; no mesh has it.

@@ -7,11 +7,11 @@ block. A parameter that several modules share appears once, in the unit that own
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from shardwise.core.param_layout import AxisLayout, Layout
-from shardwise.core.tape import Tape
-from shardwise.core.uneven import Cut
+from shardwise.core.layouts.param_layout import AxisLayout, Layout
+from shardwise.core.layouts.uneven import Cut
+from shardwise.core.tools.tape import Tape
 from shardwise.techniques.expert.moves import ExpertLayer, LayerMove
 from shardwise.techniques.tensor.styles import ModuleShape, Style
 from shardwise.techniques.tensor.table import Table
@@ -131,6 +131,13 @@ class ModelShape:
         return sum(param.numel * param.element_bytes for param in self.params)
 
 
+class Blocks(NamedTuple):
+    """The list of a model's equal blocks, by its name, and their number."""
+
+    name: str
+    number: int
+
+
 class Value(NamedTuple):
     """A tensor that a module took or returned. `trained`: a gradient reached it."""
 
@@ -171,10 +178,10 @@ class ModelPass(NamedTuple):
 
     `tape` records what autograd keeps from forward to backward. `losses` are the cross-entropies of
     logits sharded over tensor ranks. `joins` has the shapes and types of logits that are gathered;
-    they are `trained` if backward gathers them. `rows` are gathered for layers with a mesh of their
-    own. `saves` are the numbers of calls after which
-    autograd saved a tensor. `moves` are those of layers of experts. `note` states what depends on
-    the values of the batch.
+    they are `trained` if backward gathers them. `saves` are the numbers of calls after which
+    autograd saved a tensor. `moves` are those of layers of experts. `rows` are the `RowGather` of
+    layers with a mesh of their own, and what `cp` sends (techniques/context/moves.py). `note`
+    states what depends on the values of the batch.
     """
 
     calls: tuple[Call, ...]
@@ -184,7 +191,7 @@ class ModelPass(NamedTuple):
     joins: tuple[Value, ...] = ()
     saves: tuple[int, ...] = ()
     moves: tuple[LayerMove, ...] = ()
-    rows: tuple[RowGather, ...] = ()
+    rows: tuple[Any, ...] = ()
     note: str = ""
 
 
@@ -306,7 +313,7 @@ class ModelSpec:
     expert_layers: Mapping[str, ExpertLayer] = field(default_factory=dict[str, ExpertLayer])
     expert_moves: tuple[tuple[LayerMove, ...], ...] = ()
     layers: Mapping[int, TensorSpec] = field(default_factory=dict[int, TensorSpec])
-    row_gathers: tuple[tuple[RowGather, ...], ...] = ()
+    row_gathers: tuple[tuple[Any, ...], ...] = ()
     tiles: Mapping[str, TiledParam] = field(default_factory=dict[str, TiledParam])
 
     @property

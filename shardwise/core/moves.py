@@ -14,11 +14,10 @@ elements on n ranks, each rank sends
 IJHPCA 2005; Chan et al., "Collective communication: theory, practice, and experience", 2007.)
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.core.layout import Placement
+from shardwise.core.layouts.layout import Placement
 
 #: (kind before, kind after) -> the collective, and the factor of N (n-1)/n elements that each rank
 #: sends. S to S also depends on the dims; `_kind` decides it.
@@ -79,14 +78,6 @@ def price(src: Placement, dst: Placement, numel: int, n: int) -> Move:
     if n == 1:
         return Move("keep", src, dst, 0.0)
     return Move(collective, src, dst, times * numel * (n - 1) / (n * n if split else n))
-
-
-def counts_price(in_counts: Sequence[int], rank: int) -> int:
-    """The counts that `rank` sends in an all-to-all: all except its own.
-
-    The backward sends back the counts that `rank` received.
-    """
-    return sum(in_counts) - in_counts[rank]
 
 
 def between(src: str, dst: str) -> str:

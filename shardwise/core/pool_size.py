@@ -1,15 +1,15 @@
 """The size of each rank's pool of communication buffers, which the plan fixes.
 
 Received messages that a rank adds to its own data, and sums of 16-bit numbers in fp32, are in one
-pool (comm/pool.py). A message that would take more than a quarter of it is sent in pieces, so the
-memory does not grow with the model or the world. (Constant-size buffers,
-C_B: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 6.2.)
+pool (comm/gloo/pool.py). A message that would take more than a quarter of it is sent in pieces, so
+the memory does not grow with the model or the world. (Constant-size buffers, C_B: Rajbhandari et
+al., "ZeRO", arXiv 1910.02054, section 6.2.)
 """
 
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from shardwise.core.plan import Plan
+    from shardwise.core.plan.plan import Plan
 
 #: A slot, the memory of one piece, takes at most 1/SLOTS of the pool.
 SLOTS: Final = 4

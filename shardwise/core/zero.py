@@ -35,7 +35,7 @@ from functools import cache
 from typing import Final, Literal
 
 from shardwise.core.errors import bad
-from shardwise.core.layout import P, Placement, R, S
+from shardwise.core.layouts.layout import P, Placement, R, S
 from shardwise.core.moves import Move, price
 
 #: Where a state rests between two uses: on the device, in its host's memory, or on a disk.

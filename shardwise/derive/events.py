@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.derive.axes import TracedAxis, leaves
-from shardwise.derive.operations import Dims, propagate
+from shardwise.derive.axis_rules import Dims, propagate
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.core.plan import Plan
-from shardwise.core.uneven import even
+from shardwise.core.layouts.uneven import even
+from shardwise.core.plan.plan import Plan
 from shardwise.derive.axes import leaves
+from shardwise.derive.axis_trace import ATTENTION, NoTape, OperationTrace, checked, named
 from shardwise.derive.groups import LayerGroup
-from shardwise.derive.trace import ATTENTION, NoTape, OperationTrace, checked, named
-from shardwise.engine.model_spec import on_tensor_axis
+from shardwise.engine.spec_of_model import on_tensor_axis
 from shardwise.observe.meta_pass import UNKNOWN, as_on_processor
 from shardwise.techniques.tensor.table import Table
 
@@ -95,7 +95,12 @@ class _Shapes:
         if not self.done and made is not None and checked(func):
             self.found.append((named(func), tuple(made.shape)))
 
-    def attention(self, given: Sequence[Tensor], out: Tensor, _: int) -> None:
+    def kernel(self, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """An element-wise kernel: the kernels of a CPU have none."""
+
+    def attention(
+        self, given: Sequence[Tensor], out: Tensor, _: int, *, causal: bool = False
+    ) -> None:
         """A fused attention on the meta device; it raises as on others for a mask of all heads."""
         query, key, *rest = given
         scores = (*query.shape[:-1], key.shape[-2])

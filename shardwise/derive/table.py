@@ -1,6 +1,6 @@
 """`sw.derive_table`: the table of a model that has none, and what stays replicated.
 
-    trace      one forward pass shows which axes are not mixed           trace.py
+    trace      one forward pass shows which axes are not mixed           axis_trace.py
     groups     layers along one of these are sharded together            groups.py
     words      the embedding and the head by the vocabulary, if a cross-entropy reads the logits
     sets       attributes that count heads: the fewest with which the sharded model runs
@@ -19,16 +19,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.core.arguments import flag
 from shardwise.core.errors import InputError, bad
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.arguments import flag
+from shardwise.derive.axis_trace import OperationTrace, traced
 from shardwise.derive.groups import Heads, LayerGroup, chosen, groups, outputs, styles
-from shardwise.derive.sequence import Refused, entries
+from shardwise.derive.sequence_styles import Refused, entries
 from shardwise.derive.sharded import Sharded, keeps_shapes
-from shardwise.derive.trace import OperationTrace, traced
-from shardwise.engine import validate
+from shardwise.engine.checks import validate
 from shardwise.engine.options import own_loss
-from shardwise.engine.prediction import predict
+from shardwise.engine.predict import predict
 from shardwise.engine.training import Loss
 from shardwise.observe.meta_pass import UNKNOWN, meta_copy
 from shardwise.techniques.tensor.source import shapes

@@ -1,11 +1,11 @@
-"""The combined findings of all ranks: failures, warnings, text and files."""
+"""The combined findings of all ranks: failures, warnings and text."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwise.comm.disk_bandwidth import DiskBandwidth
+from shardwise.comm.tiers.disk_bandwidth import DiskBandwidth
+from shardwise.doctor.device_speed import DeviceSpeed
 from shardwise.doctor.machine import Machine
 from shardwise.doctor.timing import Fit, Timing, fits, slow_ranks, slowest
 
@@ -14,12 +14,16 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class RankDiagnosis:
-    """The finding of one rank.  `checks` has "" for a correct collective, by axis and name."""
+    """The finding of one rank.  `checks` has "" for a correct collective, by axis and name.
+
+    `device` is None if its speed was not measured.
+    """
 
     machine: Machine
     checks: dict[str, dict[str, str]]
     timings: list[Timing]
     pair_s: dict[tuple[int, int], float]
+    device: DeviceSpeed | None = None
 
 
 @dataclass(frozen=True)
@@ -125,36 +129,6 @@ class Diagnosis:
             "timings": [asdict(timing) for timing in self.timings],
             "disk": None if self.disk is None else asdict(self.disk),
         }
-
-    def toml(self) -> str:
-        """The file of `--save`: the cluster's properties for a prediction of time."""
-        machine = self.findings[0].machine
-        memory = machine.gpus[0].memory_bytes if machine.gpus else machine.memory_bytes
-        lines = [
-            f"mesh = {json.dumps(self.mesh)}",
-            f"hosts = {len(self.hosts)}",
-            f"ranks = {len(self.findings)}",
-            "",
-            "[device]",
-            f"name = {json.dumps(machine.gpus[0].name if machine.gpus else 'cpu')}",
-            f"cores = {machine.cores}",
-            f"memory_bytes = {memory}",
-        ]
-        for fit in self.fits:
-            lines += [
-                "",
-                f"[links.{fit.axis}.{fit.collective}]",
-                f"latency_s = {fit.latency_s:.3e}",
-            ]
-            if fit.bytes_per_s is not None:
-                lines.append(f"bytes_per_s = {fit.bytes_per_s:.3e}")
-            lines.append(f"residual = {fit.residual:.3f}")
-        if self.disk is not None:
-            lines += ["", "[disk]", f"folder = {json.dumps(self.disk.folder)}"]
-            lines.append(f"write_bytes_per_s = {self.disk.write_bytes_per_s:.3e}")
-            lines.append(f"read_bytes_per_s = {self.disk.read_bytes_per_s:.3e}")
-            lines.append(f"both_bytes_per_s = {self.disk.both_bytes_per_s:.3e}")
-        return "\n".join(lines) + "\n"
 
     def text(self) -> str:
         """The output of the command."""

@@ -12,8 +12,8 @@ from torch.cuda import nccl
 
 import shardwise
 from shardwise.comm.backends import available_backends
-from shardwise.comm.host import host_number
-from shardwise.comm.host_memory import free_bytes, limit_bytes
+from shardwise.comm.start.host import host_number
+from shardwise.comm.tiers.host_memory import free_bytes, limit_bytes
 
 #: NVML's levels of the nearest common ancestor of two GPUs, in nvidia-smi's terms.
 LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}

@@ -26,7 +26,9 @@ from torch.utils._pytree import (
     tree_structure,
 )
 
+from shardwise.comm.world import Axis, World
 from shardwise.core.errors import InputError, bad
+from shardwise.core.plan.plan import Plan
 
 #: Rows of a stand-in: batch normalisation needs more than one.
 STAND_IN_ROWS = 2
@@ -39,6 +41,14 @@ _INSTEAD = (
     "rows=lambda batch: len(batch[...]) with the tensor or the list that has one entry per row, or "
     "tokens= with the number of tokens"
 )
+
+
+def data_axes(world: World, plan: Plan) -> tuple[Axis, Axis]:
+    """The axes among whose ranks the batch is split.
+
+    States are sharded along the first one and replicated along the second; one may have one rank.
+    """
+    return world.axis(plan.shard_axis or "none"), world.axis(plan.replicate_axis or "none")
 
 
 class Readings(NamedTuple):

@@ -1,28 +1,31 @@
-"""Shards a model on all axes: tensor, then experts, then pipeline, then data.
+"""Shards a model: the techniques of techniques.py, then the pipeline, then the data axes.
 
 Each axis shards the result of the previous one: the tensor axis shards parameters, the pipeline
 axis keeps those of a rank's stages, and the data axes flatten these.  Stages and units are chosen
 before, by the sizes of full parameters, so that all ranks make the same choice.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar
 
 from torch import nn
 
-from shardwise.comm.disk import Disk
+from shardwise.comm.tiers.disk import Disk
 from shardwise.comm.world import Axis, World
 from shardwise.core.applied import Applied
 from shardwise.core.arena_slots import Slots, gradient_slots
-from shardwise.core.hook import Hook, nothing
-from shardwise.core.layouts import layouts, norm_axes, on_tiers
+from shardwise.core.layouts.layouts import layouts, norm_axes, on_tiers
+from shardwise.core.layouts.param_layout import Groups
 from shardwise.core.mesh import PIPELINE, TENSOR
-from shardwise.core.model_spec import Facts
-from shardwise.core.param_layout import Groups
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.hook import Hook, nothing
+from shardwise.engine.batch import data_axes
+from shardwise.engine.checks.reads import guard_shards
 from shardwise.engine.one_stage import Objective, OneStage
 from shardwise.engine.rank_zero_weights import RankZeroWeights
-from shardwise.engine.reads import guard_shards
+from shardwise.engine.techniques import APPLY, facts_of
 from shardwise.engine.training import Build
 from shardwise.techniques.data.apply import (
     Held,
@@ -35,63 +38,58 @@ from shardwise.techniques.data.apply import (
     sizes,
     units_of,
 )
-from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.techniques.data.flat.weight_gradient import take_over
 from shardwise.techniques.data.hooks import Data
 from shardwise.techniques.data.pace import Pace
 from shardwise.techniques.data.staged_hooks import StagedUnits
 from shardwise.techniques.data.units import Unit, Units
-from shardwise.techniques.data.weight_gradient import take_over
 from shardwise.techniques.data.wrap_policy import UnitSpec
-from shardwise.techniques.expert import apply as expert_parallel
-from shardwise.techniques.expert.apply import ExpertLayout
-from shardwise.techniques.layers.apply import Regions
-from shardwise.techniques.layers.exchange import RowExchange
-from shardwise.techniques.layers.plans import LayerPlans, require_units
 from shardwise.techniques.pipeline import stage_module
-from shardwise.techniques.pipeline.pipelined import Pipelined
+from shardwise.techniques.pipeline.pipelined import Pipelined, ScheduledUnits
 from shardwise.techniques.pipeline.stage_module import Staging
-from shardwise.techniques.tensor import apply as tensor_parallel
-from shardwise.techniques.tensor.layout import Tensors
-from shardwise.techniques.tensor.table import Table
-from shardwise.techniques.tile.apply import Tiling, tile
+from shardwise.techniques.tile.apply import tile
+
+Technique = TypeVar("Technique")
 
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A sharded model: its data axes, units and flat groups, and its state on the other axes.
+    """A sharded model: its axes, units and flat groups, its stages, and what was applied.
 
     `norms` has, for each plan of layers, the flat groups and the axes over which the squares of
     their gradients are summed; over the pipeline's axis they are summed in addition.
     """
 
     axes: tuple[Axis, Axis]
-    tensors: Tensors
-    experts: ExpertLayout
+    tensor: Axis
     staging: Staging | None
     data: Data
     flats: list[Flat]
-    rows: RowExchange
     applied: Sequence[Applied]
     norms: list[tuple[list[Flat], tuple[Axis, ...]]]
 
     def passes(self, model: nn.Module, objective: Objective) -> OneStage | Pipelined:
         """The passes of a step of `model`, whose loss of a part of a batch is `objective`."""
-        # whether this rank computes no rows of other ranks, in experts or in layers of a mesh
-        apart = not (self.experts.routes or self.rows.axes)
+        apart = not any(each.mixes for each in self.applied)
         if self.staging is not None:
-            staged = self.staging, self.data, self.tensors
-            return Pipelined(model, *staged, objective, apart=apart)
+            units = ScheduledUnits(self.data, self.applied, self.staging, apart=apart)
+            return Pipelined(model, units, objective)
         device = self.data.consensus.device
         return OneStage(model, self.data, self.applied, objective, device, apart=apart)
 
+    def of(self, technique: type[Technique]) -> Technique:
+        """What was applied of that class."""
+        return next(each for each in self.applied if isinstance(each, technique))
+
     def copy(self, name: str) -> int:
         """The index of this rank among those that hold the buffer or module of that name."""
-        copy = self.data_rank + self.tensors.axis.rank
+        copy = self.place + self.tensor.rank
         return copy + (self.staging.copy(name) if self.staging else 0)
 
     @property
-    def data_rank(self) -> int:
-        """The index of this rank's share of the global batch."""
+    def place(self) -> int:
+        """The index of this rank among the data ranks."""
         return self.axes[1].rank * self.axes[0].size + self.axes[0].rank
 
 
@@ -101,33 +99,31 @@ def lay_out(
     """Shard `model` in place.  All ranks of the world call it."""
     world, plan = build.world, build.plan
     how = _sharding(model, build, weights, disk)
-    schedule, regions = stage_module.schedule_of(plan), Regions.open(build)
+    schedule = stage_module.schedule_of(plan)
     at = stage_module.stages_of(model, build.starts, build.beside) if schedule else {}
 
     def unit_key(spec: UnitSpec) -> object:
         return {(at.get(name), plan.layer_of(name)) for name, _ in spec.params}
 
     specs = units_of(model, how, world.axis(TENSOR).size, unit_key)
-    require_units(specs, plan)
-    facts = facts_of(model, plan, build.table, build.layers, at, how.tiling)
-    found = layouts([name for spec in specs for name, _ in spec.params], facts, plan)
+    names = {spec.name: [name for name, _ in spec.params] for spec in specs}
+    facts = facts_of(model, names, plan, build.table, build.layers, at, how.tiling.params)
+    found = layouts(chain.from_iterable(names.values()), facts, plan)
     twins = None
     if schedule is not None:
         twins = stage_module.twin(model, world, plan, build.table)
         stage_module.agree(model, world.axis(PIPELINE), world.device)
-    tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table)
-    tensors.others = regions.lay_out(model)
-    experts = expert_parallel.lay_out(model, world, plan, how.axes, build.rows)
-    build.recompute.apply(model, world, tensors)
+    applied = [apply(model, build) for apply in APPLY]
     pace, staged = Pace(ahead=build.prefetch, by_hand=False), None
     if schedule is not None and twins is not None:
         staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.beside)
-        build.recompute.release(model)
+        for each in applied:
+            each.divided(model)
         specs = staged.own_units(specs)
     names = [[name for name, _ in spec.params] for spec in specs]
     numels = [sum(p.numel() for _, p in spec.params if p.requires_grad) for spec in specs]
     found = on_tiers(found, list(zip(names, numels, strict=True)), plan)
-    held = Held(found, _axes(world, regions, experts), _sums(tensors, staged))
+    held = Held(found, _axes(world, applied), _sums(applied, staged))
     units = shard(how, specs, held)
     if staged is None:
         data = hooked(model, how, units, pace)
@@ -137,55 +133,26 @@ def lay_out(
         world.arenas.gradients.reserve(_gradient_slots(units, data.pace), world.device)
     if plan.accumulate > 1 or staged is not None:
         take_over(model, data, sizes(units))
-    regions.install(model, build.recompute.kinds)
+    for each in applied:
+        each.install(model)
     if staged is None:
         guard_shards(model, data)
     else:
         model.register_forward_pre_hook(Hook(data, nothing))  # refuses copies of a sharded model
     flats = flats_of(units)
     norms = _norms(flats, plan, held)
-    rows = regions.exchange
-    applied = tensors, experts, build.recompute, rows
-    return ShardedModel(how.axes, tensors, experts, staged, data, flats, rows, applied, norms)
+    return ShardedModel(how.axes, world.axis(TENSOR), staged, data, flats, applied, norms)
 
 
-def facts_of(
-    model: nn.Module,
-    plan: Plan,
-    table: Table | None,
-    layers: LayerPlans,
-    at: Mapping[str, tuple[int, ...]],
-    tiling: Tiling,
-) -> Facts:
-    """What the layouts of a model's parameters follow from, before it is cut.
-
-    `at` are the stages of each parameter; none without a pipeline.
-    """
-    tables = {0: (table, plan)} | {each.number: (each.table, each.plan) for each in layers.meshes}
-    tensors = {
-        number: tensor_parallel.tensor_spec(
-            model, of, own.sp, own.mesh.size_of(TENSOR), layers=number > 0
-        )
-        for number, (of, own) in tables.items()
-        if of is not None
-    }
-    return Facts(tensors, expert_parallel.layouts_of(model, plan.ep), at, tiling.params)
-
-
-def _axes(world: World, regions: Regions, experts: ExpertLayout) -> dict[str, Axis]:
+def _axes(world: World, applied: Sequence[Applied]) -> dict[str, Axis]:
     """The axes of this rank by the names that layouts have."""
-    meshes = [axis for region in regions.regions for axis in region.world.axes]
-    axes = [*world.axes, *meshes, experts.axis, experts.shard, experts.replicate]
-    return {axis.name: axis for axis in axes}
+    found = [*world.axes, *chain.from_iterable(each.axes() for each in applied)]
+    return {axis.name: axis for axis in found}
 
 
-def _sums(tensors: Tensors, staged: Staging | None) -> dict[tuple[str, Groups], Axis]:
+def _sums(applied: Sequence[Applied], staged: Staging | None) -> dict[tuple[str, Groups], Axis]:
     """The axes that sum gradients, by the axis and the groups of its ranks."""
-    sums = {
-        (each.axis.name, groups): axis
-        for each in (tensors, *tensors.others)
-        for groups, axis in each.sums.items()
-    }
+    sums = {key: axis for each in applied for key, axis in each.sums().items()}
     if staged is not None:
         sums |= {(PIPELINE, groups): axis for groups, axis in staged.sums.items()}
     return sums
@@ -207,10 +174,11 @@ def _sharding(
 ) -> Sharding:
     """The storage of parameters under the model's own plan."""
     world, plan, offload = build.world, build.plan, build.plan.offloaded
+    shard, replicate = data_axes(world, plan)
     return Sharding(
         row=plan.states,
-        shard=world.axis(plan.shard_axis or "none"),
-        replicate=world.axis(plan.replicate_axis or "none"),
+        shard=shard,
+        replicate=replicate,
         units=build.units,
         bucket_bytes=plan.bucket_bytes,
         fill=build.fill,

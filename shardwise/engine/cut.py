@@ -1,7 +1,7 @@
 """Cuts the parameters of a model to their layouts: fill, broadcast, narrow.
 
 What a rank of the pipeline does not hold is dropped with the layers of other stages
-(techniques/pipeline/placeholders.py).
+(techniques/pipeline/trace/placeholders.py).
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shardwise.comm.move import broadcast, part
 from shardwise.comm.world import Axis, World
-from shardwise.core.param_layout import AxisLayout, Groups, Layout
-from shardwise.techniques.data.initial_weights import Fill
+from shardwise.core.layouts.param_layout import AxisLayout, Groups, Layout
+from shardwise.techniques.data.flat.initial_weights import Fill
 
 
 def agree(tensors: Iterable[Tensor], axis: Axis, device: torch.device) -> None:

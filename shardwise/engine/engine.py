@@ -19,22 +19,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.host_numbers import doubles_on
 from shardwise.comm.ledger import Key, Ledger, Tally, rank_bytes
 from shardwise.comm.move import begin_sum
+from shardwise.comm.tiers.host_numbers import doubles_on
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.pool_size import pool_bytes
 from shardwise.engine import batch as shares
-from shardwise.engine import compiled, hint, memory, state, validate
+from shardwise.engine import memory
 from shardwise.engine.build import lay_out
-from shardwise.engine.consistency import ConsistencyCheck, share_checksum, warn_equal_shares
-from shardwise.engine.guard import Guard
-from shardwise.engine.optimizer_state import Catalogue
+from shardwise.engine.checks import compiled, hint, validate
+from shardwise.engine.checks.consistency import ConsistencyCheck, share_checksum, warn_equal_shares
+from shardwise.engine.checks.guard import Guard
+from shardwise.engine.optimizer.optimizer_state import Catalogue
+from shardwise.engine.optimizer.scale import LossScale, power_of_two
+from shardwise.engine.optimizer.updating import Updates, optimizer_and_updater
 from shardwise.engine.rank_zero_weights import RankZeroWeights
-from shardwise.engine.scale import LossScale, power_of_two
+from shardwise.engine.state import state
 from shardwise.engine.training import DTYPES, Build, Metrics, StepResult, Training
-from shardwise.engine.updating import Updates, optimizer_and_updater
 from shardwise.prediction.traffic import TrafficLine, by_kind
 from shardwise.techniques.data.apply import cast_whole
 from shardwise.techniques.data.inference import normal_mode
@@ -60,16 +62,17 @@ class Engine:
         with self.ledger.phase("start"):
             sharded = self.sharded = lay_out(model, build, weights, self.disk)
             weights.deliver()
-        self.tensors, self.data, self.flats = sharded.tensors, sharded.data, sharded.flats
+        self.data, self.flats = sharded.data, sharded.flats
         self.axes, self.staging = sharded.axes, sharded.staging
         self.consensus = self.data.consensus
         self.rows = shares.RowCounter(build.rows)
         self.evaluated_rows = shares.RowCounter(build.rows)
         self.stages, every = self.world.axis(PIPELINE), training.check_every
         self.consensus.same.every = every
-        self.consensus.same.others = [self.tensors.axis, self.stages]
-        of = self.tensors.axis, self.stages, self.world.device
-        self.consistency = ConsistencyCheck(*of, every)
+        self.consensus.same.others = [self.sharded.tensor, self.stages]
+        same = chain.from_iterable(each.same_batch() for each in sharded.applied)
+        axes, device = (self.stages, *same), self.world.device
+        self.consistency = ConsistencyCheck(sharded.tensor, axes, device, every)
         self.scale = LossScale(on=self.plan.precision == "fp16")
         self.guard = self._guard()
         with self.ledger.phase("start"):
@@ -77,7 +80,7 @@ class Engine:
             self.optimizer, updater = optimizer_and_updater(
                 training.optimizer, self.data, tiers, self.disk, offload, lambda: self.steps
             )
-        self.consensus.same.add_masters(self.optimizer.compared_masters)
+        self.optimizer.compare_on(self.consensus.same)
         if self.guard.by_norm:
             self.data.leave_device = self.optimizer.states.see
         self.passes = sharded.passes(model, self._objective)
@@ -101,16 +104,18 @@ class Engine:
     def _guard(self) -> Guard:
         by_norm = self.training.clip is not None or self.scale.on
         skip = self.training.on_nonfinite == "skip"
-        self.sharded.experts.skips = skip or self.scale.on
-        guard = Guard(self.world, self.tensors.axis, self.names, by_norm=by_norm, skip=skip)
+        for each in self.sharded.applied:
+            each.skips = skip or self.scale.on
+        guard = Guard(self.world, self.sharded.tensor, self.names, by_norm=by_norm, skip=skip)
         self.data.see = guard.see
         return guard
 
     def _objective(self, model: nn.Module, part: Any) -> Tensor:
-        for each in self.sharded.applied:
-            each.enter(part)
+        before = part
+        for each in reversed(self.sharded.applied):
+            before = each.enter(before)
         self.data.computes_loss = torch.is_grad_enabled()
-        with hint.shapes(self.tensors):
+        with hint.shapes(self.plan):
             return self.training.loss(model, shares.widened(part, self.dtype))
 
     __call__, __getattr__ = hint.no_call, hint.no_attribute
@@ -122,13 +127,13 @@ class Engine:
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks that share the global batch."""
-        return math.prod(axis.size for axis in self.axes)
+        """The number of shares of the global batch: with `cp`, several ranks have the same one."""
+        return self.plan.shares
 
     @property
     def data_rank(self) -> int:
         """The index of this rank's share of the global batch."""
-        return self.sharded.data_rank
+        return self.sharded.place // self.plan.cp
 
     # --- training -----------------------------------------------------------------------------
 
@@ -148,6 +153,7 @@ class Engine:
             torch.OutOfMemoryError: on CUDA, `device_memory` allows no more memory.
         """
         self.world.require_open()
+        self.world.background.report()
         validate.recording()
         self.data.structure.require_unchanged()
         compiled.require_plain(self.model, self.plan)
@@ -160,16 +166,18 @@ class Engine:
             self.consensus.rounds += 1  # if not on all ranks, this one is a step ahead
         self.data.in_step = True
         parts, counts = self._microbatches(batch)
+        apart = self.consistency.begin(self.steps_run, batch)
         try:
             parts = self._begin(batch, parts, trains=True)
+            counts = [self._weight(n, part) for n, part in zip(counts, parts, strict=True)]
         except InputError:  # of a batch whose activations exceed a budget: nothing has run
             self.data.in_step = False
             raise
-        apart = self.consistency.begin(self.steps_run, batch)
         self.guard.begin()
         sum_scale = self.scale.value / power_of_two(self.expected)
         with hint.dtypes(self.dtype), hint.step(self.steps + 1):
             summed = self.passes.run(parts, counts, sum_scale)
+        del parts  # may be copies of parts of the batch
         for each in self.sharded.applied:
             each.end(trains=True)
         with self.ledger.phase("update"):
@@ -189,6 +197,12 @@ class Engine:
             parts = each.begin(batch, parts, trains=trains)
         return parts
 
+    def _weight(self, count: float, part: Any) -> float:
+        """How many tokens the loss of a part of the batch is the mean of."""
+        for each in self.sharded.applied:
+            count = each.weight(count, part, self.training.tokens)
+        return count
+
     def _microbatches(self, batch: Any) -> tuple[list[Any], list[int]]:
         """The microbatches and their tokens; the first step raises an error of one rank on all."""
         try:
@@ -198,8 +212,7 @@ class Engine:
             if not self.expected:
                 self._total(batch, 0, error)
             raise
-        if not self.expected:
-            self.expected = self._total(batch, sum(counts))
+        self.expected = self.expected or self._total(batch, sum(counts))
         return parts, counts
 
     def _count(self, part: Any, rows: shares.RowCounter) -> int:
@@ -214,12 +227,12 @@ class Engine:
         with self.ledger.phase("check"):
             summed = self.consensus.agree(own).cpu()
         shares.require_counted(summed[1], refused)
-        shares.require_equal_lists(batch, summed[2:5], self.data_ranks)
-        if self.world.rank == 0:
-            warn_equal_shares(batch, summed, self.data_ranks)
+        shares.require_equal_lists(batch, summed[2:5], self.plan.data_size)
+        if self.world.rank == 0 and self.data_ranks > 1:
+            warn_equal_shares(batch, summed, self.plan.data_size)
         return max(1, round(summed[0].item()))
 
-    def _settle(self, summed: Tensor, count: int, arriving: Iterator[Unit]) -> StepResult:
+    def _settle(self, summed: Tensor, count: float, arriving: Iterator[Unit]) -> StepResult:
         """Finish the reductions, agree, update, and begin to gather for the next step.
 
         Gradients were divided by a power of two near the previous step's number of tokens, which
@@ -292,6 +305,7 @@ class Engine:
         rows, batch = self.evaluated_rows, shares.on_device(batch, self.world.device)
         count = self._count(batch, rows)
         (part,) = self._begin(batch, [batch], trains=False)
+        count = self._weight(count, part)
         found = self._made(partial(self._objective, part=part))
         if found is None:
             found = torch.zeros((), dtype=torch.float64, device=self.world.device)
@@ -304,7 +318,7 @@ class Engine:
             own[:1] = self._over_stages(own[:1])
             own = torch.cat([own, own.new_tensor([lists, lists**2, matters])])
             numbers = self.consensus.agree(own).cpu()
-        shares.require_equal_lists(batch, numbers[2:], self.data_ranks)
+        shares.require_equal_lists(batch, numbers[2:], self.plan.data_size)
         summed, total = numbers[:2].tolist()
         return summed / max(1.0, total), round(total)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.tree import mapped
+from shardwise.core.tools.tree import mapped
 
 
 @dataclass(frozen=True)

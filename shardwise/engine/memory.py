@@ -7,8 +7,8 @@ from torch import Tensor
 
 from shardwise.core.memory_table import CATEGORIES, GATHERED, OWNED, PART_OF
 from shardwise.core.zero import Tier
-from shardwise.engine.optimizer import Owned
-from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.engine.optimizer.optimizer import Owned
+from shardwise.techniques.data.flat.flat_parameter import Flat
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine

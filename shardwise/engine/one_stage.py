@@ -55,7 +55,7 @@ class OneStage:
         self.microbatches = 1
         self.watch: Watch | None = None
 
-    def run(self, parts: Sequence[Any], counts: Sequence[int], sum_scale: float) -> Tensor:
+    def run(self, parts: Sequence[Any], counts: Sequence[float], sum_scale: float) -> Tensor:
         """Run all microbatches forward and backward; the last one sums gradients over the ranks.
 
         `parts` are the microbatches, `counts` their tokens, `sum_scale` as in ScaledLoss.  Returns
@@ -72,7 +72,8 @@ class OneStage:
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
         """The result of `call(model)`, without gradients."""
-        return call(self.model)
+        with during(self.applied, self.device):
+            return call(self.model)
 
     def require(self, batch: Any, microbatches: int) -> None:
         """Do nothing: a microbatch may have no rows."""

@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.core.arguments import MOST_SEED, choice, integer, positive, short_repr
 from shardwise.core.errors import bad
-from shardwise.engine import validate
+from shardwise.core.tools.arguments import MOST_SEED, choice, integer, positive, short_repr
 from shardwise.engine.batch import Count
-from shardwise.engine.consistency import CHECK_EVERY
-from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
+from shardwise.engine.checks import validate
+from shardwise.engine.checks.consistency import CHECK_EVERY
+from shardwise.engine.optimizer.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.training import Loss
 from shardwise.observe.kernels import KERNELS, Kernels
 from shardwise.techniques.data.wrap_policy import Rule
@@ -42,8 +42,8 @@ class EngineOptions:
     on_nonfinite      a step whose loss or gradient is not finite: "raise" raises sw.RunError on
                       all ranks before any update, "skip" skips the update
     check_every       steps between two comparisons of the ranks: along tensor and pipeline axes
-                      batch, loss and gradients, along data axes the replicated weights; 0: only
-                      in the first step, and no weights
+                      batch, loss and gradients, along data axes the replicated weights and
+                      optimizer states; 0: only in the first step, and no weights
     units             what is gathered, freed and reduced together: "auto" (the repeated block), a
                       class or several, a pattern of module names, a size in bytes, or
                       f(name, module) -> bool

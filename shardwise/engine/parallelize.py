@@ -8,16 +8,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.comm.world import World
-from shardwise.core.plan import Plan
-from shardwise.core.plan_check import require
-from shardwise.engine import compiled, consistency, validate
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_check import require
 from shardwise.engine.batch import Count
-from shardwise.engine.consistency import CHECK_EVERY
+from shardwise.engine.checks import compiled, consistency, validate
+from shardwise.engine.checks.consistency import CHECK_EVERY
+from shardwise.engine.checks.offload_choice import require_chosen
 from shardwise.engine.default_fill import default_fill
-from shardwise.engine.elementwise import require_shardable
 from shardwise.engine.engine import Engine
-from shardwise.engine.offload_choice import require_chosen
-from shardwise.engine.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer.elementwise import require_shardable
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.rank_zero_weights import missing_weights
 from shardwise.engine.training import Build, Loss, Training

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.model_spec import BufferShape
-from shardwise.engine.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.precision import HALF
-from shardwise.prediction.memory import OptimizerShape
+from shardwise.prediction.stored_bytes import OptimizerShape
 
 
 def buffer_shapes(model: nn.Module) -> tuple[BufferShape, ...]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import World
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.engine.batch import Count
-from shardwise.engine.optimizer_spec import OptimizerSpec
-from shardwise.techniques.data.initial_weights import Fill
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.techniques.data.flat.initial_weights import Fill
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.layers.plans import LayerPlans
 from shardwise.techniques.recompute.apply import Recomputation

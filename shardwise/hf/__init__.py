@@ -14,7 +14,7 @@ __all__ = ["Trainer"]
 
 def __getattr__(name: str) -> Any:
     if name == "Trainer":  # imported when asked for, since transformers is an extra
-        from shardwise.hf.installed import require_installed
+        from shardwise.hf.installed_libraries import require_installed
 
         require_installed()
         from shardwise.hf.trainer import Trainer

@@ -27,18 +27,18 @@ from transformers.trainer_utils import EvalPrediction, has_length
 from shardwise.checkpoint.engines import load, save
 from shardwise.comm.world import World, init
 from shardwise.core.errors import bad
-from shardwise.core.plan import Plan
-from shardwise.core.plan_check import require
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_check import require
 from shardwise.engine.engine import Engine
-from shardwise.engine.full import full_state_dict
-from shardwise.engine.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.parallelize import parallelize, plan_of
+from shardwise.engine.state.full import full_state_dict
 from shardwise.engine.training import Metrics
-from shardwise.hf import arguments
+from shardwise.hf import training_arguments
 from shardwise.hf.accelerator import DataRanks
-from shardwise.hf.optimizer import Updated, specification, without_decay
 from shardwise.hf.shares import PADDING, first_rows, joined, rows_in
-from shardwise.techniques.pipeline.placeholders import twin
+from shardwise.hf.torch_optimizer import Updated, specification, without_decay
+from shardwise.techniques.pipeline.trace.placeholders import twin
 from shardwise.techniques.tensor.table import Table
 
 #: The folder of the engine's checkpoint in Trainer's, and the file of the scheduler.
@@ -93,10 +93,10 @@ class Trainer(transformers.Trainer):
     ) -> None:
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.world = world_of(args, world)  # first, since it shows errors as one paragraph
-        whole = arguments.completed_plan(args, plan_of(plan))
-        arguments.require_honoured(args, whole)
-        given = arguments.Given(model_init, optimizers, compute_metrics)
-        arguments.require_trainable(type(self), Trainer, given, whole)
+        whole = training_arguments.completed_plan(args, plan_of(plan))
+        training_arguments.require_honoured(args, whole)
+        given = training_arguments.Given(model_init, optimizers, compute_metrics)
+        training_arguments.require_trainable(type(self), Trainer, given, whole)
         require(whole, self.world.size)
         super().__init__(
             model,

@@ -29,9 +29,9 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from shardwise.comm.move import all_reduce
 from shardwise.comm.once import once
 from shardwise.comm.world import Axis
-from shardwise.core.arguments import is_number, short_repr
 from shardwise.core.errors import bad
-from shardwise.core.uneven import Cut, even
+from shardwise.core.layouts.uneven import Cut, even
+from shardwise.core.tools.arguments import is_number, short_repr
 
 #: The options of `cross_entropy`, with their defaults.
 OPTIONS: Final[dict[str, Any]] = {

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from shardwise.migrate.deepspeed import (
-    CONTEXT,
     STAGES,
     accumulated,
     offloaded,
@@ -21,6 +20,7 @@ from shardwise.migrate.draft import (
     axis,
     key,
     only_if,
+    ulysses,
     whole,
     word,
 )
@@ -143,15 +143,13 @@ RULES: Final[Rules] = {
         "row", {True: "zero1", False: "ddp"}
     ),
     "megatron_lm_config.megatron_lm_gradient_clipping": key("train.clip"),
-    "megatron_lm_config.megatron_lm_context_parallel_size": only_if(
-        lambda value: value != 1, CONTEXT
-    ),
+    "megatron_lm_config.megatron_lm_context_parallel_size": axis("cp"),
     "megatron_lm_config.megatron_lm_optimizer_cpu_offload": offloaded,
     "parallelism_config.parallelism_config_dp_replicate_size": axis("dp_replicate"),
     "parallelism_config.parallelism_config_dp_shard_size": _shard,
     "parallelism_config.parallelism_config_tp_size": axis("tp"),
-    "parallelism_config.parallelism_config_cp_size": only_if(lambda value: value != 1, CONTEXT),
-    "parallelism_config.parallelism_config_sp_size": only_if(lambda value: value != 1, CONTEXT),
+    "parallelism_config.parallelism_config_cp_size": axis("cp"),
+    "parallelism_config.parallelism_config_sp_size": ulysses,
     "use_cpu": _on_cpu,
 }
 

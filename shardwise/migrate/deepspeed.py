@@ -15,6 +15,7 @@ from shardwise.migrate.draft import (
     only_if,
     optimizer,
     tracker,
+    ulysses,
     whole,
     why,
     word,
@@ -22,10 +23,6 @@ from shardwise.migrate.draft import (
 
 PROJECT: Final = "DeepSpeed"
 STAGES: Final = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
-CONTEXT: Final = (
-    "context parallelism is not in this version: every rank has whole sequences; tpN with sp, "
-    "recompute:full or activations:host need less memory for long ones"
-)
 
 
 def _enabled(precision: str) -> Rule:
@@ -137,7 +134,7 @@ RULES: Final[Rules] = {
     "scheduler.params.cos_min_ratio": key("train.final"),
     "tensor_parallel.autotp_size": axis("tp"),
     "tensor_parallel.*": why("styles of layers are a table: docs/how-to/tables.md"),
-    "sequence_parallel_size": why(CONTEXT),
+    "sequence_parallel_size": ulysses,
     "zero_optimization.offload_optimizer.device": offloaded,
     "zero_optimization.offload_param.device": offloaded_param,
     "zero_optimization.offload_optimizer.ratio": _ratio,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardwise.core.errors import bad
-from shardwise.core.plan import Plan
-from shardwise.core.plan_check import problems
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_check import problems
 from shardwise.techniques.offload.word import share_text
 
 
@@ -27,6 +27,7 @@ class Draft:
     schedule: str | None = None
     microbatches: int | None = None
     sequence: bool = False
+    ulysses: bool = False  # `cp` is that of Ulysses
     offload: bool = False  # of the optimizer state to host memory
     offload_share: float = 1.0  # the fraction of it
     offload_param: bool = False  # of parameters too
@@ -78,7 +79,8 @@ class Draft:
             axes["dp"] = axes.pop("dp_replicate")  # copies of the whole, which no ranks share
         elif "dp_shard" in axes and "dp_replicate" not in axes:
             axes["dp"] = axes.pop("dp_shard")
-        found = [f"{name}{size}" for name, size in axes.items()]
+        form = {"cp": ":ulysses" * self.ulysses}
+        found = [f"{name}{size}{form.get(name, '')}" for name, size in axes.items()]
         found += [self.row] if self.row else []
         found += ["sp"] if self.sequence and "tp" in axes else []
         if "pp" in axes:
@@ -262,6 +264,12 @@ def axis(name: str) -> Rule:
         return ""
 
     return _rule
+
+
+def ulysses(draft: Draft, value: Any) -> str | Wrong:
+    """A number of ranks of Ulysses."""
+    draft.ulysses = True
+    return axis("cp")(draft, value)
 
 
 def only_if(condition: Callable[[Any], bool], text: str) -> Rule:

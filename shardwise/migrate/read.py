@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardwise.core.errors import InputError, bad
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.migrate import accelerate, deepspeed, torchtitan
-from shardwise.migrate.deepspeed import CONTEXT
 from shardwise.migrate.draft import SAME, Draft, carry, flat
 from shardwise.train.config import MOST_CHARACTERS, build
 
@@ -143,10 +142,8 @@ def _require_ranks(draft: Draft) -> None:
     plan, count = Plan.parse(draft.plan), draft.processes
     if count is None or count == plan.size or (plan.open and count % plan.size == 0):
         return
-    gone = [f"{name} = {value}" for name, value, why in draft.left if why == CONTEXT]
-    also = f"; {', '.join(gone)} is not carried over" if gone else ""
     raise bad(
-        f"num_processes = {count} with the axes of the plan '{plan}'{also}",
+        f"num_processes = {count} with the axes of the plan '{plan}'",
         "axes whose sizes multiply to the number of processes",
         f"num_processes: {plan.size}, or other sizes of the axes",
     )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from shardwise.migrate.deepspeed import CONTEXT, offloaded_param
+from shardwise.migrate.deepspeed import offloaded_param
 from shardwise.migrate.draft import (
     Draft,
     Rule,
@@ -83,6 +83,13 @@ def _enabled(section: str, name: str, last: str) -> Rule:
     return _rule
 
 
+def _async_mode(draft: Draft, value: Any) -> str | Wrong:
+    modes = ("disabled", "async", "async_with_pinned_mem")
+    if not isinstance(value, str) or value.lower() not in modes:
+        return Wrong(", ".join(modes), '"async"')
+    return draft.set("train.async_save", True) if value.lower() != "disabled" else ""
+
+
 def _decay(draft: Draft, value: Any) -> str:
     if value not in ("linear", "cosine"):
         return "train.decay is cosine, linear or constant"
@@ -125,7 +132,6 @@ def _flavor(draft: Draft, value: Any) -> str:
     return "its sizes are in [model]; the vocabulary is that of data.tokens"
 
 
-_CP: Final = only_if(lambda value: value != 1, CONTEXT)
 _ON: Final = only_if(bool, "8-bit computation is not in this version")
 _DATA: Final = "data.source is a file, a folder or a glob"
 _EPS: Final = "shardwise train has AdamW's 1e-8; in a script, sw.AdamW(eps=...)"
@@ -137,7 +143,7 @@ RULES: Final[Rules] = {
     "parallelism.fsdp_reshard_after_forward": _reshard,
     "parallelism.tensor_parallel_degree": _tensor,
     "parallelism.expert_parallel_degree": axis("ep"),
-    "parallelism.context_parallel_degree": _CP,
+    "parallelism.context_parallel_degree": axis("cp"),
     "parallelism.pipeline_parallel_schedule": word(
         "schedule",
         SCHEDULES,
@@ -183,6 +189,7 @@ RULES: Final[Rules] = {
     ),
     "checkpoint.interval": key("train.save_every", "a whole number"),
     "checkpoint.keep_latest_k": key("train.keep", "a whole number"),
+    "checkpoint.async_mode": _async_mode,
     "job.dump_folder": key("run.folder", "text"),
     "metrics.enable_tensorboard": tracker("tensorboard"),
     "metrics.enable_wandb": tracker("wandb"),

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardwise.checkpoint.weights_folder import CONFIG, WeightsFolder
-from shardwise.core.arguments import short_repr
 from shardwise.core.errors import bad
+from shardwise.core.tools.arguments import short_repr
 
 LAYERS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 #: Layers of which a model may have none.

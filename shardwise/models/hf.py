@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.checkpoint.weights_folder import CONFIG, GENERATION, open_model, open_weights
 from shardwise.core.errors import InputError, bad
-from shardwise.core.suggest import suggestions
+from shardwise.core.tools.suggest import suggestions
 from shardwise.models.folder_sizes import check_sizes
 from shardwise.models.trainable import Loss, Trainable
 
@@ -63,9 +63,12 @@ SMALL: Final[dict[str, int]] = {
 def find(name: str, seed: int = 0) -> Trainable:
     """The small model of type `name`, or the model in the folder `name`.
 
-    "gpt2+dropout" keeps the type's own rates of dropout. A folder may have only a configuration;
-    then the model has no weights. Raises InputError like `build`, and for a folder without a
-    configuration.
+    Dropout is 0 ("gpt2+dropout" keeps the type's own rates), tied embeddings stay tied, and weights
+    are the library's random initialisation under `seed`. The loss is the type's: causal, masked or
+    sequence-to-sequence. A folder may have only a configuration; then the model has no weights.
+
+    Raises InputError if transformers is not installed or has no such type (naming the nearest), if
+    no small model of the type can be made, and for a folder without a configuration.
     """
     require_transformers(f"hf:{name}")
     if is_folder(name):
@@ -94,18 +97,6 @@ def require_transformers(model: str) -> None:
             "hf: models if the extra `hf` is installed",
             "pip install 'transformers>=4.46'",
         )
-
-
-def build(name: str, seed: int = 0) -> tuple[nn.Module, Loss, Callable[[int, int], Any]]:
-    """(model, loss, make_batch) for the model type `name`: gpt2, llama, bert, t5, ...
-
-    A language model with the type's loss: causal, masked or sequence-to-sequence. Dropout is 0,
-    tied embeddings stay tied, weights are the library's random initialisation under `seed`.
-    Raises InputError if transformers is not installed or has no such type (naming the nearest), or
-    if no small model of the type can be made.
-    """
-    found = find(name, seed)
-    return found.build(), found.loss, found.make_batch
 
 
 def tokens(batch: dict[str, Tensor]) -> int:

@@ -6,7 +6,7 @@ from typing import Final
 from torch import Tensor, nn
 
 from shardwise.core.errors import bad
-from shardwise.core.suggest import suggest
+from shardwise.core.tools.suggest import suggest
 from shardwise.models import decoder, gpt, hf, moe, user
 from shardwise.models.gpt import SIZES, GPTConfig
 from shardwise.models.initial import fill, initial

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.comm.host_memory import free_bytes
+from shardwise.comm.tiers.host_memory import free_bytes
 from shardwise.core.errors import bad
 
 FEW_ROWS: Final = 2

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import InputError, bad
-from shardwise.core.suggest import suggest
+from shardwise.core.tools.suggest import suggest
 from shardwise.engine.options import own_loss
 from shardwise.models.trainable import Loss, Trainable
 

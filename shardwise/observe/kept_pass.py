@@ -1,7 +1,7 @@
 """A pass of the plain model on meta, which records the bytes that autograd keeps at each mark.
 
-Weak references track saved storages: each mark (prediction/timeline.py) adds up the bytes of those
-that are alive, and of all others that the pass made. No values are computed.
+Weak references track saved storages: each mark (prediction/memory_timeline.py) adds up the bytes of
+those that are alive, and of all others that the pass made. No values are computed.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.observe.kernels import Kernels
 from shardwise.observe.meta_pass import as_on_processor
-from shardwise.prediction.timeline import Mark
+from shardwise.prediction.memory_timeline import Mark
 from shardwise.techniques.data.outputs import tensors_in
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from shardwise.core.errors import bad
 from shardwise.engine.default_fill import initialiser
+from shardwise.techniques.data.flat.initial_weights import Fill
 from shardwise.techniques.data.inference import renew_buffers
-from shardwise.techniques.data.initial_weights import Fill
 
 
 def materialise(model: nn.Module, device: torch.device, fill: Fill | None = None) -> None:

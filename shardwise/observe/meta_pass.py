@@ -25,17 +25,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm.parameter import parameter_like
 from shardwise.comm.world import Axis
-from shardwise.core.model_spec import Call, CutLoss, ModelPass, RowGather, Value
-from shardwise.core.uneven import Cut
+from shardwise.core.layouts.uneven import Cut
+from shardwise.core.model_spec import Call, CutLoss, ModelPass, Value
 from shardwise.observe.kernels import FusedAttention, Kernels, attention_on, fused_on
-from shardwise.observe.tape import TapeRecorder
+from shardwise.observe.recorded_tape import TapeRecorder, attention_flops
+from shardwise.observe.work import WorkRecorder
 from shardwise.techniques.data.outputs import tensors_in
 from shardwise.techniques.expert.apply import recorded
 from shardwise.techniques.expert.moves import LayerMove
 from shardwise.techniques.tensor.logits import sharded_logits
 
-#: Hooks a model during a pass; the argument records each gather of rows (layer_passes.py).
-Around = Callable[[nn.Module, Callable[[RowGather], None]], AbstractContextManager[None]]
+#: Changes a model during a pass; the argument records what the change sends.
+Around = Callable[[nn.Module, Callable[[Any], None]], AbstractContextManager[None]]
 #: Errors that a forward that reads values raises on meta.
 UNKNOWN = (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AttributeError)
 
@@ -108,12 +109,13 @@ def with_tape(
     *,
     kernels: Kernels = "cpu",
 ) -> ModelPass:
-    """`run` with the tape of a model on meta that is sharded on a tensor axis.
+    """`run` with the tape and the rows of a model on meta that is sharded on a tensor axis.
 
     If the sharded model does not run on meta, `run` keeps the tape of the plain model.
     """
     with suppress(*UNKNOWN):
-        return run._replace(tape=_recorded(laid_out, call, batch, {}, around, kernels).tape)
+        own = _recorded(laid_out, call, batch, {}, around, kernels)
+        return run._replace(tape=own.tape, rows=own.rows)
     return run
 
 
@@ -132,10 +134,10 @@ def _recorded(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(record.watching(model, heads))
-        stack.enter_context(around(model, record.rows.append) if around else nullcontext())
         stack.enter_context(recorded(model, record.move))
         stack.enter_context(saved_tensors_hooks(record.save, lambda x: x))
         stack.enter_context(as_on_processor(record, kernels))
+        stack.enter_context(around(model, record.rows.append) if around else nullcontext())
         loss = call(model, batch)
         if loss.requires_grad:
             loss.sum().backward()
@@ -146,8 +148,9 @@ class _Record:
     """The record so far. It keeps tensors alive, so that no new tensor gets the id of one."""
 
     def __init__(self, inputs: list[Any]) -> None:
-        self.tape = TapeRecorder(inputs)
+        self.tape, self.work = TapeRecorder(inputs), WorkRecorder()
         self.inside = [""]  # modules that are running, innermost last
+        self.graded = ""  # the module whose backward pass is running
         self.begun: list[int] = []  # the calls of these modules
         self.calls: list[Call] = []
         self.tensors: list[Tensor] = []
@@ -156,7 +159,7 @@ class _Record:
         self.losses: list[CutLoss] = []
         self.joins: list[Value] = []
         self.moves: list[LayerMove] = []
-        self.rows: list[RowGather] = []
+        self.rows: list[Any] = []
         self.saves: set[int] = set()  # the number of calls so far, at each save of autograd
         self.rank = 0  # on the axis over which logits are sharded
 
@@ -184,7 +187,8 @@ class _Record:
             for n, x in enumerate(self.tensors)
         )
         more = tuple(self.losses), tuple(self.joins), tuple(sorted(self.saves)), tuple(self.moves)
-        found = ModelPass(tuple(self.calls), values, self.tape.done(), *more, tuple(self.rows))
+        tape = self.tape.done()._replace(operations=tuple(self.work.operations))
+        found = ModelPass(tuple(self.calls), values, tape, *more, tuple(self.rows))
         self.tensors.clear()  # their hooks refer to this record
         return found
 
@@ -201,33 +205,60 @@ class _Record:
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """An operation below autograd."""
-        if not _in_backward():
-            self.tape.operation(self.inside[-1], func, args, kwargs, out)
+        if _in_backward():
+            self.work.operation(func, (args, kwargs), out, self.graded, backward=True)
+            return
+        module, before = self.inside[-1], len(self.tape.products)
+        self.tape.operation(module, func, args, kwargs, out)
+        product = before if len(self.tape.products) > before else -1
+        self.work.operation(
+            func,
+            (args, kwargs),
+            out,
+            module,
+            backward=False,
+            saves=self.tape.saves,
+            product=product,
+        )
 
-    def attention(self, inputs: Sequence[Tensor], out: Tensor, saves: int) -> None:
+    def attention(
+        self, inputs: Sequence[Tensor], out: Tensor, saves: int, *, causal: bool = False
+    ) -> None:
         """Record a fused attention with output `out`, before which autograd had saved `saves`."""
+        if _in_backward():
+            return
+        module, product = self.inside[-1], len(self.tape.products)
+        query, key, value = inputs[:3]
+        self.tape.attention(module, (query, key, value), out, saves)
+        flops = attention_flops(query, key, value)
+        self.work.attention(inputs, out, module, flops, causal=causal, saves=saves, product=product)
+
+    def kernel(self, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Record a fused element-wise kernel."""
         if not _in_backward():
-            self.tape.attention(self.inside[-1], (inputs[0], inputs[1], inputs[2]), out, saves)
+            self.work.kernel(inputs, out, self.inside[-1], self.tape.saves)
 
     def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.inside.append(name)
         if not _in_backward():
             self.tape.take(name, tensors_in((args, kwargs)))
         self.begun.append(len(self.calls))
-        values, recorded = self._values((args, kwargs)), torch.is_grad_enabled()
+        outer = self.inside[-2]
+        values, recorded = self._values((args, kwargs), outer), torch.is_grad_enabled()
         self.calls.append(Call(name, True, values, _in_backward(), recorded))
 
     def _receive(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """The inputs after the module's own hooks, which may have changed them."""
         call = self.begun[-1]
-        self.calls[call] = self.calls[call]._replace(values=self._values((args, kwargs)))
+        values = self._values((args, kwargs), self.inside[-1])
+        self.calls[call] = self.calls[call]._replace(values=values)
 
     def _end(self, name: str, _: nn.Module, __: Any, out: Any) -> None:
         self.inside.pop()
         self.begun.pop()
         if not _in_backward():
             self.tape.give(name, tensors_in(out))
-        self.calls.append(Call(name, False, self._values(out), _in_backward()))
+        self.calls.append(Call(name, False, self._values(out, name), _in_backward()))
 
     # --- sharded logits (techniques/tensor/logits.py) ---------------------------------------------
 
@@ -255,18 +286,23 @@ class _Record:
         """Record a cross-entropy of sharded logits."""
         self.losses.append(CutLoss(positions, smoothing, element_bytes))
 
-    def _values(self, inputs: Any) -> tuple[int, ...]:
-        return tuple(self._number(x) for x in tensors_in(inputs))
+    def _values(self, inputs: Any, module: str) -> tuple[int, ...]:
+        return tuple(self._number(x, module) for x in tensors_in(inputs))
 
-    def _number(self, x: Tensor) -> int:
-        """The number of a tensor's value; an in-place change makes a new value."""
+    def _number(self, x: Tensor, module: str) -> int:
+        """The number of a value that `module` computed; an in-place change makes a new value."""
         key = id(x), x._version
         if key not in self.numbers:
             number = self.numbers[key] = len(self.tensors)
             self.tensors.append(x)
             if x.requires_grad:
-                x.register_hook(lambda _: self.returned.add(number))
+                x.register_hook(partial(self._reached, number, module))
         return self.numbers[key]
+
+    def _reached(self, number: int, module: str, _: Tensor) -> None:
+        """A gradient reaches a value that `module` computed: its backward pass follows."""
+        self.returned.add(number)
+        self.graded = module
 
 
 class PassRecorder(Protocol):
@@ -279,8 +315,13 @@ class PassRecorder(Protocol):
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Record an operation below autograd."""
 
-    def attention(self, inputs: Sequence[Tensor], out: Tensor, saves: int, /) -> None:
+    def attention(
+        self, inputs: Sequence[Tensor], out: Tensor, saves: int, /, *, causal: bool = False
+    ) -> None:
         """A fused attention on the meta device of query, key, value and perhaps a mask."""
+
+    def kernel(self, inputs: Sequence[Tensor], out: Tensor, /) -> None:
+        """An element-wise function that one kernel computes (kernels.py)."""
 
 
 class _ToMeta(TorchDispatchMode):
@@ -334,6 +375,9 @@ class _AsOn(TorchFunctionMode):
             return self.device
         if func is not functional.scaled_dot_product_attention:
             found = fused_on(self.kernels, func, args, kwargs)
+            if found is not None and self.record is not None:
+                given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+                self.record.kernel(given, found)
             return func(*args, **kwargs) if found is None else found
         named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
         inputs = [*args[:3], *named]
@@ -341,13 +385,15 @@ class _AsOn(TorchFunctionMode):
             return func(*args, **kwargs)
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
         drops = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
         how = attention_on(self.kernels, inputs, mask, drops)
         if how is None:
             return func(*args, **kwargs)
         saves = 0 if self.record is None else self.record.tape.saves
         out = FusedAttention.apply(*inputs, mask, how)
         if self.record is not None:
-            self.record.attention([*inputs, *([] if mask is None else [mask])], out, saves)
+            given = [*inputs, *([] if mask is None else [mask])]
+            self.record.attention(given, out, saves, causal=causal)
         return out
 
 

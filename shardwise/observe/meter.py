@@ -14,8 +14,8 @@ of live storages (units resize theirs to zero and back).
     activations                                  all other tensors created under the meter: those
                                                  that autograd saves, and received messages
 
-Storages are on the device, or in host memory (comm/tiers.py). The result of an operation is where
-its operands are. `peak_bytes`, `peak` and `most` are of the device.
+Storages are on the device, or in host memory (comm/tiers/tiers.py). The result of an operation is
+where its operands are. `peak_bytes`, `peak` and `most` are of the device.
 
 What a kernel takes and returns inside one operation is not seen.  Without `peaks` nothing is added
 up after an operation, which takes most of the time; `now` counts what is live.
@@ -97,11 +97,12 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        self._track_results(func, args, made)
-        if self.peaks:
-            self._look()
-        else:
-            self._claim(self._gradients())
+        with torch._C.DisableTorchFunction():  # a mode of the model would see each look at a tensor
+            self._track_results(func, args, made)
+            if self.peaks:
+                self._look()
+            else:
+                self._claim(self._gradients())
         return made
 
     # --- results ------------------------------------------------------------------------------

@@ -6,11 +6,12 @@ nor sharded never changes, so it is not split into blocks.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 
-from shardwise.core.flatten import Flattening, flatten
+from shardwise.core.layouts.flatten import Flattening, flatten
+from shardwise.core.layouts.param_layout import Layout
 from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
-from shardwise.core.param_layout import Layout
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import Row, RowMoves
 
 
@@ -45,7 +46,7 @@ class Group:
         """Bytes of one element."""
         return self.params[0].element_bytes
 
-    @property
+    @cached_property
     def flat(self) -> Flattening:
         """The offset of each parameter, padding included."""
         return flatten([param.numel for param in self.params], self.element_bytes, self.shard)

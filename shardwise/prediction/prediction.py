@@ -4,21 +4,28 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.core.memory_table import CATEGORIES, by_tier
 from shardwise.core.model_spec import ModelShape, ModelSpec
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.core.zero import Tier
-from shardwise.prediction.memory import ADAM, OptimizerShape, held_bytes
-from shardwise.prediction.peak import device_peak_bytes
+from shardwise.prediction.peak_memory import device_peak_bytes
 from shardwise.prediction.price import ExpertLoads, Share
 from shardwise.prediction.rank_shape import added_flops_on, shape_on
+from shardwise.prediction.stored_bytes import ADAM, OptimizerShape, held_bytes
 from shardwise.prediction.techniques import PRICES
 from shardwise.prediction.traffic import Counted, TrafficLine, by_kind, evaluation_bytes, step_bytes
 from shardwise.techniques.recompute.price_host import fetched_bytes, kept_bytes
 
-#: The first steps, in which ranks of a tensor axis compare each gradient (engine/consistency.py).
+if TYPE_CHECKING:
+    from shardwise.prediction.cluster import Cluster
+    from shardwise.prediction.time.step_time import StepTime
+
+#: The first steps, in which ranks of a tensor axis compare each gradient
+#: (engine/checks/consistency.py).
 CHECKED_STEPS = 3
 
 
@@ -127,7 +134,7 @@ class Prediction:
 
     def exchanged(self, loads: ExpertLoads = ()) -> dict[str, tuple[int, int]]:
         """The same if ranks have as many tokens as in these loads of the experts."""
-        share = self._share(loads)
+        share = self.share(loads)
         return {line: bounds for each in PRICES for line, bounds in each.bounds(share).items()}
 
     def in_step(
@@ -197,6 +204,26 @@ class Prediction:
             found.update(sent.messages)
         return by_kind(found)
 
+    def step_time(self, cluster: "Cluster | str | Path", *, prefetch: int = 1) -> "StepTime":
+        """The seconds of a step on a cluster: a `Cluster`, the name of a preset, or a file.
+
+        `prefetch` is the option of `parallelize`. Raises InputError for a wrong cluster.
+        """
+        from shardwise.prediction.time.step_time import step_time
+
+        return step_time(self, cluster, prefetch)
+
+    def message_seconds(self, cluster: "Cluster") -> dict[str, float]:
+        """The seconds of `bytes` if none overlap, by axis and kind; copies between tiers apart."""
+        from shardwise.prediction.time.network import Network
+
+        network, found = Network(cluster, self.plan, self.rank), dict[str, float]()
+        for sent in self._sent(()):
+            for (axis, kind), seconds in network.seconds_by_kind(sent).items():
+                name = f"{axis} {kind}"
+                found[name] = found.get(name, 0.0) + seconds
+        return found
+
     def _sent(
         self, loads: ExpertLoads, *, first: bool = False, meets: bool = False, compares: str = ""
     ) -> Iterator[Counted]:
@@ -210,15 +237,16 @@ class Prediction:
             meets=meets,
             compares=compares,
         )
-        share = self._share(loads)
+        share = self.share(loads)
         yield from (each.sends(share) for each in PRICES)
 
     def _stored(self, tier: Tier, rows: Mapping[str, int]) -> dict[str, int]:
         """The bytes of the rows on a tier, and those of each technique, by category."""
-        found, share = Counter(rows), self._share()
+        found, share = Counter(rows), self.share()
         for each in PRICES:
             found.update(each.stores(share, tier))
         return dict(found)
 
-    def _share(self, loads: ExpertLoads = ()) -> Share:
+    def share(self, loads: ExpertLoads = ()) -> Share:
+        """What the rank carries out of the plan."""
         return Share(self.plan, self.spec, self.model, self.rank, self.optimizer, loads)

@@ -1,16 +1,17 @@
 """What a technique costs a rank: the bytes that it sends in a step, and those that it stores.
 
 The folder of a technique has a file that makes its `Price`; the list of all is in techniques.py.
-The rows of the states table, which every plan has, are priced in traffic.py and memory.py.
+The rows of the states table, which every plan has, are priced in traffic.py and stored_bytes.py.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.core.model_spec import ModelShape, ModelSpec
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.tape import Operation
 from shardwise.core.zero import Tier
-from shardwise.prediction.memory import OptimizerShape
+from shardwise.prediction.stored_bytes import OptimizerShape
 from shardwise.prediction.traffic import Counted, TrafficLine
 from shardwise.techniques.expert.moves import Loads
 
@@ -43,9 +44,11 @@ class Price:
     bounds   the least and the most bytes, by axis and kind, of what depends on values
     omits    lines that the step of this number does not send; the flag says whether it follows one
              of this engine whose update may not be finished
+    spends   the operations of one pass of the model beside those of the plain one
     """
 
     sends: Callable[[Share], Counted]
     stores: Callable[[Share, Tier], Mapping[str, int]] = lambda _share, _tier: {}
     bounds: Callable[[Share], Mapping[str, tuple[int, int]]] = lambda _: {}
     omits: Callable[[Plan, int, bool], Collection[TrafficLine]] = lambda _plan, _step, _follows: ()
+    spends: Callable[[Share], Iterable[Operation]] = lambda _: ()

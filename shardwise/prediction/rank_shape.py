@@ -10,17 +10,17 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
-from shardwise.core.layouts import layouts, on_tiers
+from shardwise.core.layouts.layouts import layouts, on_tiers
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.model_spec import (
     ModelShape,
     ModelSpec,
     ParamShape,
 )
-from shardwise.core.plan import Plan
-from shardwise.core.plan_schedule import schedule_of
-from shardwise.core.schedule.memory import most_alive
-from shardwise.prediction.group import layout_of
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_schedule import schedule_of
+from shardwise.core.schedule.live_tokens import most_alive
+from shardwise.prediction.group import groups, layout_of
 from shardwise.prediction.unit_acts import (
     StageActs,
     by_phase,
@@ -32,20 +32,32 @@ from shardwise.prediction.unit_acts import (
 from shardwise.techniques.recompute.price import added_flops
 
 
-def shape_on(spec: ModelSpec, plan: Plan, rank: int, *, trains: bool = True) -> ModelShape:
+def shape_on(
+    spec: ModelSpec,
+    plan: Plan,
+    rank: int,
+    *,
+    trains: bool = True,
+    parts: ModelShape | None = None,
+) -> ModelShape:
     """The units as `rank` holds them, and how often it gathers each.
 
-    In a training step; in an evaluation if not `trains`.
+    In a training step; in an evaluation if not `trains`. `parts`: the shape of `parts_on`, if it is
+    known.
     """
-    spec = parts_on(spec, plan, rank)
+    spec = replace(spec, shape=parts) if parts else parts_on(spec, plan, rank)
     schedule, stages, units = schedule_of(plan), spec.stages, spec.shape.units
-    if schedule is None or stages is None:
-        times, buffers = gathers(plan, spec, trains=trains), spec.shape.buffers
+    buffers = spec.shape.buffers
+    if not any(group.moves.reshards for group in groups(plan, spec.shape)):
+        times = [(0, 0)] * len(units)
+    elif schedule is not None and stages is not None:
+        acts = StageActs(plan, spec, rank)
+        deque(acts.run(trains=trains), 0)
+        times = by_phase(acts.acts)
     else:
+        times = gathers(plan, spec, trains=trains)
+    if schedule is not None and stages is not None:
         place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
-        staged = StageActs(plan, spec, rank)
-        deque(staged.run(trains=trains), 0)
-        times = by_phase(staged.acts)
         mine = set(schedule.stages(place))
         every = [(buffer, stages.of(buffer.name)) for buffer in spec.shape.buffers]
         buffers = tuple(buffer for buffer, at in every if not at or mine & {*at})
@@ -82,15 +94,20 @@ def parts_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:
     return replace(spec, shape=replace(shape, units=tuple(units)))
 
 
-def gathered_bytes_on(spec: ModelSpec, plan: Plan, rank: int, ahead: int = 1) -> int:
+def gathered_bytes_on(
+    spec: ModelSpec, plan: Plan, model: ModelShape, rank: int, ahead: int = 1
+) -> int:
     """The most bytes of gathered units that `rank` of a pipeline stores at once.
 
-    `ahead` is the option `prefetch`. Zero if no parameter is sharded, or without a pipeline.
+    `model` is its part of `spec`, `ahead` the option `prefetch`. Zero if no parameter is sharded,
+    or without a pipeline.
     """
     if schedule_of(plan) is None or spec.stages is None:
         return 0
-    stored = {unit[0].unit.name: unit for unit in by_unit(plan, shape_on(spec, plan, rank))}
+    stored = {unit[0].unit.name: unit for unit in by_unit(plan, model)}
     sizes = [gathered_bytes(stored.get(unit.name, ())) for unit in spec.shape.units]
+    if not any(sizes):
+        return 0
     staged = StageActs(plan, parts_on(spec, plan, rank), rank, ahead)
     gathered = staged.acts.gathered
     most = most_by_unit(staged.acts, lambda: sum(sizes[n] for n in gathered))

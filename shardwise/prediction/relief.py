@@ -1,8 +1,8 @@
 """The parts of a rank's peak on its device, and the plan word that makes a part smaller.
 
-    parameters, gradients, optimizer, buffers, versions    stored between steps (memory.py)
+    parameters, gradients, optimizer, buffers, versions    stored between steps (stored_bytes.py)
     activations                                            what autograd keeps, at most
-    units in use                                           the rest of the peak (peak.py): gathered
+    units in use                                           the rest of the peak: gathered
                                                            parameters, gradients on the way, what is
                                                            computed again
 
@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardwise.core.memory_table import ACTIVATIONS
-from shardwise.core.plan import Plan
-from shardwise.core.plan_check import problems
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_check import problems
 
 if TYPE_CHECKING:
     from shardwise.prediction.prediction import Prediction

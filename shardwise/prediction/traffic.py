@@ -12,8 +12,8 @@ sums of its gradient over tensor and pipeline ranks. In addition:
 
 In the first step, the data ranks exchange their numbers of tokens beforehand, the ranks of other
 axes exchange three doubles for their batch, and those of the tensor axis one for the loss and two
-for each trained parameter that they replicate (engine/consistency.py). In later steps that compare,
-they exchange the batch's again, and three doubles for the loss and all gradients.
+for each trained parameter that they replicate (engine/checks/consistency.py). In later steps that
+compare, they exchange the batch's again, and three doubles for the loss and all gradients.
 
 An asynchronous schedule does the moves "once", and sums the consensus except the loss, with each of
 its updates.
@@ -27,13 +27,13 @@ from collections import Counter
 from itertools import chain
 from typing import NamedTuple
 
-from shardwise.core.layout import P, Placement, R, S
-from shardwise.core.layouts import norm_axes
-from shardwise.core.mesh import PIPELINE, TENSOR
+from shardwise.core.layouts.layout import P, Placement, R, S
+from shardwise.core.layouts.layouts import norm_axes
+from shardwise.core.layouts.param_layout import AxisLayout
+from shardwise.core.mesh import CONTEXT, PIPELINE, TENSOR
 from shardwise.core.model_spec import ModelShape, ParamShape
 from shardwise.core.moves import between, price, sums_by_gathering
-from shardwise.core.param_layout import AxisLayout
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.library import updates
 from shardwise.core.zero import Moment, RowMove, Tier
 from shardwise.prediction.group import Group, groups, layout_of
@@ -60,12 +60,18 @@ class Counted(dict[TrafficLine, int]):
         super().__init__()
         self.messages: Counter[TrafficLine] = Counter()
 
+    def add(self, other: "Counted", times: int) -> None:
+        """Count all of `other` so many times more."""
+        for line, sent_bytes in other.items() if times else ():
+            self[line] = self.get(line, 0) + times * sent_bytes
+            self.messages[line] += times * other.messages[line]
+
 
 class Tariff:
     """The data axes of a plan, seen from one rank, and the bytes sent along them so far."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        self.plan, self.sent_bytes = plan, Counted()
+        self.plan, self.rank, self.sent_bytes = plan, rank, Counted()
         self.shard, self.replicate = plan.shard_axis or "none", plan.replicate_axis or "none"
         self.coordinates = plan.coordinate(rank)
 
@@ -80,8 +86,14 @@ class Tariff:
         step = price(src, dst, numel, self.size(axis))
         self.add(TrafficLine(axis, step.what, phase), round(step.sent) * element_bytes)
 
-    def carry(self, group: Group, move: RowMove, phase: str) -> None:
-        """One move of a group: between ranks, or between the tiers of this one."""
+    def carry(self, group: Group, move: RowMove, phase: str, times: int = 1) -> None:
+        """Moves of a group: between ranks, or between the tiers of this one."""
+        one = Tariff(self.plan, self.rank) if times != 1 else self
+        one._carry(group, move, phase)
+        if one is not self:
+            self.sent_bytes.add(one.sent_bytes, times)
+
+    def _carry(self, group: Group, move: RowMove, phase: str) -> None:
         axis = group.layout.shard if move.axis == "shard" else group.layout.replicate
         numel = group.flat.share if move.block else group.flat.padded
         if move.between_tiers:
@@ -178,7 +190,7 @@ def step_bytes(
     whole = [p for p in trained if layout_of(plan, p).on(TENSOR).cut is None]
     told = {"": 0, "sums": 3, "each": 1 + 2 * len(whole)}[compares]  # the loss, gradients
     tariff.move(TENSOR, S(0), R, told * tariff.size(TENSOR), CONSENSUS_BYTES, "check")
-    for axis in (TENSOR, PIPELINE):  # the batch
+    for axis in (TENSOR, PIPELINE, CONTEXT):  # the batch
         tariff.move(axis, S(0), R, 3 * tariff.size(axis) * meets, CONSENSUS_BYTES, "check")
     return tariff.sent_bytes
 
@@ -244,8 +256,7 @@ def carry_row(tariff: Tariff, group: Group, updates: int = 1) -> None:
     for move in group.moves:
         times = {} if move.of_disk else phases(tariff.plan, group, move.moment, updates)
         for phase, count in times.items():
-            for _ in range(count):
-                tariff.carry(group, move, phase)
+            tariff.carry(group, move, phase, count)
     for axis, on in group.layout.axes if group.trained else ():
         for _ in range(updates):
             ranks = tariff.group(axis, on)

@@ -14,13 +14,13 @@ from typing import Final, NamedTuple
 
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.model_spec import Call, ModelShape, ModelSpec, StageSpec, UnitModules, Value
-from shardwise.core.plan import Plan
-from shardwise.core.plan_schedule import schedule_of
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_schedule import schedule_of
 from shardwise.core.reduce_order import Act, UnitState
 from shardwise.core.schedule.action import COMPUTE_OPS, Action
 from shardwise.core.unit_order import CallPlace, UnitOrder
 from shardwise.prediction.group import Group, groups
-from shardwise.prediction.memory import block_bytes
+from shardwise.prediction.stored_bytes import block_bytes
 
 GATHERS: Final = ("gather", "wait", "use")
 FREES: Final = ("free", "free_early", "close")
@@ -45,6 +45,8 @@ class UnitActs:
     leaving    the units whose gradients are reduced, and leave the device for the update
     gathers    the number of gathers, by unit and phase ("forward", "backward")
     seen       called after each act and each event, with the unit of the event
+    acted      called with each act
+    used       called with each unit that computes, once in each pass
     """
 
     def __init__(self, order: UnitOrder) -> None:
@@ -54,10 +56,13 @@ class UnitActs:
         self.gathers = Counter[tuple[int, str]]()
         self.now = 0  # the unit of the latest event
         self.seen: Callable[[int], None] = lambda _: None
+        self.acted: Callable[[Act], None] = lambda _: None
+        self.used: Callable[[int], None] = lambda _: None
 
     def do(self, acts: Iterable[Act]) -> None:
         """Do acts on units."""
-        for kind, unit in acts:
+        for act in acts:
+            kind, unit = act
             if kind in GATHERS and self.units[unit].reshards and unit not in self.gathered:
                 self.gathered.add(unit)
                 self.gathers[unit, self.phase] += 1
@@ -72,6 +77,7 @@ class UnitActs:
             elif kind == "offload":
                 self.leaving.discard(unit)
             self.seen(self.now)
+            self.acted(act)
 
     def forward(
         self,
@@ -93,10 +99,13 @@ class UnitActs:
                 continue
             self.now = unit
             if call.begins:
-                found += [] if unit in begun else [Returned(unit, None)]
+                first = unit not in begun
+                found += [Returned(unit, None)] * first
                 begun.add(unit)
                 self.do(self.order.call(unit) if self.units[unit].reshards else ())
                 self.seen(unit)
+                if first:
+                    self.used(unit)
             elif self.units[unit].reshards:
                 graded = any(values[value].trained for value in call.values)
                 found += [Returned(unit, self.order.place)] if graded else []
@@ -108,15 +117,20 @@ class UnitActs:
 
     def backward(self, passed: Sequence[Returned]) -> None:
         """Feed the backward pass of such a forward pass."""
-        for unit, place in reversed(passed):
+        last = {unit: index for index, (unit, _) in enumerate(passed)}
+        for index, (unit, place) in reversed([*enumerate(passed)]):
             self.now = unit
             if place is None:
+                if last[unit] == index:  # no gradient at its output: at those of its parameters
+                    self.used(unit)
                 for _ in range(self.units[unit].missing):
                     self.do(self.order.complete(unit))
                 continue
             self.filling |= {unit} if self.units[unit].missing else set()
             self.do(self.order.reached(unit, place) if self.units[unit].reshards else ())
             self.seen(unit)
+            if last[unit] == index:
+                self.used(unit)
 
     def microbatch(self, spec: ModelSpec, *, sync: bool = True) -> None:
         """Feed the passes of a microbatch without a schedule; `sync`: it is the last of a step."""

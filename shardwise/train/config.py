@@ -20,7 +20,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from shardwise.core.errors import Problem, bad, refusal
-from shardwise.core.suggest import suggest
+from shardwise.core.tools.suggest import suggest
 from shardwise.train.config_sections import (
     CLOSED,
     DataSection,

@@ -155,7 +155,22 @@ class TrainSection(BaseModel):
     save_every: Count = Field(
         default=200, description="steps between checkpoints; `0`: only at the end"
     )
-    keep: Size = Field(default=2, description="checkpoints to keep")
+    keep: Size = Field(default=2, description="checkpoints to keep, the newest")
+    keep_best: bool = Field(
+        default=False,
+        description="keep the checkpoint with the lowest validation loss too; each save then "
+        "follows an evaluation",
+    )
+    async_save: bool = Field(
+        default=False,
+        description="write checkpoints beside the next steps, from a copy in host memory; not with "
+        "states on a disk",
+    )
+    mirror: Text | None = Field(
+        default=None,
+        description="a second folder of checkpoints, on a shared disk: each is copied there when "
+        "it is saved, and `--resume` takes the newest of both",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -233,10 +248,15 @@ class RunSection(BaseModel):
         default=False,
         description="record the timeline of a pipeline, or of offloaded updates, in five steps",
     )
+    cluster: Text | None = Field(
+        default=None,
+        description="the cluster of the run, a file of `shardwise doctor --save` or a preset of "
+        "`shardwise predict`: the report has the predicted time of a step beside the measured one",
+    )
     check_every: Count = Field(
         default=100,
         description="steps between two comparisons of the ranks (batch, loss, gradients, "
-        "replicated weights); `0`: in the first step only, and no weights",
+        "replicated weights and optimizer states); `0`: in the first step only, and no weights",
     )
 
     @field_validator("trackers", "callbacks", mode="before")

@@ -4,8 +4,10 @@ Nothing here fails the run. What goes wrong is said in a line, and --resume make
 A signal ends it: on all ranks before the next token of the sample, on rank 0 at once after that.
 """
 
+import resource
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -19,22 +21,22 @@ from shardwise.core.errors import InputError, one_line
 from shardwise.models.decoder import logits, parameters
 from shardwise.models.user_text import UserConfig
 from shardwise.prediction.traffic import by_kind
-from shardwise.train import metrics
-from shardwise.train.baseline import ddp_baseline
-from shardwise.train.disk_share import disk_line
-from shardwise.train.folder import PAGE, REPORT
+from shardwise.train.measure import metrics
+from shardwise.train.measure.baseline import ddp_baseline
+from shardwise.train.measure.disk_line import disk_line
+from shardwise.train.measure.time_cost import TimeCost, time_cost
 from shardwise.train.model import optimizer_of, prediction_of
-from shardwise.train.process_memory import process_memory
-from shardwise.train.report.contents import contents_of, table
 from shardwise.train.report.files import write
+from shardwise.train.report.report_contents import contents_of, table
 from shardwise.train.report.summary import RankCost, Summary
 from shardwise.train.run import Run, is_due, say
+from shardwise.train.run_folder import PAGE, REPORT, best_name
 from shardwise.train.sample import NextToken, sample, visible
 from shardwise.train.saving import Position
 from shardwise.train.stop import any_rank
 
 NO_REPORT = "stopped by a signal after the last step, which is saved; --resume makes the report"
-
+MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # the unit of getrusage's ru_maxrss
 
 T = TypeVar("T")
 
@@ -70,9 +72,8 @@ def collect(run: Run, began: Position, console: Console | None) -> Summary | Non
     recording = run.tracing.gather_recording()
     if traced := run.updates.write(config.folder):
         say(traced, engine.world, console)
-    with run.disk.outside_of_steps():
-        costs = all_gather_object(own_cost(run, loaded=began.step > 0), engine.world)
-    if disk := attempt("the disk", lambda: disk_line(run.disk)):
+    costs = all_gather_object(own_cost(run, loaded=began.step > 0), engine.world)
+    if disk := disk_line(engine):
         say(disk, engine.world, console)
     require_no_signal(run)
     if engine.world.rank != 0:
@@ -81,7 +82,7 @@ def collect(run: Run, began: Position, console: Console | None) -> Summary | Non
     if run.stop.received:
         raise StoppedError
     optimizer = optimizer_of(config.train)
-    return Summary(
+    summary = Summary(
         config=config,
         plan=str(prepared.plan),
         ranks=engine.world.size,
@@ -96,7 +97,19 @@ def collect(run: Run, began: Position, console: Console | None) -> Summary | Non
         sample=text,
         recording=recording,
         step=attempt("the picture of a step", lambda: run.memory.series(prepared)) or (),
+        saves=run.saves.costs,
+        best=attempt("the best checkpoint", lambda: best_name(config)) or "",
     )
+    return replace(summary, time=attempt("the time of a step", lambda: own_time(run, summary)))
+
+
+def own_time(run: Run, summary: Summary) -> TimeCost | None:
+    """The time of a step of this rank; None without a cluster, or a step of this program."""
+    cluster, share = run.prepared.config.run.cluster, run.last.share
+    if cluster is None or share is None:
+        return None
+    predicted = prediction_of(run.prepared, run.engine, share).step_time(cluster)
+    return time_cost(cluster, predicted, summary.recent)
 
 
 def publish_report(summary: Summary, console: Console | None) -> Summary:
@@ -167,8 +180,7 @@ def sample_text(run: Run, console: Console | None) -> str:
         say(f"{why}; --set sample.tokens=8 makes a short one", run.engine.world, console)
         return ""
     seed, window = prepared.config.train.seed, prepared.corpus.sequence
-    with run.disk.outside_of_steps():
-        return visible(sample(next_token_logits(run), prepared.vocabulary, window, how, seed))
+    return visible(sample(next_token_logits(run), prepared.vocabulary, window, how, seed))
 
 
 def own_cost(run: Run, *, loaded: bool) -> RankCost:
@@ -177,16 +189,14 @@ def own_cost(run: Run, *, loaded: bool) -> RankCost:
     Only measured without a step of this program, or for a model whose forward reads values.
     """
     engine, last = run.engine, run.last
-    on_host = engine.world.device.type == "cpu"
-    process = process_memory(run.before_bytes, None, on_host=on_host)
-    measured = RankCost(engine.memory(), {}, engine.measured_bytes(), {}, process=process)
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
+    measured = RankCost(engine.memory(), {}, engine.measured_bytes(), {}, peak_bytes=peak_bytes)
     if last.share is None:
         return measured
     share = last.share
     found = attempt("the prediction", lambda: prediction_of(run.prepared, engine, share))
     if found is None:
         return measured
-    process = process_memory(run.before_bytes, found, on_host=on_host)
     train, before = run.prepared.config.train, engine.steps - 1
     sent = found.in_step(
         engine.steps_run - 1,
@@ -197,4 +207,4 @@ def own_cost(run: Run, *, loaded: bool) -> RankCost:
     )
     between = found.bytes_between
     known = {kind: n for kind, n in by_kind(sent).items() if kind not in between}
-    return RankCost(measured.memory, found.memory, measured.sent, known, between, process)
+    return RankCost(measured.memory, found.memory, measured.sent, known, between, peak_bytes)

@@ -1,7 +1,7 @@
 """The training loop, from checked inputs to the report.
 
     take this rank's share of the global batch
-    step; the run stops if the loss or the gradient is not finite (engine/guard.py)
+    step; the run stops if the loss or the gradient is not finite (engine/checks/guard.py)
     evaluate, record, show
     agree on whether a rank has received a signal to stop
     save
@@ -28,18 +28,24 @@ from shardwise.checkpoint.folder import all_in, find, passed_over
 from shardwise.comm.objects import on_all_ranks, on_rank_zero
 from shardwise.comm.world import World
 from shardwise.core.errors import NonFiniteError
+from shardwise.engine.checks.out_of_memory import explained, ran_out
 from shardwise.engine.engine import Engine
-from shardwise.engine.out_of_memory import explained, ran_out
 from shardwise.engine.training import Metrics as StepMetrics
 from shardwise.models.decoder import flops_per_token
-from shardwise.train import folder, lock, metrics, progress, tokenizer_files
+from shardwise.train import run_folder, run_lock
 from shardwise.train.config import Config
-from shardwise.train.data import Index, block, unigram_entropy
-from shardwise.train.disk_share import StepsOnDisk
+from shardwise.train.data import tokenizer_files
+from shardwise.train.data.data import Index, block, unigram_entropy
 from shardwise.train.end import finish
-from shardwise.train.experts import step_loads
 from shardwise.train.learning import learning_rate
-from shardwise.train.metrics import Record
+from shardwise.train.measure import metrics, progress
+from shardwise.train.measure.experts import step_loads
+from shardwise.train.measure.metrics import Record
+from shardwise.train.measure.offload_trace import OffloadTracing
+from shardwise.train.measure.peak_flops import Peak, measured_peak
+from shardwise.train.measure.stacked_loads import StackedLoads
+from shardwise.train.measure.step_memory import StepMemory
+from shardwise.train.measure.tracing import Tracing
 from shardwise.train.model import (
     Batch,
     batch,
@@ -50,18 +56,12 @@ from shardwise.train.model import (
     stacked_names,
     with_least_offload,
 )
-from shardwise.train.offload_trace import OffloadTracing
-from shardwise.train.peak import Peak, measured_peak
 from shardwise.train.prepare import PreparedRun, RunStart, prepare
-from shardwise.train.process_memory import resident_bytes
 from shardwise.train.report.summary import Summary
 from shardwise.train.run import Run, is_due, say
-from shardwise.train.saving import Position, load_run, save_run
-from shardwise.train.stacked_loads import StackedLoads
-from shardwise.train.step_memory import StepMemory
-from shardwise.train.stop import any_rank, stops_and_fails
+from shardwise.train.saving import Position, RunSaves, load_run
+from shardwise.train.stop import Flags, any_rank
 from shardwise.train.stop_signal import NOTHING, StopSignal
-from shardwise.train.tracing import Tracing
 
 LOCK_PATIENCE_S = 5.0  # for the ranks of torchrun and Slurm: a restart may come before an end
 MEMORY_EVERY = 20  # steps between two measurements of memory, which visit all tensors
@@ -78,7 +78,7 @@ def train(
 ) -> Summary | None:
     """Train by a configuration; returns the summary on rank 0, None on other ranks.
 
-    Rank 0 holds the lock on the run's folder, unless it is `locked` for this run (lock.py).
+    Rank 0 holds the lock on the run's folder, unless it is `locked` for this run (run_lock.py).
     `stop` receives signals from before the call; without it, the loop receives them. A signal
     before the first step ends the run and leaves no file.
 
@@ -89,31 +89,32 @@ def train(
         stop = stop or stack.enter_context(StopSignal())
         start = own_folder(config, world, start or RunStart(), stack, locked=locked)
         prepared = with_least_offload(prepare(config, world.size, start), world)
-        if start.resume and (done := folder.finished_message(config)):
+        if start.resume and (done := run_folder.finished_message(config)):
             return say(done, world, console)
         stop.leaving = False  # from here on, all ranks stop together
-        before = resident_bytes()
         engine = build(prepared, world)
         at = load_run(prepared, engine) if start.resume else Position()
         # every rank has checked the folder and built the engine, before rank 0 changes the folder
         if any_rank(stop.received, world):
             return say(NOTHING, world, console)
         if world.rank == 0 and not start.resume:
-            stack.callback(folder.forget, config)  # keeps a run with a recorded step
+            stack.callback(run_folder.forget, config)  # keeps a run with a recorded step
         on_rank_zero(lambda: claim(prepared, overwrite=start.overwrite), world)
         with ExitStack() as shown:
-            run = begin(prepared, engine, at, stop, before, console=console, stack=shown)
+            run = begin(prepared, engine, at, stop, console=console, stack=shown)
             opening(run, at)
             first_pass(run, at)
             if any_rank(stop.received, world):
                 return say(NOTHING, world, console)
             stopped = steps(run, at)
+            run.saves.close()
+            run.note(run.saves.copy_failure())
         return None if stopped else finish(run, at, console)
 
 
 def claim(prepared: PreparedRun, *, overwrite: bool) -> None:
     """Prepare the run's folder. Raises InputError if it cannot be written."""
-    folder.claim(prepared.config, overwrite)
+    run_folder.claim(prepared.config, overwrite)
     tokenizer_files.keep(prepared.config, prepared.vocabulary)
 
 
@@ -122,7 +123,6 @@ def begin(
     engine: Engine,
     at: Position,
     stop: StopSignal,
-    before_bytes: int,
     *,
     console: Console | None,
     stack: ExitStack,
@@ -138,20 +138,22 @@ def begin(
     run = callbacks.run(config.folder, config=config.model_dump(), step=done, engine=engine)
     on_all_ranks(lambda: stack.enter_context(run), world)
     tracing = Tracing(engine, done, of, on=config.run.trace)
+    writing = metrics.MetricsWriter(opened[0] if first else None, callbacks)
+    saves = RunSaves(prepared, engine, writing.saved)
+    stack.callback(saves.close)
     return Run(
         prepared=prepared,
         engine=engine,
         peak=peak,
         unigram=unigram_entropy(prepared.corpus) if first else math.nan,
-        metrics=metrics.MetricsWriter(opened[0] if first else None, callbacks),
+        metrics=writing,
         progress=stack.enter_context(progress.display(of, first, console)),
         stop=stop,
         tracing=tracing,
         updates=OffloadTracing(engine, tracing.steps, on=config.run.trace),
         memory=StepMemory(engine, done, of),
-        before_bytes=before_bytes,
-        disk=StepsOnDisk(engine),
         stacked=StackedLoads(engine, stacked_names(prepared)),
+        saves=saves,
     )
 
 
@@ -165,7 +167,7 @@ def own_folder(
 
     def hold() -> RunStart:
         patience_s = LOCK_PATIENCE_S if world.size > 1 else 0.0
-        held = nullcontext(start) if locked else lock.hold(config, start, patience_s)
+        held = nullcontext(start) if locked else run_lock.hold(config, start, patience_s)
         return stack.enter_context(held).resolve_auto(config)
 
     return on_rank_zero(hold, world)
@@ -182,7 +184,7 @@ def opening(run: Run, at: Position) -> None:
     )
     if run.engine.staging and config.plan.stages == "time":
         run.progress.note(f"stages begin at {', '.join(run.engine.staging.begins)}, by time")
-    if at.step and (over := passed_over(config.folder / folder.CHECKPOINTS)):
+    if at.step and (over := passed_over(config.folder / run_folder.CHECKPOINTS)):
         run.progress.note(over)
     run.progress.note(
         f"unigram baseline on validation: {run.unigram:.4f} nats a token, {bits:.3f} bits a byte"
@@ -192,8 +194,7 @@ def opening(run: Run, at: Position) -> None:
 def first_pass(run: Run, at: Position) -> None:
     """Before the first step, fit the clusters of gates that have them."""
     if at.step == 0 and has_clusters(run.prepared):
-        with run.disk.outside_of_steps():
-            fit_clusters(run.engine, share(run, run.prepared.batches.numbers(0)))
+        fit_clusters(run.engine, share(run, run.prepared.batches.numbers(0)))
 
 
 def steps(run: Run, at: Position) -> bool:
@@ -211,22 +212,24 @@ def steps(run: Run, at: Position) -> bool:
         at = Position(at.step + 1, at.consumed + len(numbers))
         last = at.step == config.steps
         validation = None
-        if last or is_due(at.step, config.eval_every):
-            with run.disk.outside_of_steps():
-                validation = evaluate(run)
+        due = is_due(at.step, config.save_every)
+        if last or is_due(at.step, config.eval_every) or (due and config.keep_best):
+            validation = evaluate(run)
         entry = record(run, done, at, seconds)
         if entry.memory_bytes is not None:
             entry = replace(entry, memory_bytes=entry.memory_bytes | run.memory.activations)
         tell(run, replace(entry, validation=validation))
         world = run.engine.world
-        stop, failed = stops_and_fails(run.stop.received, bool(run.metrics.failure), world)
-        if failed:
+        own = run.stop.received, bool(run.metrics.failure), run.saves.written, run.saves.lost
+        flags = Flags(*own).agree(world)
+        if flags.failed:
             on_all_ranks(run.metrics.require_written, world)
-        if last or stop or is_due(at.step, config.save_every):
-            with run.disk.outside_of_steps():
-                path = save_run(run.prepared, run.engine, at)
-            run.metrics.saved(at.step, path)
-        if stop and not last:
+        if flags.saved or flags.lost:
+            run.note(run.saves.settle())
+        if last or flags.stop or due:
+            run.note(run.saves.save(at, validation, wait=last or flags.stop))
+        run.note(run.saves.copy_failure())
+        if flags.stop and not last:
             run.progress.note(
                 f"stopped by a signal after step {at.step}; the checkpoint is saved, and --resume "
                 "continues from it. No report was made"
@@ -239,7 +242,9 @@ def share(run: Run, numbers: Index) -> Batch:
     """This rank's part of a global batch, for the engine."""
     mine = block(numbers, run.engine.data_rank, run.engine.data_ranks)
     rows = run.prepared.corpus.rows(mine)
-    return batch(rows, run.engine.microbatches, run.engine.world.device)
+    # of a pipeline each microbatch has a row; else the engine knows which ones have none
+    least = run.engine.microbatches if run.engine.staging and len(mine) else 0
+    return batch(rows, least, run.engine.world.device)
 
 
 def train_step(run: Run, mine: Batch) -> StepMetrics:
@@ -259,7 +264,7 @@ def train_step(run: Run, mine: Batch) -> StepMetrics:
 
 def _with_advice(run: Run, error: NonFiniteError) -> NonFiniteError:
     """The error with advice on how to continue."""
-    checkpoints = run.prepared.config.folder / folder.CHECKPOINTS
+    checkpoints = run.prepared.config.folder / run_folder.CHECKPOINTS
     kept = "No checkpoint had been saved yet. A smaller train.lr or a longer train.warmup may help"
     if all_in(checkpoints):
         slower = f"--resume --set train.lr={run.prepared.config.train.lr / 3:.1g}"
@@ -306,6 +311,7 @@ def record(run: Run, done: StepMetrics, at: Position, seconds: float) -> Record:
         expert_loads=loads.computed,
         dropped=loads.dropped,
         gate_entropy=loads.entropy,
+        ranks=run.engine.world.size,
     )
 
 

@@ -11,30 +11,30 @@ from torch import Tensor, nn
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError, bad
-from shardwise.core.plan import Plan
-from shardwise.core.plan_schedule import schedule_of
-from shardwise.core.suggest import suggest
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_schedule import schedule_of
+from shardwise.core.tools.suggest import suggest
+from shardwise.engine.checks.offload_choice import AUTO, with_offload
 from shardwise.engine.engine import Engine
-from shardwise.engine.offload_choice import AUTO, with_offload
-from shardwise.engine.optimizer_spec import Adafactor, AdamW, Lion, OptimizerSpec
+from shardwise.engine.optimizer.optimizer_spec import Adafactor, AdamW, Lion, OptimizerSpec
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
-from shardwise.engine.prediction import Predictor, predict_with
+from shardwise.engine.predict import Predictor, predict_with
 from shardwise.models import decoder, gpt, moe
 from shardwise.models.decoder import Sizes
 from shardwise.observe.kernels import kernels_of
-from shardwise.observe.timeline import predict_events
+from shardwise.observe.measured_timeline import predict_events
+from shardwise.prediction.memory_timeline import Event
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.timeline import Event
 from shardwise.techniques.expert.stacked import stacked_experts
 from shardwise.techniques.pipeline.partition import balance_by_time
 from shardwise.techniques.pipeline.stage_module import stage_starts
 from shardwise.techniques.tensor.table import Table
 from shardwise.train.config import Config
 from shardwise.train.config_sections import TrainSection
-from shardwise.train.data import Rows, padded
+from shardwise.train.data.data import Rows, padded
+from shardwise.train.measure.progress import size_text
 from shardwise.train.prepare import PreparedRun
-from shardwise.train.progress import size_text
 from shardwise.train.sizes import state_bytes
 
 Batch = dict[str, Tensor]
@@ -73,7 +73,7 @@ def largest_share(prepared: PreparedRun) -> Batch:
 
     Not on meta, where a pipeline takes the batch for an activation of no layer.
     """
-    rows = -(-prepared.config.train.batch // prepared.plan.data_size)
+    rows = -(-prepared.config.train.batch // prepared.plan.shares)
     tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64)
     return {"inputs": tokens, "targets": tokens}
 
@@ -225,7 +225,7 @@ def _stages_by_time(prepared: PreparedRun, device: torch.device) -> list[str]:
     """The stages whose slowest takes the least time on `device`."""
     plan, schedule = prepared.plan, schedule_of(prepared.plan)
     assert schedule is not None
-    rows = prepared.config.train.batch // (plan.data_size * plan.microbatches)
+    rows = prepared.config.train.batch // (plan.shares * plan.microbatches)
     tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64, device=device)
     with torch.device(device):
         model = decoder.build(prepared.sizes).to(device)
@@ -234,9 +234,9 @@ def _stages_by_time(prepared: PreparedRun, device: torch.device) -> list[str]:
     return list(balance_by_time(model, lambda whole: whole(tokens), len(schedule.home)))
 
 
-def batch(rows: Rows, parts: int, device: torch.device) -> Batch:
-    """The rows as tensors on the device; at least one row for each of `parts` microbatches."""
-    filled = padded(rows, parts)
+def batch(rows: Rows, least: int, device: torch.device) -> Batch:
+    """The rows as tensors on the device; at least so many, without targets in those added."""
+    filled = padded(rows, least)
     return {
         "inputs": torch.from_numpy(filled.inputs).to(device),
         "targets": torch.from_numpy(filled.targets).to(device),

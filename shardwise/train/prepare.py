@@ -8,17 +8,18 @@ tokenised when the ranks start.
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardwise.comm.rendezvous import environment
+from shardwise.comm.start.rendezvous import environment
 from shardwise.core.errors import bad
-from shardwise.core.plan import Plan
-from shardwise.core.plan_check import require
-from shardwise.train import folder
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_check import require
+from shardwise.prediction.cluster_file import cluster_of
+from shardwise.train import run_folder
 from shardwise.train.config import Config
 from shardwise.train.config_sections import TRACKERS, RunSection
-from shardwise.train.data import Batches, Corpus, split
-from shardwise.train.packed import tokenise
-from shardwise.train.sources import find
-from shardwise.train.tokens import Vocabulary, check_fits
+from shardwise.train.data.data import Batches, Corpus, split
+from shardwise.train.data.packed import tokenise
+from shardwise.train.data.sources import find
+from shardwise.train.data.tokens import Vocabulary, check_fits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,8 +47,8 @@ class RunStart:
         """
         if not self.auto or self.overwrite:
             return replace(self, resume=self.resume or self.auto, auto=False)
-        saved = folder.has_checkpoint(config) or bool(folder.unreadable_checkpoints(config))
-        return RunStart(resume=saved, overwrite=not saved and folder.is_run(config.folder))
+        saved = run_folder.has_checkpoint(config) or bool(run_folder.unreadable_checkpoints(config))
+        return RunStart(resume=saved, overwrite=not saved and run_folder.is_run(config.folder))
 
 
 @dataclass(frozen=True)
@@ -93,16 +94,30 @@ def checked_plan(config: Config, ranks: int) -> Plan:
             "a plan with a pipeline, whose schedule has a timeline to measure, or with offload",
             "--plan 'pp2 1f1b:4', for example, or run.trace = false",
         )
-    least = plan.microbatches * plan.data_size
+    if config.train.async_save and plan.states.moves().offload == "disk":
+        raise bad(
+            f"train.async_save = true under the plan '{plan}', whose states are on a disk",
+            "states in device or host memory, since a snapshot is a copy of them in host memory",
+            "train.async_save = false",
+        )
+    least = plan.microbatches * plan.shares
     if least > config.train.batch:
         what = "each rank" if plan.pipeline is None else "each data rank"
         raise bad(
             f"train.batch = {config.train.batch} under the plan '{plan}', whose step has "
-            f"{plan.data_size} x {plan.microbatches} microbatches",
+            f"{plan.shares} x {plan.microbatches} microbatches",
             f"{least} or more: one for {what} and microbatch",
             f"train.batch = {least}",
         )
     return plan
+
+
+def check_cluster(config: Config, plan: Plan) -> None:
+    """Raise InputError for a cluster that does not exist, is too small, or lacks the precision."""
+    if config.run.cluster is not None:
+        cluster = cluster_of(config.run.cluster)
+        cluster.require_hosts(plan.size)
+        cluster.flops_per_s(plan.precision or "fp32")
 
 
 def callbacks_of(config: RunSection) -> "Sequence[Callback]":
@@ -127,10 +142,10 @@ def callbacks_of(config: RunSection) -> "Sequence[Callback]":
 
 def check_batch(plan: Plan, corpus: Corpus, batch: int) -> None:
     """Raise InputError for a step of more sequences or microbatches than training sequences."""
-    least, there = plan.microbatches * plan.data_size, len(corpus.training)
+    least, there = plan.microbatches * plan.shares, len(corpus.training)
     if least > there:
         raise bad(
-            f"the plan '{plan}', whose step has {plan.data_size} x {plan.microbatches} "
+            f"the plan '{plan}', whose step has {plan.shares} x {plan.microbatches} "
             f"microbatches, with {there} training sequences",
             "at most a microbatch for each sequence",
             f"fewer microbatches or data ranks, or model.sequence below {corpus.sequence}",
@@ -162,7 +177,8 @@ def check_same(before: "Sizes", now: "Sizes") -> None:
 def prepare(config: Config, ranks: int, start: RunStart) -> PreparedRun:
     """Check and prepare the inputs of a run on `ranks` ranks. Raises InputError for wrong ones."""
     plan = checked_plan(config, ranks)
-    folder.check(config, start.resume, start.overwrite)
+    check_cluster(config, plan)
+    run_folder.check(config, start.resume, start.overwrite)
     called = callbacks_of(config.run)
     source = find(config.data.source, config.data.field, config.data.encoding)
     packed = tokenise(source, config.data.tokens, config.cache)
@@ -187,7 +203,7 @@ def prepare(config: Config, ranks: int, start: RunStart) -> PreparedRun:
     share = 1.0 if environment() is None else 1 / ranks
     require_memory(config.model.name, sizes, plan, machine_bytes(config.run.device), share)
     require_disk(sizes, plan, config, share)
-    before = folder.config_of(config.folder) if start.resume else None
+    before = run_folder.config_of(config.folder) if start.resume else None
     if before is not None:
         check_same(model_sizes(before.model, packed.vocabulary.size), sizes)
     return PreparedRun(config, plan, corpus, sizes, table, called)

@@ -7,17 +7,17 @@ from rich.console import Console
 from shardwise.comm.world import World
 from shardwise.core.errors import one_line
 from shardwise.engine.engine import Engine
-from shardwise.train.disk_share import StepsOnDisk
-from shardwise.train.metrics import MetricsWriter
+from shardwise.train.measure.metrics import MetricsWriter
+from shardwise.train.measure.offload_trace import OffloadTracing
+from shardwise.train.measure.peak_flops import Peak
+from shardwise.train.measure.progress import Progress
+from shardwise.train.measure.stacked_loads import StackedLoads
+from shardwise.train.measure.step_memory import StepMemory
+from shardwise.train.measure.tracing import Tracing
 from shardwise.train.model import Batch
-from shardwise.train.offload_trace import OffloadTracing
-from shardwise.train.peak import Peak
 from shardwise.train.prepare import PreparedRun
-from shardwise.train.progress import Progress
-from shardwise.train.stacked_loads import StackedLoads
-from shardwise.train.step_memory import StepMemory
+from shardwise.train.saving import RunSaves
 from shardwise.train.stop_signal import StopSignal
-from shardwise.train.tracing import Tracing
 
 
 @dataclass
@@ -48,10 +48,14 @@ class Run:
     tracing: Tracing
     updates: OffloadTracing
     memory: StepMemory
-    before_bytes: int  # of this process, before the model was made
-    disk: StepsOnDisk
     stacked: StackedLoads
+    saves: RunSaves
     last: LastStep = field(default_factory=LastStep)
+
+    def note(self, text: str) -> None:
+        """Show a line, unless it is empty."""
+        if text:
+            self.progress.note(text)
 
 
 def say(text: str, world: World, console: Console | None) -> None:

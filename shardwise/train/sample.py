@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.train.config_sections import SampleSection
-from shardwise.train.tokens import Vocabulary
+from shardwise.train.data.tokens import Vocabulary
 
 #: The logits of the next token, [V] in fp32, from the previous tokens.
 NextToken = Callable[[Sequence[int]], Tensor]

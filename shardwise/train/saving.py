@@ -5,17 +5,24 @@ sequences consumed, and the identity of the data. Nothing in it depends on the p
 resume under another plan and on another number of ranks.
 """
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.checkpoint.engines import fill, write
+from shardwise.checkpoint.engines import fill, planned_save
 from shardwise.checkpoint.failure import damaged
-from shardwise.checkpoint.folder import CHECKPOINTS, SCALARS
+from shardwise.checkpoint.folder import SCALARS, prune, step_of
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint
-from shardwise.core.arguments import is_count
-from shardwise.core.errors import bad
+from shardwise.checkpoint.pending import PendingCheckpoint
+from shardwise.comm.objects import on_rank_zero
+from shardwise.core.errors import RunError, bad
+from shardwise.core.tools.arguments import is_count
 from shardwise.engine.engine import Engine
+from shardwise.train.measure.save_costs import SaveCosts
+from shardwise.train.mirror import Mirror
 from shardwise.train.prepare import PreparedRun
+from shardwise.train.run_folder import checkpoints_of, newest
 
 
 @dataclass(frozen=True)
@@ -26,17 +33,85 @@ class Position:
     consumed: int = 0
 
 
-def save_run(prepared: PreparedRun, engine: Engine, at: Position) -> Path:
-    """Save a checkpoint, and remove all but the newest; its path. All ranks must call it."""
-    folder = prepared.config.folder / CHECKPOINTS
-    scalars = {
-        "step": at.step,
-        "consumed": at.consumed,
-        "data": prepared.data_mark,
-        "plan": str(prepared.plan),  # for information; another plan can load it
-        "engine": engine.scalars(),
-    }
-    return write(engine, folder, scalars, prepared.config.train.keep)
+class RunSaves:
+    """The checkpoints that a run saves: at most one is being written, and one copied."""
+
+    def __init__(
+        self, prepared: PreparedRun, engine: Engine, saved: Callable[[int, Path], object]
+    ) -> None:
+        """`saved` is called on all ranks with the step and the path of what was published."""
+        self.prepared, self.engine, self.saved = prepared, engine, saved
+        train, first = prepared.config.train, engine.world.rank == 0
+        self.mirror = Mirror(Path(train.mirror), train) if train.mirror and first else None
+        self.pending: PendingCheckpoint | None = None
+        self.costs = SaveCosts()
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank is writing no checkpoint."""
+        return self.pending is None or self.pending.done()
+
+    @property
+    def lost(self) -> bool:
+        """Whether this rank could not write its part."""
+        return self.pending is not None and self.pending.failed
+
+    def save(self, at: Position, validation: float | None, *, wait: bool) -> str:
+        """Save a checkpoint, and remove old ones.  Called by all ranks.
+
+        Without `wait`, a thread may write it.  Returns what to say of the one before, if it failed.
+        """
+        said, began_s = self.settle(), time.perf_counter()
+        train, folder = self.prepared.config.train, checkpoints_of(self.prepared.config)
+        scalars = {
+            "step": at.step,
+            "consumed": at.consumed,
+            "data": self.prepared.data_mark,
+            "plan": str(self.prepared.plan),  # for information; another plan can load it
+            "engine": self.engine.scalars(),
+        } | ({} if validation is None else {"validation": validation})
+        planned = planned_save(self.engine, folder, scalars, self._prune)
+        if train.async_save and not wait:
+            self.pending = PendingCheckpoint(planned)
+        else:
+            self._published(planned.step, planned.finish())
+        held_s = time.perf_counter() - began_s
+        self.costs = replace(self.costs, held_s=self.costs.held_s + held_s)
+        return said
+
+    def settle(self) -> str:
+        """Wait for the pending checkpoint; what to say if it failed.  Called by all ranks."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return ""
+        try:
+            path = pending.result()
+        except RunError as error:
+            return f"{str(error).removesuffix('.')}. Training goes on without this checkpoint"
+        self.costs = replace(self.costs, write_s=self.costs.write_s + pending.write_s)
+        self._published(step_of(path), path)
+        return ""
+
+    def copy_failure(self) -> str:
+        """What to say of a copy to the mirror that failed, once."""
+        return "" if self.mirror is None else self.mirror.take_failure()
+
+    def close(self) -> None:
+        """Wait for what this rank writes.  Raises nothing."""
+        for each in (self.pending, self.mirror):
+            if each is not None:
+                each.wait()
+
+    def _published(self, step: int, path: Path) -> None:
+        self.costs = replace(self.costs, saves=self.costs.saves + 1)
+        if self.mirror is not None:
+            self.mirror.copy(path)
+        self.saved(step, path)
+
+    def _prune(self) -> None:
+        train = self.prepared.config.train
+        also = [] if self.mirror is None else self.mirror.sources
+        prune(checkpoints_of(self.prepared.config), train.keep, best=train.keep_best, also=also)
 
 
 def load_run(prepared: PreparedRun, engine: Engine) -> Position:
@@ -62,7 +137,7 @@ def load_run(prepared: PreparedRun, engine: Engine) -> Position:
             raise damaged(opened.path / SCALARS, "its position in the data is not one of a run")
         _check_data(data, prepared.data_mark)
 
-    folder = prepared.config.folder / CHECKPOINTS
+    folder = on_rank_zero(lambda: newest(prepared.config), engine.world)
     scalars = fill(engine, folder, check)
     return Position(scalars["step"], 0 if IMPORTED in scalars else scalars["consumed"])
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import bad
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import STATE_BYTES, bytes_per_parameter
-from shardwise.derive.choice import table_or_derived
+from shardwise.derive.chosen_table import table_or_derived
 from shardwise.models import hf, pretrained, user_text
 from shardwise.models.decoder import Sizes, build, loss_of, numbers, parameters
 from shardwise.models.gpt import GPTConfig
@@ -26,8 +26,8 @@ from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor.table import Table
 from shardwise.train.config import Config
 from shardwise.train.config_sections import ModelSection
-from shardwise.train.progress import size_text
-from shardwise.verify.options import table_in
+from shardwise.train.measure.progress import size_text
+from shardwise.verify.proof_options import table_in
 
 LAYER_BYTES: Final = 2**14  # the least memory of a layer's modules without weights, per process
 TABLE_ROWS: Final = 2  # of the batch from which a table is derived

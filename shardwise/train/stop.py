@@ -1,9 +1,11 @@
-"""Agreement of the ranks to stop after a step, once one of them has received a signal.
+"""Agreement of the ranks after a step: to stop, to fail, and that a checkpoint has been written.
 
 A signal may reach ranks in different steps, or only one rank. All ranks must stop after the same
 step, or some would wait forever in the next step's collectives. So after each step they all-reduce
 their flags: one byte per rank, counted in the ledger under the phase `check`.
 """
+
+from dataclasses import dataclass
 
 import torch
 
@@ -16,10 +18,27 @@ def any_rank(flag: bool, world: World) -> bool:
     return bool(ranks_with(flag, world))
 
 
-def stops_and_fails(stop: bool, failed: bool, world: World) -> tuple[bool, bool]:
-    """Whether each flag is set on at least one rank: the same on all ranks, in one message."""
-    flags = _numbers(stop + 2 * failed, world)
-    return any(flag & 1 for flag in flags), any(flag & 2 for flag in flags)
+@dataclass(frozen=True)
+class Flags:
+    """What ranks tell each other after a step, in one message.
+
+    stop     a signal was received
+    failed   a record could not be written, or a callback failed
+    saved    no checkpoint is being written
+    lost     a checkpoint could not be written
+    """
+
+    stop: bool
+    failed: bool
+    saved: bool
+    lost: bool
+
+    def agree(self, world: World) -> "Flags":
+        """`saved` if it is set on all ranks, the others if on at least one; the same on all."""
+        own = (self.stop, self.failed, self.saved, self.lost)
+        numbers = _numbers(sum(flag << k for k, flag in enumerate(own)), world)
+        bits = [[bool(number >> k & 1) for number in numbers] for k in range(len(own))]
+        return Flags(any(bits[0]), any(bits[1]), all(bits[2]), any(bits[3]))
 
 
 def ranks_with(flag: bool, world: World) -> list[int]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from shardwise.core.plan import Plan
+    from shardwise.core.plan.plan import Plan
     from shardwise.techniques.tensor.table import Table
     from shardwise.verify.report import Report
 
@@ -51,8 +51,8 @@ class Verify(ModuleType):
 
         Raises InputError for a plan or model that cannot run, RankError if a rank fails.
         """
-        from shardwise.verify.options import Options
         from shardwise.verify.own import model_of, prove_own
+        from shardwise.verify.proof_options import Options
 
         model = model_of(build, batch, loss, tokens)
         return prove_own(model, plan, steps, Options(units, table), device)

@@ -11,20 +11,20 @@ and the ranks together compare every element of every tensor (coverage.py).
 
 from dataclasses import replace
 
-from shardwise.comm.launch import require_ranks, spawn
 from shardwise.comm.objects import all_gather_object
-from shardwise.comm.rendezvous import environment
+from shardwise.comm.start.launch import require_ranks, spawn
+from shardwise.comm.start.rendezvous import environment
 from shardwise.comm.world import init
-from shardwise.core.arguments import choice, integer
 from shardwise.core.errors import RankError, RunError, bad
-from shardwise.core.plan import Plan
-from shardwise.core.plan_check import require
-from shardwise.engine.offload_choice import require_chosen
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_check import require
+from shardwise.core.tools.arguments import choice, integer
+from shardwise.engine.checks.offload_choice import require_chosen
 from shardwise.models.trainable import Trainable
 from shardwise.verify.finding import Finding
-from shardwise.verify.limits import batch_norm_note, dropout_note
-from shardwise.verify.options import Options
+from shardwise.verify.not_comparable import batch_norm_note, dropout_note
 from shardwise.verify.parity import prove
+from shardwise.verify.proof_options import Options
 from shardwise.verify.report import Report, report
 from shardwise.verify.room import require_bound
 from shardwise.verify.smoke_test import smoke_test
@@ -82,7 +82,7 @@ def verify(
 
 def _require_small(plan: Plan) -> None:
     """Raise InputError if the process that the plan is compared with would need a huge batch."""
-    most = MOST_MICROBATCHES // plan.data_size
+    most = MOST_MICROBATCHES // plan.shares
     if plan.microbatches > max(1, most):
         raise bad(
             f"{plan.microbatches} microbatches a rank in a proof of the plan '{plan}'",

@@ -18,23 +18,23 @@ from torch import Tensor
 
 from shardwise.core.errors import NonFiniteError
 from shardwise.core.memory_table import by_tier
-from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
+from shardwise.engine.state.box import Box
 from shardwise.techniques.expert.apply import layers_of
-from shardwise.verify import textbook
-from shardwise.verify.async_oracle import AsyncOracle
-from shardwise.verify.batches import IDLE_STEP, ROWS, SEED, Division, rows_of_step
 from shardwise.verify.costs import Costs, Theory
 from shardwise.verify.difference import Expected, compared, ratio, scalar
 from shardwise.verify.finding import NEVER, BoxPlace, Errors, Finding, Parts, renamed
-from shardwise.verify.loads import Choices
-from shardwise.verify.oracle import Oracle
-from shardwise.verify.oracles import LOSS_SCALE, Oracles
-from shardwise.verify.outputs import expected_outputs, returned
-from shardwise.verify.recipe import factor_of
+from shardwise.verify.model_outputs import expected_outputs, returned
+from shardwise.verify.oracles import textbook
+from shardwise.verify.oracles.async_oracle import AsyncOracle
+from shardwise.verify.oracles.batches import IDLE_STEP, ROWS, SEED, Division, rows_of_step
+from shardwise.verify.oracles.loads import Choices
+from shardwise.verify.oracles.oracle import Oracle
+from shardwise.verify.oracles.oracles import LOSS_SCALE, Oracles
+from shardwise.verify.oracles.recipe import factor_of
+from shardwise.verify.oracles.replay import Replay, published
+from shardwise.verify.oracles.routes import Routes
 from shardwise.verify.reloading import reload_engine
-from shardwise.verify.replay import Replay, published
-from shardwise.verify.routes import Routes
 
 #: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
 OVERFLOW: Final = 2.0**100

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.core.plan import Plan
-from shardwise.engine.box import block
+from shardwise.core.plan.plan import Plan
+from shardwise.engine.state.box import block
 from shardwise.verify.finding import BoxPlace
 
 #: The coordinates of a rank: of its data replica, on the tensor axis, on the pipeline axis.

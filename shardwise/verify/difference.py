@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.engine.box import Box, block
+from shardwise.engine.state.box import Box, block
 from shardwise.verify.finding import NEVER, Errors, Part, Parts
 
 LEAST = 1e-3

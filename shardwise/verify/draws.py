@@ -4,10 +4,11 @@
     tensor ranks, each a part of activations    different masks
     stages, microbatches and data ranks         different masks, under a schedule
 
-One process draws other masks (limits.py), so that no step of it is compared. But which masks are
-equal follows from the activations alone (arXiv 1909.08053, appendix B.2). After its other steps the
-engine takes one in which numbers are drawn and not used, from which it learns that some are, and
-one with dropout after each layer that has parameters. In that one each rank records its masks.
+One process draws other masks (not_comparable.py), so that no step of it is compared. But which
+masks are equal follows from the activations alone (arXiv 1909.08053, appendix B.2). After its other
+steps the engine takes one in which numbers are drawn and not used, from which it learns that some
+are, and one with dropout after each layer that has parameters. In that one each rank records its
+masks.
 """
 
 from collections.abc import Mapping
@@ -21,13 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.comm.objects import all_gather_object
-from shardwise.comm.threads import ThreadLinks
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.techniques.expert.apply import stacks_of
-from shardwise.verify.batches import SEED
 from shardwise.verify.finding import NEVER, Errors
 from shardwise.verify.masks import RATE
+from shardwise.verify.oracles.batches import SEED
 
 #: Masks of fewer elements may be equal by chance.
 ENOUGH: Final = 64
@@ -58,7 +58,7 @@ def draws_on_ranks(engine: Engine) -> bool:
     plan = engine.plan
     several = plan.mesh.size_of("tp") * plan.mesh.size_of("pp") > 1
     apart = any(each.has_axes for each in plan.layers)
-    return several and not apart and not isinstance(engine.world.links.root, ThreadLinks)
+    return several and not apart and not engine.world.links.root.of_threads
 
 
 def compare_draws(engine: Engine, batch: Any, plain: nn.Module) -> Errors:

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from shardwise.engine.box import Box
+from shardwise.engine.state.box import Box
 from shardwise.verify.costs import Costs
-from shardwise.verify.memory import Memory
+from shardwise.verify.memory_proof import Memory
 
 #: The error of a value that is not a number.
 NEVER = 1e300
@@ -81,7 +81,7 @@ class Finding:
 
     Gradients have errors for each step. `pieces` are the pieces of each comparison; `whole` has the
     shapes of the tensors that all ranks together must compare. `strays` describes live storages in
-    no category of memory (memory.py).
+    no category of memory (memory_proof.py).
     """
 
     rank: int

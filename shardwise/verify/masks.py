@@ -3,9 +3,9 @@
     with the word       forward: x, mask     backward: x again, mask again     loss, gradients
     without the word    forward: x, mask     backward: of what was kept        must be the same
 
-A proof sets the model's own dropout to 0 (limits.py), because one process draws other masks. These
-two runs have one plan except for its recomputation, and draw the same ones: here the outputs of all
-layers with parameters, inside the recomputed modules, go through dropout.
+A proof sets the model's own dropout to 0 (not_comparable.py), because one process draws other
+masks. These two runs have one plan except for its recomputation, and draw the same ones: here the
+outputs of all layers with parameters, inside the recomputed modules, go through dropout.
 """
 
 from collections.abc import Callable, Collection
@@ -16,16 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.comm.threads import ThreadLinks
 from shardwise.comm.world import World
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.models.trainable import Trainable
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.recompute.apply import recomputed_modules
-from shardwise.verify.batches import SEED
 from shardwise.verify.difference import LEAST, ratio
 from shardwise.verify.finding import NEVER, Errors
+from shardwise.verify.oracles.batches import SEED
 
 RATE: Final = 0.2
 #: Words that say where recomputation keeps its inputs, or for which room it is needed.
@@ -41,7 +40,7 @@ def recomputes(plan: Plan, world: World) -> bool:
     Ranks in threads share torch's generator.
     """
     some = any(own.recompute for own in plan.of_all_layers)
-    return some and not (world.size > 1 and isinstance(world.links.root, ThreadLinks))
+    return some and not (world.size > 1 and world.links.root.of_threads)
 
 
 def compare_masks(

@@ -2,15 +2,15 @@
 
 Between two steps no activation, no gathered weight and no gradient in flight is alive: a copy that
 is kept from the forward to the backward pass is seen within a step only. One step is measured at
-each event of prediction/timeline.py:
+each event of prediction/memory_timeline.py:
 
     timeline predicted    each category at each event equals the prediction, `kept` within 1 KiB;
                           `temporary` is at most what the plain pass has beside kept activations, a
                           copy of each gradient in flight, and 1 KiB; on a tensor axis at each loss
     other plans           at each loss the activations are at most those that autograd keeps and
                           what the plain pass has beside them; all but `temporary` is at most the
-                          predicted peak (prediction/peak.py), and what is gathered at most three
-                          units
+                          predicted peak (prediction/peak_memory.py), and what is gathered at most
+                          three units
     other pipelines       what autograd keeps is at most the predicted activations
     on the host           activations are at most the predicted ones, and those fetched at once too
     tile:N                logits of a cross-entropy have V/N columns at once (tiled.py)
@@ -29,15 +29,15 @@ from torch import nn
 
 from shardwise.core.errors import InputError
 from shardwise.core.memory_table import GATHERED, KEPT, PREDICTED, TEMPORARY
-from shardwise.core.plan_schedule import schedule_of
-from shardwise.core.tape import SMALL_BYTES
+from shardwise.core.plan.plan_schedule import schedule_of
+from shardwise.core.tools.tape import SMALL_BYTES
 from shardwise.engine.options import EngineOptions, own_loss
-from shardwise.observe.timeline import StepMeter, events_of, marks_on
-from shardwise.prediction.peak import device_peak_bytes, gathered_most_bytes
+from shardwise.observe.measured_timeline import StepMeter, events_of, marks_on
+from shardwise.prediction.memory_timeline import Event, Mark, unpredicted
+from shardwise.prediction.peak_memory import device_peak_bytes, gathered_most_bytes
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.timeline import Event, Mark, unpredicted
 from shardwise.techniques.expert.apply import experts_in
-from shardwise.verify.tiled import grown_bytes, logits_most_bytes, tiled_layers
+from shardwise.verify.oracles.tiled import grown_bytes, logits_most_bytes, tiled_layers
 
 #: Events at which messages of the update may be under way, which hold copies of weights.
 UPDATE = ("update", "end")

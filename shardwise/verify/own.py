@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.comm.launch import can_fork
-from shardwise.core.arguments import choice, short_repr
+from shardwise.comm.start.launch import can_fork
 from shardwise.core.errors import bad
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.arguments import choice, short_repr
 from shardwise.models import user
 from shardwise.models.registry import find
 from shardwise.models.trainable import Loss, Trainable
 from shardwise.verify.command import verify
-from shardwise.verify.options import Options
+from shardwise.verify.proof_options import Options
 from shardwise.verify.report import Report
 
 

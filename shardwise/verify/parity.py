@@ -40,33 +40,33 @@ import torch
 from torch import nn
 
 from shardwise.comm.world import World
-from shardwise.core.plan import BUCKET_BYTES, Plan
-from shardwise.core.uneven import Counts
+from shardwise.core.layouts.uneven import Counts
+from shardwise.core.plan.plan import BUCKET_BYTES, Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
-from shardwise.engine.prediction import Predictor
+from shardwise.engine.predict import Predictor
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.observe.kernels import kernels_of
 from shardwise.observe.live import Live
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.expert.moves import Loads
-from shardwise.verify import textbook
-from shardwise.verify.batches import ROWS, SEED, Division, ragged
 from shardwise.verify.comparison import compare, drawn
 from shardwise.verify.costs import Theory
 from shardwise.verify.draws import compare_draws, draws_on_ranks
 from shardwise.verify.finding import Finding
-from shardwise.verify.limits import without_dropout
-from shardwise.verify.loads import Routed
 from shardwise.verify.masks import compare_masks, recomputes
-from shardwise.verify.memory import EVALUATED_STEP, attributes, over_steps
+from shardwise.verify.memory_proof import EVALUATED_STEP, attributes, over_steps
 from shardwise.verify.moments import Foreseen
-from shardwise.verify.options import Options
-from shardwise.verify.oracle import Oracle
-from shardwise.verify.oracles import LOSS_SCALE, Oracles, is_asynchronous, oracles_of
-from shardwise.verify.recipe import spec_of
+from shardwise.verify.not_comparable import without_dropout
+from shardwise.verify.oracles import textbook
+from shardwise.verify.oracles.batches import ROWS, SEED, Division, ragged
+from shardwise.verify.oracles.loads import Routed
+from shardwise.verify.oracles.oracle import Oracle
+from shardwise.verify.oracles.oracles import LOSS_SCALE, Oracles, is_asynchronous, oracles_of
+from shardwise.verify.oracles.recipe import spec_of
+from shardwise.verify.proof_options import Options
 
 #: Ranks in threads share torch's global generator, which a model may use in __init__ and forward.
 BUILDING: Final = Lock()
@@ -109,9 +109,7 @@ def _prove(
 
     def again() -> tuple[Engine, Theory]:
         """An engine without a bound on the norm, which updates units as they arrive."""
-        engine = engine_of(trainable, plan, world, None, options)
-        loose = None if clip is None else theory_of(trainable, plan, world.rank, None, options)
-        return engine, loose or theory
+        return engine_of(trainable, plan, world, None, options), unclipped(theory)
 
     ours = engine_of(trainable, plan, world, clip, options)
     found = compare(ours, oracles, theory, trainable.batch, steps, again)
@@ -190,6 +188,22 @@ def theory_of(
     return of
 
 
+def unclipped(theory: Theory) -> Theory:
+    """The predictions of the same passes where the norm has no bound."""
+
+    def of(
+        batch: Any,
+        rows: Sequence[Counts] | None = None,
+        loads: Sequence[Loads] = (),
+        *,
+        whole: bool = False,
+    ) -> Prediction:
+        """The prediction of the theory, without the sum of a norm."""
+        return replace(theory(batch, rows, loads, whole=whole), norm=False)
+
+    return of
+
+
 def engine_of(
     trainable: Trainable,
     plan: Plan,
@@ -223,6 +237,7 @@ def build_options(
     return EngineOptions(
         optimizer=spec_of(plan, trainable.plain() if model is None else model),
         loss=trainable.loss,
+        tokens=trainable.tokens,
         units=options.units,
         least_unit_bytes=0 if plan.bucket_bytes == BUCKET_BYTES else None,
         table=options.table,

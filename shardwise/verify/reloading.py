@@ -13,10 +13,9 @@ from shardwise.checkpoint import save as writing
 from shardwise.checkpoint.folder import find
 from shardwise.checkpoint.open_checkpoint import open_checkpoint
 from shardwise.comm.objects import all_gather_object
-from shardwise.comm.threads import ThreadLinks
 from shardwise.comm.world import World, alone
-from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
+from shardwise.engine.state.box import Box
 
 #: The value of every weight before a load.
 FORGOTTEN: Final = 0.5
@@ -36,7 +35,7 @@ def reload_engine(saved: Engine, fresh: Engine) -> Engine:
     own = tempfile.mkdtemp(prefix="shardwise-verify-") if world.rank == 0 else ""
     folder = Path(all_gather_object(own, world)[0])
     try:
-        if isinstance(world.links.root, ThreadLinks):
+        if world.links.root.of_threads:
             _through_threads(saved, fresh, folder)
         else:
             engines.save(saved, folder)

@@ -18,10 +18,10 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.core.plan import Plan
-from shardwise.verify import rounding
+from shardwise.core.plan.plan import Plan
 from shardwise.verify.coverage import uncovered
 from shardwise.verify.finding import Errors, Finding, Parts
+from shardwise.verify.oracles import rounding
 
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": rounding.MOST, "fp16": rounding.MOST}
 #: The columns of the report, and the source of their numbers.
@@ -65,10 +65,11 @@ class Report:
     Bytes and memory are of the first rank whose numbers disagree with theory, or of rank 0.
     `uncovered` names a tensor that the ranks together do not compare exactly once, or is empty.
     `note` says why the model cannot match one process, and `changed` what the proof changed in it
-    (limits.py); both may be empty. `strays` lists that rank's storages in no category (memory.py).
-    `activations` are the predicted bytes that autograd keeps. `peak_bytes` are the most that is
-    stored on the device at a moment of a step but for temporary bytes, and `peak_read` the same as
-    measured. `depends` names the parts of the prediction that depend on values.
+    (not_comparable.py); both may be empty. `strays` lists that rank's storages in no category
+    (memory_proof.py). `activations` are the predicted bytes that autograd keeps. `peak_bytes` are
+    the most that is stored on the device at a moment of a step but for temporary bytes, and
+    `peak_read` the same as measured. `depends` names the parts of the prediction that depend on
+    values.
     """
 
     plan: str

@@ -2,15 +2,15 @@
 
 from functools import partial
 
-from shardwise.core.plan import Plan
-from shardwise.engine.device_room import require_room
+from shardwise.core.plan.plan import Plan
+from shardwise.engine.checks.device_room import require_room
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.prediction.prediction import Prediction
-from shardwise.verify.batches import ROWS, ROWS_16, SEED
-from shardwise.verify.limits import without_dropout
-from shardwise.verify.options import Options
+from shardwise.verify.not_comparable import without_dropout
+from shardwise.verify.oracles.batches import ROWS, ROWS_16, SEED
 from shardwise.verify.parity import theory_of
+from shardwise.verify.proof_options import Options
 
 
 def require_bound(model: str | Trainable, plan: Plan, options: Options) -> None:

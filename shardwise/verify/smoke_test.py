@@ -11,8 +11,8 @@ from torch import nn
 
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, bad
-from shardwise.core.plan import Plan
-from shardwise.derive.choice import table_or_derived
+from shardwise.core.plan.plan import Plan
+from shardwise.derive.chosen_table import table_or_derived
 from shardwise.engine.options import EngineOptions
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
@@ -21,9 +21,9 @@ from shardwise.techniques.data.wrap_policy import choose
 from shardwise.techniques.pipeline import stage_module, weight_stashing
 from shardwise.techniques.recompute import apply as recomputation
 from shardwise.techniques.tensor import apply as tensor_parallel
-from shardwise.verify.batches import SEED
-from shardwise.verify.options import Options
+from shardwise.verify.oracles.batches import SEED
 from shardwise.verify.parity import engine_of
+from shardwise.verify.proof_options import Options
 
 ROWS = 2  # batch normalisation needs more than one
 TENSORS = 4  # of the size of a parameter, on one process: it, its gradient, two states of AdamW

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core import arguments
 from shardwise.core.errors import bad
-from shardwise.engine import validate
-from shardwise.engine.compiled import refuse
+from shardwise.core.tools import arguments
+from shardwise.engine.checks import validate
+from shardwise.engine.checks.compiled import refuse
 from shardwise.techniques.data.apply import drivers
 from shardwise.techniques.replicas.devices import Devices, as_devices
 from shardwise.techniques.replicas.replicate import replicate

@@ -29,34 +29,34 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from shardwise.comm.move import all_reduce, broadcast
 from shardwise.comm.parameter import become
 from shardwise.comm.world import Axis, World
-from shardwise.core.arguments import integer, short_repr
 from shardwise.core.errors import bad
-from shardwise.core.hook import no_copy
 from shardwise.core.mesh import PIPELINE
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.core.schedule.action import Token
 from shardwise.core.schedule.library import LIBRARY, MOST_FORWARDS, Size, build, entry
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.structure import Structure
-from shardwise.engine import consistency, validate
+from shardwise.core.tools.arguments import integer, short_repr
+from shardwise.core.tools.hook import no_copy
+from shardwise.core.tools.structure import Structure
 from shardwise.engine.batch import split
-from shardwise.engine.compiled import refuse
+from shardwise.engine.checks import consistency, validate
+from shardwise.engine.checks.compiled import refuse
 from shardwise.engine.default_fill import default_fill
 from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
 from shardwise.observe.meta_buffers import materialise
 from shardwise.techniques.data.apply import drivers
+from shardwise.techniques.data.flat.initial_weights import Fill
 from shardwise.techniques.data.inference import normal_mode
-from shardwise.techniques.data.initial_weights import Fill
 from shardwise.techniques.pipeline import stage_module
-from shardwise.techniques.pipeline.bundles import ByShape
 from shardwise.techniques.pipeline.partition import starts
-from shardwise.techniques.pipeline.placeholders import twin
-from shardwise.techniques.pipeline.probe import ActivationProbe
 from shardwise.techniques.pipeline.runtime import open_channels, run
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.stage_module import Staging
 from shardwise.techniques.pipeline.stage_work import Microbatch, NoUnits, StageWork
+from shardwise.techniques.pipeline.trace.bundles import ByShape
+from shardwise.techniques.pipeline.trace.placeholders import twin
+from shardwise.techniques.pipeline.trace.probe import ActivationProbe
 from shardwise.techniques.tensor.layout import nowhere
 from shardwise.wrap.pipe_options import PipeOptions
 

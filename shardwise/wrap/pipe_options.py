@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.comm.host_numbers import HostNumbers, doubles_on
 from shardwise.comm.move import begin_sum
+from shardwise.comm.tiers.host_numbers import HostNumbers, doubles_on
 from shardwise.comm.world import Axis
-from shardwise.core.weak import weakly
+from shardwise.core.tools.weak import weakly
 from shardwise.techniques.data import same_on_ranks
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
 from shardwise.wrap.plain_optimizer import options_of

@@ -18,14 +18,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.world import World
-from shardwise.core.arguments import short_repr
 from shardwise.core.errors import InputError, bad
-from shardwise.engine import extra_state, optimizer_state, reads, state
-from shardwise.engine.box import Box
-from shardwise.engine.full import data_boxes, pipe_boxes, pipe_names
-from shardwise.engine.json_values import pack, unpack
-from shardwise.engine.optimizer_groups import NAMING, put
-from shardwise.engine.optimizer_state import Catalogue, HeldParameter, device_of
+from shardwise.core.tools.arguments import short_repr
+from shardwise.engine.checks import reads
+from shardwise.engine.optimizer import optimizer_state
+from shardwise.engine.optimizer.optimizer_groups import NAMING, put
+from shardwise.engine.optimizer.optimizer_state import Catalogue, HeldParameter, device_of
+from shardwise.engine.state import extra_state, state
+from shardwise.engine.state.box import Box
+from shardwise.engine.state.full import data_boxes, pipe_boxes, pipe_names
+from shardwise.engine.state.json_values import pack, unpack
 from shardwise.techniques.data.apply import driver_of, flats_of
 from shardwise.techniques.data.hooks import Data
 from shardwise.techniques.data.wrap_policy import uncompiled

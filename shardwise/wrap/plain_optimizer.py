@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
-from shardwise.engine.elementwise import ELEMENTWISE, works_on_pieces
-from shardwise.engine.optimizer_groups import compared
+from shardwise.engine.optimizer.elementwise import ELEMENTWISE, works_on_pieces
+from shardwise.engine.optimizer.optimizer_groups import compared
 from shardwise.techniques.data.gradient_hooks import owners
 from shardwise.techniques.data.hooks import Data
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Final, ParamSpec, TypeVar
 
-from shardwise.core.arguments import short_repr
 from shardwise.core.errors import bad
+from shardwise.core.tools.arguments import short_repr
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -9,9 +9,9 @@ from shardwise.comm.move import broadcast
 from shardwise.comm.parameter import parameter_like
 from shardwise.comm.transport import Lease
 from shardwise.core.errors import bad
-from shardwise.engine import validate
+from shardwise.engine.checks import validate
 from shardwise.techniques.data.apply import driver_of, drivers, flats_of
-from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.inference import normal_mode
 from shardwise.techniques.pipeline.stage_module import Staging
 from shardwise.wrap.data_parallel import DataParallel

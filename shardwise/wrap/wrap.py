@@ -23,19 +23,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.comm.move import begin_sum
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import Axis, World
-from shardwise.core.arguments import choice, flag, integer, positive, short_repr
 from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.core.pool_size import pool_bytes
+from shardwise.core.tools.arguments import choice, flag, integer, positive, short_repr
 from shardwise.core.zero import ROWS
-from shardwise.engine import consistency, validate
+from shardwise.engine.checks import consistency, validate
+from shardwise.engine.checks.reads import guard_shards
 from shardwise.engine.default_fill import default_fill
-from shardwise.engine.norm import squared_norm
+from shardwise.engine.optimizer.norm import squared_norm
 from shardwise.engine.precision import HALF, cast_inputs, param_dtypes
 from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
-from shardwise.engine.reads import guard_shards
-from shardwise.engine.state_dict import keep_keys
+from shardwise.engine.state.state_dict import keep_keys
 from shardwise.engine.training import DTYPES
 from shardwise.techniques.data.apply import (
     Sharding,

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from benchmarks import link, suite, table
-from benchmarks.contender import Contender, Loop, Setup, Task
+from benchmarks.contenders.contender import Contender, Loop, Setup, Task
+from benchmarks.contenders.roster import ROSTER, SUITES, choose
 from benchmarks.cuda import Pair, compare
 from benchmarks.least import least_bytes
-from benchmarks.live_bytes import LiveBytes
 from benchmarks.measure import Record, measure
-from benchmarks.roster import ROSTER, SUITES, choose
-from shardwise.comm.interface import sent_bytes
+from benchmarks.meters.interface import sent_bytes
+from benchmarks.meters.live_bytes import LiveBytes
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.zero import ROWS

@@ -1,8 +1,6 @@
 """`python -m benchmarks`: bad input is one paragraph and exit code 2."""
 
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -10,8 +8,9 @@ import pytest
 import typer
 
 from benchmarks.__main__ import bench_command
-from benchmarks.roster import SUITES
+from benchmarks.contenders.roster import SUITES
 from shardwise.core.errors import InputError
+from tests.programs import run_program
 
 PROGRAM = "python -m benchmarks "
 
@@ -26,6 +25,8 @@ PROGRAM = "python -m benchmarks "
         (["data"], {"device": "tpu"}, "Write instead: --device cpu"),
         (["data", "zero3"], {"device": "cuda"}, "python -m benchmarks data --device cuda"),
         (["data"], {"size": ["tiny"], "device": "cuda"}, "one rank on its own models"),
+        (["foresight"], {"nproc": 4}, "one size, on two ranks of this machine"),
+        (["foresight", "dp4"], {}, "Write instead: python -m benchmarks foresight dp2"),
     ],
 )
 def test_bad_input_is_refused(words: list[str], options: dict, phrase: str) -> None:
@@ -36,12 +37,7 @@ def test_bad_input_is_refused(words: list[str], options: dict, phrase: str) -> N
 
 def test_the_program_ends_with_2() -> None:
     """As a process: one paragraph on the error output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "data", "--nproc", "x"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_program(["-m", "benchmarks", "data", "--nproc", "x"])
     assert (done.returncode, done.stdout) == (2, "")
     assert "--nproc" in done.stderr and len(done.stderr.splitlines()) == 1
 
@@ -58,5 +54,5 @@ def test_the_commands_of_the_results_are_those_of_the_program() -> None:
     assert len(lines) > 20
     for line in lines:
         argv = shlex.split(line.removeprefix(PROGRAM))
-        assert argv[0] in {*SUITES, "update", "disk"}, line
+        assert argv[0] in {*SUITES, "update", "disk", "save", "foresight"}, line
         parser.make_context("benchmarks", argv)

@@ -3,10 +3,10 @@
 import pytest
 
 from benchmarks import table
-from benchmarks.contender import Task
+from benchmarks.contenders.contender import Task
+from benchmarks.contenders.roster import SUITES
 from benchmarks.expert_shares import PARTS
 from benchmarks.measure import Record, measure
-from benchmarks.roster import SUITES
 from benchmarks.suite import plan_tasks
 from shardwise.comm.world import World
 from shardwise.models.gpt import GPTConfig

@@ -13,7 +13,7 @@ from benchmarks.fit import FILLED_HOST, Fit, Room, fraction, most_layers, predic
 from benchmarks.largest import covered
 from shardwise.core.errors import InputError
 from shardwise.models.gpt import GPTConfig
-from shardwise.prediction.peak import device_peak_bytes
+from shardwise.prediction.peak_memory import device_peak_bytes
 from shardwise.prediction.prediction import Prediction
 
 SMALL = GPTConfig(

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import table
-from benchmarks.roster import SUITES, choose, reference
+from benchmarks.contenders.roster import SUITES, choose, reference
 from benchmarks.suite import heats
 from tests.benchmarks.test_bench import TASK, measured, replace
 from tests.pool import run_gloo

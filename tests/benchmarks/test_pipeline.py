@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from benchmarks import suite, table
-from benchmarks.contender import Task
+from benchmarks.contenders.contender import Task
+from benchmarks.contenders.ours import SCHEDULES
+from benchmarks.contenders.roster import ROSTER, SUITES, choose
+from benchmarks.contenders.torch_pipeline import part
 from benchmarks.halves import halves, stage_starts
 from benchmarks.least import least_bytes
 from benchmarks.measure import Record, measure
-from benchmarks.ours import SCHEDULES
-from benchmarks.roster import ROSTER, SUITES, choose
-from benchmarks.torch_pipeline import part
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.models.gpt import GPT, SIZES, GPTConfig

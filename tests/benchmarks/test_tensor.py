@@ -10,14 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import table
 from benchmarks.__main__ import bench_command
-from benchmarks.contender import Setup, Task
+from benchmarks.contenders.contender import Setup, Task
+from benchmarks.contenders.roster import ROSTER, SUITES, choose
 from benchmarks.least import least_bytes
-from benchmarks.live_bytes import LiveBytes
 from benchmarks.measure import Record, measure
-from benchmarks.roster import ROSTER, SUITES, choose
+from benchmarks.meters.live_bytes import LiveBytes
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
-from shardwise.core.layout import P, R, S
+from shardwise.core.layouts.layout import P, R, S
 from shardwise.core.moves import price
 from shardwise.core.zero import ROWS
 from shardwise.models import gpt

@@ -1,4 +1,4 @@
-"""The suites `update` and `disk`: what a step with offload does to host memory and to a disk."""
+"""The suites `update`, `disk` and `save`: a step with offload, and with asynchronous saves."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import disk, table, update
+from benchmarks import async_save, disk, table, update
 from benchmarks.__main__ import bench_command
-from benchmarks.contender import adamw
+from benchmarks.contenders.contender import adamw
 from benchmarks.stack import parameter_count, stack
+from shardwise.checkpoint.folder import find
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from tests.pool import run_gloo
@@ -99,3 +100,11 @@ def test_numbers_of_parameters() -> None:
     for words, more, instead in wrong:
         with pytest.raises(InputError, match=instead):
             bench_command(words, **more)
+
+
+def test_saves_are_measured_beside_none(tmp_path: Path) -> None:
+    """A row of both ranks' saves, with its times; the newest checkpoint is that of the last."""
+    (row, _) = run_gloo(2, async_save.compare, str(tmp_path), COUNT, 2, 2)
+    assert (row.plan, row.ranks, row.parameters, row.rounds) == ("dp2 zero3 fp32", 2, COUNT, 2)
+    assert min(row.step_s, row.ratio, row.held_s, row.write_s) > 0
+    assert find(tmp_path).name == "step-000007" and "dp2 zero3" in async_save.as_text([row])

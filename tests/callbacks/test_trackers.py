@@ -12,7 +12,7 @@ import pytest
 
 from shardwise.core.errors import InputError
 from shardwise.train import config
-from shardwise.train.metrics import Record, tags
+from shardwise.train.measure.metrics import Record, tags
 from shardwise.train.prepare import RunStart
 from tests.train.runs import run, settings
 

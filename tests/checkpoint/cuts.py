@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.plans import PIECE_BYTES, BoxSavePlanner
+from shardwise.checkpoint.folder import clear
+from shardwise.checkpoint.save_plans import PIECE_BYTES, BoxSavePlanner
 from shardwise.checkpoint.storage import Publisher
-from shardwise.core.boxes import boxes as flat_boxes
-from shardwise.engine.box import Box
+from shardwise.core.layouts.boxes import boxes as flat_boxes
+from shardwise.engine.state.box import Box
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]
 Cut = Callable[[Sequence[int], int, int], list[Block]]
@@ -85,24 +86,19 @@ def save_by_all(
     scalars: dict[str, Any],
     piece_bytes: int = PIECE_BYTES,
 ) -> list[int]:
-    """What torch.distributed.checkpoint does with one planner and writer a rank, one by one.
+    """What the ranks of a save do, one by one.
 
     Gives the number of pieces that each rank wrote.
     """
     planners = [BoxSavePlanner(held, piece_bytes) for held in boxes]
     writers = [Publisher(folder, scalars["step"], scalars) for _ in boxes]
-    local = []
-    for rank, (planner, writer) in enumerate(zip(planners, writers, strict=True)):
-        planner.set_up_planner({}, writer.storage_meta(), rank == 0)
-        writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-        local.append(writer.prepare_local_plan(planner.create_local_plan()))
+    local = [planner.create_local_plan() for planner in planners]
     plans, metadata = planners[0].create_global_plan(local)
-    plans = writers[0].prepare_global_plan(plans)
-    results = [
-        writer.write_data(planner.finish_plan(plan), planner).value()
-        for planner, writer, plan in zip(planners, writers, plans, strict=True)
-    ]
-    writers[0].finish(metadata, results)
+    clear(writers[0].path)
+    plans = writers[0].files.prepare_global_plan(plans)
+    every = zip(writers, plans, planners, strict=True)
+    written = [writer.write(plan, planner) for writer, plan, planner in every]
+    writers[0].publish(metadata, written)
     return [len(plan.items) for plan in plans]
 
 

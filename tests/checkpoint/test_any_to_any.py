@@ -10,12 +10,12 @@ from torch import Tensor
 
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.lock import SAVING_LOCK
-from shardwise.checkpoint.plans import BoxSavePlanner, split_block
 from shardwise.checkpoint.save import save
-from shardwise.comm.launch import spawn
+from shardwise.checkpoint.save_plans import BoxSavePlanner, split_block
+from shardwise.comm.start.launch import spawn
 from shardwise.comm.world import World, alone, init
 from shardwise.core.errors import RunError
-from shardwise.engine.box import Box
+from shardwise.engine.state.box import Box
 from tests.checkpoint.cuts import CUTS, boxes_of, emptied, sample, save_by_all
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool)

@@ -22,7 +22,7 @@ from shardwise.checkpoint.metadata import read_metadata
 from shardwise.cli.main import main
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.engine.box import Box
+from shardwise.engine.state.box import Box
 from tests.checkpoint.absurd import ABSURD, NUMBERS, limits, special
 from tests.checkpoint.cuts import save_by_all
 from tests.checkpoint.damage import damages, flip, reseal

@@ -35,25 +35,33 @@ def steps(engine: sw.Engine, first: int, count: int = 3) -> list[float]:
     return [engine.step(mine(engine, vectors(first + k, rows=8))).loss for k in range(count)]
 
 
-def interrupted(world: World, folder: str, plan: str, then: str) -> tuple[list[float], object]:
+def interrupted(
+    world: World, folder: str, plan: str, then: str, asynchronous: bool
+) -> tuple[list[float], object]:
     """Three steps under a plan, and three under another that goes on from its checkpoint."""
     before = engine_of(world, plan)
     losses = steps(before, 0)
-    assert sw.save(before, folder, {"epoch": 7}).name == "step-000003"
+    if asynchronous:  # sw.load waits
+        pending = sw.async_save(before, folder, {"epoch": 7})
+        steps(before, 3)
+        assert pending.path.name == "step-000003"
+    else:
+        assert sw.save(before, folder, {"epoch": 7}).name == "step-000003"
     engine = engine_of(world, then)
     extra = sw.load(engine, folder)
     assert engine.steps == 3
     return losses + steps(engine, 3), extra
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
     ("plan", "then"),
     [("dp2 zero3 fp64", "pp2 1f1b:2 fp64"), ("pp2 1f1b:2 fp64", "dp2 fp64")],
 )
-def test_a_run_goes_on_under_another_plan(tmp_path: Path, plan: str, then: str):
+def test_a_run_goes_on_under_another_plan(tmp_path: Path, plan: str, then: str, asynchronous: bool):
     """As if there had been no break, and with what else was saved."""
     straight = steps(engine_of(alone(), "fp64"), 0, 6)
-    for losses, extra in run_gloo(2, interrupted, str(tmp_path), plan, then):
+    for losses, extra in run_gloo(2, interrupted, str(tmp_path), plan, then, asynchronous):
         assert losses == pytest.approx(straight, rel=1e-10)
         assert extra == {"epoch": 7}
 

@@ -13,10 +13,10 @@ from shardwise.checkpoint.contents import describe
 from shardwise.checkpoint.folder import all_in, find, prune
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import save
-from shardwise.comm.launch import spawn
+from shardwise.comm.start.launch import spawn
 from shardwise.comm.world import alone, init
 from shardwise.core.errors import InputError, RunError
-from shardwise.engine.box import Box
+from shardwise.engine.state.box import Box
 
 
 def box(value: float, size: int = 4) -> Box:
@@ -102,6 +102,21 @@ def test_prune_keeps_the_newest_and_the_latest(tmp_path: Path):
     assert names(tmp_path) == ["latest", "step-000100", "step-000400", "step-000500"]
     with pytest.raises(InputError, match=r"keep=0.*a whole number from 1 up"):
         prune(tmp_path, 0)
+
+
+@pytest.mark.parametrize("losses", [(2.0, 1.0, 1.5, 3.0), (2.0, 1.0, None, float("inf"))])
+def test_prune_keeps_the_best_and_others(tmp_path: Path, losses: tuple[float | None, ...]):
+    """The lowest validation loss is kept, of checkpoints that have one, and what is asked for."""
+    for step, loss in enumerate(losses, start=1):
+        scalars = {"step": step} if loss is None else {"step": step, "validation": loss}
+        save(tmp_path, [box(1.0)], scalars, alone())
+    assert folders.best_in(tmp_path) == tmp_path / "step-000002"
+    prune(tmp_path, 1, best=True, also=[tmp_path / "step-000003"])
+    assert names(tmp_path) == ["latest", *(f"step-00000{step}" for step in (2, 3, 4))]
+    prune(tmp_path, 1, best=True)
+    assert names(tmp_path) == ["latest", "step-000002", "step-000004"]
+    prune(tmp_path, 1)
+    assert folders.best_in(tmp_path) is None or losses[-1] == 3.0
 
 
 def die_at(count: int, folder: Path) -> None:

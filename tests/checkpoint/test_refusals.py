@@ -8,10 +8,10 @@ import torch
 
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import save
-from shardwise.comm.launch import spawn
+from shardwise.comm.start.launch import spawn
 from shardwise.comm.world import alone, init
 from shardwise.core.errors import InputError
-from shardwise.engine.box import Box
+from shardwise.engine.state.box import Box
 
 
 def whole(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Box:

@@ -22,7 +22,7 @@ from shardwise.checkpoint.lock import locked
 from shardwise.checkpoint.save import save
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, RunError
-from shardwise.engine.box import Box
+from shardwise.engine.state.box import Box
 from tests.checkpoint.test_engines import engine_of
 from tests.checkpoint.test_folder import die_at
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwise.comm.arena import Arena
+from shardwise.comm.tiers.arena import Arena
 from shardwise.core.arena_slots import ALIGNMENT, arena_bytes, gradient_slots
 
 CPU = torch.device("cpu")

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import move as c
-from shardwise.comm.gloo import Gloo
+from shardwise.comm.gloo.gloo import Gloo
 from shardwise.comm.ledger import Key, Ledger, Tally
 from shardwise.comm.move import all_to_all, begin_receive, begin_send, broadcast, move
 from shardwise.comm.nccl import Nccl
 from shardwise.comm.world import Axis, World, alone, counted_axis
-from shardwise.core.errors import RankError
-from shardwise.core.layout import I, P, R, S
+from shardwise.core.layouts.layout import I, P, R, S
 from shardwise.core.mesh import Mesh
 from tests.pool import run_gloo, run_threads
 
@@ -38,9 +37,6 @@ def reductions(world: World, dtype: torch.dtype) -> list[bool]:
         out = x.clone()
         good.append(c.all_reduce(out, axis, op) is out)
         good.append(torch.equal(out, expected.to(dtype)))
-        for root in range(n):
-            out = c.reduce(x.clone(), axis, root, op)
-            good.append(world.rank != root or torch.equal(out, expected.to(dtype)))
     total = all_.sum(0).to(dtype)
     rows, columns = torch.cat([total] * n), total
     block = c.reduce_scatter(torch.cat([x] * n), axis)
@@ -60,12 +56,6 @@ def copies(world: World, dtype: torch.dtype) -> list[bool]:
         out = x.clone()
         good.append(c.broadcast(out, axis, root) is out)
         good.append(torch.equal(out, all_[root]))
-        gathered = c.gather(x, axis, root)
-        good.append(all(map(torch.equal, gathered or all_, all_)))
-        good.append((gathered is None) == (world.rank != root))
-        out = torch.empty_like(x)
-        c.scatter([a + 1 for a in all_] if world.rank == root else None, out, axis, root)
-        good.append(torch.equal(out, x + 1))
     return good
 
 
@@ -126,12 +116,9 @@ def counted(world: World) -> dict[str, tuple[int, int]]:
     calls = {
         "all_reduce": lambda: c.all_reduce(x, axis),
         "max": lambda: c.all_reduce(x, axis, "max"),
-        "reduce": lambda: c.reduce(x, axis, 1),
         "broadcast": lambda: c.broadcast(x, axis, 1),
         "all_gather": lambda: c.all_gather(x, axis),
         "reduce_scatter": lambda: c.reduce_scatter(x, axis),
-        "gather": lambda: c.gather(x, axis, 1),
-        "scatter": lambda: c.scatter([x] * n if axis.rank == 1 else None, x.clone(), axis, 1),
         "all_to_all": lambda: c.all_to_all(x, axis, [4] * n, [4] * n),
     }
     found = {}
@@ -152,12 +139,9 @@ def test_the_ledger_counts_what_each_rank_hands_on(run, ranks):
         expected = {
             "all_reduce": 8 * (n - 1),
             "max": 8 * (n - 1),
-            "reduce": 0 if root else 4 * n,
             "broadcast": 4 * n * (n - 1) if root else 0,
             "all_gather": 4 * n * (n - 1),
             "reduce_scatter": 4 * (n - 1),
-            "gather": 0 if root else 4 * n,
-            "scatter": 4 * n * (n - 1) if root else 0,
             "all_to_all": 4 * (n - 1),
         }
         assert found == {name: (count, 2 * count) for name, count in expected.items()}
@@ -169,30 +153,16 @@ def test_in_a_world_of_one_every_collective_is_the_identity_and_uncounted():
     axis, x = world.everyone, torch.arange(6.0).view(3, 2)
     assert torch.equal(c.all_reduce(x.clone(), axis), x)
     assert torch.equal(c.all_reduce(x.clone(), axis, "max"), x)
-    assert torch.equal(c.reduce(x.clone(), axis), x)
     assert torch.equal(c.broadcast(x.clone(), axis), x)
     assert torch.equal(c.reduce_scatter(x, axis), x)
     assert torch.equal(c.all_to_all(x, axis, [3], [3]), x)
-    assert torch.equal(c.scatter([x], torch.empty(3, 2), axis), x)
     assert [t.tolist() for t in c.all_gather(x, axis)] == [x.tolist()]
-    gathered = c.gather(x, axis)
-    assert gathered is not None and torch.equal(gathered[0], x)
     c.barrier(axis)
     with pytest.raises(ValueError, match="no other rank"):
         c.send(x, axis, 1)
     with pytest.raises(ValueError, match="there is none"):
         c.receive(x, axis, 1)
     assert world.ledger.lines == {}
-
-
-def bad_scatter(world: World) -> None:
-    c.scatter([torch.zeros(1)], torch.zeros(1), world.everyone)
-
-
-def test_scatter_asks_for_one_tensor_a_rank():
-    """A list of the wrong length is refused on the root, and the others do not wait."""
-    with pytest.raises(RankError, match="takes 2 tensors"):
-        run_threads(2, bad_scatter)
 
 
 def grid(world: World) -> tuple[list[float], list[float], int, int]:

@@ -9,7 +9,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm.world import World
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from tests.engine.cases import regression, settled, share, vectors
 from tests.pool import run_threads
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.comm import disk as module
-from shardwise.comm.disk import Disk, DiskError, Extent
 from shardwise.comm.ledger import Key, Ledger
+from shardwise.comm.tiers import disk as module
+from shardwise.comm.tiers.disk import Disk, DiskError, Extent
 from shardwise.core.chunks import ALIGN_BYTES, CHUNK_NUMEL, aligned
 from shardwise.core.errors import InputError
 
@@ -123,7 +123,7 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path):
     """SIGKILL while states are on the disk: the system frees the file."""
     program = f"""
         import os, signal, torch
-        from shardwise.comm.disk import Disk
+        from shardwise.comm.tiers.disk import Disk
         from shardwise.comm.ledger import Ledger
         disk = Disk({str(tmp_path)!r}, 0, Ledger())
         disk.allocate("x", 2**20, torch.float32)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.comm import excepthook
+from shardwise.comm.start import excepthook
 from shardwise.core.errors import InputError, RankError, bad
+from tests.programs import run_program
 
 SCRIPT = """
 import atexit
@@ -46,10 +47,8 @@ def ran(tmp_path: Path, how: str, where: str) -> subprocess.CompletedProcess[str
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *(launcher if how == "torchrun" else []), str(script), how, where]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
-    )
+    argv = [*(launcher if how == "torchrun" else []), str(script), how, where]
+    return run_program(argv, tmp_path, timeout=60)
 
 
 @pytest.mark.full
@@ -141,8 +140,7 @@ def test_what_torchrun_reports_points_to_the_paragraph(
 @pytest.mark.full
 def test_an_environment_that_is_incomplete_is_one_paragraph():
     """RANK without the rest ends a script without a traceback, and with exit code 2."""
-    environment = os.environ | {"RANK": "x", "WORLD_SIZE": "2"}
-    command = [sys.executable, "-c", "import shardwise as sw; sw.init()"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    program = ["-c", "import shardwise as sw; sw.init()"]
+    done = run_program(program, variables={"RANK": "x", "WORLD_SIZE": "2"})
     assert done.stderr.count("\n") == 1 and "Given: " in done.stderr
     assert done.returncode == 2

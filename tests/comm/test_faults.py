@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from shardwise.comm import ranks
-from shardwise.comm.call_stack import CallStack
-from shardwise.comm.heartbeat import Heartbeat, HeartbeatMonitor, find_hang
-from shardwise.comm.launch import spawn
-from shardwise.comm.limits import Limits, read_limits
 from shardwise.comm.move import all_reduce
-from shardwise.comm.peers import watch_peers
-from shardwise.comm.ranks import death_text, first_cause
-from shardwise.comm.worker import Failure
+from shardwise.comm.start import ranks
+from shardwise.comm.start.call_stack import CallStack
+from shardwise.comm.start.heartbeat import Heartbeat, HeartbeatMonitor, find_hang
+from shardwise.comm.start.launch import spawn
+from shardwise.comm.start.limits import Limits, read_limits
+from shardwise.comm.start.peers import watch_peers
+from shardwise.comm.start.ranks import death_text, first_cause
+from shardwise.comm.start.worker import Failure
 from shardwise.comm.world import init
 from shardwise.core.errors import InputError, RankError
 from tests.comm.test_launch import is_alive
@@ -132,8 +132,8 @@ def test_ranks_that_all_wait_are_told(idle_s: float, left: bool, said: str | Non
 
 def test_a_rank_that_waits_for_its_gpu_waits_for_others(monkeypatch: pytest.MonkeyPatch):
     """NCCL's collectives return at once: it stays in a call, such as `.item()`, with its stack."""
-    monkeypatch.setattr("shardwise.comm.call_stack._GPU_S", 0.05)
-    monkeypatch.setattr("shardwise.comm.call_stack._is_busy", lambda gpu: gpu == 3)
+    monkeypatch.setattr("shardwise.comm.start.call_stack._GPU_S", 0.05)
+    monkeypatch.setattr("shardwise.comm.start.call_stack._is_busy", lambda gpu: gpu == 3)
     release, waits_s = threading.Event(), dict[int | None, float]()
     waiting = threading.Thread(target=release.wait)
     waiting.start()
@@ -187,8 +187,9 @@ def test_a_rank_that_hangs_is_told_with_the_place_of_every_rank(monkeypatch: pyt
         spawn(hang_on_1, 2)
     assert caught.value.rank == 1
     first, last = str(caught.value).splitlines()[-2:]
-    assert "rank 0: " in first and "in hang_on_1 > " in first and "comm/shared.py" in first
-    assert "rank 1: " in last and last.endswith("in hang_on_1")
+    assert "rank 0: " in first and "in hang_on_1 > " in first and "gloo/shared.py" in first
+    assert "rank 1: " in last
+    assert last.endswith("in hang_on_1; its last calls: all_reduce world (start)")
 
 
 def abort_or_linger(folder: Path) -> int:

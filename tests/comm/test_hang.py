@@ -7,9 +7,9 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem
 
-from shardwise.comm import call_stack, heartbeat
-from shardwise.comm.launch import spawn
 from shardwise.comm.move import all_reduce, receive
+from shardwise.comm.start import call_stack, heartbeat
+from shardwise.comm.start.launch import spawn
 from shardwise.comm.world import init
 from shardwise.core.errors import RankError
 

@@ -12,18 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import shared
-from shardwise.comm.launch import launch, spawn
+from shardwise.comm.gloo import shared
 from shardwise.comm.move import all_reduce
-from shardwise.comm.rendezvous import Start, environment, first_host
+from shardwise.comm.start.launch import launch, spawn
+from shardwise.comm.start.rendezvous import Start, environment, first_host
 from shardwise.comm.world import init
 from shardwise.core.errors import InputError, RankError, bad
+from tests.programs import start_program
 
 ROOT = Path(__file__).parents[2]
 START = """
 import sys
-from shardwise.comm.launch import launch
-sys.exit(launch(sys.argv[1:], 2, "tests.comm.program"))
+from shardwise.comm.start.launch import launch
+sys.exit(launch(sys.argv[1:], 2, "tests.comm.program").code)
 """
 
 
@@ -298,7 +299,7 @@ def test_ctrl_c_ends_the_ranks_of_spawn(tmp_path: Path):
 
 def test_launch_passes_on_success(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """When every rank ends well the code is 0, and the launcher says nothing of its own."""
-    assert launch(["end", str(tmp_path)], 2, "tests.comm.program") == 0
+    assert launch(["end", str(tmp_path)], 2, "tests.comm.program").code == 0
     assert capfd.readouterr() == ("", "")
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -306,7 +307,7 @@ def test_launch_passes_on_success(tmp_path: Path, capfd: pytest.CaptureFixture[s
 @pytest.mark.parametrize("what", ["refuse", "refuse-on-1"])
 def test_launch_shows_a_refusal_once(what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """Bad input found by every rank, or only by the second, is one paragraph and exit code 2."""
-    assert launch([what, str(tmp_path)], 2, "tests.comm.program") == 2
+    assert launch([what, str(tmp_path)], 2, "tests.comm.program").code == 2
     said = capfd.readouterr().err
     assert said == "Given: nothing. Allowed: something. Write instead: this.\n"
 
@@ -315,7 +316,7 @@ def test_launch_shows_the_traceback_of_the_rank_that_failed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     """An exception on one rank is shown with that rank's traceback alone, and the code is 1."""
-    assert launch(["raise", str(tmp_path)], 2, "tests.comm.program") == 1
+    assert launch(["raise", str(tmp_path)], 2, "tests.comm.program").code == 1
     said = capfd.readouterr().err
     assert said.startswith("rank 1 failed:\nTraceback")
     assert said.endswith("ArithmeticError: the loss has left the building\n")
@@ -330,7 +331,8 @@ def test_launch_shows_the_traceback_of_the_rank_that_failed(
 def test_launch_forwards_signals(what: str, number: int, code: int, tmp_path: Path):
     """A signal reaches every rank: ranks that save and leave give 0, those that do not 128 + n."""
     pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
-    with started(what, tmp_path) as process:
+    program = ["-c", START, what, str(tmp_path)]
+    with start_program(program, ROOT, {"TMPDIR": str(tmp_path)}) as process:
         wait_for(*pids)
         process.send_signal(number)
         _, said = process.communicate(timeout=60)

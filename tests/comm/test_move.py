@@ -16,7 +16,7 @@ from shardwise.comm.move import (
 )
 from shardwise.comm.world import Axis, World, alone, traced
 from shardwise.core.errors import RankError
-from shardwise.core.layout import I, P, Placement, R, S
+from shardwise.core.layouts.layout import I, P, Placement, R, S
 from shardwise.core.mesh import Mesh
 from shardwise.core.moves import price
 from tests.pool import run_gloo, run_threads

@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from benchmarks.communication_bytes import CommunicationBytes
-from shardwise.comm.gloo import Gloo
+from benchmarks.meters.communication_bytes import CommunicationBytes
+from shardwise.comm.gloo.gloo import Gloo
+from shardwise.comm.gloo.pool import Pool, parts
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.move import begin_sum, start
-from shardwise.comm.pool import Pool, parts
 from shardwise.comm.world import Axis, World
-from shardwise.core.layout import P, R, S
+from shardwise.core.layouts.layout import P, R, S
 from shardwise.core.mesh import Mesh
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.core.pool_size import pool_bytes
-from shardwise.engine.optimizer_spec import SGD
+from shardwise.engine.optimizer.optimizer_spec import SGD
 from shardwise.engine.parallelize import parallelize
 from shardwise.wrap.pipe import Pipe
 from tests.pool import run_gloo

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import shardwise as sw
-from shardwise.comm.gloo import Gloo
-from shardwise.comm.host_numbers import HostNumbers
+from shardwise.comm.gloo.gloo import Gloo
 from shardwise.comm.nccl import Nccl
+from shardwise.comm.tiers.host_numbers import HostNumbers
 from shardwise.comm.transport import Transport
 from shardwise.comm.world import World, counted_axis, world_of
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.models import gpt
 from shardwise.techniques.data.apply import driver_of
 from tests.engine.cases import share, small_gpt, text
@@ -204,7 +204,7 @@ def refused(world: World, backend: str) -> None:
         own = Nccl(axis.transport.group)
         axis = counted_axis("dp", [own], axis.ledger, world.device)
     for call in CALLS.values():
-        with pytest.raises(InputError, match=r"axis dp of a tensor on meta, called by <lambda> \("):
+        with pytest.raises(InputError, match=r"axis dp of a tensor on meta, called by .* \("):
             call(axis.transport, torch.zeros(2, device="meta"))
     assert not axis.ledger.lines
 

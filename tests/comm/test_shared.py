@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.comm import mailbox, shared
-from shardwise.comm.gloo import Gloo
+from shardwise.comm.gloo import mailbox, shared
+from shardwise.comm.gloo.gloo import Gloo
+from shardwise.comm.gloo.mailbox import HEAD
+from shardwise.comm.gloo.shared import SWITCH, Mailboxes, mailbox_bytes, shared_memory_wanted
 from shardwise.comm.ledger import Ledger, Line
-from shardwise.comm.mailbox import HEAD
-from shardwise.comm.shared import SWITCH, Mailboxes, mailbox_bytes, shared_memory_wanted
 from shardwise.comm.torch_links import TorchLinks
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError

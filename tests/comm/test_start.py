@@ -19,11 +19,12 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from shardwise.comm.limits import Limits
-from shardwise.comm.rendezvous import Start
-from shardwise.comm.start import meet
+from shardwise.comm.start.connect import meet
+from shardwise.comm.start.limits import Limits
+from shardwise.comm.start.rendezvous import Start
 from shardwise.core.errors import InputError
-from tests.comm.hosts import HOSTS, two_hosts
+from tests.comm.hosts import HOSTS, joined_hosts, set_link
+from tests.programs import Program, run_program, start_program
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,19 +43,10 @@ def ended(
     A rank that is stopped has no exit code, comes last, and is killed when the others have ended.
     """
     port = free_port()
-    shared = os.environ | {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost"} | variables
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost"} | variables
     shared |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.comm.meeting", what],
-            cwd=ROOT,
-            env=shared | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ranks
-    ]
+    program = ["-m", "tests.comm.meeting", what]
+    started = [start_program(program, ROOT, shared | {"RANK": str(rank)}) for rank in ranks]
     with ExitStack() as stack:
         for process in started:
             stack.enter_context(process)
@@ -88,35 +80,28 @@ def test_a_rank_that_is_lost_ends_all_others(what: str):
 @pytest.mark.full
 def test_a_host_whose_link_is_down_ends_all_ranks():
     """On both sides of the link, those beside the store too, with nobody to kill them."""
-    shared = os.environ | {"WORLD_SIZE": "4", "MASTER_ADDR": HOSTS[0], "SHARDWISE_FROZEN_S": "1"}
-    shared |= {"MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-m", "tests.comm.meeting", "sleep"]
-    with two_hosts() as enters, ExitStack() as stack:
+    shared = {"WORLD_SIZE": "4", "MASTER_ADDR": HOSTS[0], "SHARDWISE_FROZEN_S": "1"}
+    shared |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "eth0"}
+    program = ["-m", "tests.comm.meeting", "sleep"]
+    with joined_hosts(2) as hosts, ExitStack() as stack:
         ranks = [
-            subprocess.Popen(
-                [*enters[rank // 2], *command],
-                cwd=ROOT,
-                env=shared | {"RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+            start_program(program, ROOT, shared | {"RANK": str(rank)}, hosts[rank // 2])
             for rank in range(4)
         ]
         for process in ranks:
             stack.enter_context(process)
             stack.callback(process.kill)
-        assert all(process.stdout and process.stdout.readline() == "met\n" for process in ranks)
+        assert all(process.stdout.readline() == "met\n" for process in ranks)
         time.sleep(2)  # a heartbeat of each
-        subprocess.run([*enters[0], "ip", "link", "set", "eth0", "down"], check=True)
+        set_link(hosts, 1, "down")
         said = [process.communicate(timeout=40)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [1] * 4
     for text in said[:2]:
-        assert re.search(
-            "rank [23] failed: its process .* another host, which is frozen or un", text
-        )
+        found = re.search("rank [23] failed: its process .* another host, (.*), which does n", text)
+        assert found is not None and found[1] == HOSTS[1]
     for text in said[2:]:
-        assert "on rank 0 or in its launcher" in text or "rank 0 failed: its process" in text
+        store = "on rank 0 or in its launcher" in text or "rank 0 failed: its process" in text
+        assert store and f"host, {HOSTS[0]}, " in text and "not answer any more" in text
 
 
 @pytest.mark.full
@@ -128,6 +113,7 @@ def test_a_rank_that_hangs_is_found_by_its_peers():
     assert code == other == 1 and "ends: rank 1 failed: rank 0 has waited for 2 s" in short
     assert said.startswith("rank 1 failed: rank 0 has waited for 2 s")
     assert all(f"rank {rank}: comm/meeting.py:" in said for rank in (0, 1))
+    assert "; its last calls: all_reduce world (start), all_reduce world (start)\n" in said
 
 
 @pytest.mark.full
@@ -276,11 +262,8 @@ def printed(folder: Path, argv: list[str], **variables: str) -> str:
     """What the script prints when Python runs it with these arguments before it."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])} | variables
-    command = [sys.executable, *argv, str(script)]
-    done = subprocess.run(
-        command, check=False, env=environment, cwd=folder, capture_output=True, text=True
-    )
+    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    done = run_program([*argv, str(script)], folder, variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -327,19 +310,12 @@ def test_a_script_runs_unchanged_in_the_environment_of_srun(expected: str, tmp_p
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         assert losses(done.stdout) == {"rank 0 of 2": expected, "rank 1 of 2": expected}
         return
-    job, started = port(), list[subprocess.Popen[str]]()
+    job, started = port(), list[Program]()
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
     step |= {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "MASTER_PORT": port()}
     (tmp_path / "script.py").write_text(SCRIPT)
     for rank in ("0", "1"):
         own = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "PYTHONPATH": str(ROOT)}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, str(tmp_path / "script.py")],
-                env=os.environ | step | own,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
+        started.append(start_program([str(tmp_path / "script.py")], variables=step | own))
     text = "".join(process.communicate(timeout=120)[0] for process in started)
     assert losses(text) == {"rank 0 of 2": expected, "rank 1 of 2": expected}

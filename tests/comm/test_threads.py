@@ -96,7 +96,7 @@ def test_ranks_do_not_write_into_each_others_tensors():
 #: A collection of garbage begins in some calls of `get_state`, and a finalizer switches threads.
 STATES_AND_GARBAGE = """
 import faulthandler, gc, time, torch
-from shardwise.comm.threads import on_threads
+from tests.threads import on_threads
 
 class Cycle:
     def __init__(self):

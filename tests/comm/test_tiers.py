@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.comm import host_memory
-from shardwise.comm.disk import Disk
 from shardwise.comm.ledger import Key, Ledger, Tally
-from shardwise.comm.tiers import Tiers, begin_copy
+from shardwise.comm.tiers import host_memory
+from shardwise.comm.tiers.disk import Disk
+from shardwise.comm.tiers.tiers import Tiers, begin_copy
 from shardwise.comm.world import alone
 from shardwise.core.chunks import ALIGN_BYTES
 from shardwise.core.mesh import Mesh

@@ -15,9 +15,9 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardwise as sw
-from shardwise.comm.gloo import Gloo
+from shardwise.comm.gloo.gloo import Gloo
 from shardwise.comm.move import all_reduce
-from shardwise.comm.rendezvous import local_rank
+from shardwise.comm.start.rendezvous import local_rank
 from shardwise.comm.transport import Links
 from shardwise.comm.world import World, alone, init, traced
 from shardwise.core.errors import InputError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.core.boxes import Box1, boxes
+from shardwise.core.layouts.boxes import Box1, boxes
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.core.errors import InputError, Problem, bad, refusal
-from shardwise.core.plan import Plan
-from shardwise.core.suggest import beside
+from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.suggest import beside
 
 
 def test_bad_is_one_paragraph():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.core.flatten import ALIGN_BYTES, flatten
+from shardwise.core.layouts.flatten import ALIGN_BYTES, flatten
 
 
 @pytest.mark.parametrize(("element_bytes", "ranks"), [(2, 1), (4, 2), (8, 3)])

@@ -3,8 +3,8 @@
 import pytest
 
 from shardwise.core.errors import InputError
-from shardwise.core.plan import Plan
-from shardwise.core.plan_check import problems
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_check import problems
 
 TEXT = "dp4 zero3 | embed,head: tp4 zero1 | blocks.0-2: tp2 dp2 recompute:full"
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.core.layout import I, P, Placement, R, S
+from shardwise.core.layouts.layout import I, P, Placement, R, S
 
 PLACEMENTS = st.one_of(st.sampled_from([R, I, P]), st.integers(0, 4).map(S))
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.errors import InputError
-from shardwise.core.lengths import Lengths
+from shardwise.core.layouts.lengths import Lengths
 
 
 @given(ranks=st.integers(2, 5), lengths=st.lists(st.integers(1, 30)))

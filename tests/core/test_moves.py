@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.core.layout import I, P, Placement, R, S
+from shardwise.core.layouts.layout import I, P, Placement, R, S
 from shardwise.core.moves import price
 
 ALL = (R, I, P, S(0), S(1))

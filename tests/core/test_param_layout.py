@@ -5,13 +5,13 @@ from itertools import product
 
 import pytest
 
-from shardwise.core.layout import I, P, R, S
+from shardwise.core.layouts.layout import I, P, R, S
+from shardwise.core.layouts.param_layout import AxisLayout, Layout
+from shardwise.core.layouts.uneven import Cut, even, packed
 from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
-from shardwise.core.param_layout import AxisLayout, Layout
-from shardwise.core.plan import Plan
-from shardwise.core.uneven import Cut, even, packed
+from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import ROWS, Row
-from shardwise.prediction.memory import PLAIN, held_bytes
+from shardwise.prediction.stored_bytes import PLAIN, held_bytes
 from shardwise.prediction.traffic import by_kind, step_bytes
 
 #: Queries for four ranks, keys for pairs of them: packed in one weight.

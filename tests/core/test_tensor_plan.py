@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.errors import InputError
-from shardwise.core.uneven import Cut
+from shardwise.core.layouts.uneven import Cut
 from shardwise.techniques.tensor.styles import STYLES, ModuleShape, Style
 from shardwise.techniques.tensor.table import Table, assign, bias_cut, cuts, numbers
 

@@ -2,7 +2,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardwise.core.tree import leaves, mapped
+from shardwise.core.tools.tree import leaves, mapped
 
 
 class Point(NamedTuple):

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.core.layout import P, R, S
-from shardwise.core.plan import Plan
+from shardwise.core.layouts.layout import P, R, S
+from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import ALIASES, ROWS, Moment, Row, bytes_per_parameter, step_moves
 
 #: arXiv 1910.02054, table 1: GB a device for 7.5 B, 128 B and 1 T parameters by number of ranks,

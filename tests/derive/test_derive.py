@@ -10,16 +10,14 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.cli.main import main
-from shardwise.core.plan import Plan
 from shardwise.derive.table import Derived, derive_table
-from shardwise.engine.prediction import predict
+from shardwise.engine.predict import predict
 from shardwise.models.registry import find
 from shardwise.techniques.tensor.source import own_table
 from shardwise.techniques.tensor.table import matches
-from shardwise.verify.options import Options, table_in
-from shardwise.verify.parity import prove
-from shardwise.verify.report import Report, report
-from tests.pool import run_gloo
+from shardwise.verify.proof_options import Options, table_in
+from shardwise.verify.report import Report
+from tests.verify.test_command import shortly
 
 HAND = Path(__file__).with_name("models.py")
 MODELS = ["convolution", "recurrent", "encoder_decoder", "packed", "tied"]
@@ -27,6 +25,8 @@ TYPES = [
     *("gpt2", "bloom", "bert", "t5", "llama", "mistral", "qwen3", "gemma2", "phi3", "opt"),
     "gpt_neox",
 ]
+#: Those that tests/derive/test_sequence.py proves under sp, with the same styles.
+SEQUENCE = ["gpt2", "bert", "llama", "mistral", "qwen3", "gemma2", "gpt_neox"]
 #: Modules that are sharded of each: every pair of layers, and the vocabulary.
 MODULES = {
     "convolution": "embed, body.after.up, body.after.down, head",
@@ -36,14 +36,13 @@ MODULES = {
 }
 
 
-def derived(name: str, ranks: int = 2) -> Derived:
+def derived(name: str, ranks: int = 2, *, sp: bool = False) -> Derived:
     found = find(name)
-    return derive_table(found.build(), found.batch(2, 0), ranks, found.loss)
+    return derive_table(found.build(), found.batch(2, 0), ranks, found.loss, sp=sp)
 
 
 def proved(name: str, table: sw.Table, ranks: int = 2) -> Report:
-    plan = Plan.parse(f"tp{ranks} fp64")
-    return report(plan, name, run_gloo(ranks, prove, plan, name, 2, Options(table=table)))
+    return shortly(f"tp{ranks} fp64", name, Options(table=table))
 
 
 @pytest.mark.cases(1)
@@ -75,7 +74,10 @@ def test_the_table_of_an_architecture_holds_and_sends_no_more_than_its_own(kind:
     if own is not None:
         shipped = predict(model, "tp2", trainable.batch(2, 0), loss=trainable.loss, table=own)
         assert found.sent_bytes <= sum(n for line, n in shipped.sent().items() if line.axis == "tp")
-    assert proved(f"hf:{kind}", found.table).holds
+    if kind in SEQUENCE:
+        assert found.table.styles == derived(f"hf:{kind}", sp=True).table.styles
+    else:
+        assert proved(f"hf:{kind}", found.table).holds
 
 
 @pytest.mark.full

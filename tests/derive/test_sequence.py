@@ -3,14 +3,9 @@
 import pytest
 
 from shardwise.core.errors import InputError
-from shardwise.core.plan import Plan
-from shardwise.derive.table import derive_table
-from shardwise.models.registry import find
-from shardwise.verify.options import Options
-from shardwise.verify.parity import prove
-from shardwise.verify.report import report
-from tests.derive.test_derive import HAND, run
-from tests.pool import run_gloo
+from shardwise.verify.proof_options import Options
+from tests.derive.test_derive import HAND, SEQUENCE, derived, run
+from tests.verify.test_command import shortly
 
 ENTRIES = {
     f"{HAND}:tied": {"embed": "vocabulary:sequence", "norm": "sequence"},
@@ -29,22 +24,18 @@ ENTRIES = {
         "norm": "sequence",
     },
 }
-TYPES = ["gpt2", "bert", "llama", "mistral", "qwen3", "gemma2", "gpt_neox"]
 
 
 def holds(name: str, ranks: int = 2) -> bool:
-    found = find(name)
-    table = derive_table(found.build(), found.batch(2, 0), ranks, found.loss, sp=True).table
-    plan = Plan.parse(f"tp{ranks} sp fp64")
-    return report(plan, name, run_gloo(ranks, prove, plan, name, 2, Options(table=table))).holds
+    table = derived(name, ranks, sp=True).table
+    return shortly(f"tp{ranks} sp fp64", name, Options(table=table)).holds
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ENTRIES)
 def test_the_entries_are_derived(name: str):
     """The embedding or a module splits the stream, norms act on shards, attention gathers."""
-    found = find(name)
-    table = derive_table(found.build(), found.batch(2, 0), 2, found.loss, sp=True).table
+    table = derived(name, sp=True).table
     assert dict(table.sequence) == ENTRIES[name]
 
 
@@ -56,7 +47,7 @@ def test_a_model_written_by_hand_holds(name: str):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", SEQUENCE)
 def test_an_architecture_holds(kind: str):
     """Parity, bytes and memory of tp2 sp, of models of transformers."""
     pytest.importorskip("transformers")
@@ -73,9 +64,8 @@ def test_an_architecture_holds(kind: str):
 )
 def test_what_is_not_understood_is_refused(name: str, why: str):
     """With the operation or the module that is in the way."""
-    found = find(f"{HAND}:{name}")
     with pytest.raises(InputError, match=f"^Given: sp of a .*{why}"):
-        derive_table(found.build(), found.batch(2, 0), 2, found.loss, sp=True)
+        derived(f"{HAND}:{name}", sp=True)
 
 
 @pytest.mark.full

@@ -6,8 +6,6 @@ and on at most two ranks; what is for several hosts is read by torchrun's own pa
 
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -18,6 +16,7 @@ from torch.distributed.run import get_args_parser
 from shardwise.cli.main import main
 from tests.docs.pages import PAGES, ROOT, blocks, file_of
 from tests.migrate.test_migrate import DEEPSPEED, LAUNCHED, TITAN, titan, written
+from tests.programs import run_program
 from tests.train.test_pretrained import folder as small_model
 
 #: What a page has for other machines, and what stands for it here.
@@ -27,6 +26,11 @@ HERE = {
     "/data": ".",
     "dp4 zero3 bf16. --model gpt:small": "dp2 zero3' --model gpt:tiny",
 }
+#: What is smaller here of a run, and of the model of an example.
+SHORT = {"train.warmup": 4, "sample.tokens": 8}
+SMALL = {"model.layers": 2, "model.width": 32, "model.hidden": 48, "model.sequence": 32}
+#: What is proved and measured where a command names no model.
+MODEL = f"{ROOT}/tests/verify/small.py:build"
 #: The plan of a command that a page shows to fail.
 WRONG = "dp2 zero4"
 
@@ -57,7 +61,8 @@ def callback_before(folder: Path) -> None:
 def script_before(folder: Path) -> None:
     """A script that starts under every launcher, and a configuration."""
     (folder / "train.py").write_text("import shardwise as sw\n\nprint(sw.init())\n")
-    (folder / "config.toml").write_text((ROOT / "examples/quickstart.toml").read_text())
+    text = (ROOT / "examples/quickstart.toml").read_text()
+    (folder / "config.toml").write_text(text.replace("runs/quickstart", "runs/config"))
 
 
 def others_before(folder: Path) -> None:
@@ -87,19 +92,21 @@ BEFORE: dict[str, Callable[[Path], None]] = {
 
 
 def here(argv: list[str]) -> list[str]:
-    """The words of a command, for this machine: of a run, few steps."""
+    """The words of a command, for this machine: of a run, few steps of a small model."""
     line = shlex.join(argv)
     for there, own in HERE.items():
         line = re.sub(rf"{there}\b", own, line)
     found = shlex.split(line)
+    if "--model" not in found and (found[0] == "verify" or "--measure" in found):
+        found += ["--model", MODEL]
     if "train" not in found or "--dry-run" in found:
         return found
     if any("/mnt/nvme" in word or "billion" in word for word in found):
         return [*found, "--dry-run"]
+    changed = SHORT | ({} if "--model" in found or "run.toml" in found else SMALL)
     if not re.search(r"train\.steps=\d\d\b", line):
-        steps = 16 if "--resume" in found else 12
-        found += ["--set", f"train.steps={steps}", "--set", "train.warmup=4"]
-    return found
+        changed = {"train.steps": 16 if "--resume" in found else 12} | changed
+    return [*found, *(word for key, n in changed.items() for word in ("--set", f"{key}={n}"))]
 
 
 def run(folder: Path, program: str, argv: list[str]) -> None:
@@ -117,8 +124,7 @@ def run(folder: Path, program: str, argv: list[str]) -> None:
         assert end.value.code == (2 if WRONG in argv else 0), argv
     else:
         module = ["-m", "torch.distributed.run"] if program == "torchrun" else []
-        command = [sys.executable, *module, *argv]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        done = run_program([*module, *argv])
         assert done.returncode == 0, (argv, done.stdout[-2000:], done.stderr[-3000:])
 
 
@@ -129,7 +135,6 @@ def test_the_commands_of_a_page_run(
 ) -> None:
     """Each as it stands; files that the page shows are written before what follows them."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "docs/figures").mkdir(parents=True)

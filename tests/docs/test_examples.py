@@ -2,11 +2,8 @@
 
 import argparse
 import inspect
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 
 from tests.docs.pages import ROOT
+from tests.programs import run_program
 
 
 @pytest.mark.full
@@ -54,10 +52,6 @@ def test_a_model_of_transformers_from_a_configuration_and_from_a_folder_to_weigh
 def _run(folder: Path, *argv: str, script: str = "train.py") -> str:
     """What an example prints when it is called so, in a folder of its own."""
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, str(ROOT / "examples" / script), *argv]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, check=False, cwd=folder, env=environment, capture_output=True, text=True
-    )
+    done = run_program([str(ROOT / "examples" / script), *argv], folder)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import os
 import re
 import shlex
 import subprocess
@@ -14,14 +13,15 @@ from typing import Any
 import pytest
 
 import shardwise as sw
-from benchmarks.roster import SUITES
+from benchmarks.contenders.roster import SUITES
 from docs.measured import FILES, read
 from shardwise.cli.main import with_resume_value
 from shardwise.core.mesh import AXES
-from shardwise.core.plan import WORDS, Plan, words_table
-from shardwise.core.plan_check import problems
+from shardwise.core.plan.plan import WORDS, Plan, words_table
+from shardwise.core.plan.plan_check import problems
 from tests import surface
 from tests.docs.pages import DOCS, PAGES, ROOT, Block, blocks, text_of
+from tests.programs import run_program
 
 #: What differs from machine to machine: errors of rounding, and the time a prediction takes.
 VARIES = re.compile(r"[0-9.]+e[+-][0-9]+|Computed in [0-9,.]+ ms")
@@ -37,11 +37,7 @@ INTERNAL = re.compile(
 
 def ran(folder: Path, argv: list[str], code: int = 0) -> str:
     """What a command prints, 100 columns wide."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-    command = [sys.executable, "-m", "shardwise.cli.main", *argv]
-    done = subprocess.run(
-        command, check=False, cwd=folder, env=environment, capture_output=True, text=True
-    )
+    done = run_program(["-m", "shardwise.cli.main", *argv], folder, {"COLUMNS": "100"})
     assert done.returncode in (0, code), done.stderr
     return done.stdout or done.stderr
 
@@ -168,8 +164,7 @@ def test_what_replaces_another_system_runs_as_shown() -> None:
     lines = [[line[2:] for line in b.splitlines() if not line.startswith("-")] for b in shown]
     programs = ["\n".join(block) for block in lines]
     code = f"for program in {programs!r}: exec(program, {{}})"
-    command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, check=False, capture_output=True)
+    done = run_program(["-W", "error", "-c", code])
     assert done.returncode == 0, done.stderr
 
 
@@ -188,16 +183,16 @@ def test_the_words_say_what_is_to_come() -> None:
 def word_of(text: str) -> str:
     """A plan word without its number or value: dp2 and dpN are dp, zero1 stays."""
     name = text.partition(":")[0]
-    return next((axis for axis in AXES if re.fullmatch(f"{axis}(N|[0-9]+)", name)), name)
+    return next((axis for axis in (*AXES, "cp") if re.fullmatch(f"{axis}(N|[0-9]+)", name)), name)
 
 
 def test_the_readme_has_twelve_of_the_plan_words() -> None:
-    """Each is a word that this version runs."""
+    """Each is a word of the table."""
     section = text_of("README.md").partition("## Plan words")[2].partition("\n## ")[0]
     shown = re.findall(r"^\| (`.+`) \| .+ \|$", section, re.MULTILINE)
     assert len(shown) == 12
     words = " ".join(re.findall("`([^`]+)`", " ".join(shown))).split()
-    known = {word_of(word.form) for word in WORDS if not word.later} | {"fsdp"}
+    known = {word_of(word.form) for word in WORDS} | {"fsdp"}
     assert {word_of(word) for word in words} <= known
     for word in words:
         Plan.parse(word)
@@ -212,7 +207,7 @@ def test_the_data_of_measurements_are_tables(name: str) -> None:
     for run in data["run"]:
         assert all(len(row) == len(run["columns"]) for row in run["rows"])
         for suite in re.findall(r"python -m benchmarks (\w+)", run["command"]):
-            assert suite in (*SUITES, "update", "disk")
+            assert suite in (*SUITES, "update", "disk", "foresight")
         for file in re.findall(r"examples/\S+", run["command"]):
             assert (ROOT / file).is_file()
 

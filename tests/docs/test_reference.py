@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import shardwise as sw
 from docs.docstrings import markdown, rows
 from docs.reference import ENGINE, MEMBERS, PAGES, WORLD
-from shardwise.comm.limits import Limits
+from shardwise.comm.start.limits import Limits
 from shardwise.comm.world import alone
 from shardwise.engine.options import EngineOptions
 from shardwise.train.config import Config
-from shardwise.train.metrics import Record
+from shardwise.train.measure.metrics import Record
 from tests.docs.pages import DOCS, ROOT, text_of
 
 REFERENCE = "docs/reference"
@@ -69,7 +69,7 @@ def test_every_key_has_a_meaning() -> None:
 def test_the_variables_are_those_that_the_package_reads() -> None:
     """Each with its default; the launcher's own mark is not for users."""
     page = text_of(f"{REFERENCE}/environment.md")
-    shown = dict(re.findall(r"^\| `(SHARDWISE_\w+)` \| (\d+) \|", page, re.MULTILINE))
+    shown = dict(re.findall(r"^\| `(SHARDWISE_\w+)` \| (\S+) \|", page, re.MULTILINE))
     source = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "shardwise").rglob("*.py"))
     known = set(re.findall(r"SHARDWISE_[A-Z_]+[A-Z]", source)) - {"SHARDWISE_LAUNCHER"}
     assert set(shown) == known

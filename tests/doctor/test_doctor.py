@@ -1,6 +1,5 @@
 import json
 import time
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +10,23 @@ import torch
 
 from shardwise.cli.doctor import examine
 from shardwise.cli.main import main
-from shardwise.comm import disk_bandwidth, move
-from shardwise.comm.world import Axis, World
+from shardwise.comm import move
+from shardwise.comm.tiers import disk_bandwidth
+from shardwise.comm.world import Axis, World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
-from shardwise.doctor import textbook
+from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.tape import Operation
+from shardwise.doctor import collective_checks as textbook
+from shardwise.doctor import device_speed
+from shardwise.doctor.device_speed import DeviceSpeed
 from shardwise.doctor.diagnosis import Diagnosis, RankDiagnosis
 from shardwise.doctor.machine import links, look
-from shardwise.doctor.timing import PAIR_ELEMENTS, TIMED, Timing, fit, fits, slow_ranks
+from shardwise.doctor.measured_cluster import measured_cluster
+from shardwise.doctor.timing import PAIR_ELEMENTS, TIMED, Timing, fit, slow_ranks
+from shardwise.prediction.time.kernel_seconds import operation_s
+from shardwise.prediction.time.network import Network
+from shardwise.prediction.traffic import Counted, TrafficLine
 from tests.pool import run_gloo, run_threads
 
 CPU = torch.device("cpu")
@@ -176,30 +184,77 @@ def test_four_processes_are_examined(four: Diagnosis) -> None:
     assert "12 collectives are right" in four.text()
 
 
-def test_what_is_saved_can_be_read(four: Diagnosis) -> None:
-    """The TOML has each line's numbers; the JSON object says whether all holds."""
-    with_disk = replace(four, disk=disk_bandwidth.DiskBandwidth("/data", 1e8, 2e9, 3e8))
-    read = tomllib.loads(with_disk.toml())
-    assert read["mesh"] == "dp2 tp2" and read["ranks"] == 4 and read["disk"]["folder"] == "/data"
-    for one in fits(four.timings):
-        saved = read["links"][one.axis][one.collective]
-        assert saved["latency_s"] == pytest.approx(one.latency_s, rel=1e-3)
-        assert saved.get("bytes_per_s", 0) == pytest.approx(one.bytes_per_s or 0, rel=1e-3)
-    assert json.loads(json.dumps(with_disk.object()))["holds"] is True
+SPEED = DeviceSpeed("cpu", {"fp32": [(1e6, 5e9), (1e8, 9e10)]}, 3e10, 6e-6, 1e-3, 0.2, None)
+
+
+def with_speed(found: Diagnosis) -> Diagnosis:
+    """The diagnosis with devices that were measured."""
+    ranks = [replace(each, device=SPEED) for each in found.findings]
+    return replace(found, findings=ranks, disk=disk_bandwidth.DiskBandwidth("/", 1e8, 2e9, 3e8))
+
+
+def test_a_measured_cluster_gives_its_measurements_back(four: Diagnosis) -> None:
+    """The line of each collective on the first axis, the rates of products, nothing derated."""
+    found = measured_cluster(with_speed(four))
+    network = Network(found, Plan.parse("dp2 tp2"), 0)
+    for line in four.fits[: len(TIMED)]:
+        message = Counted()
+        message[TrafficLine(line.axis, line.collective, "")] = 10**6
+        message.messages.update(dict.fromkeys(message, 1))
+        assert network.seconds(message)["dp"] == pytest.approx(
+            line.seconds(10**6), rel=1e-3, abs=1e-6
+        )
+    assert found.flops_per_s("fp32", 1e6) == 5e9 and found.flops_per_s("fp32") == 9e10
+    assert found.flops_per_s("fp32", 5.05e7) == pytest.approx(4.75e10, rel=0.01)
+    assert found.bytes_per_s == 3e10 and found.disk is not None
+    product = Operation("", False, "float32", 10**8, 10**8, 0)
+    assert operation_s(product, found) == pytest.approx(1e8 / 9e10 + 6e-6)
+    with pytest.raises(InputError, match="plan of 8 ranks, with a cluster that was measured on 4"):
+        Network(found, Plan.parse("dp8"), 0)
+
+
+def test_hosts_without_a_link_inside_are_refused(four: Diagnosis) -> None:
+    """The mesh to measure has an axis within hosts."""
+    ranks = [
+        replace(each, machine=replace(each.machine, host_number=1 + n % 2))
+        for n, each in enumerate(with_speed(four).findings)
+    ]
+    crossing = replace(four, findings=ranks, mesh="dp2 tp2")
+    with pytest.raises(InputError, match="Write instead: --mesh 'dp2 tp2'"):
+        measured_cluster(replace(crossing, findings=[ranks[0], ranks[1], ranks[3], ranks[2]]))
+
+
+def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a world of one: rates of products by their FLOPs, and no link."""
+    monkeypatch.setattr(device_speed, "ROUND_S", 0.0)
+    monkeypatch.setattr(device_speed, "PRODUCTS", {"cpu": (8, 16)})
+    monkeypatch.setattr(device_speed, "ELEMENTS", {"cpu": 2**10})
+    found = device_speed.measure_device(alone())
+    assert [flops for flops, _ in found.products["bf16"]] == [2 * 8**3, 2 * 16**3]
+    assert min(rate for pairs in found.products.values() for _, rate in pairs) > 0
+    assert found.memory_bytes_per_s > 0 and found.launch_s > 0 and found.overlap == 1.0
 
 
 def test_the_command_prints_and_saves(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    four: Diagnosis, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks: exit code 0, one JSON object, a file that reads back."""
-    monkeypatch.setattr("shardwise.cli.doctor.MOST_BYTES", 2**20)
+    """Exit code 0, one JSON object, and the file that `predict --cluster` reads."""
+    monkeypatch.setattr("shardwise.cli.doctor.spawn", lambda *_: with_speed(four).findings)
     toml = tmp_path / "cluster.toml"
     with pytest.raises(SystemExit) as end:
-        main(["doctor", "--nproc", "2", "--json", "--save", str(toml)])
+        main(["doctor", "--mesh", "dp2 tp2", "--json", "--save", str(toml)])
     assert end.value.code == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["ranks"] == 2 and printed["mesh"] == "dp2"
-    assert set(tomllib.loads(toml.read_text())["links"]["dp"]) == set(TIMED)
+    assert printed["ranks"] == 4 and printed["mesh"] == "dp2 tp2" and printed["holds"]
+    with pytest.raises(SystemExit):
+        main(["predict", "dp2 zero3 fp32", "--cluster", str(toml), "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["step_time"]["update_s"] > SPEED.step_s
+    assert set(told["seconds"]) == set(told["bytes"])
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", "--mesh", "dp2 tp2", "--save", "/dev/full"])
+    assert end.value.code == 2
+    assert "--save /dev/full, which cannot be written (No space" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -212,6 +267,8 @@ def test_the_command_prints_and_saves(
         (["--device", "gpu"], "--device"),
         (["--disk", "/no/such/folder"], "--disk /no/such/folder"),
         (["--save", "/no/such/folder/c.toml"], "--save cluster.toml"),
+        (["--save", f"{__file__}/c.toml"], "which cannot be written (Not a directory)"),
+        (["--save", "c" * 300], "which cannot be written (File name too long)"),
     ],
 )
 def test_bad_input_is_one_paragraph(argv: list[str], text: str, capsys: Any) -> None:

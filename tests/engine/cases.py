@@ -14,17 +14,17 @@ from torch.utils._pytree import tree_map
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.engine.batch import rows
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.prediction import Predictor
+from shardwise.engine.predict import Predictor
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 from shardwise.observe.kernels import Kernels
 from shardwise.techniques.expert.moves import Loads
-from shardwise.verify.loads import Choices
-from shardwise.verify.oracles import microbatches_of
+from shardwise.verify.oracles.loads import Choices
+from shardwise.verify.oracles.oracles import microbatches_of
 
 ROWS = ["ddp", "zero1", "zero2", "zero3"]
 HYBRID = [f"dp_replicate2 dp_shard2 {row}" for row in ROWS[1:]]
@@ -168,6 +168,7 @@ def predictor(rank: int, ranks: int, task: Task, case: Case, kernels: Kernels = 
         EngineOptions(
             optimizer=sw.Optim(case.kind, **case.options),
             loss=task.loss,
+            tokens=task.tokens,
             clip=case.clip,
             units=case.units,
             kernels=kernels,

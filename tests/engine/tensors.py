@@ -1,6 +1,6 @@
 """A training, and the comparison of every rank's pieces with one process's whole."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,12 +12,14 @@ from torch.utils._pytree import tree_map
 from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.world import World
 from shardwise.core.memory_table import by_tier
-from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
+from shardwise.engine.state.box import Box
 from shardwise.engine.training import Metrics
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 from shardwise.prediction.traffic import TrafficLine
+from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.techniques.expert.apply import ExpertLayout
 from tests.engine.cases import (
     CONFIG,
     Case,
@@ -129,7 +131,7 @@ def run(world: World, task: Task, case: Case, share_of: Callable[..., Any] = min
 def train(world: World, task: Task, case: Case, share_of: Callable[..., Any] = mine) -> Held:
     """The same, with the predictions of what is sent and held beside it."""
     engine, held, theory = build(world, task, case), Held(), foreseen(world, task, case)
-    experts = engine.sharded.experts.routes
+    experts = engine.sharded.of(ExpertLayout).mixes
     loads = oracle(task, case).loads if experts else [()] * case.steps
     for step in range(case.steps):
         held.step(engine, own := share_of(engine, task.batch(step)))
@@ -204,3 +206,18 @@ def assert_counted(ranks: list[Held]) -> None:
         for measured, predicted in held.bytes:
             assert measured == predicted
         assert held.memory[0] == held.memory[1]
+
+
+def full_parameters(flats: Sequence[Flat]) -> dict[str, Tensor]:
+    """Every full parameter by name, as new tensors; gathers one flat parameter at a time."""
+    found: dict[str, Tensor] = {}
+    for flat in flats:
+        was_sharded = flat.is_sharded
+        flat.unshard()
+        for name, p in zip(flat.names, flat.params, strict=True):
+            tiles = [found[name]] if name in found else []  # of its rows, in their order
+            found[name] = torch.cat([*tiles, p.detach()]) if tiles else p.detach().clone()
+        if was_sharded:
+            flat.reshard()
+            flat.to_sharded()
+    return found

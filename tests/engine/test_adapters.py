@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-import shardwise as sw
 from shardwise.core.errors import InputError
-from shardwise.models import hf
+from shardwise.models import hf, user
 from shardwise.techniques.tensor.source import shapes, table_of
 from shardwise.techniques.tensor.table import assign
+from tests.verify.test_command import shortly
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -55,8 +55,8 @@ def build(name: str, options: dict[str, Any]) -> Any:
 @pytest.mark.filterwarnings("ignore:.*fan_in_fan_out:UserWarning")
 def test_adapters_train_as_on_one_process(name: str, options: dict[str, Any], plan: str) -> None:
     """Loss, gradients, weights, bytes and memory hold under tensor parallelism, sp and zero3."""
-    report = sw.verify(partial(build, name, options), plan)
-    assert report.holds, str(report)
+    found = shortly(f"{plan} fp64", user.of_function("adapted", partial(build, name, options)))
+    assert found.holds, found
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.observe.timeline import measuring
-from shardwise.observe.trace import MemoryRecorder
+from shardwise.observe.allocation_trace import MemoryRecorder
+from shardwise.observe.measured_timeline import measuring
 from shardwise.prediction.first_fit import LONG, AllocationTrace, placed, run
 from tests.engine.cases import Case, build
 from tests.engine.tensors import (

@@ -11,7 +11,7 @@ from torch.func import functional_call
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.core.structure import Structure
+from shardwise.core.tools.structure import Structure
 from tests.engine.cases import difference, settled, squares
 from tests.engine.loops import rows
 from tests.pool import run_threads

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import RankError
-from shardwise.engine.state_dict import full_parameters
 from tests.engine.cases import difference, refusal, squares
 from tests.engine.loops import rows, wrap
+from tests.engine.tensors import full_parameters
 from tests.engine.zoo import make
 from tests.pool import run_gloo, run_threads
 

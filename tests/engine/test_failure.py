@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm.launch import spawn
+from shardwise.comm.start.launch import spawn
 from shardwise.comm.world import World, init
 from shardwise.core.errors import InputError, RankError
 from tests.engine import pipelines

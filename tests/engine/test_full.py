@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.core.plan import Plan
-from shardwise.engine import full
+from shardwise.core.plan.plan import Plan
+from shardwise.engine.state import full
 from tests.engine import loops
 from tests.engine.cases import Case, build, difference, oracle, settled, share
 from tests.engine.loops import wrap

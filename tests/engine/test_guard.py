@@ -10,10 +10,11 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import NonFiniteError
-from shardwise.engine import guard, updating
+from shardwise.engine.checks import guard
 from shardwise.engine.engine import Engine
+from shardwise.engine.optimizer import updating
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.prediction import Predictor
+from shardwise.engine.predict import Predictor
 from shardwise.prediction.traffic import TrafficLine
 from tests.engine.cases import ranks_of, regression, text, vectors
 from tests.engine.pipelines import deep

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.models import gpt
 from shardwise.techniques.layers.apply import exchange_of
 from shardwise.techniques.layers.exchange import RowExchange, between

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.tiers import begin_copy
+from shardwise.comm.tiers.tiers import begin_copy
 from shardwise.comm.world import World, alone
-from shardwise.core.garbage import collect
-from shardwise.engine.optimizer_spec import AdamW
+from shardwise.core.tools.garbage import collect
+from shardwise.engine.optimizer.optimizer_spec import AdamW
 from shardwise.engine.parallelize import parallelize
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.registry import of_gpt
 from shardwise.observe.live import Live, Stray
 from shardwise.observe.meter import Meter
-from shardwise.techniques.data import flat_parameter
-from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.flat import flat_parameter
+from shardwise.techniques.data.flat.flat_parameter import Flat
 from tests.engine.cases import ranks_of
 from tests.pool import run_gloo, run_threads
 from tests.predict.model import batch, engine

@@ -12,11 +12,10 @@ import shardwise as sw
 from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError
 from shardwise.engine.engine import Engine
-from shardwise.engine.state_dict import full_parameters
 from shardwise.models import gpt
 from shardwise.models.initial import fill, initial
 from tests.engine.cases import CONFIG, PLANS, ranks_of, squares, text
-from tests.engine.tensors import SHAPES, Piece, assert_pieces, mine, pieces
+from tests.engine.tensors import SHAPES, Piece, assert_pieces, full_parameters, mine, pieces
 from tests.engine.zoo import Block, Stack
 from tests.pool import run_gloo, run_threads
 

@@ -9,13 +9,12 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.engine.engine import Engine
-from shardwise.engine.state_dict import full_parameters
-from shardwise.verify.oracle import Oracle
-from shardwise.verify.oracles import oracles_of
+from shardwise.verify.oracles.oracle import Oracle
+from shardwise.verify.oracles.oracles import oracles_of
 from tests.engine.cases import Case, Task, build, difference
-from tests.engine.tensors import mine
+from tests.engine.tensors import full_parameters, mine
 from tests.pool import run_threads
 
 TASK = Task()

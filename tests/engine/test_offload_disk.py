@@ -12,12 +12,12 @@ import pytest
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm.disk import THREADS, DiskError
-from shardwise.comm.disk_use import Used
+from shardwise.comm.tiers.disk import THREADS, DiskError
+from shardwise.comm.tiers.disk_use import Used
 from shardwise.comm.world import World
 from shardwise.core.chunks import reserved_bytes
 from shardwise.observe.meter import Meter
-from shardwise.train.disk_share import StepsOnDisk, disk_line
+from shardwise.train.measure.disk_line import disk_line
 from tests.engine.cases import Case, Task, build, oracle, rows_task, settled, tied_gpt, vectors
 from tests.engine.pipelines import task
 from tests.engine.tensors import Held, assert_parity, holds, mine
@@ -154,16 +154,19 @@ def slow_down(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def waiting(world: World, plan: str) -> tuple[Held, Used, int, str]:
     """A training, its use of the disk, the number of chunks of the rank's states, and the words."""
     engine, held = build(world, SLOW, Case(plan, clip=0.5)), Held()
-    steps = StepsOnDisk(engine)
+    disk = engine.disk
+    assert disk is not None
+    disk.sync()
+    before = disk.use.so_far
     for step in range(3):
         held.step(engine, mine(engine, SLOW.batch(step)))
-    used, disk = steps.use_in_steps(), engine.disk
-    assert disk is not None
+    disk.sync()
+    used = disk.use.so_far - before
     assert disk.free == disk.buffers - 1  # the one that widens gradients is kept
     chunks = sum(extent.chunks for extent in disk.extents)
     unused_bytes = os.fstat(disk.file).st_size - sum(engine.disk_memory().values())
     assert 0 <= unused_bytes < PAGE_BYTES * len(disk.extents)
-    return held.ended(engine), used, chunks, disk_line(steps, 2**20)
+    return held.ended(engine), used, chunks, disk_line(engine)
 
 
 @pytest.mark.parametrize("plan", ["dp2 zero2 offload:optim@disk", "dp2 zero3 offload:param@disk"])
@@ -179,5 +182,5 @@ def test_a_slow_disk_is_waited_for(plan: str, monkeypatch: pytest.MonkeyPatch):
     for _, used, chunks, words in found:
         assert used.busy_s >= 3 * chunks * DELAY_S / THREADS  # each chunk is read in each step
         assert used.waited_s > 0 < used.updated_s
-        assert words == "" or re.search(r"they waited \d+\.\d of \d+\.\d s for it$", words)
+        assert words == "" or re.search(r"they waited \d+\.\d s for it$", words)
     assert {*made} == {"preadv", "pwritev"}

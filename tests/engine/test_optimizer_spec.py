@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 import shardwise as sw
 from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError
-from shardwise.engine.elementwise import ELEMENTWISE, works_on_pieces
-from shardwise.engine.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer.elementwise import ELEMENTWISE, works_on_pieces
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from tests.checkpoint.own import Own
 from tests.engine.cases import regression, settled, vectors
 from tests.engine.loops import rows
@@ -193,16 +193,20 @@ class Signed(Optimizer):
 BAD: dict[str, tuple[Callable[[], OptimizerSpec], str]] = {
     "a rate below zero": (lambda: sw.AdamW(lr=-1), r"sw\.AdamW\(lr=-1\).*Invalid learning rate"),
     "no number": (lambda: sw.AdamW(lr=float("nan")), "Invalid learning rate: nan"),
-    "a rate in words": (lambda: sw.SGD(lr="fast"), r"sw\.SGD\(lr='fast'\), which SGD refuses"),
-    "an unknown option": (lambda: sw.AdamW(nonsense=1), "the options of AdamW: lr, betas, eps"),
+    "a rate in words": (lambda: sw.SGD(lr="fast"), r"sw\.SGD\(lr='fast'\), which SGD refuses"),  # type: ignore[arg-type]
+    "an unknown option": (lambda: sw.AdamW(nonsense=1), "the options of AdamW: lr, betas, eps"),  # type: ignore[arg-type]
     "betas": (lambda: sw.Adam(betas=(1.5, 2)), "Invalid beta parameter"),
-    "one beta": (lambda: sw.Adam(betas=(0.9,)), "which Adam refuses"),
-    "no pair": (lambda: sw.Adam(betas=0.9), "which Adam refuses"),
+    "one beta": (lambda: sw.Adam(betas=(0.9,)), "which Adam refuses"),  # type: ignore[arg-type]
+    "no pair": (lambda: sw.Adam(betas=0.9), "which Adam refuses"),  # type: ignore[arg-type]
     "together": (lambda: sw.SGD(lr=0.1, nesterov=True), "Nesterov momentum requires"),
     "of a group": (lambda: sw.SGD(lr=0.1, groups={"*": {"lr": -1}}), "Invalid learning rate: -1"),
     "slip in a group": (
         lambda: sw.AdamW(groups={"*.bias": {"weight_deacy": 0}}),
-        "the options of AdamW: lr, betas",
+        r"the options of AdamW: lr, betas.*Write instead: sw\.AdamW\(weight_decay=0\)",
+    ),
+    "a slip": (
+        lambda: sw.SGD(lr=0.1, momentun=0.9),  # type: ignore[call-arg]
+        r"Write instead: sw\.SGD\(momentum=0\.9\)",
     ),
     "a rate in the wrong place": (lambda: sw.AdamW(3e-4), "groups=0.0003"),  # type: ignore[arg-type]
     "parameters": (lambda: sw.AdamW(nn.Linear(2, 2).parameters()), "groups=<generator"),  # type: ignore[arg-type]

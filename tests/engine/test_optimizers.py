@@ -9,7 +9,7 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.comm.world import traced
 from shardwise.core.errors import InputError
-from shardwise.engine.lion import Lion
+from shardwise.engine.optimizer.lion import Lion
 from shardwise.models import gpt
 from tests.engine.cases import (
     Case,

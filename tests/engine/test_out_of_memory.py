@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.engine.out_of_memory import explained, ran_out
+from shardwise.engine.checks.out_of_memory import explained, ran_out
 from shardwise.observe.meter import Meter
 from shardwise.train import loop
 from tests.engine.cases import share

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_map
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import RankError
-from shardwise.core.plan import Plan
-from shardwise.core.plan_schedule import schedule_of
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_schedule import schedule_of
 from shardwise.engine.engine import Engine
 from tests.engine.cases import Case, Task, oracle, settled, text
 from tests.engine.pipelines import ADAMW, MODELS, SGD, task

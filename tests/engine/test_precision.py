@@ -14,9 +14,9 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm.world import World
-from shardwise.engine.full import full_state_dict
-from shardwise.engine.norm import ROW, squared_norm
-from shardwise.engine.scale import LossScale
+from shardwise.engine.optimizer.norm import ROW, squared_norm
+from shardwise.engine.optimizer.scale import LossScale
+from shardwise.engine.state.full import full_state_dict
 from tests.engine.cases import (
     ROWS,
     Case,

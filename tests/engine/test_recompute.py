@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.mesh import Mesh
-from shardwise.core.tape import SMALL_BYTES
+from shardwise.core.tools.tape import SMALL_BYTES
 from shardwise.models import gpt
 from shardwise.observe.meter import Meter
 from shardwise.techniques.recompute.partitioned import Inputs

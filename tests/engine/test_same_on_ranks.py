@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import shardwise as sw
-from shardwise.comm.host_numbers import HostNumbers
+from shardwise.comm.tiers.host_numbers import HostNumbers
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.prediction import Predictor
+from shardwise.engine.predict import Predictor
 from shardwise.techniques.data import same_on_ranks
 from tests.engine.cases import ranks_of
 from tests.engine.cases import squares as loss
@@ -46,10 +46,19 @@ def change(
     if what == "master":
         assert engine is not None
         next(iter(engine.optimizer.masters.values())).add_(1e-3)
+    if what == "states":
+        assert engine is not None
+        flip_a_bit(engine)
     if what == "weights":
         with torch.no_grad():
             for p in module.parameters():
                 p.add_(1.0)
+
+
+def flip_a_bit(engine: Engine) -> None:
+    """The lowest bit of one number of the last second moment on this rank."""
+    moments = [state["exp_avg_sq"] for state in engine.optimizer.state.values()]
+    moments[-1].view(-1).view(torch.int32)[-1] ^= 1 << 20
 
 
 def in_engine(world: World, plan: str, what: str) -> str:
@@ -115,6 +124,21 @@ def test_engines_compare_the_weights_that_ranks_replicate(plan: str):
     what = "master" if "bf16" in plan else "weights"
     for text in run_threads(ranks_of(plan), in_engine, plan, what):
         assert text.startswith("step 4: ") and f"{REPLICATED[plan]}, whose norm is" in text
+
+
+DAMAGED = {
+    "dp2": "on data rank 1",
+    "dp3 bf16": "on data rank 2",
+    HYBRID: "on data rank 3",
+    "dp2 pp2 1f1b:2": "on data rank 1, pp rank 1",
+}
+
+
+@pytest.mark.parametrize("plan", DAMAGED)
+def test_a_bit_that_flips_in_a_state_of_the_optimizer_is_found(plan: str):
+    """The state, its parameter and the rank are named on all ranks."""
+    for text in run_threads(ranks_of(plan), in_engine, plan, "states"):
+        assert text.startswith("step 4: ") and "exp_avg_sq of " in text and DAMAGED[plan] in text
 
 
 def in_loop(world: World, how: str, what: str) -> str:

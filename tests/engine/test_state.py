@@ -9,11 +9,10 @@ from torch.optim import Adafactor
 
 from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
-from shardwise.engine.lion import Lion
-from shardwise.engine.state_dict import full_parameters
+from shardwise.engine.optimizer.lion import Lion
 from tests.engine import pipelines, tensors
 from tests.engine.cases import Case, Task, build, difference, ranks_of, rows_task, settled, share
-from tests.engine.tensors import gpt_task
+from tests.engine.tensors import full_parameters, gpt_task
 from tests.engine.zoo import Gated, gated
 from tests.parallel import layers
 from tests.pool import run_threads

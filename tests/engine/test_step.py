@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
-from shardwise.techniques.data.flat_parameter import State
+from shardwise.techniques.data.flat.flat_parameter import State
 from tests.engine.cases import (
     ROWS,
     Case,

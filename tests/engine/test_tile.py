@@ -12,8 +12,8 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.engine.options import EngineOptions
 from shardwise.models import gpt
+from shardwise.observe.measured_timeline import measuring, predict_events
 from shardwise.observe.meter import Meter
-from shardwise.observe.timeline import measuring, predict_events
 from tests.engine.cases import (
     Case,
     Task,

@@ -15,10 +15,10 @@ from shardwise.core.memory_table import PREDICTED, TEMPORARY
 from shardwise.engine.options import EngineOptions
 from shardwise.models import gpt
 from shardwise.models.initial import fill
-from shardwise.observe.timeline import measuring, predict_events
-from shardwise.observe.trace import MemoryRecorder
+from shardwise.observe.allocation_trace import MemoryRecorder
+from shardwise.observe.measured_timeline import measuring, predict_events
 from shardwise.prediction.first_fit import AllocationTrace, peak_bytes
-from shardwise.prediction.timeline import Event
+from shardwise.prediction.memory_timeline import Event
 from tests.engine.cases import Task, ranks_of, rows_task, share, small_gpt, text, tied_gpt
 from tests.engine.tensors import SMALL, gpt_task, mine
 from tests.engine.zoo import make

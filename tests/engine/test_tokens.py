@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.engine.scale import power_of_two
+from shardwise.engine.optimizer.scale import power_of_two
 from tests.engine.cases import HYBRID, ROWS, Case, Task, oracle, ranks_of, settled
 from tests.engine.tensors import ADAMW, assert_parity, equals_one, run
 from tests.pool import run_threads

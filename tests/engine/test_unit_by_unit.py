@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.prediction import Predictor
+from shardwise.engine.predict import Predictor
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 from shardwise.observe.meter import Meter
@@ -68,7 +68,7 @@ def peaks_of(
             engine.step(own := mine(engine, batch(step)))
         measured = meter.most["parameters"] - engine.memory()["parameters"]
         told = theory.of(own)
-        found.append((measured, gathered_bytes_on(told.spec, told.plan, told.rank)))
+        found.append((measured, gathered_bytes_on(told.spec, told.plan, told.model, told.rank)))
     return found
 
 
@@ -81,7 +81,7 @@ def sizes(world: World, plan: str, tied: bool) -> tuple[int, dict[str, int], dic
         for unit in engine.data.units.order
     }
     kept = [unit.name for unit in engine.data.units.order if unit.state.stays]
-    predicted = gathered_bytes_on(told.spec, told.plan, told.rank)
+    predicted = gathered_bytes_on(told.spec, told.plan, told.model, told.rank)
     return predicted, whole, {name: whole[name] for name in kept}
 
 

@@ -117,7 +117,7 @@ def pipe_given_back(world: World) -> dict[str, bool]:
         "objects": {id(p) for _, p in own} & {id(p) for p in model.parameters()} >= held,
         "tie": model.get_parameter("leave.weight") is model.get_parameter("enter.weight"),
         "plain": all(
-            type(m).__module__ != "shardwise.techniques.pipeline.placeholders"
+            type(m).__module__ != "shardwise.techniques.pipeline.trace.placeholders"
             for m in model.modules()
         ),
     }

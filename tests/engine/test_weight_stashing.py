@@ -13,23 +13,23 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import RankError
-from shardwise.core.plan import Plan
-from shardwise.core.schedule import memory
+from shardwise.core.plan.plan import Plan
+from shardwise.core.schedule import live_tokens as memory
+from shardwise.core.schedule.asynchronous import pipedream, two_buffered
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.schedule.weight_stashing import pipedream, two_buffered
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.prediction import Predictor
+from shardwise.engine.predict import Predictor
 from shardwise.techniques.pipeline import stage_module, weight_stashing
 from shardwise.techniques.pipeline.pipelined import Pipelined
-from shardwise.verify.async_oracle import AsyncOracle
 from shardwise.verify.comparison import compare
 from shardwise.verify.costs import Theory
 from shardwise.verify.finding import Finding
-from shardwise.verify.oracles import Oracles, oracles_of
+from shardwise.verify.oracles.async_oracle import AsyncOracle
+from shardwise.verify.oracles.oracles import Oracles, oracles_of
 from shardwise.verify.report import largest as largest_of
 from tests.engine.cases import settled
 from tests.pool import run_threads

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.techniques.data.apply import driver_of
 from shardwise.techniques.data.hooks import Data
 from shardwise.wrap.wrap import STRATEGIES

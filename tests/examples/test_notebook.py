@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.comm.launch import can_fork
+from shardwise.comm.start.launch import can_fork
 from tests.house import ROOT
 
 

@@ -1,10 +1,7 @@
 """Each recipe of examples/, a whole program: on two ranks it trains as on one process."""
 
 import importlib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 
 import shardwise as sw
 from tests.house import ROOT
+from tests.programs import run_program
 
 #: recipe -> the plans under which two ranks equal one process; the first is the program's own.
 PLANS = {
@@ -42,13 +40,13 @@ def alone() -> dict[str, list[float]]:
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(
-    ("name", "plan"), [(name, plan) for name, plans in PLANS.items() for plan in plans]
+    ("name", "plan"), [(name, plan) for name, plans in PLANS.items() for plan in plans[1:]]
 )
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_two_ranks_train_as_one_process(
     name: str, plan: str, alone: dict[str, list[float]]
 ) -> None:
-    """The loss of each step is equal, and it falls."""
+    """The loss of each step is equal, and it falls; under the plans that are not the program's."""
     train = recipe(name).train
     if name not in alone:
         alone[name] = train("fp32")
@@ -78,18 +76,13 @@ def test_the_page_names_each_recipe_with_its_plans() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", [*PLANS, "own_loop"])
 def test_the_program_prints_equal_losses(name: str, tmp_path: Path) -> None:
-    """As docs/how-to/recipes.md calls it: each pair of losses that it prints agrees."""
+    """As docs/how-to/recipes.md calls it: the losses of each step are equal, and they fall."""
     recipe(name)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / f"examples/{name}.py")],
-        check=False,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = run_program([str(ROOT / f"examples/{name}.py")], tmp_path)
     assert done.returncode == 0, done.stderr
     shown = re.findall(r"one (?:process|run) (\d+\.\d{6}), .*?(\d+\.\d{6})", done.stdout)
     pairs = [(float(one), float(two)) for one, two in shown]
     assert len(pairs) >= 6
-    assert all(two == pytest.approx(one, rel=1e-3) for one, two in pairs), done.stdout
+    assert all(two == pytest.approx(one, rel=2e-4) for one, two in pairs), done.stdout
+    if name not in ("gan", "own_loop"):
+        assert pairs[-1][1] < 0.9 * pairs[0][1]

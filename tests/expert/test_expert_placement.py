@@ -8,6 +8,7 @@ import pytest
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
+from shardwise.techniques.expert.apply import ExpertLayout
 from shardwise.techniques.expert.moves import Loads
 from shardwise.techniques.expert.placement import balanced
 from tests.engine.cases import Case, Task, build, foreseen, oracle, ranks_of
@@ -47,7 +48,7 @@ def trained(world: World, task: Task, case: Case, folder: str = "") -> Held:
         held.bytes.append((sent(engine), told))
         if step == 0:
             swapped = {f"blocks.{n}.moe": _odd(engine.plan.ep) for n in range(2)}
-            own_layers = engine.sharded.experts.loads
+            own_layers = engine.sharded.of(ExpertLayout).loads
             placed = sw.place_experts(engine, {n: p for n, p in swapped.items() if n in own_layers})
         else:
             placed = sw.place_experts(engine)

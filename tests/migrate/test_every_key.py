@@ -159,7 +159,6 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         "num_processes 8 on num_machines 3",
     ),
     "axes": ("yaml", axes(dp_shard=3, tp=2), "num_processes = 8 with the axes of the plan 'dp3"),
-    "an axis that is not carried over": ("yaml", axes(cp=4, dp_shard=2), "cp_size = 4 is not"),
     "a degree": (
         "toml",
         {"parallelism": {"tensor_parallel_degree": "x"}},

@@ -7,8 +7,8 @@ import pytest
 
 from shardwise.cli.main import main
 from shardwise.core.errors import InputError
-from shardwise.core.plan import Plan
-from shardwise.core.plan_check import problems
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_check import problems
 from shardwise.migrate.draft import NO_COUNTERPART, SAME, flat
 from shardwise.migrate.read import imported
 from shardwise.train.config import build
@@ -356,12 +356,12 @@ def test_a_fraction_has_a_line_wherever_its_key_is(tmp_path: Path) -> None:
     assert "zero_optimization.offload_optimizer.ratio" in [key for key, _, _ in draft.left]
 
 
-def test_context_parallelism_is_said_to_be_missing(tmp_path: Path) -> None:
-    """No line recommends a word that the parser refuses."""
+def test_context_parallelism(tmp_path: Path) -> None:
+    """Rings are `cp`; the all-to-all of DeepSpeed is `cp` with Ulysses."""
     draft, _ = imported(written(tmp_path, titan(context_parallel_degree=4), "toml"))
-    left = {key: why for key, _, why in draft.left}
-    assert "not in this version" in left["parallelism.context_parallel_degree"]
-    assert problems(Plan.parse("cp2"))
+    assert "cp4" in draft.words
+    draft, _ = imported(written(tmp_path, {"sequence_parallel_size": 2}, "json"))
+    assert "cp2:ulysses" in draft.words
 
 
 def test_the_folder_of_states_on_a_disk(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from shardwise.core.errors import InputError
-from shardwise.models import hf
 from shardwise.models.registry import find
 
 pytest.importorskip("transformers")
@@ -43,9 +42,10 @@ def test_embeddings_are_tied_as_the_type_has_them(name: str, tied: bool) -> None
 
 def test_models_are_small() -> None:
     """Two layers and a small vocabulary whatever the published size: quick to prove on."""
-    model, loss, make_batch = hf.build("llama")
+    found = find("hf:llama")
+    model: Any = found.build()
     assert sum(p.numel() for p in model.parameters()) < 200_000
-    assert loss(model, make_batch(2, 0)).item() == pytest.approx(4.85, abs=0.3)
+    assert found.loss(model, found.make_batch(2, 0)).item() == pytest.approx(4.85, abs=0.3)
 
 
 def test_hf_without_a_name_is_answered() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardwise.core.errors import InputError
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.models import decoder, moe
 from shardwise.models.moe import MoEConfig, MoEGPT
 from shardwise.models.registry import find

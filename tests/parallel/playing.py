@@ -9,10 +9,10 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from shardwise.techniques.pipeline.placeholders import twin
 from shardwise.techniques.pipeline.stage import Ran
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.staged_model import Stages
+from shardwise.techniques.pipeline.trace.placeholders import twin
 from tests.parallel.between import LENGTH, WIDTH
 
 CPU = torch.device("cpu")

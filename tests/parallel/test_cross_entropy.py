@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.comm.move import part
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import RankError
-from shardwise.core.uneven import Cut, even
+from shardwise.core.layouts.uneven import Cut, even
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.techniques.tensor.logits import sharded_logits
 from tests.pool import run_gloo, run_threads

@@ -15,8 +15,8 @@ import shardwise as sw
 from shardwise.comm.move import move, part
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.core.layout import I, P, S
-from shardwise.core.uneven import Cut, even
+from shardwise.core.layouts.layout import I, P, S
+from shardwise.core.layouts.uneven import Cut, even
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.techniques.tensor.embedding import embed
 from tests.pool import run_gloo, run_threads

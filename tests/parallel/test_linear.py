@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.techniques.data.apply import drivers
-from shardwise.techniques.data.flat_gradient import FlatGradient
-from shardwise.techniques.data.weight_gradient import LEAST, take_over
+from shardwise.techniques.data.flat.flat_gradient import FlatGradient
+from shardwise.techniques.data.flat.weight_gradient import LEAST, take_over
 from tests.engine.cases import Case, build, difference, regression, rows_task, settled
 from tests.engine.tensors import mine
 from tests.pool import run_threads

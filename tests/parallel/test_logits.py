@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from shardwise.comm.move import part
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RankError
-from shardwise.core.uneven import even
+from shardwise.core.layouts.uneven import even
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.logits import Logits
 from shardwise.techniques.tensor.logits import sharded_logits

@@ -20,9 +20,9 @@ from shardwise.core.errors import InputError, RankError, bad
 from shardwise.core.mesh import Mesh
 from shardwise.core.schedule.draw import as_svg
 from shardwise.core.schedule.library import LIBRARY, build
+from shardwise.core.schedule.live_tokens import peaks
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.measured import Measured, as_trace
-from shardwise.core.schedule.memory import peaks
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.techniques.pipeline.runtime import AHEAD, ActionRecorder, run
 from tests.core.schedule.as_text import read

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.models.registry import find
 from shardwise.techniques.pipeline.partition import starts
-from shardwise.techniques.pipeline.placeholders import twin
 from shardwise.techniques.pipeline.staged_model import Stages
+from shardwise.techniques.pipeline.trace.placeholders import twin
 from tests.parallel import between
 from tests.parallel.between import LENGTH, WIDTH, Stack
 from tests.parallel.playing import CPU, check, regression, rows, settled

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.core.errors import InputError
-from shardwise.techniques.pipeline.placeholders import layers, twin
 from shardwise.techniques.pipeline.staged_model import Stages
+from shardwise.techniques.pipeline.trace.placeholders import layers, twin
 from tests.parallel import between
 from tests.parallel.between import WIDTH, Stack
 from tests.parallel.playing import CPU, check, regression, rows, settled

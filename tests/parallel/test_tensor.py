@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.comm.move import all_reduce, part
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import World
-from shardwise.core.layouts import tensor_layouts
+from shardwise.core.layouts.layouts import tensor_layouts
+from shardwise.core.layouts.param_layout import AxisLayout
 from shardwise.core.mesh import TENSOR, Mesh
-from shardwise.core.param_layout import AxisLayout
 from shardwise.techniques.tensor.apply import lay_out, tensor_spec
 from shardwise.techniques.tensor.layout import Tensors
 from shardwise.techniques.tensor.source import table_of
@@ -90,7 +90,7 @@ def gradients(
     """Every parameter's gradient, partial ones summed as the table of what is held says."""
     found: dict[str, Tensor | None] = {}
     for name, p in model.named_parameters():
-        axis, grad = tensors.sums.get(held[name].groups) if name in held else None, p.grad
+        axis, grad = tensors.summed.get(held[name].groups) if name in held else None, p.grad
         if axis is not None and axis.size > 1 and grad is not None:
             grad = all_reduce(grad.clone().contiguous(), axis)
         found[name] = grad

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.core.errors import InputError
-from shardwise.core.uneven import even
+from shardwise.core.layouts.uneven import even
 from shardwise.kernels.logits import Logits
 from shardwise.techniques.tile.layer import into_tiles
 

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardwise.core.errors import bad
-from shardwise.core.uneven import even, heads
+from shardwise.core.layouts.uneven import even, heads
 
 WIDE_BYTES: Final = 4  # norms and log-sum-exps are computed in fp32 or wider
 

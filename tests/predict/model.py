@@ -9,7 +9,7 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.prediction import Predictor
+from shardwise.engine.predict import Predictor
 from shardwise.models.gpt import GPT, GPTConfig, random_text
 from shardwise.models.gpt import loss as gpt_loss
 from shardwise.models.gpt import tokens as gpt_tokens

@@ -10,13 +10,13 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.prediction import predict, predict_with
+from shardwise.engine.predict import predict, predict_with
 from shardwise.models import gpt
 from shardwise.models.gpt import random_text
 from shardwise.models.initial import fill
 from shardwise.models.registry import find
+from shardwise.observe.measured_timeline import marks_on
 from shardwise.observe.meter import Meter
-from shardwise.observe.timeline import marks_on
 from tests.pool import run_threads
 from tests.predict.block_activations import (
     BlockShape,

@@ -10,12 +10,12 @@ import shardwise as sw
 from shardwise.comm.world import World, traced
 from shardwise.core import moves
 from shardwise.core.model_spec import BufferShape, ModelShape, ParamShape, UnitShape
-from shardwise.core.plan import BUCKET_BYTES, Plan
+from shardwise.core.plan.plan import BUCKET_BYTES, Plan
 from shardwise.core.pool_size import BUCKETS, pool_bytes
 from shardwise.core.zero import ROWS, step_moves
-from shardwise.engine.elementwise import ELEMENTWISE
+from shardwise.engine.optimizer.elementwise import ELEMENTWISE
 from shardwise.engine.spec import optimizer_shape
-from shardwise.prediction.memory import ADAM, MOMENTUM, PLAIN, OptimizerShape, held_bytes
+from shardwise.prediction.stored_bytes import ADAM, PLAIN, OptimizerShape, held_bytes
 from shardwise.prediction.traffic import TrafficLine, by_kind, start_bytes, step_bytes
 from shardwise.techniques.tensor.price import loss_bytes
 from tests.pool import run_threads
@@ -50,7 +50,7 @@ def test_every_optimizer_is_known_as_numbers(name: str):
     ("kind", "options", "expected"),
     [
         (torch.optim.SGD, {}, PLAIN),
-        (torch.optim.SGD, {"momentum": 0.9}, MOMENTUM),
+        (torch.optim.SGD, {"momentum": 0.9}, OptimizerShape(states=1, scalar_bytes=0)),
         (torch.optim.AdamW, {}, ADAM),
         (torch.optim.AdamW, {"amsgrad": True}, OptimizerShape(3, 4)),
     ],

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from shardwise.cli.main import main
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
-from shardwise.core.plan import Plan
-from shardwise.engine.prediction import predict, predict_with
+from shardwise.core.plan.plan import Plan
+from shardwise.engine.predict import predict, predict_with
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.gpt import loss as gpt_loss
 from shardwise.models.moe import loss as moe_loss
@@ -24,8 +24,8 @@ from shardwise.prediction.traffic import TrafficLine, by_kind, start_bytes
 from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.expert.moves import Loads
 from shardwise.techniques.expert.price import EVEN
-from shardwise.verify.options import Options
 from shardwise.verify.parity import build_options
+from shardwise.verify.proof_options import Options
 from tests.engine.cases import Case, build, share, vectors
 from tests.engine.tensors import sent
 from tests.engine.test_uses import WINDING
@@ -197,7 +197,7 @@ def test_the_command_has_one_object(capsys: pytest.CaptureFixture[str]):
     assert code == 0 and list(found) == [
         *("plan", "model", "world", "rank", "memory", "bytes", "bytes_between", "activations"),
         *("host_activations", "fetched", "device_peak", "recomputed", "recomputed_flops"),
-        *("messages", "seconds", "time_ms", "peak_parts", "in_all", "rows_a_step"),
+        *("messages", "seconds", "step_time", "time_ms", "peak_parts", "in_all", "rows_a_step"),
         *("tokens_a_step", "device_memory", "fits", "largest_part", "relieved_by"),
     ]
     assert (found["plan"], found["world"], found["rank"]) == ("dp64 zero3 bf16", 64, 63)

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.core.plan import Plan
-from shardwise.core.word_values import size_text
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.word_values import size_text
 from shardwise.models import gpt
 from shardwise.models.gpt import random_text
 from shardwise.models.initial import fill

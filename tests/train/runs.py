@@ -17,7 +17,7 @@ from shardwise.core.errors import InputError, RunError
 from shardwise.engine.engine import Engine
 from shardwise.models import gpt
 from shardwise.train import config, end, loop
-from shardwise.train.metrics import Record, read
+from shardwise.train.measure.metrics import Record, read
 from shardwise.train.prepare import PreparedRun, RunStart
 from shardwise.train.report.summary import RankCost
 from tests.pool import run_gloo

@@ -10,14 +10,15 @@ from shardwise.comm.world import World, alone
 from shardwise.engine.engine import Engine
 from shardwise.models import decoder
 from shardwise.models.initial import initial
-from shardwise.techniques.data.initial_weights import Fill
+from shardwise.techniques.data.flat.initial_weights import Fill
 from shardwise.techniques.expert.apply import layers_of
-from shardwise.train import config, experts, loop
-from shardwise.train.metrics import Record, read
+from shardwise.train import config, loop
+from shardwise.train.measure import experts
+from shardwise.train.measure.metrics import read
 from shardwise.train.prepare import PreparedRun
 
 
-def settings(folder: Path, gate: str, *, balanced: bool) -> config.Config:
+def settings(folder: Path, cache: Path, gate: str, *, balanced: bool) -> config.Config:
     """160 steps of 2,048 bytes on a model of one layer, with the defaults of the gate."""
     sizes = {"layers": 1, "width": 32, "heads": 2, "hidden": 32, "sequence": 64}
     by_loss = balanced and gate == "switch"
@@ -27,7 +28,7 @@ def settings(folder: Path, gate: str, *, balanced: bool) -> config.Config:
     return config.build(
         {
             "model": sizes | own,
-            "data": {"source": "stdlib", "cache": str(folder / "cache")},
+            "data": {"source": "stdlib", "cache": str(cache)},
             "train": steps | rare,
             "plan": {"text": "fp32"},
             "sample": {"tokens": 0},
@@ -58,23 +59,25 @@ def without_bias(prepared: PreparedRun, world: World) -> Engine:
 BUILD = loop.build
 
 
-def records(folder: Path, gate: str, patch: pytest.MonkeyPatch, *, balanced: bool) -> list[Record]:
-    patch.setattr(decoder, "fill", filled)
-    if not balanced:
-        patch.setattr(loop, "build", without_bias)
-    given = settings(folder, gate, balanced=balanced)
-    loop.train(given, alone())
-    return read(given.folder)
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokens of the embedded text, which all runs read."""
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("balanced", [True, False])
 @pytest.mark.parametrize("gate", ["switch", "sigmoid"])
 def test_a_badly_balanced_gate(
-    gate: str, balanced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gate: str, balanced: bool, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The loss or the bias brings the busiest expert below 1.5 times the mean; else it stays."""
-    found = records(tmp_path, gate, monkeypatch, balanced=balanced)
+    monkeypatch.setattr(decoder, "fill", filled)
+    if not balanced:
+        monkeypatch.setattr(loop, "build", without_bias)
+    given = settings(tmp_path, cache, gate, balanced=balanced)
+    loop.train(given, alone())
+    found = read(given.folder)
     first, last = (experts.sum_loads(part) for part in experts.first_and_last(found))
     at_start, ended = experts.busiest(experts.sum_loads(found[:1])), experts.busiest(last)
     print(f"{gate}: {at_start:.2f} at first, {experts.busiest(first):.2f}, {ended:.2f} at the end")

@@ -10,6 +10,7 @@ import pytest
 from shardwise.cli import main as cli
 from shardwise.cli.usage import EXAMPLES
 from tests import surface
+from tests.programs import run_program
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -128,7 +129,7 @@ def test_a_process_that_outlives_its_command_is_ended(keep: str) -> None:
         ),
         (("train", "{example}", "--set", "run.trace=true"), "which has no pipeline"),
         (("train", "{example}", "--plan", "pp2 1f1b:9"), "Write instead: train.batch = 9"),
-        (("plan", "dp2 cp2"), "context parallelism is not in this version"),
+        (("plan", "cp4:3x2"), "Allowed: a ring of R times Ulysses of U ranks, with R * U = 4"),
     ],
 )
 def test_bad_input_is_a_paragraph_and_exit_code_2(
@@ -194,7 +195,7 @@ def test_every_command_answers_bad_input_in_a_paragraph(
 
 def test_the_words_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """What `shardwise plan --words` prints is the table of plan words."""
-    from shardwise.core.plan import words_table
+    from shardwise.core.plan.plan import words_table
 
     assert printed(capsys, "plan", "--words").strip() == words_table().strip()
 
@@ -216,7 +217,6 @@ def test_more_processes_than_cores_are_started_only_where_asked(
 
 def test_a_program_that_is_given_bad_input_says_one_paragraph() -> None:
     """As a process of its own, in which every warning is an error."""
-    command = [sys.executable, "-W", "error", "-m", "shardwise.cli.main", "train", "absent.toml"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_program(["-W", "error", "-m", "shardwise.cli.main", "train", "absent.toml"])
     assert (done.returncode, done.stdout) == (2, "")
     assert "absent.toml" in done.stderr and len(done.stderr.splitlines()) == 1

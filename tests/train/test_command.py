@@ -3,17 +3,17 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from shardwise.cli import main as cli
+from shardwise.comm.start.launch import Ended
 from shardwise.train import config
-from shardwise.train.metrics import read
-from shardwise.train.progress import size_text
+from shardwise.train.measure.metrics import read
+from shardwise.train.measure.progress import size_text
 from shardwise.train.stop_signal import NOTHING
+from tests.programs import Program, run_program, start_program
 from tests.train.runs import run, settings
 
 
@@ -21,22 +21,21 @@ def command(folder: Path, *argv: str, **train: object) -> list[str]:
     given = settings(folder / "run", "dp2 zero3", **train)
     file = folder / "config.toml"
     file.write_text(config.dump(given))
-    return [sys.executable, "-W", "error", "-m", "shardwise", "train", str(file), *argv]
+    return ["-W", "error", "-m", "shardwise", "train", str(file), *argv]
 
 
 @pytest.mark.full
 def test_a_run_is_interrupted_and_resumed_under_another_plan(tmp_path: Path) -> None:
     """SIGTERM ends two ranks with exit code 0 and a checkpoint; one rank continues the curve."""
     started = command(tmp_path, "--nproc", "2", steps=100_000, eval_every=0, save_every=0)
-    with subprocess.Popen(started, stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None
+    with start_program(started) as program:
         said = [line for line in program.stdout if _sent(line, program)]
     assert program.returncode == 0
     stopped = len(read(tmp_path / "run"))
     assert f"stopped by a signal after step {stopped}" in "".join(said)
 
     more = ("--resume", "--plan", "fp32", "--set", f"train.steps={stopped + 2}")
-    done = subprocess.run(command(tmp_path, *more), capture_output=True, text=True, check=False)
+    done = run_program(command(tmp_path, *more))
     assert done.returncode == 0, done.stderr
     assert f"resumed after step {stopped}" in done.stdout
     steps = [record.step for record in read(tmp_path / "run")]
@@ -47,9 +46,7 @@ def test_a_run_is_interrupted_and_resumed_under_another_plan(tmp_path: Path) -> 
 def test_a_second_interrupt_is_no_failure(tmp_path: Path) -> None:
     """The first saves, the second does not wait for the ranks to leave: nothing has failed."""
     started = command(tmp_path, "--nproc", "2", steps=100_000, eval_every=0, save_every=0)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(started, **pipes) as program:
-        assert program.stdout is not None and program.stderr is not None
+    with start_program(started) as program:
         for line in program.stdout:
             if line.startswith("step 1/"):
                 program.send_signal(signal.SIGINT)
@@ -95,13 +92,13 @@ def test_ranks_that_a_signal_ended_before_they_listened_have_trained_nothing(
     """The launcher's 128 + 15 is a clean end where no step was recorded, and only there."""
     started = command(tmp_path, "--nproc", "2")
 
-    def launched(*_: object) -> int:
+    def launched(*_: object, **__: object) -> Ended:
         if trained:
             (tmp_path / "run").mkdir(exist_ok=True)
             (tmp_path / "run" / "metrics.jsonl").write_text("{}")
-        return 143
+        return Ended(143)
 
-    monkeypatch.setattr("shardwise.comm.launch.launch", launched)
+    monkeypatch.setattr("shardwise.comm.start.launch.launch", launched)
     with pytest.raises(SystemExit) as leaving:
         cli.main(started[started.index("train") :])
     assert leaving.value.code == code
@@ -114,16 +111,16 @@ def test_ranks_that_fail_before_a_step_leave_no_run(
 ) -> None:
     """The rank that would remove it may have been ended; what can be resumed is never removed."""
     left = tmp_path / "run" / "config.toml"
-    monkeypatch.setattr("shardwise.train.folder.finished_message", lambda _: "")
+    monkeypatch.setattr("shardwise.train.run_folder.finished_message", lambda _: "")
     monkeypatch.setattr("shardwise.train.prepare.prepare", lambda *_: None)
-    monkeypatch.setattr("shardwise.train.folder.check", lambda *_: None)
+    monkeypatch.setattr("shardwise.train.run_folder.check", lambda *_: None)
 
-    def launched(*_: object) -> int:
+    def launched(*_: object, **__: object) -> Ended:
         left.parent.mkdir(exist_ok=True)
         left.write_text("")
-        return 1
+        return Ended(1)
 
-    monkeypatch.setattr("shardwise.comm.launch.launch", launched)
+    monkeypatch.setattr("shardwise.comm.start.launch.launch", launched)
     given = command(tmp_path, "--nproc", "2", *["--resume"] * resume)
     with pytest.raises(SystemExit) as leaving:
         cli.main(given[given.index("train") :])
@@ -131,7 +128,7 @@ def test_ranks_that_fail_before_a_step_leave_no_run(
     assert left.exists() == resume
 
 
-def _sent(line: str, program: subprocess.Popen[str]) -> bool:
+def _sent(line: str, program: Program) -> bool:
     """Ask the program to end once its first step is shown; True of every line."""
     if line.startswith("step 1/"):
         program.send_signal(signal.SIGTERM)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.core.errors import InputError
-from shardwise.train import data, packed, sources, tokens
+from shardwise.train.data import data, packed, sources, tokens
 
 quick = settings(deadline=None, max_examples=40)  # no test asserts a time
 

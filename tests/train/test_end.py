@@ -11,7 +11,8 @@ from shardwise.checkpoint.folder import all_in
 from shardwise.comm.ledger import Key
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import RankError
-from shardwise.train import folder, lock
+from shardwise.train import run_folder as folder
+from shardwise.train import run_lock as lock
 from shardwise.train.prepare import RunStart
 from shardwise.train.stop import any_rank, ranks_with
 from shardwise.train.stop_signal import StopSignal
@@ -81,7 +82,7 @@ def test_a_signal_after_the_last_step_ends_without_a_report(where: str, tmp_path
 @pytest.mark.parametrize(
     ("where", "kind"),
     [
-        ("folder.publish_config", "InputError"),
+        ("run_folder.publish_config", "InputError"),
         ("metrics.keep_until", "InputError"),
         ("metrics.Record.line", "RunError"),
     ],

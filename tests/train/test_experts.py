@@ -8,11 +8,12 @@ import torch
 
 from shardwise.core.errors import InputError
 from shardwise.models.hf import Wide
-from shardwise.train import config, experts
+from shardwise.train import config
 from shardwise.train.config_sections import ModelSection
-from shardwise.train.metrics import Record
+from shardwise.train.measure import experts
+from shardwise.train.measure.metrics import Record
+from shardwise.train.measure.progress import line
 from shardwise.train.prepare import RunStart, prepare
-from shardwise.train.progress import line
 from shardwise.train.sizes import model_sizes
 from tests.train import runs
 from tests.train.runs import run
@@ -25,6 +26,11 @@ def settings(folder: Path, plan: str, **model: Any) -> config.Config:
     return dense.model_copy(update={"model": dense.model.model_copy(update=own)})
 
 
+def of_batch(given: config.Config, rows: int) -> config.Config:
+    """The same with so many rows a step; an epoch has 17."""
+    return given.model_copy(update={"train": given.train.model_copy(update={"batch": rows})})
+
+
 def constant(given: config.Config) -> config.Config:
     """The same with a learning rate that does not depend on the number of steps."""
     train = given.train.model_copy(update={"decay": "constant"})
@@ -32,13 +38,15 @@ def constant(given: config.Config) -> config.Config:
 
 
 @pytest.mark.full
-def test_loads_do_not_depend_on_the_plan(tmp_path: Path):
-    """Two ranks record the loads, the dropped share and the entropy that one rank does."""
+@pytest.mark.parametrize("batch", [5, 8])
+def test_loads_do_not_depend_on_the_plan(batch: int, tmp_path: Path):
+    """Two ranks record what one rank does, also where a batch of one row leaves a rank without."""
     plans = {"fp64": 1, "dp2 ep2 zero2 fp64": 2}
     one, two = (
-        runs.run(settings(tmp_path / f"run{ranks}", plan, capacity=1.0), ranks)
+        runs.run(of_batch(settings(tmp_path / f"run{ranks}", plan, capacity=1.0), batch), ranks)
         for plan, ranks in plans.items()
     )
+    assert [r.loss for r in one] == pytest.approx([r.loss for r in two], rel=1e-10)
     assert [r.expert_loads for r in one] == [r.expert_loads for r in two]
     assert [r.dropped for r in one] == [r.dropped for r in two]
     assert any(record.dropped for record in one)

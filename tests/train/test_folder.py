@@ -12,7 +12,9 @@ import pytest
 
 from shardwise.checkpoint.folder import METADATA, SCALARS
 from shardwise.core.errors import InputError
-from shardwise.train import config, folder, lock
+from shardwise.train import config
+from shardwise.train import run_folder as folder
+from shardwise.train import run_lock as lock
 from shardwise.train.prepare import RunStart
 
 
@@ -158,8 +160,9 @@ def test_a_folder_in_which_a_run_writes_is_refused(start: RunStart, tmp_path: Pa
 def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     """The kernel releases it, so a restart gets it; a refused start removes what it made."""
     program = (
-        "import os, sys; from shardwise.train import config, lock; from shardwise.train.prepare "
-        "import RunStart; run = config.build({'run': {'folder': sys.argv[1]}})\n"
+        "import os, sys; from shardwise.train import config, run_lock as lock; "
+        "from shardwise.train.prepare import RunStart\n"
+        "run = config.build({'run': {'folder': sys.argv[1]}})\n"
         "with lock.hold(run, RunStart()): os.kill(os.getpid(), 9)"
     )
     run = made(tmp_path / "a" / "run")

@@ -16,7 +16,7 @@ from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RankError, RunError
 from shardwise.models.decoder import flops_per_token
 from shardwise.train import config, loop
-from shardwise.train.metrics import Record, read
+from shardwise.train.measure.metrics import Record, read
 from shardwise.train.model import build
 from shardwise.train.prepare import RunStart, prepare
 from shardwise.train.sizes import model_sizes
@@ -57,12 +57,19 @@ def test_the_run_reads_the_text_more_than_once_and_learns(whole: list[Record]) -
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("plan", "ranks"), [("fp64", 1), ("pp2 1f1b:2 fp64", 2)])
+@pytest.mark.parametrize(
+    ("plan", "ranks", "saves"),
+    [
+        ("fp64", 1, {"save_every": 0}),
+        ("fp64", 1, {"save_every": 1, "keep": 1, "async_save": True}),
+        ("pp2 1f1b:2 fp64", 2, {"save_every": 0}),
+    ],
+)
 def test_a_stopped_run_goes_on_under_another_plan(
-    plan: str, ranks: int, whole: list[Record], tmp_path: Path
+    plan: str, ranks: int, saves: dict[str, int], whole: list[Record], tmp_path: Path
 ) -> None:
     """SIGTERM to one of two ranks stops both after that step; the resumed curve has no seam."""
-    given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", save_every=0)
+    given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", **saves)
     restored = run_gloo(2, runs.signalled, given, 1, 3)
     assert restored == [True, True]
     assert [path.name for path in all_in(given.folder / "checkpoints")] == ["step-000003"]

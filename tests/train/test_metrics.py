@@ -9,9 +9,10 @@ import torch
 from rich.console import Console
 
 from shardwise.callbacks import Callbacks
-from shardwise.train import metrics, peak, progress
-from shardwise.train.metrics import Record
-from shardwise.train.peak import Peak, measured_peak
+from shardwise.train.measure import metrics, progress
+from shardwise.train.measure import peak_flops as peak
+from shardwise.train.measure.metrics import Record
+from shardwise.train.measure.peak_flops import Peak, measured_peak
 
 ONE = Record(
     step=1, consumed=8, loss=3.5, lr=1e-3, tokens=64, seconds=0.5, tokens_per_s=128.0, mfu=0.25,

@@ -1,16 +1,14 @@
 """The programs of docs/how-to/migrate.md, before and after, train the same weights on two ranks."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.comm.test_start import free_port
+from tests.programs import start_program
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = ("DistributedDataParallel", "fully_shard", "accelerate")
@@ -18,7 +16,7 @@ BLOCKS = ("DistributedDataParallel", "fully_shard", "accelerate")
 AROUND = """
 import json, os, sys, torch
 torch.manual_seed(0)
-program = sys.stdin.read()
+program = sys.argv[1]
 names = {}
 exec(program, names)
 import shardwise as sw
@@ -46,25 +44,9 @@ def program(name: str, sign: str) -> str:
 def trained(code: str) -> list[float]:
     """The sum and the norm of the weights that a program trains on two ranks."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", AROUND],
-            env=os.environ
-            | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-            | shared
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for each in ranks:
-        assert each.stdin is not None
-        each.stdin.write(code)
-        each.stdin.close()
-        each.stdin = None
+    shared["ACCELERATE_USE_CPU"] = "true"
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    ranks = [start_program(["-c", AROUND, code], variables=shared | each) for each in own]
     found = [each.communicate(timeout=120) for each in ranks]
     assert [each.returncode for each in ranks] == [0, 0], found
     return json.loads(found[0][0])

@@ -9,7 +9,7 @@ from shardwise.cli import main as cli
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, RankError
 from shardwise.train import config, loop
-from shardwise.train.metrics import read
+from shardwise.train.measure.metrics import read
 from tests.docs.pages import file_of
 from tests.train.runs import run, settings, trained
 

@@ -16,6 +16,7 @@ from shardwise.cli.predict import predict_command
 from shardwise.cli.schedule import schedule_command
 from shardwise.core.errors import InputError
 from shardwise.core.schedule.library import LIBRARY
+from tests.verify import small
 
 
 def run(command: Callable[..., None], *argv: str) -> str:
@@ -199,7 +200,8 @@ def test_the_moments_of_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("plan", ["dp2 zero3", "pp2 zb-h1:2 recompute:full fp32"])
 def test_a_measurement_beside_the_prediction(plan: str) -> None:
     """Local ranks measure each event; only temporary bytes are not in the prediction."""
-    said = json.loads(predicted(plan, "--measure", "--json"))
+    model = Path(small.__file__)
+    said = json.loads(predicted(plan, "--measure", "--json", "--model", f"{model}:build"))
     measured = said["measured"]["events"]
     assert measured[-1]["by_category"]["parameters"] == said["memory"]["parameters"]
     peak = max(event["peak"] for event in measured)

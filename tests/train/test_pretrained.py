@@ -14,9 +14,9 @@ from shardwise.core.errors import InputError
 from shardwise.models import hf, pretrained
 from shardwise.models.hf import causal_loss
 from shardwise.train import config
+from shardwise.train.data.tokens import load_tokenizer, train_bpe
 from shardwise.train.prepare import RunStart, prepare
 from shardwise.train.sizes import model_sizes
-from shardwise.train.tokens import load_tokenizer, train_bpe
 from tests.train.runs import run, settings
 
 transformers = pytest.importorskip("transformers")

@@ -1,5 +1,6 @@
 """The report: the numbers and the pictures of a run."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,20 +11,24 @@ from matplotlib.axes import Axes
 
 import shardwise as sw
 from shardwise.comm.world import World
-from shardwise.core.plan import Plan
+from shardwise.core.errors import InputError
+from shardwise.core.plan.plan import Plan
 from shardwise.models.gpt import GPT, SIZES, loss, random_text
+from shardwise.prediction.time.step_time import StepTime
 from shardwise.train import config
-from shardwise.train.baseline import Baseline, ddp_baseline
 from shardwise.train.config import TrainSection
+from shardwise.train.data.packed import Packed
+from shardwise.train.data.tokens import ByteVocabulary
+from shardwise.train.measure.baseline import Baseline, ddp_baseline
+from shardwise.train.measure.time_cost import time_cost
 from shardwise.train.model import optimizer_of
-from shardwise.train.packed import Packed
 from shardwise.train.report import markdown, plots
-from shardwise.train.report.contents import contents_of, smooth
 from shardwise.train.report.files import write
+from shardwise.train.report.report_contents import contents_of, smooth
 from shardwise.train.report.section import Bars
 from shardwise.train.report.summary import RankCost, Summary
-from shardwise.train.tokens import ByteVocabulary
 from tests.pool import run_threads
+from tests.train import runs
 from tests.train.test_metrics import ONE
 
 PACKED = Packed("key", np.zeros(2000, np.uint16), 1000, 3, ByteVocabulary())
@@ -181,3 +186,30 @@ def test_the_baseline_has_the_optimizer_of_the_run(name: str, states: int) -> No
     baseline = ddp_baseline(SIZES["tiny"], Plan.parse("dp2 zero3 fp32"), kind)
     assert baseline is not None
     assert baseline.memory["optimizer"] // baseline.memory["parameters"] == states
+
+
+def test_the_time_of_a_step_stands_beside_its_prediction(tmp_path: Path) -> None:
+    """Its parts, the median after the warm-up, and the ratio; in the page and as JSON."""
+    given = summary(tmp_path, RankCost({}, {}, {}, {}))
+    predicted = StepTime(0.3, {"dp": 0.1}, 0.0, 0.05, 64, 1e9, 1e12)
+    text = written(replace(given, time=time_cost("h200", predicted, given.records)))
+    said = "500.00 ms (median of 5 steps), predicted 450.00 ms for h200: 0.90 of measured"
+    assert f"| time of a step | {said} |" in text
+    assert "- time of a step: -10.0% predicted over measured" in text
+    assert "| exposed dp | 100.00 |" in text and "| measured | 500.00 |" in text
+    assert "exposed dp" in (tmp_path / "report.html").read_text()
+    told = json.loads((tmp_path / "step_time.json").read_text())
+    assert (told["measured_s"], told["predicted"]["compute_s"]) == (0.5, 0.3)
+    assert time_cost("h200", predicted, given.records[:3]) is None
+
+
+def test_a_run_with_a_cluster_is_timed(tmp_path: Path) -> None:
+    """After the last step; a cluster that cannot be is refused before the first."""
+    given = runs.settings(tmp_path / "run")
+    timed = given.run.model_copy(update={"cluster": "h100-sxm"})
+    runs.run(given.model_copy(update={"run": timed}))
+    told = json.loads((given.folder / "step_time.json").read_text())
+    assert told["steps"] == 4 and 0 < told["predicted"]["step_s"] < told["measured_s"]
+    wrong = given.run.model_copy(update={"cluster": "h100", "folder": str(tmp_path / "other")})
+    with pytest.raises(InputError, match=r"the cluster 'h100'.*Write instead: h200"):
+        runs.run(given.model_copy(update={"run": wrong}))

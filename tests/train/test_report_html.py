@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 
 from shardwise.core.memory_table import TEMPORARY
-from shardwise.prediction.timeline import Event
-from shardwise.train import folder
-from shardwise.train.baseline import Baseline
+from shardwise.prediction.memory_timeline import Event
+from shardwise.train import run_folder as folder
 from shardwise.train.end import publish_report
-from shardwise.train.memory_picture import Series
+from shardwise.train.measure.baseline import Baseline
+from shardwise.train.measure.memory_picture import Series
 from shardwise.train.report import html, markdown
-from shardwise.train.report.contents import contents_of
+from shardwise.train.report.report_contents import contents_of
 from shardwise.train.report.section import ReportContents
 from shardwise.train.report.summary import RankCost, Summary
 from tests.train.test_report import summary

@@ -1,9 +1,5 @@
 """Runs that are killed: `--resume auto` goes on after every restart, and disks are left empty."""
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,70 +11,64 @@ import pytest
 from shardwise.checkpoint.folder import CHECKPOINTS, find
 from shardwise.cli.main import with_resume_value
 from shardwise.core.errors import InputError
-from shardwise.train import config, folder, loop, prepare
+from shardwise.train import config, prepare
+from shardwise.train import run_folder as folder
 from shardwise.train.config_sections import OffloadSection
-from shardwise.train.metrics import read
+from shardwise.train.measure.metrics import read
 from shardwise.train.prepare import RunStart
-from tests.comm.hosts import HOSTS, two_hosts
+from tests.comm.hosts import HOSTS, joined_hosts
 from tests.comm.test_start import free_port
-from tests.train import killed, runs
+from tests.programs import Program, start_program
+from tests.train import runs
 
 
 @contextmanager
-def agents(meeting: str) -> Iterator[list[list[str]]]:
-    """The command of each torchrun: one, two on this host, or two in namespaces of their own."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3"]
+def agents(meeting: str) -> Iterator[list[tuple[list[str], str]]]:
+    """The arguments and the host of each torchrun: one, two on this host, or two on their own."""
+    launcher = ["-m", "torch.distributed.run", "--max-restarts", "3"]
     if meeting == "one agent":
-        yield [[*launcher, "--standalone", "--nproc-per-node", "2"]]
+        yield [([*launcher, "--standalone", "--nproc-per-node", "2"], "")]
         return
-    apart = "hosts" in meeting
-    addresses, port = HOSTS if apart else ("127.0.0.1", "127.0.0.1"), free_port()
+    apart, static = "hosts" in meeting, "static" in meeting
+    addresses, port = HOSTS[:2] if apart else ("127.0.0.1", "127.0.0.1"), free_port()
     place = f"--rdzv-backend c10d --rdzv-endpoint {addresses[0]}:{port} --rdzv-id again"
-    if "static" in meeting:
+    if static:
         place = f"--master-addr {addresses[0]} --master-port {port}"
-    with two_hosts() if apart else nullcontext([[], []]) as enters:
+    with joined_hosts(2) if apart else nullcontext(["", ""]) as hosts:
         each = f"--nnodes 2 --nproc-per-node 1 {place} --local-addr"
-        own = "--node-rank {}" if "static" in meeting else "--rdzv-conf is_host={}"
+        own = "--node-rank {}" if static else "--rdzv-conf is_host={}"
+        numbers = (0, 1) if static else (1, 0)
         yield [
-            [*enter, *launcher, *each.split(), address, *own.format(number).split()]
-            for enter, address, number in zip(
-                enters, addresses, (0, 1) if "static" in meeting else (1, 0), strict=True
-            )
+            ([*launcher, *each.split(), address, *own.format(number).split()], host)
+            for host, address, number in zip(hosts, addresses, numbers, strict=True)
         ]
 
 
-def ended(commands: list[list[str]], kills: Path) -> list[tuple[int, str, str]]:
-    """Run the commands at once: exit code, output and error output of each."""
+def ended(programs: list[tuple[list[str], str]], kills: Path) -> list[tuple[int, str, str]]:
+    """Run programs, each on its host, at once: exit code, output and error output of each."""
     with ExitStack() as stack:
-        started = [
-            subprocess.Popen(
-                command,
-                env=os.environ | {"KILLS": str(kills)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for command in commands
-        ]
-        for each in started:
-            stack.enter_context(each)
-            stack.callback(each.kill)
+        started = list[Program]()
+        for argv, host in programs:
+            variables = {"KILLS": str(kills)} | ({"GLOO_SOCKET_IFNAME": "eth0"} if host else {})
+            started.append(start_program(argv, None, variables, host))
+            stack.enter_context(started[-1])
+            stack.callback(started[-1].kill)
         with ThreadPoolExecutor() as readers:
             texts = list(readers.map(lambda each: each.communicate(timeout=240), started))
-        return [(each.returncode, *text) for each, text in zip(started, texts, strict=True)]
+        return [(each.wait(), *text) for each, text in zip(started, texts, strict=True)]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("meeting", ["one agent", "two agents", "two hosts", "two hosts, static"])
+@pytest.mark.parametrize("meeting", ["one agent", "two agents, static", "two hosts"])
 def test_torchrun_restarts_end_in_the_undisturbed_curve(tmp_path: Path, meeting: str) -> None:
     """A rank is killed before there is a checkpoint, and another time after: torchrun goes on."""
     straight = runs.run(runs.settings(tmp_path / "straight", "dp2 zero3 fp64"), 2)
     given = runs.settings(tmp_path / "run", "dp2 zero3 fp64")
     file, kills = tmp_path / "config.toml", tmp_path / "kills"
     file.write_text(config.dump(given))
-    program = [str(Path(killed.__file__)), "train", str(file), "--resume", "auto"]
-    with agents(meeting) as commands:
-        done = ended([[*command, *program] for command in commands], kills)
+    program = [str(Path(__file__).with_name("killed.py")), "train", str(file), "--resume", "auto"]
+    with agents(meeting) as launchers:
+        done = ended([([*argv, *program], host) for argv, host in launchers], kills)
     for code, _, said in done:
         assert code == 0, said[-3000:]
     assert any("resumed after step 4" in out for _, out, _ in done)
@@ -135,7 +125,12 @@ def test_resume_takes_a_word_or_none(given: str, read_as: str) -> None:
     assert with_resume_value(given.split()) == read_as.split()
 
 
-PROGRAM = "from shardwise.cli.main import main; main()"
+PROGRAM = """
+import os, sys
+from shardwise.cli.main import main
+sys.stdout = open(os.devnull, "w")
+main()
+"""
 
 
 @pytest.mark.full
@@ -155,17 +150,12 @@ def test_a_killed_run_leaves_the_folder_empty_and_resumes(tmp_path: Path) -> Non
     endless = given("run", 10**6)
     file = tmp_path / "config.toml"
     file.write_text(config.dump(endless))
-    command = [sys.executable, "-c", PROGRAM, "train", str(file), "--nproc", "1"]
-    environment = os.environ | {"PYTHONPATH": str(Path(loop.__file__).parents[2])}
-    running = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
-    )
-    until = time.monotonic() + 120
-    while not list((endless.folder / CHECKPOINTS).glob("step*")) and time.monotonic() < until:
-        assert running.poll() is None
-        time.sleep(0.05)
-    os.killpg(running.pid, signal.SIGKILL)
-    running.wait()
+    with start_program(["-c", PROGRAM, "train", str(file), "--nproc", "1"]) as running:
+        until = time.monotonic() + 120
+        while not list((endless.folder / CHECKPOINTS).glob("step*")) and time.monotonic() < until:
+            assert running.returncode is None
+            time.sleep(0.05)
+        running.kill()
     assert list(disk.iterdir()) == []
     assert find(endless.folder / CHECKPOINTS).is_dir()
     at = max(record.step for record in read(endless.folder))

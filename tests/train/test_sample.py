@@ -14,8 +14,8 @@ from shardwise.comm.world import alone
 from shardwise.train import end, loop
 from shardwise.train import sample as sampling
 from shardwise.train.config_sections import SampleSection
+from shardwise.train.data.tokens import ByteVocabulary
 from shardwise.train.sample import visible
-from shardwise.train.tokens import ByteVocabulary
 from tests.train import runs
 
 BYTES = ByteVocabulary()

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.core.errors import InputError
-from shardwise.train import hashes, sources, tokens
-from shardwise.train.packed import tokenise
+from shardwise.train.data import hashes, sources, tokens
+from shardwise.train.data.packed import tokenise
 
 
 def digest(source: sources.Source, cache: Path) -> str:

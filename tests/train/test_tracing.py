@@ -12,7 +12,7 @@ from shardwise.core.memory_table import TEMPORARY
 from shardwise.train import loop
 from shardwise.train.config import Config
 from shardwise.train.config_sections import OffloadSection
-from shardwise.train.memory_picture import Series
+from shardwise.train.measure.memory_picture import Series
 from tests.pool import run_gloo
 from tests.train import runs
 from tests.train.runs import settings

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.models import gpt, moe
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
@@ -18,7 +18,7 @@ from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.expert.layer import ExpertPlace, MoE, name_layers
 from shardwise.verify import parity
-from shardwise.verify.mixture_oracle import Follow, Mixture
+from shardwise.verify.oracles.mixture_oracle import Follow, Mixture
 from shardwise.verify.report import report
 from tests.pool import run_threads
 from tests.verify import micro

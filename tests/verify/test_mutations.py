@@ -10,14 +10,16 @@ import pytest
 
 from shardwise.comm.world import World
 from shardwise.core.errors import RankError
-from shardwise.core.plan import Plan
-from shardwise.verify import memory, parity
+from shardwise.core.plan.plan import Plan
+from shardwise.verify import memory_proof as memory
+from shardwise.verify import parity
 from shardwise.verify.finding import Finding
 from shardwise.verify.report import report
 from tests.pool import run_threads
 from tests.verify import micro
 from tests.verify.mutations import (
     accounts,
+    context,
     data,
     experts,
     moments,
@@ -31,8 +33,14 @@ from tests.verify.mutations import (
 from tests.verify.mutations.mutation import Mutation
 
 CATALOGUE = (
-    *(*data.MUTATIONS, *tensor.MUTATIONS, *pipeline.MUTATIONS),
-    *(*accounts.MUTATIONS, *run.MUTATIONS, *experts.MUTATIONS, *moments.MUTATIONS),
+    *(*data.MUTATIONS, *tensor.MUTATIONS, *context.MUTATIONS),
+    *(
+        *pipeline.MUTATIONS,
+        *accounts.MUTATIONS,
+        *run.MUTATIONS,
+        *experts.MUTATIONS,
+        *moments.MUTATIONS,
+    ),
     *(*promises.MUTATIONS, *updates.MUTATIONS, *shared.MUTATIONS),
 )
 NAMED = {mutation.name: mutation for mutation in CATALOGUE}

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.cli.main import main
 from shardwise.core.errors import InputError
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.models.registry import find
 from shardwise.models.trainable import Loss, Trainable
-from shardwise.prediction.peak import device_peak_bytes
+from shardwise.prediction.peak_memory import device_peak_bytes
 from shardwise.techniques.tensor.table import Table
 from shardwise.verify.command import verify
-from shardwise.verify.options import table_in
 from shardwise.verify.own import model_of
 from shardwise.verify.parity import theory_of
+from shardwise.verify.proof_options import table_in
 
 STYLES = {"0": "colwise", "2": "rowwise"}
 MODEL = """

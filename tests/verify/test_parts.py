@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from shardwise.comm.world import World
-from shardwise.core.plan import Plan
-from shardwise.engine.consistency import CHECKED_STEPS
+from shardwise.core.plan.plan import Plan
+from shardwise.engine.checks.consistency import CHECKED_STEPS
 from shardwise.models.registry import find
 from shardwise.techniques.pipeline.pipelined import Pipelined
 from shardwise.techniques.tensor import rng
 from shardwise.techniques.tensor.rng import ShardedRandom
-from shardwise.verify.batches import Division, ragged, rows_of_step
 from shardwise.verify.coverage import uncovered
 from shardwise.verify.draws import compare_draws
 from shardwise.verify.finding import BoxPlace, Errors
+from shardwise.verify.oracles.batches import Division, ragged, rows_of_step
 from shardwise.verify.parity import engine_of, equal_share, with_early_delays
 from tests.pool import run_gloo
 from tests.verify import micro

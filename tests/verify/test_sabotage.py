@@ -9,12 +9,13 @@ from torch import Tensor
 
 from shardwise.comm.world import World
 from shardwise.core.errors import RankError
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.updating import Updates
+from shardwise.engine.optimizer.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer.updating import Updates
 from shardwise.models.registry import find
-from shardwise.verify import comparison, memory, parity
+from shardwise.verify import comparison, parity
+from shardwise.verify import memory_proof as memory
 from shardwise.verify.parity import engine_of, prove
 from shardwise.verify.report import Report, report
 from tests.pool import run_threads

@@ -7,9 +7,8 @@ import pytest
 
 from shardwise.cli.main import main
 from shardwise.core.errors import RankError
-from shardwise.core.plan import Plan
-from shardwise.engine import hint
-from shardwise.techniques.tensor.layout import nowhere
+from shardwise.core.plan.plan import Plan
+from shardwise.engine.checks import hint
 from shardwise.verify.parity import prove
 from shardwise.verify.report import Report, report
 from tests.pool import run_gloo
@@ -127,7 +126,7 @@ def test_a_shape_that_does_not_fit_is_told_what_the_table_may_lack(tmp_path: Pat
 
 def test_where_nothing_is_cut_an_error_is_torchs_own():
     """A model that is on no tensor axis has no table that could lack anything."""
-    with pytest.raises(RuntimeError) as error, hint.shapes(nowhere()):
+    with pytest.raises(RuntimeError) as error, hint.shapes(Plan.parse("dp2")):
         raise RuntimeError("shape '[2, 3]' is invalid for input of size 4")
     assert not hasattr(error.value, "__notes__")
 

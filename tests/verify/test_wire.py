@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import interface
-from shardwise.comm.interface import Sent
+from benchmarks.meters import interface
+from benchmarks.meters.interface import Sent
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.training import Metrics
 from tests.pool import run_gloo

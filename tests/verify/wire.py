@@ -32,19 +32,19 @@ from typing import Any, Final
 
 import torch
 
-from shardwise.comm import interface
-from shardwise.comm.launch import spawn
+from benchmarks.meters import interface
 from shardwise.comm.ledger import TIER, rank_bytes
 from shardwise.comm.move import receive, send
 from shardwise.comm.objects import all_gather_object
+from shardwise.comm.start.launch import spawn
 from shardwise.comm.world import World, init
 from shardwise.core.errors import InputError, RankError, RunError, bad
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.prediction.prediction import CHECKED_STEPS
-from shardwise.verify.batches import Division
-from shardwise.verify.loads import Routed
+from shardwise.verify.oracles.batches import Division
+from shardwise.verify.oracles.loads import Routed
 from shardwise.verify.parity import alone_of, engine_of, theory_of
 
 MAIN: Final = "from tests.verify.wire import main; main()"

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from shardwise.core.errors import bad
-from shardwise.core.schedule import classic, interleaved, weight_stashing, zero_bubble
+from shardwise.core.schedule import asynchronous, classic, interleaved, zero_bubble
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.suggest import suggest
+from shardwise.core.tools.suggest import suggest
 
 #: The largest number of forwards of one schedule, all ranks together, since it is written out.
 MOST_FORWARDS: Final = 2**15
@@ -133,7 +133,7 @@ LIBRARY: dict[str, Entry] = {
         "PipeDream",
         "each stage updates after every microbatch, from older weights",
         "arXiv 1806.03377, SOSP 2019",
-        lambda n: weight_stashing.pipedream(n.p, n.m),
+        lambda n: asynchronous.pipedream(n.p, n.m),
         _plain,
         _first,
         *_1F1B,
@@ -144,13 +144,13 @@ LIBRARY: dict[str, Entry] = {
         "PipeDream-2BW",
         "each stage updates by itself once a step; computes the same as 1f1b",
         "arXiv 2006.09503",
-        lambda n: weight_stashing.two_buffered(n.p, n.m, n.batches),
+        lambda n: asynchronous.two_buffered(n.p, n.m, n.batches),
         _plain,
         _first,
         *_1F1B,
         versions_text="2; 1 for a batch alone",
         updates=lambda n: n.batches,
-        check=lambda n: weight_stashing.covers(n.p, n.m),
+        check=lambda n: asynchronous.covers(n.p, n.m),
     ),
     "interleaved": Entry(
         "interleaved 1F1B",

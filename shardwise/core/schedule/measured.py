@@ -94,25 +94,37 @@ def as_trace(measured: Measured) -> str:
     Times are in microseconds from the start of the first step.
     """
     zero = min((row[0].start_s for row in measured.rows if row), default=0.0)
-    events: list[dict[str, Any]] = [_named("process_name", 0, "pipeline")]
+    events = [named_event("process_name", 0, "pipeline")]
     numbers: dict[Token, int] = {}
     for rank, row in enumerate(measured.rows):
-        events.append(_named("thread_name", rank, f"rank {rank}"))
+        events.append(named_event("thread_name", rank, f"rank {rank}"))
         for step, start_s, end_s in row:
             start_us, end_us = (start_s - zero) * 1e6, (end_s - zero) * 1e6
             common = {"name": str(step), "cat": step.op, "pid": 0, "tid": rank}
-            events.append(common | {"ph": "X", "ts": start_us, "dur": end_us - start_us})
+            events.append(span_event(str(step), step.op, rank, (start_s - zero, end_s - zero)))
             if not isinstance(step, Action):
                 number = numbers.setdefault(step.token, len(numbers))
                 arrow = common | {"name": str(step.token), "cat": "message", "id": number}
                 ends = {"SEND": ("s", start_us), "RECV": ("f", end_us)}
                 events.append(arrow | dict(zip(("ph", "ts"), ends[step.op], strict=True)))
+    return trace_text(events)
+
+
+def trace_text(events: list[dict[str, Any]]) -> str:
+    """The file of events."""
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def _named(what: str, rank: int, name: str) -> dict[str, Any]:
-    """The event that names a track."""
-    return {"name": what, "ph": "M", "pid": 0, "tid": rank, "args": {"name": name}}
+def span_event(name: str, kind: str, track: int, between_s: tuple[float, float]) -> dict[str, Any]:
+    """The event of what runs on a track between two times."""
+    start_us, end_us = (1e6 * each for each in between_s)
+    common = {"name": name, "cat": kind, "pid": 0, "tid": track}
+    return common | {"ph": "X", "ts": start_us, "dur": end_us - start_us}
+
+
+def named_event(what: str, track: int, name: str) -> dict[str, Any]:
+    """The event that names a track, or with "process_name" all of them."""
+    return {"name": what, "ph": "M", "pid": 0, "tid": track, "args": {"name": name}}
 
 
 def _spans(row: list[TimedStep], zero: float) -> list[ActionSpan]:

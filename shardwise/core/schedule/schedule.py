@@ -11,7 +11,7 @@ schedule also contains transfers (lower.py).
 Weights. In a synchronous schedule (`update` 0) the runtime updates after the last action. An
 asynchronous one updates every `update` microbatches, with U; on stage s, microbatch i then uses,
 forward and backward, the weights after max(0, i // update - lag[s]) updates. PipeDream's weight
-stashing, its vertical sync and 2BW's two buffers are three values of `lag` (weight_stashing.py).
+stashing, its vertical sync and 2BW's two buffers are three values of `lag` (asynchronous.py).
 """
 
 from collections.abc import Iterator

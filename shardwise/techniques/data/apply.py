@@ -8,25 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.arena import Arena
-from shardwise.comm.disk import Disk
-from shardwise.comm.tiers import Tiers
+from shardwise.comm.tiers.arena import Arena
+from shardwise.comm.tiers.disk import Disk
+from shardwise.comm.tiers.tiers import Tiers
 from shardwise.comm.world import Axis, World
-from shardwise.core.hook import Hook
-from shardwise.core.param_layout import Groups, Layout
-from shardwise.core.plan import Plan
+from shardwise.core.layouts.param_layout import Groups, Layout
+from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.hook import Hook
 from shardwise.core.zero import Row
-from shardwise.engine import validate
+from shardwise.engine.checks import validate
 from shardwise.engine.cut import fill_part
 from shardwise.engine.precision import cast_inputs, param_dtypes
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.observe.meta_buffers import materialise
 from shardwise.techniques.data.buffers import Buffers
 from shardwise.techniques.data.consensus import Consensus
-from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.techniques.data.flat.initial_weights import Fill
+from shardwise.techniques.data.flat.local_layout import LocalLayout
 from shardwise.techniques.data.hooks import Data
-from shardwise.techniques.data.initial_weights import Fill
-from shardwise.techniques.data.local_layout import LocalLayout
 from shardwise.techniques.data.pace import Pace
 from shardwise.techniques.data.units import Unit, Units
 from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, choose
@@ -112,7 +112,8 @@ def units_of(
 
 @dataclass(frozen=True)
 class Held:
-    """How the ranks hold each parameter (core/layouts.py), and the axes of this rank by name.
+    """How the ranks hold each parameter (core/layouts/layouts.py), and the axes of this rank by
+    name.
 
     sums   for an axis and groups of its ranks that sum gradients, the axis of this rank's group
     """

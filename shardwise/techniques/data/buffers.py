@@ -1,7 +1,7 @@
 """Copies the buffers of rank 0 to every data rank.
 
-Every training forward begins with rank 0's buffers, as under DDP: all of them, in messages that
-fit a slot of the pool (comm/pool.py), because no rank knows whether another has changed one.  A
+Every training forward begins with rank 0's buffers, as under DDP: all of them, in messages that fit
+a slot of the pool (comm/gloo/pool.py), because no rank knows whether another has changed one.  A
 model without buffers sends nothing.
 """
 

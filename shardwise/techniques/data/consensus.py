@@ -17,13 +17,13 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.comm.host_numbers import HostNumbers, doubles_on
 from shardwise.comm.move import begin_sum
+from shardwise.comm.tiers.host_numbers import HostNumbers, doubles_on
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.techniques.data.buffers import Buffers
-from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
 from shardwise.techniques.data.scaling import Scaling
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.core.weak import owner, weakly
-from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.core.tools.weak import owner, weakly
+from shardwise.techniques.data.flat.flat_parameter import Flat
 
 
 class GradientHooks:

@@ -24,13 +24,20 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
-from shardwise.core.graph_break import graph_break
-from shardwise.core.hook import Hook, in_backward, no_copy, nothing, others_after, outside_of_step
 from shardwise.core.reduce_order import Act
-from shardwise.core.structure import BY_ENGINE, BY_HAND, Structure
+from shardwise.core.tools.graph_break import graph_break
+from shardwise.core.tools.hook import (
+    Hook,
+    in_backward,
+    no_copy,
+    nothing,
+    others_after,
+    outside_of_step,
+)
+from shardwise.core.tools.structure import BY_ENGINE, BY_HAND, Structure
 from shardwise.core.unit_order import CallPlace, UnitOrder
 from shardwise.techniques.data.consensus import Consensus
-from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.gradient_hooks import GradientHooks
 from shardwise.techniques.data.outputs import Output, shares_memory, tensors_in, watch
 from shardwise.techniques.data.pace import Pace
@@ -153,7 +160,7 @@ class Data:
                     ACTS[kind](unit)
 
     def require_copyable(self) -> None:
-        """Raise InputError if this rank has only a part of the values (core/hook.py)."""
+        """Raise InputError if this rank has only a part of the values (core/tools/hook.py)."""
         if self.staged is not None:
             raise no_copy("model in stages")
         if self.split:

@@ -1,16 +1,18 @@
-"""What ranks must have alike, compared by numbers that they sum in each step.
+"""What must be equal on all ranks, compared by numbers that they sum in each step.
 
     options    of the optimizer's groups: rates, betas, weight decay             in each step
     weights    that several data ranks hold: all of them under ddp, the          every `every` steps
                shards of hybrid sharding, what zero1 and zero2 keep gathered,
                experts of several ranks; fp32 masters of 16-bit weights
+    states     of the optimizer, for such weights                                the same
 
 Of n ranks that hold the same, rank r contributes a multiple of its hash h:
 
     (n - 1) h(0)  on the first,   - h(r)  on each other;   the sum is 0 if all hashes are equal
 
 The sums are of whole numbers in doubles: they are exact.  Hashes of weights stay on the device.
-Only if the sum is not 0, the ranks exchange names and values, and the error shows them.
+Only if the sum is not 0, the ranks exchange names and values, and the error shows them.  It names
+the rank whose bits differ from those of most ranks: with three or more, the one that is damaged.
 
 Tensor ranks and stages of a pipeline have the same options too.  Along their axes a second such sum
 is in the message with which they agree on the loss or the norm; it carries on that of the data
@@ -19,7 +21,8 @@ ranks, so that all ranks know if any two differ.
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
@@ -29,7 +32,8 @@ from torch import Tensor
 from shardwise.comm.objects import gather_object
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
-from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.checksum import bits_sum, weighted
+from shardwise.techniques.data.flat.flat_parameter import Flat
 
 #: Steps between two comparisons of weights, unless an engine says otherwise.
 EVERY = 100
@@ -37,39 +41,35 @@ EVERY = 100
 ROUNDING, ROUNDING_16_BIT = 1e-5, 1e-2
 #: The axis of the data ranks that hold the same experts.
 _OF_EXPERTS: Final = "edp"
-#: The number of weights in a checksum, which repeat: a prime, which divides no tensor's rows.
-_WEIGHTS = 509
 Options = dict[str, Any]
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: The bits of a tensor as a number, a weighted sum, the norm, and what is rounding.
+_Values = tuple[int, float, float, float]
 
 
 class _Copy(NamedTuple):
-    """A flat parameter, or its fp32 master, on the `rank`-th of `ranks` data ranks that hold it.
+    """What this rank has of a flat parameter, as the `rank`-th of `ranks` data ranks that hold it.
 
-    `part` tells it from the parts of the same parameters that other ranks hold.
+    `part` tells it from the parts of the same parameters that other ranks hold. `of_parameters`
+    gives names and tensors; `whole` the same as few tensors.
     """
 
-    flat: Flat
-    master: Tensor | None
     part: tuple[int, ...]
     rank: int
     ranks: int
+    whole: Callable[[], list[Tensor]]
+    of_parameters: Callable[[], Iterable[tuple[str, Tensor]]]
 
-    @property
-    def values(self) -> Tensor:
-        if self.master is not None:
-            return self.master
-        flat = self.flat
-        return flat.full if flat.split and not flat.reshards else flat.shard
 
-    def of_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The name of each parameter, and its values."""
-        flat, values = self.flat, self.values
-        pieces = len(values) < flat.plan.padded
-        parts = range(len(flat.params)) if pieces else ()
-        every = [flat.views.part(i, values) for i in parts] or flat.views.every(values)
-        what = "" if self.master is None else "the fp32 master of "
-        yield from zip((f"{what}{name}" for name in flat.names), every, strict=True)
+def _weights(flat: Flat) -> Tensor:
+    return flat.full if flat.split and not flat.reshards else flat.shard
+
+
+def _named(what: str, flat: Flat, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The name of each parameter, and its values in a flat tensor."""
+    pieces = len(values) < flat.plan.padded
+    parts = range(len(flat.params)) if pieces else ()
+    every = [flat.views.part(i, values) for i in parts] or flat.views.every(values)
+    yield from zip((f"{what}{name}" for name in flat.names), every, strict=True)
 
 
 class SameOnRanks:
@@ -89,9 +89,24 @@ class SameOnRanks:
         self.sent: Options | None = {}  # the options that the ranks compare
         self.hash = 0  # of them
         self.weighs = False  # whether they compare weights too
-        self.copies = [copy for flat in flats for copy in self._copies(flat)]
+        self.copies = [
+            copy
+            for flat in flats
+            for copy in self._copies(
+                flat,
+                flat.split and flat.reshards,
+                lambda flat=flat: [_weights(flat)],
+                lambda flat=flat: _named("", flat, _weights(flat)),
+            )
+        ]
 
-    def _copies(self, flat: Flat, master: Tensor | None = None) -> list[_Copy]:
+    def _copies(
+        self,
+        flat: Flat,
+        split: bool,
+        whole: Callable[[], list[Tensor]],
+        of_parameters: Callable[[], Iterable[tuple[str, Tensor]]],
+    ) -> list[_Copy]:
         """What is compared of a flat parameter: nothing on a disk, and of a mesh of layers."""
         shard, replicate = flat.shard_axis, flat.replicate_axis
         known = all(
@@ -100,18 +115,39 @@ class SameOnRanks:
         )
         if not known or flat.moves.fetch == "disk":
             return []
-        split = flat.split and (flat.reshards or master is not None)
         rank, ranks = replicate.rank, replicate.size
         if not split:
             rank, ranks = rank * shard.size + shard.rank, ranks * shard.size
         experts = _OF_EXPERTS in (shard.name, replicate.name)
         part = shard.rank if split else 0, flat.local.coordinates.get("ep", 0) if experts else 0
-        return [_Copy(flat, master, part, rank, ranks)] if ranks > 1 else []
+        return [_Copy(part, rank, ranks, whole, of_parameters)] if ranks > 1 else []
 
     def add_masters(self, masters: Mapping[Flat, Tensor]) -> None:
         """Compare the fp32 masters of 16-bit weights too, and name them first."""
-        own = [c for flat, master in masters.items() for c in self._copies(flat, master)]
-        self.copies = own + self.copies
+        self.copies = [
+            copy
+            for flat, master in masters.items()
+            for copy in self._copies(
+                flat,
+                flat.split,
+                lambda master=master: [master],
+                lambda flat=flat, master=master: _named("the fp32 master of ", flat, master),
+            )
+        ] + self.copies
+
+    def add_states(self, states: Mapping[Flat, Callable[[], Iterable[tuple[str, Tensor]]]]) -> None:
+        """Compare the states of the optimizer too, and name them first.
+
+        If weights differ, states stay equal, since ranks sum their gradients. States that
+        differ make weights differ in the next update.
+        """
+        self.copies = [
+            copy
+            for flat, named in states.items()
+            for copy in self._copies(
+                flat, flat.split, lambda named=named: [x for _, x in named()], named
+            )
+        ] + self.copies
 
     def difference(self, step: int) -> int | Tensor:
         """This rank's contribution in step `step`, from 0; a double on the device with weights."""
@@ -125,8 +161,9 @@ class SameOnRanks:
         shard, replicate = self.axes
         own = _share(replicate.rank * shard.size + shard.rank, self.data_ranks) * self.hash
         for copy in self.copies if self.weighs else ():
-            bits = _bits(copy.values).remainder(self.hashes).double()
-            own = own + _share(copy.rank, copy.ranks) * bits.to(self.device)
+            for x in copy.whole():
+                bits = bits_sum(x).remainder(self.hashes).double()
+                own = own + _share(copy.rank, copy.ranks) * bits.to(self.device)
         return own
 
     @property
@@ -144,7 +181,7 @@ class SameOnRanks:
         rank does not have are no difference, unless it has none at all: groups may be made by the
         shapes of pieces.
         """
-        weights = dict(self._weights()) if self.weighs else {}
+        weights = dict(self._values()) if self.weighs else {}
         every: list[tuple[Options | None, Mapping[Any, Any]]] = [(self.sent, weights)]
         for axis in (*self.axes, *self.others):
             parts = gather_object(every, axis, self.device)
@@ -176,33 +213,42 @@ class SameOnRanks:
 
     def _require_weights(self, start: int, every: Sequence[Mapping[Any, Any]]) -> None:
         """Compare the weights of the data ranks that begin with the rank `start`."""
-        holders: dict[Any, int] = {}
-        for rank, own in enumerate(every):
-            for key, (bits, total, norm, rounding) in own.items():
-                first = holders.setdefault(key, rank)
-                bits_of_first, total_of_first, norm_of_first, _ = every[first][key]
-                if bits == bits_of_first:
-                    continue
-                name, places = key[0], [self._place(start + each) for each in (rank, first)]
-                close = rounding * max(norm, norm_of_first)
-                if abs(total - total_of_first) <= close and abs(norm - norm_of_first) <= close:
-                    _warn_of_rounding(name, *places)
+        for key in dict.fromkeys(key for own in every for key in own):
+            holders = [rank for rank, own in enumerate(every) if key in own]
+            usual, _ = Counter(every[rank][key][0] for rank in holders).most_common(1)[0]
+            first = next(rank for rank in holders if every[rank][key][0] == usual)
+            for rank in holders:
+                if every[rank][key][0] != usual:
+                    self._require_close(
+                        key[0], [start + rank, start + first], every[rank][key], every[first][key]
+                    )
                     return
-                raise bad(
-                    f"{name} on {places[0]}, whose norm is {norm:.9g}; on {places[1]} its norm is "
-                    f"{norm_of_first:.9g}",
-                    "weights that are the same on all data ranks, which must all change them alike",
-                    "the same change on every rank, or sw.load on every rank",
-                )
 
-    def _weights(self) -> Iterator[tuple[Any, tuple[int, float, float, float]]]:
+    def _require_close(
+        self, name: str, ranks: Sequence[int], values: _Values, usual: _Values
+    ) -> None:
+        _, total, norm, rounding = values
+        _, total_of_usual, norm_of_usual, _ = usual
+        places, close = [self._place(rank) for rank in ranks], rounding * max(norm, norm_of_usual)
+        if abs(total - total_of_usual) <= close and abs(norm - norm_of_usual) <= close:
+            _warn_of_rounding(name, *places)
+            return
+        raise bad(
+            f"{name} on {places[0]}, whose norm is {norm:.9g}; on {places[1]} its norm is "
+            f"{norm_of_usual:.9g}",
+            "weights and optimizer states that are equal on all data ranks",
+            "the same change on every rank, or sw.load on every rank. If no code changed it, the "
+            "memory of the rank that is named first is damaged",
+        )
+
+    def _values(self) -> Iterator[tuple[Any, _Values]]:
         """Of each parameter: the bits, a weighted sum, the norm, and the rounding."""
         for copy in self.copies:
             for name, x in copy.of_parameters():
                 wide = torch.view_as_real(x).double() if x.is_complex() else x.double()
-                total, norm = _weighted(wide).item(), wide.norm().item()
+                total, norm = weighted(wide).item(), wide.norm().item()
                 rounding = ROUNDING_16_BIT if x.element_size() < 4 else ROUNDING
-                yield (name, copy.part), (int(_bits(x)), total, norm, rounding)
+                yield (name, copy.part), (int(bits_sum(x)), total, norm, rounding)
 
 
 def _share(rank: int, ranks: int) -> int:
@@ -230,27 +276,3 @@ def _warn_of_rounding(name: str, place: str, first: str) -> None:
         "other processors. A checkpoint has those of one of them.",
         stacklevel=2,
     )
-
-
-def _fold(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sums of each _WEIGHTS-th element of flat `x`."""
-    x = x.reshape(-1)
-    rows = x[: len(x) - len(x) % _WEIGHTS].view(-1, _WEIGHTS)
-    folded, rest = rows.sum(0, dtype=dtype), x[rows.numel() :]
-    folded[: len(rest)] += rest
-    return folded
-
-
-@torch.no_grad()
-def _bits(x: Tensor) -> Tensor:
-    """An integer from the bits of `x`, 0-d, on its device."""
-    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    folded = _fold(x.detach().reshape(-1).view(_INTEGERS[x.element_size()]), torch.int64)
-    weights = torch.arange(1, _WEIGHTS + 1, dtype=torch.int64, device=x.device)
-    return (folded * weights * 2_305_843_009_213_693_951).sum()
-
-
-@torch.no_grad()
-def _weighted(x: Tensor) -> Tensor:
-    folded = _fold(x.detach(), torch.float64)
-    return folded.dot(torch.arange(_WEIGHTS, dtype=torch.float64, device=x.device).cos())

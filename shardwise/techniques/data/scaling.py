@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.world import Axis
-from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.flat.flat_parameter import Flat
 
 #: Elements of a flat parameter's gradient that are compared.
 _SAMPLE = 64

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.core.hook import in_backward
 from shardwise.core.reduce_order import UnitState
-from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.core.tools.hook import in_backward
+from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.gradient_hooks import before_gradients
 
 

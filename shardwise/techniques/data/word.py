@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from shardwise.core.errors import Problem
+from shardwise.core.plan.technique import Field, Technique, Word, keyed
+from shardwise.core.plan.word_values import read_count, read_size, size_text
 from shardwise.core.pool_size import PIECE_BYTES, smallest_pool_bytes
-from shardwise.core.technique import Field, Technique, Word, keyed
-from shardwise.core.word_values import read_count, read_size, size_text
 from shardwise.core.zero import ALIASES, ROWS, row_of
 
 if TYPE_CHECKING:
-    from shardwise.core.plan import Plan
+    from shardwise.core.plan.plan import Plan
 
 
 def _row(word: str) -> str | None:

@@ -11,12 +11,12 @@ group. All other parameters follow the row on the data axes. Without `ep` the la
 data axes, because capacity and losses refer to the global batch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,11 +24,11 @@ from torch import nn
 from shardwise.comm.world import Axis, World, traced
 from shardwise.core.applied import Applied
 from shardwise.core.errors import bad
+from shardwise.core.layouts.param_layout import AxisLayout
+from shardwise.core.layouts.uneven import even
 from shardwise.core.mesh import EXPERTS, REST
-from shardwise.core.param_layout import AxisLayout
-from shardwise.core.plan import Plan
-from shardwise.core.uneven import even
-from shardwise.engine.batch import Count, filled
+from shardwise.core.plan.plan import Plan
+from shardwise.engine.batch import Count, data_axes, filled
 from shardwise.engine.cut import agree, cut_to
 from shardwise.techniques.expert.global_batch import GlobalBatch
 from shardwise.techniques.expert.layer import ExpertPlace, Load, MoE
@@ -44,6 +44,9 @@ from shardwise.techniques.expert.stacked import (
     width_of,
 )
 
+if TYPE_CHECKING:
+    from shardwise.engine.training import Build
+
 
 @dataclass
 class ExpertLayout(Applied):
@@ -52,20 +55,23 @@ class ExpertLayout(Applied):
     axis       of the ranks among which experts are distributed
     shard      the axis on which states of experts are sharded, in place of the data axis
     replicate  the axis on which they are replicated
-    routes     whether the model has layers of experts, in any stage of a pipeline
+    mixes      whether the model has layers of experts, in any stage of a pipeline
     loads      of this rank's layers in the last training step, by name
     """
 
     axis: Axis
     shard: Axis
     replicate: Axis
-    routes: bool = False
+    mixes: bool = False
     loads: dict[str, Load] = field(default_factory=dict[str, Load])
     pass_records: list[PassRecords] = field(default_factory=list[PassRecords])  # of the layers
     stand_ins: list[Any] = field(default_factory=list)
     skips: bool = False  # whether a step whose logits are not finite is skipped, or raises
     absent: bool = False  # whether the current batch is a stand-in for one without rows
     count: Count | None = None  # the user's number of rows of a batch
+
+    def axes(self) -> Iterable[Axis]:
+        return self.axis, self.shard, self.replicate
 
     def begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
         """Returns the parts with stand-ins for those without rows, whose tokens reach no expert."""
@@ -88,9 +94,10 @@ class ExpertLayout(Applied):
             found, before = Load.of(routing), self.loads.get(name)
             self.loads[name] = found if before is None else before.plus(found)
 
-    def enter(self, part: Any) -> None:
+    def enter(self, part: Any) -> Any:
         """Called before the model computes this part."""
         self.absent = any(part is each for each in self.stand_ins)
+        return part
 
 
 def check_experts(model: nn.Module, plan: Plan) -> None:
@@ -101,6 +108,14 @@ def check_experts(model: nn.Module, plan: Plan) -> None:
             "epN for a model with sw.MoE layers, or with stacked experts of transformers",
             f"'{replace(plan, axes=plan.mesh.axes)}'",
         )
+    for name, layer in layers_of(model).items() if plan.cp > 1 else ():
+        if _by_order(layer):
+            raise bad(
+                f"'{plan.context}' with the gate {layer.gate.name} in {name}, which chooses by the "
+                "order of tokens in whole rows",
+                "gates such as topk and sigmoid, without a capacity",
+                'gate = "topk" without a capacity, or no cp',
+            )
     for name, experts in experts_in(model).items():
         if experts % plan.ep:
             raise bad(
@@ -108,6 +123,12 @@ def check_experts(model: nn.Module, plan: Plan) -> None:
                 f"a divisor of the experts and of the ranks of {plan.inner_data_axis}",
                 f"ep{gcd(plan.ep, experts)}",
             )
+
+
+def _by_order(layer: MoE) -> bool:
+    """Whether what a gate chooses depends on the numbers of tokens in the global batch."""
+    gate = layer.gate
+    return gate.capacity is not None or gate.name in ("gshard", "noisy-topk", "expert-choice")
 
 
 def layers_of(model: nn.Module) -> dict[str, MoE]:
@@ -182,18 +203,17 @@ def recorded(model: nn.Module, record: Callable[[LayerMove], None]) -> Iterator[
             layer.place = before[name]
 
 
-def lay_out(
-    model: nn.Module,
-    world: World,
-    plan: Plan,
-    data: tuple[Axis, Axis],
-    count: Count | None = None,
-) -> ExpertLayout:
+def applied(model: nn.Module, build: "Build") -> ExpertLayout:
+    """Shard the experts of the model of an engine."""
+    return lay_out(model, build.world, build.plan, build.rows)
+
+
+def lay_out(model: nn.Module, world: World, plan: Plan, count: Count | None = None) -> ExpertLayout:
     """Shard the experts of `model` along `ep`, in place, and give the layers their axes.
 
-    `data` are the shard and the replicate axis of everything else; `count` is the user's number of
-    rows of a batch.
+    `count` is the user's number of rows of a batch.
     """
+    data = data_axes(world, plan)
     shard, replicate = data
     inner, n = plan.inner_data_axis, plan.ep
     axis, rest = Axis(EXPERTS), world.axis(inner)
@@ -233,10 +253,7 @@ def lay_out(
 def assume_loads(model: nn.Module, rank: int, plan: Plan, loads: Loads) -> None:
     """Shard the experts of a `model` on the meta device for `rank`, as if they had these loads."""
     world = traced(rank, plan.size).on(plan.mesh)
-    shard, replicate = (
-        world.axis(name or "none") for name in (plan.shard_axis, plan.replicate_axis)
-    )
-    lay_out(model, world, plan, (shard, replicate))
+    lay_out(model, world, plan)
     for name, layer in layers_of(model).items():
         known = replace(layer.place.batch, loads=loads.on(name, 0))
         layer.place = replace(layer.place, batch=known)

@@ -20,9 +20,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardwise.core.arguments import integer, is_number
 from shardwise.core.errors import bad
-from shardwise.core.suggest import suggest
+from shardwise.core.tools.arguments import integer, is_number
+from shardwise.core.tools.suggest import suggest
 from shardwise.techniques.expert import gates, hard
 from shardwise.techniques.expert.gates import Choice
 from shardwise.techniques.expert.global_batch import GlobalBatch

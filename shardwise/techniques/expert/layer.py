@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import Axis
-from shardwise.core.arguments import MOST_SEED, integer, is_number, short_repr
 from shardwise.core.errors import NonFiniteError, bad
+from shardwise.core.tools.arguments import MOST_SEED, integer, is_number, short_repr
 from shardwise.techniques.expert import hard
 from shardwise.techniques.expert.dispatch import Exchange
 from shardwise.techniques.expert.gate import FIXED, Extra, Gate

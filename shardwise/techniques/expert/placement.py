@@ -18,16 +18,16 @@ from torch import Tensor
 
 from shardwise.comm.move import move
 from shardwise.comm.objects import all_gather_object
-from shardwise.core.arguments import short_repr
 from shardwise.core.errors import bad
-from shardwise.core.layout import I, P
+from shardwise.core.layouts.layout import I, P
+from shardwise.core.layouts.param_layout import AxisLayout
+from shardwise.core.layouts.uneven import Cut
 from shardwise.core.mesh import EXPERTS
-from shardwise.core.param_layout import AxisLayout
-from shardwise.core.uneven import Cut
-from shardwise.engine import state
-from shardwise.engine.box import Box, block
+from shardwise.core.tools.arguments import short_repr
 from shardwise.engine.engine import Engine
-from shardwise.techniques.expert.apply import layers_of
+from shardwise.engine.state import state
+from shardwise.engine.state.box import Box, block
+from shardwise.techniques.expert.apply import ExpertLayout, layers_of
 from shardwise.techniques.expert.layer import MoE
 
 #: The experts of each rank of `ep`, in the order in which it stores them.
@@ -51,7 +51,7 @@ def place_experts(
             the shape of the weight; a schedule that keeps versions of the weights.
     """
     layers, ranks = layers_of(engine.model), engine.plan.ep
-    own = {name: layers[name] for name in engine.sharded.experts.loads if name in layers}
+    own = {name: layers[name] for name in engine.sharded.of(ExpertLayout).loads if name in layers}
     wanted = _asked(layers, placement, ranks) if placement is not None else _by_load(engine, own)
     if ranks == 1:
         return wanted
@@ -91,7 +91,7 @@ def balanced(loads: Sequence[int], ranks: int) -> Placement:
 
 
 def _by_load(engine: Engine, layers: Mapping[str, MoE]) -> dict[str, Placement]:
-    loads = engine.sharded.experts.loads
+    loads = engine.sharded.of(ExpertLayout).loads
     if not layers:
         given = "place_experts before a training step of a model with sw.MoE layers"
         instead = 'engine.step(batch) first, or placement={"blocks.0.moe": [[0, 2], [1, 3]]}'
@@ -154,7 +154,7 @@ def _moved(engine: Engine, whole: Tensor, before: Sequence[Box], after: Sequence
 
     `whole` is the tensor of which they are boxes, of zeros.
     """
-    experts = engine.sharded.experts
+    experts = engine.sharded.of(ExpertLayout)
     for box in before:
         block(whole, box.offsets, box.sizes).copy_(box.tensor)
     for axis in (experts.shard, experts.axis):

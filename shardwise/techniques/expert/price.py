@@ -26,11 +26,11 @@ from functools import partial
 from itertools import product
 from typing import Any, Final, NamedTuple, TypeVar
 
-from shardwise.core.layout import I, P, R, S
-from shardwise.core.lengths import Lengths
+from shardwise.core.layouts.layout import I, P, R, S
+from shardwise.core.layouts.lengths import Lengths
 from shardwise.core.mesh import EXPERTS, TENSOR
 from shardwise.core.model_spec import ModelSpec
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.prediction.price import Price, Share
 from shardwise.prediction.rank_shape import stage_of, stages_on
 from shardwise.prediction.traffic import Counted, Tariff, TrafficLine

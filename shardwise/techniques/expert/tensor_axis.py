@@ -22,9 +22,9 @@ from torch import nn
 
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
-from shardwise.core.layout import R
-from shardwise.core.param_layout import AxisLayout
-from shardwise.core.uneven import Cut, even, packed
+from shardwise.core.layouts.layout import R
+from shardwise.core.layouts.param_layout import AxisLayout
+from shardwise.core.layouts.uneven import Cut, even, packed
 from shardwise.techniques.expert.layer import ExpertPlace, Experts, MoE, identity
 from shardwise.techniques.expert.stacked import StackedOnRanks, stacked_experts
 from shardwise.techniques.tensor.linear import Stream

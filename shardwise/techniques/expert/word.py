@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from shardwise.core.errors import Problem
-from shardwise.core.technique import Technique, Word
+from shardwise.core.plan.technique import Technique, Word
 
 if TYPE_CHECKING:
-    from shardwise.core.plan import Plan
+    from shardwise.core.plan.plan import Plan
 
 _MOST_LISTED: Final = 64
 

@@ -1,33 +1,38 @@
 """Layers with a plan of their own in an engine: their meshes, their units, and their rows.
 
-Regions.open     opens the axes of each mesh over the same ranks
-.lay_out         shards the layers on their tensor axes
-.install         hooks the layers of other meshes, so that activations are redistributed
+applied     opens the axes of each mesh over the same ranks; shards the layers on their tensor axes
+install     hooks the layers of other meshes, so that activations are redistributed
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.move import broadcast
-from shardwise.comm.world import World
+from shardwise.comm.world import Axis, World
+from shardwise.core.applied import Applied
+from shardwise.core.layouts.param_layout import Groups
 from shardwise.core.mesh import TENSOR
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.engine import batch
-from shardwise.engine.training import Build
 from shardwise.kernels.logits import LogitRows, Logits
 from shardwise.techniques.layers.exchange import RowExchange, between
 from shardwise.techniques.layers.hooks import LayerHooks, Random, hook_own_rows
 from shardwise.techniques.layers.plans import Layers
 from shardwise.techniques.layers.redistributed import Redistributed
-from shardwise.techniques.pipeline.placeholders import StandIn
+from shardwise.techniques.pipeline.trace.placeholders import StandIn
 from shardwise.techniques.tensor import apply as tensor_parallel
-from shardwise.techniques.tensor.layout import Tensors, nowhere
+from shardwise.techniques.tensor.layout import Tensors
 from shardwise.techniques.tensor.rng import generators_of
+
+if TYPE_CHECKING:
+    from shardwise.engine.training import Build
 
 
 @dataclass
@@ -44,50 +49,71 @@ class Region:
         return self.layers.plan.mesh.size_of(TENSOR)
 
 
-@dataclass
-class Regions:
-    """The layers of a model with plans of their own."""
+def applied(model: nn.Module, build: "Build") -> "Regions":
+    """Shard the layers of each mesh on its tensor axis, in place; called by all ranks."""
+    world, regions = build.world, list[Region]()
+    for each in build.layers.meshes:
+        own = world.beside(each.plan.mesh, f".{each.number}")
+        tensors = tensor_parallel.lay_out(model, own, False, each.table, layers=each.modules)
+        regions.append(Region(each, own, tensors))
+    return Regions(regions, exchange_of(world, build.plan, build.rows), build.recompute.kinds)
 
-    plan: Plan
+
+@dataclass
+class Regions(Applied):
+    """The layers of a model with a mesh of their own.
+
+    `recomputed` are the names of the recomputed modules.
+    """
+
     regions: list[Region]
     exchange: RowExchange
+    recomputed: Iterable[str] = ()
 
-    @classmethod
-    def open(cls, build: Build) -> "Regions":
-        """Open the axes of all meshes; called by all ranks of the world."""
-        world, plans = build.world, build.layers
-        found: list[Region] = []
-        for each in plans.layers:
-            own = world.beside(each.plan.mesh, f".{each.number}") if each.mesh else world
-            found.append(Region(each, own, nowhere()))
-        return cls(build.plan, found, exchange_of(world, build.plan, build.rows))
+    @property
+    def mixes(self) -> bool:
+        return bool(self.exchange.axes)
 
-    def lay_out(self, model: nn.Module) -> tuple[Tensors, ...]:
-        """Shard the layers of each mesh on its tensor axis, in place."""
+    def axes(self) -> Iterable[Axis]:
+        return [axis for region in self.regions for axis in region.world.axes]
+
+    def sums(self) -> Mapping[tuple[str, Groups], Axis]:
+        found = [region.tensors.sums() for region in self.regions]
+        return {key: axis for each in found for key, axis in each.items()}
+
+    def begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
         for region in self.regions:
-            if region.layers.mesh:
-                region.tensors = tensor_parallel.lay_out(
-                    model,
-                    region.world,
-                    False,
-                    region.layers.table,
-                    layers=region.layers.modules,
-                )
-        return tuple(region.tensors for region in self.regions if region.layers.mesh)
+            parts = region.tensors.begin(batch, parts, trains=trains)
+        return self.exchange.begin(parts)
 
-    def install(self, model: nn.Module, recomputed: Iterable[str]) -> None:
-        """Hook the layers of other meshes; called after all other hooks are set.
+    def enter(self, part: Any) -> Any:
+        self.exchange.enter(part)
+        return part
+
+    @contextmanager
+    def during(self, device: torch.device) -> Iterator[None]:
+        with ExitStack() as entered:
+            for region in self.regions:
+                entered.enter_context(region.tensors.during(device))
+            yield
+
+    def end(self, *, trains: bool) -> None:
+        for region in self.regions:
+            region.tensors.end(trains=trains)
+        self.exchange.forget()
+
+    def install(self, model: nn.Module) -> None:
+        """Hook the layers of other meshes.
 
         Recomputed modules get this rank's own rows, so that a recomputation does not move them.
         Layers of a pipeline's other ranks have stand-ins here, which get no hooks.
         """
         every = dict(model.named_modules(remove_duplicate=False))
         here = {name: m for name, m in every.items() if not isinstance(m, StandIn)}
-        meshes = [region for region in self.regions if region.layers.mesh]
-        for name in here.keys() & set(recomputed) if meshes else ():
-            if not any(region.layers.holds(name) for region in meshes):
+        for name in here.keys() & set(self.recomputed) if self.regions else ():
+            if not any(region.layers.holds(name) for region in self.regions):
                 hook_own_rows(here[name])
-        for region in meshes:
+        for region in self.regions:
             hooks = LayerHooks(self.exchange, region.degree, with_rows, self._random(region))
             for name in here.keys() & set(region.layers.modules):
                 hooks.install(name, here[name])

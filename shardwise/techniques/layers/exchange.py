@@ -21,10 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.move import all_gather, join, move, take
 from shardwise.comm.world import Axis, World
-from shardwise.core.applied import Applied
-from shardwise.core.layout import I, S
+from shardwise.core.layouts.layout import I, S
+from shardwise.core.layouts.uneven import Counts, Cut, wide
 from shardwise.core.model_spec import RowGather
-from shardwise.core.uneven import Counts, Cut, wide
 
 
 def between(degree: int, other: int, ranks: int, stages: int = 1) -> list[list[int]]:
@@ -45,7 +44,7 @@ def _rows(part: Any) -> int:
 
 
 @dataclass
-class RowExchange(Applied):
+class RowExchange:
     """The rows of this rank at each tensor degree.
 
     axes     those of `between`, by the smaller and the larger degree
@@ -70,7 +69,7 @@ class RowExchange(Applied):
     assumed: bool = False
     gathers: Callable[[RowGather], None] | None = None
 
-    def begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
+    def begin(self, parts: Sequence[Any]) -> Sequence[Any]:
         """Exchange the numbers of rows of all microbatches."""
         if not (self.axes and parts):
             return parts
@@ -84,9 +83,6 @@ class RowExchange(Applied):
         self.parts = list(zip(parts, counts, strict=True))
         self.counts, self.assumed = counts[0], False
         return parts
-
-    def end(self, *, trains: bool) -> None:
-        self.forget()
 
     def enter(self, part: Any) -> None:
         """The forward of this microbatch begins."""

@@ -5,15 +5,15 @@ plan with a pattern that matches it or a module around it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from shardwise.core.errors import bad
-from shardwise.core.plan import Plan
-from shardwise.core.suggest import suggest
-from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, blocks, runs
+from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.suggest import suggest
+from shardwise.techniques.data.wrap_policy import Rule, blocks, runs
 from shardwise.techniques.expert import apply as expert_parallel
 from shardwise.techniques.tensor.source import shapes
 from shardwise.techniques.tensor.table import Table, matches
@@ -96,19 +96,19 @@ def layer_plans(model: nn.Module, plan: Plan) -> LayerPlans:
     return plans
 
 
-def require_units(specs: Sequence[UnitSpec], plan: Plan) -> None:
+def require_units(units: Mapping[str, Sequence[str]], plan: Plan) -> None:
     """Raise InputError for a unit with parameters of layers of several plans.
 
-    A module that has parameters of its own is one unit with all modules inside of it, unless these
-    are blocks.
+    `units` are the names of the parameters of each. A module that has parameters of its own is one
+    unit with all modules inside of it, unless these are blocks.
     """
-    for spec in specs if plan.layers else ():
-        by_plan = {plan.layer_of(name): name for name, _ in spec.params}
+    for unit, names in units.items() if plan.layers else ():
+        by_plan = {plan.layer_of(name): name for name in names}
         if len(by_plan) > 1:
             first, second, *_ = by_plan.values()
             raise bad(
                 f"the plan '{plan}', in which {first} and {second} have different plans, and are "
-                f"in one unit, {spec.name or 'the model'}, which has parameters of its own",
+                f"in one unit, {unit or 'the model'}, which has parameters of its own",
                 "layers that are units, or lie in blocks: units= chooses the blocks",
                 "units=LayerClass, or one plan for both",
             )

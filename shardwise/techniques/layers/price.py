@@ -5,8 +5,8 @@ Before a step, all ranks exchange the rows of each microbatch, as 8-byte integer
 
 from typing import Final
 
-from shardwise.core.layout import I, R, S
-from shardwise.core.model_spec import ELEMENT_BYTES
+from shardwise.core.layouts.layout import I, R, S
+from shardwise.core.model_spec import ELEMENT_BYTES, RowGather
 from shardwise.core.moves import price
 from shardwise.prediction.price import Price, Share
 from shardwise.prediction.rank_shape import stage_of, stages_on
@@ -17,7 +17,7 @@ def _sends(share: Share) -> Counted:
     plan, spec = share.plan, share.spec
     tariff, here = Tariff(plan, share.rank), stages_on(plan, share.rank)
     for gather in (one for each in spec.row_gathers for one in each):
-        if stage_of(spec, gather.layer) in here:
+        if isinstance(gather, RowGather) and stage_of(spec, gather.layer) in here:
             few, many = gather.degrees
             step = price(S(0), I, gather.numel, many // few)
             size = round(step.sent) * ELEMENT_BYTES[gather.dtype]

@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from shardwise.comm.world import Axis, traced
+from shardwise.core.layouts.uneven import Counts
 from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import RowGather
-from shardwise.core.plan import Plan
-from shardwise.core.uneven import Counts
+from shardwise.core.plan.plan import Plan
 from shardwise.engine.batch import Count, rows
 from shardwise.observe.meta_pass import Around
 from shardwise.techniques.layers.apply import exchange_of, with_rows

@@ -28,18 +28,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.disk import Buffer, Disk, Extent
-from shardwise.comm.malloc import return_freed_memory
-from shardwise.comm.tiers import Tiers, begin_copy
+from shardwise.comm.tiers.disk import Buffer, Disk, Extent
+from shardwise.comm.tiers.malloc import return_freed_memory
+from shardwise.comm.tiers.tiers import Tiers, begin_copy
 from shardwise.comm.world import World
 from shardwise.core.chunks import chunk_numel, reserved_bytes
 from shardwise.core.errors import bad
-from shardwise.core.plan import Plan
-from shardwise.engine.norm import counts, squares
-from shardwise.engine.optimizer import Owned, ShardedOptimizer, States
-from shardwise.engine.optimizer_spec import OptimizerSpec
+from shardwise.core.plan.plan import Plan
+from shardwise.engine.optimizer.norm import counts, squares
+from shardwise.engine.optimizer.optimizer import Owned, ShardedOptimizer, States
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.training import DTYPES, Training
-from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.offload.read_ahead import ChunkRead, read_ahead
 
 #: The state of one parameter, by key.

@@ -25,17 +25,17 @@ from typing import Final
 from shardwise.core.chunks import aligned, chunk_numel, reserved_bytes
 from shardwise.core.model_spec import ModelShape
 from shardwise.core.moves import between
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import Moment, RowMove, Tier
 from shardwise.prediction.group import Group, groups
-from shardwise.prediction.memory import (
+from shardwise.prediction.price import Price, Share
+from shardwise.prediction.stored_bytes import (
     HALF,
     MASTER_BYTES,
     OptimizerShape,
     block_bytes,
     optimizer_bytes,
 )
-from shardwise.prediction.price import Price, Share
 from shardwise.prediction.traffic import Counted, Tariff, TrafficLine, phases
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from shardwise.comm.disk import Buffer, Disk, Extent
+from shardwise.comm.tiers.disk import Buffer, Disk, Extent
 
 
 @dataclass(frozen=True)

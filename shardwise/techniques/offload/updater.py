@@ -42,7 +42,7 @@ MOST_S: Final = 10.0
 
 
 class FlatOptimizer(Protocol[T_contra]):
-    """The optimizer of items, which are its flat groups (engine/optimizer.py)."""
+    """The optimizer of items, which are its flat groups (engine/optimizer/optimizer.py)."""
 
     def step(self, items: Sequence[T_contra], factor: float, /) -> None: ...
     def later(self, items: Sequence[T_contra], factor: float, /) -> Callable[[], None]: ...

@@ -20,11 +20,11 @@ from torch import nn
 
 from shardwise.comm.move import broadcast
 from shardwise.comm.world import World
-from shardwise.core.arguments import integer
 from shardwise.core.balance import balanced
 from shardwise.core.errors import bad
-from shardwise.engine import validate
-from shardwise.techniques.pipeline.placeholders import StageLayer, layers
+from shardwise.core.tools.arguments import integer
+from shardwise.engine.checks import validate
+from shardwise.techniques.pipeline.trace.placeholders import StageLayer, layers
 
 
 def _both(base: str, name: str, other: str) -> dict[str, str]:

@@ -17,21 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import Axis
+from shardwise.core.applied import Applied, during
 from shardwise.core.errors import RunError
 from shardwise.core.schedule.action import Action, Step, Token, Transfer
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine.batch import enough
-from shardwise.engine.guard import Guard
+from shardwise.engine.checks.guard import Guard
 from shardwise.engine.one_stage import Objective
-from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.techniques.data.hooks import Data
 from shardwise.techniques.data.staged_hooks import PutOff
-from shardwise.techniques.pipeline.bundles import ByShape
-from shardwise.techniques.pipeline.probe import ActivationProbe
 from shardwise.techniques.pipeline.runtime import Watch, open_channels, run
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.stage_module import Staging
 from shardwise.techniques.pipeline.stage_work import Microbatch, Result, ScaledLoss, StageWork
+from shardwise.techniques.pipeline.trace.bundles import ByShape
+from shardwise.techniques.pipeline.trace.probe import ActivationProbe
 from shardwise.techniques.pipeline.weight_stashing import Stale
 from shardwise.techniques.tensor.layout import Tensors
 from shardwise.techniques.tensor.rng import seeded
@@ -45,22 +46,17 @@ class _Traced(NamedTuple):
 
 
 class Pipelined:
-    """The stages of one rank at work; `apart` as in OneStage."""
+    """The stages of one rank at work."""
 
     def __init__(
         self,
         model: nn.Module,
-        staging: Staging,
-        data: Data,
-        tensors: Tensors,
+        units: "ScheduledUnits",
         objective: Objective,
-        *,
-        apart: bool = True,
     ) -> None:
-        assert data.staged is not None
-        self.apart = apart
         self.stale: Stale | None = None
-        self.model, self.staging, self.data, self.tensors = model, staging, data, tensors
+        staging, data = units.staging, units.data
+        self.model, self.units, self.staging, self.data = model, units, staging, data
         self.objective, self.device = objective, staging.stages.device
         self.microbatches = staging.schedule.microbatches
         self.watch: Watch | None = None
@@ -88,7 +84,7 @@ class Pipelined:
         self.interrupted |= self.stale is not None
         return self.stale is not None
 
-    def run(self, parts: Sequence[Any], counts: Sequence[int], sum_scale: float) -> Tensor:
+    def run(self, parts: Sequence[Any], counts: Sequence[float], sum_scale: float) -> Tensor:
         """Run all microbatches forward and backward, in runs of the schedule.
 
         As OneStage.run; only the rank with the last stage has the sum of the loss.
@@ -104,7 +100,7 @@ class Pipelined:
                 self._microbatch(k - first, parts[k], counts[k], seed + 1_000_003 * k)
                 for k in these
             ]
-            units = self._units(sum_scale, self.stale)
+            units = self.units.at(sum_scale, self.stale)
             work = StageWork(self.staging.stages, units, loss, self.objective, microbatches)
             self.data.sync = these.stop == len(parts)
             self.data.begin_run()
@@ -115,11 +111,7 @@ class Pipelined:
             self.data.reduce_last()
         return loss.summed
 
-    def _units(self, sum_scale: float = 1.0, versions: Stale | None = None) -> "ScheduledUnits":
-        of = self.data, self.tensors, self.staging
-        return ScheduledUnits(*of, sum_scale, versions, apart=self.apart)
-
-    def _microbatch(self, index: int, part: Any, tokens: int, seed: int) -> Microbatch:
+    def _microbatch(self, index: int, part: Any, tokens: float, seed: int) -> Microbatch:
         return Microbatch(index, part, tokens, *self._trace(part), seed)
 
     @contextmanager
@@ -139,7 +131,7 @@ class Pipelined:
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
         """Run one microbatch forward through all stages; the result is on the last stage's rank."""
         result = Result()
-        units = self._units()
+        units = self.units.at()
         microbatches = [Microbatch(0, None, 0, *self._trace_call(call))]
         work = StageWork(
             self.staging.stages, units, result, lambda m, _: call(m), microbatches, trains=False
@@ -165,9 +157,9 @@ class Pipelined:
         """Answers reads of activations, where that needs no other ranks than the pipeline's."""
         alone = all(axis.size == 1 for axis in self.data.consensus.axes)
         gathers = any(unit.reshards for unit in self.data.units.order)
-        if not alone and (gathers or not self.apart):
+        if not alone and (gathers or not self.units.apart):
             return None  # data ranks may trace other shapes, at other times
-        return ActivationProbe(self.staging, call, self._units().around)
+        return ActivationProbe(self.staging, call, self.units.at().around)
 
     def _trace_call(self, call: Callable[[nn.Module], Any]) -> "_Traced":
         stream = self.staging.beside.stream
@@ -181,13 +173,14 @@ class Pipelined:
 class ScheduledUnits:
     """The units of this rank's stages, gathered and freed by hooks during each action.
 
-    With `versions`, the backward pass of a microbatch uses the weights of its forward pass.
+    `apart` as in OneStage.  With `versions`, the backward pass
+    of a microbatch uses the weights of its forward pass.
     """
 
     def __init__(
         self,
         data: Data,
-        tensors: Tensors,
+        applied: Sequence[Applied],
         staging: Staging,
         sum_scale: float = 1.0,
         versions: Stale | None = None,
@@ -195,16 +188,22 @@ class ScheduledUnits:
         apart: bool = True,
     ) -> None:
         assert data.staged is not None
-        self.apart = apart
-        self.data, self.tensors, self.staging, self.staged = data, tensors, staging, data.staged
+        self.apart, self.applied = apart, applied
+        self.stream = next(each.stream for each in applied if isinstance(each, Tensors))
+        self.data, self.staging, self.staged = data, staging, data.staged
         self.sum_scale, self.versions = sum_scale, versions
         self.device, self.frees = staging.stages.device, data.frees
         self.put_off: dict[tuple[int, int], PutOff] = {}  # the products that W computes
 
+    def at(self, sum_scale: float = 1.0, versions: Stale | None = None) -> "ScheduledUnits":
+        """These units in one run of the schedule."""
+        of = self.data, self.applied, self.staging
+        return ScheduledUnits(*of, sum_scale, versions, apart=self.apart)
+
     @contextmanager
     def around(self, op: str, stage: int, microbatch: Microbatch) -> Iterator[None]:
         """Around a forward, also sets the random seed of this step, microbatch and stage."""
-        data, stream = self.data, self.tensors.stream
+        data, stream = self.data, self.stream
         data.consensus.phase("forward" if op == "F" else "backward")
         data.mute = self.apart and microbatch.tokens == 0
         data.enter(stage, op, graded=graded(stage, microbatch.trace))
@@ -214,7 +213,7 @@ class ScheduledUnits:
             if op == "F":
                 stream.begin(microbatch.lengths)
                 entered.enter_context(seeded(self.device, microbatch.seed + stage))
-            entered.enter_context(self.tensors.during(self.device))
+            entered.enter_context(during(self.applied, self.device))
             if op == "W":
                 data.multiply(self.put_off.pop((stage, microbatch.index)))
             yield

@@ -4,7 +4,7 @@ In a step the schedule's transfers are sent: values cross boundaries forward, an
 trained ones cross backward. An evaluation sends what goes from each stage to a following one.
 
 An asynchronous schedule keeps old versions of trained parameters, at the peak of the step
-(core/schedule/memory.py). There are none between steps.
+(core/schedule/live_tokens.py). There are none between steps.
 """
 
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from itertools import pairwise, product
 from typing import Final
 
 from shardwise.core.mesh import PIPELINE as AXIS
-from shardwise.core.plan_schedule import schedule_of
+from shardwise.core.plan.plan_schedule import schedule_of
 from shardwise.core.schedule.action import Transfer
 from shardwise.core.schedule.library import build, updates
-from shardwise.core.schedule.memory import versions
+from shardwise.core.schedule.live_tokens import versions
 from shardwise.core.zero import Tier
 from shardwise.prediction.group import groups
-from shardwise.prediction.memory import block_bytes
 from shardwise.prediction.price import Price, Share
+from shardwise.prediction.stored_bytes import block_bytes
 from shardwise.prediction.traffic import Counted, Tariff
 
 

@@ -12,9 +12,9 @@ of a stage from its first B or W until they are reduced, after its last.
 from collections import deque
 from typing import Final
 
+from shardwise.prediction.memory_timeline import Event, StepBytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.rank_shape import parts_on, stage_bytes
-from shardwise.prediction.timeline import Event, StepBytes
 from shardwise.prediction.unit_acts import StageActs, by_unit
 from shardwise.techniques.recompute.price import storages
 

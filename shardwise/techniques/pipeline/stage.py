@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import InputError, bad
-from shardwise.core.tree import leaves, mapped
-from shardwise.techniques.pipeline.interceptor import Seen, line, name_of
-from shardwise.techniques.pipeline.placeholders import Of
+from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.pipeline.stage_io import ForwardStep, StageTrace
+from shardwise.techniques.pipeline.trace.interceptor import Seen, line, name_of
+from shardwise.techniques.pipeline.trace.placeholders import Of
 
 #: What acts on the gradient of a value: done by the stage that the glue belongs to, by no other.
 _HOOKS: Final = frozenset(

@@ -54,7 +54,7 @@ class StageTrace:
     written[s]    values of earlier stages that stage s writes to: it copies them first
     trained       values through which gradients flow
     read[s]       parameters of stage s, by number, that are read there outside of layers
-    answers       what the forward read from the batch (techniques/pipeline/answers.py)
+    answers       what the forward read from the batch (techniques/pipeline/trace/answers.py)
     """
 
     events: tuple[ForwardStep, ...]

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from shardwise.comm.move import begin_sum
 from shardwise.comm.world import Axis, World, traced
-from shardwise.core.layouts import stage_layout
+from shardwise.core.layouts.layouts import stage_layout
+from shardwise.core.layouts.param_layout import Groups
 from shardwise.core.mesh import PIPELINE
-from shardwise.core.param_layout import Groups
-from shardwise.core.plan import Plan
-from shardwise.core.plan_schedule import schedule_of
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_schedule import schedule_of
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine import cut
 from shardwise.techniques.data.wrap_policy import UnitSpec
 from shardwise.techniques.pipeline.partition import misplaced, starts
-from shardwise.techniques.pipeline.placeholders import layers
-from shardwise.techniques.pipeline.placeholders import twin as twin_of
 from shardwise.techniques.pipeline.staged_model import Stages
+from shardwise.techniques.pipeline.trace.placeholders import layers
+from shardwise.techniques.pipeline.trace.placeholders import twin as twin_of
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor import rng
 from shardwise.techniques.tensor.layout import Tensors
@@ -137,7 +137,7 @@ def stages_of(
 ) -> dict[str, tuple[int, ...]]:
     """The stages of each parameter, by name, before the model is partitioned.
 
-    A parameter outside of layers belongs to stage 0 (techniques/pipeline/placeholders.py).
+    A parameter outside of layers belongs to stage 0 (techniques/pipeline/trace/placeholders.py).
     """
     found: dict[nn.Parameter, set[int]] = {p: set() for p in model.parameters()}
     for name, layer in layers(model, begin, misplaced(model) | dict(beside or {})).items():

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from shardwise.core.schedule.action import Action, Token
 from shardwise.techniques.pipeline.backward import Rest, StageTape
-from shardwise.techniques.pipeline.bundles import grads_back, require_grads, specs
 from shardwise.techniques.pipeline.stage import Ran
 from shardwise.techniques.pipeline.stage_io import Spec, StageTrace
 from shardwise.techniques.pipeline.staged_model import Stages
+from shardwise.techniques.pipeline.trace.bundles import grads_back, require_grads, specs
 
 #: The user's forward of one microbatch, with the loss if there is one.
 Call = Callable[[nn.Module, Any], Any]
@@ -50,7 +50,7 @@ class Microbatch:
 
     index: int
     part: Any
-    tokens: int = 0
+    tokens: float = 0
     trace: StageTrace = NOTHING_CROSSES
     lengths: Mapping[int, int] = field(default_factory=dict[int, int])
     seed: int = 0

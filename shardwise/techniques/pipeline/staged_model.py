@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.observe.meta_pass import UNKNOWN, as_on
-from shardwise.techniques.pipeline.answers import AnswerReplay
-from shardwise.techniques.pipeline.interceptor import Glue, Player, Seen
 from shardwise.techniques.pipeline.partition import misplaced
-from shardwise.techniques.pipeline.placeholders import StageLayers
 from shardwise.techniques.pipeline.stage import Over, Ran, Stage
 from shardwise.techniques.pipeline.stage_io import StageTrace
-from shardwise.techniques.pipeline.tracer import Ask, Tracer
+from shardwise.techniques.pipeline.trace.answers import AnswerReplay
+from shardwise.techniques.pipeline.trace.interceptor import Glue, Player, Seen
+from shardwise.techniques.pipeline.trace.placeholders import StageLayers
+from shardwise.techniques.pipeline.trace.tracer import Ask, Tracer
 
 
 class Stages:
     """The stages `mine` of a model on this rank; replaces all other layers by placeholders.
 
-    `twin` is the model's twin (techniques/pipeline/placeholders.py), used by one Stages only.
+    `twin` is the model's twin (techniques/pipeline/trace/placeholders.py), used by one Stages only.
     `starts` names the modules that begin stages 1, 2, ...; `beside={"norm": "head"}` assigns a
     module to another module's stage if it is called later or earlier than it is defined
     (partition.py knows this for models of transformers). `device` is where the real tensors are.
@@ -58,10 +58,11 @@ class Stages:
 
         The trace is valid for every microbatch of the same shapes that it `fits`. Tracing draws no
         random number from the default generators, and keeps no real tensor.  `ask` answers reads of
-        activations between layers (techniques/pipeline/probe.py); without it they raise.
+        activations between layers (techniques/pipeline/trace/probe.py); without it they raise.
 
         Raises:
-            InputError: the code between layers cannot be traced (techniques/pipeline/tracer.py).
+            InputError: the code between layers cannot be traced
+            (techniques/pipeline/trace/tracer.py).
         """
         layers, seen = self.layers, Seen(self.layers.numbers)
         layers.number_buffers(seen.put)

@@ -11,7 +11,8 @@ and parameters point there for each F, B, I and W that uses it.  An update write
 a later action uses the old version, else in place.  Updates do not change the parameter's version
 counter: autograd would raise an error in backward.
 
-core/schedule/memory.py computes the number of versions of each stage; one is left after the run.
+core/schedule/live_tokens.py computes the number of versions of each stage; one is left after the
+run.
 
 An update (U) sums the gradients of its microbatches over the data ranks and divides the sum by the
 number of their tokens.  (Narayanan et al., "PipeDream", arXiv 1806.03377, section 3.3.)
@@ -26,15 +27,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from shardwise.comm.host_numbers import doubles_on
+from shardwise.comm.tiers.host_numbers import doubles_on
 from shardwise.core.errors import InputError, bad
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.action import COMPUTE_OPS
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.engine.guard import Guard
-from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.checks.guard import Guard
+from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.options import EngineOptions
-from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.hooks import Data
 from shardwise.techniques.offload.updater import Updater
 from shardwise.techniques.pipeline import stage_module
@@ -146,7 +147,7 @@ class Stale(Updater[Flat]):
         """The peak of old versions in the last run."""
         return {"versions": self.peak_bytes}
 
-    def update_stage(self, stage: int, count: int, sum_scale: float) -> None:
+    def update_stage(self, stage: int, count: float, sum_scale: float) -> None:
         """U: update a stage from the gradients of `count` tokens since its last update.
 
         They are gradients of the sum over the tokens, times `sum_scale`.
@@ -181,7 +182,7 @@ class Stale(Updater[Flat]):
         self.shown[stage] = version + 1
         self.peak_bytes = max(self.peak_bytes, self._old_bytes())
 
-    def _agree(self, flats: Sequence[Flat], count: int) -> int:
+    def _agree(self, flats: Sequence[Flat], count: float) -> int:
         """Sum the tokens over the data ranks, and set which parameters have a gradient on any."""
         own = [float(count), *(float(flag) for flat in flats for flag in flat.grads.has_grad)]
         agreed = self.data.consensus.agree(doubles_on(own, self.device))

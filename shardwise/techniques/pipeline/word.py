@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Final
 
 from shardwise.core.errors import InputError, Problem, bad
 from shardwise.core.mesh import PIPELINE
+from shardwise.core.plan.technique import Field, Technique, Word
+from shardwise.core.plan.word_values import MOST, whole
 from shardwise.core.schedule.library import LIBRARY, Entry, updates
-from shardwise.core.technique import Field, Technique, Word
-from shardwise.core.word_values import MOST, whole
 from shardwise.core.zero import row_of
 
 if TYPE_CHECKING:
-    from shardwise.core.plan import Plan
+    from shardwise.core.plan.plan import Plan
 
 
 def _schedule(word: str) -> str | None:

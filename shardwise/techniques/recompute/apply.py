@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import ge
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.arena import Arena
+from shardwise.comm.tiers.arena import Arena
 from shardwise.comm.world import World
 from shardwise.core.applied import Applied
 from shardwise.core.arena_slots import Slots
 from shardwise.core.errors import bad
-from shardwise.core.plan import Plan
+from shardwise.core.mesh import TENSOR
+from shardwise.core.plan.plan import Plan
 from shardwise.techniques.data.wrap_policy import Rule, blocks
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.layers.plans import layer_plans
@@ -21,8 +22,10 @@ from shardwise.techniques.recompute import choice
 from shardwise.techniques.recompute.checkpointed import NONE, Recomputed, recompute
 from shardwise.techniques.recompute.generators import Generators
 from shardwise.techniques.recompute.host import HostActivations
-from shardwise.techniques.tensor.layout import Tensors
 from shardwise.techniques.tensor.rng import generators_of
+
+if TYPE_CHECKING:
+    from shardwise.engine.training import Build
 
 Choose = Callable[[Any], Mapping[str, str]]
 Sizes = Callable[[Any], Slots]
@@ -106,6 +109,12 @@ def on_host(
     return {name: (sum(begin <= place for begin in begins), place) for name, place in places}
 
 
+def applied(model: nn.Module, build: "Build") -> "Recomputation":
+    """Recompute the modules that the plan of an engine names."""
+    build.recompute.apply(model, build.world, sp=build.plan.sp)
+    return build.recompute
+
+
 class Recomputation(Applied):
     """The recomputed modules of an engine; a budget chooses them for each batch's shapes.
 
@@ -130,15 +139,15 @@ class Recomputation(Applied):
         self.known: dict[Shapes, Any] = {}
         self.host: HostActivations | None = None
 
-    def apply(self, model: nn.Module, world: World, tensors: Tensors) -> None:
+    def apply(self, model: nn.Module, world: World, *, sp: bool) -> None:
         """Recompute the activations of the modules, in place.
 
-        Under sequence parallelism the inputs of modules are already shards.
+        Under sequence parallelism (`sp`) the inputs of modules are already shards.
         """
         records = [layer.pass_records for layer in layers_of(model).values()]
         generators = Generators([*generators_of(world.device), *records])
-        whole = tensors.axis.size > 1 and not tensors.stream.split
-        axis = tensors.axis if whole else None
+        tensor = world.axis(TENSOR)
+        axis = None if sp or tensor.size == 1 else tensor
         if self.hosted:
             self.host = HostActivations(model, world.tiers, self.hosted)
         self.arena, self.device = world.arenas.kept, world.device
@@ -147,7 +156,7 @@ class Recomputation(Applied):
         if self.host is not None:
             self.host.install(hooks=self.everything)
 
-    def release(self, model: nn.Module) -> None:
+    def divided(self, model: nn.Module) -> None:
         """Release modules that `model` no longer contains: layers of a pipeline's other ranks."""
         own = {id(module) for module in model.modules()}
         for name, module in list(self.modules.items()):

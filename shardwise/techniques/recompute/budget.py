@@ -11,9 +11,9 @@ from torch import nn
 
 from shardwise.core.arena_slots import Slots
 from shardwise.core.model_spec import ModelSpec
-from shardwise.core.plan import Plan
-from shardwise.engine.model_spec import model_spec
+from shardwise.core.plan.plan import Plan
 from shardwise.engine.options import EngineOptions
+from shardwise.engine.spec_of_model import model_spec
 from shardwise.engine.training import Loss
 from shardwise.observe import meta_pass
 from shardwise.techniques.recompute.apply import Recomputation, on_host, recomputed_modules

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.world import Axis
-from shardwise.core.graph_break import graph_break
+from shardwise.core.tools.graph_break import graph_break
 from shardwise.techniques.recompute.generators import Generators, States
 from shardwise.techniques.recompute.host import HostActivations
 from shardwise.techniques.recompute.kept import KeptProducts

@@ -17,8 +17,8 @@ from fnmatch import fnmatch
 from torch import nn
 
 from shardwise.core.errors import bad
-from shardwise.core.plan import Plan
-from shardwise.core.suggest import suggest
+from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.suggest import suggest
 from shardwise.techniques.recompute.checkpointed import FULL, PARTITIONED, SELECTIVE
 from shardwise.techniques.recompute.word import PARTITIONED_WORDS, recompute_budget, recompute_every
 

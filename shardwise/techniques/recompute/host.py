@@ -10,7 +10,7 @@
 
 A storage is copied once, for any number of saved tensors of it.  Parameters, buffers, the batch,
 and storages of fewer than `SMALL_BYTES` stay on the device.  At most two blocks at a time are being
-copied to the host, and at most two are fetched.  All copies go through comm/tiers.py.
+copied to the host, and at most two are fetched.  All copies go through comm/tiers/tiers.py.
 """
 
 import weakref
@@ -25,10 +25,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.tiers import Tiers, begin_copy
+from shardwise.comm.tiers.tiers import Tiers, begin_copy
 from shardwise.comm.transport import Pending
-from shardwise.core.graph_break import graph_break
-from shardwise.core.tape import SMALL_BYTES
+from shardwise.core.tools.graph_break import graph_break
+from shardwise.core.tools.tape import SMALL_BYTES
 
 
 class Stored:

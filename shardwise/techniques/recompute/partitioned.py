@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.move import move
 from shardwise.comm.world import Axis
-from shardwise.core.layout import I, S
+from shardwise.core.layouts.layout import I, S
 from shardwise.techniques.recompute.host import HostActivations
 
 

@@ -15,7 +15,7 @@ Parts of inputs are gathered for each recomputation. (ZeRO, arXiv 1910.02054, se
 
 from collections.abc import Collection, Iterator, Mapping
 
-from shardwise.core.tape import Product, Taken, Tape
+from shardwise.core.tools.tape import Operation, Product, Taken, Tape
 
 FULL, SELECTIVE, PARTITIONED = "full", "selective", "partitioned"
 
@@ -52,11 +52,7 @@ def parts(tape: Tape, kinds: Mapping[str, str]) -> Iterator[Taken]:
 def added_flops(tape: Tape, kinds: Mapping[str, str]) -> dict[str, int]:
     """The operations that recomputation adds to a backward pass, by recomputed module."""
     within, returned, found = Within(kinds), {*tape.returned}, dict.fromkeys(kinds, 0)
-    ends = dict.fromkeys(kinds, 0)
-    for name, saves in tape.last_save:
-        outer = within(name)
-        if outer is not None:
-            ends[outer] = max(ends[outer], saves)
+    ends = _last_saves(tape, kinds)
     for product in tape.products:
         name = within(product.module)
         if name is None or product.saves >= ends[name]:
@@ -64,6 +60,28 @@ def added_flops(tape: Tape, kinds: Mapping[str, str]) -> dict[str, int]:
         if kinds[name] != SELECTIVE or _again(product, name, returned):
             found[name] += product.flops
     return found
+
+
+def added_operations(tape: Tape, kinds: Mapping[str, str]) -> Iterator[Operation]:
+    """The same operations, those that are no products included, in the backward pass."""
+    within, returned, ends = Within(kinds), {*tape.returned}, _last_saves(tape, kinds)
+    for each in tape.operations:
+        name = within(each.module)
+        if name is None or each.backward or each.saves >= ends[name]:
+            continue
+        product = tape.products[each.product] if each.product >= 0 else None
+        if kinds[name] != SELECTIVE or product is None or _again(product, name, returned):
+            yield each._replace(backward=True)
+
+
+def _last_saves(tape: Tape, kinds: Mapping[str, str]) -> dict[str, int]:
+    """How many tensors autograd had saved after the last that each recomputed module saves."""
+    within, ends = Within(kinds), dict.fromkeys(kinds, 0)
+    for name, saves in tape.last_save:
+        outer = within(name)
+        if outer is not None:
+            ends[outer] = max(ends[outer], saves)
+    return ends
 
 
 def _again(product: Product, module: str, returned: Collection[tuple[str, int]]) -> bool:

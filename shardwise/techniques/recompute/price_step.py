@@ -7,24 +7,25 @@ its host and back (price_host.py). Its arenas have so many slots of each size:
                  of them; for every microbatch that its stage keeps at once
     gradients    under zero2 and zero3, of the units that are computed or reduced at once
 
-The memory of an arena is that of its slots, and is counted with the buffers (comm/arena.py).
+The memory of an arena is that of its slots, and is counted with the buffers (comm/tiers/arena.py).
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from shardwise.core.arena_slots import IN_FLIGHT, Slots, arena_bytes, gradient_slots, most_at_once
-from shardwise.core.layout import I, S
+from shardwise.core.layouts.layout import I, S
 from shardwise.core.mesh import PIPELINE, TENSOR
 from shardwise.core.model_spec import ModelShape, ModelSpec
-from shardwise.core.plan import Plan
+from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.tape import Operation
 from shardwise.core.zero import Tier
 from shardwise.prediction.group import groups
 from shardwise.prediction.price import Price, Share
 from shardwise.prediction.rank_shape import moments, stage_of, stages_on
 from shardwise.prediction.traffic import Counted, Tariff
-from shardwise.techniques.recompute.price import PARTITIONED, parts
+from shardwise.techniques.recompute.price import PARTITIONED, added_operations, parts
 from shardwise.techniques.recompute.price_host import tier_bytes
 
 
@@ -85,4 +86,8 @@ def _stores(share: Share, tier: Tier) -> Mapping[str, int]:
     return {"buffers": sum(map(arena_bytes, (slots, _gradient_slots(share.plan, share.model))))}
 
 
-RECOMPUTE: Final = Price(_sends, _stores)
+def _spends(share: Share) -> Iterator[Operation]:
+    return added_operations(share.spec.run.tape, share.spec.recomputed)
+
+
+RECOMPUTE: Final = Price(_sends, _stores, spends=_spends)

@@ -7,11 +7,18 @@ from typing import TYPE_CHECKING, Final
 
 from shardwise.core.errors import Problem, bad
 from shardwise.core.mesh import TENSOR
-from shardwise.core.technique import Technique, Word, keyed
-from shardwise.core.word_values import NAMES, like_a_size, read_size, size_bytes, size_text, whole
+from shardwise.core.plan.technique import Technique, Word, keyed
+from shardwise.core.plan.word_values import (
+    NAMES,
+    like_a_size,
+    read_size,
+    size_bytes,
+    size_text,
+    whole,
+)
 
 if TYPE_CHECKING:
-    from shardwise.core.plan import Plan
+    from shardwise.core.plan.plan import Plan
 
 #: Values of `recompute` that partition inputs over the tensor axis.
 PARTITIONED_WORDS: Final = ("partitioned", "partitioned-host")

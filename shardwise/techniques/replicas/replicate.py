@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import bad
-from shardwise.core.tree import mapped
+from shardwise.core.tools.tree import mapped
 from shardwise.techniques.replicas.devices import Devices, as_devices
 
 _TABLES = ("_parameters", "_buffers", "_modules")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import bad
-from shardwise.core.tree import leaves, mapped
+from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.replicas.devices import Devices, as_devices
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.threads import choose_vector_functions
-from shardwise.core.arguments import short_repr
 from shardwise.core.errors import bad
-from shardwise.core.tree import leaves
+from shardwise.core.tools.arguments import short_repr
+from shardwise.core.tools.tree import leaves
 from shardwise.techniques.replicas.devices import Devices, as_devices
 
 
@@ -110,3 +109,13 @@ def _device(part: tuple[nn.Module, Any, Any]) -> torch.device:
     module, *inputs = part
     tensors = [*leaves(inputs, Tensor), *module.parameters()]
     return tensors[0].device if tensors else torch.device("cpu")
+
+
+def choose_vector_functions() -> None:
+    """Let torch's vector functions (sin, exp) be chosen by one thread.
+
+    The library behind them chooses those of the processor in the first call. A second thread that
+    calls one meanwhile gets results with errors of 1e-8.
+    """
+    for dtype in (torch.float32, torch.float64):
+        torch.ones(8, dtype=dtype, device="cpu").sin().exp()

@@ -8,19 +8,20 @@ on all ranks of the axis.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from shardwise.comm.world import World
 from shardwise.core.errors import refusal
-from shardwise.core.layouts import SUMMED, tensor_layouts
+from shardwise.core.layouts.layouts import SUMMED, tensor_layouts
+from shardwise.core.layouts.param_layout import AxisLayout, Groups
+from shardwise.core.layouts.uneven import Cut
 from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import TensorSpec
-from shardwise.core.param_layout import AxisLayout, Groups
-from shardwise.core.plan import Plan
-from shardwise.core.uneven import Cut
+from shardwise.core.plan.plan import Plan
+from shardwise.engine.checks.reads import guard_layer
 from shardwise.engine.cut import agree, cut_to, open_sums
-from shardwise.engine.reads import guard_layer
 from shardwise.techniques.expert import tensor_axis as expert_tensor
 from shardwise.techniques.layers.plans import LayerPlans, layer_plans, only
 from shardwise.techniques.tensor import embedding, linear, rng, sequence
@@ -31,6 +32,9 @@ from shardwise.techniques.tensor.source import shapes, table_of, without
 from shardwise.techniques.tensor.styles import ModuleShape, Style
 from shardwise.techniques.tensor.table import Table, assign, cuts, matches, numbers, unmatched
 from shardwise.techniques.tensor.table_check import check
+
+if TYPE_CHECKING:
+    from shardwise.engine.training import Build
 
 
 def table_for(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | None) -> Table | None:
@@ -96,6 +100,11 @@ def tensor_spec(
     return TensorSpec(table, sp, styles, own, params, experts)
 
 
+def applied(model: nn.Module, build: "Build") -> Tensors:
+    """Shard the model of an engine on the tensor axis of its plan."""
+    return lay_out(model, build.world, build.plan.sp, build.table)
+
+
 def lay_out(
     model: nn.Module,
     world: World,
@@ -147,7 +156,7 @@ def _open_sums(
     within = {name: _lines(on.cut) for name, on in found.items() if on.cut}
     every = {groups for on in found.values() if (groups := on.groups)}
     opened = open_sums(world, TENSOR, every | {groups for groups in within.values() if groups})
-    tensors.sums = {groups: opened[groups] for groups in every}
+    tensors.summed = {groups: opened[groups] for groups in every}
     for name, groups in within.items():
         shared, p = found[name].shared(axis.rank), params[name]
         if shared is not None and p.requires_grad:

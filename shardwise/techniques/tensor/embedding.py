@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
-from shardwise.core.uneven import Cut
+from shardwise.core.layouts.uneven import Cut
 
 
 def embed(module: nn.Embedding, axis: Axis, cut: Cut, finish: Callable[[Tensor], Tensor]) -> None:

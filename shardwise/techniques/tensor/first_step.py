@@ -1,13 +1,13 @@
-"""The first step on a tensor axis: the loss of the sharded model is compared with the plain one's.
+"""The first step under `tp` and `cp`: the sharded model's loss is compared with the plain one's.
 
-    plain     a copy of the model with all weights                 loss
-    sharded   the same copy, sharded on the tensor axis alone      loss: must be equal
+    plain     a copy of the model with all weights                        loss
+    sharded   the same copy on the tensor axis, or on some positions      loss: must be equal
 
 Code may compute with what a rank has only a part of: a length (`h / h.shape[-1]` of a sharded dim),
-or a fixed number of heads.  It runs, and is wrong.  Before its first update each rank computes the
-loss of its first microbatch twice, forward only; `shardwise verify` proves gradients too.  Dropout
-draws nothing: modules are in eval mode, apart from recurrent layers.  A pass that draws random
-numbers proves nothing: ranks draw others for sharded activations.
+a fixed number of heads, or the positions of a sequence.  It runs, and is wrong.  Before its first
+update each rank computes the loss of its first microbatch twice, forward only; `shardwise verify`
+proves gradients too.  Dropout draws nothing: modules are in eval mode, apart from recurrent layers.
+A pass that draws random numbers proves nothing: ranks draw others for sharded activations.
 
 While it compares, a rank holds two copies of the plain model's parameters, and rank 0 the
 parameters once more in host memory.  A model for which a rank has too little memory is not
@@ -26,24 +26,26 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwise.comm import host_memory
-from shardwise.comm.host import host_number
-from shardwise.comm.move import all_gather, broadcast
+from shardwise.comm.move import all_gather, begin_sum, broadcast
 from shardwise.comm.parameter import parameter_like
+from shardwise.comm.start.host import host_number
+from shardwise.comm.tiers import host_memory
+from shardwise.comm.tiers.host_numbers import doubles_on
 from shardwise.comm.world import World
+from shardwise.core.applied import during
 from shardwise.core.errors import bad
-from shardwise.core.garbage import collect
-from shardwise.engine import hint
+from shardwise.core.tools.garbage import collect
 from shardwise.engine.batch import is_empty, split, widened
-from shardwise.engine.consistency import TOLERANCE, TOLERANCE_16_BIT
+from shardwise.engine.checks import hint
+from shardwise.engine.checks.consistency import TOLERANCE, TOLERANCE_16_BIT
 from shardwise.engine.engine import Engine
-from shardwise.engine.full import full_state_dict
 from shardwise.engine.precision import HALF
+from shardwise.engine.state.full import full_state_dict
 from shardwise.engine.training import Build, Training
 from shardwise.observe.meta_buffers import materialise
 from shardwise.observe.meta_pass import meta_copy
 from shardwise.techniques.data.apply import cast_whole
-from shardwise.techniques.data.initial_weights import Fill
+from shardwise.techniques.data.flat.initial_weights import Fill
 from shardwise.techniques.tensor.apply import lay_out
 from shardwise.techniques.tensor.layout import Tensors, nowhere
 from shardwise.techniques.tensor.rng import generators_of, seeded
@@ -60,14 +62,14 @@ class Plain:
     """The plain model without weights, its table, and what fills buffers that are on meta."""
 
     twin: nn.Module
-    table: Table
+    table: Table | None
     fill: Fill
 
 
 def engine_of(model: nn.Module, build: Build, training: Training) -> Engine:
-    """The engine of `model`, whose first step is compared if it has a tensor axis."""
+    """The engine of `model`, whose first step is compared if it has a tensor axis or `cp`."""
     table = build.table
-    if table is None:
+    if table is None and build.plan.cp == 1:
         return Engine(model, build, training)
     plain = Plain(meta_copy(model), table, build.fill)
     engine = Engine(model, build, training)
@@ -85,11 +87,11 @@ def compare(engine: Engine, given: Plain, batch: Any) -> None:
     needed = COPIES * sum(p.numel() * p.element_size() for p in given.twin.parameters())
     with world.ledger.phase("compare"):
         if not _fits(needed, world):
-            _not_compared(world, given.table.derived, f"it needs {needed:,} bytes on each rank")
+            _not_compared(engine, given.table, f"it needs {needed:,} bytes on each rank")
             return
         losses, short = _losses(engine, given, batch)
         collect()  # modules and their hooks refer to one another
-        _require(losses, engine, given.table.derived, short=short)
+        _require(losses, engine, given.table, short=short)
 
 
 def _losses(engine: Engine, given: Plain, batch: Any) -> tuple[tuple[float, float], bool]:
@@ -109,19 +111,44 @@ def _losses(engine: Engine, given: Plain, batch: Any) -> tuple[tuple[float, floa
             share = tree_map_only(Tensor, lambda x: x.to(world.device), share)
             share = widened(share, dtype)
             with rounding:
+                second = _loss_of_all(engine, sharded, tensors, share)
                 first = _loss(engine, plain, nowhere(), share)
-                second = _loss(engine, sharded, tensors, share)
             # the step itself reports a loss that is not finite
             if not _drew(world.device) and math.isfinite(first):
                 losses = first, second
     return losses, rounding.short or any(p.dtype in HALF for p in plain.parameters())
 
 
-def _not_compared(world: World, derived: bool, why: str) -> None:
-    if world.rank == 0:
-        table = "derived table" if derived else "table of styles"
+def _loss_of_all(engine: Engine, model: nn.Module, tensors: Tensors, share: Any) -> float:
+    """The loss of a microbatch, of which ranks may compute some positions each."""
+    if engine.plan.cp == 1:
+        return _loss(engine, model, tensors, share)
+    applied, parts, tokens = engine.sharded.applied, [share], engine.training.tokens
+    count: float = tokens(share) if tokens else 1.0
+    for each in applied:
+        parts = each.begin(share, parts, trains=False)
+    for each in applied:
+        count = each.weight(count, parts[0], tokens)
+    before = parts[0]
+    for each in reversed(applied):
+        before = each.enter(before)
+    with during(applied, engine.world.device):
+        loss = _loss(engine, model, tensors, parts[0])
+    own = doubles_on([loss * count if count else 0.0, count], engine.world.device)
+    for each in applied:
+        for axis in each.same_batch():
+            own = begin_sum(own, axis).wait()
+        each.end(trains=False)
+    summed, total = own.tolist()
+    return summed / total if total else 0.0
+
+
+def _not_compared(engine: Engine, table: Table | None, why: str) -> None:
+    if engine.world.rank == 0:
+        derived = table is not None and table.derived
+        what = "derived table" if derived else "table of styles" if table else engine.plan.context
         print(
-            f"shardwise: the {table} is not compared with the plain model in the first step: "
+            f"shardwise: the {what} is not compared with the plain model in the first step: "
             f"{why}. 'shardwise verify' proves it on a small model of the same code.",
             file=sys.stderr,
         )
@@ -180,7 +207,7 @@ def _loss(engine: Engine, model: nn.Module, tensors: Tensors, share: Any) -> flo
     torch.manual_seed(0)
     with tensors.random.during(engine.world.device):
         tensors.begin(None, (), trains=True)
-        with hint.shapes(tensors):
+        with hint.shapes(engine.plan):
             loss = engine.training.loss(model, share)
         tensors.end(trains=True)
     return float(loss)
@@ -193,14 +220,16 @@ def _ratio(error: float, size: float) -> float:
     return error / size if size else float(error > 0)
 
 
-def _require(losses: tuple[float, float], engine: Engine, derived: bool, *, short: bool) -> None:
+def _require(
+    losses: tuple[float, float], engine: Engine, table: Table | None, *, short: bool
+) -> None:
     """Raise InputError on every rank if the losses of one rank differ."""
     world = engine.world
     own = torch.tensor(losses, dtype=torch.float64, device=world.device)
     close = TOLERANCE_16_BIT if short else TOLERANCE if _rounds(world.device) else CLOSE
     for plain, sharded in torch.stack(all_gather(own, world.everyone)).tolist():
         if _ratio(abs(sharded - plain), abs(plain)) > close:
-            raise _differs(plain, sharded, engine, derived)
+            raise _differs(plain, sharded, engine, table)
 
 
 def _rounds(device: torch.device) -> bool:
@@ -220,7 +249,18 @@ class _Rounding(TorchDispatchMode):
         return out
 
 
-def _differs(plain: float, sharded: float, engine: Engine, derived: bool) -> Exception:
+def _differs(plain: float, sharded: float, engine: Engine, table: Table | None) -> Exception:
+    if engine.plan.cp > 1:
+        return bad(
+            f"a model or a loss under '{engine.plan}' that does not compute on some positions what "
+            f"it computes on all: in the first step the loss is {sharded:.9g} instead of "
+            f"{plain:.9g}",
+            "code in which only F.scaled_dot_product_attention reads other positions, and a loss "
+            "that is a mean over the labels, counted by tokens=",
+            "labels that are shifted in the batch, positions from torch.arange or a sliced "
+            "parameter or buffer (docs/explanation/context.md); 'shardwise verify' proves a model",
+        )
+    derived = table is not None and table.derived
     return bad(
         f"a {'derived table' if derived else 'table of styles'} under '{engine.plan}', by which "
         "the model does not compute what it computes on one rank: in the first step the loss is "

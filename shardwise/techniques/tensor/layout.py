@@ -1,7 +1,7 @@
 """State of a model on the tensor axis: its stream, its sums and its random numbers."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 
 from shardwise.comm.world import Axis
 from shardwise.core.applied import Applied
-from shardwise.core.param_layout import Groups
+from shardwise.core.layouts.param_layout import Groups
 from shardwise.techniques.tensor.linear import Stream
 from shardwise.techniques.tensor.rng import ShardedRandom
 
@@ -18,34 +18,30 @@ from shardwise.techniques.tensor.rng import ShardedRandom
 class Tensors(Applied):
     """A model on the tensor axis; on an axis of one rank nothing is sharded and nothing is sent.
 
-    sums      for groups of ranks that sum gradients, the axis of this rank's group
+    summed    for groups of ranks that sum gradients, the axis of this rank's group
     random    random numbers of sharded activations
-    others    layers with a mesh of their own, each on the tensor axis of that mesh
     """
 
     axis: Axis
     stream: Stream
-    sums: dict[Groups, Axis] = field(default_factory=dict[Groups, Axis])
+    summed: dict[Groups, Axis] = field(default_factory=dict[Groups, Axis])
     random: ShardedRandom = field(default_factory=lambda: ShardedRandom(Axis("none")))
-    others: tuple["Tensors", ...] = ()
 
     def begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
-        for each in (self, *self.others):
-            each.stream.begin()
-            each.random.sharded.clear()
+        self.stream.begin()
+        self.random.sharded.clear()
         return parts
 
     def end(self, *, trains: bool) -> None:
-        for each in (self, *self.others) if trains else ():
-            each.stream.end()
+        if trains:
+            self.stream.end()
 
-    @contextmanager
-    def during(self, device: torch.device) -> Iterator[None]:
+    def during(self, device: torch.device) -> AbstractContextManager[None]:
         """Around a forward and its backward pass: random numbers of sharded activations."""
-        with ExitStack() as entered:
-            for each in (self, *self.others):
-                entered.enter_context(each.random.during(device))
-            yield
+        return self.random.during(device)
+
+    def sums(self) -> Mapping[tuple[str, Groups], Axis]:
+        return {(self.axis.name, groups): axis for groups, axis in self.summed.items()}
 
 
 def nowhere() -> Tensors:

@@ -39,9 +39,9 @@ from shardwise.comm.move import (
 from shardwise.comm.once import once
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
-from shardwise.core.layout import I, P, Placement, R, S
-from shardwise.core.lengths import Lengths
-from shardwise.core.uneven import Cut
+from shardwise.core.layouts.layout import I, P, Placement, R, S
+from shardwise.core.layouts.lengths import Lengths
+from shardwise.core.layouts.uneven import Cut
 
 
 class Stream:

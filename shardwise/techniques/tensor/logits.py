@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
-from shardwise.core.uneven import Cut
+from shardwise.core.layouts.uneven import Cut
 from shardwise.kernels.cross_entropy import sharded_cross_entropy
 from shardwise.kernels.logits import Logits
 from shardwise.techniques.tensor.linear import Stream

@@ -25,10 +25,12 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Final
 
-from shardwise.core.layout import I, P, Placement, R, S
-from shardwise.core.lengths import Lengths
+from shardwise.core.layouts.layout import I, P, Placement, R, S
+from shardwise.core.layouts.lengths import Lengths
+from shardwise.core.layouts.uneven import Cut
 from shardwise.core.mesh import TENSOR as AXIS
 from shardwise.core.model_spec import (
     ELEMENT_BYTES,
@@ -40,7 +42,6 @@ from shardwise.core.model_spec import (
     Value,
 )
 from shardwise.core.moves import price
-from shardwise.core.uneven import Cut
 from shardwise.prediction.price import Price, Share
 from shardwise.prediction.rank_shape import stages_on
 from shardwise.prediction.traffic import Counted, Tariff, TrafficLine
@@ -198,13 +199,16 @@ def _send(tariff: Tariff, axis: str, model: ModelSpec, spec: TensorSpec, mine: s
 
     heads = [name for name, style in spec.styles.items() if style.name == "vocabulary"]
     last = any(here(name) for name in heads if spec.modules[name].kind == "linear")
-    for run in (recomputing(run, model.recomputed) for run in spec.runs):
-        Crossings(spec, tariff.size(axis), run, partial(tariff.move, axis)).count(here)
+    for _, same_pass in groupby(spec.runs, id):  # microbatches of one shape have one pass
+        plain, *others = same_pass
+        run, one = recomputing(plain, model.recomputed), Tariff(tariff.plan, tariff.rank)
+        Crossings(spec, one.size(axis), run, partial(one.move, axis)).count(here)
         for loss in run.losses if last else ():
-            _send_loss(tariff, axis, loss)
+            _send_loss(one, axis, loss)
         for x in run.joins if last else ():
             phase = "backward" if x.trained else "forward"
-            tariff.move(axis, S(0), I, math.prod(x.shape), ELEMENT_BYTES[x.dtype], phase)
+            one.move(axis, S(0), I, math.prod(x.shape), ELEMENT_BYTES[x.dtype], phase)
+        tariff.sent_bytes.add(one.sent_bytes, 1 + len(others))
 
 
 def _send_loss(tariff: Tariff, axis: str, loss: CutLoss) -> None:

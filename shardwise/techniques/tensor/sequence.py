@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.uneven import Cut
+from shardwise.core.layouts.uneven import Cut
 from shardwise.techniques.tensor.linear import Stream
 
 

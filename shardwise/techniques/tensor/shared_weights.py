@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.comm.move import start
 from shardwise.comm.world import Axis
-from shardwise.core.layout import P, R
+from shardwise.core.layouts.layout import P, R
 
 
 def sum_spans(dim: int, spans: Sequence[tuple[int, int]], line: Axis, grad: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.core.errors import bad
-from shardwise.core.suggest import suggest
+from shardwise.core.tools.suggest import suggest
 
 #: Every style and its meaning. N is a number from 2 up.
 STYLES: dict[str, str] = {

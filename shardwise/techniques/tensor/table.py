@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.core.errors import Problem, bad, refusal
-from shardwise.core.suggest import suggest
-from shardwise.core.uneven import Cut, even, heads, packed, wide
+from shardwise.core.layouts.uneven import Cut, even, heads, packed, wide
+from shardwise.core.tools.suggest import suggest
 from shardwise.techniques.tensor.styles import OF_SEQUENCE, ModuleShape, Style, general
 
 __all__ = [

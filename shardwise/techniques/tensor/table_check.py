@@ -10,14 +10,14 @@
 
 A check runs only if the earlier ones find nothing.  Other mistakes are found when the model runs:
 torch raises errors for wrong shapes, and the first step compares the gradients of all replicated
-parameters between ranks (engine/consistency.py).
+parameters between ranks (engine/checks/consistency.py).
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardwise.core.errors import Problem
-from shardwise.core.uneven import Cut, Range, even, wide
+from shardwise.core.layouts.uneven import Cut, Range, even, wide
 from shardwise.techniques.tensor.styles import ModuleShape, Style, general, last, parent
 from shardwise.techniques.tensor.table import Table, counted_attributes, cuts, matches, unmatched
 

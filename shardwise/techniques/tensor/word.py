@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Final
 
 from shardwise.core.errors import Problem
 from shardwise.core.mesh import TENSOR
-from shardwise.core.technique import Technique, Word, flag
+from shardwise.core.plan.technique import Technique, Word, flag
 
 if TYPE_CHECKING:
-    from shardwise.core.plan import Plan
+    from shardwise.core.plan.plan import Plan
 
 
 def _problems(plan: "Plan", _: int | None) -> Iterator[Problem]:

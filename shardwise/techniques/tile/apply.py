@@ -16,10 +16,10 @@ from torch import nn
 
 from shardwise.comm.parameter import become
 from shardwise.core.errors import bad
+from shardwise.core.layouts.uneven import even
 from shardwise.core.mesh import TILE
 from shardwise.core.model_spec import TiledParam
-from shardwise.core.plan import Plan
-from shardwise.core.uneven import even
+from shardwise.core.plan.plan import Plan
 from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, blocks
 from shardwise.techniques.tile.layer import Tile, into_tiles
 from shardwise.techniques.tile.word import LARGE

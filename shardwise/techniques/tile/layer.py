@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.comm.parameter import parameter_like
-from shardwise.core.uneven import Cut
+from shardwise.core.layouts.uneven import Cut
 from shardwise.kernels.cross_entropy import under_autocast
 from shardwise.techniques.tile.logits import TileSums, tiled_logits
 

@@ -13,11 +13,11 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final
 
 from shardwise.core.errors import Problem, bad
-from shardwise.core.technique import Technique, Word, keyed
-from shardwise.core.word_values import NAMES
+from shardwise.core.plan.technique import Technique, Word, keyed
+from shardwise.core.plan.word_values import NAMES
 
 if TYPE_CHECKING:
-    from shardwise.core.plan import Plan
+    from shardwise.core.plan.plan import Plan
 
 #: The most tiles of a layer.
 MOST_TILES: Final = 4096

@@ -15,9 +15,9 @@ from typing import Final, NamedTuple
 
 from shardwise.core.memory_table import MEASURED, TEMPORARY
 from shardwise.core.schedule.draw import round_step
-from shardwise.prediction.timeline import Event
-from shardwise.train.memory_picture import Series
-from shardwise.train.progress import size_text, unit_of
+from shardwise.prediction.memory_timeline import Event
+from shardwise.train.measure.memory_picture import Series
+from shardwise.train.measure.progress import size_text, unit_of
 from shardwise.train.report.section import (
     MOST_NUMBERS,
     Bars,
@@ -172,6 +172,10 @@ def _loss(curve: Curve) -> Plot:
         dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in found)
         paths += [Path("line predicted", _line(found)), Path("dot predicted", dots)]
         keys.append(LegendKey("predicted", "dot", "validation"))
+    for step, _ in curve.worlds:
+        paths.append(Path("raw ddp", f"M{place(step + 0.5, 0)[0]:.1f} 0V{HIGH}"))
+    if curve.worlds:
+        keys.append(LegendKey("ddp", "raw", "the number of ranks changed"))
     keys.append(LegendKey("ddp", "dash", f"unigram baseline {curve.baseline:.2f}"))
     return Plot(
         title="Loss of each step",

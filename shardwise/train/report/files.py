@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwise.train import memory_picture
-from shardwise.train.folder import PAGE, REPORT
+from shardwise.train.measure import memory_picture
 from shardwise.train.publish import publish
 from shardwise.train.report import html, markdown, plots
 from shardwise.train.report.section import (
@@ -16,6 +15,7 @@ from shardwise.train.report.section import (
     ReportContents,
     StepPicture,
 )
+from shardwise.train.run_folder import PAGE, REPORT
 
 
 def write(contents: ReportContents, folder: Path) -> list[str]:

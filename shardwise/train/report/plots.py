@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.train.progress import size_text, unit_of
+from shardwise.train.measure.progress import size_text, unit_of
 from shardwise.train.report.section import (
     DDP,
     MEASURED,
@@ -31,6 +31,9 @@ def loss(path: Path, curve: Curve) -> None:
         axes.plot(*evaluated, "o-", color=COLOURS[PREDICTED], label="validation")
     label = f"unigram baseline {curve.baseline:.2f}"
     axes.axhline(curve.baseline, color="grey", linestyle="--", label=label)
+    for step, ranks in curve.worlds:
+        axes.axvline(step + 0.5, color="grey", linewidth=0.8)
+        axes.annotate(f"{ranks} ranks", (step + 0.5, 0), rotation=90, color="grey", fontsize=8)
     axes.set(xlabel="step", ylabel="loss, nats a token", ylim=(0, curve.most * 1.05))
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from shardwise.train.memory_picture import Series
+    from shardwise.train.measure.memory_picture import Series
 
 TOTAL: Final = "total"
 MOST_NUMBERS: Final = 16
@@ -19,13 +19,17 @@ MEASURED, PREDICTED, DDP = "measured", "predicted", "ddp on the same ranks"
 
 
 class Curve(NamedTuple):
-    """The loss in nats a token: of each step, smoothed, of evaluations by step, the baseline."""
+    """The loss in nats a token: of each step, smoothed, of evaluations by step, the baseline.
+
+    `worlds` has the number of ranks after each step at which it changed.
+    """
 
     steps: Sequence[int]
     losses: Sequence[float]
     smoothed: Sequence[float]
     validation: Sequence[tuple[int, float]]
     baseline: float
+    worlds: Sequence[tuple[int, int]] = ()
 
     @property
     def most(self) -> float:

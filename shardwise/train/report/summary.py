@@ -5,13 +5,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from shardwise.train.baseline import Baseline
 from shardwise.train.config import Config
-from shardwise.train.memory_picture import Series
-from shardwise.train.metrics import Record
-from shardwise.train.packed import Packed
-from shardwise.train.process_memory import ProcessMemory
-from shardwise.train.tracing import Recording
+from shardwise.train.data.packed import Packed
+from shardwise.train.measure.baseline import Baseline
+from shardwise.train.measure.memory_picture import Series
+from shardwise.train.measure.metrics import Record
+from shardwise.train.measure.save_costs import SaveCosts
+from shardwise.train.measure.time_cost import TimeCost
+from shardwise.train.measure.tracing import Recording
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class RankCost:
     """A rank's memory by category and traffic per step by kind: measured and predicted.
 
     Predictions are empty if they are not possible. `bytes_between` has the least and the most bytes
-    of the kinds that depend on values. `process` is the memory of the rank's process.
+    of the kinds that depend on values. `peak_bytes` is the most memory of the rank's process.
     """
 
     memory: dict[str, int]
@@ -27,7 +28,7 @@ class RankCost:
     sent: dict[str, int]
     predicted_sent: dict[str, int]
     bytes_between: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
-    process: ProcessMemory | None = None
+    peak_bytes: int = 0
 
     @property
     def memory_agrees(self) -> bool | None:
@@ -59,8 +60,9 @@ class Summary:
     """A finished run, as rank 0 saw it. `unigram` is in nats per token.
 
     `costs` has an entry for every rank; `baseline` is the cost of `ddp`; `step` is the memory of
-    rank 0 at each moment of a step. `began` is the step after which this process started or
-    resumed the run: the speed is that of the steps since then.
+    rank 0 at each moment of a step. `best` names the checkpoint with the lowest validation loss, if
+    it is kept. `time` is that of a step of rank 0, with a cluster. `began` is the step after which
+    this process started or resumed the run: the speed is that of the steps since then.
     """
 
     config: Config
@@ -77,6 +79,9 @@ class Summary:
     sample: str = ""
     recording: Recording | None = None
     step: Sequence[Series] = ()
+    saves: SaveCosts = field(default_factory=SaveCosts)
+    best: str = ""
+    time: TimeCost | None = None
 
     @property
     def validation(self) -> float | None:

@@ -3,8 +3,8 @@
 import pytest
 
 from shardwise.core.errors import InputError
-from shardwise.core.schedule.check import check
 from tests.core.schedule.as_text import read
+from tests.core.schedule.schedule_check import check
 
 LOWERED = (
     "rank 0 F0 SEND:act0.0>1 RECV:grad1.0<1 B0 REDUCE:0\n"

@@ -1,12 +1,21 @@
 """The clock and the memory of a schedule, against sums done by hand."""
 
+from collections.abc import Callable
+
+from shardwise.core.schedule.action import Token
 from shardwise.core.schedule.clock import ActionCosts, clock
 from shardwise.core.schedule.library import build
+from shardwise.core.schedule.live_tokens import peaks, versions
 from shardwise.core.schedule.lower import lower
-from shardwise.core.schedule.memory import leftovers, peaks, sizes, versions
 from tests.core.schedule.as_text import read
+from tests.core.schedule.schedule_check import leftovers
 
 ONE = "rank 0 F0 B0\nrank 1 F0 B0"
+
+
+def sizes(**stage_bytes: tuple[float, ...]) -> Callable[[Token], float]:
+    """A size function from bytes per kind and stage: sizes(tape=(4e9, 3e9), act=(1e6, 1e6))."""
+    return lambda token: stage_bytes[token.kind][token.stage] if token.kind in stage_bytes else 0.0
 
 
 def test_costs_by_stage_and_hop_add_up():

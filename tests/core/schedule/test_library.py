@@ -7,13 +7,13 @@ import pytest
 
 from shardwise.core.errors import InputError
 from shardwise.core.schedule.action import Action
-from shardwise.core.schedule.check import check
+from shardwise.core.schedule.asynchronous import pipedream, two_buffered
 from shardwise.core.schedule.classic import dapple, one_f_one_b, one_stage_a_rank
 from shardwise.core.schedule.clock import ActionCosts, clock
 from shardwise.core.schedule.library import LIBRARY, Size, build, size
+from shardwise.core.schedule.live_tokens import peaks, versions
 from shardwise.core.schedule.lower import lower
-from shardwise.core.schedule.memory import leftovers, peaks, versions
-from shardwise.core.schedule.weight_stashing import pipedream, two_buffered
+from tests.core.schedule.schedule_check import check, leftovers
 from tests.core.schedule.sizes import MOST, allowed, sizes
 
 SQUARE = list(product(range(1, MOST + 1), repeat=2))

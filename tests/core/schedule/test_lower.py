@@ -7,12 +7,12 @@ from queue import Queue
 import pytest
 
 from shardwise.core.schedule.action import COMPUTE_OPS, Action, Token, Transfer
-from shardwise.core.schedule.check import check
 from shardwise.core.schedule.library import LIBRARY, build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.relation import makes, needs, takes
 from shardwise.core.schedule.schedule import Schedule
 from tests.core.schedule.as_text import read, write
+from tests.core.schedule.schedule_check import check
 from tests.core.schedule.sizes import sizes
 
 SOME = ["1f1b:3", "interleaved:4x3", "bfs:3x2", "zb-h1:5", "zb-v:5", "dualpipe-v:4", "pipedream:4"]

@@ -2,6 +2,7 @@
 
     data.py         rows, hybrid sharding, accumulation, precision, optimizer, buffers
     tensor.py       tensor and sequence parallelism, logits
+    context.py      positions, rings, heads, the loss
     pipeline.py     schedules, stages, ties, weight versions
     experts.py      mixtures of experts
     run.py          overflows, rates, groups, idle ranks, dropout, chunks of a disk, evaluations

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import transport
-from shardwise.core.layout import P, R
-from shardwise.core.tree import leaves
-from shardwise.engine import state
+from shardwise.core.layouts.layout import P, R
+from shardwise.core.tools.tree import leaves
 from shardwise.engine.engine import Engine
+from shardwise.engine.state import state
 from shardwise.prediction import traffic
-from shardwise.techniques.data import flat_parameter
-from shardwise.techniques.data.flat_gradient import FlatGradient
-from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.flat import flat_parameter
+from shardwise.techniques.data.flat.flat_gradient import FlatGradient
+from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.pipeline.runtime import _Post
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 from tests.verify.mutations.pipeline import replaced

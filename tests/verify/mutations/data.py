@@ -5,17 +5,17 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.comm.transport import Pending
-from shardwise.core.layout import P, R
+from shardwise.core.layouts.layout import P, R
 from shardwise.engine.engine import Engine
-from shardwise.engine.memory_states import MemoryStates
 from shardwise.engine.one_stage import OneStage
-from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.optimizer_spec import OptimizerSpec
-from shardwise.engine.updating import Updates
-from shardwise.techniques.data import flat_gradient, flat_parameter
+from shardwise.engine.optimizer.memory_states import MemoryStates
+from shardwise.engine.optimizer.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer.updating import Updates
 from shardwise.techniques.data.buffers import Buffers
-from shardwise.techniques.data.flat_gradient import FlatGradient
-from shardwise.techniques.data.flat_parameter import Flat, State
+from shardwise.techniques.data.flat import flat_gradient, flat_parameter
+from shardwise.techniques.data.flat.flat_gradient import FlatGradient
+from shardwise.techniques.data.flat.flat_parameter import Flat, State
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 
 # --- the optimizer ----------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.engine.engine import Engine
-from shardwise.techniques.data.flat_gradient import FlatGradient
-from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.techniques.data.flat.flat_gradient import FlatGradient
+from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.hooks import Data
 from shardwise.techniques.recompute.host import HostActivations, HostedBlock, Stored
 from shardwise.techniques.recompute.partitioned import Inputs

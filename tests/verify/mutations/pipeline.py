@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.engine.updating import Updates
-from shardwise.techniques.data.flat_gradient import FlatGradient
-from shardwise.techniques.data.flat_parameter import Flat
+from shardwise.engine.optimizer.updating import Updates
+from shardwise.techniques.data.flat.flat_gradient import FlatGradient
+from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.hooks import Data
 from shardwise.techniques.pipeline.pipelined import ScheduledUnits
 from shardwise.techniques.pipeline.runtime import _Post

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.move import begin_sum
-from shardwise.core.layout import R
+from shardwise.core.layouts.layout import R
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.optimizer_spec import OptimizerSpec
-from shardwise.engine.scale import LossScale
-from shardwise.engine.updating import Updates
-from shardwise.techniques.data import flat_parameter
-from shardwise.techniques.data.flat_gradient import FlatGradient
+from shardwise.engine.optimizer.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer.scale import LossScale
+from shardwise.engine.optimizer.updating import Updates
+from shardwise.techniques.data.flat import flat_parameter
+from shardwise.techniques.data.flat.flat_gradient import FlatGradient
+from shardwise.techniques.expert.apply import ExpertLayout
 from shardwise.techniques.offload import disk_states
 from shardwise.techniques.offload.disk_states import DiskStates
 from shardwise.techniques.recompute.generators import Generators
@@ -253,7 +254,7 @@ def outputs_of_stand_ins(patch: Patch) -> None:
         Engine,
         "outputs",
         lambda real, engine, *args: (
-            setattr(engine.sharded.experts, "absent", engine.data_rank == 1),
+            setattr(engine.sharded.of(ExpertLayout), "absent", engine.data_rank == 1),
             real(engine, *args),
         )[1],
     )

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwise.comm.arena import _Slot
-from shardwise.core import flatten
+from shardwise.comm.tiers.arena import _Slot
+from shardwise.core.layouts import flatten
 from shardwise.engine import memory
-from shardwise.engine.state import Loading
+from shardwise.engine.state.state import Loading
 from shardwise.techniques.layers import plan as layer_plan
 from shardwise.techniques.offload import price as offload_price
 from shardwise.techniques.recompute import word as recompute_word

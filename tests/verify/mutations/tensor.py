@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.transport import Pending
-from shardwise.core.uneven import Cut
+from shardwise.core.layouts.uneven import Cut
 from shardwise.engine import cut as layout_file
-from shardwise.engine import optimizer as optimizer_file
+from shardwise.engine.optimizer import optimizer as optimizer_file
 from shardwise.kernels import cross_entropy as loss_file
-from shardwise.techniques.data.flat_gradient import FlatGradient
+from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor import linear as tensor_file
 from shardwise.techniques.tensor.linear import InputGradient, Stream, _Leave

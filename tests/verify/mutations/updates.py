@@ -10,11 +10,12 @@ from torch import Tensor
 
 from shardwise.core.reduce_order import Act
 from shardwise.core.unit_order import UnitOrder
-from shardwise.engine import memory_states
+from shardwise.engine.checks.guard import Guard
 from shardwise.engine.engine import Engine
-from shardwise.engine.guard import Guard
-from shardwise.engine.memory_states import MemoryStates
-from shardwise.engine.scale import LossScale
+from shardwise.engine.optimizer import memory_states
+from shardwise.engine.optimizer.memory_states import MemoryStates
+from shardwise.engine.optimizer.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer.scale import LossScale
 from shardwise.techniques.offload import updater
 from shardwise.techniques.offload.updater import NextStep
 from shardwise.techniques.offload.word import Offload
@@ -131,6 +132,19 @@ def the_offset_of_a_view_lost(patch: Patch) -> None:
     around(patch, Kept, "__init__", init)
 
 
+def a_bit_of_a_moment_flips(patch: Patch) -> None:
+    """On the second rank of the axis, in one number of its first flat parameter."""
+
+    def step(real: Any, optimizer: ShardedOptimizer, *args: Any) -> None:
+        real(optimizer, *args)
+        pieces = (p for p in optimizer.targets[0] if p.numel())
+        if optimizer.flats[0].shard_axis.rank == 1:
+            moment = optimizer.state[next(pieces)]["exp_avg"].view(-1)[:1]
+            moment.copy_(moment.view(torch.int64).bitwise_xor(1 << 54).view(moment.dtype))
+
+    around(patch, ShardedOptimizer, "step_pieces", step)
+
+
 MUTATIONS = (
     Mutation("unscaled in 16 bits", "dp2 zero1 fp16", "parity", unscaled_in_16_bits, "gpt"),
     Mutation("masters truncated", "dp2 zero1 bf16", "parity", masters_truncated, "gpt"),
@@ -170,6 +184,7 @@ MUTATIONS = (
         "an evaluation frees its units at its end",
         *("dp2 zero3", "memory", an_evaluation_frees_its_units_at_its_end, "gpt"),
     ),
+    Mutation("a bit of a moment flips", "dp2 zero3", "parity", a_bit_of_a_moment_flips),
     Mutation(
         "the offset of a view lost",
         *("dp2 activations:host", "parity", the_offset_of_a_view_lost, "fused"),

@@ -1,0 +1,1 @@
+"""The contenders of the benchmarks: our plans, and other libraries that do the same."""

@@ -1,0 +1,117 @@
+"""PyTorch's own data parallelism as contenders, with default settings."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from benchmarks.contenders.contender import (
+    Contender,
+    Loop,
+    Setup,
+    TierBytes,
+    adamw,
+    adamw_options,
+    plain_loop,
+)
+
+
+def ddp(model: nn.Module, setup: Setup) -> Loop:
+    """DistributedDataParallel: all-reduces in buckets of 25 MiB during backward (2006.15704)."""
+    wrapped = DistributedDataParallel(model)
+    return plain_loop(wrapped, adamw(wrapped.parameters()), setup)
+
+
+def zero_redundancy(model: nn.Module, setup: Setup) -> Loop:
+    """DDP with an optimizer that shards its state by whole parameters, and broadcasts them."""
+    # imported here, where deprecation warnings are silenced: the module warns on import
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped: Any = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(
+        wrapped.parameters(), optimizer_class=AdamW, **adamw_options()
+    )
+    return plain_loop(wrapped, optimizer, setup)
+
+
+def fsdp1(strategy: ShardingStrategy) -> Callable[[nn.Module, Setup], Loop]:
+    """FullyShardedDataParallel with one unit per block (arXiv 2304.11277)."""
+
+    def build(model: nn.Module, setup: Setup) -> Loop:
+        """The model wrapped with this strategy."""
+        wrapped = FullyShardedDataParallel(
+            model,
+            sharding_strategy=strategy,
+            auto_wrap_policy=ModuleWrapPolicy({setup.block}),
+            device_id=setup.device,
+            use_orig_params=True,
+        )
+        return plain_loop(wrapped, adamw(wrapped.parameters()), setup)
+
+    return build
+
+
+def fsdp2(reshard: bool, offload: bool = False) -> Callable[[nn.Module, Setup], Loop]:
+    """fully_shard, one unit per block; `reshard` frees a unit between forward and backward.
+
+    `offload`: parameters, gradients and optimizer states rest in host memory.
+    """
+
+    def build(model: nn.Module, setup: Setup) -> Loop:
+        """The model with every block, and then itself, sharded in place."""
+        mesh = init_device_mesh(setup.device.type, (setup.ranks,))
+        pinned = setup.device.type != "cpu"
+        policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+        options = {"mesh": mesh, "reshard_after_forward": reshard, "offload_policy": policy}
+        for module in model.modules():
+            if isinstance(module, setup.block):
+                fully_shard(module, **options)
+        fully_shard(model, **options)
+        optimizer = adamw(model.parameters())
+        loop = plain_loop(model, optimizer, setup)
+        return replace(loop, tiers=lambda: resting(model, optimizer)) if offload else loop
+
+    return build
+
+
+def resting(model: nn.Module, optimizer: torch.optim.Optimizer) -> TierBytes:
+    """Parameters and optimizer states, which rest in host memory; on CPUs nothing is copied."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    every: list[Any] = [*model.parameters(), *states]
+    return TierBytes(sum(_local(x).nbytes for x in every if isinstance(x, torch.Tensor)))
+
+
+def _local(x: Any) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+DDP = Contender("torch DDP", "ddp", ddp)
+PEERS = (
+    DDP,
+    Contender("ZeroRedundancyOptimizer", "zero1", zero_redundancy),
+    Contender("FSDP1 SHARD_GRAD_OP", "zero2", fsdp1(ShardingStrategy.SHARD_GRAD_OP)),
+    Contender("FSDP1 FULL_SHARD", "zero3", fsdp1(ShardingStrategy.FULL_SHARD)),
+    Contender("FSDP2 without reshard", "zero2", fsdp2(reshard=False)),
+    Contender("FSDP2", "zero3", fsdp2(reshard=True)),
+)
+OFFLOAD = Contender(
+    "FSDP2 CPUOffloadPolicy",
+    "zero3",
+    fsdp2(reshard=True, offload=True),
+    note="its parameters rest in host memory too; on CPUs it copies nothing",
+    against="zero3",
+)

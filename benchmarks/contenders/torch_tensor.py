@@ -1,0 +1,102 @@
+"""PyTorch's own tensor parallelism as contenders, with torchtitan's plan for llama.
+
+The plan is that of December 2024, torchtitan/parallelisms/parallelize_llama.py. Without sequence
+parallelism it is the same with a replicated stream:
+
+                 without                             with SequenceParallel
+    embed        rows of the vocabulary, summed      rows of the vocabulary, reduce-scattered
+    norms        plain modules                       on shards of the sequence
+    attn, mlp    input replicated, once for all      input gathered, once for all the linears
+    q k v gate up    columns                         columns
+    out down         rows, summed                    rows, reduce-scattered
+    head         columns; the logits stay sharded for loss_parallel's cross-entropy
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from benchmarks.contenders.contender import Batch, Contender, Loop, Setup, adamw
+
+NORMS = ("norm", "blocks.*.attn_norm", "blocks.*.mlp_norm")
+
+
+def table(sequence: bool, shard_logits: bool) -> dict[str, Any]:
+    """Module name pattern -> style; `sequence` keeps the residual stream in shards [B, T/n, D]."""
+    stream, whole = (Shard(1) if sequence else Replicate()), Replicate()
+    styles: dict[str, Any] = {
+        "embed": RowwiseParallel(input_layouts=whole, output_layouts=stream),
+        # one DTensor for q, k, v, so that their input gradients are added before the all-reduce
+        "blocks.*.attn": PrepareModuleInput(
+            input_layouts=(stream, None), desired_input_layouts=(whole, None)
+        ),
+        "blocks.*.mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(whole,)),
+        "head": ColwiseParallel(
+            input_layouts=stream,
+            output_layouts=Shard(-1) if shard_logits else whole,
+            use_local_output=not shard_logits,
+        ),
+    }
+    for name in ("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.up"):
+        styles[f"blocks.*.{name}"] = ColwiseParallel()
+    for name in ("attn.out", "mlp.down"):
+        styles[f"blocks.*.{name}"] = RowwiseParallel(output_layouts=stream)
+    return styles | {name: SequenceParallel() for name in NORMS if sequence}
+
+
+def tensor_parallel(
+    sequence: bool = False, shard_logits: bool = True
+) -> Callable[[nn.Module, Setup], Loop]:
+    """`parallelize_module` with that table; without `shard_logits` the logits are gathered."""
+
+    def build(model: nn.Module, setup: Setup) -> Loop:
+        """The model with its weights as DTensors on a mesh of all ranks."""
+        mesh = init_device_mesh(setup.device.type, (setup.ranks,))
+        parallelize_module(model, mesh, table(sequence, shard_logits))
+        optimizer = adamw(_by_kind(model))
+        parallel_loss = loss_parallel if shard_logits else nullcontext
+
+        def step(batch: Batch) -> float:
+            """One step on the whole batch; the loss is a DTensor if the logits are."""
+            with parallel_loss():  # the backward pass must be inside too
+                loss = setup.loss(model, batch)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+
+        return Loop(step)
+
+    return build
+
+
+def _by_kind(model: nn.Module) -> list[dict[str, Any]]:
+    """A group of DTensors and one of plain tensors: the fused update accepts no mixture."""
+    groups: list[list[nn.Parameter]] = [[], []]
+    for p in model.parameters():
+        groups[isinstance(p, DTensor)].append(p)
+    return [{"params": group} for group in groups if group]
+
+
+PEERS = (
+    Contender("torch TP", "tp", tensor_parallel(), whole_batch=True),
+    Contender("torch TP + SP", "tp sp", tensor_parallel(sequence=True), whole_batch=True),
+    Contender(
+        "torch TP without loss parallelism",
+        "tp",
+        tensor_parallel(shard_logits=False),
+        whole_batch=True,
+    ),
+)

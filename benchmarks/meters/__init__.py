@@ -1,0 +1,1 @@
+"""Meters of bytes: what is live, what communication holds, what leaves an interface."""

@@ -1,0 +1,1 @@
+"""The gloo transport, and the shared memory between ranks of one host."""

@@ -1,0 +1,129 @@
+"""An excepthook that prints an uncaught InputError as one paragraph, once per run.
+
+    shardwise: train.py, line 12: Given: ... Allowed: ... Write instead: ...
+
+Python would print a traceback on every rank.  Instead rank 0 prints the paragraph and the others
+stay silent.  If rank 0 has no such error, the rank that has it prints it with its number, and ranks
+that lose their connection to it print nothing.  The process exits with code 2, after its atexit
+handlers have run and its open files are written.  torchrun adds its own report, which a worker
+cannot prevent; it refers to the paragraph.
+"""
+
+import atexit
+import gc
+import io
+import json
+import os
+import re
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.core.errors import InputError, RankError
+
+#: How long another rank waits for rank 0 to print.
+_GRACE_S = 2.0
+#: The key that the printing rank sets in the store.
+_KEY = "shardwise/refusal"
+#: Errors of a rank whose peer is gone.  They are never the cause if another rank has one.
+LOST_CONNECTION = re.compile(
+    r"closed by peer|reset by peer|Connection reset|Broken pipe|pair\.cc|recvValue failed"
+    r"|Failed to recv|ncclRemoteError|remote process exited"
+    r"|rank \d+( of the group)? (is gone: process|has left, but)|the connection to .* failed in"
+)
+_PACKAGE = f"{Path(__file__).resolve().parents[2]}{os.sep}"
+#: Where code is that is not the user's script: ours, torch's, Python's.
+_NOT_SCRIPT = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+)', re.MULTILINE)
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+def install_excepthook(
+    rank: int = 0, size: int = 1, close: Callable[[], Any] | None = None
+) -> None:
+    """Install the hook for this process; `close` is the atexit handler that closes connections."""
+    if getattr(sys.excepthook, "func", None) is not _excepthook:
+        sys.excepthook = partial(_excepthook, sys.excepthook, rank, size, close)
+
+
+def _excepthook(
+    before: Hook,
+    rank: int,
+    size: int,
+    close: Callable[[], Any] | None,
+    kind: type[BaseException],
+    error: BaseException,
+    frames: TracebackType | None,
+) -> None:
+    """The hook; `before` is the hook it replaced.  It ends the process.
+
+    With several ranks it exits before any connection is closed.  During a normal shutdown the other
+    ranks would lose theirs and fail, and torchrun would kill this process before it returned its
+    exit code.
+    """
+    if not isinstance(error, InputError):
+        if not (LOST_CONNECTION.search(str(error)) and _printed(0)):
+            before(kind, error, frames)
+        return
+    failed_rank, trace = rank, "".join(traceback.format_tb(frames))
+    if isinstance(error.__cause__, RankError):  # from spawn: show the rank's line of the script
+        failed_rank, trace = error.__cause__.rank, error.__cause__.text
+    if close is not None:
+        atexit.unregister(close)
+    if size > 1:
+        _end_program()  # before rank 0 prints: then torchrun may end this rank
+    if rank and size > 1:
+        time.sleep(_GRACE_S)  # if another rank failed first, the launcher kills this one meanwhile
+    if size == 1 or _printed(1) in (0, 1):
+        where = [f"rank {failed_rank}"] if failed_rank else []
+        text = ": ".join(["shardwise", *where, *_script_line(trace), str(error)])
+        print(text, file=sys.stderr, flush=True)
+        _tell_torchrun(rank)
+    if size > 1:
+        os._exit(2)
+    raise SystemExit(2)
+
+
+def _end_program() -> None:
+    """What Python does for a program that ends: atexit handlers, and the rest of open files."""
+    with suppress(BaseException):  # as Python, which ends whatever a handler raises
+        atexit._run_exitfuncs()
+    for each in gc.get_objects():
+        if issubclass(type(each), io.IOBase):
+            with suppress(Exception):  # closed, or not writable
+                each.flush()
+
+
+def _script_line(trace: str) -> list[str]:
+    """The innermost line of the user's script in a traceback."""
+    frames = _FRAME.findall(trace)
+    frames = [(path, line) for path, line in frames if not path.startswith(_NOT_SCRIPT)]
+    known = [(path, line) for path, line in frames if Path(path).exists()]
+    return [f"{Path(path).name}, line {line}" for path, line in known[-1:]]
+
+
+def _printed(more: int) -> int:
+    """How many ranks print an InputError, with `more`; 0 without a store, or if it has closed."""
+    try:
+        return dist.distributed_c10d._get_default_store().add(_KEY, more)
+    except (RuntimeError, ValueError):
+        return 0
+
+
+def _tell_torchrun(rank: int) -> None:
+    """Write the message for torchrun's report to the file that torchrun named."""
+    message = f"InputError: see the paragraph that rank {rank} has printed"
+    details = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+    with suppress(KeyError, OSError):
+        path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        path.write_text(json.dumps({"message": details}), encoding="utf-8")

@@ -1,0 +1,198 @@
+"""Ranks that watch each other's heartbeats.
+
+    rank 0  <---->  rank 1, rank 2, ...       the first rank that has not left watches all others,
+                                              and they watch it
+
+Heartbeats go through the run's store, and so does the report of the rank that finds another one
+frozen, lost or hanging.  Our launcher reads the report and kills the ranks.  Without it every rank
+reads the report within a heartbeat, prints why the run ends, lingers until the others have read it
+too, and exits.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError
+
+from shardwise.comm.ledger import Ledger
+from shardwise.comm.start.call_stack import CallStack
+from shardwise.comm.start.heartbeat import Heartbeat, HeartbeatMonitor, find_hang
+from shardwise.comm.start.host import Reach, address_towards, host_number
+from shardwise.comm.start.limits import Limits
+from shardwise.comm.start.rendezvous import launched
+
+PEERS = "peers"  # the name of the threads
+_PREFIX, _REPORT = "shardwise/heartbeats", "report"
+_STORE = 4  # times `frozen_s` without an answer from the store
+_LINGER = 3  # heartbeats in which every rank reads why the run ends
+_GLANCE_S = 0.05
+
+
+class Peers:
+    """A thread that sends this rank's heartbeats and watches other ranks', until `stop`.
+
+    Another guards the store, unless it is in our launcher, whose end a rank notices by its pipe.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, limits: Limits, gpu: int | None) -> None:
+        self.rank, self.size, self.limits = rank, size, limits
+        self.launched = launched()  # then the store is of this run alone, and read by the launcher
+        connected: Any = PrefixStore(_PREFIX, _innermost(store) if self.launched else store)
+        self.store: Store = connected.clone()  # a wait on a shared connection would block others
+        self.store.set_timeout(timedelta(seconds=limits.frozen_s))
+        self.call_stack = CallStack(threading.get_ident(), gpu)
+        served, self.reach = _innermost(store), Reach()
+        assert isinstance(served, TCPStore)
+        # the first rank is beside the store, or in the host of the agent that serves it
+        self.store_host = "" if self.launched else served.host
+        address = self.store_host if not rank else address_towards(served.host, served.port)
+        self.reach.know(self.store_host)
+        self.beat = Heartbeat(0, os.getpid(), host_number(), address=address)
+        self.monitors = [HeartbeatMonitor(limits, self.beat.host, self.reach) for _ in range(size)]
+        self.ledgers = WeakSet[Ledger]()
+        self.first = 0  # the first rank that has not left
+        self.rounds, self.closed = 0, ""
+        self._send(self.beat)
+        self.stopped = threading.Event()
+        work = (self._run,) if self.launched else (self._run, self._guard_store)
+        self.threads = [threading.Thread(target=each, name=PEERS, daemon=True) for each in work]
+        for thread in self.threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End the threads and report that this rank leaves.
+
+        So no thread holds a frame of the program while Python shuts down.  A frame can keep a
+        process group alive.  If a thread destroyed that group then, the process would abort.
+        """
+        self.stopped.set()
+        for thread in self.threads:
+            thread.join(2 * self.limits.frozen_s)
+        if self.threads[0].is_alive():  # it waits for the store
+            return
+        with suppress(RuntimeError):  # the store may have gone first
+            self._send(replace(self.beat, left=True, waits_s=0.0, idle_s=0.0))
+            last = time.monotonic() + 2 * self.limits.heartbeat_s
+            while self.rank == 0 and not self.launched and time.monotonic() < last:
+                if all(beat.left for beat in self._heartbeats(range(self.size)).values()):
+                    return
+                time.sleep(_GLANCE_S)  # ranks that stay read that rank 0 leaves: its store closes
+
+    def _run(self) -> None:
+        heard = time.monotonic()
+        while not self.stopped.wait(self.limits.heartbeat_s):
+            elapsed_s, heard = time.monotonic() - heard, time.monotonic()
+            try:
+                waits_s, idle_s = self.call_stack.waits()
+                seen = {"calls": self.call_stack.calls(), "waits_s": waits_s, "idle_s": idle_s}
+                last = max(tuple(self.ledgers), key=lambda each: each.begun_at, default=Ledger())
+                seen["sent"] = last.recent()
+                self.beat = replace(self.beat, count=self.beat.count + 1, **seen)
+                self._send(self.beat)
+                self._check(elapsed_s)
+                self.rounds += 1
+            except DistNetworkError as error:
+                self.closed = str(error).splitlines()[0]
+            except RuntimeError:  # the store did not answer in time, or the GPU has failed
+                continue
+
+    def _guard_store(self) -> None:
+        """Exit if the store closes before rank 0 has left, or does not answer.
+
+        Its client may wait for an answer forever.
+        """
+        seen, silent_s = 0, 0.0
+        while not self.stopped.wait(self.limits.heartbeat_s):
+            silent_s = silent_s + self.limits.heartbeat_s if self.rounds == seen else 0.0
+            seen = self.rounds
+            if self.first or silent_s <= self.limits.frozen_s:
+                continue
+            lost = not self.closed and self.reach.lost(self.store_host)
+            if self.closed or lost or silent_s > _STORE * self.limits.frozen_s:
+                why = f"closed, and rank 0 has not left the run: it was lost ({self.closed})"
+                if not self.closed:
+                    why = f"not answered for {silent_s:.0f} s (SHARDWISE_FROZEN_S). Its "
+                    why += f"host, {self.store_host}, does not answer any more" if lost else ""
+                    why = why if lost else f"{why}process is frozen or unreachable"
+                self._end(
+                    f"the run's store, on rank 0 or in its launcher, has {why}. "
+                    f"Rank {self.rank} was in {self.call_stack.calls()}"
+                )
+
+    def _check(self, elapsed_s: float) -> None:
+        if self.store.check([_REPORT]) and not self.launched:
+            self._end_together(self.store.get(_REPORT))
+        watches_all = self.first == self.rank
+        beats = self._heartbeats(range(self.size) if watches_all else [self.first])
+        if not watches_all and beats and beats[self.first].left:
+            self.first += 1
+            return
+        found = ((rank, self.monitors[rank].receive(beats[rank], elapsed_s)) for rank in beats)
+        failed = next((each for each in found if each[1]), None)
+        if watches_all and beats and not failed:
+            failed = find_hang(beats, self.limits.patience_s)
+        if failed:
+            own = json.dumps(failed).encode()
+            report = self.store.compare_set(_REPORT, "", own.decode())
+            if not self.launched:
+                self._end_together(report, whole=report == own)
+
+    def _send(self, beat: Heartbeat) -> None:
+        self.store.set(f"beat/{self.rank}", beat.text())
+
+    def _heartbeats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
+        """The latest heartbeats; none while one of these ranks has not begun."""
+        keys = {rank: f"beat/{rank}" for rank in ranks}
+        if not self.store.check(list(keys.values())):
+            return {}
+        texts = self.store.multi_get(list(keys.values()))
+        return {rank: Heartbeat(**json.loads(text)) for rank, text in zip(keys, texts, strict=True)}
+
+    def _end_together(self, report: bytes, *, whole: bool = False) -> None:
+        """Print why the run ends, wait until all ranks have read it, and exit.
+
+        Only the rank that reported it prints the `whole` report.
+        """
+        text = "rank {} failed: {}".format(*json.loads(report))
+        said = text if whole else f"rank {self.rank} ends: {text.splitlines()[0]}"
+        self._end(said, _LINGER * self.limits.heartbeat_s)
+
+    def _end(self, text: str, linger_s: float = 0.0) -> None:
+        if self.stopped.is_set():
+            return
+        print(text, file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        if not self.stopped.wait(linger_s):
+            os._exit(1)
+
+
+def watch_peers(
+    store: Store, rank: int, size: int, limits: Limits, gpu: int | None
+) -> Peers | None:
+    """Start watching, if there are other ranks and the store supports concurrent clients."""
+    if size == 1 or not isinstance(_innermost(store), TCPStore):
+        return None
+    return Peers(store, rank, size, limits, gpu)
+
+
+def _innermost(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def reported_failure(store: TCPStore) -> tuple[int, str] | None:
+    """What a rank has reported to our launcher: a rank that failed, and the error."""
+    key = f"{_PREFIX}/{_REPORT}"
+    return tuple(json.loads(store.get(key))) if store.check([key]) else None

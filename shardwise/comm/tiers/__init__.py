@@ -1,0 +1,1 @@
+"""Where tensors rest besides the device: host memory, a disk, and arenas."""

@@ -1,0 +1,345 @@
+"""The disk tier: flat tensors in a file of a rank, read and written in aligned chunks by threads.
+
+    disk = Disk(folder, rank, ledger)
+    disk.reserve(memory, buffer_bytes)              cut host memory into reusable buffers
+    extent = disk.allocate("exp_avg of head", numel, dtype)
+    buffer = disk.acquire()                         waits until a write gives one back
+    disk.begin_read(extent, chunk, buffer)          a Future
+    disk.begin_write(extent, chunk, buffer)         gives the buffer back when it is written
+    disk.sync()                                     wait for all writes
+
+    file     | master: chunk 0 | chunk 1 | .. | exp_avg: chunk 0 | chunk 1 | ..
+
+An extent is a flat tensor; a chunk is `chunk_numel` of its elements, the last one fewer.  Chunks
+begin and end at multiples of 4096 bytes.  Where the file system takes O_DIRECT, transfers bypass
+the page cache; elsewhere the kernel is advised to drop the pages.  The memory is that of the
+buffers, whatever the size of the file.  `extent.tensor` maps the file: checkpoints read and write
+it after `sync`, and `drop` follows a write.  Training never touches it.
+
+The file has no name (O_TMPFILE, or it is unlinked at once).  So the system frees it when the
+process ends, also when it is killed, and no run can read a chunk of another.
+
+After the first error all calls raise it: states on the disk may then be of two different steps.
+(ZeRO-Infinity, arXiv 2104.07857, section 6.3: the NVMe offload engine.)
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.ledger import TIER, Ledger
+from shardwise.comm.tiers.disk_use import DiskUse
+from shardwise.core.chunks import ALIGN_BYTES, CHUNK_NUMEL, aligned
+from shardwise.core.errors import RunError, bad
+from shardwise.core.moves import between
+
+#: Requests that are under way at once: those of one thread would wait for the disk one by one.
+THREADS: Final = 4
+
+
+#: os.preadv or os.pwritev.
+Transfer = Callable[[int, Sequence[memoryview], int], int]
+#: Waits until no copy between a part of the buffers' memory and the device is under way.
+Settle = Callable[[Tensor], None]
+_FOLDER: Final = "offload.folder=/mnt/nvme, a folder on a local disk"
+
+
+class DiskError(RunError):
+    """The disk failed while a run used it.  The last checkpoint is not concerned."""
+
+
+class Buffer:
+    """Aligned host memory for one chunk."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.view = memoryview(cast(Any, memory.numpy()))
+
+    def tensor(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """Its first bytes as a flat tensor."""
+        return self.memory[: numel * dtype.itemsize].view(dtype)
+
+
+class Extent:
+    """A flat tensor in the file of `disk`, from byte `offset` on.  `name` is for errors."""
+
+    def __init__(
+        self, disk: "Disk", name: str, offset: int, numel: int, dtype: torch.dtype
+    ) -> None:
+        self.disk, self.name, self.offset = disk, name, offset
+        self.numel, self.dtype = numel, dtype
+        self.chunks = -(-numel // disk.chunk_numel)
+        self.map = mmap.mmap(disk.file, self.stored_bytes, offset=offset)
+        self.tensor = torch.frombuffer(self.map, dtype=dtype, count=numel)
+        self.writes: dict[int, Future[None]] = {}
+
+    @property
+    def whole_bytes(self) -> int:
+        """The bytes of all chunks: those of a read or a write of the whole tensor."""
+        return sum(map(self.chunk_bytes, range(self.chunks)))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Its bytes in the file, padding included."""
+        return aligned(self.numel * self.dtype.itemsize)
+
+    def span(self, chunk: int) -> tuple[int, int]:
+        """The elements of a chunk: the first, and the one after the last."""
+        size = self.disk.chunk_numel
+        return chunk * size, min(self.numel, (chunk + 1) * size)
+
+    def chunk_bytes(self, chunk: int) -> int:
+        """The bytes of a chunk in the file, padding included."""
+        first, last = self.span(chunk)
+        return aligned((last - first) * self.dtype.itemsize)
+
+    def sync(self) -> None:
+        """Wait until all that was begun here is written.  Raises DiskError."""
+        for chunk in list(self.writes):
+            self.disk.finish(self.writes.pop(chunk))
+
+    def position(self, chunk: int) -> int:
+        """Where a chunk begins in the file."""
+        return self.offset + chunk * self.disk.chunk_numel * self.dtype.itemsize
+
+
+class Disk:
+    """A file of chunks in `folder`, for the states of one rank.
+
+    Raises InputError for a folder that is missing, is no folder, or cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        rank: int,
+        ledger: Ledger,
+        chunk_numel: int = CHUNK_NUMEL,
+    ) -> None:
+        self.chunk_numel = chunk_numel
+        self.folder, self.rank, self.ledger = Path(folder), rank, ledger
+        self.file = open_unnamed(self.folder, rank, _FOLDER)
+        weakref.finalize(self, os.close, self.file)
+        self.direct = set_direct(self.file)
+        self.extents: list[Extent] = []
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.failed: DiskError | None = None
+        self._settle: Settle = lambda _: None
+        self.use = DiskUse()
+        self._threads = ThreadPoolExecutor(THREADS, "shardwise-disk")
+        self._free: deque[Buffer] = deque()
+        self.buffers = 0
+        self._changed = threading.Condition()
+
+    # --- the file and the buffers -------------------------------------------------------------
+
+    def allocate(self, name: str, numel: int, dtype: torch.dtype) -> Extent:
+        """Room for a tensor of zeros.  Raises InputError if the disk has not so many bytes free."""
+        offset = self.stored_bytes
+        wanted = aligned(numel * dtype.itemsize)
+        try:
+            os.posix_fallocate(self.file, offset, wanted)
+        except OSError as error:
+            given = (
+                f"the folder {self.folder} for {offset + wanted:,} bytes or more of rank "
+                f"{self.rank} ({error.strerror})"
+            )
+            allowed = "a folder on a disk with room for the states of all its ranks"
+            raise bad(given, allowed, "offload.folder=/a/larger/disk, or more ranks") from None
+        extent = Extent(self, name, offset, numel, dtype)
+        self.extents.append(extent)
+        return extent
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of all extents in the file, padding included."""
+        return sum(extent.stored_bytes for extent in self.extents)
+
+    def reserve(self, memory: Tensor, buffer_bytes: int, settle: Settle = lambda _: None) -> None:
+        """Cut `memory`, uint8 on the host, into buffers of `buffer_bytes` from an aligned address.
+
+        It has ALIGN_BYTES more than the buffers. `settle` waits for copies from or to a part of it.
+        """
+        self.memory, skip = memory, -memory.data_ptr() % ALIGN_BYTES
+        self._settle = settle
+        parts = memory[skip:].split(buffer_bytes)
+        self._free = deque(Buffer(part) for part in parts if part.numel() == buffer_bytes)
+        self.buffers = len(self._free)
+
+    @property
+    def free(self) -> int:
+        """How many buffers could be acquired without waiting."""
+        return len(self._free)
+
+    def acquire(self) -> Buffer:
+        """A buffer; waits while all are being written.  Raises DiskError.
+
+        Waits for copies between this buffer and the device, and no others.  It is the one that was
+        given back first, whose copies have most likely ended.
+        """
+        with self._changed:
+            if not self._free and self.failed is None:
+                with self.use.spending("waited"):
+                    self._changed.wait_for(lambda: self._free or self.failed)
+            self.require()
+            buffer = self._free.popleft()
+        self._settle(buffer.memory)
+        return buffer
+
+    def release(self, buffer: Buffer) -> None:
+        """Give a buffer back."""
+        with self._changed:
+            self._free.append(buffer)
+            self._changed.notify_all()
+
+    # --- transfers ----------------------------------------------------------------------------
+
+    def begin_read(
+        self, extent: Extent, chunk: int, buffer: Buffer, *, counted: bool = True
+    ) -> Future[None]:
+        """Begin to read a chunk into `buffer`, after the last write of it.
+
+        Without `counted` the caller has entered it in the ledger.
+        """
+        self.require()
+        before, size = extent.writes.pop(chunk, None), extent.chunk_bytes(chunk)
+        if counted:
+            self._count("disk", "host", buffer, size)
+        return self._threads.submit(self._read, extent, chunk, buffer, before)
+
+    def begin_write(
+        self,
+        extent: Extent,
+        chunk: int,
+        buffer: Buffer,
+        ready: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Begin to write `buffer` once `ready()` returns, and give it back after that."""
+        self.require()
+        before, size = extent.writes.get(chunk), extent.chunk_bytes(chunk)
+        self._count("host", "disk", buffer, size)
+        done = self._threads.submit(self._write, extent, chunk, buffer, ready, before)
+        extent.writes[chunk] = done
+
+    def finish(self, request: Future[None]) -> None:
+        """Wait until a request is over.  Raises DiskError."""
+        if not request.done():
+            with self.use.spending("waited"):
+                wait([request])
+        request.result()
+
+    def sync(self) -> None:
+        """Wait until all that was begun is written.  Raises DiskError."""
+        for extent in self.extents:
+            extent.sync()
+        self.require()
+
+    def drop(self) -> None:
+        """Write what was written to the maps, and give back their pages in memory."""
+        for extent in self.extents:
+            extent.map.flush()
+            extent.map.madvise(mmap.MADV_DONTNEED)
+
+    def require(self) -> None:
+        """Raise the first error, if there was one."""
+        if self.failed is not None:
+            raise self.failed
+
+    def _count(self, src: str, dst: str, buffer: Buffer, size: int) -> None:
+        self.ledger.begin(TIER, between(src, dst)).add(buffer.memory, size, peers=0)
+
+    def _read(
+        self, extent: Extent, chunk: int, buffer: Buffer, before: Future[None] | None
+    ) -> None:
+        if before is not None:
+            before.result()
+        self._transfer(os.preadv, extent, chunk, buffer)
+
+    def _write(
+        self,
+        extent: Extent,
+        chunk: int,
+        buffer: Buffer,
+        ready: Callable[[], object],
+        before: Future[None] | None,
+    ) -> None:
+        try:
+            if before is not None:
+                before.result()
+            ready()
+            self._transfer(os.pwritev, extent, chunk, buffer)
+        finally:
+            self.release(buffer)
+
+    def _transfer(self, act: Transfer, extent: Extent, chunk: int, buffer: Buffer) -> None:
+        """Read or write a chunk.  Raises DiskError."""
+        size, position = extent.chunk_bytes(chunk), extent.position(chunk)
+        what = "write" if act is os.pwritev else "read"
+        try:
+            with self.use.request("read" if what == "read" else "written", size):
+                _move(act, self.file, buffer.view[:size], position)
+                if not self.direct:
+                    os.posix_fadvise(self.file, position, size, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise self._fail(what, extent, chunk, str(error.strerror)) from None
+
+    def _fail(self, what: str, extent: Extent, chunk: int, why: str) -> DiskError:
+        error = DiskError(
+            f"Rank {self.rank} cannot {what} chunk {chunk} of {extent.chunks} of the tensor "
+            f"'{extent.name}' in its file in {self.folder} ({why}). The optimizer's state of this "
+            "run is lost; checkpoints are not concerned. Resume from the last one, on a disk that "
+            "works and has room."
+        )
+        with self._changed:
+            self.failed = self.failed or error
+            self._changed.notify_all()
+        return error
+
+
+def _move(act: Transfer, file: int, view: memoryview, position: int) -> None:
+    """Read or write all of `view`, in as many calls as the system makes of it."""
+    done = 0
+    while done < len(view):
+        moved = act(file, [view[done:]], position + done)
+        if not moved:
+            raise OSError(errno.EIO, "the file ends before the chunk")
+        done += moved
+
+
+def open_unnamed(folder: Path, rank: int, instead: str) -> int:
+    """A new file in `folder` that has no name.  Raises InputError; `instead` is for its text."""
+    if not folder.is_dir():
+        given = f"the folder {folder}, which is {'no folder' if folder.exists() else 'not there'}"
+        raise bad(given, "a folder that exists and may be written", instead)
+    try:
+        with tempfile.TemporaryFile(prefix=f"shardwise-rank{rank}-", dir=folder) as file:
+            return os.dup(file.fileno())
+    except OSError as error:
+        given = f"the folder {folder}, in which no file can be made ({error.strerror})"
+        raise bad(given, "a folder that exists and may be written", instead) from None
+
+
+def set_direct(file: int) -> bool:
+    """Set O_DIRECT if the file system takes it; whether it does."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    block = mmap.mmap(-1, ALIGN_BYTES)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
+        os.pwritev(file, [block], 0)
+        os.preadv(file, [block], 0)
+    except OSError:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags)
+        return False
+    return hasattr(os, "O_DIRECT")

@@ -1,0 +1,286 @@
+"""The tier axis of the door: copies of tensors between a rank's device, its host and a disk.
+
+    begin_copy(x, tiers, src, dst, out)    begin to copy `x` from tier `src` to `dst`: a Pending
+    tiers.empty_like(x, tier)              new memory on a tier; on the host pinned for CUDA
+    tiers.own(x)                           the memory of `x`, made elsewhere, is the host's
+    tiers.of(x)                            the tier of `x`: "host" if its memory is the host's
+    tiers.settle(x)                        wait for copies of host tensor `x`, before it is written;
+                                           not for those of other parts of its storage
+    tiers.on_disk(extent)                  the memory of `extent.tensor` is a disk's (disk.py)
+
+`world.tiers` are those of a rank.  The ledger has the copies under axis "tier" and the kinds
+"device_to_host" and "host_to_device", in the phase in which they are begun.  A copy from the device
+to a disk goes through the disk's buffers on the host, and is both "device_to_host" and
+"host_to_disk"; what is read from it is "disk_to_host" (disk.py, disk_fetch.py).
+
+The tier of a tensor is that of its storage.  Without an accelerator, device and host are the same
+memory: only the table of `Tiers` tells which storages are the host's.  The meter, engine.memory()
+and Live read it.  Its references are weak: memory that is freed leaves it.
+
+On CUDA each direction has its own stream.  A copy begins after the work that the current stream has
+been given, and after earlier copies of the same part of host memory.  `wait` on a copy to the host
+blocks until the host may read it; on a copy to the device it makes the current stream wait.  `x`
+may be freed at once, but not written before `wait`.  On a CPU the copy is made when it is begun.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from threading import Lock
+from typing import Protocol, cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardwise.comm.ledger import TIER, Ledger
+from shardwise.comm.tiers.disk import Extent
+from shardwise.comm.tiers.disk_fetch import Fetch
+from shardwise.comm.transport import Pending
+from shardwise.core.moves import between
+from shardwise.core.zero import Tier
+
+_SWEEP_AT = 64  # table entries, above which those of freed memory are removed
+
+
+class CopyEnd(Protocol):
+    """The end of a copy: a torch.cuda.Event."""
+
+    def query(self) -> bool:
+        """Whether the copy has ended."""
+        ...
+
+    def synchronize(self) -> object:
+        """Wait until it has."""
+        ...
+
+
+class _HostMemory:
+    """A storage on the host, and the last copies from or to its parts that may be under way.
+
+    `copies` are (first byte, byte after the last, end of the copy).
+    """
+
+    def __init__(self, weak: StorageWeakRef) -> None:
+        self.weak = weak
+        self.copies: list[tuple[int, int, CopyEnd]] = []
+
+    def of(self, x: Tensor) -> list[CopyEnd]:
+        """The ends of copies from or to elements of `x`."""
+        first, end = _span(x)
+        return [over for low, high, over in self.copies if low < end and first < high]
+
+    def add(self, x: Tensor, over: CopyEnd) -> None:
+        """A copy from or to `x` was begun, after those of its elements."""
+        first, end = _span(x)
+        rest = [
+            (low, high, each)
+            for low, high, each in self.copies
+            if not (first <= low and high <= end) and not each.query()
+        ]
+        self.copies = [*rest, (first, end, over)]
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one after its last."""
+    pairs = zip(x.shape, x.stride(), strict=True)
+    first, last = int(x.storage_offset()), sum((size - 1) * int(stride) for size, stride in pairs)
+    return first * x.itemsize, (first + last + 1) * x.itemsize
+
+
+class Tiers:
+    """The tiers of one rank, between which copies are counted in `ledger`."""
+
+    def __init__(self, ledger: Ledger | None = None, device: torch.device | None = None) -> None:
+        self.ledger = Ledger() if ledger is None else ledger
+        self.device = torch.device("cpu") if device is None else device
+        self._host: dict[int, _HostMemory] = {}
+        self._disk: WeakValueDictionary[int, Extent] = WeakValueDictionary()
+        self._sweep_at = _SWEEP_AT
+        self._lock = Lock()  # a thread that updates owns states that it makes
+        self._streams: dict[Tier, torch.cuda.Stream] = {}
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether the device has memory of its own."""
+        return self.device.type == "cuda"
+
+    def of(self, x: Tensor) -> Tier:
+        """The tier on which `x` is."""
+        if self._disk and self.extent(x) is not None:
+            return "disk"
+        return "host" if self._memory(x) is not None else "device"
+
+    def bound_device(self, most_bytes: int | None) -> None:
+        """Let torch allocate at most so many bytes on a CUDA device; a CPU has no such bound."""
+        if most_bytes is not None and self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, most_bytes / total), self.device)
+
+    def on_disk(self, extent: Extent) -> Tensor:
+        """Count the storage of `extent.tensor` as memory of its disk; returns it."""
+        self._disk[extent.tensor.untyped_storage()._cdata] = extent
+        return extent.tensor
+
+    def extent(self, x: Tensor) -> Extent | None:
+        """The part of a disk's file that `x` is in; None if it is in memory."""
+        return self._disk.get(x.untyped_storage()._cdata)
+
+    def own(self, x: Tensor) -> Tensor:
+        """Count the storage of `x` as memory of the host from now on; returns `x`."""
+        storage = x.untyped_storage()
+        with self._lock:
+            if self._memory(x) is None:
+                self._sweep()
+                self._host[storage._cdata] = _HostMemory(StorageWeakRef(storage))
+        return x
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of all storages of the host that are alive."""
+        with self._lock:
+            weak = [each.weak.cdata for each in self._host.values()]
+        storages = map(torch.UntypedStorage._new_with_weak_ptr, weak)
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+    def empty_like(self, x: Tensor, tier: Tier) -> Tensor:
+        """A tensor of the shape, dtype and order of dims of `x` on `tier`; values are undefined."""
+        strides = torch.empty_like(x, device="meta").stride()
+        if tier == "device":
+            return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=self.device)
+        return self.empty(x.numel(), x.dtype).as_strided(x.shape, strides)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in new host memory; values are undefined."""
+        with _disable_current_modes():  # a meter must not see the memory before it is the host's
+            nbytes, pinned = numel * dtype.itemsize, self.accelerated
+            made = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            self.own(made)
+        return made.view(dtype)
+
+    def following(self, dst: Tier) -> AbstractContextManager[None]:
+        """Inside, work follows the copies to `dst` begun so far, and nothing waits for it here."""
+        stream = self._streams.get(dst)
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def follow(self, dst: Tier) -> None:
+        """Let later work of the current stream wait for the copies to `dst` begun so far."""
+        stream = self._streams.get(dst)
+        if stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    def settle(self, x: Tensor) -> None:
+        """Return when no copy from or to the host tensor `x` is under way."""
+        memory = self._memory(x)
+        for over in [] if memory is None else memory.of(x):
+            over.synchronize()
+
+    def copying(self, x: Tensor, over: CopyEnd) -> None:
+        """A copy from or to host tensor `x` was begun that ends with `over`."""
+        memory = self._memory(x)
+        assert memory is not None
+        with self._lock:
+            memory.add(x, over)
+
+    def _memory(self, x: Tensor) -> _HostMemory | None:
+        return self._host.get(x.untyped_storage()._cdata)
+
+    def _sweep(self) -> None:
+        if len(self._host) < self._sweep_at:
+            return
+        self._host = {key: one for key, one in self._host.items() if not one.weak.expired()}
+        self._sweep_at = max(_SWEEP_AT, 2 * len(self._host))
+
+    def _copy_beside(self, out: Tensor, x: Tensor, to: Tier) -> torch.cuda.Event:
+        """Copy on the stream of the direction; the event that it is over."""
+        stream = self._streams.get(to)
+        if stream is None:
+            stream = self._streams[to] = torch.cuda.Stream(self.device)
+        on_host, on_device = (out, x) if to == "host" else (x, out)
+        memory = self._memory(on_host)
+        assert memory is not None
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        for earlier in memory.of(on_host):
+            stream.wait_event(cast(torch.cuda.Event, earlier))
+        with torch.cuda.stream(stream):
+            out.copy_(x, non_blocking=True)
+            on_device.record_stream(stream)
+            over = torch.cuda.Event()
+            over.record(stream)
+        self.copying(on_host, over)
+        return over
+
+
+def begin_copy(
+    x: Tensor, tiers: Tiers, src: Tier, dst: Tier, out: Tensor | None = None
+) -> Pending[Tensor]:
+    """Begin to copy `x`, which is on `src`, to `out` on `dst`; None is new memory there.
+
+    `out` has the shape and dtype of `x`, and is the result of `wait`.  Not differentiable.  A copy
+    to "disk" needs `out`; `x` may be freed or written at once, and `wait` returns when it is
+    written.  A copy from "disk" needs `out` too; most of it may happen in `wait`.
+
+    Raises:
+        ValueError: `x` or `out` is on another tier, or there is no copy from `src` to `dst`.
+    """
+    if (src, dst) == ("device", "disk") and out is not None:
+        return _write_behind(x.detach(), tiers, out)
+    if (src, dst) == ("disk", "device") and out is not None:
+        return Pending(
+            [Fetch(_extent(x, tiers), out, partial(_to_device, tiers), tiers.ledger).wait]
+        )
+    if {src, dst} != {"device", "host"}:
+        raise ValueError(
+            f"no copy from tier {src} to tier {dst}; allowed: device to host and back, or to disk "
+            "and back with a given result"
+        )
+    x = x.detach()
+    out = tiers.empty_like(x, dst) if out is None else out.detach()
+    for tensor, tier in ((x, src), (out, dst)):
+        if tiers.of(tensor) != tier:
+            raise ValueError(f"a tensor on tier {tiers.of(tensor)} in a copy from {src} to {dst}")
+    tiers.ledger.begin(TIER, between(src, dst)).add(x, x.numel(), peers=0)
+    return _copy(x, tiers, dst, out)
+
+
+def _copy(x: Tensor, tiers: Tiers, dst: Tier, out: Tensor) -> Pending[Tensor]:
+    """Begin to copy between device and host."""
+    if not tiers.accelerated:
+        out.copy_(x)
+        return Pending([lambda: out])
+    over = tiers._copy_beside(out, x, dst)
+    return Pending([lambda: _arrived(out, tiers, over)])
+
+
+def _to_device(tiers: Tiers, part: Tensor, out: Tensor) -> None:
+    _copy(part, tiers, "device", out).wait()
+
+
+def _extent(x: Tensor, tiers: Tiers) -> Extent:
+    extent = tiers.extent(x)
+    if extent is None:
+        raise ValueError(f"a tensor on tier {tiers.of(x)} in a copy from or to a disk")
+    return extent
+
+
+def _write_behind(x: Tensor, tiers: Tiers, out: Tensor) -> Pending[Tensor]:
+    """Copy flat `x` to a disk, chunk by chunk; it may be freed or written when this returns."""
+    extent = _extent(out, tiers)
+    for chunk in range(extent.chunks):
+        first, last = extent.span(chunk)
+        buffer = extent.disk.acquire()
+        part = buffer.tensor(x.dtype, last - first)
+        arriving = begin_copy(x[first:last], tiers, "device", "host", part)
+        extent.disk.begin_write(extent, chunk, buffer, arriving.wait)
+    return Pending([extent.sync, lambda: out])
+
+
+def _arrived(out: Tensor, tiers: Tiers, over: torch.cuda.Event) -> Tensor:
+    if tiers.of(out) == "host":
+        over.synchronize()
+    else:
+        current = torch.cuda.current_stream(tiers.device)
+        current.wait_event(over)
+        out.record_stream(current)  # it may have been allocated under another stream
+    return out

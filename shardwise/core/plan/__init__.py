@@ -1,0 +1,1 @@
+"""The plan: its words, its parser, and the check that it can run."""

@@ -1,0 +1,43 @@
+"""The check that this version can run a plan: all problems at once, each with a remedy."""
+
+from shardwise.core.errors import Problem, refusal
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.techniques import TECHNIQUES
+from shardwise.techniques.layers.plan_check import layer_problems
+
+__all__ = ["Problem", "problems", "require"]
+
+
+def problems(plan: Plan, world_size: int | None = None) -> list[Problem]:
+    """All problems of `plan`, on `world_size` ranks if given; empty if it can run."""
+    own = [problem for each in TECHNIQUES for problem in each.problems(plan, world_size)]
+    whole = _world(plan, world_size)
+    layers = [] if own or whole else layer_problems(plan.completed(world_size), problems)
+    return [*own, *whole, *layers]
+
+
+def require(plan: Plan, world_size: int | None = None) -> None:
+    """Raise one InputError that lists every problem of `plan`, if it has any."""
+    found = problems(plan, world_size)
+    if found:
+        raise refusal(f"the plan '{plan}'", found)
+
+
+def _world(plan: Plan, world_size: int | None) -> list[Problem]:
+    """A world whose size is not the plan's."""
+    if world_size is None or plan.completed(world_size).size == world_size:
+        return []
+    needs = f"{plan.size} processes" if plan.size > 1 else "1 process"
+    runs = "1 runs" if world_size == 1 else f"{world_size} run"
+    own = [f"{name}{size}" for name, size in plan.axes if name != "ep"]
+    own += [f"cp{plan.cp}"] * (plan.cp > 1)
+    product = "*".join(own) or "no axis, so one rank"
+    more = " or a multiple" * plan.open
+    given = f"the plan '{plan}', which needs {needs}{more} ({product}), where {runs}"
+    allowed = "as many processes as the product of the plan's axes"
+    if plan.open:
+        allowed = "a multiple of the product of the plan's axes; the ranks left over are data ranks"
+    instead = f"start {needs}"
+    if not plan.open:
+        instead += ", or leave the data axis out, which then takes the ranks left over"
+    return [Problem(given, allowed, instead)]

@@ -1,0 +1,101 @@
+"""The plan parser: from plan words to the fields of a plan and back, and the table of the words.
+
+A word stands alone (`zero3`, `bf16`), or has a number (`dp2`) or a value after a colon
+(`bucket:25MiB`). One error lists all wrong words, each with the nearest right one.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.core.errors import InputError, Problem, bad, refusal
+from shardwise.core.plan.technique import Word
+from shardwise.core.plan.techniques import FIELDS, WORDS
+from shardwise.core.tools.suggest import suggest
+from shardwise.core.zero import ALIASES
+
+
+def word_of(text: str) -> Word | None:
+    """The line of WORDS that says what the plan word `text` does; None for an unknown word."""
+    exact = (word for word in WORDS if word.form == text)
+    same_key = (word for word in WORDS if _key(word.form) == _key(text))
+    return next(exact, None) or next(same_key, None)
+
+
+def _key(text: str) -> str:
+    return text.partition(":")[0].rstrip("N0123456789")
+
+
+def words_table() -> str:
+    """The table of plan words as text: form, example, meaning."""
+    rows: list[tuple[str, str, str]] = [("word", "example", "meaning")]
+    for word in WORDS:
+        rows.append((word.form, word.example, word.meaning))
+        rows += [(f"  {form}", "", meaning) for form, meaning in word.values]
+    form, example = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return "\n".join(f"{row[0]:{form}}  {row[1]:{example}}  {row[2]}" for row in rows)
+
+
+def words_of(values: Mapping[str, Any]) -> str:
+    """The words that set these fields of a plan, in the order of the mapping."""
+    return " ".join(FIELDS[name].write(value) for name, value in values.items())
+
+
+def read(text: Any) -> dict[str, Any]:
+    """Parse `text` into the fields of a plan and their values.
+
+    Raises InputError that lists every unknown or wrong word and every contradiction.
+    """
+    if not isinstance(text, str):
+        raise bad(f"Plan.parse({text!r})", "a text of plan words", 'Plan.parse("dp2 zero3")')
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    unknown: list[str] = []
+    first: dict[str, str] = {}  # what was set -> the first word that set it
+    for word in text.split():
+        try:
+            name, value = _read(word)
+        except InputError as error:
+            problems += error.problems
+            continue
+        if not name:
+            unknown.append(word)
+            continue
+        what = f"size of {value[0][0]}" if name == "axes" else FIELDS[name].what
+        if what in first:
+            problems.append(_twice(what, first[what], word))
+        first.setdefault(what, word)
+        values[name] = (*values.get("axes", ()), *value) if name == "axes" else value
+    problems += [_unknown(list(dict.fromkeys(unknown)))] if unknown else []
+    if problems:
+        raise refusal(f"the plan '{text}'", list(dict.fromkeys(problems)))
+    return values
+
+
+def _read(word: str) -> tuple[str, Any]:
+    """The field and value of a word; no field for an unknown one."""
+    found = ((name, field.read(word)) for name, field in FIELDS.items())
+    return next(((name, value) for name, value in found if value is not None), ("", None))
+
+
+def _twice(what: str, first: str, second: str) -> Problem:
+    if first == second:
+        return Problem(f"'{first}' twice", f"one {what} in a plan", f"{first} once")
+    instead = f"{first} alone or {second} alone"
+    return Problem(f"both '{first}' and '{second}'", f"one {what} in a plan", instead)
+
+
+def _unknown(words: list[str]) -> Problem:
+    """One problem for all unknown words, since the list of allowed words is long."""
+    given = " and ".join(f"'{word}'" for word in words)
+    allowed = f"the plan words, with spaces between them: {' '.join(word.form for word in WORDS)}"
+    near = {word: _nearest(word) for word in words}
+    instead = ", ".join(f"{near[word]} for '{word}'" for word in words if near[word])
+    given += ", which is no plan word" if len(words) == 1 else ", which are no plan words"
+    return Problem(given, allowed, instead or "dp2 zero3, to shard all states over 2 ranks")
+
+
+def _nearest(word: str) -> str:
+    """The example of the plan word most like an unknown one; "" if nothing is close."""
+    known = {each.example.partition(":")[0]: each.example for each in WORDS}
+    known |= {name: name for name in ALIASES}
+    return known.get(suggest(word.lower().partition(":")[0], known, 0.55), "")

@@ -1,0 +1,81 @@
+"""Checks of arguments of the public functions and commands: numbers, and one of several words.
+
+Arguments that are torch objects (modules, losses, worlds) are checked in engine/checks/validate.py.
+"""
+
+import math
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any
+
+from shardwise.core.errors import bad
+from shardwise.core.tools.suggest import suggest
+
+MOST_SEED = 2**63 - 1  # of torch's generators
+MAX_CHARS = 60  # characters of a value shown in an error
+MOST_COUNT = 2**53  # of steps or tokens: JSON readers and doubles hold it exactly
+
+
+def short_repr(value: Any) -> str:
+    """A short text for a value in an error; functions and classes by their names."""
+    text = getattr(value, "__name__", None) or " ".join(repr(value).split())
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}..."
+
+
+def integer(name: str, value: Any, least: int, example: int, most: int | None = None) -> None:
+    """Raise InputError unless `value` is an integer from `least` to `most` (None: no limit).
+
+    `name` is that of the parameter, or of an option of the command line with its dashes.
+    """
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if not fits or (most is not None and value > most):
+        allowed = f"a whole number from {least} " + ("up" if most is None else f"to {most}")
+        sign = " " if name.startswith("--") else "="
+        raise bad(f"{name}{sign}{short_repr(value)}", allowed, f"{name}{sign}{example}")
+
+
+def flag(name: str, value: Any) -> None:
+    """Raise InputError unless `value` is a bool: a text would be taken for True."""
+    if not isinstance(value, bool):
+        raise bad(f"{name}={short_repr(value)}", "True or False", f"{name}=True")
+
+
+def positive(name: str, value: Any) -> None:
+    """Raise InputError unless `value` is None or a number above 0; infinity is allowed."""
+    if value is not None and not (is_number(value) and value > 0):
+        allowed = "a number above 0, or None for no bound"
+        raise bad(f"{name}={short_repr(value)}", allowed, f"{name}=1.0")
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a real number or a scalar tensor, and not a bool; NaN is none."""
+    if isinstance(value, bool):
+        return False
+    single = getattr(value, "dim", None) is not None and value.dim() == 0
+    return (isinstance(value, Real) or single) and not math.isnan(value)
+
+
+def parse_count(text: str) -> int:
+    """The whole number in a text; -1 for another text, or one of more than ten digits."""
+    digits = text.strip()
+    return int(digits) if digits.isdecimal() and len(digits) < 11 else -1
+
+
+def is_count(value: Any) -> bool:
+    """Whether `value` is a whole number from 0 to MOST_COUNT."""
+    return type(value) is int and 0 <= value <= MOST_COUNT
+
+
+def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """Raise InputError unless `value` is one of `allowed`; the error names the nearest of them.
+
+    `name` is that of the parameter, or of an option of the command line with its dashes.
+    """
+    words = list(allowed)
+    if isinstance(value, str) and value in words:
+        return
+    near = suggest(value, words) if isinstance(value, str) else words[0]
+    listed = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+    if name.startswith("--"):
+        raise bad(f"{name} {value}", listed, f"{name} {near}")
+    raise bad(f"{name}={short_repr(value)}", listed, f'{name}="{near}"')

@@ -1,0 +1,293 @@
+"""Traces the axes of every tensor through one forward pass of the plain model.
+
+A linear layer has an input and an output axis, the same in all its calls; its inner operations are
+not traced. A layer whose output is divided (chunk, split, slices) has an axis for each segment. The
+trace ends with the model's forward, before the loss.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardwise.derive.axes import Dim, TracedAxis, fresh, leaves, mix, unite
+from shardwise.derive.axis_rules import Dims, propagate
+from shardwise.derive.events import TraceEvent, mixes_positions
+from shardwise.observe.meta_pass import as_on_processor
+from shardwise.techniques.data.outputs import tensors_in
+from shardwise.techniques.tensor.styles import ModuleShape
+
+Key = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+
+#: Operations that mix features or positions: their results are compared with the sharded model's.
+CHECKED: Final = ("bmm", "baddbmm", "_softmax", "cat", "_scaled_dot_product_flash_attention")
+
+#: Operations whose results have one value, which a rank makes of its own length.
+UNIFORM: Final = ("zeros", "ones", "full", "empty", "scalar_tensor")
+
+ATTENTION: Final = torch.ops.aten._scaled_dot_product_flash_attention.default
+
+
+def checked(func: Any) -> bool:
+    """Whether the shapes of an operation's results are compared."""
+    return named(func) in CHECKED
+
+
+class TracedLayer:
+    """A linear layer or an embedding: its axes, and the segments that the code divides it into."""
+
+    def __init__(self, name: str, shape: ModuleShape) -> None:
+        self.name, self.shape = name, shape
+        self.inputs = TracedAxis(shape.in_features)
+        self.outputs = TracedAxis(shape.out_features)
+        self.segments: dict[tuple[int, int], TracedAxis] = {}
+        self.called = False
+
+    def segment(self, start: int, stop: int) -> Dim:
+        """The axis of the output features [start, stop)."""
+        return (self.segments.setdefault((start, stop), TracedAxis(stop - start)),)
+
+
+class OperationTrace:
+    """The axes of a model's tensors, layer by layer; see `traced`."""
+
+    def __init__(self, model: nn.Module, shapes: Mapping[str, ModuleShape]) -> None:
+        self.layers = {n: TracedLayer(n, s) for n, s in shapes.items() if s.kind != "other"}
+        self.inside = [""]
+        #: dims of the tensors that a module reads or makes itself, and that pass through a layer
+        self.touched: dict[str, list[Dims]] = {}
+        #: pairs of a tensor that a gradient reaches and of what was computed with it
+        self.met: list[tuple[Dims, Dims]] = []
+        self.returned: list[Dims] = []
+        #: names and dims of the results of `CHECKED` operations, in their order
+        self.checked: list[tuple[str, Dims]] = []
+        self.done = False
+        self.uniform = True
+        self.events: list[TraceEvent] = []
+        #: the positions of each embedding's output, in the order of calls; and what is made of them
+        self.sequences: list[TracedAxis] = []
+        self.positions: list[TracedAxis] = []
+        self.tape = NoTape()
+        self._known: dict[Key, Dims] = {}
+        self._active: set[Key] = set()  # tensors that depend on parameters
+        self._whole: dict[Key, TracedLayer] = {}  # undivided outputs of layers
+        self._alive: list[Tensor] = []
+        self._params = {_key(p): name for name, p in model.named_parameters()}
+        #: parameters that code reads other than by calling their layer, and their dims
+        self.read: dict[str, Dims] = {}
+
+    # --- modules -------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Set hooks on every module during the pass."""
+        handles: list[Any] = []
+        for name, module in model.named_modules():
+            begin = partial(self._begin, name)
+            handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(self._end, name), with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        first = next((x for x in tensors_in((args, kwargs)) if x.numel()), None)
+        dims = () if first is None or self.done else (self._of(first),)
+        self._note("call", name, dims)
+        self.inside.append(name)
+
+    def _note(self, kind: str, name: str, dims: tuple[Dims, ...], **more: bool) -> None:
+        if not self.done and not self._in_layer:
+            self.events.append(TraceEvent(kind, name, tuple(self.inside), dims, **more))
+
+    def _end(self, name: str, _: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        self.inside.pop()
+        self._note("end", name, ())
+        if not name:
+            self.returned = [self._of(x) for x in tensors_in(out) if x.numel()]
+            self.done = True
+        layer = self.layers.get(name)
+        if layer is not None and not self.done and not self._in_layer:
+            self._call(layer, next(tensors_in((args, kwargs))), next(tensors_in(out)))
+
+    @property
+    def _in_layer(self) -> bool:
+        return any(name in self.layers for name in self.inside)
+
+    def _call(self, layer: TracedLayer, x: Tensor, y: Tensor) -> None:
+        layer.called = True
+        given, own = self._of(x), layer.outputs
+        if layer.shape.kind == "linear":
+            unite(given[-1], (layer.inputs,))
+            given = given[:-1]
+        else:
+            own.mix("it is the width of an embedding")
+            self.sequences += [leaf for dim in given[1:2] for leaf in leaves(dim)]
+            self.positions += self.sequences[-1:]
+        self.touched.setdefault(layer.name, []).append(given)
+        self._keep(y, (*given, () if own.size == 1 else (own,)), active=True)
+        self._whole[_key(y)] = layer
+
+    # --- operations ----------------------------------------------------------------------------
+
+    def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """Trace the axes through an operation below autograd."""
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel()]
+        if self.done or self._in_layer:
+            return
+        if self.uniform and named(func) in UNIFORM and not given:
+            for y in (x for x in tree_leaves(out) if isinstance(x, Tensor) and x.numel()):
+                self._keep(y, tuple(fresh(n) for n in y.shape), active=False)
+            return
+        if not any(map(self._tracked, given)) and not checked(func):
+            return
+        for place, y in enumerate(x for x in tree_leaves(out) if isinstance(x, Tensor)):
+            if y.numel():
+                self._result(func, given, args, y, place)
+
+    def kernel(self, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """An element-wise kernel: the kernels of a CPU have none."""
+
+    def attention(
+        self, given: Sequence[Tensor], out: Tensor, _: int, *, causal: bool = False
+    ) -> None:
+        """Trace a fused attention of query, key, value and perhaps a mask."""
+        if not self.done:
+            self._result(ATTENTION, given, (), out, 0)
+
+    def _result(self, func: Any, given: Sequence[Tensor], args: Any, y: Tensor, place: int) -> None:
+        dims = [self._of(x) for x in given]
+        segment = self._segment(func, given, args, y, place)
+        if segment is not None:
+            found = (*dims[0][:-1], segment)
+        elif place and "split" not in str(func) and "unbind" not in str(func):
+            found = tuple(fresh(n, "it is a second result") for n in y.shape)
+        else:
+            mixes = mixes_positions(self.positions, func, dims, args, y)
+            active = any(_key(x) in self._active for x in given)
+            self._note("op", named(func), tuple(dims), mixes=mixes, active=active)
+            found = propagate(func, dims, args, y)
+        if len(found) != y.dim():
+            mix([d for one in dims for d in one], f"{func} is not understood")
+            found = tuple(fresh(n, f"{func} is not understood") for n in y.shape)
+        if not place and checked(func):
+            self.checked.append((named(func), found))
+        active = [x for x in given if _key(x) in self._active or _key(x) in self._params]
+        if active and self.positions and segment is None:
+            self._follow_positions(dims, found)
+        for x, own in zip(given, dims, strict=True):
+            if _key(x) in self._params:
+                self.read[self._params[_key(x)]] = own
+                self.touched.setdefault(self.inside[-1], []).append(found)
+            elif _key(x) in self._active and segment is None:
+                self.met.append((own, found))
+        self._keep(y, found, active=bool(active) and y.is_floating_point())
+
+    def _follow_positions(self, given: Sequence[Dims], found: Dims) -> None:
+        """A convolution returns as many positions [B, T, W], of an axis of their own."""
+        before = {leaf for dims in given for dim in dims for leaf in leaves(dim)}
+        new = [leaf for dim in found for leaf in leaves(dim) if leaf not in before and leaf.mixed]
+        if len(found) == 3:
+            self.positions += [leaf for leaf in new if leaf.size == self.positions[0].size]
+
+    def _segment(
+        self, func: Any, given: Sequence[Tensor], args: Any, y: Tensor, place: int
+    ) -> Dim | None:
+        """The segment of a layer's output that an operation takes; None for other operations."""
+        name, whole = func._schema.name.partition("::")[2], given[0]
+        layer = self._whole.get(_key(whole))
+        if layer is None or name not in ("slice", "split", "split_with_sizes"):
+            return None
+        dim = args[1] if name == "slice" else args[2] if len(args) > 2 else 0
+        size = y.shape[-1]
+        if dim % whole.dim() != whole.dim() - 1 or size == whole.shape[-1]:
+            return None
+        if name == "slice":
+            start = args[2] or 0
+            start, steps = start % whole.shape[-1], args[4] if len(args) > 4 else 1
+        else:
+            steps, start = 1, int(y.storage_offset() - whole.storage_offset())
+        return layer.segment(start, start + size) if steps == 1 else None
+
+    # --- tensors -------------------------------------------------------------------------------
+
+    def _tracked(self, x: Tensor) -> bool:
+        return _key(x) in self._known or _key(x) in self._params
+
+    def _of(self, x: Tensor) -> Dims:
+        """The dims of a tensor; an unknown tensor has the axes of a constant."""
+        key = _key(x)
+        if key not in self._known:
+            why = "" if key in self._params else "a constant or the batch has its size"
+            self._keep(x, tuple(fresh(n, why) for n in x.shape), active=False)
+        return self._known[key]
+
+    def _keep(self, x: Tensor, dims: Dims, *, active: bool) -> None:
+        key = _key(x)
+        self._known[key] = dims
+        self._whole.pop(key, None)
+        self._alive.append(x)
+        (self._active.add if active else self._active.discard)(key)
+
+    def settle(self) -> None:
+        """Mix axes after the pass: divided outputs, and those combined with replicated tensors."""
+        for layer in self.layers.values():
+            spans = sorted(layer.segments)
+            stops = [0, *(stop for _, stop in spans)]
+            exact = [start for start, _ in spans] == stops[:-1] and stops[-1] == layer.outputs.size
+            if spans and (not exact or len(layer.outputs.leaves) > 1):
+                for axis in layer.segments.values():
+                    axis.mix("its layer is divided in several ways")
+            if spans:
+                layer.outputs.mix("the code divides it")
+        for whole, made in self.met:
+            mine = {leaf for dim in whole for leaf in leaves(dim)}
+            for leaf in (leaf for dim in made for leaf in leaves(dim) if leaf not in mine):
+                leaf.mix("a replicated tensor is combined with it")
+
+
+def traced(
+    model: nn.Module,
+    shapes: Mapping[str, ModuleShape],
+    call: Callable[[nn.Module], Any],
+    *,
+    uniform: bool = True,
+) -> OperationTrace:
+    """The axes of `model` in `call(model)`, a forward pass without gradients.
+
+    `uniform`: an axis of a constant of one value may be sharded.
+    """
+    trace = OperationTrace(model, shapes)
+    trace.uniform = uniform
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+        trace.watching(model),
+        as_on_processor(trace),
+    ):
+        call(model)
+    trace.settle()
+    return trace
+
+
+class NoTape:
+    """Takes the place of a recorded pass's tape; no tensor is saved for a backward pass."""
+
+    saves = 0
+
+
+def named(func: Any) -> str:
+    """The name of an operation without its namespace."""
+    return func._schema.name.partition("::")[2]
+
+
+def _key(x: Tensor) -> Key:
+    """The memory of a tensor's elements: tensors with equal keys are views of the same elements."""
+    return x.untyped_storage()._cdata, int(x.storage_offset()), tuple(x.shape), tuple(x.stride())

@@ -1,0 +1,222 @@
+"""The speed of a rank's device, as a step uses it: all ranks measure at the same time.
+
+    products    n x n by n x n, with other operands each time: a step finds few of them in a cache
+    memory      the sum of two tensors into a new one
+    launch      what each microbatch adds to a step of a tiny model, over its number of operations
+    step        the rest of such a step: hooks, the agreement of ranks, the optimizer's own calls
+    overlap     products alone, a message alone, then products during messages
+    host link   copies to pinned memory, on CUDA
+
+Ranks that share a machine share its caches and its memory too, so each rank alone would be faster
+than it is in a step. Times are the lower quartile of several, since other programs only add time.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import move
+from shardwise.comm.world import Axis, World, alone
+from shardwise.core.plan.plan import Plan
+from shardwise.doctor.timing import lower_quartile
+from shardwise.engine.options import EngineOptions
+from shardwise.engine.parallelize import build_engine
+from shardwise.engine.predict import predict_with
+from shardwise.models import gpt
+from shardwise.prediction.cluster_presets import PRESETS
+from shardwise.prediction.time.kernel_seconds import PRECISIONS
+from shardwise.prediction.time.step_time import RankWork
+
+Act = Callable[[], object]
+#: The sizes n of products, and the elements (fp32) of tensors in memory.
+PRODUCTS: Final = {"cpu": (64, 128, 256, 512), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
+ELEMENTS: Final = {"cpu": 2**22, "cuda": 2**27}
+OPERANDS_BYTES: Final = 2**26  # more than a cache
+ROUNDS: Final = 9
+RUNS: Final = 5  # microbatches of a step
+ROUND_S: Final = 0.02
+MOST_S: Final = 0.2  # of one product; larger ones of its precision are not measured
+TINY: Final = gpt.GPTConfig(
+    vocabulary=32, layers=4, width=16, heads=2, kv_heads=2, hidden=32, sequence=8
+)
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """One rank's device. `products` has (FLOPs, FLOPs a second) by precision, in order."""
+
+    kind: str
+    products: dict[str, list[tuple[float, float]]]
+    memory_bytes_per_s: float
+    launch_s: float
+    step_s: float
+    overlap: float
+    host_link: tuple[float, float] | None  # latency_s, bytes_per_s
+
+
+def measure_device(world: World) -> DeviceSpeed:
+    """The speed of this rank's device. All ranks call it."""
+    device, together = world.device, world.barrier
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    return DeviceSpeed(
+        kind,
+        {name: _products(torch_name, kind, world) for torch_name, name in PRECISIONS.items()},
+        _memory(ELEMENTS[kind], device, together),
+        *_launches_s(device, together),
+        _overlap(world.everyone, world) if world.size > 1 else 1.0,
+        _host_link(device, together) if kind == "cuda" else None,
+    )
+
+
+def _products(dtype: str, kind: str, world: World) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for n in PRODUCTS[kind]:
+        seconds = _seconds(_product(n, dtype, world.device), world.device, world.barrier)
+        flops = 2.0 * n**3
+        found.append((flops, flops / seconds))
+        if 8 * seconds > MOST_S:
+            break
+    return found
+
+
+def _product(n: int, dtype: str, device: torch.device) -> Act:
+    """Multiplies two of many matrices, the next two at each call."""
+    form = getattr(torch, dtype)
+    count = max(2, OPERANDS_BYTES // (n * n * form.itemsize))
+    operands = torch.full((count, n, n), 0.5, dtype=form, device=device)
+    calls = 0
+
+    def act() -> Tensor:
+        nonlocal calls
+        calls += 1
+        return operands[calls % count] @ operands[(7 * calls + 1) % count].t()
+
+    return act
+
+
+def _memory(numel: int, device: torch.device, together: Act) -> float:
+    a, b = (torch.ones(numel, device=device) for _ in range(2))
+    return 3 * 4 * numel / _seconds(lambda: a + b, device, together)
+
+
+def _launches_s(device: torch.device, together: Act) -> tuple[float, float]:
+    """The time of an operation, and of the rest of a step, of TINY: its work is next to nothing."""
+    times: list[float] = []
+    options, operations = EngineOptions(loss=gpt.loss), 1
+    for runs in (1, RUNS):
+        plan = Plan.parse(f"dp1 fp32 accumulate:{runs}")
+        tokens = torch.zeros(runs, TINY.sequence, dtype=torch.long, device=device)
+        batch = {"inputs": tokens, "targets": tokens}
+        with torch.device("meta"):
+            model = gpt.GPT(TINY)
+        found = predict_with(model, plan, batch, options)
+        operations = len(RankWork(found, PRESETS["h100-sxm"]).operations)  # of any cluster
+        engine = build_engine(gpt.GPT(TINY), plan, alone(device), options)
+        times.append(
+            _seconds(lambda engine=engine, batch=batch: engine.step(batch), device, together)
+        )
+    run_s = max(0.0, times[1] - times[0]) / (RUNS - 1)
+    return run_s / operations, max(0.0, times[0] - run_s)
+
+
+def _overlap(axis: Axis, world: World) -> float:
+    """The part of the time of a message in which products lose no time."""
+    device, together = world.device, world.barrier
+    x = torch.zeros(2**21, device=device)
+    product = _product(256, "float32", device)
+    message_s = _seconds(lambda: move.begin_sum(x, axis).wait(), device, together, calls=4)
+    count = max(1, round(message_s / _seconds(product, device, together)))
+
+    def compute() -> None:
+        for _ in range(count):
+            product()
+
+    def both() -> None:
+        pending = move.begin_sum(x, axis)
+        compute()
+        pending.wait()
+
+    alone_s = _seconds(compute, device, together, calls=4)
+    both_s = _seconds(both, device, together, calls=4)
+    hidden_s = alone_s + message_s - both_s
+    return min(1.0, max(0.0, hidden_s / min(alone_s, message_s)))
+
+
+def _host_link(device: torch.device, together: Act) -> tuple[float, float]:
+    """Latency and rate of copies to pinned memory."""
+    times: list[float] = []
+    sizes = (2**10, 2**26)
+    for numel in sizes:
+        x, out = torch.zeros(numel, device=device), torch.zeros(numel).pin_memory()
+        times.append(_seconds(lambda x=x, out=out: out.copy_(x), device, together))
+    rate = 4 * (sizes[1] - sizes[0]) / max(1e-12, times[1] - times[0])
+    return max(0.0, times[0] - 4 * sizes[0] / rate), rate
+
+
+def _seconds(act: Act, device: torch.device, together: Act, calls: int | None = None) -> float:
+    """The lower quartile of the times of a call; rounds of about ROUND_S begin together.
+
+    With `calls`, every rank makes so many in a round: those that exchange messages must.
+    """
+    act()
+    _timed(act, device, 1)
+    if calls is None:
+        calls = max(1, min(1000, round(ROUND_S / _timed(act, device, 1))))
+    times: list[float] = []
+    for _ in range(ROUNDS):
+        together()
+        times.append(_timed(act, device, calls))
+    return lower_quartile(times)
+
+
+def _timed(act: Act, device: torch.device, calls: int) -> float:
+    """Seconds of a call."""
+    _settle(device)
+    began = time.perf_counter()
+    for _ in range(calls):
+        act()
+    _settle(device)
+    return (time.perf_counter() - began) / calls
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def median_device(by_rank: Sequence[DeviceSpeed]) -> DeviceSpeed:
+    """The median over ranks of each figure: a step is that of ranks that wait for one another."""
+    first = by_rank[0]
+
+    def middle(of: Callable[[DeviceSpeed], float]) -> float:
+        return statistics.median(map(of, by_rank))
+
+    products = {
+        name: [
+            (flops, middle(lambda each, name=name, n=n: each.products[name][n][1]))
+            for n, (flops, _) in enumerate(pairs)
+            if all(n < len(each.products[name]) for each in by_rank)
+        ]
+        for name, pairs in first.products.items()
+    }
+    link = first.host_link
+    if link is not None:
+        links = [each.host_link or link for each in by_rank]
+        link = (
+            statistics.median(each[0] for each in links),
+            statistics.median(each[1] for each in links),
+        )
+    return DeviceSpeed(
+        first.kind,
+        products,
+        middle(lambda each: each.memory_bytes_per_s),
+        middle(lambda each: each.launch_s),
+        middle(lambda each: each.step_s),
+        middle(lambda each: each.overlap),
+        link,
+    )

@@ -1,0 +1,309 @@
+"""Consistency checks: values that must be equal on several ranks are compared by checksums.
+
+    when                         what                                      among the ranks of
+    before sharding              plan, model, table, optimizer, options    the world
+    before the first step        the batch                                 tp and pp axes
+                                 the batch: equal ones are a mistake       the data axes
+    in the first three steps     the loss, and each gradient of a          the tp axis
+                                 replicated parameter
+    each step                    options of the optimizer                  the data axes
+    every `check_every` steps    weights that several ranks hold           the data axes
+                                 the batch                                 tp and pp axes
+                                 the loss, a sum and a norm of gradients   the tp axis
+
+Data ranks compare by a number that they sum anyway (techniques/data/same_on_ranks.py).
+
+The ranks of a tp axis compute one step together, and compute every replicated parameter's gradient
+redundantly.  If such a parameter is applied to a part of the features, its gradient is a partial
+sum, which no shape error reveals.  So ranks exchange checksums: sums with fixed weights, which
+differ if the tensors differ.  They do so in three steps, because a gradient of zeros proves nothing
+(an adapter behind one initialised to zero).  Steps that are skipped in fp16 do not count.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardwise.comm.ledger import Key, Tally
+from shardwise.comm.move import all_gather
+from shardwise.comm.world import Axis, World
+from shardwise.core.errors import bad
+from shardwise.engine.optimizer.norm import squared_norm
+from shardwise.techniques.data.checksum import exact_sum, fold, weighted, weighted_sum
+from shardwise.techniques.data.flat.flat_parameter import Flat
+
+#: Relative difference of batches that counts as rounding.
+BATCH_TOLERANCE = 1e-6
+#: Relative difference of losses and gradients that counts as rounding.
+TOLERANCE, TOLERANCE_16_BIT = 1e-3, 3e-2
+#: A gradient whose norm is below this fraction of the total norm counts as rounding.
+NEGLIGIBLE = 1e-5
+#: Each gradient is compared in this many first steps; those that are skipped do not count.
+CHECKED_STEPS = 3
+#: The default of `check_every`.
+CHECK_EVERY = 100
+#: The number of checksums of shares, a prime; the square of each, summed over 8192 ranks, is exact.
+SHARE_CHECKSUMS = 1_048_573
+#: The number of hashes exchanged by `require_same`, the same for every caller.
+MAX_PARTS = 16
+
+U = TypeVar("U")
+
+
+# --- arguments -------------------------------------------------------------------------------
+
+
+def require_same(world: World, parts: Mapping[str, object]) -> None:
+    """Raise InputError on every rank if a named argument differs from rank 0's.
+
+    All ranks must call it.  Functions are not compared, and memory addresses are ignored.
+    """
+    if world.size == 1:
+        return
+    names = ["the call", *parts]
+    own = [_hash(repr(names)), *(_hash(_text_of(part)) for part in parts.values())]
+    own += [0] * (MAX_PARTS - len(own))  # one length, even if ranks make different calls
+    mine = torch.tensor(own, dtype=torch.int64, device=world.device)
+    hashes = torch.stack(all_gather(mine, world.everyone)).tolist()
+    for number, name in enumerate(names):
+        others = [rank for rank in range(world.size) if hashes[rank][number] != hashes[0][number]]
+        if others:
+            raise bad(
+                f"{name} of {_ranks(others)}, which differs from that of rank 0",
+                "the same model and the same arguments on all ranks",
+                "the same call on every rank; only the data may differ",
+            )
+
+
+def model_signature(model: nn.Module) -> list[tuple[str, tuple[int, ...], torch.dtype, bool]]:
+    """Names, shapes, dtypes and requires_grad of a model's tensors, to compare across ranks."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors]
+
+
+def _text_of(part: object) -> str:
+    if callable(part) and not isinstance(part, type):
+        return "a function"
+    return re.sub(r" at 0x[0-9a-f]+|, device='[^']*'", "", repr(part))
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+# --- batches, losses, gradients --------------------------------------------------------------
+
+
+class ConsistencyCheck:
+    """Compares batches along the tp axis and `others`, losses and gradients along the tp axis.
+
+    compared_batch        whether the current step compares batches
+    compared_gradients    which gradients it compares: "each", their "sums", or none ("")
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        others: Sequence[Axis],
+        device: torch.device,
+        every: int = CHECK_EVERY,
+    ) -> None:
+        self.axis, self.device = axis, device
+        self.axes = [each for each in (axis, *others) if each.size > 1]
+        self.checked = 0  # steps so far that were not skipped
+        self.every, self.compared_batch, self.compared_gradients = every, False, ""
+        #: what the first step does with its batch after this comparison (first_step.py)
+        self.before_first: Callable[[Any], None] | None = None
+
+    def begin(self, step: int, batch: Any) -> dict[Key, Tally]:
+        """Decide what step `step` (from 0) compares, and compare the batch.
+
+        Returns what this rank sent to compare the first step with the plain model: it is no part of
+        the step.
+        """
+        again = self.every > 0 and step % self.every == 0
+        self.compared_batch = again or not step
+        each = "each" if self.checked < CHECKED_STEPS else "sums" if again else ""
+        self.compared_gradients = each if self.axis.size > 1 else ""
+        if self.compared_batch:
+            self._require_batch(batch)
+        if self.before_first is None:
+            return {}
+        before = self.axis.ledger.copy()
+        self.before_first(batch)
+        self.before_first = None
+        return self.axis.ledger.since(before)
+
+    def end(self, *, skipped: bool) -> None:
+        """The step has made its update, or skipped it."""
+        self.checked += not skipped
+
+    def _require_batch(self, batch: Any) -> None:
+        """Raise InputError on every rank of an axis whose ranks have different batches."""
+        for axis in self.axes:
+            with axis.ledger.phase("check"):
+                sums = torch.stack(all_gather(_batch_checksum(batch, self.device), axis)).cpu()
+            others = [rank for rank in range(axis.size) if not _same_batch(sums[rank], sums[0])]
+            if others:
+                raise bad(
+                    f"a batch on {_ranks(others)} of the {axis.name} axis that differs from that "
+                    "on rank 0",
+                    f"the same batch on all ranks of a {axis.name} axis",
+                    "DistributedSampler(dataset, engine.data_ranks, engine.data_rank)",
+                )
+
+    def compare_gradients(
+        self, arriving: Iterator[U], loss: Tensor, flats: Sequence[Flat]
+    ) -> Iterator[U]:
+        """`arriving`, after the comparison that this step makes once all gradients are reduced.
+
+        Raises:
+            InputError: the loss or a gradient differs between ranks.
+        """
+        if not self.compared_gradients:
+            return arriving
+        arrived = list(arriving)
+        with self.axis.ledger.phase("check"):
+            if self.compared_gradients == "each" or not self._sums_agree(loss, flats):
+                self._require(loss, flats)
+        return iter(arrived)
+
+    def _sums_agree(self, loss: Tensor, flats: Sequence[Flat]) -> bool:
+        """Whether three numbers agree: the loss, the sum of all gradients, and their norm."""
+        sums, sizes = self._gradients(flats)[1].chunk(2)
+        own = torch.stack([loss.detach().to(sums), sums.sum(), sizes.norm()])
+        losses, total, norm = torch.stack(all_gather(own, self.axis)).cpu().t()
+        close, size = self._tolerance(flats), norm.nan_to_num().max()
+        same = _close(losses, losses.abs().max() + TOLERANCE, close)
+        return same and _close(total, size, close) and _close(norm, size, close)
+
+    def _tolerance(self, flats: Sequence[Flat]) -> float:
+        return TOLERANCE if all(_is_32_bit(flat) for flat in flats) else TOLERANCE_16_BIT
+
+    def _require(self, loss: Tensor, flats: Sequence[Flat]) -> None:
+        names, gradients = self._gradients(flats)
+        own = torch.cat([loss.detach().to(gradients).view(1), gradients])
+        everyone = torch.stack(all_gather(own, self.axis)).cpu()
+        losses, (sums, sizes) = everyone[:, 0], everyone[:, 1:].chunk(2, dim=1)
+        close = self._tolerance(flats)
+        if not _close(losses, losses.abs().max() + TOLERANCE, close):  # one of zero is of rounding
+            raise self._other_losses(losses.tolist())
+        everything = NEGLIGIBLE * sizes.nan_to_num().norm(dim=1).max()
+        for name, of_sum, size in zip(names, sums.t(), sizes.t(), strict=True):
+            scale = size.nan_to_num().max() + everything
+            if not (_close(of_sum, scale, close) and _close(size, scale, close)):
+                raise self._other_gradients(name)
+
+    def _gradients(self, flats: Sequence[Flat]) -> tuple[list[str], Tensor]:
+        """The names of replicated parameters; the checksums of their gradients, then the norms."""
+        none = torch.zeros((), dtype=torch.float64, device=self.device)
+        names, sums, sizes = [], [], []
+        for flat in (flat for flat in flats if flat.trained and self._replicates(flat)):
+            for name, layout, (low, high) in zip(
+                flat.names, flat.layouts, flat.pieces, strict=True
+            ):
+                if layout.on(self.axis.name).cut is None:
+                    piece = None if flat.grads.gshard is None else flat.grads.gshard[low:high]
+                    names.append(name)
+                    sums.append(none if piece is None else weighted(piece).to(self.device))
+                    sizes.append(
+                        none if piece is None else squared_norm(piece).sqrt().to(self.device)
+                    )
+        return names, torch.stack([*sums, *sizes]) if names else none.new_zeros(0)
+
+    def _replicates(self, flat: Flat) -> bool:
+        """Whether it is on this axis: not that of layers with a mesh of their own."""
+        return any(axis == self.axis.name for axis, _ in flat.layouts[0].axes)
+
+    def _other_losses(self, losses: Sequence[float]) -> Exception:
+        values = ", ".join(f"{loss:.6g}" for loss in losses)
+        return bad(
+            f"a loss that differs between the ranks of the {self.axis.name} axis: {values}",
+            "a model that uses a sharded weight only by calling its module, and sharded features "
+            "only between a colwise and a rowwise layer; the same random numbers on all ranks",
+            'a style that gathers the result ("colwise_gather_output", "sequence:join")',
+        )
+
+    def _other_gradients(self, name: str) -> Exception:
+        module = name.rpartition(".")[0] or name
+        return bad(
+            f"the gradient of {name}, which differs between the ranks of the {self.axis.name} axis "
+            "although the parameter is replicated: the ranks use it on different features or "
+            "positions",
+            "replicated parameters used on the same input with the same random numbers on all "
+            "ranks, or a style in the table",
+            f'in the table "{module}": "replicated" between colwise and rowwise layers, or '
+            f'"{module}": "sequence" under sp',
+        )
+
+
+def _close(values: Tensor, size: Tensor, close: float) -> bool:
+    """Whether `values` differ by at most `close` times `size`.  NaN and infinity are ignored."""
+    found = values.nan_to_num(0.0, 0.0, 0.0)
+    return bool(found.max() - found.min() <= close * size.nan_to_num(math.inf))
+
+
+def _is_32_bit(flat: Flat) -> bool:
+    return flat.grads.gshard is None or flat.grads.gshard.dtype in (torch.float32, torch.float64)
+
+
+def _batch_checksum(batch: Any, device: torch.device) -> Tensor:
+    """Three numbers: an exact checksum of shapes and integers, then a sum and a norm of floats."""
+    exact = torch.zeros((), dtype=torch.int64, device=device)
+    sums, sizes = [exact.double()], [exact.double()]
+    for x in (x for x in tree_leaves(batch) if type(x) is Tensor and x.layout == torch.strided):
+        exact = exact + _hash(f"{x.shape}")
+        with suppress(RuntimeError):  # torch cannot sum quantised and float8 tensors
+            if x.is_floating_point() or x.is_complex():
+                folded = fold(x, torch.float64)
+                sums.append(weighted_sum(folded).to(device))
+                sizes.append(folded.norm().to(device))
+            else:
+                exact = exact + exact_sum(fold(x, torch.int64)).to(device)
+    return torch.stack(
+        [(exact % 2**52).double(), torch.stack(sums).sum(), torch.stack(sizes).sum()]
+    )
+
+
+def share_checksum(batch: Any, device: torch.device) -> Tensor:
+    """A checksum of a batch in one double, a whole number so small that ranks may sum its square.
+
+    It stays on the device.
+    """
+    exact, sums, sizes = _batch_checksum(batch, device)
+    mixed = exact.long() + sums.view(torch.int64) * 31 + sizes.view(torch.int64) * 37
+    return (mixed % SHARE_CHECKSUMS).double().view(1)
+
+
+def warn_equal_shares(batch: Any, summed: Tensor, ranks: int) -> None:
+    """Print a line if all data ranks have the same rows.
+
+    `summed` is the sum over the ranks of the tokens, ..., of a checksum and of its square.
+    """
+    tokens, total, squares = summed[[0, -2, -1]].tolist()
+    holds = any(isinstance(x, Tensor) and x.numel() for x in tree_leaves(batch))
+    if ranks > 1 and tokens and holds and ranks * squares == total**2:
+        print(
+            f"shardwise: all {ranks} data ranks have the same rows in the first step, so that they "
+            "compute the same gradient. Give each its own share: DistributedSampler(dataset, "
+            "engine.data_ranks, engine.data_rank), or batch[engine.data_rank::engine.data_ranks].",
+            file=sys.stderr,
+        )
+
+
+def _same_batch(first: Tensor, second: Tensor) -> bool:
+    """Whether two batches with these checksums are the same."""
+    (exact, sums, sizes) = torch.stack([first, second], dim=1)
+    return bool(exact[0] == exact[1]) and _close(sums, sizes.max(), BATCH_TOLERANCE)

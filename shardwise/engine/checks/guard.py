@@ -1,0 +1,174 @@
+"""The guard against NaN: a step with a non-finite loss or gradient updates no weight on any rank.
+
+    backward     before a unit's gradients are reduced, each rank sums its local ones: one pass over
+                 memory, no message; a non-finite gradient makes the sum NaN
+    consensus    the ranks exchange their losses anyway; a rank whose sum is NaN sends NaN instead
+                 of its loss, so this costs no message; a tp axis, whose ranks share a loss but not
+                 gradients, exchanges one double more
+    update       waits for the consensus, however early a unit's gradients arrive
+
+If the norm of all gradients is known before the update (clipping, fp16), the norm decides.  A
+schedule with asynchronous updates checks the reduced gradients of each update and skips the update
+if they are not finite; its ranks raise together at the end of the step.
+
+Finite numbers whose sum overflows count as not finite.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.move import all_gather, begin_sum
+from shardwise.comm.world import Axis, World
+from shardwise.core.errors import NonFiniteError
+from shardwise.techniques.data.flat.flat_parameter import Flat
+
+#: This many skipped updates in a row are an error, even where steps may be skipped.
+MOST_SKIPS: Final = 100
+#: Bytes of a parameter's name that ranks exchange.
+NAME_BYTES: Final = 256
+
+
+class Guard:
+    """Whether the current step is finite, as far as this rank knows.
+
+    names    the parameters of the whole model, in order
+    axis     the tp axis
+    by_norm  whether the norm of all gradients is known before the update
+    skip     whether to skip a non-finite step instead of raising
+    """
+
+    def __init__(
+        self, world: World, axis: Axis, names: Sequence[str], *, by_norm: bool, skip: bool
+    ) -> None:
+        self.world, self.axis, self.by_norm, self.skip = world, axis, by_norm, skip
+        self.order = {name: place for place, name in enumerate(names)}
+        self.made: list[Tensor] = []  # for each unit of this step: 0 if finite, else NaN
+        self.first = ""  # the first parameter with a non-finite gradient in a skipped update
+        self.skips = 0  # skipped updates in a row
+
+    def begin(self) -> None:
+        """Forget the previous step."""
+        self.made.clear()
+        self.first = ""
+
+    def passed(self) -> None:
+        """Record that the step was updated."""
+        self.skips = 0
+        self.begin()
+
+    @torch.no_grad()
+    def see(self, flat: Flat) -> None:
+        """Check this rank's own gradients of a unit, before they are reduced."""
+        if flat.grads.grad is None:  # this rank's stages do not use the unit
+            return
+        views = [
+            v for v, filled in zip(flat.grads.grad_views, flat.grads.filled, strict=True) if filled
+        ]
+        for part in [flat.grads.grad] if len(views) == len(flat.params) else views:
+            self.made.append(0 * _sum(part))
+
+    def reported_loss(self, summed: Tensor) -> Tensor:
+        """The loss (times tokens) to exchange: NaN if this rank's gradients are not finite."""
+        return summed if self.by_norm or not self.made else summed + torch.stack(self.made).sum()
+
+    def over_tensors(self, loss: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss [1], NaN if any rank of the tensor axis reported NaN, and the sum of `number`.
+
+        One number does for both; it is NaN if the loss is.
+        """
+        if self.by_norm or self.axis.size == 1:
+            return loss, number
+        number = begin_sum(loss * 0 + number, self.axis).wait()
+        return loss + number * 0, number
+
+    @torch.no_grad()
+    def spoils(self, flats: Sequence[Flat]) -> bool:
+        """Whether reduced gradients of an asynchronous update are not finite."""
+        sums = [_sum(flat.grads.gshard) for flat in flats if flat.grads.gshard is not None]
+        if not sums or math.isfinite(torch.stack(sums).sum().item()):
+            return False
+        self.made.append(torch.full_like(sums[0], math.nan))
+        self.first = self.first or _first(flats)
+        return True
+
+    def record_skip(
+        self,
+        step: int,
+        summed: Tensor,
+        flats: Sequence[Flat],
+        norm: float | None,
+        expected: bool,
+    ) -> NonFiniteError | None:
+        """Record that the step was not updated.  Returns the error to raise on every rank, if any.
+
+        `norm` is the norm of the gradients if that is what is not finite.  `expected` says that
+        such steps are normal (fp16, where they lower the loss scale).  All ranks must call it.
+        """
+        self.skips += 1
+        error = None
+        if self.skips >= MOST_SKIPS:
+            error = NonFiniteError(
+                f"Step {step}: {self.skips} steps in a row had no finite gradient and were skipped,"
+                " so the weights have not changed. Resume from the last checkpoint with a lower "
+                "learning rate, or use bf16 or fp32."
+            )
+        elif not (self.skip or expected):
+            error = self._error(step, summed, flats, norm)
+        self.begin()
+        return error
+
+    def _error(
+        self, step: int, summed: Tensor, flats: Sequence[Flat], norm: float | None
+    ) -> NonFiniteError:
+        first = self.first or _first(flats)
+        name = first.encode()[:NAME_BYTES]
+        own = [
+            int(not math.isfinite(summed.item())),
+            int(bool(self.made) and not bool(torch.stack(self.made).isfinite().all())),
+            self.order.get(first, len(self.order)),
+            *name.ljust(NAME_BYTES, b"\0"),
+        ]
+        everyone = [
+            each.tolist()
+            for each in all_gather(
+                torch.tensor(own, dtype=torch.int64, device=self.world.device), self.world.everyone
+            )
+        ]
+        losses = [rank for rank, each in enumerate(everyone) if each[0]]
+        makers = losses or [rank for rank, each in enumerate(everyone) if each[1]]
+        what = "the gradient is" if norm is None else f"the gradient's norm is {norm},"
+        what = "the loss is not finite" if losses else f"{what} not finite"
+        where = f"on rank {', '.join(map(str, makers))}" if makers else "as a sum over the ranks"
+        earliest = min(everyone, key=lambda each: each[2])
+        named = bytes(earliest[3:]).rstrip(b"\0").decode(errors="ignore")
+        found = f"; the first parameter with a non-finite gradient is {named}" if named else ""
+        return NonFiniteError(f"Step {step}: {what}, {where}{found}. It was not used in any update")
+
+
+def _sum(x: Tensor) -> Tensor:
+    """The sum as a 0-d double."""
+    return x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).double()
+
+
+def _first(flats: Sequence[Flat]) -> str:
+    """The first parameter whose reduced gradient on this rank is not finite; "" if none."""
+    return first_not_finite(
+        (flat, flat.grads.gshard) for flat in flats if flat.grads.gshard is not None
+    )
+
+
+@torch.no_grad()
+def first_not_finite(blocks: Iterable[tuple[Flat, Tensor]]) -> str:
+    """The name of the first parameter with a non-finite value; "" if all are finite.
+
+    Each flat parameter comes with this rank's shard: of weights, gradients or optimizer state.
+    """
+    for flat, values in blocks:
+        for name, (low, high) in zip(flat.names, flat.pieces, strict=True):
+            if not bool(values[low:high].isfinite().all()):
+                return name
+    return ""

@@ -1,0 +1,101 @@
+"""Notes on errors in a step: what a tensor plan may lack, which inputs are not cast, the step."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardwise.core.errors import InputError, NonFiniteError, bad
+from shardwise.core.mesh import TENSOR
+from shardwise.core.plan.plan import Plan
+
+#: Torch's messages for shapes that do not fit and indices out of range.
+_SHAPES = re.compile(
+    r"shape '|sizes? of tensor|shapes cannot be multiplied|normalized_shape|[Ss]izes of tensors"
+    r"|exceeds dimension size|index \d+ is out of bounds"
+    r"|Expected (input|target) (batch_)?size|Using a target size"
+)
+#: Torch's messages for operations on several dtypes.
+_DTYPES = re.compile(r"same dtype|[Ff]ound dtype|expected scalar type|query's dtype|data type of")
+_FEATURES = (
+    "If the model runs on one process, its tensor plan may be wrong: a colwise without the rowwise "
+    "that takes its result, two styles exchanged, a layer beside them without an entry, no sets= "
+    "for a number of heads that the code reads, no colwise_gather_output before code that needs "
+    "all features"
+)
+_POSITIONS = (
+    ", no gather for a block that reads the number of positions, no sequence:join for the norm "
+    "before code that pools, picks or returns them"
+)
+
+
+_ALLOWED = (
+    "step, evaluate, outputs, set_lr, model, optimizer and what docs/reference/python.md lists"
+)
+#: What an engine does instead of a method that loops, modules or other libraries have.
+_INSTEAD = {
+    "train": "engine.step(batch), which trains, and engine.evaluate(batch), which does not",
+    "eval": "engine.evaluate(batch), which computes in eval mode",
+    "backward": "engine.step(batch), which runs forward, backward and the update",
+    "zero_grad": "engine.step(batch), which drops the gradients after its update",
+    "save_checkpoint": "sw.save(engine, folder)",
+    "load_checkpoint": "sw.load(engine, folder)",
+    "state_dict": "sw.full_state_dict(engine) for the weights; sw.save(engine, folder) for all",
+    "parameters": "engine.model.parameters(), of which this rank may have pieces",
+}
+
+
+def no_attribute(engine: Any, name: str) -> Any:
+    """Raise the error for an attribute that an engine does not have."""
+    if name not in _INSTEAD:
+        raise AttributeError(f"{type(engine).__name__!r} object has no attribute {name!r}")
+    raise NoAttributeError(str(bad(f"engine.{name}", _ALLOWED, _INSTEAD[name])))
+
+
+def no_call(_: Any, *__: Any, **___: Any) -> Any:
+    """Raise the error for a call of an engine."""
+    instead = "engine.step(batch), or engine.evaluate(batch) for the loss without an update"
+    raise bad("a call of an engine, as of a module", _ALLOWED, instead)
+
+
+class NoAttributeError(InputError, AttributeError):
+    """An attribute that does not exist: hasattr and getattr with a default still work."""
+
+
+@contextmanager
+def shapes(plan: Plan) -> Iterator[None]:
+    """Add the note to shape errors of a model on a tensor axis."""
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError) as error:
+        if plan.mesh.size_of(TENSOR) > 1 and _SHAPES.search(str(error)):
+            sequence = _POSITIONS if plan.sp else ""
+            error.add_note(f"{_FEATURES}{sequence}: docs/how-to/tables.md.")
+        raise
+
+
+@contextmanager
+def step(number: int) -> Iterator[None]:
+    """Add the step's number to the error of a router that is not finite."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(f"Step {number}: {error}") from None
+
+
+@contextmanager
+def dtypes(dtype: torch.dtype | None) -> Iterator[None]:
+    """Add a note to dtype errors of a model in a precision (precision.py)."""
+    try:
+        yield
+    except RuntimeError as error:
+        if dtype is not None and _DTYPES.search(str(error)):
+            error.add_note(
+                "The batch's own floats are not rounded; layers cast their inputs to "
+                f"{str(dtype).removeprefix('torch.')}. Where code outside of layers combines both, "
+                "write x.to(self.weight.dtype), or .float() on the output before the loss: "
+                "docs/explanation/states.md."
+            )
+        raise

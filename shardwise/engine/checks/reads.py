@@ -1,0 +1,278 @@
+"""Reads of a parameter where this rank has only a piece of it.
+
+    model.head.weight          in a loss, or in a method other than forward
+    model.get_encoder()(ids)   modules whose parameters the root gathers
+
+A module keeps its parameters in a table, which `module.weight` reads.  On a sharded module the
+table is a `Parameters`: where the full value is there it gives the parameter itself, elsewhere a
+`Read`, which has its shape, dtype and device.  The first operation that needs the values
+gathers them, on all ranks, and continues with the parameter; its unit stays gathered until the end
+of the backward pass.  A weight that is split over tensor ranks has no full value to gather: an
+operation on it outside of its layer raises.
+
+`module.parameters()` gives this rank's pieces, on which optimizers and averages of weights work;
+between a recorded forward pass and its backward pass it gives full parameters, since a loss is
+computed from them then; so it does within a forward pass of training under no_grad, where momentum
+encoders are updated.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, ItemsView, Sequence, ValuesView
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from shardwise.core.errors import bad
+from shardwise.core.tools.tree import mapped
+from shardwise.techniques.data.flat.flat_parameter import Flat, State
+from shardwise.techniques.data.gradient_hooks import owners
+from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.units import Unit
+
+#: Questions about a tensor that need none of its values.
+_METADATA = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout")),
+        *(getattr(Tensor, name).__get__ for name in ("itemsize", "nbytes")),
+        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement),
+        *(Tensor.stride, Tensor.is_contiguous, Tensor.element_size, Tensor.__len__),
+        *(Tensor.is_floating_point, Tensor.is_complex),
+        *(torch.is_floating_point, torch.is_complex, torch.numel),
+    ]
+)
+#: What the parameter itself answers, full or not.
+_OF_PARAMETER = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad", "is_leaf")),
+        *(getattr(Tensor, name).__get__ for name in ("grad_fn", "retains_grad")),
+        *(Tensor.requires_grad_, Tensor.register_hook, Tensor.retain_grad),
+        Tensor.register_post_accumulate_grad_hook,
+    ]
+)
+
+
+class Read(Tensor):
+    """A parameter that was read: `of`, on `place`; `gather` makes its full value be there."""
+
+    _is_param = True  # isinstance(read, nn.Parameter)
+    of: nn.Parameter
+    place: torch.device
+    gather: Callable[[], None]
+
+    @staticmethod
+    def made(
+        of: nn.Parameter, shape: torch.Size, like: Tensor, gather: Callable[[], None]
+    ) -> "Read":
+        """A read of the parameter `of`: its full value has `shape`, and is in memory as `like`."""
+        read = torch.empty(shape, dtype=like.dtype, device="meta").as_subclass(Read)
+        vars(read).update(of=of, place=like.device, gather=gather)
+        return read
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Answer questions about the tensor; for everything else gather first."""
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        values = func not in _OF_PARAMETER
+
+        def parameter(read: Read) -> Tensor:
+            if values:
+                read.gather()
+            return read.of
+
+        args, kwargs = mapped(parameter, (tuple(args), dict(kwargs or {})), Read)
+        return func(*args, **kwargs)
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the full value is computed with."""
+        return self.place
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.of, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["of"], name)
+
+    def __hash__(self) -> int:
+        return hash(self.of)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Parameter of shape {tuple(self.shape)}, of which this rank holds a part"
+
+
+class Parameters(dict[str, nn.Parameter | None]):
+    """The parameters of one module by name; `readers` give what an attribute's read returns."""
+
+    def __init__(self, table: dict[str, nn.Parameter | None]) -> None:
+        super().__init__(table)
+        self.readers: dict[str, list[Callable[[], Tensor | None]]] = defaultdict(list)
+        self.iterated: list[Callable[[], None]] = []
+
+    def __getitem__(self, name: str) -> Any:
+        for reader in self.readers.get(name, ()):
+            if (found := reader()) is not None:
+                return found
+        return super().__getitem__(name)
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:
+        """All parameters, in the form for a loop over `module.parameters()`."""
+        for act in self.iterated:
+            act()
+        return super().items()
+
+    def values(self) -> ValuesView[nn.Parameter | None]:
+        """All parameters, as `items` gives them."""
+        for act in self.iterated:
+            act()
+        return super().values()
+
+    def __reduce__(self) -> Any:  # a copy of the module is plain
+        return dict, (dict(super().items()),)
+
+
+class _Plain:
+    """The handle of a guarded table: `remove` gives the module a plain one again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def remove(self) -> None:
+        self.module._parameters = dict(dict.items(self.module._parameters))
+
+
+def _guarded(module: nn.Module) -> Parameters:
+    """The guarded table of `module`."""
+    if not isinstance(module._parameters, Parameters):
+        module._parameters = Parameters(module._parameters)
+    return module._parameters
+
+
+def guard_shards(model: nn.Module, data: Data) -> list[Any]:
+    """Let reads of the parameters that `data` shards gather them.  Handles undo it."""
+    reads, handles = _Reads(data), list[_Plain]()
+    readers: dict[int, Callable[[], Tensor | None]] = {}
+    places = {
+        id(p): (unit, flat, index)
+        for unit in data.units.order
+        for flat in unit.groups
+        for index, p in enumerate(flat.params)
+        if flat.moves_to_rest
+    }
+    for module in model.modules():
+        own = {name: id(p) for name, p in module._parameters.items() if id(p) in places}
+        if not own:
+            continue
+        table = _guarded(module)
+        handles.append(_Plain(module))
+        for name, key in own.items():
+            if key not in readers:  # tied names give the same object
+                readers[key] = reads.reader(*places[key])
+            table.readers[name].append(readers[key])
+        units = dict.fromkeys(places[key][0] for key in own.values())
+        table.iterated.append(partial(reads.iterated, tuple(units)))
+    return handles
+
+
+class _Reads:
+    """The reads of one model's shards.  Tables outlive its hooks, so it keeps these weakly."""
+
+    def __init__(self, data: Data) -> None:
+        self.data = ref(data)
+
+    def reader(self, unit: Unit, flat: Flat, index: int) -> Callable[[], Tensor | None]:
+        """A function that gives the read of a parameter; None where its full value is there."""
+        made: list[Read] = []
+
+        def read() -> Tensor | None:
+            """The read of the parameter, one object for all its names."""
+            if flat.state is State.UNSHARDED:
+                return None
+            if not made:
+                p, gather = flat.params[index], partial(self.gather, unit)
+                made.append(Read.made(p, flat.shapes[index], flat.full, gather))
+            return made[0]
+
+        return read
+
+    def gather(self, unit: Unit) -> None:
+        """Gather a unit, until the pass ends or an optimizer steps on its parameters."""
+        data = self.data()
+        if data is not None:
+            data.open(unit)
+
+    def iterated(self, units: Sequence[Unit]) -> None:
+        """Before a loop over parameters: full ones while a loss is computed, else pieces."""
+        data = self.data()
+        if data is None:
+            return
+        # a loss is computed, or a forward pass of training updates weights under no_grad
+        full = data.records if data.in_root else data.computes_loss
+        for unit in units:
+            if full and torch.is_grad_enabled() != data.in_root:
+                data.open(unit)
+            elif unit.opened and not unit.recorded:
+                unit.close()
+                for group in unit.groups:
+                    group.to_sharded()
+
+
+def guard_layer(module: nn.Module, names: Sequence[str], whose: str) -> None:
+    """Let reads of parameters split over tensor ranks raise, unless `module` itself computes.
+
+    `names` are those of the parameters in `module`, `whose` the name of the module.
+    """
+    table, running = _guarded(module), [0]
+
+    def enter(*_: object) -> None:
+        running[0] += 1
+
+    def leave(*_: object) -> None:
+        running[0] -= 1
+
+    for name in names:
+        table.readers[name].insert(0, _layer_reader(module, name, f"{whose}.{name}", running))
+    module.register_forward_pre_hook(enter, prepend=True)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def _layer_reader(
+    module: nn.Module, name: str, path: str, running: list[int]
+) -> Callable[[], Tensor | None]:
+    def refuse() -> None:
+        raise bad(
+            f"{path}, of which each tensor rank holds a part, computed with outside of its layer",
+            "the layer's own forward, which moves its inputs and outputs between the ranks",
+            f"model.{path.rpartition('.')[0]}(x), or a table of styles without this layer",
+        )
+
+    owner = ref(module)  # a layer of another stage is freed without a collection of garbage
+
+    def read() -> Tensor | None:
+        of = owner()
+        p = None if of is None else of._parameters.get(name)
+        # in a backward pass, the layer's forward is recomputed without its hooks
+        inside = running[0] or torch._C._current_graph_task_id() != -1
+        return None if inside or p is None else Read.made(p, p.shape, p.data, refuse)
+
+    return read
+
+
+def prepare(optimizer: Optimizer, *_: Any) -> None:
+    """Before a step: parameters that were read become themselves, and pieces where they rest."""
+    for group in optimizer.param_groups:
+        if any(type(p) is Read for p in group["params"]):
+            group["params"] = [p.of if type(p) is Read else p for p in group["params"]]
+    for data in dict.fromkeys(data for _, data in owners(optimizer) if isinstance(data, Data)):
+        if any(unit.opened for unit in data.units.order):
+            data.units.to_sharded()
+
+
+register_optimizer_step_pre_hook(prepare)

@@ -1,0 +1,299 @@
+"""Checks of arguments that are torch objects: modules, functions, optimizers, worlds.
+
+Numbers and words are checked by core/tools/arguments.py.  All checks precede any change of the
+model.
+
+The user's functions (loss, tokens, fill) are wrapped, so that their results are checked too.  A
+wrong result raises an InputError that says what to return, instead of torch's error from the middle
+of a step.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.world import World, leased
+from shardwise.core.errors import InputError, bad
+from shardwise.core.tools.arguments import is_count, is_number, short_repr
+from shardwise.core.tools.hook import in_backward
+
+LOSS = "loss=lambda model, batch: mse_loss(model(batch[0]), batch[1])"
+
+
+def module(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
+    """Raise InputError unless `value` is a module.  `caller` is named in the error."""
+    if not isinstance(value, nn.Module):
+        allowed = "an nn.Module instance"
+        raise bad(f"{caller} of {short_repr(value)}", allowed, f"{caller}({example}, ...)")
+
+
+def model(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
+    """Raise InputError unless `value` is a module whose parameters can be flattened and sharded."""
+    module(value, caller, example)
+    _not_wrapped_by_others(value, caller)
+    name = type(value).__name__
+    for key, p in value.named_parameters():
+        if what := _unusual(p):
+            given = f"a {name} whose parameter {key} is {what}"
+            allowed = "dense torch tensors of real numbers, made outside of inference mode"
+            raise bad(given, allowed, "the plain model, before another library changed it")
+
+
+#: Classes that wrap a model for training, by name: those of other libraries may not be installed.
+_WRAPPERS = (
+    *("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"),
+    *("ShardedDataParallel", "DeepSpeedEngine", "PipelineEngine", "_FabricModule"),
+)
+
+
+def _not_wrapped_by_others(model: nn.Module, caller: str) -> None:
+    """Raise InputError if another library has wrapped `model` or a part of it."""
+    for name, part in model.named_modules():
+        kinds = [kind for kind in type(part).__mro__ if kind.__name__ in _WRAPPERS]
+        if not kinds or kinds[0].__module__.startswith("shardwise."):
+            continue
+        wrapper = kinds[0].__name__
+        whose = f"a {type(model).__name__} whose part {name}" if name else "a model that"
+        given = f"{caller} of {whose} is wrapped by {wrapper} already"
+        instead = "the plain model: model.module, or the model before torch's FSDP has sharded it"
+        raise bad(given, "a plain model, which is wrapped once", instead)
+
+
+def _on_meta(p: Tensor) -> bool:
+    return p.is_meta
+
+
+def _unusual(p: nn.Parameter) -> str:
+    """Why a parameter cannot be in a flat tensor; "" if it can."""
+    if p.is_inference():
+        return "made under torch.inference_mode"
+    if p.is_complex():
+        return "complex"
+    if p.layout != torch.strided:
+        return f"of the layout {str(p.layout).removeprefix('torch.')}"
+    return "" if type(p.data) is Tensor else f"a {type(p.data).__name__}"
+
+
+def no_max_norm(model: nn.Module, copies: int) -> None:
+    """Raise InputError if a forward pass changes weights (max_norm) that several ranks hold."""
+    for name, part in model.named_modules():
+        if copies > 1 and isinstance(part, nn.Embedding) and part.max_norm is not None:
+            given = f"{name or 'a model that is an embedding'} with max_norm={part.max_norm}"
+            raise bad(
+                f"{given}: its forward pass changes weights, so copies on ranks would differ",
+                "weights that only the update changes: max_norm=None",
+                "functional.normalize(embedding(ids)) in forward",
+            )
+
+
+def no_backward_optimizer(model: nn.Module, what: str) -> None:
+    """Raise InputError if an optimizer is registered to run in the backward pass of `model`."""
+    if any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
+        raise in_backward(what)
+
+
+def already_wrapped(model: nn.Module) -> InputError:
+    """The error for a model that Shardwise has wrapped already."""
+    return bad(
+        f"a {type(model).__name__} that is wrapped already, or contains a wrapped module",
+        "a plain module",
+        "sw.unwrap(module) first; wrap the outermost module, once",
+    )
+
+
+def trainable(model: nn.Module) -> None:
+    """Raise InputError if all parameters of `model` are frozen."""
+    parameters = list(model.parameters())
+    if parameters and not any(p.requires_grad for p in parameters):
+        raise bad(
+            f"a {type(model).__name__} whose parameters are all frozen",
+            "a model with at least one parameter to train",
+            "model.requires_grad_(True), or the same for a part of it",
+        )
+
+
+def recording() -> None:
+    """Raise InputError where autograd records nothing, so that no step can be made."""
+    if not torch.is_grad_enabled():
+        allowed = "a step where autograd records"
+        instead = "engine.step(batch) outside of the block, or engine.evaluate(batch) in it"
+        raise bad("engine.step under torch.no_grad or inference_mode", allowed, instead)
+
+
+def world(value: Any) -> None:
+    """Raise InputError unless `value` is a world."""
+    if not isinstance(value, World):
+        raise bad(f"world={short_repr(value)}", "the world that sw.init() returns", "sw.init()")
+
+
+def leased_world(value: World | None) -> World:
+    """The world for one wrapped module (comm/world.py). Raises InputError for anything else."""
+    if value is not None:
+        world(value)
+    return leased(value)
+
+
+_SCALARS = "what engine.scalars() returned when the checkpoint was saved"
+
+
+def scalars(value: Any) -> None:
+    """Raise InputError unless `value` has the keys of `engine.scalars()`, with right values."""
+    there: Any = value if isinstance(value, Mapping) else {}
+    counts = {"step": there.get("step"), "since": there.get("since"), "tokens": there.get("tokens")}
+    scale: Any = there.get("loss_scale")
+    right = {name: is_count(count) for name, count in counts.items()}
+    right["loss_scale"] = is_number(scale) and 0 < scale < math.inf
+    wrong = [name for name in ("step", "loss_scale", "since", "tokens") if not right[name]]
+    if wrong:
+        given = f"load_scalars({short_repr(value)}), without a number for {', '.join(wrong)}"
+        raise bad(given, _SCALARS, 'engine.load_scalars(saved["engine"])')
+    tables = {name: there.get(name, {}) for name in ("states", "modules", "groups")}
+    groups = tables["groups"].values() if isinstance(tables["groups"], Mapping) else ()
+    options = dict(enumerate(groups))  # of each group: {name: [first value, this one]}
+    wrong = [name for name, table in (tables | options).items() if not isinstance(table, Mapping)]
+    pairs = [pair for group in groups if not wrong for pair in group.values()]
+    if wrong or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        given = f"load_scalars({short_repr(value)}), with states or groups of another form"
+        raise bad(given, _SCALARS, 'engine.load_scalars(saved["engine"])')
+
+
+def function(name: str, value: Any, takes: tuple[str, ...], example: str) -> None:
+    """Raise InputError unless `value` can be called with the arguments named in `takes`."""
+    allowed = f"a function of {' and '.join(takes)}"
+    if not callable(value) or isinstance(value, nn.Module):
+        what = f"{type(value).__name__}(), a module" if callable(value) else short_repr(value)
+        raise bad(f"{name}={what}", allowed, example)
+    try:
+        inspect.signature(value).bind(*takes)
+    except TypeError as error:
+        given = f"{name}={short_repr(value)}, which cannot be called like this ({error})"
+        raise bad(given, allowed, example) from None
+    except ValueError:  # a function in C may have no signature
+        return
+
+
+def loss(value: Callable[[nn.Module, Any], Any]) -> Callable[[nn.Module, Any], Tensor]:
+    """Wrap the loss so that its result must be one number with a gradient.
+
+    Raises InputError for a wrong function; the wrapped loss raises it for a wrong result.
+    """
+    function("loss", value, ("model", "batch"), LOSS)
+    if str(getattr(value, "__module__", "")).startswith("torch.nn"):
+        given = f"loss={short_repr(value)}, which takes an output and a target"
+        raise bad(given, "a function of model and batch", LOSS)
+
+    @wraps(value)
+    def checked(model: nn.Module, batch: Any) -> Tensor:
+        """The loss of the batch, checked."""
+        found = value(model, batch)
+        problem = _loss_problem(found)
+        if problem:
+            allowed = "a scalar tensor with a gradient: the mean over the batch"
+            raise bad(f"a loss that returns {problem}", allowed, LOSS)
+        return found.reshape(())
+
+    return checked
+
+
+def _loss_problem(found: Any) -> str:
+    """What is wrong with the result of a loss; "" if nothing."""
+    if not isinstance(found, Tensor):
+        return f"a {type(found).__name__} ({short_repr(found)})"
+    if found.numel() != 1:
+        return f"a tensor of shape {tuple(found.shape)}"
+    if not found.is_floating_point():
+        return f"a tensor of {str(found.dtype).removeprefix('torch.')}"
+    if torch.is_grad_enabled() and not found.requires_grad:
+        return "a tensor without a gradient, as after .item() or .detach() or under no_grad()"
+    return ""
+
+
+def tokens(value: Callable[[Any], Any] | None) -> Callable[[Any], int] | None:
+    """Wrap `tokens` so that it must return an integer from 0 up.  Raises InputError like `loss`."""
+    return _counting("tokens", value, "tokens=lambda batch: batch[0].numel()")
+
+
+def rows(value: Callable[[Any], Any] | None) -> Callable[[Any], int] | None:
+    """Wrap `rows` so that it must return an integer from 0 up.  Raises InputError like `loss`."""
+    return _counting("rows", value, "rows=lambda batch: len(batch[0])")
+
+
+def _counting(
+    name: str, value: Callable[[Any], Any] | None, example: str
+) -> Callable[[Any], int] | None:
+    if value is None:
+        return None
+    function(name, value, ("batch",), example)
+
+    @wraps(value)
+    def checked(batch: Any) -> int:
+        """The number that the function returns for the batch, checked."""
+        found = value(batch)
+        number = float(found)
+        if not (number >= 0 and number.is_integer()):  # False for infinity and NaN too
+            given = f"{name}, which returns {short_repr(found)}"
+            raise bad(given, "a function that returns a whole number from 0 up", example)
+        return int(number)
+
+    return checked
+
+
+def outputs(found: Tensor, like: Tensor) -> Tensor:
+    """The result of a call, in the dtype and on the device of `like`.
+
+    Raises InputError if its shape differs: ranks without an output contribute zeros like `like`.
+    """
+    shape = tuple(found.shape)
+    if found.shape == like.shape:
+        return found.to(like)
+    given = f"outputs of shape {shape} for like={tuple(like.shape)}"
+    raise bad(given, "a tensor of the shape of the result as like", f"like=torch.zeros({shape})")
+
+
+def fill(
+    value: Callable[[str, Tensor], Any] | None, seed: int
+) -> Callable[[str, Tensor], None] | None:
+    """Wrap `fill` so that it must write in place.  Raises InputError like `loss`."""
+    if value is None:
+        return None
+    example = "fill=lambda name, tensor: tensor.normal_(0, 0.02)"
+    if seed:
+        raise bad(f"seed={seed} with fill=, which writes all weights", "one of both", example)
+    function("fill", value, ("name", "tensor"), example)
+    return _in_place(value, example)
+
+
+def fill_used(fill: Any, seed: int, model: nn.Module, missing: Sequence[str]) -> None:
+    """Raise InputError for a fill or a seed if no weight is on the meta device of any rank."""
+    if missing or (fill is None and not seed) or any(map(_on_meta, model.parameters())):
+        return
+    given = "fill=" if fill is not None else f"seed={seed}"
+    raise bad(
+        f"{given} for a {type(model).__name__} whose weights exist, so that none are written",
+        "fill= or seed= for a model on the meta device",
+        'with torch.device("meta"): model = Model()',
+    )
+
+
+def _in_place(value: Callable[[str, Tensor], Any], example: str) -> Callable[[str, Tensor], None]:
+    """The user's fill, which must write to its second argument."""
+
+    def checked(name: str, tensor: Tensor) -> None:
+        """Fill the parameter, and check that it was written in place."""
+        try:
+            found = value(name, tensor)
+        except Exception as error:
+            error.add_note(f"in fill, for the parameter {name}")
+            raise
+        if isinstance(found, Tensor) and found.data_ptr() != tensor.data_ptr():
+            given = f"fill, which returns another tensor for the parameter {name}"
+            allowed = "a function that writes initial weights into its second argument, in place"
+            raise bad(given, allowed, example)
+
+    checked.__dict__["names"] = getattr(value, "names", ())  # of what a folder of weights holds
+    return checked

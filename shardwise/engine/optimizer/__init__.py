@@ -1,0 +1,1 @@
+"""The optimizer over shards: its specification, its states, and the update of a step."""

@@ -1,0 +1,284 @@
+"""The optimizer over shards: any elementwise torch.optim class on this rank's pieces.
+
+Where masters and states are, and how the class steps there, is the rule of `States`: in the memory
+of the device or of the host (memory_states.py), or on a disk (disk_states.py).  When and on which
+thread an update runs is that of an Updater (techniques/offload/updater.py).
+
+A parameter that had no gradient on any rank has none here, and is left alone, its step count too,
+exactly as one process would.
+
+It is a `torch.optim.Optimizer`, so that torch's schedulers take it: its `param_groups` are those of
+torch's own optimizer, and the rates a scheduler writes there are used by the next step.
+
+    group 0       "default": the parameters that match no pattern of the specification, maybe none
+    group k       "name" is its pattern k; the same groups on every rank, some maybe empty
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.core.errors import bad
+from shardwise.core.tools.tree import leaves
+from shardwise.engine.optimizer import optimizer_groups as groups
+from shardwise.engine.optimizer.norm import counts, squares
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer.torch_step import as_pieces, even_out, step_over
+from shardwise.engine.precision import HALF
+from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.techniques.data.same_on_ranks import SameOnRanks
+from shardwise.techniques.offload.spans import Spans
+
+#: A tensor that an engine keeps between steps: its category, its flat group if any, and itself.
+Owned = tuple[str, Flat | None, Tensor]
+
+
+class States(Protocol):
+    """The masters and states of an optimizer's flat groups, which are numbered in its order."""
+
+    optimizer: "ShardedOptimizer"
+    #: Whether an update multiplies gradients of 32 bits and more in place.
+    scales_in_place = True
+
+    @abstractmethod
+    def later(self, chosen: Sequence[int], factor: float) -> Callable[[], None]:
+        """The update of flat groups from their gradients of now, each times `factor`."""
+
+    @abstractmethod
+    def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """New memory for a state tensor of a parameter of the k-th flat, on the state's tier."""
+
+    @abstractmethod
+    def loaded(self) -> None:
+        """After masters were written to from outside: copy them to the weights."""
+
+    def publish(self, chosen: Sequence[int]) -> None:
+        """Copy updated masters to the tier of their weights, unless the update has done so."""
+
+    def expose(self) -> None:
+        """Before masters and states are read from outside."""
+
+    def see(self, flat: Flat) -> None:
+        """A reduced gradient is about to leave the device, and its squares will be needed."""
+
+    def squares(self, flats: Sequence[Flat]) -> list[Tensor]:
+        """The sums of squares of this rank's gradients that it counts."""
+        return [squares(f) for f in flats if f.grads.gshard is not None and counts(f)]
+
+    def owns(self) -> Iterator[Owned]:
+        """What it keeps besides masters and the states of torch's optimizer."""
+        yield from ()
+
+
+class ShardedOptimizer(Optimizer):
+    """One torch optimizer over the pieces this rank updates; `engine.step` drives it."""
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        flats: Sequence[Flat],
+        states: States,
+        masters: Mapping[int, Tensor],
+    ) -> None:
+        self.spec, self.flats, self.states, self.masters = spec, flats, states, masters
+        self.targets = [self._targets(k, flat) for k, flat in enumerate(self.flats)]
+        named = [
+            pair
+            for flat, targets in zip(self.flats, self.targets, strict=True)
+            for pair in zip(flat.names, targets, strict=True)
+        ]
+        self.names = [name for name, _ in named]
+        with as_pieces(self.flats):
+            self.torch = spec.build(named)
+            super().__init__(self.torch.param_groups, self.torch.defaults)
+        self.param_groups, self.state = self.torch.param_groups, self.torch.state  # shared
+        self.spec_options = [groups.options(group) for group in self.param_groups]
+        numbered = enumerate(self.param_groups)
+        self.group_of = {id(p): number for number, group in numbered for p in group["params"]}
+        self.factor = 1.0  # of the last step
+        self.base_lr = [group["lr"] for group in self.param_groups]
+        self.spans = Spans()
+
+    def _targets(self, k: int, flat: Flat) -> list[nn.Parameter]:
+        if k not in self.masters:
+            return flat.params
+        master = self.masters[k]
+        if flat.split:
+            return [nn.Parameter(flat.views.piece(i, master)) for i in range(len(flat.params))]
+        return [nn.Parameter(view) for view in flat.views.every(master)]
+
+    # --- the update ---------------------------------------------------------------------------
+
+    def step(self, flats: Sequence[Flat] | None = None, factor: float = 1.0) -> None:
+        """Update `flats` from the gradients on their parameters at rest, each times `factor`.
+
+        Raises InputError where a user's loop calls it: `engine.step(batch)` updates.
+        """
+        if flats is None:
+            raise bad(
+                "engine.optimizer.step()",
+                "engine.step(batch), which runs forward, backward and the update; a scheduler on "
+                "engine.optimizer steps after it",
+                "engine.step(batch), then scheduler.step()",
+            )
+        self.follow()
+        self.torch.param_groups = self.param_groups
+        self._begin(flats, factor)()
+
+    def later(self, flats: Sequence[Flat], factor: float) -> Callable[[], None]:
+        """The update of `flats`, all in host memory, as a function that may run beside a step.
+
+        It has the options that the groups have now, and takes the gradients of now along: the next
+        ones arrive in other memory.
+        """
+        self.torch.param_groups = [dict(group) for group in self.param_groups]
+        update = self._begin(flats, factor)
+        self.clear(flats)
+        for flat in flats:
+            flat.grads.swap()
+        return update
+
+    def _begin(self, flats: Sequence[Flat], factor: float) -> Callable[[], None]:
+        self.factor = factor
+        names = [name for flat in flats for name in flat.names]
+        ends = " .. ".join(dict.fromkeys([*names[:1], *names[-1:]]))
+        return self.spans.timed(f"update {ends}", self.states.later(self._chosen(flats), factor))
+
+    def _chosen(self, flats: Sequence[Flat]) -> list[int]:
+        return [k for k, flat in enumerate(self.flats) if flat in flats]
+
+    def publish(self, flats: Sequence[Flat]) -> None:
+        """Copy updated masters of `flats` to where their weights are."""
+        self.states.publish(self._chosen(flats))
+
+    def clear(self, flats: Sequence[Flat]) -> None:
+        """Drop the gradients of `flats`; their memory stays."""
+        for flat in flats:
+            flat.grads.clear()
+
+    def size_bytes(self, flats: Sequence[Flat]) -> int:
+        """The bytes of this rank's blocks."""
+        return sum(flat.shard.nbytes for flat in flats)
+
+    def step_pieces(self, pairs: Iterable[tuple[Tensor, nn.Parameter]]) -> None:
+        """Torch's own step over pieces of parameters: pairs (the parameter, the piece)."""
+        members: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
+        for target, piece in pairs:
+            members[self.group_of[id(target)]].append(piece)
+        even_out(self.torch, members)
+        step_over(self.torch, members)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Copy weights that the program has written to their masters."""
+        for k, flat in enumerate(self.flats):
+            flat.take_assigned()
+            for index in flat.assigned if k in self.masters else ():
+                self.targets[k][index].copy_(flat.views.part(index, flat.shard))
+            flat.assigned.clear()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: `engine.step` clears each gradient after its update."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise InputError: the specification's patterns define the groups."""
+        if hasattr(self, "spec_options"):
+            raise bad(
+                "engine.optimizer.add_param_group",
+                "groups in the optimizer's specification, by patterns of parameter names",
+                'sw.AdamW(lr=3e-4, groups={"head.*": {"lr": 1e-3}})',
+            )
+        super().add_param_group(param_group)
+
+    def skip(self) -> None:
+        """Record a skipped update (fp16 overflow), after which a scheduler may step."""
+        self._opt_called = True  # torch's schedulers check this
+
+    def state_dict(self) -> dict[str, Any]:
+        """The options of the groups (rates, betas), without tensors: `sw.save` keeps those.
+
+        `sw.save` keeps these options too; this is for schedulers and for a program's own use.
+        """
+        named = [{"name": group["name"]} | groups.options(group) for group in self.param_groups]
+        return {"state": {}, "param_groups": [{**group, "params": []} for group in named]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the options of the groups. Raises InputError for groups of another spec."""
+        saved_groups = state_dict["param_groups"]
+        both = saved_groups, self.param_groups
+        names, own = ([group.get("name") for group in one] for one in both)
+        if names != own:
+            raise bad(
+                f"engine.optimizer.load_state_dict with the groups {names}",
+                f"the state_dict() of an engine's optimizer with the groups {own}",
+                "the same specification, or sw.load(engine, folder), which loads options that fit",
+            )
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            groups.take(group, groups.options(saved))
+
+    def changed(self) -> dict[str, dict[str, Any]]:
+        """By group and option, values that differ from the spec: [the spec's value, this one]."""
+        return groups.changed(self.param_groups, self.spec_options)
+
+    def load_changed(self, saved: dict[str, dict[str, Any]]) -> None:
+        """Restore the values that `changed` returned (optimizer_groups.py)."""
+        groups.take_changed(self.param_groups, self.spec_options, saved)
+
+    def compared(self) -> dict[str, Any]:
+        """The options of the groups, which all data ranks must have alike.
+
+        Raises InputError for a learning rate, of a scheduler or a program, that is not finite.
+        """
+        groups.require_finite_rates(self.param_groups)
+        found: dict[str, Any] = {}
+        for group in self.param_groups:
+            found |= groups.compared(group, f"the group {group['name']!r} of engine.optimizer")
+        return found
+
+    def compare_on(self, same: SameOnRanks) -> None:
+        """Let ranks compare masters of 16-bit weights, and states, that no other thread writes."""
+        compared = [k for k, flat in enumerate(self.flats) if not flat.moves.offload]
+        half = [k for k in compared if k in self.masters and self.flats[k].dtype in HALF]
+        same.add_masters({self.flats[k]: self.masters[k] for k in half})
+        same.add_states({self.flats[k]: partial(self._named_states, k) for k in compared})
+
+    def _named_states(self, k: int) -> Iterator[tuple[str, Tensor]]:
+        for name, target in zip(self.flats[k].names, self.targets[k], strict=True):
+            for key, value in self.state.get(target, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"{key} of {name}", value
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate; groups with their own rate keep its proportion."""
+        for group, base in zip(self.param_groups, self.base_lr, strict=True):
+            group["lr"] = lr * base / self.torch.defaults["lr"] if self.torch.defaults["lr"] else lr
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the group "default"."""
+        return float(self.param_groups[0]["lr"])
+
+    def squared_norm(self, flats: Sequence[Flat]) -> Tensor:
+        """The sum of squares of the gradients of `flats` in this rank's blocks.
+
+        If several ranks of an axis other than the data axes hold a gradient, one of them counts it.
+        """
+        found = self.states.squares(flats)
+        if not found:
+            return torch.zeros((), dtype=torch.float64, device="cpu")
+        # those of gradients in host memory are there, others on the device
+        return torch.stack([squared.to(found[0].device) for squared in found]).sum()
+
+    def owns(self) -> Iterator[Owned]:
+        """Every tensor that is kept for the update."""
+        yield from (("optimizer", self.flats[k], master) for k, master in self.masters.items())
+        for flat, targets in zip(self.flats, self.targets, strict=True):
+            # a copy: the host thread may be creating the state
+            states = [list(self.state.get(target, {}).values()) for target in targets]
+            yield from (("optimizer", flat, value) for value in leaves(states, Tensor))
+        yield from self.states.owns()

@@ -1,0 +1,176 @@
+"""The state of a torch optimizer in a checkpoint: tensors as boxes, other values as JSON.
+
+    state[p] = {"exp_avg": tensor, "step": tensor, "count": 4, "past": [tensor, tensor]}
+
+    optim/exp_avg/NAME     a tensor in the shape of the parameter: boxes of this rank's piece
+    optim/step/NAME        any other tensor: whole, from one of the ranks that hold the parameter
+    {NAME: {"count": 4, "past": [{"tensor": "past.0"}, ...]}}       in the scalars (json_values.py)
+
+A parameter without a state has nothing in the checkpoint, and gets none by loading.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.state.box import Box
+from shardwise.engine.state.json_values import pack, unpack
+
+#: The state of one parameter, by key.
+State = dict[str, Any]
+#: New memory for the state of a key, of a shape and dtype.
+Room = Callable[[str, Sequence[int], torch.dtype], Tensor]
+#: The tensors of a checkpoint: the full shape and the dtype of each, by name.
+Catalogue = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """A parameter as this rank holds it.
+
+    param     the optimizer's key: the parameter, whose data may be gathered now, or its master
+    shape     the parameter's full shape
+    local     the shape of this rank's piece, which is that of its states
+    boxes     the boxes of a tensor in the shape `local`, under a name
+    copy      the index of this rank among those that hold a part
+    make      new memory of a shape and dtype for the state of this key
+    """
+
+    name: str
+    param: Tensor
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    boxes: Callable[[str, Tensor], Iterable[Box]]
+    copy: int
+    make: Room
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """States to be loaded: boxes to fill, then the states of the parameters that have one."""
+
+    boxes: list[Box]
+    states: list[tuple[HeldParameter, State]]
+
+    def give(self, into: dict[Any, State]) -> None:
+        """Replace the optimizer's states by those that have been loaded."""
+        for held, state in self.states:
+            if state:
+                into[held.param] = state
+            else:
+                into.pop(held.param, None)
+
+
+def outgoing(
+    states: Mapping[Any, State], every: Sequence[HeldParameter]
+) -> tuple[list[Box], State]:
+    """The boxes of this rank's states, and the values of parameters whose first holder it is.
+
+    Raises InputError for a value that is neither a tensor nor JSON.
+    """
+    found: list[tuple[HeldParameter, dict[str, Tensor]]] = []
+    values: State = {}
+    for held in every:
+        tensors: dict[str, Tensor] = {}
+        # a copy: the host thread may be creating the state
+        state = dict(states.get(held.param) or {})
+        what = f"the optimizer's state of {held.name}"
+        packed = {key: pack(value, what, key, tensors) for key, value in state.items()}
+        found.append((held, tensors))
+        if held.copy == 0 and packed.keys() != tensors.keys():
+            values[held.name] = packed
+    split = {
+        key: all(tuple(t[key].shape) == held.local for held, t in found if key in t)
+        for key in {key for _, tensors in found for key in tensors}
+    }
+    boxes = [
+        box
+        for held, tensors in found
+        for key, value in tensors.items()
+        for box in _boxes(held, key, value, split[key])
+    ]
+    return boxes, values
+
+
+def incoming(
+    states: Mapping[Any, State],
+    every: Sequence[HeldParameter],
+    saved: Catalogue,
+    values: Mapping[str, State],
+    expected: Callable[[HeldParameter], Iterable[str]],
+) -> Incoming:
+    """The states that a checkpoint has of these parameters, in new memory or that of `states`.
+
+    `expected` are the keys of a state.  A key that the checkpoint lacks for a parameter with a
+    state becomes a box that it does not have, which loading refuses.
+    """
+    keys = _keys(saved)
+    split = {
+        key: all(
+            saved[f"optim/{key}/{held.name}"][0] == held.shape
+            for held in every
+            if key in keys.get(held.name, ())
+        )
+        for key in {key for own in keys.values() for key in own}
+    }
+    boxes: list[Box] = []
+    found: list[tuple[HeldParameter, State]] = []
+    for held in every:
+        old: dict[str, Tensor] = {}
+        for key, value in dict(states.get(held.param) or {}).items():
+            pack(value, held.name, key, old)
+        tensors: dict[str, Tensor] = {}
+        for key in keys.get(held.name, ()):
+            shape, dtype = saved[f"optim/{key}/{held.name}"]
+            size = held.local if split[key] else shape
+            tensors[key] = _room(held, key, old.get(key), size, dtype)
+            boxes += _boxes(held, key, tensors[key], split[key])
+        packed = values.get(held.name)
+        state = dict(tensors) if packed is None else unpack({"dict": [*packed.items()]}, tensors)
+        missing = sorted({*expected(held)} - state.keys()) if state else []
+        boxes += [
+            _whole(held, key, torch.zeros(held.shape, dtype=torch.float32, device="meta"))
+            for key in missing
+        ]
+        found.append((held, state))
+    return Incoming(boxes, found)
+
+
+def _keys(saved: Catalogue) -> dict[str, list[str]]:
+    """The keys of each parameter's state tensors."""
+    found: dict[str, list[str]] = {}
+    for tensor in saved:
+        kind, _, rest = tensor.partition("/")
+        key, _, name = rest.partition("/")
+        if kind == "optim":
+            found.setdefault(name, []).append(key)
+    return found
+
+
+def _room(
+    held: HeldParameter, key: str, old: Tensor | None, size: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Where a tensor is loaded to: the one that the state has already, if it fits."""
+    fits = old is not None and (tuple(old.shape), old.dtype) == (size, dtype)
+    if old is not None and fits and old.is_contiguous():
+        return old
+    return held.make(key, size, dtype)
+
+
+def _boxes(held: HeldParameter, key: str, value: Tensor, split: bool) -> Iterable[Box]:
+    if split and value.dim():
+        return held.boxes(f"optim/{key}/{held.name}", value)
+    return [_whole(held, key, value)]
+
+
+def _whole(held: HeldParameter, key: str, value: Tensor) -> Box:
+    return Box.full(f"optim/{key}/{held.name}", value, held.copy)
+
+
+def device_of(key: str, p: Tensor, group: Mapping[str, Any]) -> torch.device:
+    """The device of a state.  As in torch's load_state_dict, step counts are on the processor."""
+    on_device = key != "step" or group.get("capturable") or group.get("fused")
+    return p.device if on_device else torch.device("cpu")

@@ -1,0 +1,157 @@
+"""The update of a step: unit by unit as gradients arrive, all at once, or none.
+
+early       without clipping: each unit as soon as its gradients are summed
+by_norm     with clipping or fp16: all units, after the norm of all gradients is known
+leave_out   gradients are not finite: dropped; weights and optimizer state stay (guard.py)
+
+Where an update is made is the rule of the updater (techniques/offload/updater.py).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.move import begin_sum
+from shardwise.comm.tiers.disk import Disk
+from shardwise.comm.tiers.tiers import Tiers
+from shardwise.comm.world import Axis
+from shardwise.core.errors import NonFiniteError
+from shardwise.core.reduce_order import EARLY_BYTES
+from shardwise.engine.checks.guard import Guard
+from shardwise.engine.optimizer.memory_states import MemoryStates
+from shardwise.engine.optimizer.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer.scale import LossScale
+from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.units import Unit
+from shardwise.techniques.offload.disk_states import DiskStates
+from shardwise.techniques.offload.updater import (
+    MOST_BYTES,
+    HostThread,
+    InPlace,
+    NextStep,
+    Together,
+    Updater,
+)
+from shardwise.techniques.offload.word import Offload
+
+
+def optimizer_and_updater(
+    spec: OptimizerSpec,
+    data: Data,
+    tiers: Tiers,
+    disk: Disk | None,
+    offload: Offload | None,
+    steps: Callable[[], int],
+) -> tuple[ShardedOptimizer, Updater[Flat]]:
+    """The optimizer of the trained flat groups, by the tier of their states, and its updater.
+
+    `steps()` is the number of steps of the run so far.
+    """
+
+    def order() -> list[Flat]:
+        return [flat for unit in data.units.order for flat in unit.trained]
+
+    if disk is not None:
+        optimizer = DiskStates(spec, order(), tiers, disk).optimizer
+        return optimizer, Together(optimizer)
+    optimizer = MemoryStates(spec, order(), tiers).optimizer
+    if not any(flat.moves.offload for flat in optimizer.flats):
+        return optimizer, InPlace(optimizer)
+    if offload is None or offload.undelayed is None:
+        return optimizer, HostThread(optimizer)
+    return optimizer, NextStep(optimizer, order, lambda: offload.delays(steps()))
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Updates the shards of one rank.
+
+    norms        flat groups with the axes over which their squares of gradients are summed, before
+                 `over_stages`
+    clip         the bound on the norm of all gradients
+    early_bytes  units of at least this size together are updated in one call; None: EARLY_BYTES
+    """
+
+    optimizer: ShardedOptimizer
+    updater: Updater[Flat]
+    data: Data
+    guard: Guard
+    scale: LossScale
+    norms: Sequence[tuple[Sequence[Flat], Sequence[Axis]]]
+    over_stages: Callable[[Tensor], Tensor]
+    clip: float | None
+    early_bytes: int | None = None
+
+    def early(self, arriving: Iterable[Unit], correction: float) -> None:
+        """Update units as soon as their gradients are summed, while other sums are under way.
+
+        Small units are updated together: the overhead of a call exceeds its work on few elements.
+        """
+        self._update(self._parts(arriving, self.early_bytes or EARLY_BYTES), correction)
+
+    def squares(self, number: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of squares of all ranks' gradients [1], loss scale included: a double.
+
+        With it the sum of `number` [1] over the tensor axis, in the same message.
+        """
+        with self.guard.world.ledger.phase("backward"):
+            self.data.finish_sums()
+        with self.guard.world.ledger.phase("check"):
+            found: list[Tensor] = []
+            for flats, axes in self.norms:
+                squared = self.optimizer.squared_norm(flats).view(1).to(self.guard.world.device)
+                for axis in axes:
+                    beside = number if axis is self.guard.axis else number[:0]
+                    total = begin_sum(torch.cat([squared, beside]), axis).wait()
+                    squared, number = total[:1], total[1:] if len(beside) else number
+                found.append(squared)
+            return self.over_stages(torch.stack(found).sum(0)), number
+
+    def by_norm(self, norm: float, correction: float) -> None:
+        """Update all units at once, scaled by the norm of all gradients."""
+        parts = self._parts(self.data.units.order, math.inf)
+        self._update(parts, self._factor(norm) * correction)
+        self.scale.update(overflow=False)
+
+    def _parts(self, units: Iterable[Unit], least_bytes: float) -> Iterator[list[Flat]]:
+        """Flat groups with their gradients attached, units of at least this size together."""
+        part: list[Flat] = []
+        for unit in units:
+            unit.attach_grads()
+            part += unit.trained
+            if self.optimizer.size_bytes(part) >= least_bytes:
+                yield part
+                part = []
+        if part:
+            yield part
+
+    def _update(self, parts: Iterable[Sequence[Flat]], factor: float) -> None:
+        self.updater.update(parts, factor, self.early_bytes or MOST_BYTES)
+        self.guard.passed()
+
+    def leave_out(self, step: int, summed: Tensor, norm: float | None) -> NonFiniteError | None:
+        """End a step without its update. Returns the error to raise if it must not be skipped.
+
+        `summed` is this rank's loss; `norm` is the norm of the gradients if that is the reason. All
+        ranks call this, and all get an error or none.
+        """
+        with self.guard.world.ledger.phase("backward"):
+            self.data.finish_sums()
+        if not self.updater.by_schedule:
+            self.data.units.attach_grads()
+        self.updater.finish()
+        error = self.guard.record_skip(step, summed, self.optimizer.flats, norm, self.scale.on)
+        self.scale.update(overflow=True)
+        self.optimizer.skip()
+        self.optimizer.clear(self.optimizer.flats)
+        return error
+
+    def _factor(self, norm: float) -> float:
+        """The factor of all gradients: removes the loss scale and clips (Pascanu et al., 2013)."""
+        shrink = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
+        return shrink / self.scale.value

@@ -1,0 +1,210 @@
+"""`sw.predict`: what a rank holds and sends under a plan, without starting one.
+
+A prediction depends on the shapes of the batch. `Predictor` makes one for each batch of a run and
+reuses those of batches with the same shapes, unless the model reads values.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from shardwise.core.layouts.uneven import Counts
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_check import require
+from shardwise.core.tools.arguments import integer
+from shardwise.engine.batch import Count
+from shardwise.engine.checks import validate
+from shardwise.engine.checks.consistency import CHECK_EVERY
+from shardwise.engine.checks.offload_choice import with_offload
+from shardwise.engine.model_structure import shapes_of
+from shardwise.engine.optimizer.elementwise import require_shardable
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.options import EngineOptions
+from shardwise.engine.parallelize import plan_of
+from shardwise.engine.spec import optimizer_shape
+from shardwise.engine.spec_of_model import model_spec
+from shardwise.engine.training import Loss
+from shardwise.observe.kernels import Kernels
+from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.rank_shape import shape_on
+from shardwise.prediction.stored_bytes import PLAIN
+from shardwise.techniques.data.wrap_policy import Rule
+from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.expert.price import EVEN
+from shardwise.techniques.pipeline import weight_stashing
+from shardwise.techniques.pipeline.stage_module import stage_starts
+from shardwise.techniques.tensor.table import Table
+
+#: Shapes of batches whose predictions are kept: the latest.
+KEPT: Final = 64
+
+
+def predict(
+    model: nn.Module,
+    plan: Plan | str,
+    batch: Any,
+    *,
+    rank: int = 0,
+    optimizer: OptimizerSpec | None = None,
+    loss: Loss | None = None,
+    tokens: Count | None = None,
+    rows: Count | None = None,
+    clip: float | None = None,
+    on_nonfinite: str = "raise",
+    check_every: int = CHECK_EVERY,
+    units: Rule = "auto",
+    least_unit_bytes: int | None = None,
+    prefetch: int = 1,
+    table: Table | Mapping[str, str] | None = None,
+    stages: Sequence[str] | None = None,
+    beside: dict[str, str] | None = None,
+    device: Kernels = "cpu",
+) -> Prediction:
+    """The memory and the traffic of `rank` under `plan`; no process is started.
+
+    `model` may be on the meta device; it is not changed. `batch` is this rank's argument of
+    `engine.step`; its values are not read, unless the model's order of calls depends on them. The
+    options are those of `parallelize`. `device` is "cpu" or "cuda", neither of which is needed:
+    their kernels save other tensors for the backward pass. A plan without a data axis is completed
+    for the fewest ranks on which each of its words has an effect. For `offload:auto` the plan of
+    the result has the offload that is chosen. A note says if `device_peak` is above the plan's
+    `device_memory`.
+
+    Raises:
+        InputError: for a plan that cannot work, a rank that it does not have, options that
+            `parallelize` refuses, and a model that does not run on the meta device.
+    """
+    options = EngineOptions(
+        optimizer=optimizer,
+        loss=loss,
+        tokens=tokens,
+        rows=rows,
+        clip=clip,
+        on_nonfinite=on_nonfinite,
+        check_every=check_every,
+        units=units,
+        least_unit_bytes=least_unit_bytes,
+        prefetch=prefetch,
+        table=table,
+        stages=stages,
+        beside=beside,
+        kernels=device,
+    )
+    return predict_with(model, plan, batch, options, rank)
+
+
+def predict_with(
+    model: nn.Module, plan: Plan | str, batch: Any, options: EngineOptions, rank: int = 0
+) -> Prediction:
+    """The prediction, with the options of an engine."""
+
+    def of(plan: Plan) -> Prediction:
+        return Predictor(model, plan, options, rank=rank).of(batch)
+
+    plan = plan_of(plan)
+    found = of(with_offload(plan.completed(None), of))
+    bound, peak = found.plan.device_memory_bytes, found.device_peak
+    if bound is None or peak <= bound:
+        return found
+    note = (
+        f"a step stores {peak:,} bytes on the device, more than device_memory allows "
+        f"({bound:,}); offload:auto, offload:param or recompute:full stores less"
+    )
+    return replace(found, notes=(*found.notes, note))
+
+
+class Predictor:
+    """The predictions of one rank for batches of any shape.
+
+    `model` must not change: pass another copy to `parallelize`. The plan is completed for a world
+    of `ranks`. The bytes of layers of experts on the axis `ep` and their activations depend on the
+    tokens: `Prediction.in_step` takes the loads of the experts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan | str,
+        options: EngineOptions | None = None,
+        *,
+        rank: int = 0,
+        ranks: int | None = None,
+    ) -> None:
+        validate.model(model, "sw.predict")
+        plan, options = plan_of(plan), options or EngineOptions()
+        require(plan)
+        if ranks is not None:
+            integer("ranks", ranks, 1, plan.size)
+        self.model, self.rank = model, rank
+        self.plan = plan.completed(ranks)
+        integer("rank", rank, 0, 0, self.plan.size - 1)
+        validate.rows(options.rows)
+        begin = stage_starts(model, self.plan, options.stages, options.beside)
+        clip = weight_stashing.require(model, self.plan, begin, options)
+        self.options = replace(options, clip=clip)
+        self.spec, self.objective = options.spec, options.objective
+        require_shardable(self.spec.kind, self.spec.by_group, self.plan)
+        self.known: dict[object, Prediction] = {}
+
+    def of(
+        self,
+        batch: Any,
+        counts: Sequence[Counts] | None = None,
+        loads: Sequence[Loads] = (),
+        *,
+        whole: bool = False,
+    ) -> Prediction:
+        """The prediction for a step on `batch`, this rank's share of the global batch.
+
+        `counts` are the rows of all data ranks in each microbatch; None: those of `batch` on each.
+        Layers with a mesh of their own depend on them. `loads` are those of the experts in each
+        microbatch, on which their activations in host memory depend; even ones if not given.
+        `whole`: for `Prediction.in_evaluation`, in which the batch is not divided into
+        microbatches.
+
+        Raises InputError for a model that does not run on the meta device.
+        """
+        whole = whole and self.plan.microbatches > 1
+        if loads and self.plan.activations_on_host:
+            return self._predicted(batch, counts, whole=whole, loads=loads)
+        key = shapes_of(batch), tuple(counts or ()), whole
+        if key in self.known:
+            return self.known[key]
+        found = self._predicted(batch, counts, whole=whole)
+        if not found.spec.run.note:
+            self.known[key] = found
+            if len(self.known) > KEPT:
+                del self.known[next(iter(self.known))]
+        return found
+
+    def _predicted(
+        self,
+        batch: Any,
+        counts: Sequence[Counts] | None,
+        *,
+        whole: bool,
+        loads: Sequence[Loads] = (),
+    ) -> Prediction:
+        plan, rank = self.plan, self.rank
+        of = batch, self.objective, self.options, counts
+        spec = model_spec(self.model, plan, rank, *of, whole=whole, loads=loads)
+        shape = shape_on(spec, plan, rank)
+        dtypes = [getattr(torch, p.dtype) for p in shape.params if p.trainable]
+        return Prediction(
+            plan,
+            rank,
+            shape,
+            spec,
+            optimizer=optimizer_shape(self.spec, dtypes[0]) if dtypes else PLAIN,
+            norm=self.options.clip is not None,
+            check_every=self.options.check_every,
+            notes=notes_of(spec.run.note, plan),
+        )
+
+
+def notes_of(note: str, plan: Plan) -> tuple[str, ...]:
+    """The notes of a prediction: that of its pass, and of what depends on the routing of tokens."""
+    return tuple(filter(None, (note, EVEN if plan.ep > 1 else "")))

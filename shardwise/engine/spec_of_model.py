@@ -1,0 +1,433 @@
+"""The spec of the plain, unsharded model.
+
+It uses two copies of the model on the meta device. One runs a forward and a backward pass
+(meta_pass.py). Under a pipeline, the other is partitioned into stages, and a forward shows what
+crosses each boundary (techniques/pipeline/trace/tracer.py).
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.world import Axis, World
+from shardwise.core.layouts.uneven import Counts, Cut
+from shardwise.core.mesh import TENSOR
+from shardwise.core.model_spec import (
+    Bundles,
+    ModelPass,
+    ModelSpec,
+    StageSpec,
+    StageTensor,
+    TensorSpec,
+)
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_schedule import schedule_of
+from shardwise.engine.batch import computed_parts, widened
+from shardwise.engine.model_structure import (
+    SharedParts,
+    by_shape,
+    shapes_of,
+    tensor_world,
+    valueless,
+    without_passes,
+)
+from shardwise.engine.options import EngineOptions
+from shardwise.engine.techniques import facts_of
+from shardwise.engine.training import DTYPES, Loss
+from shardwise.observe import meta_pass
+from shardwise.observe.kernels import Kernels
+from shardwise.techniques.context.apply import RecordedPositions
+from shardwise.techniques.data.apply import Sharding, cast_params, cast_whole, gathers, units_of
+from shardwise.techniques.data.wrap_policy import UnitSpec
+from shardwise.techniques.expert import apply as expert_parallel
+from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.layers.plans import LayerPlans
+from shardwise.techniques.layers.recorded import LayerPasses
+from shardwise.techniques.pipeline import stage_module
+from shardwise.techniques.pipeline.partition import candidates, misplaced
+from shardwise.techniques.pipeline.staged_model import Stages
+from shardwise.techniques.pipeline.trace.placeholders import layers, twin
+from shardwise.techniques.recompute import apply as recomputation
+from shardwise.techniques.recompute.price import FULL
+from shardwise.techniques.recompute.price_budget import within_budget
+from shardwise.techniques.recompute.word import recompute_budget
+from shardwise.techniques.tensor import apply as tensor_parallel
+from shardwise.techniques.tensor.table import Table, cuts
+from shardwise.techniques.tile.apply import Tiling, tile
+
+Call = Callable[[nn.Module, Any], Tensor]
+#: The plain model, what records a pass of it, a forward, and what adds the tape of a rank's model.
+Recording = tuple[nn.Module, Callable[..., ModelPass], Call, Callable[..., ModelPass]]
+
+
+class StagedLayout(NamedTuple):
+    """What a forward in stages needs: the styles, where stages begin, and modules beside others."""
+
+    table: Table | None
+    begin: Sequence[str]
+    beside: Mapping[str, str]
+
+
+#: The bundles of each microbatch, and the parameters that each stage reads outside of its layers.
+StageCuts = tuple[tuple[Bundles, ...], tuple[frozenset[str], ...]]
+
+
+class ModelStructure(NamedTuple):
+    """A spec without passes; the table of styles, plans of layers, and where stages begin."""
+
+    spec: ModelSpec
+    table: Table | None
+    plans: LayerPlans
+    begin: tuple[str, ...]
+
+
+def model_spec(
+    model: nn.Module,
+    plan: Plan,
+    rank: int,
+    batch: Any,
+    objective: Loss,
+    options: EngineOptions,
+    counts: Sequence[Counts] | None = None,
+    *,
+    whole: bool = False,
+    loads: Sequence[Loads] = (),
+) -> ModelSpec:
+    """The plain model, with the units, stages and precision of `plan`.
+
+    `rank` matters if tensor ranks have parts of several sizes. `counts`: the rows of data ranks in
+    each microbatch, for layers with their own mesh. `whole`: the batch is one, to be evaluated.
+    `loads`: of the experts in each microbatch, on which the activations in host memory depend.
+    """
+    plain = plain_copy(model, plan)
+    parts = computed_parts(batch, 1 if whole else plan.microbatches, plan.cut, options.rows)
+    context = positions_of(plain, plan, rank, options)
+    parts = context.cut(parts)
+    call = partial(_call, objective, context, DTYPES[plan.precision])
+
+    def staged(layout: StagedLayout) -> StageCuts:
+        made = _Staged(plain, tensor_world(plan, rank), plan.sp, layout)
+        return by_shape(parts, lambda part: made.bundles(call, part)), made.outside
+
+    spec, table, plans, begin = structure(plain, plan, options, staged)
+    real = partial(_real, model, plan, options)
+    around = context.around if plan.cp > 1 else None
+    record, taped = _recorders(plain, real, call, options.kernels, around)
+    if plans.meshes:
+        passes = LayerPasses(plans, plan, rank, (*begin, *plans.outside(dict(spec.recomputed))))
+        rows = list(zip(parts, passes.counts(parts, counts, options.rows), strict=True))
+        return _with_meshes(spec, passes, table, (plain, record, call, taped), rows)
+    return _with_one_mesh(spec, (plan, rank, table), (plain, record, call, taped), parts, loads)
+
+
+def stage_cuts(
+    plain: nn.Module, plan: Plan, batch: Any, options: EngineOptions, layout: StagedLayout
+) -> tuple[Bundles, tuple[frozenset[str], ...]]:
+    """What crosses stages for a batch of one microbatch, and what they read outside of layers."""
+    context = positions_of(plain, plan, 0, options)
+    call = partial(_call, options.objective, context, DTYPES[plan.precision])
+    (part,) = context.cut(computed_parts(batch, 1, plan.cut, options.rows))
+    made = _Staged(plain, tensor_world(plan, 0), plan.sp, layout)
+    return made.bundles(call, part), made.outside
+
+
+def positions_of(
+    plain: nn.Module, plan: Plan, rank: int, options: EngineOptions
+) -> RecordedPositions:
+    """The positions of a rank, of which passes of a plain model are recorded."""
+    return RecordedPositions(plain, plan, rank, tokens=options.tokens is not None)
+
+
+def _call(
+    objective: Loss,
+    context: RecordedPositions,
+    dtype: torch.dtype | None,
+    model: nn.Module,
+    rows: Any,
+) -> Tensor:
+    """The loss of a part of a batch, of this rank's positions."""
+    context.enter(rows)
+    return objective(model, widened(rows, dtype))
+
+
+def _recorders(
+    plain: nn.Module,
+    real: Callable[[], nn.Module],
+    call: Call,
+    kernels: Kernels,
+    around: meta_pass.Around | None,
+) -> tuple[Callable[..., ModelPass], Callable[..., ModelPass]]:
+    """What records a pass of the plain model, and what adds the tape of a rank's model."""
+    changed = {} if around is None else {"around": around}
+    record = partial(meta_pass.run, plain, real, call, kernels=kernels, **changed)
+    return record, partial(meta_pass.with_tape, kernels=kernels, **changed)
+
+
+def _with_one_mesh(
+    spec: ModelSpec,
+    under: tuple[Plan, int, Table | None],
+    how: Recording,
+    parts: Sequence[Any],
+    loads: Sequence[Loads],
+) -> ModelSpec:
+    """The spec of a model under a plan, on a rank, perhaps with a table of styles."""
+    (plan, rank, table), (plain, record, call, taped) = under, how
+    if table is not None:
+        spec = _with_table(spec, (plan, rank, table), how, parts)
+    else:
+        runs = by_shape(parts, record)
+        moves = tuple(run.moves for run in runs)
+        tapes = tuple(run.tape for run in runs) if spec.on_host else ()
+        rows = tuple(run.rows for run in runs)
+        spec = replace(spec, expert_moves=moves, row_gathers=rows, run=runs[0], tapes=tapes)
+        spec = replace(spec, recomputed=_chosen(spec, plan, dict(spec.recomputed)))
+    if not (spec.on_host and loads):
+        return spec
+    every = zip(parts, loads, strict=True)
+    passes = [_loaded(spec.run, under, (plain, call, taped), *one) for one in every]
+    return replace(spec, run=passes[0], tapes=tuple(run.tape for run in passes))
+
+
+def _loaded(
+    run: ModelPass,
+    under: tuple[Plan, int, Table | None],
+    how: tuple[nn.Module, Call, Callable[..., ModelPass]],
+    part: Any,
+    loads: Loads,
+) -> ModelPass:
+    """`run` with the tape of a microbatch whose experts have these loads."""
+    (plan, rank, table), (plain, call, taped) = under, how
+    laid_out = on_tensor_axis(plain, plan, rank, table)
+    expert_parallel.assume_loads(laid_out, rank, plan, loads)
+    return taped(run, laid_out, call, part)
+
+
+def _with_table(
+    spec: ModelSpec,
+    under: tuple[Plan, int, Table],
+    how: Recording,
+    parts: Sequence[Any],
+) -> ModelSpec:
+    """The spec of a model under a plan, on a rank, with a table of styles."""
+    (plan, rank, table), (plain, record, call, taped) = under, how
+    tensors = spec.tensors
+    assert tensors is not None
+    heads = _heads(tensors, tensor_world(plan, rank).axis(TENSOR))
+    runs = by_shape(parts, lambda part: record(part, heads))
+
+    def on(rank: int, part: Any = parts[0]) -> ModelPass:
+        laid_out = on_tensor_axis(plain, plan, rank, table)
+        return taped(runs[0], laid_out, call, part)
+
+    found: dict[str, Any] = {"tensors": replace(tensors, runs=runs), "run": on(rank)}
+    found |= {"expert_moves": tuple(run.moves for run in runs)}
+    if plan.cp > 1:
+        found |= {"row_gathers": by_shape(parts, lambda part: on(rank, part).rows)}
+    found |= {"tapes": by_shape(parts, lambda part: on(rank, part).tape) if spec.on_host else ()}
+    spec, kinds = replace(spec, **found), dict(spec.recomputed)
+    widest = replace(spec, run=on(0)) if recompute_budget(plan.recompute) else spec
+    return replace(spec, recomputed=_chosen(widest, plan, kinds))
+
+
+def _with_meshes(
+    spec: ModelSpec,
+    passes: LayerPasses,
+    table: Table | None,
+    how: Recording,
+    parts: Sequence[tuple[Any, Counts]],
+) -> ModelSpec:
+    """The spec of a model with layers that have meshes of their own.
+
+    `parts` are the microbatches, each with the rows of all data ranks.
+    """
+    (plain, record, call, taped), plan, rank = how, passes.plan, passes.rank
+    tensors, own = spec.tensors, spec.layers
+    heads = {} if tensors is None else _heads(tensors, tensor_world(plan, rank).axis(TENSOR))
+    for number, of_layers in own.items():
+        heads |= _heads(of_layers, passes.axis(number))
+    known: dict[Any, ModelPass] = {}
+    for part, counts in parts:
+        key = shapes_of(part), counts
+        if key not in known:
+            known[key] = record(part, heads, passes.around(counts))
+    runs = tuple(known[shapes_of(part), counts] for part, counts in parts)
+    laid_out = passes.lay_out(on_tensor_axis(plain, plan, rank, table))
+    part, counts = parts[0]
+    return replace(
+        spec,
+        run=taped(runs[0], laid_out, call, part, passes.around(counts)),
+        tensors=tensors and replace(tensors, runs=runs),
+        layers={number: replace(of_layers, runs=runs) for number, of_layers in own.items()},
+        row_gathers=tuple(run.rows for run in runs),
+        expert_moves=tuple(run.moves for run in runs),
+    )
+
+
+def _heads(tensors: TensorSpec, axis: Axis) -> dict[str, tuple[Axis, Cut]]:
+    """The linear layers whose logits stay sharded over the axis, each with its cut."""
+    return {
+        name: (axis, cut)
+        for name, style in tensors.styles.items()
+        if style.name == "vocabulary" and tensors.modules[name].kind == "linear"
+        if (cut := cuts(style, tensors.modules[name], tensors.table, axis.size))
+    }
+
+
+def _chosen(spec: ModelSpec, plan: Plan, kinds: dict[str, str]) -> dict[str, str]:
+    """`kinds`, or under a budget the choice for these modules.
+
+    Under sequence parallelism inputs are already shards, and nothing is partitioned.
+    """
+    if plan.sp and plan.partitioned:
+        return dict.fromkeys(kinds, FULL)
+    budget_bytes = recompute_budget(plan.recompute)
+    return within_budget(spec, plan, list(kinds), budget_bytes) if budget_bytes else kinds
+
+
+class _Staged:
+    """A copy of the model on meta, in stages and on the tensor axis of `world`."""
+
+    def __init__(self, plain: nn.Module, world: World, sp: bool, layout: StagedLayout) -> None:
+        ours = copy.deepcopy(plain)
+        whole = twin(ours)
+        self.stream = tensor_parallel.lay_out(whole, world, sp, layout.table).stream
+        self.names = {id(p): name for name, p in ours.named_parameters()}
+        self.outside: tuple[frozenset[str], ...] = ()  # parameters that stages read outside layers
+        every = range(len(layout.begin) + 1)
+        device = torch.device("cpu")
+        self.stages = Stages(ours, whole, layout.begin, every, device, layout.beside)
+
+    def bundles(self, call: Call, part: Any) -> Bundles:
+        """What crosses each stage boundary for one microbatch."""
+        self.stream.begin()
+        trace = self.stages.trace(lambda model: call(model, part))
+        own = self.stages.layers.own
+        self.outside = tuple(
+            frozenset(self.names[id(p)] for number, p in own[stage].items() if number in read)
+            for stage, read in enumerate(trace.read)
+        )
+        return tuple(
+            tuple(
+                StageTensor(math.prod(spec.shape), spec.dtype.itemsize, spec.requires_grad)
+                for spec in bundle
+            )
+            for bundle in trace.bundles
+        )
+
+
+def plain_copy(model: nn.Module, plan: Plan) -> nn.Module:
+    """A copy of the model on meta in the precision of the plan, as `cast_whole` sets it."""
+    twin, dtype = meta_pass.meta_copy(model), DTYPES[plan.precision]
+    if dtype is not None:
+        cast_params(twin, dtype)
+    for b in twin.buffers():
+        if dtype is torch.float64 and b.is_floating_point():
+            b.data = b.data.double()
+    return twin
+
+
+def on_tensor_axis(plain: nn.Module, plan: Plan, rank: int, table: Table | None) -> nn.Module:
+    """A copy of a plain model, sharded for `rank` under the styles of `table`.
+
+    It is on the device of `plain` (meta or CPU); nothing is sent.
+    """
+    on_meta = any(p.is_meta for p in plain.parameters())
+    laid_out = meta_pass.meta_copy(plain) if on_meta else copy.deepcopy(plain)
+    tensor_parallel.lay_out(laid_out, tensor_world(plan, rank), plan.sp, table)
+    return laid_out
+
+
+def _real(model: nn.Module, plan: Plan, options: EngineOptions) -> nn.Module:
+    """A copy of the plain model with values, for a forward that reads them."""
+    if any(p.is_meta for p in model.parameters()):
+        raise valueless(model)
+    copied = copy.deepcopy(model)
+    cast_whole(copied, DTYPES[plan.precision], torch.device("cpu"))
+    tile(copied, plan, options.units).show()
+    return copied
+
+
+def stage_places(plain: nn.Module, beside: Mapping[str, str]) -> tuple[str, ...]:
+    """The modules at which a stage may begin, if there are at least two."""
+    return candidates(plain, 2, beside)
+
+
+def structure(
+    plain: nn.Module,
+    plan: Plan,
+    options: EngineOptions,
+    staged: Callable[[StagedLayout], StageCuts],
+    known: SharedParts | None = None,
+) -> ModelStructure:
+    """The spec of a plain model under a plan, without its passes.
+
+    `staged` gives what crosses stages, if the plan has a pipeline. `known` is shared by plans
+    with the same recomputation and without plans of single layers.
+    """
+    known, tensor = known or SharedParts(), (plan.mesh.size_of(TENSOR), plan.sp)
+    expert_parallel.check_experts(plain, plan)
+    table = known(("table", tensor), lambda: tensor_parallel.table_for(plain, plan, options.table))
+    beside, schedule = options.beside or {}, schedule_of(plan)
+    stages = 1 if schedule is None else len(schedule.home)
+    begin = known(
+        ("begin", stages),
+        lambda: stage_module.stage_starts(plain, plan, options.stages, beside),
+    )
+    at = known(
+        ("at", stages),
+        lambda: stage_module.stages_of(plain, begin, beside) if plan.pipeline else {},
+    )
+
+    def unit_key(spec: UnitSpec) -> object:
+        return {(at.get(name), plan.layer_of(name)) for name, _ in spec.params}
+
+    plans = tensor_parallel.layer_tables(plain, plan, options.table)
+    kinds = recomputation.recomputed_modules(plain, plan, options.units, begin)
+    hosted = recomputation.on_host(plain, plan, options.units, kinds, begin)
+    alone = tuple(plans.alone(plain, options.units))
+    how_sharded = _sharding(plan, options, tile(plain, plan, options.units), alone)
+    specs = units_of(plain, how_sharded, tensor[0], unit_key)
+    units = {spec.name: [name for name, _ in spec.params] for spec in specs}
+    tiles = how_sharded.tiling.params
+    facts = known(
+        ("facts", tensor, stages, plan.ep),
+        lambda: facts_of(plain, units, plan, table, plans, at, tiles),
+    )
+    how_sharded.tiling.show()
+    cuts = None
+    if plan.pipeline:
+        within = known(
+            ("layers", stages), lambda: layers(plain, begin, misplaced(plain) | dict(beside))
+        )
+        names = {name: layer.stages for layer in within.values() for name in layer.names}
+        cuts = StageSpec(at, names, *staged(StagedLayout(table, begin, beside)))
+    spec = replace(
+        without_passes(plain, plan, specs, facts, expert_parallel.shapes_of(plain)),
+        stages=cuts,
+        recomputed=kinds,
+        on_host=tuple(hosted),
+    )
+    return ModelStructure(spec, table, plans, begin)
+
+
+def _sharding(
+    plan: Plan, options: EngineOptions, tiling: Tiling, alone: tuple[str, ...]
+) -> Sharding:
+    """The values that the choice of units depends on, which exclude the axes."""
+    return Sharding(
+        row=plan.states,
+        shard=Axis("none"),
+        replicate=Axis("none"),
+        units=options.units,
+        bucket_bytes=plan.bucket_bytes,
+        least_unit_bytes=options.least_unit_bytes,
+        tiling=tiling,
+        gathers=gathers(plan),
+        alone=alone,
+    )

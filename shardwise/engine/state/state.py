@@ -1,0 +1,240 @@
+"""The state of an engine for a checkpoint, as boxes of full named tensors.
+
+    model/NAME           the weight (for 16-bit weights, the fp32 master)
+    optim/KEY/NAME       a state tensor of the optimizer (optimizer_state.py)
+    buffer/NAME          a buffer of the model
+    extra/PATH/NAME      a tensor in the extra state of a module (extra_state.py)
+
+A checkpoint has names and full shapes only, not the row, the ranks or the units, so any plan can
+load the checkpoint of any other.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.objects import all_gather_object
+from shardwise.comm.world import World
+from shardwise.core.errors import bad
+from shardwise.core.layouts.boxes import Box1
+from shardwise.core.layouts.boxes import boxes as blocks_of
+from shardwise.core.layouts.param_layout import AxisLayout
+from shardwise.engine.build import ShardedModel
+from shardwise.engine.optimizer.elementwise import ELEMENTWISE
+from shardwise.engine.optimizer.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer.optimizer_state import (
+    Catalogue,
+    HeldParameter,
+    Room,
+    incoming,
+    outgoing,
+)
+from shardwise.engine.precision import HALF
+from shardwise.engine.state import extra_state
+from shardwise.engine.state.box import Box
+from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.techniques.data.units import Units
+
+#: The offsets of a box, its values, and the index of this rank among its holders.
+Part = tuple[tuple[int, ...], Tensor, int]
+
+
+def boxes(model: nn.Module, sharded: ShardedModel, optimizer: ShardedOptimizer) -> list[Box]:
+    """All boxes of this rank; `replica` is 0 on exactly one of the ranks that hold the same.
+
+    Raises DiskError if states on a disk cannot be written.
+    """
+    states, _ = outgoing(optimizer.state, held_parameters(optimizer))
+    extra, _ = extra_state.outgoing(model, sharded.copy)
+    return [*weights(sharded.flats, optimizer), *states, *buffers(model, sharded), *extra]
+
+
+def values(
+    model: nn.Module, sharded: ShardedModel, optimizer: ShardedOptimizer, world: World
+) -> dict[str, Any]:
+    """What is no tensor in the optimizer's states and in the modules'.  All ranks call it."""
+    _, states = outgoing(optimizer.state, held_parameters(optimizer))
+    _, extra = extra_state.outgoing(model, sharded.copy)
+    return merged({"states": states, "modules": extra}, world)
+
+
+def merged(own: dict[str, dict[str, Any]], world: World) -> dict[str, dict[str, Any]]:
+    """The values of all ranks.  All ranks call it."""
+    every = all_gather_object(own, world)
+    return {kind: {k: v for each in every for k, v in each[kind].items()} for kind in own}
+
+
+class Loading:
+    """A checkpoint's tensors `saved` and its scalars, on their way into an engine.
+
+    boxes    what to fill; the engine is as it was
+    give()   then: the optimizer and the modules get their states
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sharded: ShardedModel,
+        optimizer: ShardedOptimizer,
+        saved: Catalogue,
+        scalars: Mapping[str, Any],
+    ) -> None:
+        idle, every = {*scalars.get("idle", ())}, held_parameters(optimizer)
+        saved = {name: of for name, of in saved.items() if name.split("/", 2)[-1] not in idle}
+        self.optimizer = optimizer
+        self.states = incoming(
+            optimizer.state,
+            every,
+            saved,
+            scalars.get("states", {}),
+            expected=_expected(optimizer, saved, scalars),
+        )
+        extra, self.give_extra = extra_state.incoming(model, saved, scalars.get("modules", {}))
+        fixed = [*weights(sharded.flats, optimizer), *buffers(model, sharded)]
+        self.boxes = [*fixed, *self.states.boxes, *extra]
+
+    def give(self) -> None:
+        """Let the optimizer and the modules have what is in the boxes."""
+        self.states.give(self.optimizer.state)
+        self.give_extra()
+
+
+def weights(flats: Sequence[Flat], optimizer: ShardedOptimizer) -> list[Box]:
+    """The boxes of this rank's pieces of the parameters.
+
+    Raises DiskError if states on a disk cannot be written.
+    """
+    optimizer.follow()
+    optimizer.states.expose()
+    masters = {id(f): optimizer.masters.get(k) for k, f in enumerate(optimizer.flats)}
+    return [box for flat in flats for box in boxes_of(flat, "model", masters.get(id(flat)))]
+
+
+def boxes_of(flat: Flat, kind: str, block: Tensor | None = None) -> Iterator[Box]:
+    """The boxes of this rank's block of a flat parameter, with values from `block` if not None."""
+    flat.take_assigned()
+    values = flat.shard if block is None else block
+    for index, (name, (low, high)) in enumerate(zip(flat.names, flat.pieces, strict=True)):
+        yield from _pieces(flat, index, f"{kind}/{name}", values[low:high])
+
+
+def held_parameters(optimizer: ShardedOptimizer) -> list[HeldParameter]:
+    """The trained parameters, for their states."""
+    return [
+        held_parameter(flat, index, param, partial(optimizer.states.room, k, index))
+        for k, (flat, targets) in enumerate(zip(optimizer.flats, optimizer.targets, strict=True))
+        for index, param in enumerate(targets)
+    ]
+
+
+def held_parameter(flat: Flat, index: int, param: Tensor, make: Room) -> HeldParameter:
+    """A parameter of a flat parameter, for the optimizer's state under the key `param`."""
+    name, first = flat.names[index], flat.plan.offsets[index] // max(1, flat.plan.share)
+    # the first holder has its first element
+    copy = _data_copy(flat, first) + flat.layouts[index].holder(flat.local.coordinates)
+    shape = flat.layouts[index].full_shape(tuple(flat.shapes[index]))
+
+    def boxes(called: str, value: Tensor) -> Iterator[Box]:
+        return _pieces(flat, index, called, value.reshape(-1))
+
+    local = tuple(flat.views.part(index, flat.shard).shape)
+    return HeldParameter(name, param, shape, local, boxes, copy, make)
+
+
+def buffers(model: nn.Module, sharded: ShardedModel) -> list[Box]:
+    """The model's buffers."""
+    return [Box.full(f"buffer/{name}", b, sharded.copy(name)) for name, b in model.named_buffers()]
+
+
+def gradients(optimizer: ShardedOptimizer) -> list[Box]:
+    """This rank's pieces of the gradients, named "grad/NAME", as the last update used them."""
+    found: list[Box] = []
+    optimizer.states.expose()
+    for flat in optimizer.flats:
+        if flat.grads.gshard is None:
+            continue
+        # 16-bit gradients are multiplied on their way to the master
+        in_place = flat.dtype not in HALF and optimizer.states.scales_in_place
+        factor = 1.0 if in_place else optimizer.factor
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        used = flat.grads.gshard.to(wide) * factor if factor != 1.0 else flat.grads.gshard
+        found += boxes_of(flat, "grad", used)
+    return found
+
+
+def _data_copy(flat: Flat, first: int = 0) -> int:
+    """The index of this rank among the data ranks with the same data, from shard rank `first`."""
+    shard, replicate = flat.shard_axis, flat.replicate_axis
+    return replicate.rank * shard.size + (shard.rank - first) % shard.size
+
+
+def _pieces(flat: Flat, index: int, name: str, piece: Tensor) -> Iterator[Box]:
+    """One parameter's piece in this rank's block, cut into boxes of the whole parameter."""
+    here, layout = tuple(flat.shapes[index]), flat.layouts[index]
+    whole = layout.full_shape(here)
+    copy = flat.replicate_axis.rank if flat.split else _data_copy(flat)
+    copy += layout.replica(flat.local.coordinates)
+    origin = flat.plan.origin(index, flat.rank)
+    found = blocks_of(here, origin, origin + piece.numel())
+    if not math.prod(here) and flat.rank == 0:
+        found = [Box1((0,) * len(here), here, origin)]
+    for box in found:
+        low = box.start - origin
+        values = piece[low : low + box.numel].view(box.sizes)
+        parts: Iterable[Part] = [(box.offsets, values, copy)]
+        for axis, on in layout.axes:
+            parts = [
+                part for each in parts for part in _spread(on, flat.local.coordinates[axis], *each)
+            ]
+        for offsets, part, replica in parts:
+            yield Box(name, whole, offsets, tuple(part.shape), part, replica)
+
+
+def _spread(
+    on: AxisLayout, rank: int, offsets: tuple[int, ...], values: Tensor, copy: int
+) -> Iterator[Part]:
+    """Convert a box of a rank's part on an axis to boxes of the tensor on the full axis."""
+    if on.cut is None:
+        yield offsets, values, copy
+        return
+    low, dim, shared = offsets[on.cut.dim], on.cut.dim, on.shared(rank)
+    for here, there, length in on.cut.spans(rank, low, low + values.shape[dim]):
+        also = shared.ranks.index(rank) if shared and shared.includes(here) else 0
+        part = values.narrow(dim, here - low, length)
+        yield (*offsets[:dim], there, *offsets[dim + 1 :]), part, copy + also
+
+
+def _expected(
+    optimizer: ShardedOptimizer, saved: Catalogue, scalars: Mapping[str, Any]
+) -> Callable[[HeldParameter], set[str]]:
+    """The keys of a parameter's state, where a checkpoint may be one of another optimizer.
+
+    The keys of one class may depend on a parameter's sizes, except in classes of torch.
+
+    Raises InputError for a checkpoint without any state, saved by another class of optimizer.
+    """
+    spec, known = optimizer.spec, scalars.get("optimizer")
+    name, keys = spec.kind.__name__, cache(spec.state_keys)
+    states = scalars.get("states") or any(tensor.startswith("optim/") for tensor in saved)
+    if not states and not (name == known if known else scalars["step"] == 0 or not keys(0, 2)):
+        raise bad(
+            f"a checkpoint of step {scalars['step']}, saved by {known or 'another optimizer'}, "
+            f"without states of {name}",
+            "a checkpoint of the same class of optimizer",
+            "the optimizer that it was saved with; 'shardwise checkpoint export' for the weights",
+        )
+    if name == known and name not in ELEMENTWISE:
+        return lambda _: set()
+    return lambda held: keys(optimizer.group_of[id(held.param)], len(held.shape))
+
+
+@torch.no_grad()
+def refresh(optimizer: ShardedOptimizer, units: Units) -> None:
+    """After loading: weights follow their masters, gathered copies follow the pieces."""
+    optimizer.states.loaded()
+    units.to_sharded()
+    units.begin_unshard()

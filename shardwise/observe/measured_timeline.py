@@ -1,0 +1,287 @@
+"""The memory of a step, moment by moment: measured on this rank, and predicted without one.
+
+    with measuring(engine, batch) as meter:
+        engine.step(batch)
+    meter.events            bytes by category at each event (prediction/memory_timeline.py)
+
+    found, events = predict_events(model, plan, batch, loss=loss)
+
+A measurement sets hooks on the modules of units and removes them at its end, so other steps are not
+affected. `temporary` are the live bytes in no other category.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise.core.errors import bad
+from shardwise.core.memory_table import ACTIVATIONS, GATHERED, KEPT, MEASURED, TEMPORARY
+from shardwise.core.plan.plan import Plan
+from shardwise.core.schedule.action import COMPUTE_OPS, Step
+from shardwise.engine import memory
+from shardwise.engine.batch import computed_parts, widened
+from shardwise.engine.engine import Engine
+from shardwise.engine.model_structure import by_shape
+from shardwise.engine.options import EngineOptions, own_loss
+from shardwise.engine.predict import predict_with
+from shardwise.engine.spec_of_model import on_tensor_axis, plain_copy, positions_of
+from shardwise.engine.training import DTYPES
+from shardwise.observe import meta_pass
+from shardwise.observe.allocation_trace import EVENT, LiveStorage, MemoryRecorder
+from shardwise.observe.kept_pass import SavedStorages, marks_of
+from shardwise.observe.meter import Meter
+from shardwise.prediction.memory_timeline import (
+    Event,
+    Mark,
+    predicted_timeline,
+    require_predicted,
+)
+from shardwise.prediction.prediction import Prediction
+from shardwise.techniques.data.outputs import tensors_in
+from shardwise.techniques.data.units import Unit
+from shardwise.techniques.pipeline.pipelined import Pipelined
+from shardwise.techniques.pipeline.price_timeline import staged_timeline
+from shardwise.techniques.pipeline.runtime import Watch
+from shardwise.techniques.tensor.apply import table_for
+from shardwise.techniques.tile.apply import tile
+
+
+class StepMeter(TorchDispatchMode):
+    """The events of one step of one engine, on any device."""
+
+    def __init__(
+        self, engine: Engine, meter: Meter, batch: Any, recorder: MemoryRecorder | None = None
+    ) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.engine, self.meter, self.saved = engine, meter, SavedStorages([])
+        self.batch = {x.untyped_storage()._cdata for x in tree_leaves(batch) if _is_tensor(x)}
+        self.events: list[Event] = []
+        self.open: dict[str, int] = {}  # the number of running modules of each unit
+        self.microbatch = 0
+        self.in_backward = False
+        self.most_bytes, self.peak = 0, dict[str, int]()  # by the meter's categories
+        self.on_host: list[int] = []  # bytes of activations in host memory, at each event
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        in_backward = _in_backward()
+        if in_backward and not self.in_backward and not self.engine.staging:
+            self.see("loss")
+        self.in_backward = in_backward
+        self._record()
+        made = func(*args, **(kwargs or {}))
+        self._record()
+        return made
+
+    def _record(self) -> None:
+        if self.recorder is not None:
+            self.recorder.look(self._alive())
+
+    def see(self, kind: str, unit: str = "") -> None:
+        """Record an event: the live bytes now, and the most since the previous event."""
+        peak = self.meter.peak_bytes
+        if peak > self.most_bytes:
+            self.most_bytes, self.peak = peak, self.meter.peak
+        self.meter.peak_bytes = 0
+        if kind == "forward" and self.events and self.events[-1].kind == "backward":
+            self.microbatch += 1
+        held = dict.fromkeys(MEASURED, 0)
+        alive = self._alive()
+        for _, category, stored_bytes in alive:
+            held[category] += stored_bytes
+        if self.recorder is not None:
+            self.recorder.look(alive)
+            self.recorder.changes.append(EVENT)
+        self.events.append(Event(kind, unit, self.microbatch, held, max(peak, sum(held.values()))))
+        places = ((s.place, s.nbytes() or 0) for s in self.meter.storages.values())
+        self.on_host.append(sum(n for p, n in places if p[::2] == (ACTIVATIONS, "host")))
+
+    def _alive(self) -> list[LiveStorage]:
+        """The live storages of the device except the batch: category and bytes of each."""
+        self.meter.now()  # tracks new tensors of the engine
+        weights = (pair for flat in self.engine.flats for pair in memory.weights_of(flat))
+        gathered = {t.untyped_storage()._cdata for category, t in weights if category == GATHERED}
+        recomputed = self.engine.recompute.modules.values()
+        inputs = {x.untyped_storage()._cdata for one in recomputed for x in one.kept_tensors()}
+        saved = self.saved.keys() | inputs
+        found: list[LiveStorage] = []
+        for key, storage in self.meter.storages.items():
+            category = storage.place.category
+            if key in gathered:
+                category = GATHERED
+            elif category == ACTIVATIONS:
+                category = KEPT if key in saved else TEMPORARY
+            if key not in self.batch and storage.place.tier == "device":
+                found.append(LiveStorage(storage, category, storage.nbytes() or 0))
+        return found
+
+    # --- the hooks --------------------------------------------------------------------------------
+
+    def hook(self, stack: ExitStack) -> None:
+        """Set the hooks on the modules of units; `stack` removes them."""
+        for unit in self.engine.data.units.order:
+            for module in unit.modules:
+                begin, end = partial(self.begins, unit), partial(self.ends, unit)
+                stack.callback(module.register_forward_pre_hook(begin).remove)
+                stack.callback(module.register_forward_hook(end).remove)
+
+    def begins(self, unit: Unit, *_: Any) -> None:
+        """A module of the unit begins; the engine's hooks have gathered it."""
+        self.open[unit.name] = self.open.get(unit.name, 0) + 1
+        if self.open[unit.name] == 1 and not _in_backward():  # else it is computed again
+            self.see("forward", unit.name)
+
+    def ends(self, unit: Unit, _: nn.Module, __: Any, out: Any) -> None:
+        """The module returns; its backward begins when a gradient reaches its output."""
+        self.open[unit.name] -= 1
+        for x in [x for x in tensors_in(out) if x.requires_grad]:
+            x.register_hook(lambda _: self.see("backward", unit.name))
+
+    def updates(self, *_: Any) -> None:
+        """The optimizer's step begins; only the first one in a step of the engine counts."""
+        if not any(event.kind == "update" for event in self.events):
+            self.see("update")
+
+    def acted(self, step: Step) -> None:
+        """An action of a pipeline has ended."""
+        if step.op in COMPUTE_OPS:
+            self.see(str(step))
+
+
+class _Watch:
+    """The watch of a pipeline's run: reports each step to the meter and to another watch."""
+
+    def __init__(self, acted: Callable[[Step], None], other: Watch | None) -> None:
+        self.acted, self.other = acted, other
+
+    def now(self) -> float:
+        return 0.0 if self.other is None else self.other.now()
+
+    def __call__(self, step: Step, start_s: float, end_s: float) -> None:
+        if self.other is not None:
+            self.other(step, start_s, end_s)
+        self.acted(step)
+
+
+@contextmanager
+def measuring(
+    engine: Engine, batch: Any, recorder: MemoryRecorder | None = None, *, peaks: bool = True
+) -> Iterator[StepMeter]:
+    """Measure the step of `engine` on `batch` inside the `with`.
+
+    `recorder` records every storage that is allocated and freed. Without `peaks` only the live
+    bytes at the events are measured, not the most between them.
+    """
+    with ExitStack() as stack:
+        meter = stack.enter_context(Meter(engine, peaks=peaks))
+        seen = StepMeter(engine, meter, batch, recorder)
+        passes = engine.passes
+        if isinstance(passes, Pipelined):
+            before = passes.watch
+            passes.watch = _Watch(seen.acted, before)
+            stack.callback(setattr, passes, "watch", before)
+        else:
+            seen.hook(stack)
+        stack.callback(engine.optimizer.torch.register_step_pre_hook(seen.updates).remove)
+        stack.enter_context(saved_tensors_hooks(seen.saved.save, lambda x: x))
+        stack.enter_context(seen)
+        yield seen
+        seen.see("end")
+
+
+def predict_events(
+    model: nn.Module,
+    plan: Plan | str,
+    batch: Any,
+    options: EngineOptions | None = None,
+    rank: int = 0,
+) -> tuple[Prediction, tuple[Event, ...]]:
+    """The result of `sw.predict`, and the memory of `rank` at each event of a step after the first.
+
+    Raises InputError like `sw.predict`, for plans whose timeline is not predicted
+    (prediction/memory_timeline.py), and for a model that does not run on meta. Assumes that all
+    microbatches of a pipeline have the shapes of the first.
+    """
+    options = options or EngineOptions()
+    found = predict_with(model, plan, batch, options, rank)
+    return found, events_of(found, model, batch, options)
+
+
+def events_of(
+    found: Prediction, model: nn.Module, batch: Any, options: EngineOptions
+) -> tuple[Event, ...]:
+    """The events of `predict_events` for a prediction of the plain `model`."""
+    require_predicted(found.plan)
+    if found.plan.pipeline is not None:
+        return staged_timeline(found, options.prefetch)
+    _require_whole_units(found)
+    every = marks_on(found, model, batch, options)
+    return predicted_timeline(found, every, options.prefetch)
+
+
+def marks_on(
+    found: Prediction, model: nn.Module, batch: Any, options: EngineOptions
+) -> tuple[tuple[Mark, ...], ...]:
+    """The marks of a pass of the plain `model` for each microbatch of a rank's batch.
+
+    Raises InputError for a model that does not run on meta.
+    """
+    plan, plain = found.plan, plain_copy(model, found.plan)
+    table = table_for(plain, plan, options.table)
+    twin = plain if table is None else on_tensor_axis(plain, plan, found.rank, table)
+    tile(twin, plan, options.units).show()
+    objective, dtype = options.loss or own_loss, DTYPES[plan.precision]
+    parts = computed_parts(batch, plan.microbatches, plan.cut, options.rows)
+    context = positions_of(plain, plan, found.rank, options)
+
+    def call(whole: nn.Module, rows: Any) -> Tensor:
+        """The loss of this rank's positions; all parts are cut when a step begins."""
+        number = next(number for number, each in enumerate(parts) if each is rows)
+        cut = context.cut(parts)
+        with context.around(whole):
+            context.enter(cut[number])
+            return objective(whole, widened(cut[number], dtype))
+
+    def marks(part: Any) -> tuple[Mark, ...]:
+        return marks_of(twin, call, part, found.recomputed, options.kernels)
+
+    try:
+        return by_shape(parts, marks)
+    except meta_pass.UNKNOWN as error:
+        why = " ".join(str(error).split())[:200]
+        raise bad(
+            f"a timeline of a {type(model).__name__} that does not run on meta ({why})",
+            "models that compute tensors from tensors",
+            f'shardwise predict "{plan}" --measure',
+        ) from error
+
+
+def _require_whole_units(found: Prediction) -> None:
+    """Raise InputError for units inside of recomputed modules, which are called twice."""
+    names = [name for unit in found.spec.modules for name in unit.modules]
+    for name in found.recomputed:
+        inside = next((other for other in names if other.startswith(f"{name}.")), None)
+        if inside is not None:
+            raise bad(
+                f"a timeline of '{found.plan}', which recomputes {name}, with the unit {inside} "
+                "inside of it",
+                "units that are not inside of recomputed modules",
+                f'shardwise predict "{found.plan}" --measure',
+            )
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)

@@ -1,0 +1,160 @@
+"""A cluster as numbers: the roofline of its devices, its links, and how far from them work stays.
+
+    [device]          name, memory_bytes, memory_bytes_per_s, launch_s, peak_flops by precision
+    [inside]          a device's link to the others of its host: latency_s, bytes_per_s
+    [between]         a device's link to those of other hosts
+    [host_link]       to the memory of its host; none if the device is its host's processor
+    [disk]            of a host: read_bytes_per_s, write_bytes_per_s; may be left out
+    [derating]        the part of the data sheet's rate that products, memory and links reach
+
+What `shardwise doctor --save` measures has deratings of 1, and more than a data sheet says:
+
+    hosts                 how many there are; a data sheet says nothing of that
+    device.step_s         what a step takes beside its kernels and messages
+    device.products       rates of products by their FLOPs, since small ones are slower
+    device.asynchronous   whether a kernel is launched while the one before it runs
+    device.overlap        the part of a message's time in which the device computes
+    [collectives.NAME]    a collective's latency and rate, relative to those of the links
+
+Rates are of one device, and links' rates of one direction. Global ranks fill one host after
+another. (Roofline: Williams, Waterman, Patterson, CACM 52(4), 2009. Links: Hockney's model.)
+"""
+
+import math
+from bisect import bisect_left
+from itertools import pairwise
+from typing import Annotated, Final
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from shardwise.core.errors import bad
+
+Rate = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Part = Annotated[float, Field(ge=0, le=1)]
+_FROZEN: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Device(BaseModel):
+    """One device. `launch_s` is the least time between the begins of two kernels.
+
+    step_s        of a step beside its kernels and messages: what the program itself computes
+    asynchronous  False: a kernel takes its launch and its work, one after the other
+    overlap       the part of a message's time in which the device computes at its full rate
+    products      by precision, pairs of the FLOPs of a product and its rate, in order
+    """
+
+    model_config = _FROZEN
+
+    name: str
+    memory_bytes: Annotated[int, Field(gt=0)]
+    memory_bytes_per_s: Rate
+    launch_s: Seconds
+    peak_flops: dict[str, Rate]
+    step_s: Seconds = 0.0
+    asynchronous: bool = True
+    overlap: Part = 1.0
+    products: dict[str, tuple[tuple[Rate, Rate], ...]] = Field(default_factory=dict)
+
+    @field_validator("products")
+    @classmethod
+    def _in_order(cls, products: dict[str, tuple[tuple[float, float], ...]]) -> object:
+        for pairs in products.values():
+            if not pairs or any(a >= b for (a, _), (b, _) in pairwise(pairs)):
+                raise ValueError("pairs [FLOPs, FLOPs a second], the FLOPs ascending")
+        return products
+
+
+class LinkSpeed(BaseModel):
+    """A link of a device: a message of n bytes takes latency_s + n / bytes_per_s."""
+
+    model_config = _FROZEN
+
+    latency_s: Seconds
+    bytes_per_s: Rate
+
+
+class CollectiveSpeed(BaseModel):
+    """A collective relative to the links that it takes: its latency over theirs, its rate too."""
+
+    model_config = _FROZEN
+
+    latency: Rate = 1.0
+    rate: Rate = 1.0
+
+
+class DiskSpeed(BaseModel):
+    """The disk of a host."""
+
+    model_config = _FROZEN
+
+    read_bytes_per_s: Rate
+    write_bytes_per_s: Rate
+
+
+class Derating(BaseModel):
+    """What parts of the rates of a data sheet are reached, one for each class of work.
+
+    The defaults were fitted once to all rows of tests/predict/test_golden_time.py together, for the
+    least worst error, in steps of 0.02 to 0.05. Steps around it change the median by 2 points.
+    """
+
+    model_config = _FROZEN
+
+    products: Share = 0.70
+    memory: Share = 0.80
+    links: Share = 0.80
+
+
+class Cluster(BaseModel):
+    """Hosts of equal devices. `hosts` None: as many as a plan needs."""
+
+    model_config = _FROZEN
+
+    devices_per_host: Annotated[int, Field(gt=0)]
+    device: Device
+    inside: LinkSpeed
+    between: LinkSpeed
+    host_link: LinkSpeed | None = None
+    hosts: Annotated[int, Field(gt=0)] | None = None
+    disk: DiskSpeed | None = None
+    derating: Derating = Derating()
+    collectives: dict[str, CollectiveSpeed] = Field(default_factory=dict)
+
+    def flops_per_s(self, precision: str, flops: float = math.inf) -> float:
+        """The rate of matrix products of so many FLOPs; between two that are listed, by a line.
+
+        Raises InputError for a precision without a peak.
+        """
+        peak = self.device.peak_flops.get(precision)
+        if peak is None:
+            given = f"the cluster of {self.device.name}, without device.peak_flops.{precision}"
+            allowed = "a peak for the precision of each product of the model"
+            raise bad(given, allowed, f"{precision} = 1e13 under [device.peak_flops]")
+        return self.derating.products * min(peak, self._product_rate(precision, flops, peak))
+
+    def collective(self, kind: str) -> CollectiveSpeed:
+        """The speed of a collective, relative to that of the links."""
+        return self.collectives.get(kind) or CollectiveSpeed()
+
+    def require_hosts(self, ranks: int) -> None:
+        """Raise InputError for a plan of more ranks than there are devices."""
+        if self.hosts is not None and ranks > self.hosts * self.devices_per_host:
+            given = f"a plan of {ranks} ranks, with a cluster that was measured on "
+            given += f"{self.hosts * self.devices_per_host}"
+            allowed = "at most as many ranks as `shardwise doctor --save` measured"
+            raise bad(given, allowed, f"shardwise doctor --nproc {ranks} --save cluster.toml")
+
+    def _product_rate(self, precision: str, flops: float, peak: float) -> float:
+        pairs = self.device.products.get(precision, ((math.inf, peak),))
+        after = bisect_left(pairs, flops, key=lambda pair: pair[0])
+        if after in (0, len(pairs)):
+            return pairs[min(after, len(pairs) - 1)][1]
+        (least, slow), (most, fast) = pairs[after - 1 : after + 1]
+        return slow + (fast - slow) * (flops - least) / (most - least)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate of the device's memory."""
+        return self.device.memory_bytes_per_s * self.derating.memory

@@ -1,0 +1,1 @@
+"""The time of a step: kernels, collectives, and what of them overlaps."""

@@ -1,0 +1,95 @@
+"""Seconds of collectives on the axes of a plan: latency of the hops, and bytes over bandwidth.
+
+    tp8 in hosts of 8      1 host,  8 ranks in it     NVLink
+    dp8 of dp8 tp8         8 hosts, 1 rank in each    one network link
+    dp64                   8 hosts, 8 ranks in each   rings enter a host by all of its 8 links
+
+    ring          all_gather, reduce_scatter, broadcast       n - 1 hops
+    tree          all_reduce between hosts                    2 log2(hosts) hops, a ring's bytes
+    pairs         all_to_all, send                            one hop; bytes by where the peers are
+
+The bytes are those that the ledger counts (core/moves.py). A measured cluster has a latency and a
+rate of each collective relative to these.
+"""
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+from shardwise.core.plan.plan import Plan
+from shardwise.prediction.cluster import Cluster
+from shardwise.prediction.traffic import Counted
+
+
+class AxisHosts(NamedTuple):
+    """The hosts that the ranks of an axis are on, and how many each has at least."""
+
+    ranks: int
+    hosts: int
+    local: int
+
+
+class Network:
+    """The links between the ranks of a plan's axes through `rank`."""
+
+    def __init__(self, cluster: Cluster, plan: Plan, rank: int) -> None:
+        cluster.require_hosts(plan.size)
+        self.cluster, self.plan, self.rank = cluster, plan, rank
+        self.hosts = cache(self._hosts)
+
+    def seconds(self, sent: Counted) -> dict[str, float]:
+        """The seconds of messages on each axis, one after another."""
+        found: dict[str, float] = {}
+        for (axis, _), seconds in self.seconds_by_kind(sent).items():
+            found[axis] = found.get(axis, 0.0) + seconds
+        return found
+
+    def seconds_by_kind(self, sent: Counted) -> dict[tuple[str, str], float]:
+        """The seconds of messages of each axis and kind; none of copies between tiers."""
+        found: dict[tuple[str, str], float] = {}
+        for line, sent_bytes in sent.items():
+            axis, kind, _ = line
+            if axis == "tier":
+                continue
+            relative = self.cluster.collective(kind)
+            latency_s = sent.messages[line] * relative.latency * self.latency_s(axis, kind)
+            time_s = latency_s + sent_bytes / (relative.rate * self.rate(axis, kind))
+            found[axis, kind] = found.get((axis, kind), 0.0) + time_s
+        return found
+
+    def latency_s(self, axis: str, kind: str) -> float:
+        """The time of a message without bytes."""
+        on, inside, between = self.hosts(axis), self.cluster.inside, self.cluster.between
+        if kind in ("all_to_all", "send"):
+            return between.latency_s if on.hosts > 1 else inside.latency_s
+        if kind == "all_reduce":
+            levels = math.ceil(math.log2(on.hosts))
+            return 2 * ((on.local - 1) * inside.latency_s + levels * between.latency_s)
+        return (on.local - 1) * inside.latency_s + (on.hosts - 1) * between.latency_s
+
+    def rate(self, axis: str, kind: str) -> float:
+        """The bytes that a rank sends in a second."""
+        on, part = self.hosts(axis), self.cluster.derating.links
+        inside, between = self.cluster.inside.bytes_per_s, self.cluster.between.bytes_per_s
+        if on.hosts == 1:
+            rate = inside
+        elif kind == "all_to_all":
+            rate = between * (on.ranks - 1) / (on.ranks - on.local)
+        elif kind == "send":
+            rate = between
+        else:
+            rate = min(inside, on.local * between)
+        return part * rate * (on.ranks - 1 if kind == "broadcast" else 1)
+
+    def _hosts(self, axis: str) -> AxisHosts:
+        name, _, number = axis.partition(".")
+        plan = self.plan.of_layers(int(number)) if number else self.plan
+        ranks = plan.size_of(name)
+        mesh_axis = plan.inner_data_axis if name in ("ep", "edp") else name
+        names = [each for each, _ in plan.mesh.axes]
+        inner = names[names.index(mesh_axis) + 1 :] if mesh_axis in names else []
+        stride = math.prod(map(plan.mesh.size_of, inner)) * (plan.ep if name == "edp" else 1)
+        first = self.rank - stride * plan.coordinate(self.rank).get(name, 0)
+        hosts = [(first + k * stride) // self.cluster.devices_per_host for k in range(ranks)]
+        count = len(set(hosts))
+        return AxisHosts(ranks, count, max(1, ranks // count))

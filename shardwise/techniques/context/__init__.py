@@ -1,0 +1,1 @@
+"""Context parallelism: positions of a sequence on different ranks attend to each other."""

@@ -1,0 +1,255 @@
+"""Context parallelism in an engine: its axes, this rank's positions, and its attention.
+
+begin     cut every part of the batch
+during    operations that reach beyond a rank's positions are replaced (operations.py)
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.comm.move import begin_sum, open_ways
+from shardwise.comm.world import Axis, World
+from shardwise.core.applied import NOTHING, Applied
+from shardwise.core.errors import bad
+from shardwise.core.mesh import CONTEXT
+from shardwise.core.plan.plan import Plan
+from shardwise.techniques.context.attention import attention
+from shardwise.techniques.context.batch import Sequences, cut_batch, length_of
+from shardwise.techniques.context.moves import AttentionCall, LossCount
+from shardwise.techniques.context.operations import OwnPositions
+from shardwise.techniques.context.positions import cut_of
+from shardwise.techniques.context.ulysses import require_heads
+
+if TYPE_CHECKING:
+    from shardwise.engine.training import Build
+
+
+def applied(model: nn.Module, build: "Build") -> "PositionShards":
+    """Open the axes of `cp`; called by all ranks."""
+    plan, world = build.plan, build.world
+    if plan.cp == 1:
+        return PositionShards(plan, Axis(CONTEXT), None, shifts=False)
+    axis, ring, ulysses = _axes(world, plan)
+    n = ring.size
+    if n > 1:
+        open_ways(ring, [(rank, (rank + 1) % n) for rank in range(n)], world.device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, *, of: Sequences, **how: Any) -> Tensor:
+        return attention(q, k, v, mask, **how, ring_axis=ring, ulysses_axis=ulysses, cut=of.cut)
+
+    def count(x: Tensor) -> Tensor:
+        return begin_sum(x.to(world.device), axis).wait()
+
+    shifts = require_model(model, plan)
+    mode = OwnPositions(attend, count, {id(b): b for b in model.buffers()})
+    return PositionShards(plan, axis, mode, shifts=shifts)
+
+
+def _axes(world: World, plan: Plan) -> tuple[Axis, Axis, Axis]:
+    """The ranks of `cp`, of the ring, and of Ulysses.
+
+    Ranks of Ulysses are neighbours: an all-to-all inside a host, a ring across hosts.
+    """
+    inner, n = plan.inner_data_axis, plan.cp
+    u = plan.context.ulysses if plan.context else 1
+    groups = [range(first, first + n) for first in range(0, world.axis(inner).size, n)]
+    axis = world.within(inner, groups, CONTEXT)
+    if u in (1, n):
+        none = Axis(CONTEXT, ledger=world.ledger)
+        return (axis, axis, none) if u == 1 else (axis, none, axis)
+    rings = [group[first::u] for group in groups for first in range(u)]
+    within = [group[first : first + u] for group in groups for first in range(0, n, u)]
+    return axis, world.within(inner, rings, CONTEXT), world.within(inner, within, CONTEXT)
+
+
+def require_model(model: nn.Module, plan: Plan) -> bool:
+    """Whether labels are shifted inside the model: a decoder of transformers.
+
+    Raises InputError for a model of transformers whose attention does not go through PyTorch's.
+    """
+    ours = [m for m in model.modules() if any(_is_pretrained(kind) for kind in type(m).__mro__)]
+    for module in ours:
+        config = getattr(module, "config", None)
+        kind = getattr(config, "_attn_implementation", None)
+        if kind not in (None, "sdpa"):
+            raise bad(
+                f"a {type(module).__name__} with attn_implementation={kind!r} under {plan.context}",
+                "models whose attention is F.scaled_dot_product_attention",
+                'attn_implementation="sdpa"',
+            )
+        window, kinds = (getattr(config, name, None) for name in ("sliding_window", "layer_types"))
+        if window and (kinds is None or "sliding_attention" in kinds):
+            raise bad(
+                f"a {type(module).__name__} whose attention has a window of {window} positions, "
+                f"under {plan.context}",
+                "attention that is causal or full",
+                "sliding_window=None in the configuration of the model",
+            )
+    causal = {getattr(module, "is_causal", None) for module in model.modules()} - {None}
+    return bool(ours) and causal == {True}
+
+
+def _is_pretrained(kind: type) -> bool:
+    return kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
+
+
+class PositionShards(Applied):
+    """The positions of one rank in each part of a batch; without `mode`, all positions."""
+
+    def __init__(self, plan: Plan, axis: Axis, mode: OwnPositions | None, *, shifts: bool) -> None:
+        self.plan, self.axis, self.mode, self.shifts = plan, axis, mode, shifts
+        self.parts: list[tuple[Any, Sequences, Any]] = []  # cut, how, and whole
+        self.mixes = mode is not None
+
+    def same_batch(self) -> Iterable[Axis]:
+        return (self.axis,)
+
+    def begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
+        """Returns this rank's positions of the parts."""
+        if self.mode is None:
+            return parts
+        self.mode.of = None
+        here, shifts = self.axis.rank, self.shifts
+        self.parts = [(*part_of(self.plan, part, here, shifts=shifts), part) for part in parts]
+        return [part for part, _, _ in self.parts]
+
+    def weight(self, count: float, part: Any, tokens: Callable[[Any], int] | None) -> float:
+        """The tokens of this rank's positions; without the user's function, by their number.
+
+        Labels that a model of transformers shifts are not those that such a function counts.
+        """
+        found = next((of for own, of, _ in self.parts if own is part), None)
+        if self.mode is None or found is None:
+            return count
+        self.mode.own_mean = tokens is not None and not self.shifts
+        if tokens is not None and self.mode.own_mean:
+            return tokens(part) if count else 0  # the part may be a stand-in for one without rows
+        return count * found.numel / max(1, found.cut.length)
+
+    def enter(self, part: Any) -> Any:
+        if self.mode is None:
+            return part
+        found = ((of, whole) for own, of, whole in self.parts if own is part)
+        self.mode.of, part = next(found, (None, part))
+        return part
+
+    def during(self, device: Any) -> AbstractContextManager[Any]:
+        return self.mode or NOTHING
+
+    def end(self, *, trains: bool) -> None:
+        self.parts = []
+        if self.mode is not None:
+            self.mode.of = None
+
+
+def part_of(plan: Plan, part: Any, rank: int, *, shifts: bool) -> tuple[Any, Sequences]:
+    """The positions of rank `rank` of `cp` in a part of a batch."""
+    length = length_of(part)
+    if plan.context is not None and plan.context.ulysses > 1 and length < plan.cp:
+        raise bad(
+            f"sequences of {length} positions under '{plan.context}'",
+            f"{plan.cp} positions or more, at least one for each rank",
+            f"cp{plan.cp}, whose ranks may have none, or longer sequences",
+        )
+    return cut_batch(part, cut_of(length, plan.context), rank, shifts=shifts)
+
+
+# --- the recorded pass -----------------------------------------------------------------------
+
+
+class RecordedPositions:
+    """A pass on meta over the positions of one rank, for predictions.
+
+    `tokens`: the user counts the tokens of a batch.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, rank: int, *, tokens: bool) -> None:
+        self.plan, self.rank, self.tokens = plan, plan.coordinate(rank)[CONTEXT], tokens
+        self.shifts = plan.cp > 1 and require_model(model, plan)
+        self.of: list[tuple[Any, Sequences]] = []
+        self.mode: OwnPositions | None = None
+
+    def enter(self, part: Any) -> None:
+        """The forward of this part begins."""
+        if self.mode is not None:
+            self.mode.of = next(of for own, of in self.of if own is part)
+
+    def cut(self, parts: Sequence[Any]) -> list[Any]:
+        """The parts, of this rank's positions."""
+        if self.plan.cp == 1:
+            return [*parts]
+        self.of = [part_of(self.plan, part, self.rank, shifts=self.shifts) for part in parts]
+        return [part for part, _ in self.of]
+
+    @contextmanager
+    def around(
+        self, model: nn.Module, record: Callable[[Any], None] = lambda _: None
+    ) -> Iterator[None]:
+        """Record what is sent while `model` computes this rank's positions."""
+        if self.plan.cp == 1:
+            yield
+            return
+        inside = [""]
+        attend = partial(self._attend, inside, record)
+
+        def count(x: Tensor) -> Tensor:
+            record(LossCount())
+            return x
+
+        def begin(name: str, *_: Any) -> None:
+            inside.append(name)
+
+        def end(*_: Any) -> None:
+            inside.pop()
+
+        handles: list[Any] = []
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(partial(begin, name)))
+            handles.append(module.register_forward_hook(end))
+        self.mode = OwnPositions(attend, count, {id(b): b for b in model.buffers()})
+        self.mode.own_mean = self.tokens and not self.shifts
+        try:
+            with self.mode:
+                yield
+        finally:
+            self.mode = None
+            for handle in handles:
+                handle.remove()
+
+    def _attend(
+        self,
+        inside: Sequence[str],
+        record: Callable[[Any], None],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        *,
+        of: Sequences,
+        causal: bool,
+        scale: float | None,
+        dropout_p: float,
+    ) -> Tensor:
+        rows, heads, _, width = q.shape
+        ranks = self.plan.context.ulysses if self.plan.context else 1
+        require_heads(heads, k.shape[1], ranks, f"cp{self.plan.cp}")
+        sizes = rows, heads, k.shape[1], width, q.element_size()
+        record(AttentionCall(inside[-1], of.cut, *sizes, torch.is_grad_enabled()))
+        if ranks > 1:  # tensors of the shapes that an all-to-all gives
+            every = sum(of.cut.blocks(self.rank // ranks))
+            q, k, v = (
+                F.pad(x[:, : max(1, x.shape[1] // ranks)], (0, 0, 0, every - of.numel))
+                for x in (q, k, v)
+            )
+        out = F.scaled_dot_product_attention(
+            q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        if ranks > 1:
+            out = F.pad(out[:, :, : of.numel], (0, 0, 0, 0, 0, heads - out.shape[1]))
+        return out

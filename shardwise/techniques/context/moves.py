@@ -1,0 +1,25 @@
+"""What context parallelism sends in a pass, as numbers."""
+
+from typing import NamedTuple
+
+from shardwise.techniques.context.positions import SequenceCut
+
+
+class AttentionCall(NamedTuple):
+    """One attention of `rows` sequences in the module `layer`.
+
+    `trained`: it has a backward pass.
+    """
+
+    layer: str
+    cut: SequenceCut
+    rows: int
+    heads: int
+    key_heads: int
+    width: int
+    element_bytes: int
+    trained: bool
+
+
+class LossCount(NamedTuple):
+    """One loss, whose labels the ranks count together."""

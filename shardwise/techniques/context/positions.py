@@ -1,0 +1,93 @@
+"""The positions of a sequence that each rank of the axis `cp` holds.
+
+    ring, causal    zigzag: 2n chunks, rank r holds chunks r and 2n-1-r
+
+                    0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11 | 12 13 | 14 15        T = 16, n = 4
+                     r0    r1    r2    r3    r3     r2      r1      r0
+
+    Ulysses, or a ring that is not causal: rank r holds block r of n
+
+    ring times Ulysses (R x U): the ring has R ranks, and the positions of ring rank r, in the order
+    above, are divided into U blocks; block u is on cp rank r * U + u
+
+With zigzag every rank has an early and a late chunk, so in causal attention all ranks compute
+equally many scores (Brandon et al., "Striped Attention", arXiv 2311.09431, states the imbalance of
+blocks; Megatron-LM has these chunks).  Sizes of chunks differ by at most one; if the sequence is
+shorter than the number of chunks, some are empty.  This file imports no torch: prices read it.
+"""
+
+from dataclasses import dataclass
+
+from shardwise.core.layouts.uneven import Cut, Range, even
+from shardwise.techniques.context.word import ContextWord
+
+
+@dataclass(frozen=True)
+class SequenceCut:
+    """How `length` positions are divided over `ranks` ranks, `ulysses` of them in each ring rank.
+
+    `zigzag`: two chunks for each ring rank, else one block.  `ulysses` divides `ranks`.
+    """
+
+    length: int
+    ranks: int
+    zigzag: bool
+    ulysses: int = 1
+
+    @property
+    def ring(self) -> "SequenceCut":
+        """The division over the ring ranks alone."""
+        return SequenceCut(self.length, self.ranks // self.ulysses, self.zigzag)
+
+    def chunks(self, rank: int) -> list[Range]:
+        """The positions of a rank as intervals [start, stop), in the order in which it holds them.
+
+        Without Ulysses two with zigzag (either may be empty) and one without; with Ulysses those
+        that are not empty.
+        """
+        if self.ulysses > 1:
+            return self._block(*divmod(rank, self.ulysses))
+        parts = 2 * self.ranks if self.zigzag else self.ranks
+        ranges = [interval for (interval,) in even(0, self.length, parts).ranges]
+        return [ranges[rank], ranges[-1 - rank]] if self.zigzag else [ranges[rank]]
+
+    def numel(self, rank: int) -> int:
+        """The number of positions of a rank."""
+        return sum(stop - start for start, stop in self.chunks(rank))
+
+    def on(self, dim: int) -> Cut:
+        """The division of dim `dim` of a tensor."""
+        return Cut(dim, self.length, tuple(tuple(self.chunks(rank)) for rank in range(self.ranks)))
+
+    def blocks(self, ring_rank: int) -> list[int]:
+        """The number of positions of each Ulysses rank of a ring rank."""
+        first = ring_rank * self.ulysses
+        return [self.numel(first + rank) for rank in range(self.ulysses)]
+
+    def _block(self, ring_rank: int, block: int) -> list[Range]:
+        ring = self.ring
+        inner = even(0, ring.numel(ring_rank), self.ulysses)
+        spans = ring.on(0).spans(ring_rank, *inner.ranges[block][0])
+        return [(start, start + length) for _, start, length in spans]
+
+
+def cut_of(length: int, context: ContextWord | None) -> SequenceCut:
+    """How a plan divides the positions of a sequence; without the word one rank has all."""
+    ranks, ulysses = (1, 1) if context is None else (context.ranks, context.ulysses)
+    return SequenceCut(length, ranks, zigzag=ranks > ulysses, ulysses=ulysses)
+
+
+def visible(cut: SequenceCut, rank: int, source: int) -> tuple[int, int]:
+    """The part of a block of causal attention that is not masked: rows [first:], keys [:stop].
+
+    Rows are those of `rank`, keys those of `source`, another ring rank:
+
+        zigzag    source < rank      all rows, the first chunk of keys
+                  source > rank      the second chunk of rows, all keys
+        blocks    source < rank      all rows, all keys
+                  source > rank      nothing
+    """
+    mine, theirs = cut.chunks(rank), cut.chunks(source)
+    first = sum(stop - start for start, stop in mine if start < theirs[0][1])
+    stop = sum(stop - start for start, stop in theirs if stop <= mine[-1][0])
+    return first, stop

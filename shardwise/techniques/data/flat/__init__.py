@@ -1,0 +1,1 @@
+"""Flat parameters and their gradients."""

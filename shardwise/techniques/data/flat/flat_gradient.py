@@ -1,0 +1,318 @@
+"""The gradient of a flat parameter: collected in the backward pass, then reduced over the ranks.
+
+    grad    the gradients that this rank has made, in the layout of the whole flat parameter
+    gsum    their sum over the ranks, where the row reduces after each backward pass: all of it (R)
+            or this rank's block (S)
+    gshard  this rank's block of the sum, from which the update is made: of `grad` or of `gsum`
+
+    p.grad --collect--> grad --reduce--> gshard --P -> R on replicate--> gshard --attach--> p.grad
+
+The moves are those of the row (core/zero.py): `begin_reduce` carries out the first of `sums`, and
+`begin_further` those over replicas and over other axes (`sums` of LocalLayout).  When all sums
+are complete, `begin_offload` carries out `offload`: it copies `gshard` to another tier and frees
+the gradients on the device. From then on `gshard` is `host_grad`.  If that still holds
+gradients of an earlier backward pass, which a user's loop has not dropped, the copy is added.
+Where updates are made one step late, two take turns: `swap` after a step.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.move import start
+from shardwise.comm.tiers.arena import NO_ARENA
+from shardwise.comm.tiers.tiers import begin_copy
+from shardwise.comm.transport import Pending
+from shardwise.comm.world import Axis
+from shardwise.core.errors import bad
+from shardwise.core.layouts.layout import P, Placement, R
+from shardwise.core.tools.hook import others_after
+from shardwise.core.zero import RowMoves
+from shardwise.techniques.data.flat.flat_views import FlatViews
+from shardwise.techniques.data.flat.local_layout import LocalLayout
+from shardwise.techniques.data.mean import mean_with_graph
+
+#: out, left, right, beta, alpha: out becomes beta out + alpha left right; of beta 0 it is not read.
+
+
+class FlatGradient:
+    """The gradients of parameters that are reduced at once; `like` is a tensor of their dtype."""
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter]],
+        views: FlatViews,
+        moves: RowMoves,
+        local: LocalLayout,
+        like: Tensor,
+    ) -> None:
+        self.names, self.params = [name for name, _ in params], [p for _, p in params]
+        self.views, self.moves, self.local = views, moves, local
+        self.replicate_axis, self.tiers, self.like = local.replicate, local.tiers, like
+        self.further = [*map(local.axis, moves.sums[1:]), *local.sums]
+        self.grad: Tensor | None = None
+        self.grad_views: list[Tensor] = []
+        self.gsum: Tensor | None = None
+        self.gshard: Tensor | None = None
+        self.host_grad: Tensor | None = None
+        self.late, self.other_host_grad = local.late, self.host_grad
+        none = [False] * len(params)
+        self.filled = list(none)  # grad holds something of parameter i
+        self.valid = list(none)  # gsum holds something of parameter i
+        self.resting = list(none)  # host_grad holds something of an earlier backward pass
+        self.shown = list(none)  # p.grad has what grad held of parameter i
+        self.has_grad = list(none)  # this rank has had a gradient for parameter i since `clear`
+        self.used = list(none)  # and so has any rank, as far as has been heard
+        self.attached = False  # the pieces of gshard are on the parameters
+        self.graphs: dict[int, Tensor] = {}  # gradients with a graph (create_graph)
+        self.going = Pending()
+
+    # --- in the backward pass -----------------------------------------------------------------
+
+    def require_whole(self, index: int) -> None:
+        """Raise InputError if autograd has left the gradient of a piece on parameter `index`."""
+        p = self.params[index]
+        if p.grad is not None and p.grad.shape != self.views.shapes[index]:
+            p.grad = None
+            raise bad(
+                f"a loss that was computed from this rank's piece of {self.names[index]}",
+                "losses of what model(x) and model.NAME give; of model.parameters() after model(x)",
+                "loss = model(x).mean(), then loss += sum(p.norm() for p in model.parameters())",
+            )
+
+    def collect(self, index: int, scale: float) -> None:
+        """Take the gradient autograd has just left on parameter `index`, times `scale`."""
+        p = self.params[index]
+        if p.grad is None:
+            return
+        view, filled = self._fill(index)
+        gradient, p.grad = p.grad, None
+        if gradient.requires_grad:  # under create_graph=True
+            before = self.graphs.get(index)
+            self.graphs[index] = gradient if before is None else before + gradient
+            gradient = gradient.detach()
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if filled:
+            view.add_(gradient, alpha=scale)
+        elif scale == 1.0:
+            view.copy_(gradient)
+        else:
+            torch.mul(gradient, scale, out=view)
+
+    def add_product(self, index: int, left: Tensor, right: Tensor, scale: float) -> None:
+        """Add left^T right, of left [N, out] and right [N, in], to the gradient of a weight."""
+        view, filled = self._fill(index)
+        torch.addmm(
+            view, left.t(), right, beta=float(filled), alpha=scale, out=view
+        )  # beta 0: not read
+
+    def show(self, scale: float) -> None:
+        """Put what this rank has accumulated on each parameter with the user's own hooks.
+
+        As under torch's DDP, hooks after accumulation see and may change the sum of all backward
+        passes since the gradients were dropped.  Where sums are sharded after each pass, they see
+        the gradient of that pass.
+        """
+        for i, p in enumerate(self.params):
+            # p.grad is there already if the pass has begun with this parameter
+            if self.filled[i] and p.grad is None and others_after(p):
+                p.grad = self.grad_views[i] / scale
+                self.filled[i], self.shown[i] = False, True
+
+    def unshow(self, scale: float) -> None:
+        """After the pass: take back what was shown and had no gradient in it."""
+        for i in [i for i, shown in enumerate(self.shown) if shown and not self.filled[i]]:
+            self.collect(i, scale)
+        self.shown = [False] * len(self.params)
+
+    def _fill(self, index: int) -> tuple[Tensor, bool]:
+        """The place of a gradient about to be written, and whether it holds something already."""
+        if self.grad is None:
+            self.begin()
+        filled = self.filled[index]
+        self.filled[index] = self.has_grad[index] = True
+        return self.grad_views[index], filled
+
+    def begin(self) -> None:
+        """Make room for gradients in the layout of the whole flat parameter."""
+        plan = self.views.plan
+        again = self.gsum is not None and self.gsum.numel() == plan.padded
+        if again and not any(self.valid):  # memory of the step before
+            self.grad = self.gsum
+        else:
+            arena = self.local.arena if self.moves.shards_gradient else NO_ARENA  # else they stay
+            self.grad = arena.empty((plan.padded,), self.like)
+        assert self.grad is not None
+        self.grad_views = self.views.every(self.grad)
+        used = 0
+        for offset, numel in zip(plan.offsets, plan.numels, strict=True):
+            self.grad[used:offset].zero_()  # padding is summed like the rest: it must be a number
+            used = offset + numel
+        self.grad[used:].zero_()
+        if not self.moves.each_backward:
+            self.gshard = self.views.block(self.grad)
+
+    # --- between ranks and tiers --------------------------------------------------------------
+
+    def begin_reduce(self) -> None:
+        """Start the sum of `grad` over the row's axis; a missing gradient counts as zero."""
+        if self.grad is None:
+            self.begin()
+        assert self.grad is not None
+        self._zero_unfilled()
+        if not self.moves.sums:
+            return
+        move = self.moves.sums[0]
+        axis = self.local.axis(move)
+        if not self.moves.each_backward:
+            assert self.gshard is not None
+            self.going = start(self.grad, axis, P, move.dst, self.gshard, behind=True)
+            return
+        sent, self.grad, self.grad_views = self.grad, None, []
+        self.filled = [False] * len(self.params)
+        out = self._room(sent, move.dst)
+        arriving = start(sent, axis, P, move.dst, out, behind=True)
+        self.going = Pending([arriving.wait, lambda: self._arrived(out, sent)])
+
+    def _room(self, sent: Tensor, dst: Placement) -> Tensor:
+        """Where the sum of `sent` is written: to `gsum` if that holds nothing yet, or in place."""
+        fresh = not any(self.valid)
+        if dst == R or not fresh:
+            out = sent if dst == R else self.views.block(sent)
+        else:
+            out = sent.new_empty(self.views.plan.share) if self.gsum is None else self.gsum
+        if fresh:
+            self.gsum, self.valid = out, [True] * len(self.params)
+            self.gshard = out if dst != R else self.views.block(out)
+        return out
+
+    def _zero_unfilled(self) -> None:
+        for view, filled in zip(self.grad_views, self.filled, strict=True):
+            if not filled:
+                view.zero_()
+
+    def _arrived(self, out: Tensor, sent: Tensor) -> None:
+        """The sum is in `out`: add it where gsum holds something.  `sent` lived until now."""
+        gsum = self.gsum
+        assert gsum is not None
+        if out is not gsum:
+            whole = gsum.numel() == self.views.plan.padded
+            pieces = self.views.pieces
+            parts = self.views.every(gsum) if whole else [gsum[low:high] for low, high in pieces]
+            for part, valid in zip(parts, self.valid, strict=True):
+                if not valid:
+                    part.zero_()
+            gsum.add_(out)
+        self.valid = [True] * len(self.params)
+
+    def end_reduce(self) -> None:
+        """Wait for the sum that `begin_reduce` or `begin_further` started."""
+        self.going.wait()
+
+    def begin_further(self) -> None:
+        """Start the sum of `gshard` over replicas of this shard, then where it is still partial."""
+        self.going = self._sum_over(self.further)
+
+    def _sum_over(self, axes: Sequence[Axis]) -> Pending:
+        if not axes or self.gshard is None:
+            return Pending()
+        first, *others = axes
+        going = start(self.gshard, first, P, R, self.gshard, behind=True)
+        return Pending([going.wait, lambda: self._sum_over(others).wait()]) if others else going
+
+    def begin_offload(self) -> None:
+        """Start to copy `gshard` to host memory, where the update is made, or a disk; free it here.
+
+        On a disk `host_grad` is there already.
+        """
+        tier = self.moves.offload
+        if tier is None or self.gshard is None:
+            return
+        if self.host_grad is None:
+            self.host_grad = self.tiers.empty_like(self.gshard, "host")
+            if self.late:
+                self.other_host_grad = self.tiers.empty_like(self.gshard, "host")
+        if any(self.resting):
+            arriving = begin_copy(self.gshard, self.tiers, "device", "host")
+            self.going = Pending([lambda: self._add(arriving.wait())])
+        else:
+            self.going = begin_copy(self.gshard, self.tiers, "device", tier, self.host_grad)
+        self.grad, self.grad_views, self.gsum, self.gshard = None, [], None, self.host_grad
+        self.filled, self.valid = ([False] * len(self.params) for _ in range(2))
+
+    def swap(self) -> None:
+        """Let the gradients of the next step arrive beside those of this one."""
+        self.host_grad, self.other_host_grad = self.other_host_grad, self.host_grad
+
+    def _add(self, arrived: Tensor) -> None:
+        """Add a copy of `gshard` to what rests on the host."""
+        assert self.host_grad is not None
+        for (low, high), rests in zip(self.views.pieces, self.resting, strict=True):
+            if not rests:
+                self.host_grad[low:high].zero_()
+        self.host_grad.add_(arrived)
+
+    # --- on the parameters --------------------------------------------------------------------
+
+    def piece(self, index: int) -> Tensor | None:
+        """The piece of `gshard` for parameter `index`; None if no rank had a gradient for it."""
+        return self._own(index) if self.used[index] else None
+
+    def attach(self) -> None:
+        """Set each p.grad to its piece of `gshard`, unless that is not where p is."""
+        for i, p in enumerate(self.params if self.moves.publish is None else ()):
+            p.grad = self.piece(i)
+            if i in self.graphs and p.grad is not None:
+                p.grad = mean_with_graph(self.graphs.pop(i), p.grad)
+        self.attached = True
+
+    def _own(self, index: int) -> Tensor:
+        """The piece of `gshard` that is the gradient of parameter `index`."""
+        assert self.gshard is not None
+        return self.views.part(index, self.gshard)
+
+    def detach(self) -> None:
+        """Before a backward pass: take each p.grad back, unless the user has set it to None.
+
+        Autograd would add to p.grad in place, which has the shape of a piece and not of p.
+        Gradients already summed over the replicas are divided: the next sum counts them once.
+        """
+        if not self.attached:
+            return
+        self.attached = False
+        kept = [p.grad is not None for p in self.params]
+        for i, p in enumerate(self.params):
+            piece = self._own(i)
+            if p.grad is not None and p.grad.data_ptr() != piece.data_ptr():
+                piece.copy_(p.grad.detach())  # the user has put another there
+            if p.grad is not None and p.grad.requires_grad and torch.is_grad_enabled():
+                self.graphs[i] = p.grad
+            p.grad = None
+        self.has_grad = list(kept)
+        if self.moves.offload:
+            self.resting, self.gshard = kept, None
+            return
+        assert self.gshard is not None
+        if any(kept) and self.replicate_axis.size > 1:
+            self.gshard.div_(self.replicate_axis.size)
+        if self.moves.each_backward:
+            self.valid = kept
+            return
+        self.filled = kept
+        # beyond the block lie remains of what was sent
+        if self.views.plan.ranks > 1 and self.grad is not None:
+            block = self.gshard.clone()
+            self.grad.zero_()
+            self.gshard.copy_(block)
+
+    def clear(self) -> None:
+        """Drop the gradients; their memory stays for the next step."""
+        none = [False] * len(self.params)
+        self.filled, self.valid, self.has_grad = list(none), list(none), list(none)
+        self.resting = list(none)
+        self.attached = False
+        self.graphs.clear()
+        for p in self.params:
+            p.grad = None

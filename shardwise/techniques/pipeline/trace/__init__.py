@@ -1,0 +1,1 @@
+"""Traces a model's forward pass: its values, and the stages that use them."""

@@ -1,0 +1,403 @@
+"""Finds the layers of a model, assigns them to stages, and puts stand-ins in their places.
+
+    starts = ("blocks.2",)                  the modules that begin stages 1, 2, ...
+
+    layers      embed  blocks.0  blocks.1 | blocks.2  blocks.3  norm  head
+    rank 0      real   real      real     | stand-in  stand-in  ...
+    rank 1      stand-in  ...             | real      real      real  real
+    twin        meta   meta      meta     | meta      meta      meta  meta
+
+A *layer* runs whole within one stage: it is a maximal module that has a forward, holds parameters
+or persistent buffers, and has no start strictly inside.  A module with layers inside is a
+*container*.  Modules that hold nothing (rotary positions, dropout) are on every rank, and their
+calls are glue (stage.py).
+
+The *twin* is the whole model on the meta device.  It gives shapes, and the attributes of layers on
+other ranks: `stand_in.attention_type` is the attribute of the twin's layer.
+
+While a stage runs, a stand-in replaces every layer, also this rank's own, and passes each call to
+the player.  At all other times this rank's layers are in their usual places, so names, hooks,
+`state_dict` and optimizers are unaffected.
+"""
+
+import copy
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.parameter import parameter_like
+from shardwise.core.errors import bad
+from shardwise.core.tools.suggest import suggest
+from shardwise.techniques.pipeline.trace.interceptor import Glue
+
+
+@dataclass(frozen=True)
+class StageLayer:
+    """A layer's names in the model, and its stages: a module with two names may be in two."""
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
+@dataclass
+class Of:
+    """The layer behind a stand-in: the twin's, and on the ranks that own it the real one."""
+
+    name: str
+    stages: tuple[int, ...]
+    twin: nn.Module
+    real: nn.Module | None
+    player: Glue | None = None
+    following: bool = False
+
+    @property
+    def answers(self) -> Any:
+        """The layer whose attributes the stand-in has."""
+        return self.twin if self.real is None or self.following else self.real
+
+
+# --- the cut ---------------------------------------------------------------------------------
+
+
+def layers(
+    model: nn.Module, starts: Sequence[str], beside: Mapping[str, str] | None = None
+) -> dict[str, StageLayer]:
+    """The layers of `model` by their first name, in the order in which they are defined.
+
+    A layer's stage is the number of starts at or before it in that order, unless `beside[name]`
+    names a module in whose stage it is (for a container, the stage of its last layer).
+
+    Raises:
+        InputError: a start or a name of `beside` that is no module, starts out of order, a start
+            inside a module that has several names, a stage without a layer.
+    """
+    beside = beside or {}
+    order = {n: i for i, (n, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    _check(model, starts, beside, order)
+    at = [order[name] for name in starts]
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in ((n, m) for n, m, is_layer in _walk(model, "", starts) if is_layer):
+        names.setdefault(module, []).append(name)
+    found: dict[str, StageLayer] = {}
+    for known in names.values():
+        stages = {bisect_right(at, _end(order, beside.get(name, name))) for name in known}
+        found[known[0]] = StageLayer(tuple(known), tuple(sorted(stages)))
+    filled = {stage for layer in found.values() for stage in layer.stages}
+    for stage, start in enumerate(["", *starts]):
+        if stage not in filled:
+            given = f"stage {stage}, from {start or 'the first module'} on, without a layer in it"
+            allowed = f"a layer or more in each of {len(starts) + 1} stages: "
+            allowed += _some(list(found)) or "the model has none"
+            raise bad(given, allowed, "fewer stages, or other starts")
+    return found
+
+
+def _end(order: Mapping[str, int], name: str) -> int:
+    """The place of the last module in that of this name, which may be itself."""
+    return max(at for other, at in order.items() if f"{other}.".startswith(f"{name}."))
+
+
+def _walk(
+    module: nn.Module, name: str, starts: Sequence[str]
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Every module outside of layers, and every layer without its submodules."""
+    yield name, module, False
+    for key, child in module._modules.items():
+        full = f"{name}.{key}" if name else key
+        if child is None:
+            continue
+        if _is_layer(child) and not any(start.startswith(f"{full}.") for start in starts):
+            yield full, child, True
+        else:
+            yield from _walk(child, full, starts)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    runs = type(module).forward is not nn.Module.forward
+    return runs and (next(module.parameters(), None) is not None or _persists(module))
+
+
+def _persists(module: nn.Module) -> bool:
+    return any(
+        b is not None and key not in m._non_persistent_buffers_set
+        for m in module.modules()
+        for key, b in m._buffers.items()
+    )
+
+
+def _check(
+    model: nn.Module, starts: Sequence[str], beside: Mapping[str, str], order: Mapping[str, int]
+) -> None:
+    for name in [*starts, *beside, *beside.values()]:
+        if not name or name not in order:
+            raise bad(
+                f'"{name}", which is no module of the {type(model).__name__}',
+                f"names of its modules, such as {_some([key for key in order if key])}",
+                f'"{suggest(name, order)}"',
+            )
+    right = sorted(set(starts), key=lambda name: order[name])
+    if right != list(starts):
+        allowed = "the first module of each later stage, each once, in order of definition"
+        raise bad(f"starts {', '.join(starts)}", allowed, ", ".join(right))
+    known: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        known.setdefault(module, []).append(name)
+    for names in [names for names in known.values() if len(names) > 1]:
+        for start in starts:
+            if any(start.startswith(f"{name}.") for name in names):
+                raise bad(
+                    f"{start} as a start, inside of a module that has the names {', '.join(names)}",
+                    "starts in modules with one name, because a module is partitioned once",
+                    names[0],
+                )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+
+
+# --- the twin --------------------------------------------------------------------------------
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy of `model` on the meta device; tied parameters stay tied, frozen ones frozen.
+
+    Raises:
+        InputError: the model holds something that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = parameter_like(p, torch.empty_like(p, device="meta"))
+    for b in model.buffers():
+        memo[id(b)] = torch.empty_like(b, device="meta")
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise bad(
+            f"a {type(model).__name__} that cannot be copied ({error})",
+            "a model that copy.deepcopy can copy to the meta device, where its shapes are traced",
+            "modules without locks, files, generators and results of a forward as attributes",
+        ) from error
+
+
+# --- in place --------------------------------------------------------------------------------
+
+
+class StandIn(nn.Module):
+    """Takes the place of a layer; has nothing that `parameters` or `state_dict` would return."""
+
+    def __init__(self, of: Of) -> None:
+        super().__init__()
+        vars(self)["_of"] = of
+        self.training = of.twin.training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Pass the call to the player; outside of a stage, call the layer (in a recomputation)."""
+        of: Of = vars(self)["_of"]
+        if of.player is not None:
+            return of.player.layer(of, args, kwargs)
+        if of.real is None or any(isinstance(x, Tensor) and x.is_meta for x in args):
+            whose = "which is on another rank" if of.real is None else "of another rank's tensor"
+            raise bad(
+                f"a call of {of.name}, {whose}, outside of its stage",
+                "recomputation (torch.utils.checkpoint) within one layer, or around one",
+                f"checkpoint({of.name}, x, use_reentrant=False)",
+            )
+        return of.real(*args, **kwargs)
+
+    forward = __call__
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(vars(self)["_of"].answers, name)
+
+    def __len__(self) -> int:
+        return len(vars(self)["_of"].answers)
+
+    def __bool__(self) -> bool:
+        return bool(vars(self)["_of"].answers)
+
+    def __getitem__(self, key: Any) -> Any:
+        return vars(self)["_of"].answers[key]
+
+    def train(self, mode: bool = True) -> "StandIn":
+        vars(self)["_of"].twin.train(mode)
+        return super().train(mode)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """During a stage, the layer's own: a model may ask for its first parameter."""
+        of: Of = vars(self)["_of"]
+        whose = super() if of.player is None else of.answers
+        return whose.named_modules(*args, **kwargs)
+
+
+#: A slot of a module: its table of modules, or of parameters, and the key in it.
+Slot = tuple[dict[str, Any], str]
+
+
+class StageLayers:
+    """The layers of one model on a rank with `own_stages`; changes the model in place.
+
+    count        stages
+    parameters   (name, stages, the twin's parameter) of each; a tied one appears once
+    buffers      (name, stages, the twin's table and key, ours or None) of each in a layer
+
+    Both are values from the start, numbered in this order, which glue may read.  A container's own
+    parameters belong to stage 0, and reach later stages like activations; its buffers are on every
+    rank.  Raises InputError as `layers` does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        twin: nn.Module,
+        starts: Sequence[str],
+        own_stages: Collection[int],
+        beside: Mapping[str, str] | None = None,
+    ) -> None:
+        self.model, self.twin, self.own_stages = model, twin, frozenset(own_stages)
+        self.count = len(starts) + 1
+        self.found = found = layers(model, starts, beside)
+        outside = {name: m for name, m, is_layer in _walk(model, "", starts) if not is_layer}
+        #: containers and glue, ours and the twin's
+        self.pairs = [(m, twin.get_submodule(name)) for name, m in outside.items()]
+        self._own_parameters(found, outside)
+        self.standing: list[Of] = []
+        self.buffers: list[tuple[str, tuple[int, ...], Slot, dict[str, Any] | None]] = []
+        self.swaps: list[tuple[Slot, nn.Module, nn.Module]] = []
+        for name, layer in found.items():
+            self._stand_in(name, layer)
+        self.lent: list[tuple[Slot, Tensor]] = []
+        for ours, theirs in self.pairs:
+            self._take_parameters(ours, theirs)
+
+    def _own_parameters(self, found: dict[str, StageLayer], outside: dict[str, nn.Module]) -> None:
+        """Number the parameters, and find the stages of each."""
+        stages: dict[Tensor, set[int]] = {p: set() for p in self.model.parameters()}
+        for name, layer in found.items():
+            for p in self.model.get_submodule(name).parameters():
+                stages[p] |= set(layer.stages)
+        for p in (p for m in outside.values() for p in m.parameters(recurse=False)):
+            stages[p].add(0)
+        pairs = zip(self.twin.named_parameters(), stages.values(), strict=True)
+        self.parameters = [(name, tuple(sorted(at)), p) for (name, p), at in pairs]
+        #: the number of each parameter, ours and the twin's, by id
+        self.numbers = {id(p): n for n, (_, _, p) in enumerate(self.parameters)}
+        self.own: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.own_stages}
+        for number, (p, at) in enumerate(stages.items()):
+            for stage in self.own_stages & at:
+                self.own[stage][number] = p
+                self.numbers[id(p)] = number
+
+    def _own_buffers(self, of: Of) -> None:
+        """Record the buffers of a layer, by table and key: the layer may replace a buffer."""
+        real = {} if of.real is None else dict(of.real.named_modules())
+        for name, module in of.twin.named_modules():
+            ours = None if of.real is None else real[name]._buffers
+            for key in [key for key, b in module._buffers.items() if b is not None]:
+                full = ".".join(filter(None, (of.name, name, key)))
+                self.buffers.append((full, of.stages, (module._buffers, key), ours))
+
+    @property
+    def real(self) -> list[nn.Module]:
+        """The layers of this rank."""
+        return [of.real for of in self.standing if of.real is not None]
+
+    def known_values(self) -> Sequence[tuple[str, tuple[int, ...], Tensor]]:
+        """Name, stages and the twin's tensor of every parameter and buffer, in their order."""
+        buffers = [(f"the buffer {n}", at, table[k]) for n, at, (table, k), _ in self.buffers]
+        return [*((f"the parameter {n}", at, p) for n, at, p in self.parameters), *buffers]
+
+    def holding(self, stage: int) -> dict[int, Tensor]:
+        """This rank's parameters and buffers of a stage, by number."""
+        first = len(self.parameters)
+        buffers = {
+            first + i: ours[key]
+            for i, (_, stages, (_, key), ours) in enumerate(self.buffers)
+            if ours is not None and stage in stages
+        }
+        return self.own[stage] | buffers
+
+    def number_buffers(self, put: Callable[[Tensor, int], None]) -> None:
+        """Call `put` with each buffer in a layer, ours and the twin's, and its number."""
+        for number, (_, _, (table, key), ours) in enumerate(self.buffers, len(self.parameters)):
+            put(table[key], number)
+            if ours is not None:
+                put(ours[key], number)
+
+    def _stand_in(self, name: str, layer: StageLayer) -> None:
+        """Replace the twin's layer by a stand-in, and ours too if another rank owns it."""
+        theirs, ours = self.twin.get_submodule(name), self.model.get_submodule(name)
+        of = Of(name, layer.stages, theirs, ours if self.own_stages & set(layer.stages) else None)
+        stand_in = StandIn(of)
+        self.standing.append(of)
+        self._own_buffers(of)
+        for each in layer.names:
+            _put(self.twin, each, stand_in)
+            slot = _put(self.model, each, stand_in if of.real is None else of.real)
+            self.swaps += [] if of.real is None else [(slot, of.real, stand_in)]
+
+    def _take_parameters(self, ours: nn.Module, theirs: nn.Module) -> None:
+        """Remove a container's parameters of other ranks; during a run the twin provides them."""
+        for key, p in theirs._parameters.items():
+            if p is not None and not self.own_stages & set(self.parameters[self.numbers[id(p)]][1]):
+                del ours._parameters[key]
+                self.lent.append(((ours._parameters, key), p))
+
+    @contextmanager
+    def following(self, player: Glue) -> Iterator[nn.Module]:
+        """The twin, with `player` for its layers, and copies of our buffers outside of layers.
+
+        Outside of layers it also has our training mode.
+        """
+        for ours, theirs in self.pairs:
+            theirs.training = ours.training
+            for key, b in ours._buffers.items():
+                theirs._buffers[key] = None if b is None else b.detach().clone()
+        for of in self.standing:
+            of.player, of.following = player, True
+            of.twin.train(of.twin.training if of.real is None else of.real.training)
+        try:
+            yield self.twin
+        finally:
+            self._end()
+            for table in (theirs._buffers for _, theirs in self.pairs):
+                table.update({k: None if b is None else b.to("meta") for k, b in table.items()})
+
+    @contextmanager
+    def playing(self, player: Glue) -> Iterator[nn.Module]:
+        """The model, with a stand-in for every layer during the `with`."""
+        before = [(of.player, of.following) for of in self.standing]  # of a trace, in its midst
+        for of in self.standing:
+            of.player, of.following = player, False
+        for (table, key), _, stand_in in self.swaps:
+            table[key] = stand_in
+        for (table, key), p in self.lent:
+            table[key] = p
+        try:
+            yield self.model
+        finally:
+            for of, (old, following) in zip(self.standing, before, strict=True):
+                of.player, of.following = old, following
+            for (table, key), real, _ in self.swaps:
+                table[key] = real
+            for (table, key), _ in self.lent:
+                del table[key]
+
+    def _end(self) -> None:
+        for of in self.standing:
+            of.player, of.following = None, False
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> Slot:
+    parent, _, key = name.rpartition(".")
+    table = model.get_submodule(parent)._modules
+    table[key] = module
+    return table, key

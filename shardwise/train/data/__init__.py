@@ -1,0 +1,1 @@
+"""The data of a run: sources of text, tokens, and batches."""

@@ -1,0 +1,162 @@
+"""The batches: the tokens that every rank reads at every step.
+
+The stream of tokens is divided into sequences of T inputs. The target of a position is the next
+token, so every token except the first is a target. The last sequence is padded, and its missing
+targets are -100.
+
+    stream      t0 t1 t2 t3 t4 t5 t6 t7 t8           T = 4
+    inputs     [t0 t1 t2 t3][t4 t5 t6 t7]
+    targets    [t1 t2 t3 t4][t5 t6 t7 t8]
+
+The stream is divided into 128 stretches, and some of them, evenly spread, are held out for
+validation. The training sequences are shuffled in each epoch, by a permutation that is computed
+element by element. So the state of a run is one number, the sequences consumed, which determines
+the global batch of a step. The ranks take contiguous blocks of that batch, whose sizes differ by at
+most one.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.core.errors import bad
+from shardwise.train.data.packed import Packed, Stream
+
+IGNORED = -100  # a target that the loss ignores
+STRETCHES = 128
+ROUNDS = 6  # of the Feistel network; four suffice with a good round function
+
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sequences as `inputs` and `targets`, [rows, T]; the loss ignores targets of -100."""
+
+    inputs: Index
+    targets: Index
+
+    @property
+    def tokens(self) -> int:
+        """The number of targets that are not ignored."""
+        return int((self.targets != IGNORED).sum())
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A stream as sequences of `sequence` tokens, and their numbers in the two splits."""
+
+    packed: Packed
+    sequence: int
+    training: Index
+    validation: Index
+
+    def rows(self, numbers: Index) -> Rows:
+        """The sequences with these numbers."""
+        return sequences(self.packed.stream, numbers, self.sequence)
+
+
+def split(packed: Packed, sequence: int, validation: float) -> Corpus:
+    """Split a stream. Raises InputError if it has fewer than two sequences."""
+    count = max(0, -(-(len(packed.stream) - 1) // sequence))
+    if count < 2:
+        raise bad(
+            f"data of {len(packed.stream)} tokens with sequences of {sequence}",
+            "at least two sequences, one to train on and one to hold out",
+            f"model.sequence = {max(1, (len(packed.stream) - 1) // 2)}, or more data",
+        )
+    numbers = np.arange(count, dtype=np.int64)
+    stretches = min(STRETCHES, count)
+    held = min(stretches - 1, max(1, round(stretches * validation)))
+    stretch = numbers * stretches // count
+    # stretch k is held out if the integer part of k * held / stretches increases after it
+    out = (stretch + 1) * held // stretches > stretch * held // stretches
+    return Corpus(packed, sequence, numbers[~out], numbers[out])
+
+
+def sequences(stream: Stream, numbers: Index, sequence: int) -> Rows:
+    """The sequences with these numbers, as [rows, sequence] inputs and targets."""
+    at = numbers[:, None] * sequence + np.arange(sequence)
+    last = len(stream) - 1
+    inputs = stream[np.minimum(at, last)].astype(np.int64)
+    targets = stream[np.minimum(at + 1, last)].astype(np.int64)
+    targets[at + 1 > last] = IGNORED
+    return Rows(inputs, targets)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The order of training: `batch` sequences per step of `corpus.training`, by `seed`."""
+
+    corpus: Corpus
+    batch: int
+    seed: int
+
+    def numbers(self, consumed: int) -> Index:
+        """The global batch after `consumed` sequences; the last of an epoch may be smaller."""
+        epoch, start = divmod(consumed, len(self.corpus.training))
+        places = np.arange(start, min(start + self.batch, len(self.corpus.training)))
+        return self.corpus.training[shuffle(places, len(self.corpus.training), self.seed, epoch)]
+
+
+def block(numbers: Index, rank: int, ranks: int) -> Index:
+    """The contiguous block of `rank`: 8 numbers on 3 ranks are 3, 3, 2; it may be empty."""
+    size, more = divmod(len(numbers), ranks)
+    start = rank * size + min(rank, more)
+    return numbers[start : start + size + (rank < more)]
+
+
+def padded(rows: Rows, count: int) -> Rows:
+    """The rows, padded to `count` rows whose targets are all -100."""
+    missing = count - len(rows.inputs)
+    if missing <= 0:
+        return rows
+    shape = (missing, rows.inputs.shape[1])
+    return Rows(
+        np.concatenate([rows.inputs, np.zeros(shape, np.int64)]),
+        np.concatenate([rows.targets, np.full(shape, IGNORED, np.int64)]),
+    )
+
+
+def shuffle(places: Index, count: int, seed: int, epoch: int) -> Index:
+    """Apply a permutation of [0, count), keyed by seed and epoch, to `places`.
+
+    A Feistel network on the smallest even number of bits for `count`; results outside the range
+    are permuted again until they are inside (cycle walking: Black and Rogaway, "Ciphers with
+    Arbitrary Finite Domains", 2002). It needs no table, and computes only the given places.
+    """
+    half = np.uint64(max(1, (max(1, count - 1).bit_length() + 1) // 2))
+    key = _mix(np.array([seed % 2**64], np.uint64)) ^ np.uint64(epoch)
+    result = places.astype(np.uint64)
+    outside = np.ones(len(result), bool)
+    while outside.any():
+        result[outside] = _feistel(result[outside], half, key)
+        outside = result >= count
+    return result.astype(np.int64)
+
+
+def _feistel(x: NDArray[np.uint64], half: np.uint64, key: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = x >> half, x & mask
+    for turn in range(ROUNDS):
+        left, right = right, left ^ (_mix(right ^ _mix(key + np.uint64(turn))) & mask)
+    return (left << half) | right
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64: every bit of the result depends on every bit of x."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def unigram_entropy(corpus: Corpus) -> float:
+    """The entropy of the token frequencies in the validation split, in nats per token."""
+    counts = np.zeros(corpus.packed.vocabulary.size, np.int64)
+    for part in np.array_split(corpus.validation, max(1, len(corpus.validation) // 4096)):
+        targets = corpus.rows(part).targets
+        counts += np.bincount(targets[targets != IGNORED], minlength=len(counts))
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())

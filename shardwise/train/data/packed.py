@@ -1,0 +1,125 @@
+"""Tokenised text: one flat file of token numbers, created once, memory-mapped and shared.
+
+    <key>.tokens    the numbers, every document followed by the separator, 16 or 32 bits each
+    <key>.json      how many numbers, of how many bits, for how many bytes of text
+
+The key is a hash of the content and of the vocabulary. The .json is written last, by a rename, so
+it exists only if the numbers are complete. A file lock lets the first process on a machine create
+the files; the others wait for it.
+"""
+
+import hashlib
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
+
+from shardwise.core.errors import InputError, bad
+from shardwise.train.data.hashes import hashes
+from shardwise.train.data.sources import Source, raw
+from shardwise.train.data.tokens import (
+    ByteVocabulary,
+    Vocabulary,
+    bpe_size,
+    load_tokenizer,
+    train_bpe,
+)
+from shardwise.train.publish import publish
+
+PROBE = ".shardwise-"  # prefix of temporary files that test whether a folder is writable
+FORMAT = "2"  # part of the key; increase it when the format of the files changes
+
+Stream = NDArray[np.unsignedinteger]  # 16 bits per token if the vocabulary allows, else 32
+
+
+@dataclass(frozen=True)
+class Packed:
+    """All tokens of a source: the memory-mapped `stream` [tokens]; `text_bytes` in UTF-8."""
+
+    key: str
+    stream: Stream
+    text_bytes: int
+    documents: int
+    vocabulary: Vocabulary
+
+    @property
+    def bytes_per_token(self) -> float:
+        """The mean bytes of text per token, to convert nats per token to bits per byte."""
+        return self.text_bytes / len(self.stream)
+
+
+def tokenise(source: Source, tokens: str, cache: Path) -> Packed:
+    """The source's tokens, from `cache` if it has them. Raises InputError for bad input."""
+    make_folder(cache, "data.cache")
+    content = source.digest(lambda files: hashes(files, cache))
+    with FileLock(cache / f"{content}.lock"):
+        vocabulary = _vocabulary(source, tokens, cache, content)
+        mark = f"{FORMAT}/{content}/{vocabulary.name}"
+        key = hashlib.blake2b(mark.encode(), digest_size=12).hexdigest()
+        about = cache / f"{key}.json"
+        if not about.exists():
+            _write(source, vocabulary, cache / f"{key}.tokens", about)
+    facts = json.loads(about.read_text(encoding="utf-8"))
+    stream = np.memmap(cache / f"{key}.tokens", dtype=facts["dtype"], mode="r")
+    return Packed(key, stream, facts["text_bytes"], facts["documents"], vocabulary)
+
+
+def make_folder(folder: Path, what: str) -> None:
+    """Create the folder and test that it is writable. The InputError names the key `what`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # a unique name, since other processes may test it too
+        with tempfile.TemporaryFile(dir=folder, prefix=PROBE):
+            pass
+    except OSError as error:
+        raise unwritable_folder(folder, what, error) from None
+
+
+def unwritable_folder(folder: Path, what: str, error: OSError) -> InputError:
+    """The error for a folder, set by the key `what`, that cannot be created, read or written."""
+    return bad(
+        f"{what} = '{folder}', where nothing can be written ({error.strerror})",
+        "a folder that you may write to",
+        f"--set {what}=runs/NAME",
+    )
+
+
+def _vocabulary(source: Source, tokens: str, cache: Path, content: str) -> Vocabulary:
+    if tokens == "bytes":
+        return ByteVocabulary()
+    if not tokens.startswith("bpe:"):
+        return load_tokenizer(Path(tokens).expanduser())
+    size = bpe_size(tokens)
+    path = cache / f"{content}-bpe{size}.tokenizer.json"
+    if not path.exists():
+        publish(path, train_bpe(source.documents(), size).save)
+    return load_tokenizer(path)
+
+
+def _write(source: Source, vocabulary: Vocabulary, path: Path, about: Path) -> None:
+    dtype = np.dtype(np.uint16 if vocabulary.size <= 2**16 else np.uint32)
+    facts = {"dtype": dtype.name, "documents": 0, "text_bytes": 0}
+    separator = np.array([vocabulary.separator], dtype)
+
+    def write(beside: Path) -> None:
+        """Write every document and a separator, and count them."""
+        with beside.open("wb") as out:
+            for text in source.documents(exact=isinstance(vocabulary, ByteVocabulary)):
+                out.write(vocabulary.encode(text).astype(dtype).tobytes())
+                out.write(separator.tobytes())
+                facts["documents"] += 1
+                facts["text_bytes"] += len(raw(text))
+
+    publish(path, write)
+    if not facts["documents"]:
+        path.unlink()
+        raise bad(
+            f"data.source = '{source.name}', whose documents are all empty",
+            "at least one document with text in it",
+            'source = "stdlib" under [data], or the path of your own text',
+        )
+    publish(about, lambda beside: beside.write_text(json.dumps(facts), encoding="utf-8"))

@@ -1,0 +1,177 @@
+"""Vocabularies: from text to token numbers and back.
+
+By default a token is a byte, and one more number separates documents. `bpe:SIZE` trains a
+byte-level BPE on the data (the `tokenizers` library); a path loads any tokenizer.json. `tokenizers`
+is imported only where it is used.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.core.errors import bad
+from shardwise.train.data.sources import raw
+
+if TYPE_CHECKING:
+    import tokenizers
+
+SEPARATOR = "<|document|>"
+KNOWN_SEPARATORS = (SEPARATOR, "<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+BYTES = 256
+MOST_TOKENS = 2**20  # several times the largest vocabulary in use
+
+Numbers = NDArray[np.uint32]
+
+
+class Vocabulary(Protocol):
+    """Converts text to numbers in [0, size) and back; `separator` ends every document."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def separator(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    def encode(self, text: str) -> Numbers: ...
+    def decode(self, numbers: Iterable[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class ByteVocabulary:
+    """One token per byte, and the separator."""
+
+    size: int = BYTES + 1
+    separator: int = BYTES
+    name: str = "bytes"
+
+    def encode(self, text: str) -> Numbers:
+        """One number per byte of the file that an exact document comes from (sources.py)."""
+        return np.frombuffer(raw(text), dtype=np.uint8).astype(np.uint32)
+
+    def decode(self, numbers: Iterable[int]) -> str:
+        """The text; bytes that are not UTF-8 become U+FFFD, separators a blank line."""
+        text = b"".join(bytes([n]) if n < BYTES else b"\n\n" for n in numbers)
+        return text.decode("utf-8", errors="replace")
+
+
+class TokenizerVocabulary:
+    """A tokenizer.json of the `tokenizers` library."""
+
+    def __init__(self, tokenizer: "tokenizers.Tokenizer", where: str) -> None:
+        self._tokenizer = tokenizer
+        entries = tokenizer.get_vocab(with_added_tokens=True)
+        if not entries:
+            raise bad(f"{where}, which has no tokens", "a trained tokenizer", "tokens = 'bytes'")
+        # numbers may have gaps: the largest determines the size
+        self.size = max(entries.values()) + 1
+        found = [text for text in KNOWN_SEPARATORS if text in entries]
+        if not found:
+            raise bad(
+                f"{where}, which has no token that ends a document",
+                f"a tokenizer with one of {', '.join(KNOWN_SEPARATORS)}",
+                "tokens = 'bpe:4096', which trains one on the data",
+            )
+        self.separator_text = found[0]
+        self.separator = entries[found[0]]
+        text = json.dumps(json.loads(tokenizer.to_str()), sort_keys=True)
+        self.name = f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+    def encode(self, text: str) -> Numbers:
+        """The token numbers of the text, without special tokens."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def decode(self, numbers: Iterable[int]) -> str:
+        """The text, without separators."""
+        return self._tokenizer.decode(list(numbers), skip_special_tokens=True)
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer.json."""
+        path.write_text(self._tokenizer.to_str(), encoding="utf-8")
+
+
+def load_tokenizer(path: Path) -> TokenizerVocabulary:
+    """The vocabulary of a tokenizer.json. Raises InputError for a file that is not one."""
+    import tokenizers
+
+    if not os.path.isfile(path):  # noqa: PTH113 (which raises for a name that is too long)
+        folder = os.path.isdir(path)  # noqa: PTH112
+        inside = path / "tokenizer.json"
+        raise bad(
+            f"tokens = '{path}', which {'is a folder' if folder else 'does not exist'}",
+            "'bytes', 'bpe:SIZE', or the path of a tokenizer.json",
+            f"tokens = '{inside}'" if folder and inside.is_file() else "tokens = 'bytes'",
+        )
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
+        raise bad(
+            f"tokens = '{path}', which is not a tokenizer.json ({error})",
+            "a file written by the tokenizers library",
+            "tokens = 'bpe:4096', which trains one on the data",
+        ) from None
+    return TokenizerVocabulary(tokenizer, f"tokens = '{path}'")
+
+
+def bpe_size(text: str) -> int:
+    """The SIZE of `bpe:SIZE`. Raises InputError for one that cannot hold all bytes."""
+    digits = text.removeprefix("bpe:")
+    size = int(digits) if re.fullmatch("[0-9]{1,9}", digits) else 0
+    if not BYTES < size <= MOST_TOKENS:
+        raise bad(
+            f"tokens = '{text}'",
+            f"bpe: and a whole number above {BYTES} (all bytes, the separator, and merges) and up "
+            f"to {MOST_TOKENS}",
+            "tokens = 'bpe:4096'",
+        )
+    return size
+
+
+def vocabulary_size(tokens: str) -> int:
+    """The size of a vocabulary; of `bpe:SIZE` the SIZE, which little data may not reach."""
+    if tokens == "bytes":
+        return ByteVocabulary().size
+    if tokens.startswith("bpe:"):
+        return bpe_size(tokens)
+    return load_tokenizer(Path(tokens).expanduser()).size
+
+
+def train_bpe(documents: Iterable[str], size: int) -> TokenizerVocabulary:
+    """A byte-level BPE (Sennrich et al., arXiv 1508.07909) of `size` tokens from the documents."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[SEPARATOR],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return TokenizerVocabulary(tokenizer, f"tokens = 'bpe:{size}'")
+
+
+def check_fits(vocabulary: Vocabulary, rows: int, model: str) -> None:
+    """Raise InputError unless a model with `rows` rows of embedding can hold the vocabulary."""
+    if vocabulary.size > rows:
+        if model.startswith("hf:"):  # whose vocabulary is the folder's
+            raise bad(
+                f"{vocabulary.name} tokens, which need {vocabulary.size}, for model.name = "
+                f"'{model}' with a vocabulary of {rows} and no tokenizer.json in the folder",
+                f"tokens of at most {rows} numbers: those that the model was trained on",
+                "data.tokens = 'PATH/tokenizer.json'",
+            )
+        raise bad(
+            f"model.vocabulary = {rows} for {vocabulary.name} tokens, which need {vocabulary.size}",
+            f"{vocabulary.size} or more",
+            f"model.vocabulary = {vocabulary.size}, or leave it out",
+        )

@@ -1,0 +1,1 @@
+"""What a run measures of itself: metrics, timelines, memory, experts."""

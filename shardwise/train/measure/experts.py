@@ -1,0 +1,107 @@
+"""Experts of a run: loads, dropped choices and the gate's entropy in a step, and their picture."""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from shardwise.comm.objects import all_gather_object
+from shardwise.engine.engine import Engine
+from shardwise.techniques.expert.apply import ExpertLayout
+from shardwise.techniques.expert.layer import Load
+from shardwise.train.measure.metrics import Record
+from shardwise.train.measure.stacked_loads import StackedLoads
+from shardwise.train.report.section import HeatMap, Section
+from shardwise.train.run_folder import PLOTS
+
+PICTURE: Final = "experts.png"
+
+
+class StepLoads(NamedTuple):
+    """The layers of experts in a training step, of all stages.
+
+    `computed` are choices by layer and expert, `dropped` is their share beyond the capacity,
+    `entropy` is that of a token's probabilities in nats: the mean over tokens and layers; None if
+    no layer tells it.
+    """
+
+    computed: dict[str, list[int]] | None = None
+    dropped: float | None = None
+    entropy: float | None = None
+
+
+def step_loads(engine: Engine, stacked: StackedLoads) -> StepLoads:
+    """The loads of the last step. Called by all ranks; stages of a pipeline tell each other."""
+    own = engine.sharded.of(ExpertLayout)
+    found: dict[str, Load] = own.loads | stacked.take()
+    if own.mixes and engine.staging:
+        for loads in all_gather_object(dict(own.loads), engine.world):
+            found |= loads
+    if not found:
+        return StepLoads()
+    layers = [found[name] for name in sorted(found, key=_place)]
+    wanted = sum(sum(load.wanted) for load in layers)
+    entropies = [load.entropy for load in layers if load.tokens]
+    return StepLoads(
+        {name: list(found[name].computed) for name in sorted(found, key=_place)},
+        sum(load.dropped for load in layers) / max(1, wanted),
+        sum(entropies) / len(entropies) if entropies else None,
+    )
+
+
+def _place(name: str) -> list[tuple[int, str]]:
+    """The order of layers: blocks.2 comes before blocks.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def relative_loads(loads: dict[str, list[int]]) -> dict[str, list[float]]:
+    """By layer, the load of each expert as a multiple of the mean."""
+    return {name: [len(own) * n / max(1, sum(own)) for n in own] for name, own in loads.items()}
+
+
+def sum_loads(records: Sequence[Record]) -> dict[str, list[int]]:
+    """The loads of all steps of `records` that have any."""
+    found: dict[str, list[int]] = {}
+    for record in records:
+        for name, own in (record.expert_loads or {}).items():
+            before = found.get(name, [0] * len(own))
+            found[name] = [a + b for a, b in zip(before, own, strict=True)]
+    return found
+
+
+def first_and_last(records: Sequence[Record]) -> tuple[Sequence[Record], Sequence[Record]]:
+    """The first and the last tenth of the records, at least one of each."""
+    tenth = max(1, len(records) // 10)
+    return records[:tenth], records[-tenth:]
+
+
+def busiest(loads: dict[str, list[int]]) -> float:
+    """The largest load of an expert in any layer, as a multiple of the mean of its layer."""
+    return max(max(own) for own in relative_loads(loads).values())
+
+
+def section(records: Sequence[Record]) -> Section | None:
+    """The section of the report; None without experts.
+
+    Its heat map has a panel for the first and for the last tenth of the steps, layer by expert.
+    """
+    first, last = (sum_loads(part) for part in first_and_last(records))
+    if not last:
+        return None
+    panels = [
+        (f"{name} tenth of the steps, in multiples of an even load", relative_loads(loads))
+        for name, loads in (("first", first), ("last", last))
+    ]
+    text = (
+        f"The busiest expert of a layer has {busiest(first):.2f} times the mean in the first tenth "
+        f"of the steps, and {busiest(last):.2f} times in the last."
+    )
+    return Section("Experts", HeatMap(panels), f"{PLOTS}/{PICTURE}", [text])
+
+
+def words(record: Record) -> str:
+    """The experts of a step in a few words, or ""."""
+    if not record.expert_loads:
+        return ""
+    most = f"busiest expert {busiest(record.expert_loads):.2f}x the mean"
+    dropped = f"{record.dropped or 0:.1%} dropped"
+    entropy = "" if record.gate_entropy is None else f", gate entropy {record.gate_entropy:.2f}"
+    return f"{most}, {dropped}{entropy}"

@@ -1,0 +1,189 @@
+"""The record of a run: metrics.jsonl, one object a step, and the same numbers for callbacks.
+
+A resumed run first removes the records after its checkpoint, so that each step appears once. It
+keeps every other line unchanged, also lines that are no records, but for an incomplete last line,
+which a crash leaves.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from pydantic import TypeAdapter
+
+from shardwise.callbacks.callback import Callbacks, numbers
+from shardwise.core.errors import InputError, RunError, one_line
+from shardwise.train.data.packed import unwritable_folder
+from shardwise.train.publish import publish
+
+FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step, counted from 1.
+
+    step          the number of the step
+    consumed      sequences of the training split that were used up to this step
+    loss          the mean over the global batch's tokens, in nats; null if it was not finite
+    lr            the learning rate of the step
+    tokens        tokens of the global batch that the loss is the mean over
+    seconds       the time of the step, without evaluation and saving
+    tokens_per_s  tokens over seconds
+    mfu           the share of `peak_flops` that the step used, on rank 0
+    sent_bytes    bytes that rank 0 sent in the step
+    grad_norm     the norm of the gradient before clipping
+    skipped       whether the update was skipped: fp16 overflowed, or the step was not finite
+    validation    the validation loss in nats a token, if an evaluation followed the step
+    memory_bytes  bytes of rank 0 by category: between steps, and activations at their peak
+    peak_flops    the best rate of matrix products measured at the start, in operations a second
+    expert_loads  choices that each expert computed, by layer
+    dropped       the share of choices beyond the capacity
+    gate_entropy  the mean entropy of a token's probabilities of experts, in nats
+    ranks         the number of ranks that made the step
+    """
+
+    step: int
+    consumed: int
+    loss: float
+    lr: float
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    mfu: float
+    sent_bytes: int
+    grad_norm: float | None = None
+    skipped: bool = False
+    validation: float | None = None
+    memory_bytes: dict[str, int] | None = None
+    peak_flops: float | None = None
+    expert_loads: dict[str, list[int]] | None = None
+    dropped: float | None = None
+    gate_entropy: float | None = None
+    ranks: int | None = None
+
+    def line(self) -> str:
+        """The record as one line of JSON, without fields that are None."""
+        known = {key: v for key, v in asdict(self).items() if v is not None}
+        finite = math.isfinite(self.loss)
+        return json.dumps(known if finite else known | {"loss": None}, allow_nan=False)
+
+
+_RECORD = TypeAdapter(Record)
+
+
+def read(folder: Path) -> list[Record]:
+    """The records of a run, in order; other lines and unknown fields are passed over."""
+    records = (record_in(line) for line in _lines(folder))
+    return [record for record in records if record is not None]
+
+
+def record_in(line: bytes) -> Record | None:
+    """The record in a line; None if it has no JSON object with the fields and types of a record."""
+    try:
+        found = json.loads(line)
+        lost = {"loss": math.nan} if found["loss"] is None else {}
+        return _RECORD.validate_json(json.dumps(found | lost), strict=True)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def keep_until(folder: Path, step: int) -> None:
+    """Remove the records after `step`, and an incomplete last line, atomically."""
+    kept = [line for line in _lines(folder) if _step_of(line) <= step]
+    if kept and not kept[-1].endswith(b"\n"):
+        last = kept.pop()
+        kept += [last + b"\n"] * (record_in(last) is not None)
+    publish(folder / FILE, lambda path: path.write_bytes(b"".join(kept)))
+
+
+def _lines(folder: Path) -> list[bytes]:
+    """The lines of the file with their ends; JSON escapes every other line separator of text."""
+    path = folder / FILE
+    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+
+
+def _step_of(line: bytes) -> int:
+    record = record_in(line)
+    return 0 if record is None else record.step
+
+
+class MetricsWriter:
+    """Writes records to the file, on rank 0, and passes them on to the callbacks.
+
+    `failure` says why that failed: the run ends, on all ranks.
+    """
+
+    def __init__(self, file: TextIO | None, callbacks: Callbacks) -> None:
+        self._file = file
+        self._callbacks = callbacks
+        self.failure = ""
+
+    def write(self, record: Record) -> None:
+        """Append the record and call the callbacks; sets `failure` if that fails."""
+        try:
+            if self._file is not None:
+                self._file.write(record.line() + "\n")
+                self._file.flush()
+            self._callbacks.step_ended(record.step, tags(record))
+            if record.validation is not None:
+                found = {"loss/validation": record.validation}
+                self._callbacks.evaluated(record.step, found)
+        except OSError as error:
+            self.failure = (
+                f"Step {record.step} could not be recorded in '{getattr(self._file, 'name', '')}' "
+                f"({error.strerror or error}). The run was stopped; --resume continues from its "
+                "last checkpoint."
+            )
+        except (RunError, InputError) as error:
+            self.failure = str(error)
+
+    def saved(self, step: int, path: Path) -> None:
+        """Call the callbacks after a save; sets `failure` if one fails."""
+        try:
+            self._callbacks.saved(step, path)
+        except (RunError, InputError) as error:
+            self.failure = str(error)
+
+    def require_written(self) -> None:
+        """Raise RunError if a record could not be written, or a callback failed."""
+        if self.failure:
+            raise RunError(one_line(self.failure))
+
+
+def tags(record: Record) -> dict[str, float]:
+    """The record's finite numbers of the step, by the names that callbacks get."""
+    named = {
+        "loss/train": record.loss,
+        "optimizer/lr": record.lr,
+        "optimizer/grad_norm": record.grad_norm,
+        "speed/tokens_per_s": record.tokens_per_s,
+        "speed/mfu": record.mfu,
+        "bytes/step": record.sent_bytes,
+        "experts/dropped": record.dropped,
+        "experts/gate_entropy": record.gate_entropy,
+    }
+    memory = record.memory_bytes or {}
+    return numbers(named | {f"memory/{category}": size for category, size in memory.items()})
+
+
+@contextmanager
+def writer(folder: Path, after: int) -> Iterator[TextIO]:
+    """Open the metrics of the run in `folder`, to continue after step `after`.
+
+    Raises InputError if they cannot be written.
+    """
+    try:
+        keep_until(folder, after)
+        file = (folder / FILE).open("a", encoding="utf-8")
+    except OSError as error:
+        raise unwritable_folder(folder, "run.folder", error) from None
+    try:
+        yield file
+    finally:
+        with suppress(OSError):  # a full disk, which `write` has said
+            file.close()

@@ -1,0 +1,178 @@
+"""Memory over ten steps: every live storage must belong to a category with the predicted bytes.
+
+observe/live.py tracks an engine of the plan while it is built, takes ten steps and evaluates once.
+After the third and the tenth step, two columns are compared:
+
+    theory    the bytes of each category by its formula, and no live storage outside a category
+    read      the sizes of the live storages
+
+Live bytes in host memory are also counted from the storages that comm/tiers/tiers.py knows, because
+a category that leaves one out would leave it out of both columns.
+
+The fourth step and the evaluation are measured at each of their moments (moments.py).
+
+A model may keep activations in attributes of its modules (`self.seen = x`).  Those that the model
+also keeps in one process are removed before the comparison.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from shardwise.comm.start.peers import PEERS
+from shardwise.core.memory_table import by_tier
+from shardwise.core.tools.garbage import collect
+from shardwise.engine.engine import Engine
+from shardwise.observe.live import Live, Stray
+from shardwise.observe.measured_timeline import StepMeter, measuring
+from shardwise.techniques.expert.moves import Loads
+from shardwise.verify.costs import Costs, Theory
+from shardwise.verify.moments import Foresee, Moments
+
+READ_AFTER: Final = (3, 10)
+MEASURED_STEP: Final = 4
+EVALUATED_STEP: Final = 1  # an evaluation follows it
+_PEERS_S: Final = 10.0  # time in which the thread of heartbeats releases frames, on a busy machine
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by category, measured and predicted; the largest strays in words; the bytes sent."""
+
+    read: dict[str, int]
+    theory: dict[str, int]
+    strays: str
+    costs: Costs
+
+
+#: Tensors that are attributes of modules, by the names of module and attribute.
+Attributes = dict[tuple[str, str], Tensor]
+
+
+def attributes(model: nn.Module) -> Attributes:
+    """Tensors that are attributes of modules, and neither parameters nor buffers."""
+    return {
+        (name, key): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def over_steps(
+    engine: Engine,
+    live: Live,
+    batch: Callable[[int], Any],
+    predicted: Theory,
+    own: Collection[tuple[str, str]] = (),
+    loads: Callable[[int], Sequence[Loads]] = lambda _: (),
+    foresee: Foresee | None = None,
+) -> Memory:
+    """Train `engine`, which was built under `live`, on `batch(step)`; called by all ranks.
+
+    `predicted(batch(step))` is the prediction for the step. `own` are the attributes that the same
+    model has in one process; `loads(step)` are those of its experts; `foresee` says what the
+    moments of a step are.
+    Only categories that differ from the prediction are shown.
+    """
+    built = attributes(engine.model)
+    read: dict[str, int] = {}
+    theory: dict[str, int] = {}
+    strays, costs, moments = "", Costs(), Moments()
+    evaluation: StepMeter | None = None
+    for step in range(1, READ_AFTER[-1] + 1):
+        # the measured step has the lengths of the one before it, so that arenas are not made anew
+        seed = step - (step == MEASURED_STEP)
+        share, routed = batch(seed), loads(seed)
+        prediction = predicted(share, None, routed)
+        measured = foresee is not None and step == MEASURED_STEP
+        with live, measuring(engine, share, peaks=False) if measured else nullcontext() as seen:
+            engine.step(share)
+        if foresee is not None and isinstance(seen, StepMeter):
+            moments = foresee(prediction, share).compare(seen, evaluation)
+        with live:
+            costs = costs.after(
+                engine, prediction, flushed=step == EVALUATED_STEP + 1, loads=routed
+            )
+            if step == EVALUATED_STEP:
+                evaluation = _evaluate(engine, share)
+        if step in READ_AFTER:
+            engine.wait()
+            engine.world.barrier()  # ranks in threads read each other's tensors until here
+            _restore(engine.model, built, own)
+            left = _left(engine, live)
+            found = by_tier(engine.memory(), engine.host_memory(), engine.disk_memory())
+            expected = prediction.memory_by_tier
+            names = [*found, *(name for name in expected if name not in found)]
+            off = {n: found.get(n, 0) for n in names if found.get(n, 0) != expected.get(n, 0)}
+            when = f"after step {step}"
+            read |= {f"{name}, {when}": n for name, n in off.items()}
+            theory |= {f"{name}, {when}": expected.get(name, 0) for name in off}
+            for name, (alive, listed) in _beside(engine).items():
+                read[f"{name}, {when}"], theory[f"{name}, {when}"] = alive, listed
+            read[f"in no category, {when}"] = sum(stray.stored_bytes for stray in left)
+            theory[f"in no category, {when}"] = 0
+            strays = strays or _words(left, when)
+    return Memory(
+        read | moments.read,
+        theory | moments.theory,
+        strays,
+        costs.within(moments.peak, moments.note),
+    )
+
+
+def _beside(engine: Engine) -> dict[str, tuple[int, int]]:
+    """Host memory that is alive and in no list, and tensors that found no slot of an arena."""
+    arenas, listed = engine.world.arenas, sum(engine.host_memory().values())
+    found = {
+        "in host memory": (engine.world.tiers.host_bytes, listed),
+        "tensors without a slot of an arena": (arenas.kept.missed + arenas.gradients.missed, 0),
+    }
+    return {name: each for name, each in found.items() if each[0] != each[1]}
+
+
+def _evaluate(engine: Engine, share: Any) -> StepMeter:
+    """The memory of an evaluation, which finishes a delayed update before."""
+    engine.flush()
+    with measuring(engine, share, peaks=False) as seen:
+        engine.evaluate(share)
+    return seen
+
+
+def _restore(model: nn.Module, built: Attributes, own: Collection[tuple[str, str]]) -> None:
+    """Keep only the attributes in `own` that the model was built with."""
+    for name, key in attributes(model).keys() & set(own):
+        vars(model.get_submodule(name)).pop(key)
+        if (name, key) in built:
+            setattr(model.get_submodule(name), key, built[name, key])
+
+
+def _left(engine: Engine, live: Live) -> list[Stray]:
+    """The live storages in no category, after the thread of heartbeats has released frames of it.
+
+    While that thread (comm/start/peers.py) reads the call stack of a rank, it keeps local variables
+    of those calls alive.  A rank in a thread has no such thread.
+    """
+    ends = time.monotonic() + _PEERS_S
+    while True:
+        collect()  # storages that only a reference cycle keeps alive do not count
+        left = live.unaccounted(engine)
+        watched = any(thread.name == PEERS for thread in threading.enumerate())
+        if not left or not watched or time.monotonic() > ends:
+            return left
+        time.sleep(0.1)
+
+
+def _words(left: list[Stray], when: str) -> str:
+    if not left:
+        return ""
+    kinds = Counter(left).most_common()
+    kinds.sort(key=lambda kind: -kind[0].stored_bytes * kind[1])
+    named = [f"{n} of {one.stored_bytes:,} bytes made by {one.made_by}" for one, n in kinds[:3]]
+    return f"alive {when} and in no category: {', '.join(named)}"

@@ -1,0 +1,61 @@
+"""The outputs of a model for a few rows, in one process as on a data rank.
+
+Every data rank is given the same rows. Layers of experts count the tokens of all of them, those of
+rank 0 first, so that a capacity drops other choices of each copy. One process computes the copies
+too, and a rank compares its own:
+
+    rows          0 1                     rank 0      rank 1
+    one process   0 1 0 1    compared:    0 1 . .     . . 0 1
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.techniques.expert.apply import experts_in
+from shardwise.verify.oracles.oracle import Task
+
+
+class Evaluates(Protocol):
+    """An oracle: of synchronous or of asynchronous training."""
+
+    model: nn.Module
+    task: Task
+    dtype: torch.dtype
+
+    def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor:
+        """The result of `call(model)` in eval mode."""
+        ...
+
+
+def expected_outputs(oracle: Evaluates, batch: Any, ranks: int, rank: int) -> Tensor:
+    """What the model of `oracle` returns for the copy of `batch` that data rank `rank` has."""
+    if not experts_in(oracle.model):
+        return oracle.evaluate(lambda model: returned(oracle, model, batch))
+
+    def copied(x: Tensor) -> Tensor:
+        return torch.cat([x] * ranks) if x.dim() else x
+
+    every = pytree.tree_map_only(Tensor, copied, batch)
+    found = oracle.evaluate(lambda model: returned(oracle, model, every))
+    return found.tensor_split(ranks)[rank].clone() if found.dim() else found
+
+
+def returned(oracle: Evaluates, model: nn.Module, batch: Any) -> Tensor:
+    """The first tensor that `model` returns in its loss; the loss itself if there is none."""
+    seen: list[Tensor] = []
+
+    def note(_module: nn.Module, _args: Any, found: Any) -> None:
+        found = getattr(found, "logits", found)
+        leaves = pytree.tree_leaves(found)
+        seen.extend(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
+
+    handle = model.register_forward_hook(note)
+    try:
+        loss = oracle.task.loss_of(model, batch, oracle.dtype)
+    finally:
+        handle.remove()
+    return seen[0] if seen else loss

@@ -1,0 +1,101 @@
+"""The oracle of asynchronous pipelines: training in one process with the same stale weights.
+
+    for each microbatch i, of all data ranks together, in order:
+        w[s] = version[s][rule(s, i)]              of every stage s
+        g[s] += gradient of the sum of losses at w, whole model, plain autograd
+        after every `update`-th:  version[s] += [an optimizer's step from g[s] / tokens], g[s] = 0
+
+                    update    rule(s, i)               p stages
+    PipeDream       1         max(0, i - (p-1-s))      SOSP 2019, section 3.3
+    2BW             m         max(0, i // m - 1)       arXiv 2006.09503, section 3.1
+
+It has no ranks, messages, schedules or buffers: each version is a separate tensor, and forward and
+backward of a microbatch run at once. Like oracle.py it imports nothing else of the package.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.verify.oracles.oracle import Lowered, Microbatches, Task, Weights, in_eval_mode
+
+#: The version of stage s that microbatch i uses: the number of updates of its weights.
+Rule = Callable[[int, int], int]
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """The order of an asynchronous schedule.
+
+    `microbatches` of each of `data_ranks` ranks make a step; all stages are updated after every
+    `update`-th of them. `stage` maps parameters to the stage that trains them.
+    """
+
+    data_ranks: int
+    microbatches: int
+    update: int
+    version: Rule
+    stage: Mapping[str, int]
+
+
+def pipedream(stages: int) -> Rule:
+    """PipeDream on `stages` stages: later stages have newer weights."""
+    return lambda stage, i: max(0, i - (stages - 1 - stage))
+
+
+def two_buffered(microbatches: int) -> Rule:
+    """2BW: all microbatches of a batch use the weights from the start of the previous batch."""
+    return lambda _, i: max(0, i // microbatches - 1)
+
+
+class AsyncOracle:
+    """The training of `model`, in place, in one process, with stale weights."""
+
+    def __init__(self, model: nn.Module, task: Task, dtype: torch.dtype, how: Staleness) -> None:
+        self.model, self.task, self.dtype, self.how = model, task, dtype, how
+        self.weights = Weights(model, task, dtype, old=True)
+
+    def step(self, batch: Any, clip: float | None = None, idle: int = 0) -> float:
+        """All the updates of one global batch; its mean loss. Raises ValueError for a `clip`.
+
+        The last `idle` data ranks have no rows.
+        """
+        if clip is not None:
+            raise ValueError("stages that update at different times have no common norm to clip")
+        how, params = self.how, self.weights.params
+        parts = Microbatches(how.data_ranks, how.microbatches).of(batch, idle)
+        versions = [{name: p.detach().clone() for name, p in params.items()}]
+        sums: dict[str, Tensor | None] = dict.fromkeys(params)
+        summed, tokens, count = 0.0, 0, 0
+        for i in range(how.microbatches):
+            for name, p in params.items():
+                p.data = versions[how.version(how.stage[name], i)][name].clone()
+            own = self.task.tokens(parts[i])
+            summed += self._learn(parts[i], own, sums) if own else 0.0
+            count += own
+            if (i + 1) % how.update == 0:
+                self.weights.update(
+                    {n: g if g is None else g / count for n, g in sums.items()}, None
+                )
+                versions.append({name: p.detach().clone() for name, p in params.items()})
+                tokens, count, sums = tokens + count, 0, dict.fromkeys(params)
+        return summed / max(1, tokens)
+
+    def _learn(self, part: Any, count: int, sums: dict[str, Tensor | None]) -> float:
+        """Add a microbatch's gradients, of the sum over its tokens; returns that sum."""
+        params = self.weights.params
+        loss = self.task.loss_of(self.model, part, self.dtype)
+        found = torch.autograd.grad(loss * count, list(params.values()), allow_unused=True)
+        for name, gradient in zip(params, found, strict=True):
+            if gradient is not None:
+                more, before = gradient.to(self.weights.masters[name].dtype), sums[name]
+                sums[name] = more if before is None else before + more
+        return loss.item() * count
+
+    def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor:
+        """The result of `call(model)` in eval mode."""
+        with Lowered(self.dtype):
+            return in_eval_mode(self.model, call)

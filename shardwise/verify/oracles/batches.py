@@ -1,0 +1,156 @@
+"""The global batches of a proof, and how they are divided.
+
+    rows of the global batch    0 1 2 | 3 4        5 rows on 2 data ranks
+                                0 1 2 3 |          4 rows on 2 data ranks, of which one is idle
+
+The first ranks have one row more if the rows are uneven; idle ranks, the last ones, have none.
+
+Batches of tokens are ragged: a quarter of the targets does not count, so that rows have different
+numbers of tokens; with every other seed they are a position shorter; and on a tensor axis they have
+the first and the last word of each rank's part of the vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.core.layouts.uneven import Counts, even
+from shardwise.core.plan.plan import Plan
+from shardwise.engine.batch import rows, split
+from shardwise.engine.engine import Engine
+from shardwise.models.trainable import Trainable
+
+SEED: Final = 20260
+#: Rows of a microbatch; in 16 bits, where more rows are needed, of all microbatches of a rank.
+ROWS, ROWS_16 = 2, 8
+#: The step, of every four, in which the last data rank has no rows.
+IDLE_STEP: Final = 1
+#: A target that losses of tokens ignore, and the fewest positions of a row of tokens.
+IGNORED, SHORTEST = -100, 4
+#: The rows of a small batch that shows which tensors of a batch hold token ids.
+FEW_ROWS: Final = 8
+
+
+@dataclass(frozen=True)
+class Division:
+    """The division of the batches of a step: among data ranks, of which `idle` have no rows."""
+
+    ranks: int
+    microbatches: int
+    idle: int = 0
+
+    @classmethod
+    def of(cls, engine: Engine, step: int | None = None) -> "Division":
+        """The division of an engine's batches; in one of the steps a rank is idle."""
+        ranks = engine.data_ranks
+        idle = step is not None and step % 4 == IDLE_STEP and may_idle(engine.plan, ranks)
+        return cls(ranks, engine.microbatches, int(idle))
+
+    def sizes(self, count: int) -> list[int]:
+        """The rows of each data rank, of so many."""
+        busy = torch.empty(count, device="meta").tensor_split(self.ranks - self.idle)
+        return [*map(len, busy), *[0] * self.idle]
+
+    def share(self, whole: Any, rank: int) -> Any:
+        """The rows of a data rank of a global batch."""
+        busy = self.ranks - self.idle
+        if rank < busy:
+            return split(whole, busy, f"{busy} data ranks")[rank]
+        return pytree.tree_map_only(Tensor, lambda x: x[:0] if x.dim() else x, whole)
+
+    def counts(self, whole: Any) -> list[Counts]:
+        """The rows of each data rank in each microbatch of a global batch."""
+        shares = [torch.empty(size, device="meta") for size in self.sizes(rows(whole))]
+        by_rank = [[len(x) for x in share.tensor_split(self.microbatches)] for share in shares]
+        return list(zip(*by_rank, strict=True))
+
+
+def may_idle(plan: Plan, ranks: int) -> bool:
+    """Whether a data rank may have no rows in a proof.
+
+    Layers with a mesh of their own exchange rows between ranks: there all have some.
+    """
+    return ranks > 1 and not any(each.has_axes for each in plan.layers)
+
+
+def rows_of_step(plan: Plan, division: Division, step: int) -> int:
+    """The rows of the global batch of a step; in every second step they are uneven.
+
+    In the step in which a rank may be idle the others have a row too few for their microbatches.
+    """
+    short = plan.precision in ("bf16", "fp16")
+    fewest = ROWS_16 if short else ROWS
+    apart = plan.pipeline is None and not short and not any(each.has_axes for each in plan.layers)
+    if step % 4 == IDLE_STEP and apart and division.microbatches > 1:
+        return (division.ranks - division.idle) * (division.microbatches - 1)
+    # a rank with one row would exchange which of its tensors have rows (techniques/layers/hooks.py)
+    least = ROWS + any(each.has_axes for each in plan.layers)
+    each = max(least, fewest // division.microbatches)
+    return each * (division.ranks - division.idle) * division.microbatches - (step % 2 == 0)
+
+
+def ragged(trainable: Trainable, plan: Plan) -> Trainable:
+    """The same model with ragged batches, if they are of tokens, some of which may be ignored."""
+    leaves, spec = pytree.tree_flatten(trainable.make_batch(FEW_ROWS, SEED))
+    targets = [k for k, x in enumerate(leaves) if _counts(trainable, leaves, spec, k, x)]
+    if not targets:
+        return trainable
+    most = int(leaves[targets[0]].max())
+    words = [k for k, x in enumerate(leaves) if _is_ids(x) and most // 2 < int(x.max())]
+    ends, shapes = _ends(trainable.plain(), plan, most), {x.shape for x in leaves if _is_ids(x)}
+    same_shape = len(shapes) == 1 and all(map(_is_ids, leaves))
+
+    def make_batch(rows: int, seed: int) -> Any:
+        """A batch of the model; its words are those at the ends of each rank's, and random ones."""
+        made, spec = pytree.tree_flatten(trainable.make_batch(rows, seed))
+        for k in words:
+            made[k] = made[k].clone()
+            few = ends[: made[k].shape[1] // 2]
+            made[k][:, 1 : 1 + len(few)] = torch.tensor(few, dtype=made[k].dtype)
+        for k in targets:
+            made[k] = _with_ignored(made[k], seed, 1 + len(ends))
+        if same_shape and seed % 2:
+            made = [x[:, :-1].contiguous() for x in made]
+        return pytree.tree_unflatten(made, spec)
+
+    return replace(trainable, make_batch=make_batch)
+
+
+def _is_ids(x: Any) -> bool:
+    """Whether it may be a tensor of tokens, one row of them for each row of the batch."""
+    whole = isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool
+    return whole and x.dim() == 2 and x.shape[1] >= SHORTEST
+
+
+def _counts(
+    trainable: Trainable, leaves: Sequence[Any], spec: pytree.TreeSpec, place: int, x: Any
+) -> bool:
+    """Whether the leaf at `place` has the targets: without any of them no token is left."""
+    if trainable.tokens is None or not _is_ids(x):
+        return False
+    none = [*leaves[:place], torch.full_like(x, IGNORED), *leaves[place + 1 :]]
+    before, after = (pytree.tree_unflatten(one, spec) for one in (list(leaves), none))
+    return trainable.tokens(after) == 0 < trainable.tokens(before)
+
+
+def _ends(model: nn.Module, plan: Plan, most: int) -> list[int]:
+    """The first and the last word of each tensor rank's part of the vocabulary, but word 0."""
+    ranks = plan.tensor_degrees[-1]
+    sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    vocabulary = min((size for size in sizes if size > most), default=0)
+    if ranks == 1 or not vocabulary:
+        return []
+    parts = even(0, vocabulary, ranks).ranges
+    return [word for ((first, last),) in parts for word in (first, last - 1) if word > 0]
+
+
+def _with_ignored(targets_BT: Tensor, seed: int, first: int) -> Tensor:
+    """Targets of which a quarter is ignored, from the position `first` to the last but two."""
+    own = torch.Generator().manual_seed(seed)
+    ignored = torch.rand(targets_BT.shape, generator=own) < 1 / 4
+    ignored[:, :first] = ignored[:, -2:] = False
+    return targets_BT.masked_fill(ignored, IGNORED)

@@ -1,0 +1,132 @@
+"""The oracles of a plan, chosen by its precision and schedule.
+
+fp64, fp32        one oracle in that precision
+bf16, fp16        two with the same rounded initial weights: in fp64, and in 16 bits
+pipedream, 2bw    the same, with the asynchronous oracle, which needs each parameter's stage
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from shardwise.core.plan.plan import Plan
+from shardwise.core.schedule.library import allowed
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.training import DTYPES, Loss
+from shardwise.techniques.expert.apply import experts_in, layers_of
+from shardwise.techniques.expert.layer import name_layers
+from shardwise.techniques.pipeline import stage_module
+from shardwise.verify.oracles.async_oracle import AsyncOracle, Staleness, pipedream, two_buffered
+from shardwise.verify.oracles.mixture_oracle import Mixture
+from shardwise.verify.oracles.oracle import HALF, WHOLE_BATCH, Microbatches, Oracle, Task
+
+#: Small enough that no gradient of these models overflows in fp16.
+LOSS_SCALE: Final = 2.0**8
+ASYNCHRONOUS: Final = ("pipedream", "2bw")
+
+
+@dataclass(frozen=True)
+class Oracles:
+    """The oracles of a run: `exact`, and in 16 bits also `alone`, in the same precision.
+
+    `start` are the common initial weights in 16 bits, where only the change is compared.
+    """
+
+    exact: Oracle | AsyncOracle
+    alone: Oracle | AsyncOracle | None = None
+    start: Mapping[str, Tensor] | None = None
+
+    @property
+    def all(self) -> tuple[Oracle | AsyncOracle, ...]:
+        """All oracles, the exact one first."""
+        return (self.exact,) if self.alone is None else (self.exact, self.alone)
+
+    @property
+    def unit(self) -> float:
+        """The unit roundoff of the 16-bit precision; 0 elsewhere."""
+        return 0.0 if self.alone is None else torch.finfo(self.alone.dtype).eps / 2
+
+
+def oracles_of(
+    build: Callable[[], nn.Module],
+    plan: Plan,
+    spec: OptimizerSpec,
+    loss: Loss,
+    tokens: Callable[[Any], int] | None = None,
+    starts: tuple[str, ...] | None = None,
+) -> Oracles:
+    """The oracles for a model that `build()` makes, each time with the same weights.
+
+    `starts` begin its stages, as in parallelize.
+    """
+
+    def oracle(dtype: torch.dtype, rounded: torch.dtype | None = None) -> Oracle | AsyncOracle:
+        """The oracle in a precision, from weights that were rounded to another one."""
+        model, task = build(), Task(loss, tokens or _rows, optimizer_of(spec), rounded)
+        name_layers(model)  # their random numbers are those of the run
+        for layer in layers_of(model).values():
+            layer.forward = Mixture(layer)
+        if is_asynchronous(plan):
+            return AsyncOracle(model, task, dtype, staleness_of(model, plan, starts))
+        scale, offload = LOSS_SCALE if dtype is torch.float16 else 1.0, plan.offloaded
+        undelayed = None if offload is None else offload.undelayed
+        return Oracle(model, task, dtype, scale, undelayed, microbatches_of(model, plan))
+
+    dtype = DTYPES[plan.precision]
+    if dtype is None:
+        dtype = next(p.dtype for p in build().parameters() if p.is_floating_point())
+    if dtype not in HALF:
+        return Oracles(oracle(dtype))
+    exact = oracle(torch.float64, dtype)
+    start = {name: value.clone() for name, value in exact.weights.values().items()}
+    return Oracles(exact, oracle(dtype), start)
+
+
+def microbatches_of(model: nn.Module, plan: Plan) -> Microbatches:
+    """The microbatches of an oracle: those of the plan for layers of experts, else the whole batch.
+
+    The loss of other models is a mean over tokens, which does not depend on microbatches.
+    """
+    return Microbatches(plan.shares, plan.microbatches) if experts_in(model) else WHOLE_BATCH
+
+
+def is_asynchronous(plan: Plan) -> bool:
+    """Whether the plan's schedule updates while microbatches are in flight."""
+    return (plan.pipeline or "").partition(":")[0] in ASYNCHRONOUS
+
+
+def staleness_of(model: nn.Module, plan: Plan, starts: tuple[str, ...] | None) -> Staleness:
+    """The staleness of an asynchronous plan, by the rule of its paper."""
+    ranks = plan.mesh.size_of("pp")
+    name, numbers = allowed(plan.pipeline or "", ranks)
+    at = stage_module.stages_of(model, stage_module.stage_starts(model, plan, starts))
+    stage = {name: stages[0] for name, stages in at.items()}
+    m = numbers.m
+    update, rule = (1, pipedream(ranks)) if name == "pipedream" else (m, two_buffered(m))
+    return Staleness(plan.shares, m, update, rule, stage)
+
+
+def optimizer_of(spec: OptimizerSpec) -> Callable[[Mapping[str, nn.Parameter]], Optimizer]:
+    """Torch's optimizer of that class and options; the first group pattern that matches applies."""
+
+    def build(params: Mapping[str, nn.Parameter]) -> Optimizer:
+        """The optimizer over parameters by name."""
+        patterns = [*spec.groups, "*"]
+        members: dict[str, list[nn.Parameter]] = {}
+        for name, p in params.items():
+            members.setdefault(next(g for g in patterns if fnmatch(name, g)), []).append(p)
+        groups = [{"params": ps, **spec.groups.get(g, {})} for g, ps in members.items()]
+        return spec.kind(groups, **spec.options)
+
+    return build
+
+
+def _rows(batch: Any) -> int:
+    """The number of rows in a batch."""
+    return next(len(x) for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim())

@@ -1,0 +1,270 @@
+"""What the words of a plan promise, by the closed forms of the papers.
+
+Run and prediction read the same tables: the states of a row, the units of an offload, the actions
+of a schedule, the recomputed blocks, the size of the pool. A wrong entry changes both alike. So
+what these words promise is compared with what the engine has:
+
+    zero1, zero2, zero3     bytes of parameters, gradients and optimizer state: of N parameters all,
+                            or 1/n on each of n ranks (ZeRO, arXiv 1910.02054, figure 1)
+    offload:optim=F         the fraction of the parameters whose states leave the device: F, and at
+                            most one unit more; those of @disk are on a disk, and its file is as
+                            large as what it holds
+    offload:optim-delayed=N the update of step N, from 0, is the first that is delayed; without
+                            N that of step 40 (ZeRO-Offload, arXiv 2101.06840, section 5.2)
+    1f1b:M and others       activations of so many microbatches at once (core/schedule/library.py)
+    recompute:full, everyN  all blocks, or every N-th one
+    tile:N                  units with 1/N of the rows of a layer, rounded up (ZeRO-Infinity,
+                            arXiv 2104.07857, section 5.1.3); of its logits see tiled.py
+    buffers:SIZE            the bytes of the pool
+    recompute:SIZE          activations of at most so many bytes
+    arenas                  every tensor that is to lie in an arena has found a slot
+    blocks.A-B              the layers with the numbers A to B, both included
+
+Units are padded by less than 64 bytes for each parameter and each rank.
+"""
+
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from torch import nn
+
+from shardwise.core.memory_table import CATEGORIES, PART_OF
+from shardwise.core.plan.plan import Plan
+from shardwise.core.schedule.library import allowed, entry
+from shardwise.core.schedule.live_tokens import peaks
+from shardwise.core.zero import ALIASES, Tier
+from shardwise.engine.engine import Engine
+from shardwise.engine.memory import owned
+from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.techniques.data.units import Unit
+from shardwise.techniques.recompute.checkpointed import FULL, SELECTIVE
+from shardwise.techniques.recompute.word import PARTITIONED_WORDS, recompute_every
+
+#: By row: whether parameters, gradients and optimizer state are sharded.
+SHARDED: Final[Mapping[str, tuple[bool, bool, bool]]] = {
+    "ddp": (False, False, False),
+    "zero1": (False, False, True),
+    "zero2": (False, True, True),
+    "zero3": (True, True, True),
+}
+#: Bytes of AdamW's state for each element of a parameter of so many bytes.
+STATE_BYTES: Final = {2: 12, 4: 8, 8: 16}
+#: The same without the master. There are none of padding.
+MOMENT_BYTES: Final = {2: 8, 4: 8, 8: 16}
+#: The relative difference that padding and step counts may cause, and the bytes of such a count.
+SLACK, COUNT_BYTES = 0.25, 8
+#: A page of a file, and the most tensors of a flat parameter in it.
+PAGE_BYTES, EXTENTS = 4096, 6
+#: Steps before updates are delayed, if the plan has no number of them.
+UNDELAYED_STEPS: Final = 40
+NAMES: Final = tuple(name for name in CATEGORIES if name != "buffers")
+#: A flat parameter is padded by less than this for each parameter and each rank.
+ALIGNED_BYTES: Final = 64
+#: Numbers of layers in a pattern, both included.
+RANGE: Final = re.compile(r"\d+-\d+")
+#: The bytes of a unit of sizes.
+UNITS: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+#: By name: as read, and as promised.
+Promises = dict[str, tuple[int, int]]
+
+
+def broken(engine: Engine, activations: int) -> Promises:
+    """The promises of the plan that this rank of `engine` does not keep, between two steps.
+
+    `activations` are the predicted bytes of the last step.
+    """
+    plan = engine.plan
+    found = _padded(engine.flats) | _ranges(plan, engine.names)
+    size = re.fullmatch(r"(\d+)(B|KiB|MiB|GiB)", plan.recompute or "")
+    if size and activations > (most := int(size[1]) * UNITS[size[2]]):
+        found |= _unequal("activations", activations, most)
+    missed = engine.world.arenas.kept.missed + engine.world.arenas.gradients.missed
+    found |= _unequal("tensors without a slot of an arena", missed, 0)
+    if plan.offloaded is None:
+        found |= _states(engine)
+    else:
+        offload = plan.offloaded
+        tier = "disk" if offload.on_disk else "host"
+        found |= _offloaded(engine.data.units.order, offload.share, tier)
+        found |= _file(engine)
+    if plan.buffers_bytes and engine.world.pool.memory is not None:
+        found |= _unequal("pool", engine.world.pool.memory.nbytes, plan.buffers_bytes)
+    if engine.staging is not None:
+        name, size = allowed(plan.pipeline or "", engine.staging.axis.size)
+        rank = engine.staging.axis.rank
+        read, theory = peaks(engine.staging.schedule)[rank], entry(name).tapes(size)[rank]
+        found |= _unequal("activations at once", int(read), theory)
+    if plan.tiled is not None:
+        found |= _tiled(engine, plan.tiled.number)
+    if plan.recompute is not None and not plan.layers and engine.staging is None:
+        found |= _recomputed(engine, plan.recompute)
+    return found
+
+
+def first_delayed(plan: Plan) -> Promises:
+    """The first step whose update is delayed, if it is another than the plan says."""
+    word, _, number = (plan.offload or "").partition("=")
+    if plan.offloaded is None or word != "optim-delayed":
+        return {}
+    first = int(number or UNDELAYED_STEPS)
+    steps = range(max(0, first - 1), first + 2)
+    read = next((step for step in steps if plan.offloaded.delays(step)), steps.stop)
+    return _unequal("first delayed step", read, first)
+
+
+def _unequal(name: str, read: int, theory: int) -> Promises:
+    return {} if read == theory else {f"{name}, as the plan's words": (read, theory)}
+
+
+def _padded(flats: Sequence[Flat]) -> Promises:
+    """The bytes of the flat parameters with more padding than alignment needs."""
+    found: Promises = {}
+    for flat in flats:
+        size, padding = flat.shard.element_size(), flat.plan.padded - sum(flat.plan.numels)
+        most = ALIGNED_BYTES * (len(flat.params) + flat.shard_axis.size)
+        if padding * size > most:
+            found |= _unequal(f"padding of {flat.names[0]}", padding * size, most)
+    return found
+
+
+def _ranges(plan: Plan, names: Sequence[str]) -> Promises:
+    """The parameters of layers in a range of numbers that have the plan of other layers."""
+    found: Promises = {}
+    for number, layer in enumerate(plan.layers, 1):
+        for pattern in layer.patterns:
+            inside = [name for name in names if _in_range(pattern, name)]
+            read = sum(0 < plan.layer_of(name) <= number for name in inside)
+            found |= _unequal(f"parameters of {pattern}", read, len(inside))
+    return found
+
+
+def _in_range(pattern: str, name: str) -> bool:
+    """Whether a parameter is of a layer that matches a pattern with a range, such as blocks.0-3."""
+    ranges = [text.split("-") for text in RANGE.findall(pattern)]
+    fixed = (
+        re.escape(text).replace(r"\*", ".*").replace(r"\?", ".") for text in RANGE.split(pattern)
+    )
+    match = re.match(r"(\d+)".join(fixed) + r"(?:\.|$)", name)
+    if not ranges or match is None:
+        return False
+    numbers = zip(ranges, map(int, match.groups()), strict=True)
+    return all(int(first) <= n <= int(last) for (first, last), n in numbers)
+
+
+def _states(engine: Engine) -> Promises:
+    """The states of the rows of the plan and of its layers."""
+    by_plan: dict[str, list[Flat]] = defaultdict(list)
+    for flat in engine.flats:
+        by_plan[_words(engine.plan, flat)].append(flat)
+    found: Promises = {}
+    for words, flats in by_plan.items():
+        of = f" under {words}" if len(by_plan) > 1 else ""
+        counts = COUNT_BYTES * sum(len(flat.params) for flat in flats)
+        each = zip(NAMES, _stored(engine, flats), _promised(words, flats), strict=True)
+        for name, read, (least, most) in each:
+            slack = SLACK * most + counts
+            if not least - slack <= read <= most + slack:
+                found |= _unequal(f"{name}{of}", read, round(most))
+    return found
+
+
+def _stored(engine: Engine, flats: Sequence[Flat]) -> list[int]:
+    """The bytes of parameters, gradients and optimizer state of some flat parameters."""
+    every = [(PART_OF.get(name, name), t) for name, flat, t in owned(engine) if flat in flats]
+    storages = (
+        {t.untyped_storage()._cdata: t.untyped_storage() for kind, t in every if kind == category}
+        for category in NAMES
+    )
+    return [sum(storage.nbytes() for storage in one.values()) for one in storages]
+
+
+def _promised(words: str, flats: Sequence[Flat]) -> list[tuple[float, float]]:
+    """The least and the most bytes of parameters, gradients and optimizer state.
+
+    The optimizer has no moments of padding, all of which may be on this rank.
+    """
+    columns = words.removeprefix("row:").split(",")
+    sharded = SHARDED.get(words) or tuple(column == "S" for column in columns)
+    found, padding_bytes = [0.0, 0.0, 0.0], 0
+    for flat in flats:
+        size, numel = flat.shard.element_size(), flat.plan.padded
+        every = numel * size, numel * size * flat.trained, numel * STATE_BYTES[size] * flat.trained
+        for k, (whole, cut) in enumerate(zip(every, sharded, strict=True)):
+            found[k] += whole / (flat.shard_axis.size if cut else 1)
+        padding_bytes += (numel - sum(flat.plan.numels)) * MOMENT_BYTES[size] * flat.trained
+    parameters, gradients, states = found
+    least = states - padding_bytes
+    return [(parameters, parameters), (gradients, gradients), (least, states)]
+
+
+def _recomputed(engine: Engine, what: str) -> Promises:
+    """The recomputed blocks in each list of modules."""
+    if not (every := recompute_every(what)) and what not in (FULL, SELECTIVE, *PARTITIONED_WORDS):
+        return {}
+    chosen: dict[str, list[nn.Module]] = defaultdict(list)
+    for name in engine.recompute.kinds:
+        chosen[name.rpartition(".")[0]].append(engine.model.get_submodule(name))
+    found: Promises = {}
+    for parent, modules in chosen.items():
+        kinds = {type(module) for module in modules}
+        blocks = sum(type(one) in kinds for one in engine.model.get_submodule(parent).children())
+        found |= _unequal(
+            f"recomputed blocks of {parent}", len(modules), -(-blocks // (every or 1))
+        )
+    return found
+
+
+def _tiled(engine: Engine, number: int) -> Promises:
+    """The elements of the largest unit with tiles of each layer."""
+    found: Promises = {}
+    for name, layer in engine.model.named_modules():
+        tiles = dict(layer.named_children()).get("tiles")
+        if not isinstance(layer, nn.Linear) or tiles is None:
+            continue
+        own = {*tiles.children()}
+        units = [unit for unit in engine.data.units.order if own.intersection(unit.modules)]
+        read = max(sum(s.numel() for flat in u.groups for s in flat.shapes) for u in units)
+        columns = layer.in_features + (layer.bias is not None)
+        most = -(-layer.out_features // number) * columns
+        found |= _unequal(f"elements of a tile of {name}", read, most) if read > most else {}
+    return found
+
+
+def _words(plan: Plan, flat: Flat) -> str:
+    """The row's word among those of the parameters' layer, or else of the model."""
+    number = plan.layer_of(flat.names[0])
+    own = plan.layers[number - 1].words.split() if number else []
+    rows = [ALIASES.get(word, word) for word in own]
+    return next((word for word in rows if word in SHARDED or word.startswith("row:")), plan.row)
+
+
+def _file(engine: Engine) -> Promises:
+    """The file on the disk has room for the states, each rounded to pages, and for nothing else."""
+    if engine.disk is None:
+        return {}
+    read = os.fstat(engine.disk.file).st_size
+    stored = sum(engine.disk_memory().values())
+    pages = PAGE_BYTES * EXTENTS * len(engine.flats)
+    return _unequal("file", read, stored) if read > (1 + SLACK) * stored + pages else {}
+
+
+def _offloaded(units: Sequence[Unit], share: float, tier: Tier) -> Promises:
+    """The elements whose states rest on `tier`."""
+    counted = [
+        (
+            sum(shape.numel() for flat in unit.trained for shape in flat.shapes),
+            any(flat.moves.offload == tier for flat in unit.trained),
+        )
+        for unit in units
+    ]
+    numels = [numel for numel, _ in counted]
+    read = sum(numel for numel, left in counted if left)
+    least = math.floor(share * sum(numels))
+    if least <= read <= least + max(numels, default=0):
+        return {}
+    return _unequal(f"elements with states on {tier}", read, least)

@@ -1,0 +1,256 @@
+"""Models that know nothing of context parallelism: a user's own, and those of transformers."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError, RankError
+from tests.pool import run_threads
+
+VOCABULARY, WIDTH, HEADS, LONGEST = 61, 32, 4, 64
+ROWS, LENGTH = 4, 13
+
+
+class Block(nn.Module):
+    """Attention of one layer; `change` is applied to its input."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.change = change
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = (
+            each.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for each in self.qkv(self.change(x)).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Decoder(nn.Module):
+    """A decoder with a table of learned positions, which it slices or looks up."""
+
+    def __init__(self, sliced: bool, change: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.embed, self.sliced = nn.Embedding(VOCABULARY, WIDTH), sliced
+        self.positions = nn.Parameter(torch.randn(1, LONGEST, WIDTH))
+        self.block, self.head = Block(change), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        length = ids.shape[1]
+        if self.sliced:
+            x = self.embed(ids) + self.positions[:, :length]
+        else:
+            x = self.embed(ids) + F.embedding(torch.arange(length), self.positions[0])
+        return self.head(self.block(x, mask))
+
+
+def decoder(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Decoder(**options).double()
+
+
+def batch(padded: str = "") -> dict[str, Tensor]:
+    """Rows of several lengths, with ignored labels where there is padding."""
+    ids = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row, short in enumerate((0, 3, 5, 1) if padded else ()):
+        where = slice(LENGTH - short, LENGTH) if padded == "right" else slice(short)
+        mask[row, where] = 0
+    found = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100)}
+    return found | ({"attention_mask": mask} if padded else {})
+
+
+def train(
+    world: World, model: nn.Module, plan: str, whole: dict[str, Tensor], loss: Any
+) -> list[float]:
+    """The losses of three steps and of an evaluation."""
+    engine = sw.parallelize(
+        copy.deepcopy(model),
+        plan,
+        world,
+        optimizer=sw.AdamW(lr=1e-2),
+        loss=loss,
+        tokens=None if loss is squared else partial(labels, first=int(loss is not shifted)),
+    )
+    own = {name: x.tensor_split(engine.data_ranks)[engine.data_rank] for name, x in whole.items()}
+    return [*(engine.step(own).loss for _ in range(3)), engine.evaluate(own)[0]]
+
+
+def labels(part: dict[str, Tensor], first: int) -> int:
+    """The number of labels of a part; the first one is dropped by a model that shifts them."""
+    return int((part["labels"][:, first:] != -100).sum())
+
+
+def assert_parity(
+    model: nn.Module, plan: str, whole: dict[str, Tensor], loss: Any, rel: float
+) -> None:
+    """All ranks have the losses of one process."""
+    (expected,) = run_threads(1, train, model, "dp1 fp64", whole, loss)
+    for losses in run_threads(sw.Plan.parse(plan).size, train, model, f"{plan} fp64", whole, loss):
+        assert losses == pytest.approx(expected, rel=rel)
+
+
+def shifted(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+    """Cross-entropy of the labels as they stand, each of its own position."""
+    logits = model(part["input_ids"], part.get("mask"))
+    return F.cross_entropy(logits.flatten(0, 1), part["labels"].flatten())
+
+
+def squared(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+    """A loss that is a mean over all positions."""
+    return model(part["input_ids"]).square().mean()
+
+
+@pytest.mark.parametrize("plan", ["cp2 zero3", "cp4", "dp2 cp2:ulysses"])
+@pytest.mark.parametrize("sliced", [True, False])
+@pytest.mark.parametrize("loss", [shifted, squared])
+def test_learned_positions(plan: str, sliced: bool, loss: Any):
+    """A table gives each rank the rows of its positions, sliced or looked up; 13 of them."""
+    assert_parity(decoder(sliced=sliced), plan, batch("right"), loss, 1e-10)
+
+
+@pytest.mark.parametrize("plan", ["cp2 zero3", "cp4:2x2", "cp2:ulysses"])
+def test_packed_documents(plan: str):
+    """Rows of a block-diagonal mask in the batch are cut; each row has several documents."""
+    document = torch.randint(3, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2))
+    document = document.sort(1).values
+    same = (document[:, None, :] == document[:, :, None])[:, None]
+    mask = same & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    assert_parity(decoder(sliced=True), plan, batch() | {"mask": mask}, shifted, 1e-10)
+
+
+def pretrained(kind: str, **options: Any) -> nn.Module:
+    """A small model of transformers with random weights."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+    sizes |= {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": LONGEST}
+    if kind == "gpt2":
+        sizes = {"n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "n_positions": LONGEST}
+        sizes |= dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0)
+    sizes |= {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.AutoConfig.for_model(kind, **(sizes | options))
+    torch.manual_seed(0)
+    how = {"attn_implementation": options.pop("attn_implementation", "sdpa")}
+    return transformers.AutoModelForCausalLM.from_config(config, **how).double()
+
+
+def own_loss(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+    return model(**part).loss
+
+
+@pytest.mark.parametrize("plan", ["cp2", "dp2 cp2 zero3", "cp2:ulysses"])
+@pytest.mark.parametrize("padded", ["", "left", "right"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
+def test_transformers(kind: str, padded: str, plan: str):
+    """Labels are shifted before the cut, and padding is masked; losses there are in fp32."""
+    assert_parity(pretrained(kind), plan, batch(padded), own_loss, 2e-6)
+
+
+def test_transformers_without_a_cache():
+    """Positions with a gap between two chunks are not taken for several documents."""
+    whole = batch()
+    loss = lambda model, part: own_loss(model, part | {"use_cache": False})  # noqa: E731
+    assert_parity(pretrained("llama"), "cp2", whole, loss, 2e-6)
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "a recurrence": (lambda x: nn.GRU(WIDTH, WIDTH, batch_first=True).double()(x)[0], "recurrent"),
+    "a convolution": (
+        lambda x: F.conv1d(x.mT, torch.ones(WIDTH, 1, 3).double(), padding=1, groups=WIDTH).mT,
+        "a convolution over positions",
+    ),
+    "a mean": (lambda x: x - x.mean(1, keepdim=True), "a mean over positions"),
+    "a sum": (lambda x: x.cumsum(dim=1), "a cumulative sum over positions"),
+    "another order": (lambda x: x.flip(1), "a change of the order over positions"),
+    "the last position": (lambda x: x + x[:, -1].unsqueeze(1), r"positions \[-1\] of a seq"),
+    "all but the last": (lambda x: x + x[..., :-1, :].mean(), r"positions \[:-1\] of a sequence"),
+    "scores": (lambda x: (x @ x.mT).softmax(-1) @ x, "attention without F.scaled_dot"),
+    "a mask of its own": (
+        lambda x: F.scaled_dot_product_attention(
+            x, x, x, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        ),
+        "an attention mask",
+    ),
+    "dropout": (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5), "dropout of 0.5"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_operations_along_the_sequence_are_refused(what: str):
+    """Each by its name, with what to write instead, before the first update."""
+    change, said = REFUSED[what]
+    with pytest.raises((RankError, InputError), match=rf"{said}.*Write instead: "):
+        run_threads(2, train, decoder(sliced=True, change=change), "cp2 fp64", batch(), shifted)
+
+
+def moved(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+    """A loss that moves its labels by one position, which no operation along a dim shows."""
+    labels = torch.cat([part["labels"].flatten()[1:], part["labels"].flatten()[:1]])
+    return F.cross_entropy(model(part["input_ids"]).flatten(0, 1), labels)
+
+
+class Layers(nn.Module):
+    """A layer of PyTorch's, whose attention is out of reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 48, dropout=0.0, batch_first=True)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.head(self.layer(self.embed(ids)))
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"), [(lambda: decoder(sliced=True), moved), (lambda: Layers().double(), shifted)]
+)
+def test_the_first_step_is_compared_with_the_plain_model(model: Callable[[], nn.Module], loss: Any):
+    """What computes something else on some positions is refused before the first update."""
+    with pytest.raises(
+        (RankError, InputError), match=r"in the first step the loss is [0-9.]+ inst"
+    ):
+        run_threads(2, train, model(), "cp2 fp64", batch(), loss)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("llama", {"attn_implementation": "eager"}, "attn_implementation='eager'"),
+        ("mistral", {"sliding_window": 4}, "a window of 4 positions"),
+    ],
+)
+def test_attention_of_transformers_that_is_refused(kind: str, options: dict[str, Any], said: str):
+    """Attention that does not go through PyTorch's, or has a window, is refused at the start."""
+    with pytest.raises((RankError, InputError), match=said):
+        run_threads(2, train, pretrained(kind, **options), "cp2 fp64", batch(), own_loss)
+
+
+def test_ulysses_needs_a_position_for_each_rank():
+    """A ring may have ranks without positions; Ulysses says that it may not."""
+    short = {name: x[:, :3] for name, x in batch().items()}
+    assert_parity(decoder(sliced=True), "cp4", short, shifted, 1e-10)
+    with pytest.raises((RankError, InputError), match=r"sequences of 3 positions under 'cp4:ulys"):
+        run_threads(4, train, decoder(sliced=True), "cp4:ulysses fp64", short, shifted)
+
+
+def test_a_batch_without_positions():
+    """A batch of numbers has no sequence."""
+    flat = {"labels": torch.zeros(ROWS)}
+    engine_loss = lambda model, part: model(part["labels"]).mean()  # noqa: E731
+
+    def step(world: World) -> None:
+        how = {"optimizer": sw.AdamW(), "loss": engine_loss}
+        sw.parallelize(decoder(sliced=True), "cp2 fp64", world, **how).step(flat)
+
+    with pytest.raises((RankError, InputError), match=r"a batch under cp without a tensor"):
+        run_threads(2, step)

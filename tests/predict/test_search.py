@@ -1,0 +1,233 @@
+"""The search for the best plan: its choice, what it refuses, and what it explains."""
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.cli.main import main
+from shardwise.core.errors import InputError
+from shardwise.core.plan.plan_check import problems
+from shardwise.engine.options import EngineOptions
+from shardwise.engine.predict import predict_with
+from shardwise.models.gpt import GPT, GPTConfig, loss
+from shardwise.prediction.cluster import Cluster
+from shardwise.prediction.cluster_presets import PRESETS
+from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.search.result import SearchResult
+from shardwise.prediction.search.space import PlanTask, candidates
+
+CONFIG = GPTConfig(512, 4, 64, heads=4, kv_heads=4, hidden=192, sequence=64)
+OPTIONS = EngineOptions(loss=loss, clip=1.0, least_unit_bytes=0, kernels="cuda")
+RANKS, ROWS = 2, 2
+#: All plans fit, some, those with offload alone, and none.
+AMPLE, ROOM, SCARCE, NONE = 10**9, 3_500_000, 2_900_000, 1_000_000
+
+
+def machine(memory_bytes: int, devices: int = 4) -> Cluster:
+    """A host of small H100s, whose products and links are slow enough to matter."""
+    whole = PRESETS["h100-sxm"]
+    peak = {name: flops / 1e4 for name, flops in whole.device.peak_flops.items()}
+    small = {"memory_bytes": memory_bytes, "launch_s": 0.0, "peak_flops": peak}
+    link = whole.inside.model_copy(update={"bytes_per_s": 1e9})
+    parts = {"device": whole.device.model_copy(update=small), "inside": link, "between": link}
+    return whole.model_copy(update={**parts, "devices_per_host": devices})
+
+
+def batch(rows: int = 1) -> dict[str, Any]:
+    tokens = torch.zeros(rows, CONFIG.sequence, dtype=torch.long)
+    return {"inputs": tokens, "targets": tokens}
+
+
+def model() -> GPT:
+    with torch.device("meta"):
+        return GPT(CONFIG)
+
+
+@cache
+def searched(memory_bytes: int, ranks: int = RANKS) -> SearchResult:
+    return sw.search(model(), machine(memory_bytes), ranks, batch(), rows=ROWS, options=OPTIONS)
+
+
+def predicted(plan: Any, rows: int) -> Prediction:
+    """The prediction of one plan, recorded for it alone."""
+    return predict_with(model(), plan, batch(rows), OPTIONS)
+
+
+@cache
+def exhaustive() -> dict[str, tuple[float, int]]:
+    """The time and the peak of every plan of the task, each predicted for itself."""
+    found, cluster = dict[str, tuple[float, int]](), machine(AMPLE)
+    for plan, rows in candidates(PlanTask(RANKS, 4, ROWS, CONFIG.sequence)):
+        if problems(plan):
+            continue
+        try:
+            first = predicted(plan, rows * plan.microbatches)
+        except InputError:
+            continue
+        ranks = [first, first.on(plan.mesh.line("pp", 0)[-1])]
+        peak = max(each.device_peak for each in ranks)
+        found[str(plan)] = first.step_time(cluster).seconds, peak
+    return found
+
+
+@pytest.mark.parametrize("memory_bytes", [AMPLE, ROOM])
+def test_the_choice_is_the_best_of_all_plans(memory_bytes: int) -> None:
+    """The first plan has the least time of all plans of the task that fit, each predicted alone."""
+    best = searched(memory_bytes).best
+    assert best is not None
+    fitting = {plan: s for plan, (s, peak) in exhaustive().items() if peak <= memory_bytes}
+    assert 0 < len(fitting) <= len(exhaustive())
+    assert best.seconds == pytest.approx(min(fitting.values()), rel=1e-9)
+    assert fitting[str(best.plan)] == best.seconds
+
+
+def test_a_search_predicts_what_predict_does() -> None:
+    """The time and the peak of each ranked plan are those of its own recorded pass."""
+    ranked = searched(ROOM).ranked
+    assert any(each.plan.pipeline for each in ranked)
+    for each in ranked:
+        assert (each.seconds, each.peak_bytes) == exhaustive()[str(each.plan)], each.plan
+
+
+def test_a_plan_that_does_not_fit_is_refused() -> None:
+    """Plans above the memory of a device are refused, with the bytes that are too many."""
+    found = searched(ROOM)
+    assert max(each.peak_bytes for each in found.ranked) <= ROOM
+    large = {str(each.plan): each.over_bytes for each in found.refused if each.over_bytes}
+    assert large and not large.keys() & {str(each.plan) for each in found.ranked}
+    for plan, over in large.items():
+        assert 0 < over <= exhaustive()[plan][1] - ROOM, plan
+
+
+def test_why_a_plan_does_not_fit_names_a_remedy() -> None:
+    """By how many bytes the peak exceeds the memory, and a plan whose largest part is smaller."""
+    found = predicted("dp2 bf16", ROWS // RANKS)
+    over = found.device_peak - ROOM
+    text = searched(ROOM).why(found)
+    assert f"{over:,} more than a device has" in text
+    assert '"dp2 zero1 bf16" makes it smaller' in text
+
+
+def test_why_a_plan_is_slower_says_where_its_time_goes() -> None:
+    """The difference to the best plan, part by part."""
+    result = searched(AMPLE)
+    assert result.best is not None
+    text = result.why(predicted("dp1 tp2 sp bf16", ROWS))
+    assert f'The best, "{result.best.plan}"' in text
+    assert "exposed tp +" in text
+
+
+def test_offload_is_tried_where_nothing_else_fits() -> None:
+    """Its copies over the link to host memory add to the time of its own prediction."""
+    found, cluster = searched(SCARCE), machine(SCARCE)
+    assert found.best is not None and not any(each.plan.offload for each in searched(ROOM).ranked)
+    for each in found.ranked:
+        assert each.plan.offload == "optim" and each.peak_bytes <= SCARCE
+        own = predicted(each.plan, each.rows * each.plan.microbatches)
+        copied = sum(n for line, n in own.bytes.items() if line.startswith("tier "))
+        assert cluster.host_link is not None
+        copies_s = copied / (cluster.host_link.bytes_per_s * cluster.derating.links)
+        found_s = own.step_time(cluster)
+        assert copied and found_s.exposed_s["tier"] == pytest.approx(copies_s)
+        assert each.seconds == found_s.seconds
+
+
+def test_where_nothing_fits_a_search_says_how_many_ranks_would() -> None:
+    """No plan is ranked, the nearest comes first; on half the named ranks nothing fits."""
+    found = searched(NONE)
+    assert found.best is None and found.nearest is not None
+    over = [each.over_bytes for each in found.refused if each.over_bytes]
+    assert found.nearest.over_bytes == min(over)
+    assert found.fits_on is not None and found.fits_on > RANKS
+    for ranks, fits in ((found.fits_on, True), (found.fits_on // 2, False)):
+        rows = ROWS * ranks // RANKS
+        more = sw.search(model(), machine(NONE), ranks, batch(), rows=rows, options=OPTIONS)
+        assert (more.best is not None) == fits, ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "said"),
+    [
+        (6, 8, "6 ranks on hosts of 4 devices"),
+        (0, 8, "ranks=0"),
+        (1024, 3, "a batch of 3 rows on 1024 ranks, which no plan divides"),
+    ],
+)
+def test_a_task_without_plans_is_refused(ranks: int, rows: int, said: str) -> None:
+    """In one paragraph that says what is wrong."""
+    with pytest.raises(InputError, match=said):
+        sw.search(model(), machine(AMPLE), ranks, batch(), rows=rows, options=OPTIONS)
+
+
+def test_a_model_that_cannot_be_recorded_is_refused() -> None:
+    """With the error of its forward, in one paragraph."""
+
+    def broken(model: Any, batch: Any) -> torch.Tensor:
+        raise RuntimeError("no forward here")
+
+    with pytest.raises(InputError, match="no forward here"):
+        sw.search(GPT(CONFIG), machine(AMPLE), RANKS, batch(), rows=ROWS, loss=broken)
+
+
+TASK = ["plan", "--search", "--model", "gpt", "--cluster", "h100-sxm", "--ranks", "2"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], argv: list[str], code: int = 0) -> str:
+    """What a command prints, to the stream of its exit code."""
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    out, err = capsys.readouterr()
+    assert end.value.code == code, err
+    return err if code else out
+
+
+def test_the_command_prints_the_best_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    """A table of plans, and the first as a line to paste, which JSON has too."""
+    found = json.loads(printed(capsys, [*TASK, "--json"]))
+    best = found["ranked"][0]["plan"]
+    text = printed(capsys, TASK)
+    assert f'The best: shardwise predict "{best}" --model gpt' in text
+    assert "bound by" in text
+    times = [each["step_time"]["step_s"] for each in found["ranked"]]
+    assert times == sorted(times)
+
+
+def test_the_command_explains_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """--why prints the explanation alone."""
+    text = printed(capsys, [*TASK, "--why", "dp2 recompute:full bf16"])
+    assert text.startswith('"dp2 bf16 recompute:full" fits, and takes')
+    assert "The difference is" in text
+
+
+def test_the_best_plans_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """The two best run on two new ranks; the line to paste has the faster one."""
+    found = json.loads(printed(capsys, [*TASK, "--measure", "2", "--json"]))
+    best = {each["plan"]: each["step_time"]["step_s"] for each in found["ranked"][:2]}
+    assert {each["plan"]: each["predicted_s"] for each in found["measured"]} == best
+    times = [each["measured_s"] for each in found["measured"]]
+    assert times == sorted(times) and times[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([*TASK[:5], "h100", *TASK[6:]], "Given: the cluster 'h100'"),
+        (["plan", "--search", "--ranks", "2"], "--search without --cluster or --ranks"),
+        (["plan", "dp2", *TASK[1:]], 'the plan "dp2" beside --search'),
+        ([*TASK, "--why", "dp4 bf16"], "which needs 4 processes"),
+        ([*TASK[:-1], "12"], "12 ranks on hosts of 8 devices"),
+        ([*TASK, "--measure", "0"], "--measure 0"),
+        (["plan", "dp2", "--measure", "2"], "--measure 2 without --search"),
+        ([*TASK[:-1], "512", "--measure", "2"], "--measure for 512 ranks"),
+    ],
+)
+def test_wrong_options_are_one_paragraph(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, and what to write instead."""
+    text = printed(capsys, argv, code=2)
+    assert said in text and "Write instead:" in text

@@ -1,0 +1,13 @@
+"""A GPT of two narrow blocks, for commands that take the name of a file: `small.py:build`."""
+
+from typing import Any
+
+from shardwise.models import gpt, registry
+
+SIZES = gpt.GPTConfig(vocabulary=32, layers=2, width=16, heads=4, kv_heads=2, hidden=24, sequence=8)
+
+
+def build() -> tuple[Any, ...]:
+    """The model, its loss, and what makes a batch."""
+    found = registry.of_gpt("small", SIZES)
+    return found.build(), found.loss, found.batch
