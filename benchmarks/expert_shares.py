@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from shardwise.techniques.expert.layer import MoE
+from shardwise.techniques.expert.moe_layer import MoE
 from shardwise.techniques.expert.routing import Routing
 
 PARTS: Final = (

@@ -23,7 +23,7 @@ from benchmarks.table import aligned
 from shardwise.cli.configured import PlannedModel
 from shardwise.cli.doctor import MOST_BYTES, examine
 from shardwise.cli.measured_plans import WARM
-from shardwise.cli.predict import PredictRequest, predict_request
+from shardwise.cli.predict_command import PredictRequest, predict_request
 from shardwise.cli.predict_timeline import engine_on
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.start.launch import spawn

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from shardwise.kernels.cross_entropy import cross_entropy
     from shardwise.techniques import replicas
     from shardwise.techniques.expert.gate import Gate
-    from shardwise.techniques.expert.layer import MoE
+    from shardwise.techniques.expert.moe_layer import MoE
     from shardwise.techniques.expert.placement import place_experts
     from shardwise.techniques.pipeline.partition import balance_by_time
-    from shardwise.techniques.tensor.table import Table
+    from shardwise.techniques.tensor.tensor_table import Table
     from shardwise.verify import Verify
     from shardwise.wrap.data_parallel import DataParallel
     from shardwise.wrap.pipe import Pipe
@@ -71,11 +71,11 @@ _HOMES = {
     "RunError": "core.errors",
     "Mesh": "core.mesh",
     "Plan": "core.plan.plan",
-    "Table": "techniques.tensor.table",
+    "Table": "techniques.tensor.tensor_table",
     "World": "comm.world",
     "init": "comm.world",
     "Gate": "techniques.expert.gate",
-    "MoE": "techniques.expert.layer",
+    "MoE": "techniques.expert.moe_layer",
     "cross_entropy": "kernels.cross_entropy",
     "derive_table": "derive.table",
     "search": "derive.plan_search",

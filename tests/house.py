@@ -22,8 +22,8 @@ LAYERS = (
 #: Files in the folder of a technique that hold values, as core does; and those that apply it to a
 #: model, as engine does. Those that begin with `price` are predictions.
 VALUES = (
-    *("word", "styles", "table", "table_check", "moves", "positions", "stage_io"),
-    *("plan", "plan_check"),
+    *("word", "styles", "tensor_table", "table_check", "expert_moves", "attention_moves"),
+    *("positions", "stage_io", "layer_plan", "layer_plan_check"),
 )
 APPLIED = (
     *("apply", "plans", "recorded", "source", "first_step", "placement", "tensor_axis", "auto"),

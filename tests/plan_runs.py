@@ -25,7 +25,7 @@ from shardwise.engine.model_structure import shapes_of
 from shardwise.observe.kernels import kernels_of
 from shardwise.observe.meter import Leak, Meter
 from shardwise.prediction.prediction import Prediction
-from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.oracles.batches import Division
 from shardwise.verify.oracles.loads import Choices
 from shardwise.verify.oracles.oracle import Oracle, Weights

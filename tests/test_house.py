@@ -28,10 +28,18 @@ def test_tests(rule: Rule):
 
 
 def test_a_class_has_a_name_of_its_own():
-    """Of two public classes of a name, a reader must guess which one is meant."""
+    """Of two classes of a name, a reader must guess which one is meant."""
     known = (name for name in house.classes() if name.startswith("shardwise."))
     names = Counter(name.rpartition(".")[2] for name in known)
-    assert [name for name, n in names.items() if n > 1 and not name.startswith("_")] == []
+    assert [name for name, n in names.items() if n > 1] == []
+
+
+def test_a_file_has_a_name_of_its_own():
+    """Of two files of a name as well; each technique has its word, its prices and its apply."""
+    paths = [source.path for source in IN_PACKAGE if source.path.startswith("shardwise/")]
+    names = Counter(path.rpartition("/")[2] for path in paths)
+    of_techniques = {"__init__.py", "word.py", "price.py", "apply.py"}
+    assert [name for name, n in names.items() if n > 1 and name not in of_techniques] == []
 
 
 def test_techniques_are_known_to_few_files():

@@ -22,7 +22,7 @@ from benchmarks.contenders.ours import engine_of, looped, planned
 from shardwise.models import gpt, moe
 from shardwise.models.initial import fill
 from shardwise.techniques.expert.gate import Gate
-from shardwise.techniques.expert.layer import Experts, MoE
+from shardwise.techniques.expert.moe_layer import Experts, MoE
 
 #: Experts of the contenders that are compared with each other, and per token.
 EXPERTS, CHOICES = 8, 2

@@ -61,7 +61,7 @@ def read_metadata(path: Path) -> Metadata:
         raise damaged(file, f"{type(error).__name__}: {error}") from None
 
 
-class _Record:
+class _Inert:
     """An inert object of the pickle: its constructor's arguments, and its state."""
 
     args: tuple[Any, ...] = ()
@@ -85,7 +85,7 @@ class _Reader(pickle.Unpickler):
             if isinstance(dtype := getattr(torch, global_name, None), torch.dtype):
                 return dtype
         if global_name in _CLASSES.get(module_name, ()):
-            return type(global_name, (_Record,), {})
+            return type(global_name, (_Inert,), {})
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is refused")
 
 
@@ -159,7 +159,7 @@ def _place(found: tuple[Any, Any]) -> tuple[MetadataIndex, _StorageInfo]:
 
 def _state(found: Any, kind: str) -> Any:
     """The pickled state of an object of class `kind`."""
-    if not isinstance(found, _Record) or type(found).__name__ != kind or found.state is None:
+    if not isinstance(found, _Inert) or type(found).__name__ != kind or found.state is None:
         raise ValueError(f"no {kind} where one should be")
     return found.state
 

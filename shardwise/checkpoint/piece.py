@@ -136,7 +136,7 @@ def _find(
 ) -> tuple[_Stored, zipfile.ZipInfo]:
     """The description of the tensor, and the record of its values.  Raises ValueError."""
     named = {info.filename.partition("/")[2]: info for info in records.infolist()}
-    stored = _Reader(io.BytesIO(_read(stream, piece, named["data.pkl"]))).load()
+    stored = _PieceReader(io.BytesIO(_read(stream, piece, named["data.pkl"]))).load()
     if not isinstance(stored, _Stored):
         raise ValueError("it has no plain tensor")
     if stored.sizes != tuple(piece.sizes) or stored.dtype != piece.dtype:
@@ -191,7 +191,7 @@ class _Window(io.RawIOBase):
         return count
 
 
-class _Reader(pickle.Unpickler):
+class _PieceReader(pickle.Unpickler):
     """Unpickles the description of a plain tensor."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardwise.engine.options import EngineOptions
     from shardwise.models.decoder import Sizes
     from shardwise.models.trainable import Trainable
-    from shardwise.techniques.tensor.table import Table
+    from shardwise.techniques.tensor.tensor_table import Table
 
 #: The argument and the option of a command that takes both.
 PLAN: Final = typer.Argument(

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from shardwise.cli.predict import answered, numbers_of
+from shardwise.cli.predict_command import answered, numbers_of
 from shardwise.cli.predict_table import show
 from shardwise.engine.predict import predict_with
 from shardwise.models import decoder

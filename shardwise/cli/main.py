@@ -50,12 +50,12 @@ ELSEWHERE = {
         "Prove a plan: parity, bytes, memory.",
     ),
     "predict": (
-        "shardwise.cli.predict",
+        "shardwise.cli.predict_command",
         "predict_command",
         "What a rank will hold and send.",
     ),
     "plan": (
-        "shardwise.cli.plan",
+        "shardwise.cli.plan_command",
         "plan_command",
         "Check a plan, or search for the best one.",
     ),
@@ -65,12 +65,12 @@ ELSEWHERE = {
         "Check devices and collectives, and measure links.",
     ),
     "table": (
-        "shardwise.cli.table",
+        "shardwise.cli.table_command",
         "table_command",
         "Derive a table of tensor parallelism.",
     ),
     "schedule": (
-        "shardwise.cli.schedule",
+        "shardwise.cli.schedule_command",
         "schedule_command",
         "Draw and price a schedule.",
     ),

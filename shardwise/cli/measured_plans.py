@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.configured import configured
-from shardwise.cli.predict import predict_request
+from shardwise.cli.predict_command import predict_request
 from shardwise.core.errors import bad
 
 if TYPE_CHECKING:

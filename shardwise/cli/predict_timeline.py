@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli.predict import PredictRequest, predict_request
+from shardwise.cli.predict_command import PredictRequest, predict_request
 from shardwise.core.errors import bad
 
 if TYPE_CHECKING:

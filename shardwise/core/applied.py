@@ -8,8 +8,8 @@
     during(device)         around a forward or a backward pass
     end()                  its passes have run
 
-An engine holds a list of these, in the order in which they were applied (engine/techniques.py), and
-names none.
+An engine holds a list of these, in the order in which they were applied
+(engine/applied_techniques.py), and names none.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence

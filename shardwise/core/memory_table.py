@@ -11,7 +11,7 @@
 
 Asynchronous schedules have "versions" too: old parameters, which the updater owns in a step. On the
 engine's side the table is read by `owned` (engine/memory.py), on that of a prediction by the prices
-of techniques (prediction/price.py).
+of techniques (prediction/technique_price.py).
 """
 
 from collections.abc import Mapping

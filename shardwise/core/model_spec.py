@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from shardwise.core.layouts.param_layout import AxisLayout, Layout
 from shardwise.core.layouts.uneven import Cut
 from shardwise.core.tools.tape import Tape
-from shardwise.techniques.expert.moves import ExpertLayer, LayerMove
+from shardwise.techniques.expert.expert_moves import ExpertLayer, LayerMove
 from shardwise.techniques.tensor.styles import ModuleShape, Style
-from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tensor.tensor_table import Table
 
 #: Bytes of one element, by torch's name of the type.
 ELEMENT_BYTES: dict[str, int] = {
@@ -180,8 +180,8 @@ class ModelPass(NamedTuple):
     logits sharded over tensor ranks. `joins` has the shapes and types of logits that are gathered;
     they are `trained` if backward gathers them. `saves` are the numbers of calls after which
     autograd saved a tensor. `moves` are those of layers of experts. `rows` are the `RowGather` of
-    layers with a mesh of their own, and what `cp` sends (techniques/context/moves.py). `note`
-    states what depends on the values of the batch.
+    layers with a mesh of their own, and what `cp` sends (context/attention_moves.py). `note` states
+    what depends on the values of the batch.
     """
 
     calls: tuple[Call, ...]

@@ -12,8 +12,8 @@
     backward    ... | wait 2, gather 1, reduce 3 | wait 1, gather 0, reduce 2 | ...   k .. 2 1 0
 
 Other rows only reduce during a pass.  Units are numbered in the order of their definition.  Hooks
-report the events of a run and do the acts (techniques/data/hooks.py); predictions report those of a
-recorded pass, and count and weigh the acts (prediction/unit_acts.py).
+report the events of a run and do the acts (techniques/data/unit_hooks.py); predictions report those
+of a recorded pass, and count and weigh the acts (prediction/unit_acts.py).
 
 Under a schedule, `enter` and `leave` are around each F, B, I and W.  The unit used last stays
 gathered until another is used: a B right after its F need not gather it.  Units that a stage reads

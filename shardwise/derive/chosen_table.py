@@ -9,7 +9,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.derive.table import derive_table
 from shardwise.engine.training import Loss
 from shardwise.techniques.tensor.source import own_table
-from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tensor.tensor_table import Table
 
 
 def table_or_derived(

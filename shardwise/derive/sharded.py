@@ -20,7 +20,7 @@ from shardwise.derive.axis_trace import ATTENTION, NoTape, OperationTrace, check
 from shardwise.derive.groups import LayerGroup
 from shardwise.engine.spec_of_model import on_tensor_axis
 from shardwise.observe.meta_pass import UNKNOWN, as_on_processor
-from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tensor.tensor_table import Table
 
 
 @dataclass(frozen=True)

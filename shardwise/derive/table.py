@@ -33,8 +33,8 @@ from shardwise.engine.training import Loss
 from shardwise.observe.meta_pass import UNKNOWN, meta_copy
 from shardwise.techniques.tensor.source import shapes
 from shardwise.techniques.tensor.styles import ModuleShape, general, parent
-from shardwise.techniques.tensor.table import Table, matches
 from shardwise.techniques.tensor.table_check import check
+from shardwise.techniques.tensor.tensor_table import Table, matches
 
 #: More attributes than this are not tried in all combinations.
 _TRIED = 4

@@ -12,7 +12,7 @@ from torch.cuda import nccl
 
 import shardwise
 from shardwise.comm.backends import available_backends
-from shardwise.comm.start.host import host_number
+from shardwise.comm.start.hosts import host_number
 from shardwise.comm.tiers.host_memory import free_bytes, limit_bytes
 
 #: NVML's levels of the nearest common ancestor of two GPUs, in nvidia-smi's terms.

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise.core.errors import bad
 from shardwise.techniques.tensor.styles import Style
-from shardwise.techniques.tensor.table import Table, matching
+from shardwise.techniques.tensor.tensor_table import Table, matching
 
 #: Style of W -> the layer that is sharded as W is; that whose gradients sp sums, and its style.
 _ADAPTERS = {

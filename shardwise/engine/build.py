@@ -1,4 +1,4 @@
-"""Shards a model: the techniques of techniques.py, then the pipeline, then the data axes.
+"""Shards a model: the techniques of applied_techniques.py, then the pipeline, then the data axes.
 
 Each axis shards the result of the previous one: the tensor axis shards parameters, the pipeline
 axis keeps those of a rank's stages, and the data axes flatten these.  Stages and units are chosen
@@ -21,11 +21,11 @@ from shardwise.core.layouts.param_layout import Groups
 from shardwise.core.mesh import PIPELINE, TENSOR
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.hook import Hook, nothing
+from shardwise.engine.applied_techniques import APPLY, facts_of
 from shardwise.engine.batch import data_axes
 from shardwise.engine.checks.reads import guard_shards
 from shardwise.engine.one_stage import Objective, OneStage
 from shardwise.engine.rank_zero_weights import RankZeroWeights
-from shardwise.engine.techniques import APPLY, facts_of
 from shardwise.engine.training import Build
 from shardwise.techniques.data.apply import (
     Held,
@@ -40,9 +40,9 @@ from shardwise.techniques.data.apply import (
 )
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.flat.weight_gradient import take_over
-from shardwise.techniques.data.hooks import Data
 from shardwise.techniques.data.pace import Pace
 from shardwise.techniques.data.staged_hooks import StagedUnits
+from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Unit, Units
 from shardwise.techniques.data.wrap_policy import UnitSpec
 from shardwise.techniques.pipeline import stage_module

@@ -18,7 +18,7 @@ from shardwise.core.applied import Applied, during
 from shardwise.core.schedule.action import Action
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.pipeline.runtime import Watch, run
 from shardwise.techniques.pipeline.stage_work import Microbatch, ScaledLoss, StageWork, WholeModel
 

@@ -16,7 +16,7 @@ from shardwise.engine.optimizer.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.training import Loss
 from shardwise.observe.kernels import KERNELS, Kernels
 from shardwise.techniques.data.wrap_policy import Rule
-from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tensor.tensor_table import Table
 
 __all__ = ["EngineOptions", "own_loss"]
 

@@ -29,7 +29,7 @@ from shardwise.techniques.pipeline import stage_module, weight_stashing
 from shardwise.techniques.recompute import budget as recompute_budget
 from shardwise.techniques.tensor import first_step
 from shardwise.techniques.tensor.apply import layer_tables, table_for
-from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.wrap.unwrap import no_pipe
 
 

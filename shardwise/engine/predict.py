@@ -32,11 +32,11 @@ from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.rank_shape import shape_on
 from shardwise.prediction.stored_bytes import PLAIN
 from shardwise.techniques.data.wrap_policy import Rule
-from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.expert.price import EVEN
 from shardwise.techniques.pipeline import weight_stashing
 from shardwise.techniques.pipeline.stage_module import stage_starts
-from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tensor.tensor_table import Table
 
 #: Shapes of batches whose predictions are kept: the latest.
 KEPT: Final = 64

@@ -28,6 +28,7 @@ from shardwise.core.model_spec import (
 )
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_schedule import schedule_of
+from shardwise.engine.applied_techniques import facts_of
 from shardwise.engine.batch import computed_parts, widened
 from shardwise.engine.model_structure import (
     SharedParts,
@@ -38,7 +39,6 @@ from shardwise.engine.model_structure import (
     without_passes,
 )
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.techniques import facts_of
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.observe import meta_pass
 from shardwise.observe.kernels import Kernels
@@ -46,7 +46,7 @@ from shardwise.techniques.context.apply import RecordedPositions
 from shardwise.techniques.data.apply import Sharding, cast_params, cast_whole, gathers, units_of
 from shardwise.techniques.data.wrap_policy import UnitSpec
 from shardwise.techniques.expert import apply as expert_parallel
-from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.layers.plans import LayerPlans
 from shardwise.techniques.layers.recorded import LayerPasses
 from shardwise.techniques.pipeline import stage_module
@@ -58,7 +58,7 @@ from shardwise.techniques.recompute.price import FULL
 from shardwise.techniques.recompute.price_budget import within_budget
 from shardwise.techniques.recompute.word import recompute_budget
 from shardwise.techniques.tensor import apply as tensor_parallel
-from shardwise.techniques.tensor.table import Table, cuts
+from shardwise.techniques.tensor.tensor_table import Table, cuts
 from shardwise.techniques.tile.apply import Tiling, tile
 
 Call = Callable[[nn.Module, Any], Tensor]

@@ -15,7 +15,7 @@ from shardwise.techniques.data.flat.initial_weights import Fill
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.layers.plans import LayerPlans
 from shardwise.techniques.recompute.apply import Recomputation
-from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tensor.tensor_table import Table
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

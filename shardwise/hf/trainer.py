@@ -39,7 +39,7 @@ from shardwise.hf.accelerator import DataRanks
 from shardwise.hf.shares import PADDING, first_rows, joined, rows_in
 from shardwise.hf.torch_optimizer import Updated, specification, without_decay
 from shardwise.techniques.pipeline.trace.placeholders import twin
-from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tensor.tensor_table import Table
 
 #: The folder of the engine's checkpoint in Trainer's, and the file of the scheduler.
 ENGINE: Final = "shardwise"

@@ -75,7 +75,7 @@ def cross_entropy(
     """
     _require_tensors(logits, targets)
     options = (ignore_index, label_smoothing, z_loss, reduction)
-    if has_torch_function_unary(logits):  # sharded logits (logits.py), or a function mode
+    if has_torch_function_unary(logits):  # sharded logits (kernels/logits.py), or a function mode
         words: dict[str, Any] = dict(zip(OPTIONS, options, strict=True))
         return handle_torch_function(cross_entropy, (logits,), logits, targets, **words)
     if z_loss:

@@ -5,7 +5,7 @@
     cross_entropy(x, targets)                  from a few numbers a position of each shard or tile
     softmax(x), x + bias, x.argmax(-1), x.sum(), print(x)    needs all columns; a plain tensor
 
-`Columns` are the shards (techniques/tensor/logits.py) or the tiles (techniques/tile/logits.py). An
+`Columns` are the shards (tensor/sharded_logits.py) or the tiles (tile/tiled_logits.py). An
 operation that is not listed here joins the columns first, so it is always correct; the ledger shows
 the all-gather of shards.
 

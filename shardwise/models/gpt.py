@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.core.errors import bad
-from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tensor.tensor_table import Table
 
 ROTARY_BASE: Final = 10_000.0
 NORM_EPS: Final = 1e-6

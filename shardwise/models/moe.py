@@ -18,8 +18,8 @@ from shardwise.core.errors import bad
 from shardwise.models import gpt
 from shardwise.models.gpt import IGNORED, NORM_EPS, Attention, GPTConfig, SwiGLU, rotation
 from shardwise.techniques.expert.gate import FIXED, GATES, Gate
-from shardwise.techniques.expert.layer import MoE, name_layers
-from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.expert.moe_layer import MoE, name_layers
+from shardwise.techniques.tensor.tensor_table import Table
 
 FORM: Final = "GATE, and after colons a capacity, the number of experts, and those of a token"
 TINY: Final = GPTConfig(

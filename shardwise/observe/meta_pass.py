@@ -32,8 +32,8 @@ from shardwise.observe.recorded_tape import TapeRecorder, attention_flops
 from shardwise.observe.work import WorkRecorder
 from shardwise.techniques.data.outputs import tensors_in
 from shardwise.techniques.expert.apply import recorded
-from shardwise.techniques.expert.moves import LayerMove
-from shardwise.techniques.tensor.logits import sharded_logits
+from shardwise.techniques.expert.expert_moves import LayerMove
+from shardwise.techniques.tensor.sharded_logits import sharded_logits
 
 #: Changes a model during a pass; the argument records what the change sends.
 Around = Callable[[nn.Module, Callable[[Any], None]], AbstractContextManager[None]]
@@ -260,7 +260,7 @@ class _Record:
             self.tape.give(name, tensors_in(out))
         self.calls.append(Call(name, False, self._values(out, name), _in_backward()))
 
-    # --- sharded logits (techniques/tensor/logits.py) ---------------------------------------------
+    # --- sharded logits (techniques/tensor/sharded_logits.py) -------------------------------------
 
     def _cut(self, axis: Axis, cut: Cut, _: nn.Module, __: Any, y: Tensor) -> Tensor:
         self.rank = axis.rank

@@ -13,10 +13,10 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.core.zero import Tier
 from shardwise.prediction.peak_memory import device_peak_bytes
-from shardwise.prediction.price import ExpertLoads, Share
+from shardwise.prediction.priced_techniques import PRICES
 from shardwise.prediction.rank_shape import added_flops_on, shape_on
 from shardwise.prediction.stored_bytes import ADAM, OptimizerShape, held_bytes
-from shardwise.prediction.techniques import PRICES
+from shardwise.prediction.technique_price import ExpertLoads, Share
 from shardwise.prediction.traffic import Counted, TrafficLine, by_kind, evaluation_bytes, step_bytes
 from shardwise.techniques.recompute.price_host import fetched_bytes, kept_bytes
 

@@ -29,7 +29,7 @@ from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.expert.stacked import stacked_experts
 from shardwise.techniques.pipeline.partition import balance_by_time
 from shardwise.techniques.pipeline.stage_module import stage_starts
-from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.train.config import Config
 from shardwise.train.config_sections import TrainSection
 from shardwise.train.data.data import Rows, padded

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from shardwise.callbacks import Callback
     from shardwise.models.decoder import Sizes
-    from shardwise.techniques.tensor.table import Table
+    from shardwise.techniques.tensor.tensor_table import Table
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from shardwise.models.registry import NAMED, named_sizes, nearest
 from shardwise.techniques.expert import apply as expert_parallel
 from shardwise.techniques.expert.gate import FIXED, GATES, Gate
 from shardwise.techniques.tensor import apply as tensor_parallel
-from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.train.config import Config
 from shardwise.train.config_sections import ModelSection
 from shardwise.train.measure.progress import size_text

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shardwise.core.plan.plan import Plan
-    from shardwise.techniques.tensor.table import Table
+    from shardwise.techniques.tensor.tensor_table import Table
     from shardwise.verify.report import Report
 
 

@@ -7,7 +7,7 @@ from shardwise.comm.ledger import Key, Tally
 from shardwise.engine.engine import Engine
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.traffic import TrafficLine, by_kind
-from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.expert.price import EVEN
 
 #: The prediction for a step on this rank's share of a batch, perhaps with the rows of all ranks.

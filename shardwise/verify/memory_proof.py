@@ -31,7 +31,7 @@ from shardwise.core.tools.garbage import collect
 from shardwise.engine.engine import Engine
 from shardwise.observe.live import Live, Stray
 from shardwise.observe.measured_timeline import StepMeter, measuring
-from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.costs import Costs, Theory
 from shardwise.verify.moments import Foresee, Moments
 

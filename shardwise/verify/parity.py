@@ -51,7 +51,7 @@ from shardwise.models.trainable import Trainable
 from shardwise.observe.kernels import kernels_of
 from shardwise.observe.live import Live
 from shardwise.prediction.prediction import Prediction
-from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.comparison import compare, drawn
 from shardwise.verify.costs import Theory
 from shardwise.verify.draws import compare_draws, draws_on_ranks

@@ -10,7 +10,7 @@ from typing import Any, Final
 from shardwise.core.errors import InputError, bad
 from shardwise.observe.kernels import Kernels
 from shardwise.techniques.data.wrap_policy import Rule
-from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tensor.tensor_table import Table
 
 #: Keys that a file may have in addition to its styles, as in Table.of.
 BESIDE: Final = ("heads", "kv_heads", "sequence", "sets", "derived")

@@ -57,7 +57,7 @@ from shardwise.techniques.pipeline.stage_work import Microbatch, NoUnits, StageW
 from shardwise.techniques.pipeline.trace.bundles import ByShape
 from shardwise.techniques.pipeline.trace.placeholders import twin
 from shardwise.techniques.pipeline.trace.probe import ActivationProbe
-from shardwise.techniques.tensor.layout import nowhere
+from shardwise.techniques.tensor.tensor_state import nowhere
 from shardwise.wrap.pipe_options import PipeOptions
 
 Forward = Callable[..., Any]
@@ -150,7 +150,7 @@ def halves(schedule: Schedule) -> tuple[Schedule, Schedule]:
 
 
 @dataclass
-class _Traced:
+class _TracedCall:
     """The trace for a microbatch's shapes, and the leaves of the output on meta."""
 
     trace: StageTrace
@@ -175,7 +175,7 @@ class Piped:
         frozen = [p for p in module.parameters() if not p.requires_grad]
         self.structure = Structure(module, frozen)
         self.halves = halves(staged.schedule)
-        self.known = ByShape[_Traced]()
+        self.known = ByShape[_TracedCall]()
         self.options = PipeOptions(module.parameters(), staged.axis, staged.stages.device)
         for half in self.halves:
             open_channels(half, staged.axis, staged.stages.device)
@@ -211,7 +211,7 @@ class Piped:
         args, kwargs = part
         return self.forward(module, *args, **kwargs)
 
-    def _traced(self, part: Any) -> _Traced:
+    def _traced(self, part: Any) -> _TracedCall:
         modes = torch.is_grad_enabled(), self.module.training
         stages = self.staged.stages
         return self.known.get(
@@ -221,7 +221,7 @@ class Piped:
             lambda known: stages.fits(known.trace, lambda model: self.call(model, part)),
         )
 
-    def _trace(self, part: Any) -> _Traced:
+    def _trace(self, part: Any) -> _TracedCall:
         found: list[Any] = []
         probe = ActivationProbe(self.staged, lambda model: self.call(model, part), NoUnits().around)
         stages = self.staged.stages
@@ -229,7 +229,7 @@ class Piped:
         out, structure = tree_flatten(found[0])
         out = [_on_meta(x) if isinstance(x, Tensor) else x for x in out]
         _whole(out, _rows(part))
-        return _Traced(trace, out, structure)
+        return _TracedCall(trace, out, structure)
 
 
 @dataclass(eq=False)
@@ -238,7 +238,7 @@ class _Pass:
 
     piped: Piped
     parts: list[Any]
-    known: list[_Traced]
+    known: list[_TracedCall]
     table: dict[Token, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

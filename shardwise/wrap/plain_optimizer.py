@@ -15,7 +15,7 @@ from shardwise.core.errors import bad
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE, works_on_pieces
 from shardwise.engine.optimizer.optimizer_groups import compared
 from shardwise.techniques.data.gradient_hooks import owners
-from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.unit_hooks import Data
 
 
 def before_step(optimizer: Optimizer, *_: Any) -> None:

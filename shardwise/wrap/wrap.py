@@ -49,9 +49,9 @@ from shardwise.techniques.data.apply import (
     shard,
     units_of,
 )
-from shardwise.techniques.data.hooks import Data
 from shardwise.techniques.data.inference import normal_mode
 from shardwise.techniques.data.pace import Pace
+from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.wrap import plain_optimizer
 from shardwise.wrap.torch_options import DDP_OPTIONS, FSDP_OPTIONS, refusing

@@ -9,7 +9,7 @@ from torch import nn
 
 import shardwise as sw
 from benchmarks.meters.interface import sent_bytes
-from shardwise.comm.start.host import host_number
+from shardwise.comm.start.hosts import host_number
 from shardwise.comm.world import World
 from shardwise.core.plan.plan import Plan
 from tests import test_plans as facts

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import Cut
 from shardwise.techniques.tensor.styles import STYLES, ModuleShape, Style
-from shardwise.techniques.tensor.table import Table, assign, bias_cut, cuts, numbers
+from shardwise.techniques.tensor.tensor_table import Table, assign, bias_cut, cuts, numbers
 
 WORDS = [*(style for style in STYLES if style != "colwise:N"), "colwise:2", "colwise:12"]
 NAMES = [

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from shardwise.techniques.tensor.styles import ModuleShape
-from shardwise.techniques.tensor.table import Table
 from shardwise.techniques.tensor.table_check import check
+from shardwise.techniques.tensor.tensor_table import Table
 
 NORM = ModuleShape("other", 64, type_name="LayerNorm")
 BLOCK = ModuleShape("other", parameters=False, type_name="Block", numbers=(("num_heads", 8),))

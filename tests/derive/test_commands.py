@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.cli.main import main
 from shardwise.core.errors import InputError
-from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.train import config
 from shardwise.train.prepare import RunStart, prepare
 from tests.derive.test_derive import HAND

@@ -14,7 +14,7 @@ from shardwise.derive.table import Derived, derive_table
 from shardwise.engine.predict import predict
 from shardwise.models.registry import find
 from shardwise.techniques.tensor.source import own_table
-from shardwise.techniques.tensor.table import matches
+from shardwise.techniques.tensor.tensor_table import matches
 from shardwise.verify.proof_options import Options, table_in
 from shardwise.verify.report import Report
 from tests.verify.test_command import shortly

@@ -22,7 +22,7 @@ from shardwise.engine.predict import Predictor
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 from shardwise.observe.kernels import Kernels
-from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.oracles.loads import Choices
 from shardwise.verify.oracles.oracles import microbatches_of
 

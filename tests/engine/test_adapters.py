@@ -9,7 +9,7 @@ import torch
 from shardwise.core.errors import InputError
 from shardwise.models import hf, user
 from shardwise.techniques.tensor.source import shapes, table_of
-from shardwise.techniques.tensor.table import assign
+from shardwise.techniques.tensor.tensor_table import assign
 from tests.verify.test_command import shortly
 
 peft = pytest.importorskip("peft")

@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.plan.plan import Plan
 from shardwise.techniques.data.apply import driver_of
-from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.unit_hooks import Data
 from shardwise.wrap.wrap import STRATEGIES
 from tests.engine import loops
 from tests.engine.cases import Case, Task, build, difference, share, text

@@ -9,7 +9,7 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.techniques.expert.apply import ExpertLayout
-from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.expert.placement import balanced
 from tests.engine.cases import Case, Task, build, foreseen, oracle, ranks_of
 from tests.engine.tensors import (

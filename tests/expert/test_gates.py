@@ -14,7 +14,7 @@ from shardwise.core.errors import InputError
 from shardwise.techniques.expert import gates, hard
 from shardwise.techniques.expert.gate import GATES, Extra, Gate
 from shardwise.techniques.expert.global_batch import GlobalBatch
-from shardwise.techniques.expert.layer import MoE
+from shardwise.techniques.expert.moe_layer import MoE
 from shardwise.techniques.expert.routing import queues
 
 F64 = torch.float64

@@ -18,7 +18,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.techniques.expert import hard
 from shardwise.techniques.expert.gate import FIXED, GATES, Extra, Gate
 from shardwise.techniques.expert.global_batch import GlobalBatch
-from shardwise.techniques.expert.layer import ExpertPlace, MoE
+from shardwise.techniques.expert.moe_layer import ExpertPlace, MoE
 from tests.pool import run_gloo, run_threads
 
 F64 = torch.float64

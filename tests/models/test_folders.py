@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.cli.configured import configured
-from shardwise.cli.predict import predict_request
+from shardwise.cli.predict_command import predict_request
 from shardwise.core.errors import InputError
 from shardwise.models import hf, pretrained
 from shardwise.models.registry import find

@@ -12,7 +12,7 @@ from shardwise.models import decoder, moe
 from shardwise.models.moe import MoEConfig, MoEGPT
 from shardwise.models.registry import find
 from shardwise.techniques.expert.gate import GATES, Gate
-from shardwise.techniques.expert.layer import MoE
+from shardwise.techniques.expert.moe_layer import MoE
 from shardwise.train.config import ModelSection, read
 from shardwise.train.sizes import model_sizes, require_fit
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.cli.predict import predict_command
+from shardwise.cli.predict_command import predict_command
 from shardwise.core.errors import InputError
 from shardwise.models import decoder
 from shardwise.models.published import PUBLISHED

@@ -17,7 +17,7 @@ from shardwise.comm.world import World, alone
 from shardwise.core.errors import RankError
 from shardwise.core.layouts.uneven import Cut, even
 from shardwise.kernels.cross_entropy import cross_entropy
-from shardwise.techniques.tensor.logits import sharded_logits
+from shardwise.techniques.tensor.sharded_logits import sharded_logits
 from tests.pool import run_gloo, run_threads
 
 TERMS: list[dict[str, Any]] = [

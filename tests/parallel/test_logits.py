@@ -14,7 +14,7 @@ from shardwise.core.errors import InputError, RankError
 from shardwise.core.layouts.uneven import even
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.logits import Logits
-from shardwise.techniques.tensor.logits import sharded_logits
+from shardwise.techniques.tensor.sharded_logits import sharded_logits
 from tests.pool import run_gloo, run_threads
 
 V = 7

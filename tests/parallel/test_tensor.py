@@ -15,8 +15,8 @@ from shardwise.core.layouts.layouts import tensor_layouts
 from shardwise.core.layouts.param_layout import AxisLayout
 from shardwise.core.mesh import TENSOR, Mesh
 from shardwise.techniques.tensor.apply import lay_out, tensor_spec
-from shardwise.techniques.tensor.layout import Tensors
 from shardwise.techniques.tensor.source import table_of
+from shardwise.techniques.tensor.tensor_state import Tensors
 from tests.engine.cases import difference
 from tests.parallel.layers import KINDS, Doubled, sequences
 from tests.pool import run_threads

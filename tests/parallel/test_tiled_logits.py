@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import even
 from shardwise.kernels.logits import Logits
-from shardwise.techniques.tile.layer import into_tiles
+from shardwise.techniques.tile.tiled_layer import into_tiles
 
 WEIGHTS = torch.linspace(0.5, 2, 11).double()
 TARGETS = torch.tensor([[0, 10, -100, 4], [7, 7, 3, 1], [9, 2, 6, -100]])

@@ -21,8 +21,8 @@ from shardwise.models.moe import loss as moe_loss
 from shardwise.models.registry import find
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.traffic import TrafficLine, by_kind, start_bytes
+from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.expert.gate import GATES
-from shardwise.techniques.expert.moves import Loads
 from shardwise.techniques.expert.price import EVEN
 from shardwise.verify.parity import build_options
 from shardwise.verify.proof_options import Options

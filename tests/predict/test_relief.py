@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.cli.configured import configured
 from shardwise.cli.main import main
-from shardwise.cli.predict import predict_request
+from shardwise.cli.predict_command import predict_request
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
 from shardwise.engine.predict import predict_with

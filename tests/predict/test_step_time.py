@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.cli.configured import configured
 from shardwise.cli.main import main
-from shardwise.cli.predict import predict_request
+from shardwise.cli.predict_command import predict_request
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.tape import Operation
 from shardwise.models.gpt import GPT, GPTConfig, loss

@@ -12,8 +12,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from shardwise.cli.predict import predict_command
-from shardwise.cli.schedule import schedule_command
+from shardwise.cli.predict_command import predict_command
+from shardwise.cli.schedule_command import schedule_command
 from shardwise.core.errors import InputError
 from shardwise.core.schedule.library import LIBRARY
 from tests.verify import small

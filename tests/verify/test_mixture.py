@@ -16,7 +16,7 @@ from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.gate import GATES
-from shardwise.techniques.expert.layer import ExpertPlace, MoE, name_layers
+from shardwise.techniques.expert.moe_layer import ExpertPlace, MoE, name_layers
 from shardwise.verify import parity
 from shardwise.verify.oracles.mixture_oracle import Follow, Mixture
 from shardwise.verify.report import report

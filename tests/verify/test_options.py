@@ -15,7 +15,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.models.registry import find
 from shardwise.models.trainable import Loss, Trainable
 from shardwise.prediction.peak_memory import device_peak_bytes
-from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.verify.command import verify
 from shardwise.verify.own import model_of
 from shardwise.verify.parity import theory_of

@@ -32,7 +32,7 @@ from torch import Tensor
 from shardwise.comm.gloo.mailbox import CODES, HEAD, KINDS, Arrival, Inbox, MailboxMemory, Outbox
 from shardwise.comm.ledger import Line
 from shardwise.comm.named_peer import call_name, naming, rank_name
-from shardwise.comm.start.host import host_number, process
+from shardwise.comm.start.hosts import host_number, process
 from shardwise.comm.start.limits import read_limits
 from shardwise.core.errors import bad
 

@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from shardwise.comm.start.host import Reach, process
+from shardwise.comm.start.hosts import Reach, process
 from shardwise.comm.start.limits import Limits
 
 _UNSURE = 4  # times `frozen_s`, where the process may be computing

@@ -22,7 +22,7 @@ from shardwise.core.model_spec import Facts, TensorSpec
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_schedule import schedule_of
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.techniques.tensor.table import bias_cut, cuts
+from shardwise.techniques.tensor.tensor_table import bias_cut, cuts
 
 #: Styles of modules that apply replicated parameters to shards: their gradients are summed.
 SUMMED = ("replicated", "sequence")

@@ -20,7 +20,7 @@ from shardwise.core.plan.techniques import WORDS
 from shardwise.core.schedule.library import allowed
 from shardwise.core.zero import ALIASES, Row, row_of
 from shardwise.techniques.context.word import ContextWord
-from shardwise.techniques.layers.plan import LayerPlan, split_layers
+from shardwise.techniques.layers.layer_plan import LayerPlan, split_layers
 from shardwise.techniques.offload.word import Offload
 from shardwise.techniques.offload.word import parse as parse_offload
 from shardwise.techniques.recompute.word import PARTITIONED_WORDS, recompute_budget

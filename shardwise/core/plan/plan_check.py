@@ -3,7 +3,7 @@
 from shardwise.core.errors import Problem, refusal
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.techniques import TECHNIQUES
-from shardwise.techniques.layers.plan_check import layer_problems
+from shardwise.techniques.layers.layer_plan_check import layer_problems
 
 __all__ = ["Problem", "problems", "require"]
 

@@ -17,7 +17,7 @@ def simulate(schedule: Schedule) -> Iterator[tuple[int, Step]]:
 
     Raises InputError at a deadlock, naming what every rank waits for.
     """
-    state = _State(schedule)
+    state = _Progress(schedule)
     ready = deque(range(schedule.ranks))
     while ready:
         rank = ready.popleft()
@@ -30,7 +30,7 @@ def simulate(schedule: Schedule) -> Iterator[tuple[int, Step]]:
         raise _deadlock(state)
 
 
-class _State:
+class _Progress:
     """The position of each rank in its row, its tokens, and the messages in flight."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -60,7 +60,7 @@ class _State:
         self.here[rank].update(makes(step, self.schedule))
 
 
-def _deadlock(state: _State) -> InputError:
+def _deadlock(state: _Progress) -> InputError:
     """The error: what every rank waits for."""
     schedule, ranks = state.schedule, range(state.schedule.ranks)
     home = {t: (r, a) for r in ranks for a in schedule.actions(r) for t in makes(a, schedule)}
@@ -86,11 +86,11 @@ def _deadlock(state: _State) -> InputError:
     )
 
 
-def _done(state: _State, rank: int) -> tuple[Step, ...]:
+def _done(state: _Progress, rank: int) -> tuple[Step, ...]:
     return state.schedule.rows[rank][: state.at[rank]]
 
 
-def _stuck(state: _State, rank: int) -> Step | None:
+def _stuck(state: _Progress, rank: int) -> Step | None:
     """The action that a rank cannot run."""
     ahead = state.schedule.rows[rank][state.at[rank] :]
     return next((step for step in ahead if isinstance(step, Action)), next(iter(ahead), None))

@@ -30,7 +30,7 @@ from shardwise.core.errors import bad
 from shardwise.core.tools.tree import mapped
 from shardwise.techniques.data.flat.flat_parameter import Flat, State
 from shardwise.techniques.data.gradient_hooks import owners
-from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Unit
 
 #: Questions about a tensor that need none of its values.

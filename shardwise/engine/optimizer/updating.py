@@ -26,7 +26,7 @@ from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer.scale import LossScale
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Unit
 from shardwise.techniques.offload.disk_states import DiskStates
 from shardwise.techniques.offload.updater import (

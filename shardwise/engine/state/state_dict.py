@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.errors import bad
 from shardwise.techniques.data.flat.flat_parameter import Flat, State
-from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.unit_hooks import Data
 
 
 def keep_keys(module: nn.Module, data: Data, flats: Sequence[Flat]) -> list[RemovableHandle]:

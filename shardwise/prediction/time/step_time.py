@@ -26,7 +26,7 @@ from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.cluster_file import cluster_of
 from shardwise.prediction.group import Group
 from shardwise.prediction.peak_memory import places
-from shardwise.prediction.techniques import PRICES
+from shardwise.prediction.priced_techniques import PRICES
 from shardwise.prediction.time.kernel_seconds import operation_s, precision, seconds_by
 from shardwise.prediction.time.network import Network
 from shardwise.prediction.time.streams import Streams, TimedActs, UnitSeconds

@@ -20,8 +20,8 @@ from shardwise.core.errors import bad
 from shardwise.core.mesh import CONTEXT
 from shardwise.core.plan.plan import Plan
 from shardwise.techniques.context.attention import attention
-from shardwise.techniques.context.batch import Sequences, cut_batch, length_of
-from shardwise.techniques.context.moves import AttentionCall, LossCount
+from shardwise.techniques.context.attention_moves import AttentionCall, LossCount
+from shardwise.techniques.context.cut_batch import Sequences, cut_batch, length_of
 from shardwise.techniques.context.operations import OwnPositions
 from shardwise.techniques.context.positions import cut_of
 from shardwise.techniques.context.ulysses import require_heads

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from shardwise.core.errors import bad
-from shardwise.techniques.context.batch import Sequences
+from shardwise.techniques.context.cut_batch import Sequences
 
 #: Functions along one dim, by what they compute.
 _ALONG: Final = {

@@ -26,8 +26,8 @@ from shardwise.techniques.data.consensus import Consensus
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.flat.initial_weights import Fill
 from shardwise.techniques.data.flat.local_layout import LocalLayout
-from shardwise.techniques.data.hooks import Data
 from shardwise.techniques.data.pace import Pace
+from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Unit, Units
 from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, choose
 from shardwise.techniques.expert.apply import check_experts

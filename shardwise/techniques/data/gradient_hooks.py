@@ -1,6 +1,6 @@
 """Our hooks on parameters, among those of the program.
 
-    autograd adds to p.grad --> the program's hooks see it --> ours takes it (hooks.py: collected)
+    autograd adds to p.grad --> the program's hooks see it --> ours takes it (`Data.collected`)
 
 The program's hooks may be registered before or after ours.  As under torch's DDP they all see the
 gradient of this rank, in the parameter's own shape, and what they change is what is reduced.

@@ -1,6 +1,6 @@
 """The units of a pipeline rank: their stages, and when the reduction of their gradients begins.
 
-    F B I W s     hooks gather and free the units that stage s uses, one by one (hooks.py)
+    F B I W s     hooks gather and free the units that stage s uses, one by one (unit_hooks.py)
     W s           the weight gradients that I deferred are computed and added
     REDUCE s      all microbatches are done: the reduction of the stage's gradients begins
 

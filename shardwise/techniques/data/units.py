@@ -3,7 +3,7 @@
     update     to_sharded: every parameter is this rank's piece     attach_grads: with its gradient
     after it   begin_unshard: gather what the row keeps unsharded   wait: until it is there
 
-During a pass hooks unshard and reshard them one by one (hooks.py).
+During a pass hooks unshard and reshard them one by one (unit_hooks.py).
 """
 
 from collections.abc import Callable, Sequence

@@ -30,9 +30,9 @@ from shardwise.core.mesh import EXPERTS, REST
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.batch import Count, data_axes, filled
 from shardwise.engine.cut import agree, cut_to
+from shardwise.techniques.expert.expert_moves import ExpertLayer, LayerMove, Loads
 from shardwise.techniques.expert.global_batch import GlobalBatch
-from shardwise.techniques.expert.layer import ExpertPlace, Load, MoE
-from shardwise.techniques.expert.moves import ExpertLayer, LayerMove, Loads
+from shardwise.techniques.expert.moe_layer import ExpertPlace, Load, MoE
 from shardwise.techniques.expert.passes import PassRecords
 from shardwise.techniques.expert.routing import Routing
 from shardwise.techniques.expert.stacked import (

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from shardwise.comm.overlap import begin_rows
 from shardwise.comm.world import Axis
+from shardwise.techniques.expert.expert_moves import ExpertMove
 from shardwise.techniques.expert.global_batch import GlobalBatch, Record, phase, record_nothing
-from shardwise.techniques.expert.moves import ExpertMove
 from shardwise.techniques.expert.routing import Routing
 
 

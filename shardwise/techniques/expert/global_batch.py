@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.comm.move import all_gather, move
 from shardwise.comm.world import Axis
 from shardwise.core.layouts.layout import P, R
-from shardwise.techniques.expert.moves import ExpertMove
+from shardwise.techniques.expert.expert_moves import ExpertMove
 
 Record = Callable[[ExpertMove], None]
 

@@ -28,7 +28,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.state import state
 from shardwise.engine.state.box import Box, block
 from shardwise.techniques.expert.apply import ExpertLayout, layers_of
-from shardwise.techniques.expert.layer import MoE
+from shardwise.techniques.expert.moe_layer import MoE
 
 #: The experts of each rank of `ep`, in the order in which it stores them.
 Placement = tuple[tuple[int, ...], ...]

@@ -25,7 +25,7 @@ from shardwise.core.errors import bad
 from shardwise.core.layouts.layout import R
 from shardwise.core.layouts.param_layout import AxisLayout
 from shardwise.core.layouts.uneven import Cut, even, packed
-from shardwise.techniques.expert.layer import ExpertPlace, Experts, MoE, identity
+from shardwise.techniques.expert.moe_layer import ExpertPlace, Experts, MoE, identity
 from shardwise.techniques.expert.stacked import StackedOnRanks, stacked_experts
 from shardwise.techniques.tensor.linear import Stream
 from shardwise.techniques.tensor.styles import Style, general

@@ -23,13 +23,13 @@ from shardwise.core.plan.plan import Plan
 from shardwise.engine import batch
 from shardwise.kernels.logits import LogitRows, Logits
 from shardwise.techniques.layers.exchange import RowExchange, between
-from shardwise.techniques.layers.hooks import LayerHooks, Random, hook_own_rows
+from shardwise.techniques.layers.layer_hooks import LayerHooks, Random, hook_own_rows
 from shardwise.techniques.layers.plans import Layers
 from shardwise.techniques.layers.redistributed import Redistributed
 from shardwise.techniques.pipeline.trace.placeholders import StandIn
 from shardwise.techniques.tensor import apply as tensor_parallel
-from shardwise.techniques.tensor.layout import Tensors
 from shardwise.techniques.tensor.rng import generators_of
+from shardwise.techniques.tensor.tensor_state import Tensors
 
 if TYPE_CHECKING:
     from shardwise.engine.training import Build

@@ -16,7 +16,7 @@ from shardwise.core.tools.suggest import suggest
 from shardwise.techniques.data.wrap_policy import Rule, blocks, runs
 from shardwise.techniques.expert import apply as expert_parallel
 from shardwise.techniques.tensor.source import shapes
-from shardwise.techniques.tensor.table import Table, matches
+from shardwise.techniques.tensor.tensor_table import Table, matches
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Final
 from shardwise.core.layouts.layout import I, R, S
 from shardwise.core.model_spec import ELEMENT_BYTES, RowGather
 from shardwise.core.moves import price
-from shardwise.prediction.price import Price, Share
 from shardwise.prediction.rank_shape import stage_of, stages_on
+from shardwise.prediction.technique_price import Price, Share
 from shardwise.prediction.traffic import CONSENSUS_BYTES, Counted, Tariff, TrafficLine
 
 

@@ -19,7 +19,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.engine.batch import Count, rows
 from shardwise.observe.meta_pass import Around
 from shardwise.techniques.layers.apply import exchange_of, with_rows
-from shardwise.techniques.layers.hooks import LayerHooks, hook_own_rows
+from shardwise.techniques.layers.layer_hooks import LayerHooks, hook_own_rows
 from shardwise.techniques.layers.plans import LayerPlans
 from shardwise.techniques.tensor import apply as tensor_parallel
 

@@ -28,7 +28,6 @@ from shardwise.core.moves import between
 from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import Moment, RowMove, Tier
 from shardwise.prediction.group import Group, groups
-from shardwise.prediction.price import Price, Share
 from shardwise.prediction.stored_bytes import (
     HALF,
     MASTER_BYTES,
@@ -36,6 +35,7 @@ from shardwise.prediction.stored_bytes import (
     block_bytes,
     optimizer_bytes,
 )
+from shardwise.prediction.technique_price import Price, Share
 from shardwise.prediction.traffic import Counted, Tariff, TrafficLine, phases
 
 

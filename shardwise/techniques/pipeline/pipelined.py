@@ -25,8 +25,8 @@ from shardwise.engine.batch import enough
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.one_stage import Objective
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
-from shardwise.techniques.data.hooks import Data
 from shardwise.techniques.data.staged_hooks import PutOff
+from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.pipeline.runtime import Watch, open_channels, run
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.stage_module import Staging
@@ -34,8 +34,8 @@ from shardwise.techniques.pipeline.stage_work import Microbatch, Result, ScaledL
 from shardwise.techniques.pipeline.trace.bundles import ByShape
 from shardwise.techniques.pipeline.trace.probe import ActivationProbe
 from shardwise.techniques.pipeline.weight_stashing import Stale
-from shardwise.techniques.tensor.layout import Tensors
 from shardwise.techniques.tensor.rng import seeded
+from shardwise.techniques.tensor.tensor_state import Tensors
 
 
 class _Traced(NamedTuple):

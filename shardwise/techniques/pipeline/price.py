@@ -18,8 +18,8 @@ from shardwise.core.schedule.library import build, updates
 from shardwise.core.schedule.live_tokens import versions
 from shardwise.core.zero import Tier
 from shardwise.prediction.group import groups
-from shardwise.prediction.price import Price, Share
 from shardwise.prediction.stored_bytes import block_bytes
+from shardwise.prediction.technique_price import Price, Share
 from shardwise.prediction.traffic import Counted, Tariff
 
 

@@ -161,7 +161,7 @@ class _Live:
             case "REDUCE":
                 work.reduce(stage)
             case "GATHER" | "FREE":
-                pass  # hooks gather and free units one by one (techniques/data/hooks.py)
+                pass  # hooks gather and free units one by one (techniques/data/unit_hooks.py)
         return made
 
     def _pass_on(self, transfer: Transfer, have: dict[str, Any]) -> dict[str, Any]:

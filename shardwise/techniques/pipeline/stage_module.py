@@ -30,8 +30,8 @@ from shardwise.techniques.pipeline.trace.placeholders import layers
 from shardwise.techniques.pipeline.trace.placeholders import twin as twin_of
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor import rng
-from shardwise.techniques.tensor.layout import Tensors
-from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tensor.tensor_state import Tensors
+from shardwise.techniques.tensor.tensor_table import Table
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.options import EngineOptions
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.offload.updater import Updater
 from shardwise.techniques.pipeline import stage_module
 from shardwise.techniques.pipeline.stage_module import Staging

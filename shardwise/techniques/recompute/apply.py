@@ -21,7 +21,7 @@ from shardwise.techniques.layers.plans import layer_plans
 from shardwise.techniques.recompute import choice
 from shardwise.techniques.recompute.checkpointed import NONE, Recomputed, recompute
 from shardwise.techniques.recompute.generators import Generators
-from shardwise.techniques.recompute.host import HostActivations
+from shardwise.techniques.recompute.host_activations import HostActivations
 from shardwise.techniques.tensor.rng import generators_of
 
 if TYPE_CHECKING:

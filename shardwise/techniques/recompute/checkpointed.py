@@ -4,7 +4,7 @@
     selective    and the outputs of products (kept.py)      the same, without these products
     partitioned  a part of its inputs (partitioned.py)      gathers them, then as full
 
-Kept tensors may rest in host memory (host.py).
+Kept tensors may rest in host memory (host_activations.py).
 
 All use torch.utils.checkpoint without reentrant autograd, around the module's own `forward`, so
 hooks on the module run once.  The second forward ends at the last tensor that autograd needs.
@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.comm.world import Axis
 from shardwise.core.tools.graph_break import graph_break
 from shardwise.techniques.recompute.generators import Generators, States
-from shardwise.techniques.recompute.host import HostActivations
+from shardwise.techniques.recompute.host_activations import HostActivations
 from shardwise.techniques.recompute.kept import KeptProducts
 from shardwise.techniques.recompute.partitioned import Inputs
 

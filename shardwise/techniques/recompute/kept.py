@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwise.techniques.recompute.host import HostActivations, Kept
+from shardwise.techniques.recompute.host_activations import HostActivations, Kept
 
 _ATEN: Final = torch.ops.aten
 
@@ -68,7 +68,7 @@ class KeptProducts:
                 self.outputs[func][index] = None
 
     def replace(self, keep: Callable[[Tensor], Any]) -> None:
-        """Replace each output by the result of `keep`: a tensor, or `Kept` (host.py)."""
+        """Replace each output by the result of `keep`: a tensor, or `Kept`."""
         for kept in self.outputs.values():
             kept[:] = [tree_map_only(Tensor, keep, out) for out in kept]
 

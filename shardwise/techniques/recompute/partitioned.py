@@ -5,7 +5,8 @@
 
 Each rank keeps an n-th of x, in place of one of n equal copies, for one all-gather in backward.
 If x is already a shard (sequence parallelism), it is kept unchanged and nothing is sent.
-With `recompute:partitioned-host` or `activations:host` the pieces rest in host memory (host.py).
+With `recompute:partitioned-host` or `activations:host` the pieces rest in host memory
+(host_activations.py).
 (P_a and P_a+cpu of Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 6.1.)
 """
 
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.comm.move import move
 from shardwise.comm.world import Axis
 from shardwise.core.layouts.layout import I, S
-from shardwise.techniques.recompute.host import HostActivations
+from shardwise.techniques.recompute.host_activations import HostActivations
 
 
 class _Kept(NamedTuple):

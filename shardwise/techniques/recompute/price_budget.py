@@ -44,12 +44,12 @@ class BlockCost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Sum:
+class _Chosen:
     """A choice for the first blocks: the last of these, and the sum of the choices before it."""
 
     cost: BlockCost
     kind: int = 0
-    before: "_Sum | None" = None
+    before: "_Chosen | None" = None
 
 
 def within_budget(
@@ -100,10 +100,12 @@ def cheapest(costs: Sequence[Sequence[BlockCost]], room: tuple[int, ...]) -> lis
     later = [tuple(0 for _ in room)]  # what the blocks that follow keep at least
     for fewest in reversed(least):
         later.append(_add(later[-1], fewest))
-    sums = [_Sum(BlockCost(tuple(0 for _ in room), 0))]
+    sums = [_Chosen(BlockCost(tuple(0 for _ in room), 0))]
     for block, rest in zip(costs, later[-2::-1], strict=True):
         every = (
-            _Sum(BlockCost(_add(s.cost.kept_bytes, c.kept_bytes), s.cost.flops + c.flops), kind, s)
+            _Chosen(
+                BlockCost(_add(s.cost.kept_bytes, c.kept_bytes), s.cost.flops + c.flops), kind, s
+            )
             for s in sums
             for kind, c in enumerate(block)
         )
@@ -118,20 +120,20 @@ def cheapest(costs: Sequence[Sequence[BlockCost]], room: tuple[int, ...]) -> lis
     return chosen[::-1]
 
 
-def _best(sums: list[_Sum], room: tuple[int, ...]) -> list[_Sum]:
+def _best(sums: list[_Chosen], room: tuple[int, ...]) -> list[_Chosen]:
     """The sums that no other beats with fewer operations and no more bytes at any moment."""
     same = {s.cost: s for s in sums}
     if len(same) > MOST_SUMS:  # of nearly equal bytes, keep the one with the fewest operations
         same = _rounded(same.values(), room)
-    found: list[_Sum] = []
+    found: list[_Chosen] = []
     for one in sorted(same.values(), key=lambda s: (sum(s.cost.kept_bytes), s.cost.flops)):
         if not any(_beats(other.cost, one.cost) for other in reversed(found)):
             found.append(one)
     return found
 
 
-def _rounded(sums: Iterable[_Sum], room: tuple[int, ...]) -> dict[BlockCost, _Sum]:
-    found: dict[BlockCost, _Sum] = {}
+def _rounded(sums: Iterable[_Chosen], room: tuple[int, ...]) -> dict[BlockCost, _Chosen]:
+    found: dict[BlockCost, _Chosen] = {}
     for one in sorted(sums, key=lambda s: (s.cost.flops, s.cost.kept_bytes)):
         steps = (
             n * STEPS // max(1, most) for n, most in zip(one.cost.kept_bytes, room, strict=True)

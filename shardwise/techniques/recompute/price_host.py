@@ -6,7 +6,7 @@
     fetched at once       the storages of two neighbouring blocks; those that several blocks read
                           stay from the last of these to the first
 
-The rest of `activations` stays on the device (techniques/recompute/host.py).
+The rest of `activations` stays on the device (techniques/recompute/host_activations.py).
 """
 
 from collections.abc import Iterator

@@ -22,8 +22,8 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.tape import Operation
 from shardwise.core.zero import Tier
 from shardwise.prediction.group import groups
-from shardwise.prediction.price import Price, Share
 from shardwise.prediction.rank_shape import moments, stage_of, stages_on
+from shardwise.prediction.technique_price import Price, Share
 from shardwise.prediction.traffic import Counted, Tariff
 from shardwise.techniques.recompute.price import PARTITIONED, added_operations, parts
 from shardwise.techniques.recompute.price_host import tier_bytes

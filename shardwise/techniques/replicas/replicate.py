@@ -48,7 +48,7 @@ def _replica(module: nn.Module, device: torch.device) -> nn.Module:
     """A copy of `module` and all modules in it, with differentiable copies of its parameters."""
     copies: dict[int, Tensor] = {}
     for p in module.parameters():
-        copies[id(p)] = cast("Tensor", _Copy.apply(p, device))
+        copies[id(p)] = cast("Tensor", _Replicate.apply(p, device))
     for b in module.buffers():
         copies[id(b)] = b.detach().to(device, copy=True)
     parts = {id(part): type(part).__new__(type(part)) for part in module.modules()}
@@ -70,7 +70,7 @@ def _replica(module: nn.Module, device: torch.device) -> nn.Module:
     return parts[id(module)]
 
 
-class _Copy(torch.autograd.Function):
+class _Replicate(torch.autograd.Function):
     """A copy on another device; its gradient, which may be sparse, is copied back."""
 
     @staticmethod

@@ -25,13 +25,20 @@ from shardwise.engine.cut import agree, cut_to, open_sums
 from shardwise.techniques.expert import tensor_axis as expert_tensor
 from shardwise.techniques.layers.plans import LayerPlans, layer_plans, only
 from shardwise.techniques.tensor import embedding, linear, rng, sequence
-from shardwise.techniques.tensor.layout import Tensors, nowhere
-from shardwise.techniques.tensor.logits import sharded_logits
+from shardwise.techniques.tensor.sharded_logits import sharded_logits
 from shardwise.techniques.tensor.shared_weights import sum_spans
 from shardwise.techniques.tensor.source import shapes, table_of, without
 from shardwise.techniques.tensor.styles import ModuleShape, Style
-from shardwise.techniques.tensor.table import Table, assign, cuts, matches, numbers, unmatched
 from shardwise.techniques.tensor.table_check import check
+from shardwise.techniques.tensor.tensor_state import Tensors, nowhere
+from shardwise.techniques.tensor.tensor_table import (
+    Table,
+    assign,
+    cuts,
+    matches,
+    numbers,
+    unmatched,
+)
 
 if TYPE_CHECKING:
     from shardwise.engine.training import Build

@@ -42,11 +42,11 @@ from shardwise.core.model_spec import (
     Value,
 )
 from shardwise.core.moves import price
-from shardwise.prediction.price import Price, Share
 from shardwise.prediction.rank_shape import stages_on
+from shardwise.prediction.technique_price import Price, Share
 from shardwise.prediction.traffic import Counted, Tariff, TrafficLine
 from shardwise.techniques.tensor.styles import Style
-from shardwise.techniques.tensor.table import cuts
+from shardwise.techniques.tensor.tensor_table import cuts
 
 #: (src, dst, numel of the whole, element bytes, phase)
 Send = Callable[[Placement, Placement, int, int, str], None]

@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from shardwise.core.errors import Problem
 from shardwise.core.layouts.uneven import Cut, Range, even, wide
 from shardwise.techniques.tensor.styles import ModuleShape, Style, general, last, parent
-from shardwise.techniques.tensor.table import Table, counted_attributes, cuts, matches, unmatched
+from shardwise.techniques.tensor.tensor_table import (
+    Table,
+    counted_attributes,
+    cuts,
+    matches,
+    unmatched,
+)
 
 __all__ = ["check"]
 

@@ -21,7 +21,7 @@ from shardwise.core.mesh import TILE
 from shardwise.core.model_spec import TiledParam
 from shardwise.core.plan.plan import Plan
 from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, blocks
-from shardwise.techniques.tile.layer import Tile, into_tiles
+from shardwise.techniques.tile.tiled_layer import Tile, into_tiles
 from shardwise.techniques.tile.word import LARGE
 from shardwise.techniques.tile.word import TileWord as Word
 

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 from shardwise.comm.objects import all_gather_object
 from shardwise.engine.engine import Engine
 from shardwise.techniques.expert.apply import ExpertLayout
-from shardwise.techniques.expert.layer import Load
+from shardwise.techniques.expert.moe_layer import Load
 from shardwise.train.measure.metrics import Record
 from shardwise.train.measure.stacked_loads import StackedLoads
 from shardwise.train.report.section import HeatMap, Section

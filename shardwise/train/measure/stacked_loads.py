@@ -18,9 +18,9 @@ from shardwise.comm.objects import all_gather_object
 from shardwise.engine.engine import Engine
 from shardwise.techniques.expert.apply import ExpertLayout
 from shardwise.techniques.expert.global_batch import phase
-from shardwise.techniques.expert.layer import Load
+from shardwise.techniques.expert.moe_layer import Load
 from shardwise.techniques.expert.stacked import experts_of, router_beside
-from shardwise.techniques.tensor.layout import Tensors
+from shardwise.techniques.tensor.tensor_state import Tensors
 
 
 class StackedLoads:

@@ -19,7 +19,7 @@ from shardwise.comm.move import part
 from shardwise.core.plan.plan import Plan
 from shardwise.techniques.context.positions import cut_of
 from shardwise.techniques.expert.apply import experts_in, layers_of
-from shardwise.techniques.expert.moves import Counts, Loads
+from shardwise.techniques.expert.expert_moves import Counts, Loads
 from shardwise.techniques.expert.routing import Routing
 from shardwise.techniques.expert.stacked import experts_of, stacked_experts
 from shardwise.verify.oracles.async_oracle import AsyncOracle

@@ -20,7 +20,7 @@ from shardwise.core.schedule.library import allowed
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.techniques.expert.apply import experts_in, layers_of
-from shardwise.techniques.expert.layer import name_layers
+from shardwise.techniques.expert.moe_layer import name_layers
 from shardwise.techniques.pipeline import stage_module
 from shardwise.verify.oracles.async_oracle import AsyncOracle, Staleness, pipedream, two_buffered
 from shardwise.verify.oracles.mixture_oracle import Mixture

@@ -52,7 +52,7 @@ SIGMAS = 4.0  # beyond which no error of a right run is
 
 
 @dataclass(frozen=True)
-class _Sum:
+class _RoundedSum:
     """Parts whose errors are combined; `alone`, `parallel`, `exact` and `along` are norms."""
 
     parts: tuple[Part, ...]
@@ -104,7 +104,7 @@ def error_ratios(by_rank: Sequence[Parts]) -> list[Errors]:
         for part in found.parts:
             groups["copy", part.replica, part.name].append(part)
             groups["rank", rank, part.name].append(part)
-    sums = {key: _Sum(tuple(parts)) for key, parts in groups.items()}
+    sums = {key: _RoundedSum(tuple(parts)) for key, parts in groups.items()}
     copies = [s for key, s in sums.items() if isinstance(key, tuple) and key[0] == "copy"]
     pooled, usual = _pooled([s for s in copies if s.elements < ENOUGH and not s.noise])
     scores = {key: _score(s, usual) for key, s in sums.items()}
@@ -126,7 +126,7 @@ def _named(
     return tuple(found), tuple(found.values())
 
 
-def _pooled(few: Sequence[_Sum]) -> tuple[float, float]:
+def _pooled(few: Sequence[_RoundedSum]) -> tuple[float, float]:
     """The ratio of all small tensors together, and their usual relative error."""
     elements = sum(s.elements for s in few)
     if not elements:
@@ -139,7 +139,7 @@ def _pooled(few: Sequence[_Sum]) -> tuple[float, float]:
     return min(NEVER, ratio * MOST / _most(MOST, by_chance)), usual
 
 
-def _score(s: _Sum, usual: float) -> float:
+def _score(s: _RoundedSum, usual: float) -> float:
     if s.noise and s.alone:
         return _of(s.parallel, s.alone) * MOST / MOST_OF_NOISE
     few = s.elements < ENOUGH

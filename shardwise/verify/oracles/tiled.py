@@ -27,7 +27,7 @@ BYTES: Final = {"fp64": 8}
 LEAST_BYTES: Final = 4
 
 
-class _Losses(TorchFunctionMode):
+class _LossCalls(TorchFunctionMode):
     """The positions of each cross-entropy that is called, by its number of classes."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ def logits_most_bytes(
     if plan.tiled is None:
         return {}
     here = next(model.parameters()).device
-    with _Losses() as seen, torch.no_grad():
+    with _LossCalls() as seen, torch.no_grad():
         loss(model, pytree.tree_map_only(Tensor, lambda x: x.to(here), batch))
     number, size = plan.tiled.number, BYTES.get(plan.precision or "", LEAST_BYTES)
     return {

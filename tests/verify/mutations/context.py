@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.techniques.context import batch, block, ulysses
+from shardwise.techniques.context import block, cut_batch, ulysses
 from shardwise.techniques.context.apply import PositionShards
-from shardwise.techniques.context.batch import Sequences
+from shardwise.techniques.context.cut_batch import Sequences
 from shardwise.techniques.context.ring import Ring
 from tests.verify.mutations.mutation import Mutation, Patch, around
 
@@ -63,7 +63,7 @@ def another_rank_s_positions(patch: Patch) -> None:
     def shard(real: Any, x: Tensor, cut: Any, rank: int, dim: int) -> Tensor:
         return real(x, cut, (rank + 1) % cut.ranks, dim)
 
-    around(patch, batch, "shard", shard)
+    around(patch, cut_batch, "shard", shard)
 
 
 def heads_in_another_order(patch: Patch) -> None:

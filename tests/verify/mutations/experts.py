@@ -8,7 +8,7 @@ from torch import Tensor
 from shardwise.techniques.expert import gate as gate_file
 from shardwise.techniques.expert import gates, losses, routing
 from shardwise.techniques.expert.gates import Choice
-from shardwise.techniques.expert.layer import MoE
+from shardwise.techniques.expert.moe_layer import MoE
 from tests.verify.mutations.mutation import Mutation, Patch, around
 
 

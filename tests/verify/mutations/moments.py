@@ -8,8 +8,8 @@ from torch import Tensor
 from shardwise.engine.engine import Engine
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.hooks import Data
-from shardwise.techniques.recompute.host import HostActivations, HostedBlock, Stored
+from shardwise.techniques.data.unit_hooks import Data
+from shardwise.techniques.recompute.host_activations import HostActivations, HostedBlock, Stored
 from shardwise.techniques.recompute.partitioned import Inputs
 from tests.verify.mutations.mutation import Mutation, Patch, around
 

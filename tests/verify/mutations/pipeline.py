@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.engine.optimizer.updating import Updates
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.hooks import Data
+from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.pipeline.pipelined import ScheduledUnits
 from shardwise.techniques.pipeline.runtime import _Post
 from shardwise.techniques.pipeline.stage_work import StageWork

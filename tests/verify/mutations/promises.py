@@ -14,13 +14,13 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer.updating import Updates
 from shardwise.kernels import cross_entropy
-from shardwise.techniques.expert.layer import MoE
+from shardwise.techniques.expert.moe_layer import MoE
 from shardwise.techniques.offload.disk_states import DiskStates
 from shardwise.techniques.offload.updater import NextStep
 from shardwise.techniques.offload.word import Offload
 from shardwise.techniques.recompute import choice
 from shardwise.techniques.tile import apply as tiling
-from shardwise.techniques.tile.layer import TiledForward
+from shardwise.techniques.tile.tiled_layer import TiledForward
 from tests.verify.mutations.mutation import Mutation, Patch, around
 
 # --- what the words of a plan say -------------------------------------------------------------

@@ -8,7 +8,7 @@ from shardwise.comm.tiers.arena import _Slot
 from shardwise.core.layouts import flatten
 from shardwise.engine import memory
 from shardwise.engine.state.state import Loading
-from shardwise.techniques.layers import plan as layer_plan
+from shardwise.techniques.layers import layer_plan
 from shardwise.techniques.offload import price as offload_price
 from shardwise.techniques.recompute import word as recompute_word
 from tests.verify.mutations.mutation import Mutation, Patch, around, everywhere

@@ -19,7 +19,7 @@ from shardwise.engine.optimizer.scale import LossScale
 from shardwise.techniques.offload import updater
 from shardwise.techniques.offload.updater import NextStep
 from shardwise.techniques.offload.word import Offload
-from shardwise.techniques.recompute.host import Kept
+from shardwise.techniques.recompute.host_activations import Kept
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 
 

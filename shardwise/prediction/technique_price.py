@@ -1,6 +1,6 @@
 """What a technique costs a rank: the bytes that it sends in a step, and those that it stores.
 
-The folder of a technique has a file that makes its `Price`; the list of all is in techniques.py.
+The folder of a technique has a file that makes its `Price`; priced_techniques.py lists all.
 The rows of the states table, which every plan has, are priced in traffic.py and stored_bytes.py.
 """
 
@@ -13,7 +13,7 @@ from shardwise.core.tools.tape import Operation
 from shardwise.core.zero import Tier
 from shardwise.prediction.stored_bytes import OptimizerShape
 from shardwise.prediction.traffic import Counted, TrafficLine
-from shardwise.techniques.expert.moves import Loads
+from shardwise.techniques.expert.expert_moves import Loads
 
 #: The loads of the experts in each microbatch; without them experts have an even load.
 ExpertLoads = Sequence[Loads]

@@ -16,10 +16,10 @@ from shardwise.core.errors import NonFiniteError, bad
 from shardwise.core.tools.arguments import MOST_SEED, integer, is_number, short_repr
 from shardwise.techniques.expert import hard
 from shardwise.techniques.expert.dispatch import Exchange
+from shardwise.techniques.expert.expert_moves import ExpertMove
 from shardwise.techniques.expert.gate import FIXED, Extra, Gate
 from shardwise.techniques.expert.gates import balanced_bias
 from shardwise.techniques.expert.global_batch import GlobalBatch, phase
-from shardwise.techniques.expert.moves import ExpertMove
 from shardwise.techniques.expert.passes import PassRecords, key_of, uniform
 from shardwise.techniques.expert.products import feed_forward
 from shardwise.techniques.expert.routing import Routing

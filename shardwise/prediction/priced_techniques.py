@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from shardwise.prediction.price import Price
+from shardwise.prediction.technique_price import Price
 from shardwise.techniques.context.price import CONTEXT
 from shardwise.techniques.expert.price import EXPERT
 from shardwise.techniques.layers.price import LAYERS

@@ -8,7 +8,7 @@
     backward    use 2, gather 1 | free and reduce 2, use 1, gather 0 | free and reduce 1, use 0
 
 So the device has two tiles of the weight at once, and the gradients of a few, but never all of
-them. A layer of logits computes a cross-entropy tile by tile too (logits.py). (Memory-centric
+them. A layer of logits computes a cross-entropy tile by tile too (tiled_logits.py). (Memory-centric
 tiling: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 5.1.3.)
 
 F  features of the output    D  features of the input    N  positions
@@ -24,7 +24,7 @@ from torch.nn import functional
 from shardwise.comm.parameter import parameter_like
 from shardwise.core.layouts.uneven import Cut
 from shardwise.kernels.cross_entropy import under_autocast
-from shardwise.techniques.tile.logits import TileSums, tiled_logits
+from shardwise.techniques.tile.tiled_logits import TileSums, tiled_logits
 
 
 class Tile(nn.Module):

@@ -171,7 +171,7 @@ def _asked(text: str, ranks: int) -> Plan:
 
 def _model(run: Any, sequence: int | None) -> "tuple[Trainable, EngineOptions, Any]":
     """The model of a command line, the options of its engine, and a batch of one row."""
-    from shardwise.cli.predict import resized
+    from shardwise.cli.predict_command import resized
     from shardwise.models.registry import find
     from shardwise.verify import parity
     from shardwise.verify.oracles import batches
@@ -191,7 +191,7 @@ def _prediction(
     trainable: "Trainable", options: "EngineOptions", plan: Plan, rows: int, sequence: int | None
 ) -> "Prediction":
     """The prediction for the plan of --why, recorded for it alone."""
-    from shardwise.cli.predict import resized
+    from shardwise.cli.predict_command import resized
     from shardwise.engine.predict import predict_with
     from shardwise.verify.oracles import batches
     from shardwise.verify.proof_options import Options

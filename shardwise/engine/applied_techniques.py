@@ -20,7 +20,7 @@ from shardwise.techniques.layers import apply as layers
 from shardwise.techniques.layers.plans import LayerPlans, require_units
 from shardwise.techniques.recompute import apply as recompute
 from shardwise.techniques.tensor import apply as tensor
-from shardwise.techniques.tensor.table import Table
+from shardwise.techniques.tensor.tensor_table import Table
 
 #: Each changes the model in place, and is called by all ranks.
 APPLY: Final[tuple[Callable[[nn.Module, Build], Applied], ...]] = (
