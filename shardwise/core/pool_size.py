@@ -28,18 +28,29 @@ def pool_bytes(plan: "Plan", model_bytes: int) -> int:
     """
     if plan.size == 1:
         return 0
+    return plan.buffers_bytes or usual_pool_bytes(_longest(plan), plan.bucket_bytes, model_bytes)
+
+
+def usual_pool_bytes(ranks: int, bucket_bytes: int, model_bytes: int) -> int:
+    """The bytes of the default pool for axes of up to `ranks` ranks; 0 for a single rank."""
+    if ranks == 1:
+        return 0
     model_bytes += -model_bytes % (SLOTS * PIECE_BYTES)
-    usual = min(BUCKETS * plan.bucket_bytes, model_bytes)
-    return plan.buffers_bytes or max(usual, smallest_pool_bytes(plan))
+    return max(min(BUCKETS * bucket_bytes, model_bytes), _smallest(ranks))
 
 
 def smallest_pool_bytes(plan: "Plan") -> int:
-    """The smallest pool with which the ranks of the plan's longest axis can sum a piece.
+    """The smallest pool with which the ranks of the plan's longest axis can sum a piece."""
+    return _smallest(_longest(plan))
 
-    A piece needs a message from each other rank, perhaps a copy of each sent one, and the sums.
-    """
-    longest = max((size for own in plan.of_all_layers for _, size in own.axes), default=1)
-    return SLOTS * PIECE_BYTES * (2 * (longest - 1) + SUMS)
+
+def _longest(plan: "Plan") -> int:
+    return max((size for own in plan.of_all_layers for _, size in own.axes), default=1)
+
+
+def _smallest(ranks: int) -> int:
+    """A piece needs a message from each other rank, perhaps a copy of each sent one, and sums."""
+    return SLOTS * PIECE_BYTES * (2 * (ranks - 1) + SUMS)
 
 
 def slot_bytes(pool: int) -> int:

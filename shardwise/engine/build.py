@@ -32,7 +32,6 @@ from shardwise.techniques.data.apply import (
     Sharding,
     agreed,
     flats_of,
-    gathers,
     hooked,
     shard,
     sizes,
@@ -48,7 +47,7 @@ from shardwise.techniques.data.wrap_policy import UnitSpec
 from shardwise.techniques.pipeline import stage_module
 from shardwise.techniques.pipeline.pipelined import Pipelined, ScheduledUnits
 from shardwise.techniques.pipeline.stage_module import Staging
-from shardwise.techniques.tile.apply import tile
+from shardwise.techniques.tile.apply import Tiling, tile
 
 Technique = TypeVar("Technique")
 
@@ -98,7 +97,8 @@ def lay_out(
 ) -> ShardedModel:
     """Shard `model` in place.  All ranks of the world call it."""
     world, plan = build.world, build.plan
-    how = _sharding(model, build, weights, disk)
+    tiling = tile(model, plan, build.units)
+    how = _sharding(model, build, weights, disk, tiling)
     schedule = stage_module.schedule_of(plan)
     at = stage_module.stages_of(model, build.starts, build.beside) if schedule else {}
 
@@ -107,7 +107,7 @@ def lay_out(
 
     specs = units_of(model, how, world.axis(TENSOR).size, unit_key)
     names = {spec.name: [name for name, _ in spec.params] for spec in specs}
-    facts = facts_of(model, names, plan, build.table, build.layers, at, how.tiling.params)
+    facts = facts_of(model, names, plan, build.table, build.layers, at, tiling.params)
     found = layouts(chain.from_iterable(names.values()), facts, plan)
     twins = None
     if schedule is not None:
@@ -170,7 +170,7 @@ def _norms(
 
 
 def _sharding(
-    model: nn.Module, build: Build, weights: RankZeroWeights, disk: Disk | None
+    model: nn.Module, build: Build, weights: RankZeroWeights, disk: Disk | None, tiling: Tiling
 ) -> Sharding:
     """The storage of parameters under the model's own plan."""
     world, plan, offload = build.world, build.plan, build.plan.offloaded
@@ -188,8 +188,8 @@ def _sharding(
         late=offload is not None and offload.undelayed is not None,
         arena=world.arenas.gradients,
         disk=disk,
-        tiling=tile(model, plan, build.units),
-        gathers=gathers(plan),
+        tiling=tiling,
+        gathers=plan.gathers,
         alone=tuple(build.layers.alone(model, build.units)),
         weights=weights,
     )

@@ -34,9 +34,10 @@ from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.optimizer_state import Catalogue
 from shardwise.engine.optimizer.scale import LossScale, power_of_two
 from shardwise.engine.optimizer.updating import Updates, optimizer_and_updater
+from shardwise.engine.precision import DTYPES
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.state import state
-from shardwise.engine.training import DTYPES, Build, Metrics, StepResult, Training
+from shardwise.engine.training import Build, Metrics, StepResult, Training
 from shardwise.prediction.traffic import TrafficLine, by_kind
 from shardwise.techniques.data.apply import cast_whole
 from shardwise.techniques.data.inference import normal_mode
@@ -94,8 +95,7 @@ class Engine:
             over_stages=self._over_stages,
             clip=training.clip,
         )
-        self.steps = 0  # of the run
-        self.steps_run = 0  # of these, the steps of this engine
+        self.steps = self.steps_run = 0  # of the run; of these, the steps of this engine
         self.coming: state.Loading | None = None  # a checkpoint that is being loaded
         self.expected = 0  # tokens of the global batch, of the step before
         self.last: dict[Key, Tally] = {}  # what the last step sent

@@ -16,8 +16,8 @@ from shardwise.engine.checks.consistency import CHECK_EVERY
 from shardwise.engine.checks.offload_choice import require_chosen
 from shardwise.engine.default_fill import default_fill
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer.elementwise import require_shardable
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer.shardable import require_shardable
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.rank_zero_weights import missing_weights
 from shardwise.engine.training import Build, Loss, Training
@@ -25,12 +25,14 @@ from shardwise.observe.kernels import kernels_of
 from shardwise.techniques.data.apply import layable
 from shardwise.techniques.data.inference import normal_mode
 from shardwise.techniques.data.wrap_policy import Rule
+from shardwise.techniques.expert.apply import check_experts
 from shardwise.techniques.pipeline import stage_module, weight_stashing
 from shardwise.techniques.recompute import budget as recompute_budget
 from shardwise.techniques.tensor import first_step
 from shardwise.techniques.tensor.apply import layer_tables, table_for
 from shardwise.techniques.tensor.tensor_table import Table
-from shardwise.wrap.unwrap import no_pipe
+from shardwise.techniques.tile.apply import tiled_layers
+from shardwise.wrap.wrapper import no_wrapper
 
 
 @normal_mode()
@@ -103,8 +105,10 @@ def build_engine(
     fill = validate.fill(options.fill, options.seed) or default_fill(model, options.seed)
     validate.trainable(model)
     validate.no_max_norm(model, plan.data_size * (1 + (plan.precision in ("bf16", "fp16"))))
-    no_pipe(model)
-    layable(model, options.units, plan)
+    no_wrapper(model)
+    layable(model, options.units)
+    check_experts(model, plan)
+    tiled_layers(model, plan)
     table = table_for(model, plan, options.table)
     layers = layer_tables(model, plan, options.table)
     begin = stage_module.stage_starts(model, plan, options.stages, options.beside)

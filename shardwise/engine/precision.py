@@ -21,6 +21,14 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.engine.input_cast import InputCast
 
+#: The dtype of each precision; None for the parameters' own.
+DTYPES = {
+    None: None,
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 HALF = (torch.bfloat16, torch.float16)
 #: Modules of torch.nn that only call those inside of them.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

@@ -20,8 +20,8 @@ from shardwise.engine.checks import validate
 from shardwise.engine.checks.consistency import CHECK_EVERY
 from shardwise.engine.checks.offload_choice import with_offload
 from shardwise.engine.model_structure import shapes_of
-from shardwise.engine.optimizer.elementwise import require_shardable
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer.shardable import require_shardable
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import plan_of
 from shardwise.engine.spec import optimizer_shape

@@ -39,11 +39,12 @@ from shardwise.engine.model_structure import (
     without_passes,
 )
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.training import DTYPES, Loss
+from shardwise.engine.precision import DTYPES
+from shardwise.engine.training import Loss
 from shardwise.observe import meta_pass
 from shardwise.observe.kernels import Kernels
 from shardwise.techniques.context.apply import RecordedPositions
-from shardwise.techniques.data.apply import Sharding, cast_params, cast_whole, gathers, units_of
+from shardwise.techniques.data.apply import Sharding, cast_params, cast_whole, units_of
 from shardwise.techniques.data.wrap_policy import UnitSpec
 from shardwise.techniques.expert import apply as expert_parallel
 from shardwise.techniques.expert.expert_moves import Loads
@@ -391,15 +392,16 @@ def structure(
     kinds = recomputation.recomputed_modules(plain, plan, options.units, begin)
     hosted = recomputation.on_host(plain, plan, options.units, kinds, begin)
     alone = tuple(plans.alone(plain, options.units))
-    how_sharded = _sharding(plan, options, tile(plain, plan, options.units), alone)
+    tiling = tile(plain, plan, options.units)
+    how_sharded = _sharding(plan, options, tiling, alone)
     specs = units_of(plain, how_sharded, tensor[0], unit_key)
     units = {spec.name: [name for name, _ in spec.params] for spec in specs}
-    tiles = how_sharded.tiling.params
+    tiles = tiling.params
     facts = known(
         ("facts", tensor, stages, plan.ep),
         lambda: facts_of(plain, units, plan, table, plans, at, tiles),
     )
-    how_sharded.tiling.show()
+    tiling.show()
     cuts = None
     if plan.pipeline:
         within = known(
@@ -428,6 +430,6 @@ def _sharding(
         bucket_bytes=plan.bucket_bytes,
         least_unit_bytes=options.least_unit_bytes,
         tiling=tiling,
-        gathers=gathers(plan),
+        gathers=plan.gathers,
         alone=alone,
     )

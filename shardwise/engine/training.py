@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import World
@@ -18,14 +17,6 @@ from shardwise.techniques.recompute.apply import Recomputation
 from shardwise.techniques.tensor.tensor_table import Table
 
 Loss = Callable[[nn.Module, Any], Tensor]
-
-DTYPES = {
-    None: None,
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 @dataclass(frozen=True)

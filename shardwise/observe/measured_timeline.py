@@ -30,9 +30,9 @@ from shardwise.engine.batch import computed_parts, widened
 from shardwise.engine.engine import Engine
 from shardwise.engine.model_structure import by_shape
 from shardwise.engine.options import EngineOptions, own_loss
+from shardwise.engine.precision import DTYPES
 from shardwise.engine.predict import predict_with
 from shardwise.engine.spec_of_model import on_tensor_axis, plain_copy, positions_of
-from shardwise.engine.training import DTYPES
 from shardwise.observe import meta_pass
 from shardwise.observe.allocation_trace import EVENT, LiveStorage, MemoryRecorder
 from shardwise.observe.kept_pass import SavedStorages, marks_of

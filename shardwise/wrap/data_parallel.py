@@ -22,11 +22,11 @@ from shardwise.techniques.replicas.devices import Devices, as_devices
 from shardwise.techniques.replicas.replicate import replicate
 from shardwise.techniques.replicas.rows import gather, scatter
 from shardwise.techniques.replicas.threads import parallel_apply
-from shardwise.wrap.pipe import Piped
 from shardwise.wrap.torch_options import DATA_PARALLEL_OPTIONS, refusing
+from shardwise.wrap.wrapper import Wrapper, no_wrapper
 
 
-class DataParallel(nn.Module):
+class DataParallel(nn.Module, Wrapper):
     """Compute `module` on several devices of this process, each on its rows of the inputs.
 
         model = sw.DataParallel(model, devices=["cuda:0", "cuda:1"])
@@ -49,6 +49,8 @@ class DataParallel(nn.Module):
             `scatter` and `gather` raise.
     """
 
+    axis = None
+
     @refusing("sw.DataParallel", DATA_PARALLEL_OPTIONS)
     def __init__(self, module: nn.Module, devices: Devices | None = None, dim: int = 0) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class DataParallel(nn.Module):
             allowed = "devices=[...], one for each replica"
             raise bad("no devices, where PyTorch sees no GPU", allowed, 'devices=["cpu", "cpu"]')
         self.devices = as_devices(gpus if devices is None else devices)
-        self.dim = dim
+        self.device, self.dim = torch.device(self.devices[0]), dim
         validate.no_max_norm(module, len(self.devices))
         self.module = module.to(self.devices[0])
         self.register_state_dict_post_hook(_without_prefix)
@@ -73,15 +75,22 @@ class DataParallel(nn.Module):
         outputs = parallel_apply(replicas, inputs, options, self.devices)
         return gather(outputs, self.devices[0], self.dim)
 
+    def unwrap(self) -> nn.Module:
+        """The plain module."""
+        return self.module
+
+    def counted_elsewhere(self) -> set[nn.Parameter]:
+        """None: this process has all gradients."""
+        return set()
+
 
 def require_replicable(module: nn.Module) -> None:
     """Raise InputError for a module of which no replicas can be made."""
     validate.model(module, "sw.DataParallel")
     refuse(module, "sw.DataParallel", "sw.DDP(module)")
-    for part in module.modules():
-        piped = isinstance(vars(part).get("forward"), Piped)
-        if isinstance(part, DataParallel) or drivers(part) or piped:
-            raise validate.already_wrapped(module)
+    no_wrapper(module)
+    if any(drivers(part) for part in module.modules()):
+        raise validate.already_wrapped(module)
 
 
 _OWN = "module."

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.comm.move import all_reduce, broadcast
 from shardwise.comm.parameter import become
+from shardwise.comm.transport import Lease
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import bad
 from shardwise.core.mesh import PIPELINE
@@ -59,6 +60,8 @@ from shardwise.techniques.pipeline.trace.placeholders import twin
 from shardwise.techniques.pipeline.trace.probe import ActivationProbe
 from shardwise.techniques.tensor.tensor_state import nowhere
 from shardwise.wrap.pipe_options import PipeOptions
+from shardwise.wrap.pipe_restore import restore
+from shardwise.wrap.wrapper import Wrapper, no_wrapper, wrapper_of
 
 Forward = Callable[..., Any]
 
@@ -88,7 +91,8 @@ def Pipe(  # noqa: N802
     """
     validate.model(module, "sw.Pipe", "nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))")
     integer("chunks", chunks, 1, 8, MOST_FORWARDS)
-    if any(drivers(m) or isinstance(vars(m).get("forward"), Piped) for m in module.modules()):
+    no_wrapper(module)
+    if any(drivers(part) for part in module.modules()):
         raise validate.already_wrapped(module)
     refuse(module, "sw.Pipe", "sw.FSDP(module)")
     world = validate.leased_world(world)
@@ -141,6 +145,12 @@ def _schedule(name: Any, chunks: int, ranks: int) -> Schedule:
     return build(f"{name}:{chunks}", ranks)
 
 
+def pipe_of(module: nn.Module) -> "Piped | None":
+    """The object that sw.Pipe put in place of the module's forward; None for any other module."""
+    wrapper = wrapper_of(module)
+    return wrapper if isinstance(wrapper, Piped) else None
+
+
 def halves(schedule: Schedule) -> tuple[Schedule, Schedule]:
     """The forwards of a schedule, and the other actions; each rank keeps its order."""
     actions = [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
@@ -158,7 +168,7 @@ class _TracedCall:
     structure: Any
 
 
-class Piped:
+class Piped(Wrapper):
     """Replaces the module's forward by passes over the pipeline."""
 
     def __init__(
@@ -171,6 +181,7 @@ class Piped:
     ) -> None:
         self.world = world
         self.module, self.staged, self.trained, self.tied = module, staged, trained, tied
+        self.axis, self.device = staged.axis, staged.stages.device
         self.forward: Forward = type(module).forward
         frozen = [p for p in module.parameters() if not p.requires_grad]
         self.structure = Structure(module, frozen)
@@ -182,6 +193,20 @@ class Piped:
 
     def __reduce__(self) -> Any:
         raise no_copy(type(self.module).__name__)
+
+    def unwrap(self) -> nn.Module:
+        """The module with the layers of all ranks, and its own forward."""
+        self.structure.require_unchanged()  # other ranks would put the old part back
+        restore(self.staged)
+        self.options.remove()
+        assert isinstance(self.world.links, Lease)
+        self.world.links.remove()
+        del self.module.forward
+        return self.module
+
+    def counted_elsewhere(self) -> set[nn.Parameter]:
+        """Tied parameters, on all but the first of their stages."""
+        return {p for p, holders in self.tied.items() if holders.rank}
 
     @normal_mode()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -31,8 +31,7 @@ from shardwise.engine.state.json_values import pack, unpack
 from shardwise.techniques.data.apply import driver_of, flats_of
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.wrap_policy import uncompiled
-from shardwise.wrap.pipe import Piped
-from shardwise.wrap.unwrap import pipe_of
+from shardwise.wrap.pipe import Piped, pipe_of
 
 
 class PlainLoop:

@@ -1,21 +1,15 @@
 """`sw.unwrap`: turns a wrapped module back into a plain one, with full parameters."""
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardwise.comm.move import broadcast
-from shardwise.comm.parameter import parameter_like
 from shardwise.comm.transport import Lease
 from shardwise.core.errors import bad
 from shardwise.engine.checks import validate
 from shardwise.techniques.data.apply import driver_of, drivers, flats_of
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.inference import normal_mode
-from shardwise.techniques.pipeline.stage_module import Staging
-from shardwise.wrap.data_parallel import DataParallel
-from shardwise.wrap.pipe import Piped
+from shardwise.wrap.wrapper import wrapper_of
 
 
 @normal_mode()
@@ -37,17 +31,9 @@ def unwrap(module: nn.Module) -> nn.Module:
         InputError: the module is not wrapped, or belongs to an engine.
     """
     validate.module(module, "sw.unwrap")
-    if isinstance(module, DataParallel):
-        return module.module
-    data, piped = driver_of(module), pipe_of(module)
-    if piped is not None:
-        piped.structure.require_unchanged()  # other ranks would put the old part back
-        _restore(piped.staged)
-        piped.options.remove()
-        assert isinstance(piped.world.links, Lease)
-        piped.world.links.remove()
-        del module.forward
-        return module
+    data, wrapper = driver_of(module), wrapper_of(module)
+    if wrapper is not None:
+        return wrapper.unwrap()
     if data is None:
         inside = [name for name, part in module.named_modules() if name and drivers(part)]
         given = f"sw.unwrap of a {type(module).__name__} that is not wrapped"
@@ -78,18 +64,6 @@ def unwrap(module: nn.Module) -> nn.Module:
 _WRAPPED = "the module that was passed to sw.DDP, sw.FSDP or sw.Pipe"
 
 
-def pipe_of(module: nn.Module) -> Piped | None:
-    """The object that sw.Pipe put in place of the module's forward; None for any other module."""
-    forward = vars(module).get("forward")
-    return forward if isinstance(forward, Piped) else None
-
-
-def no_pipe(module: nn.Module) -> None:
-    """Raise InputError if `module` or a part of it is wrapped by sw.Pipe or sw.DataParallel."""
-    if any(pipe_of(p) is not None or isinstance(p, DataParallel) for p in module.modules()):
-        raise validate.already_wrapped(module)
-
-
 @torch.no_grad()
 def _release(flat: Flat) -> None:
     """Give each parameter its own memory and its full value."""
@@ -100,43 +74,3 @@ def _release(flat: Flat) -> None:
         p.data = p.data.clone()
         if grad is not None and not flat.split:
             p.grad = grad.to(p.device, copy=True)
-
-
-@torch.no_grad()
-def _restore(staged: Staging) -> None:
-    """Replace the placeholders of other ranks' layers by the layers, with their values."""
-    layers, axis, device = staged.stages.layers, staged.axis, staged.stages.device
-    own = {number: p for stage in layers.own.values() for number, p in stage.items()}
-
-    def value(like: Tensor, stages: tuple[int, ...], ours: Tensor | None) -> Tensor:
-        whole = torch.empty(like.shape, dtype=like.dtype, device=device)
-        if ours is not None:
-            whole.copy_(ours)
-        broadcast(whole.view(-1).view(torch.uint8), axis, staged.owners(stages)[0])
-        return whole
-
-    for number, (_, stages, p) in enumerate(layers.parameters):
-        ours = own.get(number)
-        whole = value(p, stages, ours)
-        if ours is None:
-            own[number] = parameter_like(p, whole)
-    for _, stages, (table, key), ours in layers.buffers:
-        whole = value(table[key], stages, None if ours is None else ours[key])
-        table[key] = whole
-    for of in layers.standing:
-        if of.real is not None:
-            continue
-        for module in of.twin.modules():
-            _fill(module._parameters, own, layers.numbers)
-        for name in layers.found[of.name].names:
-            parent, _, key = name.rpartition(".")
-            layers.model.get_submodule(parent)._modules[key] = of.twin
-    for (table, key), p in layers.lent:
-        table[key] = own[layers.numbers[id(p)]]
-
-
-def _fill(table: dict[str, Any], own: dict[int, Tensor], numbers: dict[int, int]) -> None:
-    """Replace parameters on meta by real ones."""
-    for key, p in table.items():
-        if p is not None:
-            table[key] = own[numbers[id(p)]]

@@ -25,18 +25,16 @@ from shardwise.comm.transport import Lease
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
-from shardwise.core.plan.plan import Plan
-from shardwise.core.pool_size import pool_bytes
+from shardwise.core.pool_size import usual_pool_bytes
 from shardwise.core.tools.arguments import choice, flag, integer, positive, short_repr
 from shardwise.core.zero import ROWS
 from shardwise.engine.checks import consistency, validate
 from shardwise.engine.checks.reads import guard_shards
 from shardwise.engine.default_fill import default_fill
 from shardwise.engine.optimizer.norm import squared_norm
-from shardwise.engine.precision import HALF, cast_inputs, param_dtypes
+from shardwise.engine.precision import DTYPES, HALF, cast_inputs, param_dtypes
 from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
 from shardwise.engine.state.state_dict import keep_keys
-from shardwise.engine.training import DTYPES
 from shardwise.techniques.data.apply import (
     Sharding,
     by_row,
@@ -55,7 +53,7 @@ from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.wrap import plain_optimizer
 from shardwise.wrap.torch_options import DDP_OPTIONS, FSDP_OPTIONS, refusing
-from shardwise.wrap.unwrap import no_pipe, pipe_of
+from shardwise.wrap.wrapper import no_wrapper, wrapper_of
 
 #: FSDP's names for the rows (arXiv 2304.11277).  Hybrid strategies shard inside groups of ranks.
 STRATEGIES = {
@@ -86,7 +84,7 @@ def DDP(  # noqa: N802
     validate.model(module, "sw.DDP")
     integer("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
     flag("broadcast_buffers", broadcast_buffers)
-    no_pipe(module)
+    no_wrapper(module)
     layable(module, "auto")
     _require_precision(module, precision, "DDP")
     world = validate.leased_world(world)
@@ -129,7 +127,7 @@ def FSDP(  # noqa: N802
             with a strategy that keeps full parameters.
     """
     validate.model(module, "sw.FSDP")
-    no_pipe(module)
+    no_wrapper(module)
     layable(module, units)
     name = getattr(sharding_strategy, "name", sharding_strategy)
     choice("sharding_strategy", name, STRATEGIES)
@@ -215,8 +213,9 @@ def _wrap(
     weights = RankZeroWeights.take(module, missing_weights(module, world), world)
     cast_whole(module, None, world.device, by_unit=how.row.moves().fetch is not None)
     _warn_of_16_bits(module, world)
-    plan = Plan(axes=(("dp", world.size),), bucket_bytes=how.bucket_bytes)
-    size_bytes = pool_bytes(plan, sum(p.nbytes for p in module.parameters()))
+    size_bytes = usual_pool_bytes(
+        world.size, how.bucket_bytes, sum(p.nbytes for p in module.parameters())
+    )
     world.pool.reserve(size_bytes, world.device)
     how = replace(how, fill=default_fill(module, 0), device=world.device)
     how = replace(how, tiers=world.tiers, weights=weights)
@@ -278,16 +277,16 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     """
     validate.module(module, "sw.clip_grad_norm")
     positive("max_norm", max_norm)
-    data, piped = driver_of(module), pipe_of(module)
+    data, wrapper = driver_of(module), wrapper_of(module)
     params = list(module.parameters())
     counted = set(params)
     if data is not None:
         _by_hand(data, "sw.clip_grad_norm")
         device, axis = flats_of(data.units.order)[0].full.device, data.consensus.axes[0]
-    elif piped is not None:
-        device, axis = piped.staged.stages.device, piped.staged.axis
-        counted -= {p for p, holders in piped.tied.items() if holders.rank}
-    elif any(drivers(part) or pipe_of(part) for part in module.modules()):
+    elif wrapper is not None and wrapper.axis is not None:
+        device, axis = wrapper.device, wrapper.axis
+        counted -= wrapper.counted_elsewhere()
+    elif wrapper is None and any(drivers(part) or wrapper_of(part) for part in module.modules()):
         raise bad(
             f"sw.clip_grad_norm of a {type(module).__name__} of which a part is wrapped",
             "the module that was wrapped, or a plain one",

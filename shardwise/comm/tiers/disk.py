@@ -174,7 +174,7 @@ class Disk:
         """
         self.memory, skip = memory, -memory.data_ptr() % ALIGN_BYTES
         self._settle = settle
-        parts = memory[skip:].split(buffer_bytes)
+        parts = memory[skip:][: memory.numel() - ALIGN_BYTES].split(buffer_bytes)
         self._free = deque(Buffer(part) for part in parts if part.numel() == buffer_bytes)
         self.buffers = len(self._free)
 

@@ -139,6 +139,11 @@ class Plan:
         """The plans `of_layers`, by number."""
         return [self.of_layers(number) for number in range(len(self.layers) + 1)]
 
+    @property
+    def gathers(self) -> bool:
+        """Whether units of any layer are gathered before each use."""
+        return any(each.states.moves().reshards for each in self.of_all_layers)
+
     def layer_of(self, name: str) -> int:
         """The number of the plan of a module or parameter: the first that matches it or a module
         around it; 0 for that of the model.

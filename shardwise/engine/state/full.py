@@ -28,8 +28,7 @@ from shardwise.techniques.data.inference import normal_mode
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.wrap_policy import COMPILED, uncompiled
 from shardwise.techniques.pipeline.trace.placeholders import StandIn
-from shardwise.wrap.pipe import Piped
-from shardwise.wrap.unwrap import pipe_of
+from shardwise.wrap.pipe import Piped, pipe_of
 
 #: The last part of a key of what `get_extra_state` gives.
 EXTRA: Final = "_extra_state"

@@ -13,7 +13,6 @@ from shardwise.comm.tiers.disk import Disk
 from shardwise.comm.tiers.tiers import Tiers
 from shardwise.comm.world import Axis, World
 from shardwise.core.layouts.param_layout import Groups, Layout
-from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.hook import Hook
 from shardwise.core.zero import Row
 from shardwise.engine.checks import validate
@@ -28,10 +27,9 @@ from shardwise.techniques.data.flat.initial_weights import Fill
 from shardwise.techniques.data.flat.local_layout import LocalLayout
 from shardwise.techniques.data.pace import Pace
 from shardwise.techniques.data.unit_hooks import Data
+from shardwise.techniques.data.unit_parts import UnitParts, WholeUnits
 from shardwise.techniques.data.units import Unit, Units
 from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, choose
-from shardwise.techniques.expert.apply import check_experts
-from shardwise.techniques.tile.apply import Tiling, tiled_layers
 
 #: Neighbours smaller than this are one unit: below it a message costs more than what it carries.
 LEAST_BYTES = 2**21
@@ -69,7 +67,7 @@ class Sharding:
     late: bool = False
     arena: Arena = field(default_factory=Arena)
     disk: Disk | None = None
-    tiling: Tiling = field(default_factory=Tiling)
+    tiling: UnitParts = field(default_factory=WholeUnits)
     gathers: bool = False
     alone: tuple[str, ...] = ()
     compute: Mapping[nn.Parameter, torch.dtype] = field(default_factory=dict)
@@ -79,11 +77,6 @@ class Sharding:
     def axes(self) -> tuple[Axis, Axis]:
         """The two data axes; one of them may have a single rank."""
         return self.shard, self.replicate
-
-
-def gathers(plan: Plan) -> bool:
-    """Whether units of any layer are gathered before each use."""
-    return any(each.states.moves().reshards for each in plan.of_all_layers)
 
 
 def units_of(
@@ -217,14 +210,11 @@ def sizes(units: Sequence[Unit]) -> dict[nn.Parameter, int]:
     }
 
 
-def layable(model: nn.Module, rule: Rule, plan: Plan | None = None) -> None:
+def layable(model: nn.Module, rule: Rule) -> None:
     """Raise the InputError that `shard` would raise, without changing the model."""
     if any(drivers(module) for module in model.modules()):
         raise validate.already_wrapped(model)
     choose(model, rule)
-    if plan is not None:
-        check_experts(model, plan)
-        tiled_layers(model, plan)
 
 
 def drivers(module: nn.Module) -> list[Data]:

@@ -38,7 +38,8 @@ from shardwise.core.plan.plan import Plan
 from shardwise.engine.optimizer.norm import counts, squares
 from shardwise.engine.optimizer.optimizer import Owned, ShardedOptimizer, States
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.training import DTYPES, Training
+from shardwise.engine.precision import DTYPES
+from shardwise.engine.training import Training
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.offload.read_ahead import ChunkRead, read_ahead
 

@@ -8,8 +8,8 @@ from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
 from shardwise.core.plan.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.precision import DTYPES
 from shardwise.engine.spec import buffer_shapes, dtype_name, optimizer_shape
-from shardwise.engine.training import DTYPES
 from shardwise.models.decoder import Sizes, build
 from shardwise.prediction.stored_bytes import ADAM, held_bytes
 from shardwise.prediction.traffic import by_kind, step_bytes
