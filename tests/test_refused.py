@@ -157,6 +157,13 @@ def engine_of(plan: str, model: nn.Module | None = None, **options: Any) -> sw.E
     return sw.parallelize(model, plan, traced(0, ranks_of(plan)), **(GIVEN | options))
 
 
+def penalised(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A loss with a penalty on the gradient by the inputs."""
+    given = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(given).sum(), given, create_graph=True)
+    return grad.square().sum()
+
+
 def made_in_inference() -> nn.Module:
     with torch.inference_mode():
         return nn.Linear(3, 3)
@@ -248,6 +255,18 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         (
             lambda: engine_of("pp2 2bw:2 fp64", small_gpt(), on_nonfinite="skip"),
             "on_nonfinite='skip' with 2bw:2.*1f1b:2",
+        ),
+    ],
+    "gradients inside of a loss": [
+        (
+            lambda: engine_of("pp2 1f1b:2", deep(), loss=penalised).step(torch.rand(2, 8)),
+            r"a gradient inside of the forward of a pipeline.*torch\.autograd\.grad",
+        ),
+    ],
+    "metrics": [
+        (
+            lambda: sw.callbacks.Callbacks([]).step_ended(1, {"norm": "large"}),  # type: ignore[dict-item]
+            r"the metric 'norm' = 'large'.*a number",
         ),
     ],
     "tables": [

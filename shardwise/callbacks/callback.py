@@ -124,7 +124,7 @@ class Callbacks:
     def step_ended(self, step: int, metrics: "Metrics | Mapping[str, float | None]") -> None:
         """Call `step_ended` with the numbers of `engine.step`, or with numbers of your own.
 
-        Raises RunError that names a callback that failed.
+        Raises RunError that names a callback that failed, and InputError for what is no number.
         """
         self._tell("step_ended", step, numbers(metrics))
 
@@ -150,8 +150,19 @@ def numbers(metrics: "Metrics | Mapping[str, float | None]") -> dict[str, float]
             "optimizer/grad_norm": metrics.grad_norm,
             "bytes/step": metrics.bytes,
         }
-    known = {name: float(value) for name, value in metrics.items() if value is not None}
+    known = {name: _number(name, value) for name, value in metrics.items() if value is not None}
     return {name: value for name, value in known.items() if math.isfinite(value)}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise bad(
+            f"the metric {name!r} = {short_repr(value)}",
+            "a number, or a tensor of one element",
+            f'step_ended(step, {{"{name}": 0.5}})',
+        ) from None
 
 
 def _require(callback: object) -> None:

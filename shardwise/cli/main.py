@@ -28,7 +28,7 @@ import typer
 import shardwise
 from shardwise.cli.usage import UsageError, answer
 from shardwise.comm.start.rendezvous import launched
-from shardwise.core.errors import InputError, RankError, RunError
+from shardwise.core.errors import InputError, RankError, RunError, bad
 
 if TYPE_CHECKING:
     from shardwise.comm.start.launch import Ended
@@ -287,12 +287,19 @@ def _started(
     dry_run: bool,
 ) -> int:
     """Train, or check what would be trained; returns the exit code."""
-    from shardwise.comm.start.rendezvous import environment
+    from shardwise.comm.start.rendezvous import environment, launched
     from shardwise.train.prepare import RunStart
     from shardwise.train.stop_signal import NOTHING, StopSignal
 
+    started = environment()
+    if nproc is not None and started is not None and not launched():
+        raise bad(
+            f"--nproc {nproc} in one of {started.size} processes that torchrun or Slurm started",
+            "the number of processes in the command of torchrun or Slurm alone",
+            f"torchrun --nproc-per-node {nproc} -m shardwise train {config}",
+        )
     # a single process may exit at a signal; one of several ranks may not
-    with StopSignal(leaving=environment() is None) as stop:
+    with StopSignal(leaving=started is None) as stop:
         try:
             start = RunStart(resume == ALWAYS, overwrite, resume == AUTO)
             train_or_check = _dry_run if dry_run else _train

@@ -147,6 +147,8 @@ def _search(task: SearchTask, why: str | None, *, as_json: bool) -> None:
         return
     if known is not None:
         print(found.why(known))
+        if measured:
+            _show_measured(measured)
         return
     if found.best is None:
         raise _nothing(found, run.name)
@@ -226,6 +228,12 @@ def _nothing(found: "SearchResult", name: str) -> Exception:
     return bad(given, allowed, f"--ranks {found.fits_on} --batch {batch}")
 
 
+def _show_measured(measured: "Sequence[MeasuredPlan]") -> None:
+    from shardwise.cli.measured_plans import measured_table
+
+    Console(emoji=False, highlight=False, markup=False).print(measured_table(measured))
+
+
 def _show(
     found: "SearchResult", task: SearchTask, name: str, measured: "Sequence[MeasuredPlan]"
 ) -> None:
@@ -250,9 +258,7 @@ def _show(
         soft_wrap=True,
     )
     if measured:
-        from shardwise.cli.measured_plans import measured_table
-
-        console.print(measured_table(measured))
+        _show_measured(measured)
         best = next(each for each in found.ranked if each.plan == measured[0].plan)
     rows = f"--batch {best.rows * best.plan.microbatches}"
     line = f'shardwise predict "{best.plan}" --model {task.model or "gpt"} {rows}'

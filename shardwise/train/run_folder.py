@@ -145,9 +145,10 @@ def _copies(config: Config) -> list[Path]:
         return []
     mirror = Path(config.train.mirror)
     try:
-        if mirror.resolve() == checkpoints_of(config).resolve():
+        own = checkpoints_of(config)
+        if mirror.resolve() in (own.resolve(), own.parent.resolve()):
             raise bad(
-                f"train.mirror = '{mirror}', the folder of the run's own checkpoints",
+                f"train.mirror = '{mirror}', the folder of the run or of its own checkpoints",
                 "another folder, on a shared disk",
                 f"--set train.mirror={beside(mirror)}",
             )

@@ -128,7 +128,8 @@ def test_a_copy_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytest.Monke
     ("plan", "train", "text"),
     [
         ("offload:optim@disk", {"async_save": True}, r"async_save = true under .* on a disk"),
-        ("fp64", {"mirror": "run/checkpoints"}, "the folder of the run's own checkpoints"),
+        ("fp64", {"mirror": "run/checkpoints"}, "the run or of its own checkpoints"),
+        ("fp64", {"mirror": "run"}, "the run or of its own checkpoints"),
     ],
 )
 def test_what_cannot_be_saved_so_is_refused(

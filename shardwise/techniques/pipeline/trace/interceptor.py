@@ -27,6 +27,8 @@ from torch.overrides import (
     _push_mode,
 )
 
+from shardwise.core.errors import bad
+
 #: Where code is that is not the program's.
 _LIBRARIES: Final = (
     f"{Path(__file__).resolve().parents[3]}{os.sep}",
@@ -43,6 +45,8 @@ class Player(Protocol):
     def layer(self, of: Any, args: Any, kwargs: dict[str, Any]) -> Any: ...
 
 
+#: What differentiates in the middle of a forward.
+_GRADIENTS: Final = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 #: Attributes that report the device of a value: `Glue` answers with the real value's device.
 _ANSWERS: Final[dict[Any, Callable[[torch.device], Any]]] = {
     Tensor.device.__get__: lambda device: device,
@@ -112,6 +116,13 @@ class Glue(TorchFunctionMode):
             return self.player.without_values(func, args, kwargs)
         if func in _LENT and self._lends(args):
             return _LENT[func](*args, **kwargs)
+        if func in _GRADIENTS:
+            raise bad(
+                "a gradient inside of the forward of a pipeline (a gradient penalty, say): its "
+                "backward pass would run through the stages of other ranks",
+                "losses without torch.autograd.grad or backward, or a plan without pp",
+                "'dp2 zero3', or the same plan without pp and its schedule",
+            )
         if func in _ANSWERS and args[0].is_meta:
             return _ANSWERS[func](self.device)
         return self.player.op(func, args, kwargs)
