@@ -47,6 +47,7 @@ CANONICAL: dict[str, list[str]] = {
         *("pp2 interleaved:4x2", "pp2 bfs:4x2", "pp2 zb-h1:4", "pp2 zb-v:4", "pp2 dualpipe-v:4"),
         *("pp2 pipedream:4", "pp2 2bw:4", "pp2 dp2 zero3 1f1b:2", "pp2 dp2 2bw:4"),
         *("pp2 tp2 sp zero1 zb-h1:2", "pp2 dp2 zero2 accumulate:2 gpipe:2"),
+        *("pp3 1f1b:3 stages:1,3,1", "pp2 dp2 zero3 interleaved:2x2 stages:2,1,1,1"),
     ],
     "experts": [
         *("dp2 ep2", "dp4 ep2 zero3", "dp4 ep4 zero1", "dp2 ep2 accumulate:2", "dp2 ep2 tp2"),

@@ -78,6 +78,23 @@ UNTIED = {
         ("offload:param tile:38=head", "tile:37"),
     ],
     "experts": [("dp4 ep2", "sw.MoE")],
+    "stages": [
+        ("dp2 stages:1,1", "'stages:1,1' without a pipeline"),
+        ("pp2 stages:1,0", "'stages:1,0'"),
+        ("pp2 stages:", "Write instead: stages:9,8,8,7"),
+        ("pp2 stages:1,1,1", "3 numbers, with '1f1b:4' on 2 ranks, which has 2 stages"),
+        ("pp2 interleaved:2x2 stages:1,1", "Write instead: 'pp2 interleaved:2x2'"),
+        (
+            "pp2 stages:2,1",
+            "whose sum is 3, for a GPT that 2 stages divide into 2 pieces (blocks.0",
+        ),
+        (
+            "pp3 stages:2,1,1",
+            "(embed, blocks.0, blocks.1, norm, head). Allowed: numbers whose sum is 5",
+        ),
+        ("pp3 stages:2,1,1", "Write instead: stages:1,2,2"),
+        ("pp6 stages:1,1,1,1,1,1", "at most as many stages as layers"),
+    ],
     "layers": [
         ("dp2 | emb: zero1", "Write instead: 'embed: zero1'"),
         ("dp2 | blocks.0-99: zero1", "which match no module of the GPT"),
@@ -238,6 +255,11 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
                 ("pp2 1f1b:4", {"stages": ["9.x"]}, r'"9\.x", which is no module of the Seq'),
                 ("pp2 1f1b:4", {"stages": ["4", "8"]}, r"2 starts \(4, 8\) for 2.*stages=None"),
                 ("pp4 1f1b:4", {"stages": []}, r"0 starts \(none\) for 4 stages"),
+                (
+                    "pp2 stages:3,5",
+                    {"stages": ["4"]},
+                    r"whose stages begin at \['6'\].*or no stages=",
+                ),
             )
         ),
         *(

@@ -87,7 +87,7 @@ class RecordedModel:
             else {},
         )
         schedule = plan.schedule if plan.row == "zero3" and spec.stages else None
-        stages = spec.stages and spec.stages.number
+        stages = spec.stages and (plan.stages or spec.stages.number)
         key = plan.axes, plan.context, plan.sp, plan.row, plan.offload, stages, schedule, rank
         own = id(structure), plan.row, plan.offload
 
@@ -145,6 +145,7 @@ class RecordedModel:
             Plan(tuple(axes), plan.context, plan.sp, precision="bf16", recompute="full"),
             row="zero3" if shards else "ddp",
             schedule="1f1b:1" if stages > 1 else None,
+            stages=plan.stages if stages > 1 else None,
         )
 
         def made() -> ModelSpec:

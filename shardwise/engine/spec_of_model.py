@@ -375,7 +375,7 @@ def structure(
     expert_parallel.check_experts(plain, plan)
     table = known(("table", tensor), lambda: tensor_parallel.table_for(plain, plan, options.table))
     beside, schedule = options.beside or {}, schedule_of(plan)
-    stages = 1 if schedule is None else len(schedule.home)
+    stages = 1 if schedule is None else plan.stages or len(schedule.home)
     begin = known(
         ("begin", stages),
         lambda: stage_module.stage_starts(plain, plan, options.stages, beside),

@@ -31,6 +31,7 @@ PLANS = st.builds(
     recompute=st.none() | RECOMPUTED,
     offload=st.none() | st.sampled_from([*WHAT, BY_FRACTION, "optim=0.00001", "optim-delayed=3"]),
     buffers_bytes=st.none() | COUNTS,
+    stages=st.none() | st.lists(COUNTS, min_size=1).map(tuple),
 )
 
 

@@ -1,3 +1,4 @@
+import re
 import threading
 from typing import ClassVar
 
@@ -5,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.world import World
+import shardwise as sw
+from shardwise.comm.world import World, traced
 from shardwise.core.errors import InputError
 from shardwise.models import gpt
 from shardwise.models.registry import find
@@ -52,6 +54,19 @@ def test_a_sequential_is_cut_between_its_layers():
 def test_stages_by_hand_are_those_given():
     """Any module that is called may begin a stage."""
     assert starts(small(), 3, ["blocks.1", "head"]) == ("blocks.1", "head")
+
+
+@pytest.mark.parametrize("counts", [(1, 3, 2), (4, 1, 1)])
+def test_a_plan_counts_the_blocks_of_stages(counts: tuple[int, ...]):
+    """Each rank holds the next so many, and no other."""
+    plan, first = f"pp3 1f1b:3 stages:{','.join(map(str, counts))}", 0
+    for rank, count in enumerate(counts):
+        names = [box.name for box in sw.parallelize(small(), plan, traced(rank, 3)).boxes()]
+        held = {int(found[1]) for name in names if (found := re.search(r"blocks\.(\d+)", name))}
+        assert held == {*range(first, first + count)}
+        assert any("embed" in name for name in names) == (rank == 0)
+        assert any("head" in name for name in names) == (rank == 2)
+        first += count
 
 
 def test_fewer_layers_than_stages_are_refused():

@@ -130,6 +130,13 @@ CONTINUED = [
     (gpt_task(rows=8), ADAFACTOR, "dp2", "pp2 1f1b:2"),
     (gpt_task(rows=8), ADAFACTOR, "pp2 dp2 1f1b:2", "dp1"),
     (gpt_task(rows=8), ADAFACTOR, "dp1", "dp4"),
+    (gpt_task(), tensors.ADAMW, "pp3 1f1b:3 stages:1,3,1", "pp2 interleaved:2x2 stages:2,1,1,1"),
+    (
+        gpt_task("tied"),
+        tensors.ADAMW,
+        "pp2 dp2 zero3 1f1b:2 stages:1,1",
+        "pp4 1f1b:4 stages:2,1,1,1",
+    ),
     (pipelines.task("half frozen"), tensors.ADAMW, "pp2 1f1b:3", "ddp"),
     (pipelines.task("half frozen"), tensors.ADAMW, "zero3", "pp2 dp2 gpipe:2"),
     *(

@@ -1,6 +1,7 @@
 """The predictions of a search, from few recorded passes: what each plan's own prediction has."""
 
 import dataclasses
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ PLANS = [
     ("pp3 dp2 zero3 1f1b:4 recompute:full bf16", 1),
     ("pp2 dp1 tp2 sp interleaved:2x2 bf16", 2),
     ("pp5 dp1 zb-h1:6 offload:optim bf16", 1),
+    ("pp3 dp2 zero3 1f1b:4 stages:1,5,4 bf16", 1),
+    ("pp2 dp1 tp2 sp interleaved:2x2 stages:1,2,3,4 recompute:full bf16", 2),
 ]
 
 
@@ -64,6 +67,18 @@ def test_a_derived_prediction_is_that_of_the_plan(config: Any, text_: str, rows:
         alone = own.on(rank) if rank else own
         assert costs(derived.of(plan, rows, rank)) == costs(alone), rank
     assert derived.short.keys() == set(repeated.DEPTHS)
+
+
+def test_cuts_have_predictions_of_their_own() -> None:
+    """Of one model, asked in turn for plans that differ in the blocks of stages alone."""
+    model = on_meta(gpt.GPT, DEEP)
+    derived, found = RecordedModel(model, text(1), options(gpt.loss)), list[dict[str, Any]]()
+    for word in ("", "stages:2,2,6", "stages:6,2,2"):
+        plan = Plan.parse(f"pp3 dp2 zero3 1f1b:4 {word} bf16")
+        own = predict_with(model, plan, text(plan.microbatches), options(gpt.loss))
+        found.append(costs(derived.of(plan, 1)))
+        assert found[-1] == costs(own), word
+    assert all(one["device_peak"] != other["device_peak"] for one, other in pairwise(found))
 
 
 @pytest.mark.parametrize("text_", ["dp4 ep2 zero1 accumulate:1 bf16", "pp2 dp2 ep2 1f1b:2 bf16"])

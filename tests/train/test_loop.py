@@ -18,7 +18,7 @@ from shardwise.models.decoder import flops_per_token
 from shardwise.train import config, loop
 from shardwise.train.measure.metrics import Record, read
 from shardwise.train.model import build
-from shardwise.train.prepare import RunStart, prepare
+from shardwise.train.prepare import RunStart, checked_plan, prepare
 from shardwise.train.sizes import model_sizes
 from shardwise.train.stop_signal import NOTHING
 from tests.pool import run_gloo
@@ -361,6 +361,14 @@ NO_STAGES = {
     ",": "parameters, time, or the modules",
     "blocks.1, norm": "2 starts .* for 2 stages",
 }
+
+
+def test_a_plan_and_a_key_for_the_stages_are_refused(tmp_path: Path):
+    """The word counts them, so that a key beside it has no effect."""
+    given = staged(tmp_path / "run", "time")
+    plan = given.plan.model_copy(update={"text": f"{given.plan.text} stages:1,1"})
+    with pytest.raises(InputError, match=r"plan\.stages = 'time' under the plan.*'parameters'"):
+        checked_plan(given.model_copy(update={"plan": plan}), 2)
 
 
 @pytest.mark.parametrize("stages", NO_STAGES)

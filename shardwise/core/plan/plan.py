@@ -43,6 +43,7 @@ class Plan:
     context     the axis of positions
     schedule, recompute, activations, offload, tile
                 as written
+    stages      the blocks of each pipeline stage; None: balanced
     device_memory_bytes
                 the most that a rank may store on its device
     layers      plans of single layers
@@ -55,6 +56,7 @@ class Plan:
     sp: bool = False
     row: str = "ddp"
     schedule: str | None = None
+    stages: tuple[int, ...] | None = None
     precision: str | None = None
     accumulate: int = 1
     bucket_bytes: int = BUCKET_BYTES

@@ -5,14 +5,14 @@
 
 Stages are contiguous, and begin at elements of the model's lists of repeated blocks; other layers
 go with their neighbours.  With more stages than blocks, a stage may begin at any layer.  The
-heaviest stage is as light as possible (core/balance.py).
+heaviest stage is as light as possible (core/balance.py), or a plan counts the blocks of each stage.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import accumulate, pairwise, product
 from typing import Any, Final
 
 import torch
@@ -95,6 +95,27 @@ def starts(
                 weights[stage] += p.numel() * ((stage, id(p)) not in seen)
                 seen.add((stage, id(p)))
     return tuple(cuts[i] for i in balanced(weights, stages))
+
+
+def starts_of_counts(
+    model: nn.Module, counts: Sequence[int], beside: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """Like `starts`, with so many of the blocks in each stage; layers with more stages than blocks.
+
+    Raises:
+        InputError: fewer layers than stages, or counts whose sum is not the number of blocks.
+    """
+    cuts, parts = candidates(model, len(counts), _beside(model, beside)), len(counts)
+    if sum(counts) != len(cuts):
+        ends = [len(cuts) * stage // parts for stage in range(parts + 1)]
+        raise bad(
+            f"stages:{','.join(map(str, counts))}, whose sum is {sum(counts)}, for a "
+            f"{type(model).__name__} that {parts} stages divide into {len(cuts)} pieces "
+            f"({', '.join(cuts[:NAMED])}{', ...' * (len(cuts) > NAMED)})",
+            f"numbers whose sum is {len(cuts)}",
+            f"stages:{','.join(str(b - a) for a, b in pairwise(ends))}",
+        )
+    return tuple(cuts[i] for i in accumulate(counts[:-1]))
 
 
 _EXAMPLE = "balance_by_time(model, lambda model: model(x), 4)"

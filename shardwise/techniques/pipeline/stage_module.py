@@ -9,13 +9,14 @@ its gradient before the update, so that the copies stay equal.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.move import begin_sum
 from shardwise.comm.world import Axis, World, traced
+from shardwise.core.errors import bad
 from shardwise.core.layouts.layouts import stage_layout
 from shardwise.core.layouts.param_layout import Groups
 from shardwise.core.mesh import PIPELINE
@@ -24,7 +25,7 @@ from shardwise.core.plan.plan_schedule import schedule_of
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine import cut
 from shardwise.techniques.data.wrap_policy import UnitSpec
-from shardwise.techniques.pipeline.partition import misplaced, starts
+from shardwise.techniques.pipeline.partition import misplaced, starts, starts_of_counts
 from shardwise.techniques.pipeline.staged_model import Stages
 from shardwise.techniques.pipeline.trace.placeholders import layers
 from shardwise.techniques.pipeline.trace.placeholders import twin as twin_of
@@ -124,12 +125,21 @@ def stage_starts(
     `beside` is that of Stages (staged_model.py): modules that are not called where they are
     defined.
 
-    Raises InputError where the model cannot be cut so.
+    Raises InputError where the model cannot be cut so, and for names beside other counts of `plan`.
     """
     schedule = schedule_of(plan)
     if schedule is None:
         return ()
-    return starts(model, len(schedule.home), names, beside)
+    if plan.stages is None:
+        return starts(model, len(schedule.home), names, beside)
+    begin = starts_of_counts(model, plan.stages, beside)
+    if names is not None and tuple(names) != begin:
+        raise bad(
+            f"stages={list(names)} under the plan '{plan}', whose stages begin at {list(begin)}",
+            "the modules that begin stages, or the plan word stages",
+            f"'{replace(plan, stages=None)}', or no stages=",
+        )
+    return begin
 
 
 def stages_of(

@@ -1,4 +1,4 @@
-"""The plan words of pipelines: the axis, and a schedule with its numbers."""
+"""The plan words of pipelines: the axis, a schedule with its numbers, and the blocks of stages."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,7 +8,7 @@ from shardwise.core.errors import InputError, Problem, bad
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.technique import Field, Technique, Word
 from shardwise.core.plan.word_values import MOST, whole
-from shardwise.core.schedule.library import LIBRARY, Entry, updates
+from shardwise.core.schedule.library import LIBRARY, Entry, allowed, updates
 from shardwise.core.zero import row_of
 
 if TYPE_CHECKING:
@@ -35,6 +35,21 @@ def _schedule(word: str) -> str | None:
     raise bad(f"the plan word '{word}'", allowed, example)
 
 
+def _stages(word: str) -> tuple[int, ...] | None:
+    key, _, value = word.partition(":")
+    if key != "stages":
+        return None
+    counts = tuple(map(whole, value.split(",")))
+    if all(counts):
+        return counts
+    numbers = "stages: and the number of blocks of each stage, from 1 up, with commas between them"
+    raise bad(f"the plan word '{word}'", numbers, "stages:9,8,8,7")
+
+
+def _stages_word(counts: tuple[int, ...]) -> str:
+    return f"stages:{','.join(map(str, counts))}"
+
+
 def _word(name: str, entry: Entry) -> Word:
     form, example = {"": ("", ""), "M": (":M", ":8"), "MxV": (":MxV", ":8x2")}[entry.numbers]
     return Word(f"{name}{form}", f"{name}{example}", entry.meaning)
@@ -47,8 +62,23 @@ def _problems(plan: "Plan", _: int | None) -> Iterator[Problem]:
     except InputError as error:
         yield from error.problems
         return
+    if plan.stages is not None:
+        yield from _miscounted(plan, plan.stages)
     if stale:
         yield from _stale(plan)
+
+
+def _miscounted(plan: "Plan", counts: tuple[int, ...]) -> Iterator[Problem]:
+    """Counts of blocks without stages, or for another number of them."""
+    given, instead = f"'{_stages_word(counts)}'", f"'{replace(plan, stages=None)}'"
+    if plan.pipeline is None:
+        yield Problem(f"{given} without a pipeline", "stages beside ppN", instead)
+        return
+    _, size = allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))
+    if len(counts) != size.p * size.v:
+        stages = f"'{plan.pipeline}' on {size.p} ranks, which has {size.p * size.v} stages"
+        wanted = "one number of blocks for each stage; without the word, stages are balanced"
+        yield Problem(f"{given}, {len(counts)} numbers, with {stages}", wanted, instead)
 
 
 def _stale(plan: "Plan") -> Iterator[Problem]:
@@ -80,8 +110,16 @@ TECHNIQUE: Final = Technique(
     words=(
         Word("ppN", "pp2", "pipeline on N ranks, under a schedule (the default: 1f1b:2N)"),
         *(_word(name, entry) for name, entry in LIBRARY.items()),
+        Word(
+            "stages:COUNTS",
+            "stages:9,8,8,7",
+            "blocks of each pipeline stage, in the order of the model; by default balanced",
+        ),
     ),
-    fields=(Field("schedule", "pipeline schedule", _schedule),),
+    fields=(
+        Field("schedule", "pipeline schedule", _schedule),
+        Field("stages", "number of blocks for each stage", _stages, _stages_word),
+    ),
     problems=_problems,
     beside_layers=_beside_layers,
 )
