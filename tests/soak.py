@@ -14,6 +14,10 @@ Each run is trained to its end, however often it is disturbed:
 
 At the end of a run its losses are compared with those of one undisturbed process, to 1e-10 in fp64,
 and the descriptors, threads and memory of each process of at least 20 steps must be flat.
+
+    python -m tests.soak --steps 100000
+
+trains the smallest model on two ranks for so many steps instead, after which they must be flat too.
 """
 
 import argparse
@@ -34,11 +38,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+import shardwise as sw
 from shardwise.checkpoint.folder import CHECKPOINTS, all_in
-from shardwise.comm.world import alone
+from shardwise.comm.start.launch import spawn
+from shardwise.comm.world import alone, init
 from shardwise.train import config, loop
 from shardwise.train.measure.metrics import read
 from tests.train import runs
+from tests.vital_signs import not_flat, vital_signs
 
 PROGRAM = str(Path(__file__).with_name("soak_run.py"))
 STEPS, SAVE_EVERY, PAUSE_S = 60, 5, 0.02
@@ -46,8 +56,8 @@ STEPS, SAVE_EVERY, PAUSE_S = 60, 5, 0.02
 SMALL = "small"
 #: After a fault, a program that has not ended after this time hangs.
 PATIENCE_S = 120.0
-#: How much a process may grow between its tenth step and its last.
-GROWTH_BYTES = 32 * 2**20
+#: The lines of vital signs of each process of `flat`.
+LINES = 100
 
 
 @dataclass(frozen=True)
@@ -159,17 +169,8 @@ class Soaked:
             self.said.append(f"another curve: {found[-3:]} instead of {losses[-3:]}")
         lines = [json.loads(line) for line in self.vitals.read_text().splitlines()]
         for pid in {line["pid"] for line in lines}:
-            own = [line for line in lines if line["pid"] == pid][10:]
-            self.said += not_flat(own) if len(own) > 10 else []
-
-
-def not_flat(lines: list[dict[str, int]]) -> list[str]:
-    """What grew in a process from the first of these lines to the last."""
-    first, last = lines[0], lines[-1]
-    grown = [key for key in ("descriptors", "threads") if last[key] > first[key] + 2]
-    if last["resident_bytes"] > first["resident_bytes"] + GROWTH_BYTES:
-        grown.append("resident_bytes")
-    return [f"{key} grew from {first[key]} to {last[key]}" for key in grown]
+            own = [line for line in lines if line["pid"] == pid]
+            self.said += not_flat(own) if len(own) > 20 else []
 
 
 def signalled(pid: int, number: int) -> None:
@@ -290,13 +291,37 @@ def soak(minutes: float, seed: int) -> int:
     return wrong
 
 
+def many_steps(steps: int, plan: str) -> list[dict[str, int]]:
+    """On one rank: the vital signs, LINES times in so many steps of one linear layer."""
+    world = init()
+    engine = sw.parallelize(nn.Linear(2, 1), plan, world, loss=lambda model, x: model(x).mean())
+    lines = list[dict[str, int]]()
+    for step in range(1, steps + 1):
+        engine.step(torch.full((1, 2), float(world.rank)))
+        if step % max(1, steps // LINES) == 0:
+            lines.append(vital_signs(world.rank, step))
+    return lines
+
+
+def flat(steps: int) -> int:
+    """Whether two ranks of `many_steps` grow: the number of those that do."""
+    wrong = 0
+    for lines in spawn(many_steps, 2, (steps, "dp2 zero3")):
+        grown = not_flat(lines)
+        shown = [{key: line[key] for key in list(line)[1:]} for line in (lines[10], lines[-1])]
+        print(f"{shown[0]} -> {shown[1]}: {'; '.join(grown) or 'flat'}", flush=True)
+        wrong += bool(grown)
+    return wrong
+
+
 def main() -> int:
     """The command line."""
     options = argparse.ArgumentParser(prog="python -m tests.soak")
     options.add_argument("--minutes", type=float, default=10.0)
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--steps", type=int, default=0, help="so many tiny steps, and no faults")
     asked = options.parse_args()
-    return min(1, soak(asked.minutes, asked.seed))
+    return min(1, flat(asked.steps) if asked.steps else soak(asked.minutes, asked.seed))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from shardwise.checkpoint.folder import (
     all_in,
     as_path,
     find,
-    is_whole,
+    is_checkpoint,
     passed_over,
     step_of,
 )
@@ -245,7 +245,7 @@ def load(
     folder = as_path(folder)
     trained.world.background.settle()
     if missing_ok:
-        found = is_whole(folder) or bool(all_in(folder))
+        found = is_checkpoint(folder) or bool(all_in(folder))
         told = torch.tensor([found], dtype=torch.uint8, device=trained.world.device)
         if not broadcast(told, trained.world.everyone).item():
             return {}

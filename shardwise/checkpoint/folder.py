@@ -25,7 +25,8 @@ from pathlib import Path
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.arguments import integer
 
-METADATA, SCALARS, LATEST = ".metadata", "scalars.json", "latest"
+METADATA, SCALARS, MANIFEST = ".metadata", "scalars.json", "manifest.json"
+LATEST = "latest"
 CHECKPOINTS = "checkpoints"  # the folder of checkpoints inside a run's folder
 TOKENIZER = "tokenizer"  # the folder of the run's tokenizer, inside a run's folder
 #: The files of a tokenizer of transformers.
@@ -87,6 +88,12 @@ def is_whole(path: Path) -> bool:
     return (path / METADATA).is_file() and (path / SCALARS).is_file()
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether the folder is one checkpoint: complete, or named after a step with a file missing."""
+    files = (path / name for name in (METADATA, SCALARS, MANIFEST))
+    return is_whole(path) or (is_named_by_step(path) and any(map(os.path.lexists, files)))
+
+
 def all_in(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first; a step's second save comes after the first."""
     found = [(path, _NAME.fullmatch(path.name)) for path in folder.glob("step-*")]
@@ -97,11 +104,13 @@ def all_in(folder: Path) -> list[Path]:
 def find(folder: str | os.PathLike[str]) -> Path:
     """The newest complete checkpoint in a folder, or the folder itself if it is a checkpoint.
 
+    A checkpoint that lacks a file is returned too: opening it names the file.
+
     Raises InputError if there is none, or the folder cannot be read.
     """
     folder = as_path(folder)
     try:
-        if is_whole(folder):
+        if is_checkpoint(folder):
             return folder
         whole = all_in(folder)
         latest = _latest(folder)

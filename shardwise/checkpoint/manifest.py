@@ -13,6 +13,7 @@ of all files, before anything is written into an engine.
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,10 +21,13 @@ from typing import Any, Final
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.failure import damaged, foreign
+from shardwise.checkpoint.metadata import read_metadata
+from shardwise.checkpoint.piece import pieces_of, read_piece
 from shardwise.core.errors import InputError
 
-MANIFEST: Final = "manifest.json"
 FORMAT: Final = "shardwise manifest 1"
+#: The most tensors that an error names.
+NAMED: Final = 3
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def seal(file: Path) -> Seal:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write the manifest into the checkpoint's folder."""
-    (path / MANIFEST).write_text(manifest.text(), encoding="utf-8")
+    (path / folders.MANIFEST).write_text(manifest.text(), encoding="utf-8")
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -67,7 +71,7 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises InputError if it is missing, damaged or belongs to a checkpoint of another step.
     """
-    file = path / MANIFEST
+    file = path / folders.MANIFEST
     try:
         with folders.open_regular(file) as stream:
             text = stream.read().decode()
@@ -95,10 +99,11 @@ def require_sizes(path: Path, manifest: Manifest) -> None:
     for name, sealed in manifest.files.items():
         file = path / name
         if not file.is_file():
-            raise damaged(file, "it is not there")
+            why = "it is no regular file" if os.path.lexists(file) else "it is not there"
+            raise damaged(file, why + _damaged_tensors(path, manifest, name))
         size = file.stat().st_size
         if size != sealed.bytes:
-            _refuse(file, f"it has {size} bytes and should have {sealed.bytes}")
+            _refuse(path, manifest, name, f"it has {size} bytes and should have {sealed.bytes}")
 
 
 def require_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
@@ -106,28 +111,56 @@ def require_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
     for name in names:
         file = path / name
         if name not in manifest.files:
-            raise foreign(file, "the manifest does not name it")
-        try:
-            found = seal(file)
-        except OSError as error:
-            raise damaged(file, error.strerror or str(error)) from None
-        if found != manifest.files[name]:
-            _refuse(file, "its SHA-256 is not the one in the manifest")
+            raise damaged(path / folders.MANIFEST, f"it does not name {name}")
+        if _sealed(file) != manifest.files[name]:
+            _refuse(path, manifest, name, "its SHA-256 is not the one in the manifest")
 
 
-def _refuse(file: Path, why: str) -> None:
-    """Raise the error for a wrong file; names the checkpoint it belongs to, if found."""
+def _sealed(file: Path) -> Seal:
+    """The length and hash of a file.  Raises InputError if it cannot be read."""
     try:
-        found = seal(file)
+        return seal(file)
     except OSError as error:
         raise damaged(file, error.strerror or str(error)) from None
-    for other in folders.all_in(file.parent.parent):
-        if other == file.parent:
+
+
+def _refuse(path: Path, manifest: Manifest, name: str, why: str) -> None:
+    """Raise the error for a wrong file.
+
+    It names the checkpoint that the file belongs to, if found, else the tensors in it that are
+    damaged.  If no file has its hash, the manifest is the wrong one.
+    """
+    found = _sealed(path / name)
+    for other in folders.all_in(path.parent):
+        if other == path:
             continue
         try:
-            manifest = read_manifest(other)
+            files = read_manifest(other).files
         except InputError:
             continue
-        if names := [name for name, each in manifest.files.items() if each == found]:
-            raise foreign(file, f"it is {names[0]} of {other.name}")
-    raise damaged(file, why)
+        if names := [name for name, each in files.items() if each == found]:
+            raise foreign(path / name, f"it is {names[0]} of {other.name}")
+    if not any(_sealed(path / name) == each for name, each in manifest.files.items()):
+        raise foreign(path / folders.MANIFEST, "no file beside it has the hash that it names")
+    raise damaged(path / name, why + _damaged_tensors(path, manifest, name))
+
+
+def _damaged_tensors(path: Path, manifest: Manifest, name: str) -> str:
+    """The tensors that cannot be read from a damaged file; "" if the index is damaged too."""
+    index = path / folders.METADATA
+    try:
+        if seal(index) != manifest.files[index.name]:
+            return ""
+        pieces = pieces_of(path, read_metadata(path))
+    except (OSError, KeyError, InputError):
+        return ""
+    tensors: set[str] = set()
+    for place, piece in pieces.items():
+        if piece.file.name == name:
+            try:
+                read_piece(piece)
+            except InputError:
+                tensors.add(place.fqn)
+    first = ", ".join(sorted(tensors)[:NAMED])
+    more = f" and {len(tensors) - NAMED} more" if len(tensors) > NAMED else ""
+    return f"; damaged tensors: {first}{more}" if tensors else ""

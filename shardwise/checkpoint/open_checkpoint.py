@@ -14,14 +14,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from shardwise.checkpoint.failure import damaged, foreign
-from shardwise.checkpoint.folder import METADATA, SCALARS, open_regular
-from shardwise.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    read_manifest,
-    require_files,
-    require_sizes,
-)
+from shardwise.checkpoint.folder import MANIFEST, METADATA, SCALARS, open_regular
+from shardwise.checkpoint.manifest import Manifest, read_manifest, require_files, require_sizes
 from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.piece import Piece, pieces_of
 from shardwise.core.errors import bad

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.lock import SAVING_LOCK, only_writer
-from shardwise.checkpoint.manifest import MANIFEST, read_manifest, require_files
+from shardwise.checkpoint.manifest import read_manifest, require_files
 from shardwise.core.errors import InputError, one_line
 from shardwise.train.config_sections import TrainSection
 
@@ -78,7 +78,7 @@ class Mirror:
         with only_writer(self.folder, self.folder / SAVING_LOCK):
             try:
                 folders.clear(unfinished)
-                for name in (*manifest.files, MANIFEST):
+                for name in (*manifest.files, folders.MANIFEST):
                     shutil.copyfile(path / name, unfinished / name)
                 require_files(unfinished, manifest, manifest.files)
                 folders.publish(unfinished, step)

@@ -62,13 +62,17 @@ def kept(world: World) -> list[tuple[list[Box], dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of two steps of one run, saved by two ranks."""
-    folder = tmp_path_factory.mktemp("saved")
+    """The checkpoints of two steps of one run, saved by two ranks.
+
+    In the folder `another`, the weights of the first step are those of the second of another run.
+    """
+    folder = tmp_path_factory.mktemp("saved") / "run"
     ranks = run_threads(2, kept)
-    for step in (1, 2):
-        boxes = [rank[step - 1][0] for rank in ranks]
-        numbers = ranks[0][step - 1][1]
-        save_by_all(folder, boxes, {"step": step, "engine": numbers, "extra": {}})
+    for run, number, step in (("run", 0, 1), ("run", 1, 2), ("another", 0, 2)):
+        boxes = [rank[number][0] for rank in ranks]
+        numbers = ranks[0][number][1]
+        scalars = {"step": step, "engine": numbers, "extra": {}}
+        save_by_all(folder.with_name(run), boxes, scalars)
     return folder
 
 
@@ -84,32 +88,54 @@ def outcome(engine: sw.Engine, path: Path, expected: State) -> str:
     return said
 
 
+@pytest.mark.parametrize("nth", [12, pytest.param(1, marks=pytest.mark.full)])
 def test_no_damage_is_loaded_and_none_changes_the_engine(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    nth: int, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Some 160 ways: bits, lengths, missing, renamed and foreign files.
+    """More than 500 ways: bits, lengths, files missing, exchanged and of other checkpoints.
 
-    `sw.load` refuses each in one paragraph and leaves the engine as it was; `checkpoint inspect
-    --deep` refuses each with exit code 2.
+    `sw.load` refuses each in one paragraph that names the file, and the tensor if its values are
+    damaged, and leaves the engine as it was; `checkpoint inspect --deep` refuses each with exit
+    code 2.
     """
-    whole, other = saved / "step-000002", saved / "step-000001"
+    whole = shutil.copytree(saved, tmp_path / "run") / "step-000002"
+    step, run = saved / "step-000001", saved.with_name("another") / whole.name
     engine, expected = engine_of(alone(), "fp64"), engine_of(alone(), "fp64")
     sw.load(expected, whole)
     steps(engine, 0, 1)
-    count = 0
-    for name, damage in damages(whole, seed=7, flips=21):
-        path = tmp_path / f"{count}" / whole.name
-        shutil.copytree(whole, path)
-        damage(path, other)
-        assert outcome(engine, path, state_of(expected)), f"{name}: loaded"
+    content = content_of(whole)
+    every = [*damages(whole, step, run, seed=7)]
+    assert len(every) >= 500
+    for damage in every[::nth]:
+        damage.act(whole)
+        assert content != content_of(whole), damage.name
+        said = outcome(engine, whole, state_of(expected))
+        assert any(f"'{whole / name}'" in said for name in damage.files), f"{damage.name}: {said}"
+        assert damage.tensor in said, f"{damage.name}: {said}"
         with pytest.raises(SystemExit) as ended:
-            main(["checkpoint", "inspect", "--deep", str(path)])
-        said = capsys.readouterr()
-        assert ended.value.code == 2 and said.err.count("\n") == 1 and not said.out, name
-        count += 1
-    assert count >= 150
+            main(["checkpoint", "inspect", "--deep", str(whole)])
+        shown = capsys.readouterr()
+        assert ended.value.code == 2 and shown.err.count("\n") == 1 and not shown.out, damage.name
+        shutil.rmtree(whole)
+        whole.mkdir()
+        for name, each in content.items():
+            (whole / name).write_bytes(each or b"")
     assert outcome(engine, whole, state_of(expected)) == ""
     describe(whole, deep=True)
+
+
+@pytest.mark.parametrize("file", [".metadata", "scalars.json", "manifest.json"])
+def test_a_missing_file_is_no_missing_checkpoint(file: str, saved: Path, tmp_path: Path):
+    """`missing_ok` starts anew without a checkpoint; one that lacks a file is refused."""
+    path = shutil.copytree(saved / "step-000002", tmp_path / "step-000002")
+    (path / file).unlink()
+    with pytest.raises(InputError, match=rf"{file}', which is damaged \(it is not there"):
+        sw.load(engine_of(alone(), "fp64"), path, missing_ok=True)
+
+
+def content_of(path: Path) -> dict[str, bytes | None]:
+    """The bytes of each file in a folder; None for what is no file."""
+    return {file.name: file.read_bytes() if file.is_file() else None for file in path.iterdir()}
 
 
 @pytest.mark.parametrize("name", [*ABSURD, *NUMBERS])
