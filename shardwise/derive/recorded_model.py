@@ -32,6 +32,7 @@ from shardwise.engine.predict import Predictor, notes_of
 from shardwise.engine.spec_of_model import (
     StagedLayout,
     plain_copy,
+    recomputed_kinds,
     stage_cuts,
     stage_places,
     structure,
@@ -66,6 +67,7 @@ class RecordedModel:
         self.cuts = dict[object, tuple[Bundles, tuple[frozenset[str], ...]] | InputError]()
         self.shapes = dict[object, ModelShape | InputError]()
         self.tables = dict[object, Any]()
+        self.kinds = dict[object, dict[str, str] | InputError]()
 
     def of(self, plan: Plan, rows: int, rank: int = 0) -> Prediction:
         """The prediction of a rank, with microbatches of `rows` rows.
@@ -82,10 +84,13 @@ class RecordedModel:
             stages=structure.stages and _with_rows(structure.stages, rows, runs),
             expert_moves=(one.plain.moves,) * runs,
             row_gathers=(one.run.rows,) * runs,
-            recomputed=dict.fromkeys(structure.recomputed, plan.recompute)
-            if plan.recompute
-            else {},
+            recomputed={},
         )
+        if plan.recompute:
+            kinds = dict.fromkeys(structure.recomputed, plan.recompute)
+            chosen = id(structure), id(one), plan
+            kinds = _once(self.kinds, chosen, lambda: recomputed_kinds(spec, plan, kinds))
+            spec = replace(spec, recomputed=kinds)
         schedule = plan.schedule if plan.row == "zero3" and spec.stages else None
         stages = spec.stages and (plan.stages or spec.stages.number)
         key = plan.axes, plan.context, plan.sp, plan.row, plan.offload, stages, schedule, rank

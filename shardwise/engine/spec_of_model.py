@@ -187,7 +187,7 @@ def _with_one_mesh(
         tapes = tuple(run.tape for run in runs) if spec.on_host else ()
         rows = tuple(run.rows for run in runs)
         spec = replace(spec, expert_moves=moves, row_gathers=rows, run=runs[0], tapes=tapes)
-        spec = replace(spec, recomputed=_chosen(spec, plan, dict(spec.recomputed)))
+        spec = replace(spec, recomputed=recomputed_kinds(spec, plan, dict(spec.recomputed)))
     if not (spec.on_host and loads):
         return spec
     every = zip(parts, loads, strict=True)
@@ -233,7 +233,7 @@ def _with_table(
     found |= {"tapes": by_shape(parts, lambda part: on(rank, part).tape) if spec.on_host else ()}
     spec, kinds = replace(spec, **found), dict(spec.recomputed)
     widest = replace(spec, run=on(0)) if recompute_budget(plan.recompute) else spec
-    return replace(spec, recomputed=_chosen(widest, plan, kinds))
+    return replace(spec, recomputed=recomputed_kinds(widest, plan, kinds))
 
 
 def _with_meshes(
@@ -280,7 +280,7 @@ def _heads(tensors: TensorSpec, axis: Axis) -> dict[str, tuple[Axis, Cut]]:
     }
 
 
-def _chosen(spec: ModelSpec, plan: Plan, kinds: dict[str, str]) -> dict[str, str]:
+def recomputed_kinds(spec: ModelSpec, plan: Plan, kinds: dict[str, str]) -> dict[str, str]:
     """`kinds`, or under a budget the choice for these modules.
 
     Under sequence parallelism inputs are already shards, and nothing is partitioned.

@@ -9,11 +9,13 @@
 A plan goes from one line to the next when its bound is the least of all. The search ends when that
 bound exceeds the time of the plan that is `count`th so far: no later plan can be among the first
 `count`. A plan that recomputes is slower than the same plan with less recomputation, and not
-predicted if that one fits. Plans with offload come last: only if no other fits.
+predicted if that one fits; the best of them are predicted once more with the budget of activations
+that the memory allows. Plans with offload come last: only if no other fits.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import chain
@@ -24,6 +26,7 @@ from shardwise.core.mesh import PIPELINE
 from shardwise.core.model_spec import Blocks
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
+from shardwise.core.plan.word_values import size_text
 from shardwise.core.schedule.library import allowed, entry
 from shardwise.core.tools.tape import Operation
 from shardwise.prediction.cluster import Cluster
@@ -50,6 +53,9 @@ SHARED: Final = 0.98
 FIRST_STAGE: Final = 0.5
 #: With so many microbatches for each stage, a schedule keeps as many of them as with more.
 MICROBATCHES: Final = 4
+#: So many of the best plans that recompute are tried with a budget, of so many bits.
+REFINED: Final = 10
+BUDGET_BITS: Final = 8
 #: A bound is this part of a sum whose terms are the prediction's, in another order.
 ROUNDING: Final = 1 - 1e-9
 
@@ -117,8 +123,18 @@ def _ranked(
                 continue
             fitting.add(candidate)
             ranked = sorted([*ranked, result], key=lambda each: each.seconds)
+    ranked = sorted([*ranked, *_with_budgets(ranked, costs)], key=lambda each: each.seconds)
     shown = (replace(each, sent_bytes=costs.sent_bytes(each)) for each in ranked[:count])
     return [*shown, *ranked[count:]], refused, slower
+
+
+def _with_budgets(ranked: Sequence[RankedPlan], costs: "PlanCosts") -> Iterator[RankedPlan]:
+    """The best plans that recompute, each as little as the memory allows, if that is faster."""
+    for each in [each for each in ranked if each.plan.recompute][:REFINED]:
+        with suppress(InputError):
+            found = costs.ranked(costs.with_budget(Candidate(each.plan, each.rows)))
+            if isinstance(found, RankedPlan) and found.seconds < each.seconds:
+                yield found
 
 
 def _push(
@@ -260,6 +276,14 @@ class PlanCosts:
         except InputError as error:
             return RefusedPlan(plan, str(error), rows)
         return RankedPlan(plan, rows, time, peak_bytes, {})
+
+    def with_budget(self, candidate: Candidate) -> Candidate:
+        """The plan with the largest budget of activations that fits on its ranks."""
+        plan, rows = candidate
+        every = [self.recordings.of(plan, rows, rank) for rank in self._ends(plan)]
+        room = min(found.activations - self.over(found.device_peak) for found in every)
+        step = 2 ** max(0, room.bit_length() - BUDGET_BITS)
+        return Candidate(replace(plan, recompute=size_text(room - room % step)), rows)
 
     def sent_bytes(self, ranked: RankedPlan) -> dict[str, int]:
         """The bytes that rank 0 sends in a step, by axis."""
