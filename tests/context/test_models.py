@@ -81,7 +81,9 @@ def train(
         world,
         optimizer=sw.AdamW(lr=1e-2),
         loss=loss,
-        tokens=None if loss is squared else partial(labels, first=int(loss is not shifted)),
+        tokens=None
+        if loss is squared
+        else partial(labels, first=int(loss not in (shifted, encoded))),
     )
     own = {name: x.tensor_split(engine.data_ranks)[engine.data_rank] for name, x in whole.items()}
     return [*(engine.step(own).loss for _ in range(3)), engine.evaluate(own)[0]]
@@ -167,7 +169,7 @@ def test_packed_documents(plan: str):
     assert_parity(decoder(sliced=True), plan, batch() | {"mask": mask}, shifted, 1e-10)
 
 
-def pretrained(kind: str, **options: Any) -> nn.Module:
+def pretrained(kind: str, auto: str = "AutoModelForCausalLM", **options: Any) -> nn.Module:
     """A small model of transformers with random weights."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS}
@@ -179,11 +181,16 @@ def pretrained(kind: str, **options: Any) -> nn.Module:
     config = transformers.AutoConfig.for_model(kind, **(sizes | options))
     torch.manual_seed(0)
     how = {"attn_implementation": options.pop("attn_implementation", "sdpa")}
-    return transformers.AutoModelForCausalLM.from_config(config, **how).double()
+    return getattr(transformers, auto).from_config(config, **how).double()
 
 
 def own_loss(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
     return model(**part).loss
+
+
+def encoded(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+    """The loss of an encoder, which does not shift labels."""
+    return own_loss(model, part)
 
 
 @pytest.mark.parametrize("plan", ["cp2", "dp2 cp2 zero3", "cp2:ulysses"])
@@ -304,6 +311,18 @@ def test_ulysses_needs_a_position_for_each_rank():
     assert_parity(decoder(sliced=True), "cp4", short, shifted, 1e-10)
     with pytest.raises((RankError, InputError), match=r"sequences of 3 positions under 'cp4:ulys"):
         run_threads(4, train, decoder(sliced=True), "cp4:ulysses fp64", short, shifted)
+
+
+@pytest.mark.parametrize("plan", ["cp2", "cp2:ulysses"])
+def test_an_encoder_of_transformers(plan: str):
+    """It has no shifted labels; padding is a mask of four dims."""
+    options = {"num_key_value_heads": None} | dict.fromkeys(
+        ("hidden_dropout_prob", "attention_probs_dropout_prob"), 0
+    )
+    model = pretrained("bert", auto="AutoModelForMaskedLM", **options)
+    whole = batch("right")
+    seen = whole.pop("attention_mask")[:, None, None].bool().expand(ROWS, 1, LENGTH, LENGTH)
+    assert_parity(model, plan, whole | {"attention_mask": seen}, encoded, 1e-10)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ _POSITIONS = (
 _CUT = (
     "If the model runs on one process: under '{}' each rank has some of the positions, which are "
     "dim 1 of the tensors in the batch. Where dim 1 has features, or the model needs a fixed "
-    "number of positions, write a plan without cp: docs/explanation/context.md."
+    "number of positions, write a plan without cp; in place of a mask of padding [rows, T], a mask "
+    "[rows, 1, T, T]: docs/explanation/context.md."
 )
 
 _ALLOWED = (
@@ -70,11 +71,11 @@ class NoAttributeError(InputError, AttributeError):
 
 @contextmanager
 def shapes(plan: Plan) -> Iterator[None]:
-    """Add the note to shape errors of a model on a tensor axis, or under `cp`."""
+    """Add the note to shape errors of a model on a tensor axis, and to errors under `cp`."""
     try:
         yield
     except (RuntimeError, IndexError, ValueError) as error:
-        if plan.context is not None and plan.cp > 1 and _SHAPES.search(str(error)):
+        if plan.context is not None and plan.cp > 1 and not isinstance(error, InputError):
             error.add_note(_CUT.format(plan.context))
         if plan.mesh.size_of(TENSOR) > 1 and _SHAPES.search(str(error)):
             sequence = _POSITIONS if plan.sp else ""
