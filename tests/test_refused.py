@@ -46,6 +46,12 @@ UNTIED = {
         ("dp2 row:", "'row:'"),
         ("dp2 row:S,S,R", "'row:S,S,R'"),
     ],
+    "context": [
+        ("cp0", "Write instead: cp2, or cp4:2x2"),
+        ("cp2:foo", "cpN, cpN:ulysses, or cpN:RxU with R * U = N"),
+        ("cp4:3x2", "Write instead: cp6:3x2"),
+        ("cp2 | blocks.1: zero3", "'cp2' beside plans of single layers"),
+    ],
     "recomputation": [
         ("recompute:blocks.1.mlpp", "Write instead: recompute:blocks.1.mlp"),
         ("recompute:partitioned", "Write instead: 'recompute:full', or tp2 beside it"),
@@ -371,6 +377,17 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         (
             lambda: sw.derive_table(nn.Linear(6, 6, device="meta"), torch.ones(2, 5), 2),
             "on the meta device gives",
+        ),
+    ],
+    "context": [
+        (
+            lambda: sw.predict(
+                gpt.GPT(CONFIG).to("meta"),
+                "cp8:ulysses",
+                gpt.random_text(2, 8, 37, 0),
+                loss=gpt.loss,
+            ),
+            "Ulysses attention of .* heads on 8 ranks",
         ),
     ],
     "models": [

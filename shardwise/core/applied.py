@@ -4,7 +4,7 @@
     divided(model)         the model has only the layers of this rank's stages
     install(model)         parameters are flat, and all other hooks are set
     begin(batch, parts)    a step or an evaluation begins
-    enter(part)            the forward of a microbatch begins
+    enter(part, model)     the forward of a microbatch begins
     during(device)         around a forward or a backward pass
     end()                  its passes have run
 
@@ -64,8 +64,11 @@ class Applied(Protocol):
         """
         return count
 
-    def enter(self, part: Any) -> Any:
-        """The forward of this part begins; returns the one that `begin` replaced by it."""
+    def enter(self, part: Any, model: Any) -> Any:
+        """The forward of `model` on this part begins; returns the one that `begin` replaced.
+
+        `model` is the engine's, or a copy whose loss is compared with that of the plain model.
+        """
         return part
 
     def during(self, device: Any) -> AbstractContextManager[None]:

@@ -113,7 +113,7 @@ class Engine:
     def _objective(self, model: nn.Module, part: Any) -> Tensor:
         before = part
         for each in reversed(self.sharded.applied):
-            before = each.enter(before)
+            before = each.enter(before, model)
         self.data.computes_loss = torch.is_grad_enabled()
         with hint.shapes(self.plan):
             return self.training.loss(model, shares.widened(part, self.dtype))

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm.parameter import parameter_like
 from shardwise.comm.world import Axis
+from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import Cut
 from shardwise.core.model_spec import Call, CutLoss, ModelPass, Value
 from shardwise.observe.kernels import FusedAttention, Kernels, attention_on, fused_on
@@ -60,6 +61,8 @@ def run(
     heads = heads or {}
     try:
         return _recorded(twin, call, batch, heads, around, kernels)
+    except InputError:
+        raise  # a refusal, which no values change
     except UNKNOWN as error:
         if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves(batch)):
             raise

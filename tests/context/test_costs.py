@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.world import World
 from shardwise.core.errors import RankError
+from shardwise.engine.predict import predict
+from shardwise.models import gpt
 from shardwise.techniques.context.attention import attention
 from tests.context import cases
 from tests.context.cases import BATCH, SCALE, WIDTH, Case
@@ -116,6 +118,24 @@ def test_what_is_kept_for_the_backward_pass():
     for ranks in (2, 4):
         for _, _, kept in run_threads(ranks, costs, Case(f"cp{ranks}")):
             assert kept == 16 // ranks * row
+
+
+def activations(plan: str, length: int) -> int:
+    """What sw.predict says of a step on 4 rows; that ranks hold it is proved in test_plans."""
+    sizes: dict[str, Any] = {"width": 64, "heads": 8, "kv_heads": 8, "hidden": 96}
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.GPTConfig(vocabulary=61, layers=2, sequence=512, **sizes))
+    return predict(model, plan, gpt.random_text(4, length, 61, 0), loss=gpt.loss).activations
+
+
+@pytest.mark.parametrize("again", ["", " recompute:full"])
+@pytest.mark.parametrize(("form", "bound"), [("", 1.001), (":ulysses", 1.06)])
+def test_activations_fall_with_the_ranks(form: str, bound: float, again: str):
+    """On n ranks n times the length needs those of one; Ulysses has its output in two layouts."""
+    one = activations(f"cp1 fp32{again}", 128)
+    assert activations(f"cp4{form} fp32{again}", 128) <= 0.27 * one
+    for ranks in (2, 4):
+        assert activations(f"cp{ranks}{form} fp32{again}", 128 * ranks) <= bound * one
 
 
 def test_dropout_is_refused():

@@ -1,6 +1,7 @@
 """Models that know nothing of context parallelism: a user's own, and those of transformers."""
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -80,7 +81,9 @@ def train(
         world,
         optimizer=sw.AdamW(lr=1e-2),
         loss=loss,
-        tokens=None if loss is squared else partial(labels, first=int(loss is not shifted)),
+        tokens=None
+        if loss is squared
+        else partial(labels, first=int(loss not in (shifted, encoded))),
     )
     own = {name: x.tensor_split(engine.data_ranks)[engine.data_rank] for name, x in whole.items()}
     return [*(engine.step(own).loss for _ in range(3)), engine.evaluate(own)[0]]
@@ -119,6 +122,43 @@ def test_learned_positions(plan: str, sliced: bool, loss: Any):
     assert_parity(decoder(sliced=sliced), plan, batch("right"), loss, 1e-10)
 
 
+class Tables(nn.Module):
+    """A decoder whose positions and causal mask are slices of buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.block = Block()
+        self.positions = nn.Buffer(torch.randn(LONGEST, WIDTH), persistent=False)
+        self.past = nn.Buffer(torch.ones(1, 1, LONGEST, LONGEST, dtype=torch.bool).tril())
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        t = ids.shape[1]
+        x = self.embed(ids) + self.positions[:t]
+        return self.head(self.block(x, self.past[:, :, :t, :t]))
+
+
+@pytest.mark.parametrize("plan", ["cp2 zero3", "cp4:2x2"])
+def test_buffers_of_positions(plan: str):
+    """A slice of a buffer has this rank's rows, also in the copy that the first step compares."""
+    torch.manual_seed(0)
+    assert_parity(Tables().double(), plan, batch("right"), shifted, 1e-10)
+
+
+@pytest.mark.parametrize("width", [5, 12])
+@pytest.mark.parametrize("plan", ["cp2", "cp4:2x2"])
+def test_values_of_another_width(plan: str, width: int):
+    """Heads of values may be narrower or wider than those of keys."""
+
+    def change(x: Tensor) -> Tensor:
+        qk = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        v = F.pad(qk, (0, 4))[..., :width]
+        y = F.scaled_dot_product_attention(qk, qk, v, is_causal=True)
+        return x + y.sum((1, 3)).unsqueeze(-1)
+
+    assert_parity(decoder(sliced=True, change=change), plan, batch(), shifted, 1e-10)
+
+
 @pytest.mark.parametrize("plan", ["cp2 zero3", "cp4:2x2", "cp2:ulysses"])
 def test_packed_documents(plan: str):
     """Rows of a block-diagonal mask in the batch are cut; each row has several documents."""
@@ -129,7 +169,7 @@ def test_packed_documents(plan: str):
     assert_parity(decoder(sliced=True), plan, batch() | {"mask": mask}, shifted, 1e-10)
 
 
-def pretrained(kind: str, **options: Any) -> nn.Module:
+def pretrained(kind: str, auto: str = "AutoModelForCausalLM", **options: Any) -> nn.Module:
     """A small model of transformers with random weights."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS}
@@ -141,11 +181,16 @@ def pretrained(kind: str, **options: Any) -> nn.Module:
     config = transformers.AutoConfig.for_model(kind, **(sizes | options))
     torch.manual_seed(0)
     how = {"attn_implementation": options.pop("attn_implementation", "sdpa")}
-    return transformers.AutoModelForCausalLM.from_config(config, **how).double()
+    return getattr(transformers, auto).from_config(config, **how).double()
 
 
 def own_loss(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
     return model(**part).loss
+
+
+def encoded(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+    """The loss of an encoder, which does not shift labels."""
+    return own_loss(model, part)
 
 
 @pytest.mark.parametrize("plan", ["cp2", "dp2 cp2 zero3", "cp2:ulysses"])
@@ -156,11 +201,12 @@ def test_transformers(kind: str, padded: str, plan: str):
     assert_parity(pretrained(kind), plan, batch(padded), own_loss, 2e-6)
 
 
-def test_transformers_without_a_cache():
-    """Positions with a gap between two chunks are not taken for several documents."""
-    whole = batch()
+@pytest.mark.parametrize("plan", ["cp2", "cp2 pp2 gpipe:4 recompute:full"])
+@pytest.mark.parametrize("padded", ["", "right"])
+def test_transformers_without_a_cache(padded: str, plan: str):
+    """Positions with a gap are not several documents; a recomputation has its part's padding."""
     loss = lambda model, part: own_loss(model, part | {"use_cache": False})  # noqa: E731
-    assert_parity(pretrained("llama"), "cp2", whole, loss, 2e-6)
+    assert_parity(pretrained("llama"), plan, batch(padded), loss, 2e-6)
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
@@ -180,6 +226,18 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
             x, x, x, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         ),
         "an attention mask",
+    ),
+    "a mask of all rows": (
+        lambda x: F.scaled_dot_product_attention(x, x, x, x.new_zeros(LENGTH, LENGTH)),
+        r"an attention mask \[13, 13\] for the [67] positions",
+    ),
+    "other keys": (
+        lambda x: F.scaled_dot_product_attention(x, x.new_zeros(4, 7, 8), x.new_zeros(4, 7, 8)),
+        "attention to 7 keys of another sequence",
+    ),
+    "more dims": (
+        lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None])[0, 0],
+        r"attention of queries \[1, 1, 4, [67], 32\]",
     ),
     "dropout": (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5), "dropout of 0.5"),
 }
@@ -211,8 +269,20 @@ class Layers(nn.Module):
         return self.head(self.layer(self.embed(ids)))
 
 
+def behind_zeros() -> nn.Module:
+    """A model that reads other positions in a layer whose output begins as zeros."""
+    model = Decoder(sliced=True, change=lambda x: x + x.mT.mean(-1).unsqueeze(1)).double()
+    nn.init.zeros_(model.block.out.weight)
+    return model
+
+
 @pytest.mark.parametrize(
-    ("model", "loss"), [(lambda: decoder(sliced=True), moved), (lambda: Layers().double(), shifted)]
+    ("model", "loss"),
+    [
+        (lambda: decoder(sliced=True), moved),
+        (lambda: Layers().double(), shifted),
+        (behind_zeros, shifted),
+    ],
 )
 def test_the_first_step_is_compared_with_the_plain_model(model: Callable[[], nn.Module], loss: Any):
     """What computes something else on some positions is refused before the first update."""
@@ -243,14 +313,34 @@ def test_ulysses_needs_a_position_for_each_rank():
         run_threads(4, train, decoder(sliced=True), "cp4:ulysses fp64", short, shifted)
 
 
-def test_a_batch_without_positions():
-    """A batch of numbers has no sequence."""
-    flat = {"labels": torch.zeros(ROWS)}
-    engine_loss = lambda model, part: model(part["labels"]).mean()  # noqa: E731
+@pytest.mark.parametrize("plan", ["cp2", "cp2:ulysses"])
+def test_an_encoder_of_transformers(plan: str):
+    """It has no shifted labels; padding is a mask of four dims."""
+    options = {"num_key_value_heads": None} | dict.fromkeys(
+        ("hidden_dropout_prob", "attention_probs_dropout_prob"), 0
+    )
+    model = pretrained("bert", auto="AutoModelForMaskedLM", **options)
+    whole = batch("right")
+    seen = whole.pop("attention_mask")[:, None, None].bool().expand(ROWS, 1, LENGTH, LENGTH)
+    assert_parity(model, plan, whole | {"attention_mask": seen}, encoded, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (torch.zeros(ROWS), "a batch under cp without a tensor"),
+        (torch.zeros(ROWS, WIDTH), "Where dim 1 has features, .* write a plan without cp"),
+    ],
+)
+def test_a_batch_without_positions(labels: Tensor, said: str):
+    """A batch of numbers has no sequence; features are cut, and a note says so."""
+    loss = lambda model, part: model(part["labels"]).mean()  # noqa: E731
 
     def step(world: World) -> None:
-        how = {"optimizer": sw.AdamW(), "loss": engine_loss}
-        sw.parallelize(decoder(sliced=True), "cp2 fp64", world, **how).step(flat)
+        how = {"optimizer": sw.AdamW(), "loss": loss}
+        sw.parallelize(nn.Linear(WIDTH, 1), "cp2", world, **how).step({"labels": labels})
 
-    with pytest.raises((RankError, InputError), match=r"a batch under cp without a tensor"):
+    with pytest.raises(RankError) as caught:
         run_threads(2, step)
+    cause = caught.value.__cause__
+    assert re.search(said, "".join([str(cause), *getattr(cause, "__notes__", ())]))

@@ -29,7 +29,12 @@ _POSITIONS = (
     ", no gather for a block that reads the number of positions, no sequence:join for the norm "
     "before code that pools, picks or returns them"
 )
-
+_CUT = (
+    "If the model runs on one process: under '{}' each rank has some of the positions, which are "
+    "dim 1 of the tensors in the batch. Where dim 1 has features, or the model needs a fixed "
+    "number of positions, write a plan without cp; in place of a mask of padding [rows, T], a mask "
+    "[rows, 1, T, T]: docs/explanation/context.md."
+)
 
 _ALLOWED = (
     "step, evaluate, outputs, set_lr, model, optimizer and what docs/reference/python.md lists"
@@ -66,10 +71,12 @@ class NoAttributeError(InputError, AttributeError):
 
 @contextmanager
 def shapes(plan: Plan) -> Iterator[None]:
-    """Add the note to shape errors of a model on a tensor axis."""
+    """Add the note to shape errors of a model on a tensor axis, and to errors under `cp`."""
     try:
         yield
     except (RuntimeError, IndexError, ValueError) as error:
+        if plan.context is not None and plan.cp > 1 and not isinstance(error, InputError):
+            error.add_note(_CUT.format(plan.context))
         if plan.mesh.size_of(TENSOR) > 1 and _SHAPES.search(str(error)):
             sequence = _POSITIONS if plan.sp else ""
             error.add_note(f"{_FEATURES}{sequence}: docs/how-to/tables.md.")

@@ -47,8 +47,7 @@ def applied(model: nn.Module, build: "Build") -> "PositionShards":
         return begin_sum(x.to(world.device), axis).wait()
 
     shifts = require_model(model, plan)
-    mode = OwnPositions(attend, count, {id(b): b for b in model.buffers()})
-    return PositionShards(plan, axis, mode, shifts=shifts)
+    return PositionShards(plan, axis, OwnPositions(attend, count), shifts=shifts)
 
 
 def _axes(world: World, plan: Plan) -> tuple[Axis, Axis, Axis]:
@@ -117,6 +116,7 @@ class PositionShards(Applied):
         self.mode.of = None
         here, shifts = self.axis.rank, self.shifts
         self.parts = [(*part_of(self.plan, part, here, shifts=shifts), part) for part in parts]
+        self.mode.parts = [of for _, of, _ in self.parts]
         return [part for part, _, _ in self.parts]
 
     def weight(self, count: float, part: Any, tokens: Callable[[Any], int] | None) -> float:
@@ -132,9 +132,11 @@ class PositionShards(Applied):
             return tokens(part) if count else 0  # the part may be a stand-in for one without rows
         return count * found.numel / max(1, found.cut.length)
 
-    def enter(self, part: Any) -> Any:
+    def enter(self, part: Any, model: nn.Module) -> Any:
+        """Returns the whole part, which other techniques know, for this rank's positions."""
         if self.mode is None:
             return part
+        self.mode.of_model(model)
         found = ((of, whole) for own, of, whole in self.parts if own is part)
         self.mode.of, part = next(found, (None, part))
         return part
@@ -145,7 +147,7 @@ class PositionShards(Applied):
     def end(self, *, trains: bool) -> None:
         self.parts = []
         if self.mode is not None:
-            self.mode.of = None
+            self.mode.end()
 
 
 def part_of(plan: Plan, part: Any, rank: int, *, shifts: bool) -> tuple[Any, Sequences]:
@@ -212,7 +214,9 @@ class RecordedPositions:
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(partial(begin, name)))
             handles.append(module.register_forward_hook(end))
-        self.mode = OwnPositions(attend, count, {id(b): b for b in model.buffers()})
+        self.mode = OwnPositions(attend, count)
+        self.mode.of_model(model)
+        self.mode.parts = [of for _, of in self.of]
         self.mode.own_mean = self.tokens and not self.shifts
         try:
             with self.mode:

@@ -10,7 +10,8 @@ Other operations along the sequence raise InputError: a recurrent layer, a convo
 softmax over positions, a slice of the positions.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -46,15 +47,18 @@ class OwnPositions(TorchFunctionMode):
     attend    attention to the positions of all ranks
     count     the sum of a number over the ranks
     tables    the buffers of the model, by id: with its parameters, what holds a row per position
+    of        the part whose forward began last
+    parts     all parts of the step: a recomputation may be of an earlier one, whose padding differs
     own_mean  a mean loss is over this rank's labels, as the engine weighs it; else over all ranks'
     """
 
-    def __init__(
-        self, attend: Attend, count: Callable[[Tensor], Tensor], tables: Mapping[int, Tensor]
-    ) -> None:
+    def __init__(self, attend: Attend, count: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.attend, self.count, self.tables = attend, count, tables
+        self.attend, self.count = attend, count
+        self.model: nn.Module | None = None
+        self.tables: dict[int, Tensor] = {}
         self.of: Sequences | None = None
+        self.parts: Sequence[Sequences] = ()
         self.own_mean = False
         self.handlers: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
@@ -64,6 +68,15 @@ class OwnPositions(TorchFunctionMode):
             Tensor.diff: self._diff,
             Tensor.__getitem__: self._item,
         }
+
+    def of_model(self, model: nn.Module) -> None:
+        """The next operations are those of `model`, whose buffers are tables."""
+        if model is not self.model:
+            self.model, self.tables = model, {id(b): b for b in model.buffers()}
+
+    def end(self) -> None:
+        """The passes of a step have run: hold no model and no part of a batch."""
+        self.of, self.parts, self.model, self.tables = None, (), None, {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -97,19 +110,44 @@ class OwnPositions(TorchFunctionMode):
     ) -> Tensor:
         of = self._sequences()
         if key.shape[-2] != of.numel:  # keys of another sequence, which is whole on every rank
+            self._require_other(key.shape[-2], of)
             how = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **how)
-        if of.stands_for_padding(attn_mask):
-            attn_mask, is_causal = of.padding, True
+        for part in self.parts:
+            if part.stands_for_padding(attn_mask):
+                attn_mask, is_causal = part.padding, True
         self._require(query, attn_mask, of)
         if query.dim() == 3:
             q, k, v = (x.unsqueeze(1) for x in (query, key, value))
             return self._attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale).squeeze(1)
-        how = {"causal": is_causal, "scale": scale, "dropout_p": dropout_p}
-        return self.attend(query, key, value, attn_mask, **how, of=of)
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        how = {"causal": is_causal, "scale": scale, "dropout_p": dropout_p, "of": of}
+        width, own = query.shape[-1], value.shape[-1]
+        if width == own:
+            return self.attend(query, key, value, attn_mask, **how)
+        # columns of zeros add nothing to scores, and are zeros in the output
+        q, k, v = (F.pad(x, (0, max(width, own) - x.shape[-1])) for x in (query, key, value))
+        return self.attend(q, k, v, attn_mask, **how)[..., :own]
+
+    def _require_other(self, keys: int, of: Sequences) -> None:
+        """Raise InputError for another sequence that some rank would take for its positions."""
+        if keys in [of.cut.numel(rank) for rank in range(of.cut.ranks)]:
+            raise bad(
+                f"attention to {keys} keys of another sequence under cp{of.cut.ranks}, of which "
+                "some ranks have as many positions",
+                "another sequence of more or fewer positions, or a length that the ranks divide",
+                f"batches padded to {of.cut.length + 1} positions, or another sequence of "
+                f"{keys + 1}",
+            )
 
     def _require(self, query: Tensor, mask: Tensor | None, of: Sequences) -> None:
-        """Raise InputError for queries of other positions, or a mask without all columns."""
+        """Raise InputError for other dims or positions, or a mask without all columns."""
+        if query.dim() not in (3, 4):
+            raise bad(
+                f"attention of queries {list(query.shape)} under cp{of.cut.ranks}",
+                "queries [rows, heads, positions, width]",
+                "F.scaled_dot_product_attention once for all heads: flatten other dims into rows",
+            )
         if query.shape[-2] != of.numel:
             raise bad(
                 f"attention of {query.shape[-2]} queries to this rank's {of.numel} positions, of "
@@ -117,10 +155,11 @@ class OwnPositions(TorchFunctionMode):
                 "a query for each position that has a key",
                 _INSTEAD,
             )
-        if mask is not None and mask.shape[-1] not in (1, of.cut.length):
+        rows, columns = (1, 1, *mask.shape)[-2:] if mask is not None else (1, 1)
+        if mask is not None and (columns not in (1, of.cut.length) or rows not in (1, of.numel)):
             raise bad(
-                f"an attention mask {list(mask.shape)} that the model makes for the {of.numel} "
-                f"positions of a rank of cp{of.cut.ranks}",
+                f"an attention mask {list(mask.shape)} for the {of.numel} positions of a rank of "
+                f"cp{of.cut.ranks}, which is not of its rows and of all columns",
                 f"is_causal=True, or a mask of all {of.cut.length} columns",
                 "the mask [rows, 1, T, T], or of padding [rows, 1, 1, T], in the batch",
             )

@@ -8,6 +8,7 @@ a fixed number of heads, or the positions of a sequence.  It runs, and is wrong.
 update each rank computes the loss of its first microbatch twice, forward only; `shardwise verify`
 proves gradients too.  Dropout draws nothing: modules are in eval mode, apart from recurrent layers.
 A pass that draws random numbers proves nothing: ranks draw others for sharded activations.
+Parameters that begin as zeros have other values in both copies, so that no layer is hidden.
 
 While it compares, a rank holds two copies of the plain model's parameters, and rank 0 the
 parameters once more in host memory.  A model for which a rank has too little memory is not
@@ -55,6 +56,8 @@ from shardwise.techniques.tensor.tensor_table import Table
 COPIES: Final = 2
 #: Relative difference of losses in 32 bits and more that counts as rounding.
 CLOSE: Final = 2e-5
+#: The largest of the values that replace zeros.
+_FILL: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ def _loss_of_all(engine: Engine, model: nn.Module, tensors: Tensors, share: Any)
         count = each.weight(count, parts[0], tokens)
     before = parts[0]
     for each in reversed(applied):
-        before = each.enter(before)
+        before = each.enter(before, model)
     with during(applied, engine.world.device):
         loss = _loss(engine, model, tensors, parts[0])
     own = doubles_on([loss * count if count else 0.0, count], engine.world.device)
@@ -195,7 +198,16 @@ def _with_weights(engine: Engine, given: Plain, dtype: torch.dtype | None) -> nn
     for name, held in ((name, t.data) for name, t in tensors.items() if t.numel()):
         value = held if world.rank else state[name].to(held.device, held.dtype)
         held.copy_(broadcast(value.contiguous(), world.everyone))
+    _without_zeros(plain)
     return plain
+
+
+def _without_zeros(model: nn.Module) -> None:
+    """Give parameters that are all zero other values: a product with zeros hides its factor."""
+    for p in (p.data for p in model.parameters() if p.numel() and not p.any()):
+        rows = p.view(p.shape[0] if p.dim() else 1, -1)
+        places = (torch.arange(1, n + 1, dtype=torch.float32, device=p.device) for n in rows.shape)
+        rows.addr_(*(place.sin().to(p.dtype) for place in places), alpha=_FILL)
 
 
 @torch.no_grad()
