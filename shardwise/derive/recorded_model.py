@@ -105,6 +105,13 @@ class RecordedModel:
         notes = notes_of(one.run.note, plan)
         return replace(one.prediction, plan=plan, rank=rank, spec=spec, model=shape, notes=notes)
 
+    def pieces(self, stages: int) -> int:
+        """The number of blocks that so many stages divide; of layers if there are fewer blocks.
+
+        Raises InputError for fewer layers than stages.
+        """
+        return len(stage_places(self.plain, self.options.beside, stages))
+
     def one_stage(self, plan: Plan) -> Prediction:
         """That of one row on one data rank, without a pipeline, recomputed like `plan`."""
         alone = replace(self._alone(plan), recompute=plan.recompute)

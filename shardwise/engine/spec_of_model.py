@@ -354,9 +354,11 @@ def _real(model: nn.Module, plan: Plan, options: EngineOptions) -> nn.Module:
     return copied
 
 
-def stage_places(plain: nn.Module, beside: Mapping[str, str]) -> tuple[str, ...]:
-    """The modules at which a stage may begin, if there are at least two."""
-    return candidates(plain, 2, beside)
+def stage_places(
+    plain: nn.Module, beside: Mapping[str, str] | None, stages: int = 2
+) -> tuple[str, ...]:
+    """The modules at which one of so many stages may begin. Raises InputError for too few."""
+    return candidates(plain, stages, beside)
 
 
 def structure(

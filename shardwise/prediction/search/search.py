@@ -9,8 +9,9 @@
 A plan goes from one line to the next when its bound is the least of all. The search ends when that
 bound exceeds the time of the plan that is `count`th so far: no later plan can be among the first
 `count`. A plan that recomputes is slower than the same plan with less recomputation, and not
-predicted if that one fits; the best of them are predicted once more with the budget of activations
-that the memory allows. Plans with offload come last: only if no other fits.
+predicted if that one fits. Plans with offload come last: only if no other fits. The best plans are
+predicted once more with the budget of activations that the memory allows, and with uneven stages
+(uneven_stages.py).
 """
 
 from collections import Counter
@@ -40,6 +41,7 @@ from shardwise.prediction.search.space import (
     candidates,
     offloaded,
 )
+from shardwise.prediction.search.uneven_stages import CutModel, with_uneven_stages
 from shardwise.prediction.time.kernel_seconds import precision
 from shardwise.prediction.time.staged import StageSeconds, least_makespan_s, stage_kernels
 from shardwise.prediction.time.step_time import RankWork, update_s
@@ -53,24 +55,21 @@ SHARED: Final = 0.98
 FIRST_STAGE: Final = 0.5
 #: With so many microbatches for each stage, a schedule keeps as many of them as with more.
 MICROBATCHES: Final = 4
-#: So many of the best plans that recompute are tried with a budget, of so many bits.
+#: So many of the best plans are changed: those that recompute, and those with a pipeline.
 REFINED: Final = 10
+#: The bits of a budget of activations.
 BUDGET_BITS: Final = 8
 #: A bound is this part of a sum whose terms are the prediction's, in another order.
 ROUNDING: Final = 1 - 1e-9
 
 
-class Recordings(Protocol):
+class Recordings(CutModel, Protocol):
     """Predictions of one model under many plans.
 
     `blocks` is the list of its equal blocks, if it has one.
     """
 
     blocks: Blocks | None
-
-    def of(self, plan: Plan, rows: int, rank: int = 0) -> Prediction:
-        """That of a rank, with microbatches of `rows` rows. Raises InputError if it cannot run."""
-        ...
 
     def one_stage(self, plan: Plan) -> Prediction:
         """That of one row on one data rank, without a pipeline, recomputed like `plan`."""
@@ -123,18 +122,28 @@ def _ranked(
                 continue
             fitting.add(candidate)
             ranked = sorted([*ranked, result], key=lambda each: each.seconds)
-    ranked = sorted([*ranked, *_with_budgets(ranked, costs)], key=lambda each: each.seconds)
+    ranked = _refined(ranked, costs)
     shown = (replace(each, sent_bytes=costs.sent_bytes(each)) for each in ranked[:count])
     return [*shown, *ranked[count:]], refused, slower
 
 
-def _with_budgets(ranked: Sequence[RankedPlan], costs: "PlanCosts") -> Iterator[RankedPlan]:
-    """The best plans that recompute, each as little as the memory allows, if that is faster."""
-    for each in [each for each in ranked if each.plan.recompute][:REFINED]:
-        with suppress(InputError):
-            found = costs.ranked(costs.with_budget(Candidate(each.plan, each.rows)))
-            if isinstance(found, RankedPlan) and found.seconds < each.seconds:
-                yield found
+def _refined(ranked: list[RankedPlan], costs: "PlanCosts") -> list[RankedPlan]:
+    """The plans, with those that fit and are faster than one of the best, of which they differ.
+
+    Plans that recompute do so as little as the memory allows; stages are balanced by time.
+    """
+
+    def uneven(candidate: Candidate) -> Candidate:
+        return with_uneven_stages(candidate, costs.recordings, costs.cluster)
+
+    for word, changed in (("recompute", costs.with_budget), ("pipeline", uneven)):
+        every = [*ranked]
+        for each in [each for each in every if getattr(each.plan, word)][:REFINED]:
+            with suppress(InputError):
+                found = costs.ranked(changed(Candidate(each.plan, each.rows)))
+                if isinstance(found, RankedPlan) and found.seconds < each.seconds:
+                    ranked = sorted([*ranked, found], key=lambda one: one.seconds)
+    return ranked
 
 
 def _push(
@@ -245,7 +254,8 @@ class PlanCosts:
         """
         plan, rows = candidate
         stages = plan.pipeline and allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))[1].v
-        key = plan.axes, plan.context, plan.sp, stages, plan.recompute, plan.tile, rows
+        cut = stages, plan.stages
+        key = plan.axes, plan.context, plan.sp, cut, plan.recompute, plan.tile, rows
         found = self.recordings.of(plan, rows)
         if key not in self.passes:
             work = RankWork(found, self.cluster)
@@ -259,7 +269,7 @@ class PlanCosts:
             passes_s = least_makespan_s(found, own)
         else:
             passes_s = own * plan.microbatches
-        key = plan.axes, plan.context, plan.sp, plan.row, plan.offload, stages
+        key = plan.axes, plan.context, plan.sp, plan.row, plan.offload, cut
         if key not in self.between:
             after_s = sum(RankWork(found, self.cluster).after().values())
             self.between[key] = after_s + update_s(found, self.cluster)
@@ -318,12 +328,13 @@ class PlanCosts:
         return over
 
     def peak_bytes(self, candidate: Candidate) -> int:
-        """The peak of the ranks with the first and the last stage."""
+        """The peak of the ranks with the first and the last stage; of all if stages are uneven."""
         plan, rows = candidate
         return max(self.recordings.of(plan, rows, rank).device_peak for rank in self._ends(plan))
 
     def _ends(self, plan: Plan) -> list[int]:
-        return sorted({plan.mesh.line(PIPELINE, 0)[k] for k in (0, -1)})
+        line = plan.mesh.line(PIPELINE, 0)
+        return sorted({line[0], line[-1]} if plan.stages is None else line)
 
     def over(self, peak_bytes: int) -> int:
         """By how much a peak exceeds a device's memory; negative if it does not."""
@@ -393,7 +404,7 @@ class PlanCosts:
     def _stored(self, candidate: Candidate, rank: int) -> int:
         plan = candidate.plan
         chunks = plan.pipeline and allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))[1].v
-        key = plan.axes, plan.context, plan.row, plan.offload, chunks, rank
+        key = plan.axes, plan.context, plan.row, plan.offload, chunks, plan.stages, rank
         if key not in self.stored:
             self.stored[key] = sum(self.recordings.of(plan, 1, rank).memory.values())
         return self.stored[key]

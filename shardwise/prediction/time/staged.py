@@ -102,7 +102,7 @@ def staged_streams(work: RankWork, ahead: int) -> tuple[Streams, float, Timeline
         op: tuple(s + sum(exposed.get(op, {}).values()) for s in stages)
         for op, stages in least.items()
     }
-    timeline = clock(schedule, ActionCosts(**seconds, hop=_hop(work)))
+    timeline = clock(schedule, ActionCosts(**seconds, hop=hop_s(work)))
     streams = Streams()
     for action in [span.action for span in timeline.spans[here]] * runs:
         if action.op in SHARES:
@@ -145,7 +145,7 @@ def _halved(compute: Mapping[str, float]) -> dict[str, float]:
     return {phase: s * (0.5 if phase == "backward" else 1.0) for phase, s in compute.items()}
 
 
-def _hop(work: RankWork) -> float:
+def hop_s(work: RankWork) -> float:
     """The seconds of the largest message between two stages."""
     stages, tariff = work.found.spec.stages, Tariff(work.found.plan, work.found.rank)
     assert stages is not None

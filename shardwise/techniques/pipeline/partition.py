@@ -105,7 +105,7 @@ def starts_of_counts(
     Raises:
         InputError: fewer layers than stages, or counts whose sum is not the number of blocks.
     """
-    cuts, parts = candidates(model, len(counts), _beside(model, beside)), len(counts)
+    cuts, parts = candidates(model, len(counts), beside), len(counts)
     if sum(counts) != len(cuts):
         ends = [len(cuts) * stage // parts for stage in range(parts + 1)]
         raise bad(
@@ -193,11 +193,9 @@ def _now(module: nn.Module) -> float:
 
 
 def candidates(
-    model: nn.Module,
-    stages: int,
-    beside: Mapping[str, str],
+    model: nn.Module, stages: int, beside: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """The modules at which a stage may begin, in order.
+    """The modules at which one of so many stages may begin, in order.
 
     Raises:
         InputError: fewer layers than stages.
@@ -205,7 +203,8 @@ def candidates(
     blocks = _planned(model) or _repeated(model)
     if len(blocks) >= stages:
         return tuple(blocks)
-    every = tuple(name for name in layers(model, blocks[1:]) if name not in beside)
+    called_elsewhere = _beside(model, beside)
+    every = tuple(name for name in layers(model, blocks[1:]) if name not in called_elsewhere)
     if len(every) < stages:
         raise bad(
             f"{stages} stages for a {type(model).__name__} of {len(every)} layers",
