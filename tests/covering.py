@@ -39,7 +39,7 @@ FACTORS: dict[str, list[str]] = {
     "row": ["ddp", "zero1", "zero2", "zero3", "row:R,R,S"],
     "tensor": ["tp2", "tp2 sp"],
     "context": ["cp2", "cp2:ulysses"],
-    "pipeline": SCHEDULED,
+    "pipeline": [*SCHEDULED, "pp2 interleaved:2x2 stages:2,1,1,1"],
     "experts": ["ep2"],
     "accumulate": ["accumulate:2"],
     "recompute": [

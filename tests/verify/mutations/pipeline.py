@@ -3,15 +3,18 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.engine import parallelize
 from shardwise.engine.optimizer.updating import Updates
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
+from shardwise.techniques.pipeline import stage_module
 from shardwise.techniques.pipeline.pipelined import ScheduledUnits
 from shardwise.techniques.pipeline.runtime import _Post
 from shardwise.techniques.pipeline.stage_work import StageWork
@@ -153,6 +156,17 @@ def an_update_of_all_tokens(patch: Patch) -> None:
     around(patch, ScheduledUnits, "update", update)
 
 
+def counted_blocks_ignored(patch: Patch) -> None:
+    """The engine balances the stages whose blocks the plan counts."""
+    real = stage_module.stage_starts
+
+    def balanced(model: Any, plan: Any, *given: Any) -> tuple[str, ...]:
+        return real(model, replace(plan, stages=None), *given)
+
+    engines = SimpleNamespace(**{**vars(stage_module), "stage_starts": balanced})
+    patch.setattr(parallelize, "stage_module", engines)
+
+
 MUTATIONS = (
     Mutation("another microbatch's targets", "pp2 1f1b:4", "parity", another_microbatchs_targets),
     Mutation(
@@ -178,4 +192,7 @@ MUTATIONS = (
     Mutation("a version off by one", "pp2 pipedream:4", "parity", version_off_by_one),
     Mutation("versions in one place in memory", "pp2 pipedream:4", "parity", versions_share_memory),
     Mutation("updates divided by all tokens", "pp2 2bw:2", "parity", an_update_of_all_tokens),
+    Mutation(
+        "counted blocks ignored", "pp2 gpipe:2 stages:3,1", "memory", counted_blocks_ignored, "deep"
+    ),
 )
