@@ -284,6 +284,19 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
             lambda: engine_of("pp2 2bw:2 fp64", small_gpt(), on_nonfinite="skip"),
             "on_nonfinite='skip' with 2bw:2.*1f1b:2",
         ),
+        *(
+            (
+                partial(engine_of, f"{words} fp64", made("untied"), check_every="9 rerun:2"),
+                rf"rerun:2\" under .*\(it has {reason}.*Write instead: check_every=9",
+            )
+            for words, reason in (
+                ("pp2 1f1b:2", "1f1b:2, one data rank"),
+                ("dp2 tp2", "tp2"),
+                ("dp2 cp2", "cp2"),
+                ("dp2 zero3 offload:optim", "offload:optim"),
+                ("dp1", "one data rank"),
+            )
+        ),
     ],
     "gradients inside of a loss": [
         (

@@ -24,7 +24,7 @@ from shardwise.core.tools.hook import Hook, nothing
 from shardwise.engine.applied_techniques import APPLY, facts_of
 from shardwise.engine.batch import data_axes
 from shardwise.engine.checks.reads import guard_shards
-from shardwise.engine.one_stage import Objective, OneStage
+from shardwise.engine.one_stage import OneStage
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.training import Build
 from shardwise.techniques.data.apply import (
@@ -40,6 +40,7 @@ from shardwise.techniques.data.apply import (
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.flat.weight_gradient import take_over
 from shardwise.techniques.data.pace import Pace
+from shardwise.techniques.data.rerun import Objective
 from shardwise.techniques.data.staged_hooks import StagedUnits
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Unit, Units
@@ -68,14 +69,24 @@ class ShardedModel:
     applied: Sequence[Applied]
     norms: list[tuple[list[Flat], tuple[Axis, ...]]]
 
-    def passes(self, model: nn.Module, objective: Objective) -> OneStage | Pipelined:
+    def passes(
+        self, model: nn.Module, objective: Objective, rerun_every: int
+    ) -> OneStage | Pipelined:
         """The passes of a step of `model`, whose loss of a part of a batch is `objective`."""
         apart = not any(each.mixes for each in self.applied)
         if self.staging is not None:
             units = ScheduledUnits(self.data, self.applied, self.staging, apart=apart)
             return Pipelined(model, units, objective)
         device = self.data.consensus.device
-        return OneStage(model, self.data, self.applied, objective, device, apart=apart)
+        return OneStage(
+            model,
+            self.data,
+            self.applied,
+            objective,
+            device,
+            apart=apart,
+            rerun_every=rerun_every,
+        )
 
     def of(self, technique: type[Technique]) -> Technique:
         """What was applied of that class."""

@@ -68,7 +68,7 @@ class Engine:
         self.consensus = self.data.consensus
         self.rows = shares.RowCounter(build.rows)
         self.evaluated_rows = shares.RowCounter(build.rows)
-        self.stages, every = self.world.axis(PIPELINE), training.check_every
+        self.stages, every = self.world.axis(PIPELINE), training.check_every.ranks
         self.consensus.same.every = every
         self.consensus.same.others = [self.sharded.tensor, self.stages]
         same = chain.from_iterable(each.same_batch() for each in sharded.applied)
@@ -84,7 +84,7 @@ class Engine:
         self.optimizer.compare_on(self.consensus.same)
         if self.guard.by_norm:
             self.data.leave_device = self.optimizer.states.see
-        self.passes = sharded.passes(model, self._objective)
+        self.passes = sharded.passes(model, self._objective, training.check_every.rerun)
         self.updates = Updates(
             self.optimizer,
             self.passes.updater(self.optimizer, self.guard) or updater,
@@ -157,7 +157,7 @@ class Engine:
         validate.recording()
         self.data.structure.require_unchanged()
         compiled.require_plain(self.model, self.plan)
-        self.consensus.same.options = self.optimizer.compared()
+        self.consensus.same.begin(self.steps + 1, self.optimizer.compared())
         batch = shares.on_device(batch, self.world.device)
         self.passes.require(batch, self.microbatches)
         before = self.ledger.copy()

@@ -18,11 +18,10 @@ from shardwise.core.applied import Applied, during
 from shardwise.core.schedule.action import Action
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
+from shardwise.techniques.data.rerun import Objective, Rerun
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.pipeline.runtime import Watch, run
 from shardwise.techniques.pipeline.stage_work import Microbatch, ScaledLoss, StageWork, WholeModel
-
-Objective = Callable[[nn.Module, Any], Tensor]
 
 
 @lru_cache(maxsize=16)
@@ -36,7 +35,7 @@ class OneStage:
     """The full model as the only stage.
 
     `apart`: drop the gradients of a microbatch without tokens. False if experts of this rank
-    compute tokens of other ranks.
+    compute tokens of other ranks.  `rerun_every`: as in Rerun.
     """
 
     def __init__(
@@ -48,8 +47,10 @@ class OneStage:
         device: torch.device,
         *,
         apart: bool = True,
+        rerun_every: int = 0,
     ) -> None:
         self.apart = apart
+        self.rerun = Rerun(data, rerun_every, device)
         self.model, self.data, self.applied = model, data, applied
         self.objective, self.device = objective, device
         self.microbatches = 1
@@ -61,12 +62,30 @@ class OneStage:
         `parts` are the microbatches, `counts` their tokens, `sum_scale` as in ScaledLoss.  Returns
         the sum of loss times tokens, a double.
         """
+
+        def again(part: Any, tokens: float, objective: Objective) -> object:
+            return self._run([part], [tokens], sum_scale, objective, last=False)
+
+        objective = self.rerun.begin(self.objective, parts[0], counts[0], again)
+        return self._run(parts, counts, sum_scale, objective)
+
+    def _run(
+        self,
+        parts: Sequence[Any],
+        counts: Sequence[float],
+        sum_scale: float,
+        objective: Objective,
+        *,
+        last: bool = True,
+    ) -> Tensor:
+        """As `run`; `last`: these are the last microbatches of the step."""
         pairs = enumerate(zip(parts, counts, strict=True))
         microbatches = [Microbatch(index, part, tokens) for index, (part, tokens) in pairs]
         loss = ScaledLoss(sum_scale, self.device)
-        units = OneStageUnits(self.data, self.applied, self.device, len(parts), apart=self.apart)
+        count = len(parts) + (not last)
+        units = OneStageUnits(self.data, self.applied, self.device, count, apart=self.apart)
         whole = WholeModel(self.model, self.device)
-        work = StageWork(whole, units, loss, self.objective, microbatches)
+        work = StageWork(whole, units, loss, objective, microbatches)
         run(one_stage(len(parts)), Axis("none"), work, self.watch)
         return loss.summed
 

@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.core.check_every import CHECK_EVERY, CheckEvery
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import MOST_SEED, choice, integer, positive, short_repr
 from shardwise.engine.batch import Count
 from shardwise.engine.checks import validate
-from shardwise.engine.checks.consistency import CHECK_EVERY
 from shardwise.engine.optimizer.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.training import Loss
 from shardwise.observe.kernels import KERNELS, Kernels
@@ -43,7 +43,9 @@ class EngineOptions:
                       all ranks before any update, "skip" skips the update
     check_every       steps between two comparisons of the ranks: along tensor and pipeline axes
                       batch, loss and gradients, along data axes the replicated weights and
-                      optimizer states; 0: only in the first step, and no weights
+                      optimizer states; 0: only in the first step, and no weights.  With
+                      "rerun:20", or "100 rerun:20", in every 20th step the next data rank
+                      computes a microbatch of each again, and they compare loss and gradients
     units             what is gathered, freed and reduced together: "auto" (the repeated block), a
                       class or several, a pattern of module names, a size in bytes, or
                       f(name, module) -> bool
@@ -70,7 +72,7 @@ class EngineOptions:
     rows: Count | None = None
     clip: float | None = None
     on_nonfinite: str = "raise"
-    check_every: int = CHECK_EVERY
+    check_every: int | str = CHECK_EVERY
     units: Rule = "auto"
     least_unit_bytes: int | None = None
     prefetch: int = 1
@@ -88,9 +90,14 @@ class EngineOptions:
         choice("device", self.kernels, KERNELS)
         integer("seed", self.seed, 0, 0, MOST_SEED)
         integer("prefetch", self.prefetch, 0, 1)
-        integer("check_every", self.check_every, 0, 1)
+        CheckEvery.parse(self.check_every)
         if self.least_unit_bytes is not None:
             integer("least_unit_bytes", self.least_unit_bytes, 0, 2**21)
+
+    @property
+    def checks(self) -> CheckEvery:
+        """How often ranks are compared."""
+        return CheckEvery.parse(self.check_every)
 
     @property
     def spec(self) -> OptimizerSpec:

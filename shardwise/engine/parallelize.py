@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.comm.world import World
+from shardwise.core.check_every import CHECK_EVERY
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.engine.batch import Count
 from shardwise.engine.checks import compiled, consistency, validate
-from shardwise.engine.checks.consistency import CHECK_EVERY
 from shardwise.engine.checks.offload_choice import require_chosen
 from shardwise.engine.default_fill import default_fill
 from shardwise.engine.engine import Engine
@@ -22,6 +22,7 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.rank_zero_weights import missing_weights
 from shardwise.engine.training import Build, Loss, Training
 from shardwise.observe.kernels import kernels_of
+from shardwise.techniques.data import rerun
 from shardwise.techniques.data.apply import layable
 from shardwise.techniques.data.inference import normal_mode
 from shardwise.techniques.data.wrap_policy import Rule
@@ -47,7 +48,7 @@ def parallelize(
     rows: Count | None = None,
     clip: float | None = None,
     on_nonfinite: str = "raise",
-    check_every: int = CHECK_EVERY,
+    check_every: int | str = CHECK_EVERY,
     units: Rule = "auto",
     least_unit_bytes: int | None = None,
     prefetch: int = 1,
@@ -114,6 +115,7 @@ def build_engine(
     begin = stage_module.stage_starts(model, plan, options.stages, options.beside)
     recomputed = recompute_budget.recomputation(model, plan, world.rank, objective, options, begin)
     clip = weight_stashing.require(model, plan, begin, options)
+    rerun.require(plan, options.checks)
     if world.rank == 0:
         spec.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])
     how = Training(
@@ -122,7 +124,7 @@ def build_engine(
         tokens=tokens,
         clip=clip,
         on_nonfinite=options.on_nonfinite,
-        check_every=options.check_every,
+        check_every=options.checks,
         offload_folder=options.offload_folder,
     )
     shared = {"the plan": str(plan), "the model": consistency.model_signature(model)}

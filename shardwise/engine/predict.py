@@ -11,13 +11,13 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from shardwise.core.check_every import CHECK_EVERY
 from shardwise.core.layouts.uneven import Counts
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import integer
-from shardwise.engine.batch import Count
+from shardwise.engine.batch import Count, computed_parts
 from shardwise.engine.checks import validate
-from shardwise.engine.checks.consistency import CHECK_EVERY
 from shardwise.engine.checks.offload_choice import with_offload
 from shardwise.engine.model_structure import shapes_of
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
@@ -31,6 +31,7 @@ from shardwise.observe.kernels import Kernels
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.rank_shape import shape_on
 from shardwise.prediction.stored_bytes import PLAIN
+from shardwise.techniques.data import rerun
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.expert.price import EVEN
@@ -54,7 +55,7 @@ def predict(
     rows: Count | None = None,
     clip: float | None = None,
     on_nonfinite: str = "raise",
-    check_every: int = CHECK_EVERY,
+    check_every: int | str = CHECK_EVERY,
     units: Rule = "auto",
     least_unit_bytes: int | None = None,
     prefetch: int = 1,
@@ -144,6 +145,7 @@ class Predictor:
         validate.rows(options.rows)
         begin = stage_starts(model, self.plan, options.stages, options.beside)
         clip = weight_stashing.require(model, self.plan, begin, options)
+        rerun.require(self.plan, options.checks)
         self.options = replace(options, clip=clip)
         self.spec, self.objective = options.spec, options.objective
         require_shardable(self.spec.kind, self.spec.by_group, self.plan)
@@ -192,6 +194,10 @@ class Predictor:
         of = batch, self.objective, self.options, counts
         spec = model_spec(self.model, plan, rank, *of, whole=whole, loads=loads)
         shape = shape_on(spec, plan, rank)
+        rerun_bytes = 0
+        if self.options.checks.rerun:
+            parts = computed_parts(batch, plan.microbatches, plan.cut, self.options.rows)
+            rerun_bytes = rerun.sent_bytes(parts[0], self.options.kernels)
         dtypes = [getattr(torch, p.dtype) for p in shape.params if p.trainable]
         return Prediction(
             plan,
@@ -200,7 +206,8 @@ class Predictor:
             spec,
             optimizer=optimizer_shape(self.spec, dtypes[0]) if dtypes else PLAIN,
             norm=self.options.clip is not None,
-            check_every=self.options.check_every,
+            check_every=self.options.checks,
+            rerun_bytes=rerun_bytes,
             notes=notes_of(spec.run.note, plan),
         )
 

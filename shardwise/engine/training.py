@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.comm.world import World
+from shardwise.core.check_every import USUAL, CheckEvery
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.batch import Count
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
@@ -48,7 +49,7 @@ class Training:
     tokens: Count | None = None
     clip: float | None = None
     on_nonfinite: str = "raise"
-    check_every: int = 100
+    check_every: CheckEvery = USUAL
     offload_folder: str | None = None
 
 

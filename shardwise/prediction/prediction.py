@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.core.check_every import NEVER, CheckEvery
 from shardwise.core.memory_table import CATEGORIES, by_tier
 from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.plan.plan import Plan
@@ -17,7 +18,14 @@ from shardwise.prediction.priced_techniques import PRICES
 from shardwise.prediction.rank_shape import added_flops_on, shape_on
 from shardwise.prediction.stored_bytes import ADAM, OptimizerShape, held_bytes
 from shardwise.prediction.technique_price import ExpertLoads, Share
-from shardwise.prediction.traffic import Counted, TrafficLine, by_kind, evaluation_bytes, step_bytes
+from shardwise.prediction.traffic import (
+    Counted,
+    TrafficLine,
+    by_kind,
+    evaluation_bytes,
+    rerun_bytes,
+    step_bytes,
+)
 from shardwise.techniques.recompute.price_host import fetched_bytes, kept_bytes
 
 if TYPE_CHECKING:
@@ -34,8 +42,9 @@ class Prediction:
     """The memory and the traffic of one rank of a plan.
 
     `model` is the rank's part of `spec`, the full model.
-    `norm`: gradients are clipped by their norm. In every `check_every`th step ranks compare their
-    batches and gradients. `notes` name results that depend on the values of the batch.
+    `norm`: gradients are clipped by their norm. `check_every`: in which steps ranks compare what
+    they hold and compute; `rerun_bytes`: of a microbatch that another rank repeats. `notes` name
+    results that depend on the values of the batch.
     """
 
     plan: Plan
@@ -44,7 +53,8 @@ class Prediction:
     spec: ModelSpec
     optimizer: OptimizerShape = ADAM
     norm: bool = False
-    check_every: int = 0
+    check_every: CheckEvery = NEVER
+    rerun_bytes: int = 0
     notes: tuple[str, ...] = ()
 
     def on(self, rank: int, plan: Plan | None = None) -> "Prediction":
@@ -156,11 +166,13 @@ class Prediction:
         one right before it.
         `loads` are those of the experts in each microbatch, even ones if not given.
         """
-        again = self.check_every > 0 and step % self.check_every == 0
+        every = self.check_every
+        again = every.ranks > 0 and step % every.ranks == 0
+        reruns = every.rerun > 0 and step % every.rerun == 0
         compares = "each" if step - skipped < CHECKED_STEPS else "sums" if again else ""
         first = step == 0 and not loaded
         meets = again or step == 0
-        found = self.sent(first=first, meets=meets, compares=compares, loads=loads)
+        found = self.sent(first=first, meets=meets, compares=compares, reruns=reruns, loads=loads)
         follows = step > 0 and not skipped and not flushed
         omitted = {line for each in PRICES for line in each.omits(self.plan, step + done, follows)}
         return {line: sent_bytes for line, sent_bytes in found.items() if line not in omitted}
@@ -185,14 +197,16 @@ class Prediction:
         first: bool = False,
         meets: bool = False,
         compares: str = "",
+        reruns: bool = False,
         loads: ExpertLoads = (),
     ) -> dict[TrafficLine, int]:
         """Bytes sent in a step, by axis, kind and phase; the options are those of `step_bytes`.
 
-        `loads` as in `in_step`.
+        `loads` as in `in_step`. `reruns`: each rank repeats a microbatch of another.
         """
         found = Counter[TrafficLine]()
-        for sent in self._sent(loads, first=first, meets=meets, compares=compares):
+        each = {"first": first, "meets": meets, "reruns": reruns}
+        for sent in self._sent(loads, compares=compares, **each):
             found.update(sent)
         return dict(found)
 
@@ -225,11 +239,19 @@ class Prediction:
         return found
 
     def _sent(
-        self, loads: ExpertLoads, *, first: bool = False, meets: bool = False, compares: str = ""
+        self,
+        loads: ExpertLoads,
+        *,
+        first: bool = False,
+        meets: bool = False,
+        compares: str = "",
+        reruns: bool = False,
     ) -> Iterator[Counted]:
         """The bytes of the row, and those of each technique."""
+        if reruns:
+            yield rerun_bytes(self.plan, self.rank, self.rerun_bytes)
         yield step_bytes(
-            self.plan,
+            replace(self.plan, accumulate=self.plan.accumulate + reruns),
             self.model,
             self.rank,
             norm=self.norm,

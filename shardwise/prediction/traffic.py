@@ -195,6 +195,18 @@ def step_bytes(
     return tariff.sent_bytes
 
 
+def rerun_bytes(plan: Plan, rank: int, sent_bytes: int) -> Counted:
+    """What `rank` sends to the next data rank, which repeats a microbatch of it: two lengths first.
+
+    In addition, the step has the moves of one more microbatch.
+    """
+    tariff = Tariff(plan, rank)
+    axis = tariff.shard if tariff.size(tariff.shard) > 1 else tariff.replicate
+    tariff.move(axis, S(0), R, 2 * tariff.size(axis), CONSENSUS_BYTES, "check")
+    tariff.add(TrafficLine(axis, "all_to_all", "check"), sent_bytes)
+    return tariff.sent_bytes
+
+
 def evaluation_bytes(plan: Plan, model: ModelShape, rank: int) -> Counted:
     """The bytes `rank` sends to evaluate a batch, activations apart, with those of a backward pass.
 

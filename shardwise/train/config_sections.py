@@ -4,6 +4,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shardwise.core.check_every import CHECK_EVERY
+
 CLOSED: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 MOST: Final = 10**9  # of anything that is counted
 MOST_SAMPLED: Final = 10**5  # tokens, each a forward pass of the model
@@ -253,10 +255,12 @@ class RunSection(BaseModel):
         description="the cluster of the run, a file of `shardwise doctor --save` or a preset of "
         "`shardwise predict`: the report has the predicted time of a step beside the measured one",
     )
-    check_every: Count = Field(
-        default=100,
+    check_every: Count | Text = Field(
+        default=CHECK_EVERY,
         description="steps between two comparisons of the ranks (batch, loss, gradients, "
-        "replicated weights and optimizer states); `0`: in the first step only, and no weights",
+        "replicated weights and optimizer states); `0`: in the first step only, and no weights; "
+        '`"100 rerun:20"`: in every 20th step another rank also computes a microbatch of each data '
+        "rank again",
     )
 
     @field_validator("trackers", "callbacks", mode="before")

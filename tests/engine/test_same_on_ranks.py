@@ -9,12 +9,13 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import shardwise as sw
 from shardwise.comm.tiers.host_numbers import HostNumbers
-from shardwise.comm.world import World
+from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor
 from shardwise.techniques.data import same_on_ranks
+from shardwise.techniques.data.checksum import WEIGHTS, bits_sum
 from tests.engine.cases import ranks_of
 from tests.engine.cases import squares as loss
 from tests.engine.tensors import sent
@@ -139,6 +140,20 @@ def test_a_bit_that_flips_in_a_state_of_the_optimizer_is_found(plan: str):
     """The state, its parameter and the rank are named on all ranks."""
     for text in run_threads(ranks_of(plan), in_engine, plan, "states"):
         assert text.startswith("step 4: ") and "exp_avg_sq of " in text and DAMAGED[plan] in text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_every_bit_counts(dtype: torch.dtype):
+    """Whichever bit of whichever element turns over, the number that ranks compare changes."""
+    hashes = sw.parallelize(model(), "fp32", alone(), loss=loss).consensus.same.hashes
+    x = torch.randn(2 * WEIGHTS + 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    before = bits_sum(x).remainder(hashes)
+    for index in (0, 1, 2, 3, WEIGHTS - 1, WEIGHTS, 2 * WEIGHTS + 2):
+        for bit in range(8 * x.element_size()):
+            other = x.clone()
+            other.view(whole)[index] ^= torch.ones((), dtype=whole) << bit
+            assert bits_sum(other).remainder(hashes) != before, f"bit {bit} of element {index}"
 
 
 def in_loop(world: World, how: str, what: str) -> str:

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.move import all_gather
 from shardwise.comm.world import Axis, World
+from shardwise.core.check_every import CHECK_EVERY
 from shardwise.core.errors import bad
 from shardwise.engine.optimizer.norm import squared_norm
 from shardwise.techniques.data.checksum import exact_sum, fold, weighted, weighted_sum
@@ -48,8 +49,6 @@ TOLERANCE, TOLERANCE_16_BIT = 1e-3, 3e-2
 NEGLIGIBLE = 1e-5
 #: Each gradient is compared in this many first steps; those that are skipped do not count.
 CHECKED_STEPS = 3
-#: The default of `check_every`.
-CHECK_EVERY = 100
 #: The number of checksums of shares, a prime; the square of each, summed over 8192 ranks, is exact.
 SHARE_CHECKSUMS = 1_048_573
 #: The number of hashes exchanged by `require_same`, the same for every caller.

@@ -36,8 +36,11 @@ def weighted(x: Tensor) -> Tensor:
 
 
 def exact_sum(folded: Tensor) -> Tensor:
-    """The sum of a folded tensor of int64: an integer, 0-d."""
-    weights = torch.arange(1, WEIGHTS + 1, dtype=torch.int64, device=folded.device)
+    """The sum of a folded tensor of int64: an integer, 0-d.
+
+    Its weights are odd: an even one would lose the sign of a double.
+    """
+    weights = torch.arange(1, 2 * WEIGHTS, 2, dtype=torch.int64, device=folded.device)
     return (folded * weights * PRIME).sum()
 
 

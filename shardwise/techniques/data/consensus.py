@@ -51,7 +51,8 @@ class Consensus:
         self.axes, self.buffers, self.device = list(axes), buffers, device
         self.trained = [flat for flat in flats if flat.trained]
         self.ranks = math.prod(axis.size for axis in self.axes)
-        hashes = min(2**20, _EXACT // (8 * MARKS * self.ranks**2))
+        # odd: a power of two would leave out the high bits of what is hashed
+        hashes = min(2**20, _EXACT // (8 * MARKS * self.ranks**2)) - 1
         self.same = SameOnRanks(self.axes, list(flats), hashes, device)
         self.differs = False  # whether the ranks have found so, and must exchange what they have
         self.rounds = self.gathered = self.mark = 0

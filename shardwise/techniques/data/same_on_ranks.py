@@ -5,6 +5,7 @@
                shards of hybrid sharding, what zero1 and zero2 keep gathered,
                experts of several ranks; fp32 masters of 16-bit weights
     states     of the optimizer, for such weights                                the same
+    reruns     the loss and gradients of a microbatch that two ranks computed    rerun.py
 
 Of n ranks that hold the same, rank r contributes a multiple of its hash h:
 
@@ -32,18 +33,15 @@ from torch import Tensor
 from shardwise.comm.objects import gather_object
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
-from shardwise.techniques.data.checksum import bits_sum, weighted
+from shardwise.techniques.data.checksum import bits_sum
+from shardwise.techniques.data.computed import Reruns, Values, numbers_of, require_same, shown
 from shardwise.techniques.data.flat.flat_parameter import Flat
 
 #: Steps between two comparisons of weights, unless an engine says otherwise.
 EVERY = 100
-#: A relative difference of weights that hosts of two kinds of processors reach by rounding.
-ROUNDING, ROUNDING_16_BIT = 1e-5, 1e-2
 #: The axis of the data ranks that hold the same experts.
 _OF_EXPERTS: Final = "edp"
 Options = dict[str, Any]
-#: The bits of a tensor as a number, a weighted sum, the norm, and what is rounding.
-_Values = tuple[int, float, float, float]
 
 
 class _Copy(NamedTuple):
@@ -77,6 +75,8 @@ class SameOnRanks:
 
     options    by name, set before each step; None: this rank has nothing to update
     every      steps between two comparisons of weights; 0: none
+    step       the number of the step, from 1
+    reruns     of this step, if it has one
     others     axes besides the data's, whose ranks have the same options
     """
 
@@ -85,6 +85,8 @@ class SameOnRanks:
     ) -> None:
         self.axes, self.hashes, self.device, self.every = axes, hashes, device, EVERY
         self.others: Sequence[Axis] = ()
+        self.step = 0
+        self.reruns: Reruns | None = None
         self.options: Options | None = {}
         self.sent: Options | None = {}  # the options that the ranks compare
         self.hash = 0  # of them
@@ -149,6 +151,10 @@ class SameOnRanks:
             )
         ] + self.copies
 
+    def begin(self, step: int, options: Options) -> None:
+        """Step number `step`, from 1, begins with these options."""
+        self.step, self.options = step, options
+
     def difference(self, step: int) -> int | Tensor:
         """This rank's contribution in step `step`, from 0; a double on the device with weights."""
         self.sent, self.options = self.options, None if self.options is None else {}
@@ -158,8 +164,9 @@ class SameOnRanks:
         self.hash = int.from_bytes(digest, "big") % self.hashes
         if not any(axis.transport.answered for axis in self.axes):
             return 0  # alone, or in a traced world, whose ranks are all this one
-        shard, replicate = self.axes
-        own = _share(replicate.rank * shard.size + shard.rank, self.data_ranks) * self.hash
+        own = _share(self.data_rank(), self.data_ranks) * self.hash
+        if self.reruns is not None:
+            own = own + self.reruns.difference(self.hashes, self.device)
         for copy in self.copies if self.weighs else ():
             for x in copy.whole():
                 bits = bits_sum(x).remainder(self.hashes).double()
@@ -170,6 +177,11 @@ class SameOnRanks:
     def data_ranks(self) -> int:
         return math.prod(axis.size for axis in self.axes)
 
+    def data_rank(self, axis: Axis | None = None, ahead: int = 0) -> int:
+        """The place of this rank among the data ranks, or of one `ahead` of it on an axis."""
+        shard, replicate = ((each.rank + ahead * (each is axis)) % each.size for each in self.axes)
+        return replicate * self.axes[0].size + shard
+
     def difference_on(self, axis: Axis) -> int:
         """This rank's contribution to the sum over another axis: of the options."""
         return _share(axis.rank, axis.size) * self.hash * axis.transport.answered
@@ -177,20 +189,23 @@ class SameOnRanks:
     def require(self) -> None:
         """A sum is not 0: all ranks exchange what they have.
 
-        Raises InputError for what differs; warns if weights differ by rounding.  Options that a
+        Raises InputError for what differs; warns if numbers differ by rounding.  Options that a
         rank does not have are no difference, unless it has none at all: groups may be made by the
         shapes of pieces.
         """
         weights = dict(self._values()) if self.weighs else {}
-        every: list[tuple[Options | None, Mapping[Any, Any]]] = [(self.sent, weights)]
+        every: list[Any] = [(self.sent, weights, shown(self.reruns))]
         for axis in (*self.axes, *self.others):
             parts = gather_object(every, axis, self.device)
             every = [each for part in parts for each in part]
         self._require_options(
-            [(rank, own) for rank, (own, _) in enumerate(every) if own is not None]
+            [(rank, own) for rank, (own, *_) in enumerate(every) if own is not None]
         )
         for start in range(0, len(every), self.data_ranks):
-            self._require_weights(start, [each for _, each in every[start:][: self.data_ranks]])
+            data_ranks = every[start:][: self.data_ranks]
+            reruns = [each for *_, each in data_ranks]
+            require_same(reruns, self.step, lambda rank, start=start: self._place(start + rank))
+            self._require_weights(start, [each for _, each, _ in data_ranks])
 
     def _require_options(self, every: Sequence[tuple[int, Options]]) -> None:
         for rank, options in every:
@@ -215,40 +230,36 @@ class SameOnRanks:
         """Compare the weights of the data ranks that begin with the rank `start`."""
         for key in dict.fromkeys(key for own in every for key in own):
             holders = [rank for rank, own in enumerate(every) if key in own]
-            usual, _ = Counter(every[rank][key][0] for rank in holders).most_common(1)[0]
-            first = next(rank for rank in holders if every[rank][key][0] == usual)
+            usual, _ = Counter(every[rank][key].bits for rank in holders).most_common(1)[0]
+            first = next(rank for rank in holders if every[rank][key].bits == usual)
             for rank in holders:
-                if every[rank][key][0] != usual:
+                if every[rank][key].bits != usual:
                     self._require_close(
                         key[0], [start + rank, start + first], every[rank][key], every[first][key]
                     )
                     return
 
     def _require_close(
-        self, name: str, ranks: Sequence[int], values: _Values, usual: _Values
+        self, name: str, ranks: Sequence[int], values: Values, usual: Values
     ) -> None:
-        _, total, norm, rounding = values
-        _, total_of_usual, norm_of_usual, _ = usual
-        places, close = [self._place(rank) for rank in ranks], rounding * max(norm, norm_of_usual)
-        if abs(total - total_of_usual) <= close and abs(norm - norm_of_usual) <= close:
+        places = [self._place(rank) for rank in ranks]
+        if not values.differs(usual):
             _warn_of_rounding(name, *places)
             return
         raise bad(
-            f"{name} on {places[0]}, whose norm is {norm:.9g}; on {places[1]} its norm is "
-            f"{norm_of_usual:.9g}",
+            f"{name} on {places[0]}, whose norm is {values.norm:.9g}; on {places[1]} its norm is "
+            f"{usual.norm:.9g}",
             "weights and optimizer states that are equal on all data ranks",
             "the same change on every rank, or sw.load on every rank. If no code changed it, the "
             "memory of the rank that is named first is damaged",
         )
 
-    def _values(self) -> Iterator[tuple[Any, _Values]]:
+    def _values(self) -> Iterator[tuple[Any, Values]]:
         """Of each parameter: the bits, a weighted sum, the norm, and the rounding."""
         for copy in self.copies:
             for name, x in copy.of_parameters():
-                wide = torch.view_as_real(x).double() if x.is_complex() else x.double()
-                total, norm = weighted(wide).item(), wide.norm().item()
-                rounding = ROUNDING_16_BIT if x.element_size() < 4 else ROUNDING
-                yield (name, copy.part), (int(bits_sum(x)), total, norm, rounding)
+                bits, total, norm, rounding = numbers_of(x)
+                yield (name, copy.part), Values(int(bits), total.item(), norm.item(), rounding)
 
 
 def _share(rank: int, ranks: int) -> int:

@@ -83,6 +83,8 @@ class Data:
         self.places: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
         self.sync = True  # whether the gradients of this backward pass are the last of the step
         self.see: Callable[[Flat], None] = lambda _: None  # before the sum of a group begins
+        #: after a gradient of this pass is in the flat gradient
+        self.collects: Callable[[Flat, int], None] = lambda *_: None
         self.leave_device: Callable[[Flat], None] = lambda _: None  # before it is copied to a tier
         self.in_step = False  # of an engine: it has begun and not ended; it stays after an error
         self.in_root = False  # a forward pass of the root is running
@@ -386,6 +388,7 @@ class Data:
             raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")
         p.grad = None if self.mute else p.grad
         group.grads.collect(index, self.pace.scale)
+        self.collects(group, index)
         if self.staged is None:
             self._do(self.order.complete(unit.number))
 

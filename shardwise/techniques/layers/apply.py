@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.move import broadcast
+from shardwise.comm.random_state import generators_of
 from shardwise.comm.world import Axis, World
 from shardwise.core.applied import Applied
 from shardwise.core.layouts.param_layout import Groups
@@ -28,7 +29,6 @@ from shardwise.techniques.layers.plans import Layers
 from shardwise.techniques.layers.redistributed import Redistributed
 from shardwise.techniques.pipeline.trace.placeholders import StandIn
 from shardwise.techniques.tensor import apply as tensor_parallel
-from shardwise.techniques.tensor.rng import generators_of
 from shardwise.techniques.tensor.tensor_state import Tensors
 
 if TYPE_CHECKING:

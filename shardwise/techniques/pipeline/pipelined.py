@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.random_state import seeded
 from shardwise.comm.world import Axis
 from shardwise.core.applied import Applied, during
 from shardwise.core.errors import RunError
@@ -23,8 +24,8 @@ from shardwise.core.schedule.action import Action, Step, Token, Transfer
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine.batch import enough
 from shardwise.engine.checks.guard import Guard
-from shardwise.engine.one_stage import Objective
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
+from shardwise.techniques.data.rerun import Objective
 from shardwise.techniques.data.staged_hooks import PutOff
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.pipeline.runtime import Watch, open_channels, run
@@ -34,7 +35,6 @@ from shardwise.techniques.pipeline.stage_work import Microbatch, Result, ScaledL
 from shardwise.techniques.pipeline.trace.bundles import ByShape
 from shardwise.techniques.pipeline.trace.probe import ActivationProbe
 from shardwise.techniques.pipeline.weight_stashing import Stale
-from shardwise.techniques.tensor.rng import seeded
 from shardwise.techniques.tensor.tensor_state import Tensors
 
 

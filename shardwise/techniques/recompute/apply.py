@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.comm.random_state import generators_of
 from shardwise.comm.tiers.arena import Arena
 from shardwise.comm.world import World
 from shardwise.core.applied import Applied
@@ -22,7 +23,6 @@ from shardwise.techniques.recompute import choice
 from shardwise.techniques.recompute.checkpointed import NONE, Recomputed, recompute
 from shardwise.techniques.recompute.generators import Generators
 from shardwise.techniques.recompute.host_activations import HostActivations
-from shardwise.techniques.tensor.rng import generators_of
 
 if TYPE_CHECKING:
     from shardwise.engine.training import Build

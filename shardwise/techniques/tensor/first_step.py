@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm.move import all_gather, begin_sum, broadcast
 from shardwise.comm.parameter import parameter_like
+from shardwise.comm.random_state import generators_of, seeded
 from shardwise.comm.start.hosts import host_number
 from shardwise.comm.tiers import host_memory
 from shardwise.comm.tiers.host_numbers import doubles_on
@@ -48,7 +49,6 @@ from shardwise.observe.meta_pass import meta_copy
 from shardwise.techniques.data.apply import cast_whole
 from shardwise.techniques.data.flat.initial_weights import Fill
 from shardwise.techniques.tensor.apply import lay_out
-from shardwise.techniques.tensor.rng import generators_of, seeded
 from shardwise.techniques.tensor.tensor_state import Tensors, nowhere
 from shardwise.techniques.tensor.tensor_table import Table
 

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.comm.move import broadcast
+from shardwise.comm.random_state import generators_of, seeded
 from shardwise.comm.world import Axis
 from shardwise.techniques.tensor.styles import Style
 
@@ -56,27 +57,6 @@ _RANDOM: Final = {
     ),
     lambda *_, **__: 1.0,
 )
-
-
-def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Torch's default generators, which functions on `device` draw from."""
-    index = device.index or 0
-    gpu = [torch.cuda.default_generators[index]] if device.type == "cuda" else []
-    return [torch.default_generator, *gpu]
-
-
-@contextmanager
-def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed torch's default generators; afterwards they continue from where they were."""
-    generators = generators_of(device)  # torch.manual_seed walks the stack for each device
-    before = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
 
 
 def synchronize(axis: Axis, device: torch.device) -> None:

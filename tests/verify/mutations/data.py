@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise.comm.transport import Pending
@@ -298,6 +299,17 @@ def overflow_not_skipped_by_one(patch: Patch) -> None:
     around(patch, Updates, "leave_out", leave_out)
 
 
+def a_bit_of_a_replica(patch: Patch) -> None:
+    """The sign of one weight on one rank, before the first step."""
+
+    def step(real: Any, engine: Engine, batch: Any) -> Any:
+        if engine.world.rank == 1 and not engine.steps_run:
+            engine.flats[0].full.view(torch.int64)[0] ^= torch.iinfo(torch.int64).min
+        return real(engine, batch)
+
+    around(patch, Engine, "step", step)
+
+
 MUTATIONS = (
     Mutation("gradients 1.0001 times as large", "dp2 zero1", "parity", larger_gradients),
     Mutation("weight decay dropped", "dp2", "parity", no_weight_decay),
@@ -336,6 +348,7 @@ MUTATIONS = (
     Mutation("blocks in another order", "dp2 zero1", "parity", blocks_in_another_order),
     Mutation("a gather left out", "dp2 zero3", "bytes", a_gather_left_out),
     Mutation("weights not published", "dp2 zero1", "error", weights_not_published),
+    Mutation("a bit of a replica", "dp2", "error", a_bit_of_a_replica),
     Mutation("a buffer not sent", "dp2 zero1", "bytes", buffers_not_sent),
     Mutation("one gradient 3 % too large", "dp2 zero1 bf16", "parity", three_percent, "gpt"),
     Mutation("masters rounded to 16 bits", "dp2 bf16", "parity", masters_in_16_bits, "gpt"),
