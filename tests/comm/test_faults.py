@@ -19,9 +19,9 @@ from shardwise.comm.start import ranks
 from shardwise.comm.start.call_stack import CallStack
 from shardwise.comm.start.heartbeat import Heartbeat, HeartbeatMonitor, find_hang
 from shardwise.comm.start.launch import spawn
-from shardwise.comm.start.limits import Limits, read_limits
 from shardwise.comm.start.peers import watch_peers
 from shardwise.comm.start.ranks import death_text, first_cause
+from shardwise.comm.start.rendezvous import Limits, read_limits
 from shardwise.comm.start.worker import Failure
 from shardwise.comm.world import init
 from shardwise.core.errors import InputError, RankError

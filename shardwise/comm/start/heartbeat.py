@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from shardwise.comm.start.hosts import Reach, process
-from shardwise.comm.start.limits import Limits
+from shardwise.comm.start.rendezvous import Limits
 
 _UNSURE = 4  # times `frozen_s`, where the process may be computing
 #: How long every rank waits before the run ends: if some rank has left, and if none has.

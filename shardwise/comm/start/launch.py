@@ -6,12 +6,9 @@ ranks      worker.py    call the function, report the result or the error
 """
 
 import multiprocessing
-import os
 import pickle
 import signal
-import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,11 +17,9 @@ from typing import Any
 import torch
 
 from shardwise.comm.start.excepthook import install_excepthook
-from shardwise.comm.start.limits import read_limits
-from shardwise.comm.start.local import require_local
-from shardwise.comm.start.ranks import SAVE_S, Ranks, described, first_cause, report
-from shardwise.comm.start.rendezvous import LAUNCHER
-from shardwise.comm.start.worker import run_module
+from shardwise.comm.start.ranks import SAVE_S, Ranks, described, first_cause
+from shardwise.comm.start.rendezvous import read_limits, require_local
+from shardwise.comm.start.worker import run_command
 from shardwise.core.errors import InputError, RankError, bad
 from shardwise.core.tools.arguments import choice, integer, short_repr
 
@@ -62,7 +57,8 @@ def spawn(
         given = f"spawn with args={short_repr(args)}"
         raise bad(given, "a tuple of the function's arguments", "spawn(work, 2, args=(3,))")
     work = (function, tuple(args)) if fork else _pickled(function, tuple(args))
-    started = _run(ranks, work, device, signals=[], quiet=False)
+    started = Ranks()
+    started.run(ranks, work, device, signals=[])
     if (results := started.results()) is not None:
         return [pickle.loads(result) for result in results]  # noqa: S301
     failures = started.failures()
@@ -102,7 +98,7 @@ def launch(
     *,
     stop_when: Callable[[], bool] | None = None,
 ) -> Ended:
-    """Run `python -m module argv` as `nproc` ranks, and return how they ended.
+    """Run the command `main()` of `module` with `argv` as `nproc` ranks; return how they ended.
 
     The code is 0 if every rank exited with 0, otherwise that of the rank that failed first, whose
     error is printed once.  Error output of rank 0 appears as it is written, that of other ranks
@@ -115,9 +111,9 @@ def launch(
     Raises InputError for fewer than one process.
     """
     require_ranks(nproc, None)
-    work = pickle.dumps((run_module, (module, tuple(argv))))
+    work, started = pickle.dumps((run_command, (module, tuple(argv)))), Ranks()
     with _signals() as received:
-        started = _run(nproc, work, None, received, quiet=True, stop_when=stop_when)
+        started.run(nproc, work, None, received, quiet=True, stop_when=stop_when)
     if started.results() is not None:
         return Ended(0, stopped=started.stopped and not received)
     failures = started.failures()
@@ -132,8 +128,13 @@ def launch(
     first = first_cause(failures)
     if received and started.ranks[first.rank].process.exitcode == -signal.SIGTERM:
         return Ended(128 + received[0])
+    if first.code is not None:  # it has printed its error; that of rank 0 is on the screen
+        if not any(each.rank == 0 and each.code == first.code for each in failures):
+            print(first.output or f"rank {first.rank} failed: {first.text}", file=sys.stderr)
+        return Ended(first.code)
+    print(RankError(first.rank, described(failures, first)), file=sys.stderr)
     lost = {first.rank, *(each.rank for each in failures if each.lost)}
-    return Ended(report(failures, first), len(lost) if first.code is None and not received else 0)
+    return Ended(1, 0 if received else len(lost))
 
 
 def require_ranks(ranks: int, device: str | None) -> None:
@@ -178,48 +179,10 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     return work
 
 
-def _run(
-    ranks: int,
-    work: Any,
-    device: str | None,
-    signals: list[int],
-    *,
-    quiet: bool,
-    stop_when: Callable[[], bool] | None = None,
-) -> Ranks:
-    """Run the ranks until they have all exited; no process is left afterwards."""
-    started = Ranks()
-    try:
-        started.start(ranks, work, _variables(device), quiet=quiet)
-        started.watch(signals, stop_when)
-    finally:
-        started.kill()
-    if started.results() is not None:
-        print("".join(rank.late_exit() for rank in started.ranks), end="", file=sys.stderr)
-    return started
-
-
-def _variables(device: str | None) -> dict[str, str]:
-    """The environment variables of all ranks, besides those that torchrun would set."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    threads = asked if asked.isdecimal() and int(asked) > 0 else "1"
-    variables = {"OMP_NUM_THREADS": threads, LAUNCHER: str(os.getpid())}
-    if device == "cpu":
-        variables["CUDA_VISIBLE_DEVICES"] = ""
-    loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
-    if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # Without this gloo resolves the host's name, which may have no usable address.
-        variables["GLOO_SOCKET_IFNAME"] = loopback.pop()
-    return variables
-
-
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT instead of ending; works only in the main thread."""
+    """Collect SIGTERM and SIGINT instead of ending."""
     received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
     wanted = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(number, lambda n, _: received.append(n)) for number in wanted]
     try:

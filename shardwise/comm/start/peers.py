@@ -28,8 +28,7 @@ from shardwise.comm.ledger import Ledger
 from shardwise.comm.start.call_stack import CallStack
 from shardwise.comm.start.heartbeat import Heartbeat, HeartbeatMonitor, find_hang
 from shardwise.comm.start.hosts import Reach, address_towards, host_number
-from shardwise.comm.start.limits import Limits
-from shardwise.comm.start.rendezvous import launched
+from shardwise.comm.start.rendezvous import Limits, launched
 
 PEERS = "peers"  # the name of the threads
 _PREFIX, _REPORT = "shardwise/heartbeats", "report"

@@ -7,6 +7,7 @@ rank inside a collective handles no signal, and would complain about a lost peer
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -23,7 +24,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from shardwise.comm.start.excepthook import LOST_CONNECTION
 from shardwise.comm.start.peers import reported_failure
-from shardwise.comm.start.worker import Failure, Job, run
+from shardwise.comm.start.rendezvous import LAUNCHER
+from shardwise.comm.start.worker import Failure, Work, run
 
 #: How long the ranks may take to save and exit after SIGTERM or SIGINT.
 SAVE_S = 60.0
@@ -39,46 +41,40 @@ class Rank:
     """A process, which starts when this is made, and what it has reported."""
 
     def __init__(
-        self, number: int, work: Any, variables: Mapping[str, Any], *, quiet: bool
+        self, number: int, work: Work, variables: Mapping[str, str], *, quiet: bool
     ) -> None:
         self.number = number
         self.started = self.killed = False
-        self.result: bytes | None = None
-        self.failure: Failure | None = None
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115  closed by Ranks.kill
+        self.outcome: bytes | Failure | None = None
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115  closed by Ranks.run
         self.pipe, theirs = multiprocessing.Pipe()
         errors = Connection(os.dup(self.file.fileno()))
         with theirs, errors, warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*use of fork.. may lead to deadlocks")
-            own = {name: str(value) for name, value in variables.items()}
-            self.process = process_of(Job(work, own, quiet and number > 0, theirs, errors))
+            own = {**variables, "RANK": str(number), "LOCAL_RANK": str(number)}
+            self.process = process_of(work, own, theirs, errors, quiet and number > 0)
             self.process.start()
-
-    @property
-    def works(self) -> bool:
-        """Whether the rank has reported neither a result nor a failure."""
-        return self.result is None and self.failure is None
 
     def read(self) -> None:
         """Take the messages that have arrived, or note that the process has died."""
         died = not self.process.is_alive()  # asked first, so that all its messages are there
         try:
-            while self.works and self.pipe.poll():
+            while self.outcome is None and self.pipe.poll():
                 message, self.started = self.pipe.recv(), True
-                if isinstance(message, Failure):
-                    output = "" if message.code is None else self._output()
-                    self.failure = replace(message, output=output)
-                self.result = message if isinstance(message, bytes) else None
+                if isinstance(message, Failure) and message.code is not None:
+                    message = replace(message, output=self._output())
+                self.outcome = message
         except (EOFError, OSError):
             died = True
-        if died and self.works:
+        if died and self.outcome is None:
             self.process.join(1.0)
             self.fail(death_text(self.process.exitcode or 0, self.started), self._output())
 
     def fail(self, text: str, output: str = "") -> None:
         """Record the failure of a rank that cannot report its own."""
-        now_ns = time.monotonic_ns()
-        self.failure = self.failure or Failure(now_ns, self.number, text, output=output, lost=True)
+        if not isinstance(self.outcome, Failure):
+            at_ns = time.monotonic_ns()
+            self.outcome = Failure(at_ns, self.number, text, output=output, lost=True)
 
     def release(self) -> None:
         """Let the process exit, since all ranks have results."""
@@ -91,8 +87,7 @@ class Rank:
             return f"rank {self.number} was killed: its process did not end after it had returned\n"
         if not (code := self.process.exitcode):
             return ""
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return f"rank {self.number} ended with {how} after it had returned; its result stands\n"
+        return f"rank {self.number} {_ended(code)} after it had returned; its result stands\n"
 
     def _output(self) -> str:
         """Its error output if that is held back, and its stacks at a fatal signal."""
@@ -100,11 +95,11 @@ class Rank:
         return os.pread(self.file.fileno(), size, 0).decode(errors="replace").strip()
 
 
-def process_of(job: Job) -> BaseProcess:
-    """The process of a job; it is forked if the job's work is not pickled."""
-    if isinstance(job.work, bytes):
-        return multiprocessing.get_context("spawn").Process(target=run, args=(job,))
-    return multiprocessing.get_context("fork").Process(target=run, args=(job,))
+def process_of(work: Work, *args: Any) -> BaseProcess:
+    """The process of a rank; it is forked if its work is not pickled."""
+    if isinstance(work, bytes):
+        return multiprocessing.get_context("spawn").Process(target=run, args=(work, *args))
+    return multiprocessing.get_context("fork").Process(target=run, args=(work, *args))
 
 
 class Ranks:
@@ -115,24 +110,52 @@ class Ranks:
         self.ranks: list[Rank] = []
         self.stopped = False  # stopped as by a signal
 
-    def start(self, size: int, work: Any, variables: Mapping[str, str], *, quiet: bool) -> None:
-        """Start the processes, in the environment that torchrun would give them and `variables`."""
-        shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
-        shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": self.store.port}
-        shared |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
-        with _environment(variables):  # read by libraries when they are loaded
-            for number in range(size):
-                own = shared | {"RANK": number, "LOCAL_RANK": number}
-                self.ranks.append(Rank(number, work, own, quiet=quiet))
-
-    def watch(self, signals: list[int], stop_when: Callable[[], bool] | None = None) -> None:
-        """Return when all processes have exited, or when it is time to kill those that remain.
+    def run(
+        self,
+        size: int,
+        work: Work,
+        device: str | None,
+        signals: list[int],
+        *,
+        quiet: bool = False,
+        stop_when: Callable[[], bool] | None = None,
+    ) -> None:
+        """Run the ranks until they have all exited; no process is left afterwards.
 
         When `stop_when` returns true, the ranks are stopped as by a signal.
         """
+        variables = {
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(self.store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        try:
+            with _environment(_early_variables(device)):
+                for number in range(size):
+                    self.ranks.append(Rank(number, work, variables, quiet=quiet))
+            self._watch(signals, stop_when)
+        finally:
+            self._kill()
+        if self.results() is not None:
+            print("".join(rank.late_exit() for rank in self.ranks), end="", file=sys.stderr)
+
+    def results(self) -> list[bytes] | None:
+        """The results of all ranks; None while some are missing."""
+        results = [rank.outcome for rank in self.ranks if isinstance(rank.outcome, bytes)]
+        return results if len(results) == len(self.ranks) else None
+
+    def failures(self) -> list[Failure]:
+        """The failures so far, earliest first."""
+        return sorted(rank.outcome for rank in self.ranks if isinstance(rank.outcome, Failure))
+
+    def _watch(self, signals: list[int], stop_when: Callable[[], bool] | None) -> None:
+        """Return when all processes have exited, or when it is time to kill those that remain."""
         deadlines = dict[str, float]()  # each begins at the first event of its kind
         while (alive := self._alive()) and time.monotonic() < min(deadlines.values(), default=inf):
-            pipes = [rank.pipe for rank in alive if rank.works]
+            pipes = [rank.pipe for rank in alive if rank.outcome is None]
             wait([*pipes, *(rank.process.sentinel for rank in alive)], _POLL_S)
             self._read()
             failed, now = len(self.failures()), time.monotonic()
@@ -151,7 +174,7 @@ class Ranks:
                     rank.release()
         self._read()
 
-    def kill(self) -> None:
+    def _kill(self) -> None:
         """Kill the ranks that are left, and close the files."""
         for rank in self._alive():
             rank.killed = True
@@ -162,23 +185,28 @@ class Ranks:
             rank.pipe.close()
             rank.file.close()
 
-    def results(self) -> list[bytes] | None:
-        """The results of all ranks; None while some are missing."""
-        found = [rank.result for rank in self.ranks if rank.result is not None]
-        return found if len(found) == len(self.ranks) else None
-
-    def failures(self) -> list[Failure]:
-        """The failures so far, earliest first."""
-        return sorted(rank.failure for rank in self.ranks if rank.failure is not None)
-
     def _alive(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.process.is_alive()]
 
     def _read(self) -> None:
         for rank in self.ranks:
             rank.read()
-        if (found := reported_failure(self.store)) is not None:
-            self.ranks[found[0]].fail(found[1])
+        if (reported := reported_failure(self.store)) is not None:
+            self.ranks[reported[0]].fail(reported[1])
+
+
+def _early_variables(device: str | None) -> dict[str, str]:
+    """The environment variables of all ranks that are read when modules are loaded."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    given = threads.isdecimal() and int(threads) > 0
+    variables = {"OMP_NUM_THREADS": threads if given else "1", LAUNCHER: str(os.getpid())}
+    if device == "cpu":
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
+    if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # Without this gloo resolves the host's name, which may have no usable address.
+        variables["GLOO_SOCKET_IFNAME"] = loopback.pop()
+    return variables
 
 
 @contextmanager
@@ -206,17 +234,21 @@ def first_cause(failures: Iterable[Failure]) -> Failure:
 
 def death_text(code: int, started: bool) -> str:
     """How a rank died that reported no error."""
+    text = f"it {_ended(code)}"
     if code < 0:
-        name = signal.Signals(-code).name
-        text = f"it was ended by {name}"
-        return text + ", as the system does when memory runs out" * (name == "SIGKILL")
-    text = f"it left with exit code {code} before its function had returned"
+        return text + ", as the system does when memory runs out" * (code == -signal.SIGKILL)
+    text += " before its function had returned"
     if not started:
         text += (
             ". It had not started yet. Every rank imports the main script, so put the script's own"
             " code under 'if __name__ == \"__main__\":'"
         )
     return text
+
+
+def _ended(code: int) -> str:
+    name = signal.Signals(-code).name if code < 0 else ""
+    return f"was ended by {name}" if name else f"left with exit code {code}"
 
 
 def described(failures: Iterable[Failure], first: Failure) -> str:
@@ -231,13 +263,3 @@ def _summary(text: str) -> str:
     lines = text.splitlines()
     below = max((i for i, line in enumerate(lines) if line.startswith("  File ")), default=-1) + 1
     return next((line for line in lines[below:] if not line.startswith(" ")), lines[-1])
-
-
-def report(failures: list[Failure], first: Failure) -> int:
-    """Print the error of the first rank that failed, unless rank 0 has; returns the exit code."""
-    if first.code is None:
-        print(f"rank {first.rank} failed:\n{described(failures, first)}", file=sys.stderr)
-        return 1
-    if not any(each.rank == 0 and each.code == first.code for each in failures):
-        print(first.output or f"rank {first.rank} failed: {first.text}", file=sys.stderr)
-    return first.code
