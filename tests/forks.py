@@ -81,6 +81,6 @@ def rank_process(*args: Any) -> Any:
 
 def fork_ranks(patch: pytest.MonkeyPatch) -> None:
     """Make the launcher of this process fork its ranks."""
-    from shardwise.comm.start import ranks
+    from shardwise.comm.start import launch
 
-    patch.setattr(ranks, "process_of", rank_process)
+    patch.setattr(launch, "process_of", rank_process)

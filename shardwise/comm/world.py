@@ -280,13 +280,13 @@ def init(
     store = _begin(start, where, limits)
     links = TorchLinks(ours=True, device_type=where.type, shared_memory=shared_memory)
     TorchLinks.of_process = links
-    # again, since torch sets its own hook
-    install_excepthook(start.rank, start.size, links.close)
     if not faulthandler.is_enabled():  # NCCL aborts a process whose collective has timed out
         faulthandler.enable(2)
     links.peers = watch_peers(store, start.rank, start.size, limits, where.index)
     checked = _agreeing(links, store if agrees else None)
     atexit.register(checked.close)
+    # again, since torch sets its own hook
+    install_excepthook(start.rank, start.size, checked.close)
     return world_of(start.rank, start.size, where, checked)
 
 

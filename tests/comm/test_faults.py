@@ -15,14 +15,12 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from shardwise.comm.move import all_reduce
-from shardwise.comm.start import ranks
+from shardwise.comm.start import launch
 from shardwise.comm.start.call_stack import CallStack
-from shardwise.comm.start.heartbeat import Heartbeat, HeartbeatMonitor, find_hang
+from shardwise.comm.start.first_cause import Failure, death_text, first_cause
 from shardwise.comm.start.launch import spawn
-from shardwise.comm.start.peers import watch_peers
-from shardwise.comm.start.ranks import death_text, first_cause
+from shardwise.comm.start.peers import Heartbeat, HeartbeatMonitor, find_hang, watch_peers
 from shardwise.comm.start.rendezvous import Limits, read_limits
-from shardwise.comm.start.worker import Failure
 from shardwise.comm.world import init
 from shardwise.core.errors import InputError, RankError
 from tests.comm.test_launch import is_alive
@@ -205,7 +203,7 @@ def test_what_a_process_does_after_its_result_does_not_undo_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     """One rank aborts at its exit, the other does not end: the results of both stand."""
-    monkeypatch.setattr(ranks, "_LINGER_S", 1.0)
+    monkeypatch.setattr(launch, "_LINGER_S", 1.0)
     assert spawn(abort_or_linger, 2, (tmp_path,)) == [0, 1]
     assert not any(is_alive(int(file.read_text())) for file in tmp_path.glob("pid-*"))
     assert "after it had returned" in capfd.readouterr().err

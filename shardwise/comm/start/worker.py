@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -27,29 +26,12 @@ import torch.distributed as dist
 
 from shardwise.comm.gloo.shared import leave
 from shardwise.comm.start.call_stack import HIDDEN_FILES
+from shardwise.comm.start.first_cause import Failure
 from shardwise.comm.torch_links import TorchLinks
 from shardwise.core.errors import InputError
 
 #: A function and its arguments; pickled, unless the rank is forked.
 Work = bytes | tuple[Callable[..., Any], tuple[Any, ...]]
-
-
-@dataclass(frozen=True, order=True)
-class Failure:
-    """Why a rank failed: the time `at_ns` (monotonic clock) and the text of its error.
-
-    `code` is the exit code of a rank that called sys.exit, otherwise None.  `input_error` is the
-    text of an InputError, empty for any other error.  `output` is what a dead rank had written.
-    `lost`: the process died or hangs, and reported nothing.
-    """
-
-    at_ns: int
-    rank: int
-    text: str
-    code: int | None = None
-    input_error: str = ""
-    output: str = ""
-    lost: bool = False
 
 
 def run(
