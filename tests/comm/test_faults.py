@@ -107,7 +107,7 @@ def test_the_rank_that_others_wait_for_is_the_one_that_hangs():
     assert find_hang(places, 61.0) is None
     rank, text = find_hang(places, 60.0) or (0, "")
     assert rank == 1
-    assert "rank 0 has waited for 60 s" in text and "rank 1 has not joined" in text
+    assert "rank 0 has waited for 60 s" in text and "rank 1 did not join" in text
     assert "rank 0: a.py:1 in f\n  rank 1: b.py:2 in g" in text
 
 
@@ -117,7 +117,7 @@ def test_the_rank_that_others_wait_for_is_the_one_that_hangs():
         (9.0, False, None),
         (10.0, False, "every rank is waiting in a collective that no other rank will join"),
         (2.0, True, None),
-        (3.0, True, "rank 2 has ended the program, and this collective waits for all ranks"),
+        (3.0, True, "rank 2 ended the program, and this collective waits for all ranks"),
     ],
 )
 def test_ranks_that_all_wait_are_told(idle_s: float, left: bool, said: str | None):

@@ -64,7 +64,7 @@ def meet_without_1(alone: bool) -> None:
 
 def test_ranks_that_wait_for_one_that_never_came_are_told():
     """Nobody else can come to what they wait for: an error with its place, within seconds."""
-    with pytest.raises(RankError, match=r"rank 1 has ended the program.*same number") as caught:
+    with pytest.raises(RankError, match=r"rank 1 ended the program.*same number") as caught:
         spawn(meet_without_1, 3, (False,))
     assert caught.value.rank != 1
     assert "in meet_without_1" in str(caught.value)

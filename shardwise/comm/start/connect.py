@@ -24,11 +24,11 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from shardwise.comm.start.rendezvous import Limits, Start, launched
 from shardwise.core.errors import InputError, bad
+from shardwise.core.tools.arguments import rank_names
 
 _GLANCE_S = 0.05
 _TOLD_S = 1.0  # in which the others read who is missing, before rank 0 closes its store
 _LATER_S = 5.0  # how much longer than rank 0 the others wait for its answer
-_SHOWN = 8  # ranks named in an error
 
 
 def meet(start: Start, limits: Limits) -> Store:
@@ -147,7 +147,7 @@ def _ask(store: Store, start: Start, deadline: float) -> str:
         if late:
             absent = [0, *_absent(store, start.size)]
             store.delete_key(f"asks/{start.rank}")
-            return _named(absent)
+            return rank_names(absent)
         time.sleep(_GLANCE_S)
 
 
@@ -157,7 +157,7 @@ def _lead(store: Store, start: Start, deadline: float) -> str:
         store.delete_key(f"asks/{rank}")
     while (absent := _absent(store, start.size)) and time.monotonic() < deadline:
         time.sleep(_GLANCE_S)
-    answer = _named(absent) if absent else uuid.uuid4().hex
+    answer = rank_names(absent) if absent else uuid.uuid4().hex
     for rank in set(range(1, start.size)).difference(absent):
         store.set(f"answer/{store.get(f'asks/{rank}').decode()}", answer)
     store.set("over", "")
@@ -171,9 +171,3 @@ def _absent(store: Store, size: int) -> list[int]:
     if size == 1 or store.check(keys):
         return []
     return [rank for rank, key in enumerate(keys, start=1) if not store.check([key])]
-
-
-def _named(ranks: list[int]) -> str:
-    text = ", ".join(map(str, ranks[:_SHOWN]))
-    text += f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

@@ -34,7 +34,7 @@ from shardwise.comm.start.peers import reported_failure
 from shardwise.comm.start.rendezvous import LAUNCHER, read_limits, require_local
 from shardwise.comm.start.worker import Work, run, run_command
 from shardwise.core.errors import InputError, RankError, bad
-from shardwise.core.tools.arguments import choice, integer, short_repr
+from shardwise.core.tools.arguments import choice, integer, rank_names, short_repr
 
 #: How long the ranks may take to save and exit after SIGTERM or SIGINT.
 _SAVE_S = 60.0
@@ -144,8 +144,8 @@ def launch(
         print(why, file=sys.stderr)
         return Ended(128 + received[1])
     if not failures:
-        late = ", ".join(str(rank.number) for rank in started.ranks if rank.killed)
-        print(f"ranks {late} did not end within {_SAVE_S:.0f} s", file=sys.stderr)
+        late = rank_names([rank.number for rank in started.ranks if rank.killed])
+        print(f"{late} did not end within {_SAVE_S:.0f} s", file=sys.stderr)
         return Ended(1)
     first = first_cause(failures)
     if received and started.ranks[first.rank].process.exitcode == -signal.SIGTERM:

@@ -38,6 +38,7 @@ from shardwise.comm.ledger import Ledger
 from shardwise.comm.start.call_stack import CallStack
 from shardwise.comm.start.hosts import Reach, address_towards, host_number, process
 from shardwise.comm.start.rendezvous import Limits, launched
+from shardwise.core.tools.arguments import rank_names
 
 PEERS = "peers"  # the name of the threads
 _PREFIX, _REPORT = "shardwise/heartbeats", "report"
@@ -127,9 +128,8 @@ def find_hang(heartbeats: Mapping[int, Heartbeat], patience_s: float) -> tuple[i
     longest = max(present, key=lambda rank: present[rank].waits_s)
     if present[longest].waits_s >= patience_s:
         late = sorted(rank for rank, beat in present.items() if not beat.waits_s)
-        named = f"rank {', '.join(map(str, late))} has not joined it"
-        named = named if late else "no rank can continue"
         cause = late[0] if late else longest
+        named = f"{rank_names(late)} did not join it" if late else "no rank can continue"
         why = (
             f"rank {longest} has waited for {patience_s:.0f} s (SHARDWISE_PATIENCE_S) in one "
             f"collective, and {named}"
@@ -138,8 +138,7 @@ def find_hang(heartbeats: Mapping[int, Heartbeat], patience_s: float) -> tuple[i
         cause = longest
         why = "every rank is waiting in a collective that no other rank will join"
         if left:
-            ranks = f"rank {', '.join(map(str, left))} {'has' if len(left) == 1 else 'have'}"
-            why = f"{ranks} ended the program, and this collective waits for all ranks"
+            why = f"{rank_names(left)} ended the program, and this collective waits for all ranks"
         why += ". All ranks must run the same number of steps"
     else:
         return None
