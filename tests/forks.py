@@ -65,22 +65,22 @@ class Origin:
             os.close(given)
 
 
-def run(function: Callable[[Any], Any], job: Any, origin: Origin) -> Any:
+def run(function: Callable[..., Any], args: tuple[Any, ...], origin: Origin) -> Any:
     """The entry point of a rank that was forked."""
     gc.freeze()
     origin.enter()
-    return function(job)
+    return function(*args)
 
 
-def rank_process(job: Any) -> Any:
+def rank_process(*args: Any) -> Any:
     """The process of a rank, in place of the launcher's `process_of`."""
     from shardwise.comm.start import worker
 
-    return CONTEXT.Process(target=run, args=(worker.run, job, Origin()))
+    return CONTEXT.Process(target=run, args=(worker.run, args, Origin()))
 
 
 def fork_ranks(patch: pytest.MonkeyPatch) -> None:
     """Make the launcher of this process fork its ranks."""
-    from shardwise.comm.start import ranks
+    from shardwise.comm.start import launch
 
-    patch.setattr(ranks, "process_of", rank_process)
+    patch.setattr(launch, "process_of", rank_process)

@@ -27,7 +27,7 @@ from typing import Any, NoReturn, Self, TextIO
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from shardwise.comm.start import ranks
+from shardwise.comm.start import launch
 from tests.comm.hosts import enter_host
 from tests.forks import CONTEXT, Origin, rank_process
 
@@ -127,7 +127,7 @@ def _run(argv: list[str], folder: str, host: str, server: str, origin: Origin) -
     # Ranks and workers come from the process that this one was forked from, which has no threads.
     forkserver._forkserver._forkserver_address = server  # type: ignore[attr-defined]
     forkserver._forkserver.ensure_running = lambda: None
-    ranks.process_of = rank_process
+    launch.process_of = rank_process
     subprocess_handler.Popen = partial(_Worker, host)  # type: ignore[attr-defined]
     _interpret(argv)
 

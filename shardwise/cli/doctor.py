@@ -11,8 +11,7 @@ import typer
 
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.start.launch import spawn
-from shardwise.comm.start.local import require_local
-from shardwise.comm.start.rendezvous import environment
+from shardwise.comm.start.rendezvous import environment, require_local
 from shardwise.comm.tiers import disk_bandwidth
 from shardwise.comm.world import World, init
 from shardwise.core.errors import InputError, bad

@@ -316,8 +316,7 @@ def _train(
 ) -> int:
     """Train in this process, or start the ranks; returns the exit code."""
     from shardwise.cli.elastic import train_elastic
-    from shardwise.comm.start.local import require_cores, require_local
-    from shardwise.comm.start.rendezvous import environment
+    from shardwise.comm.start.rendezvous import environment, require_cores, require_local
     from shardwise.train import run_lock
     from shardwise.train.config import read
     from shardwise.train.prepare import RunStart, prepare
@@ -358,8 +357,7 @@ def _dry_run(
     config: Path, overrides: Sequence[str], start: "RunStart", nproc: str | None, _: "StopSignal"
 ) -> int:
     """Check and predict the run that `_train` would start; returns the exit code."""
-    from shardwise.comm.start.local import require_cores, require_local
-    from shardwise.comm.start.rendezvous import environment
+    from shardwise.comm.start.rendezvous import environment, require_cores, require_local
     from shardwise.train.config import read
 
     settings, started = read(config, overrides), environment()
@@ -393,7 +391,7 @@ def _train_here(settings: "Config", start: "RunStart", stop: "StopSignal", *, lo
 def _sizes(settings: "Config", nproc: str | None) -> list[int]:
     """The numbers of ranks on which this command may run: several if the run is elastic."""
     from shardwise.cli.elastic import nproc_of, usable_sizes
-    from shardwise.comm.start.local import require_local
+    from shardwise.comm.start.rendezvous import require_local
     from shardwise.core.plan.plan import Plan
     from shardwise.train.prepare import checked_plan
 

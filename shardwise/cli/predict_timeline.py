@@ -111,7 +111,7 @@ def measured_step(wanted: PredictRequest, device: str) -> "list[Measured]":
     Raises InputError for ranks that cannot be started here, RankError if one fails.
     """
     from shardwise.comm.start.launch import spawn
-    from shardwise.comm.start.local import require_local
+    from shardwise.comm.start.rendezvous import require_local
     from shardwise.models.trainable import WEIGHT_BYTES
 
     ranks = wanted.plan.size

@@ -35,13 +35,13 @@ from shardwise.comm.ledger import Ledger
 from shardwise.comm.start.call_stack import place, program_line
 from shardwise.comm.transport import Links, Pending, Transport
 from shardwise.core.errors import InputError, bad
+from shardwise.core.tools.arguments import rank_names
 
 #: The name of the environment variable, and its only value.
 VARIABLE, EACH = "SHARDWISE_CHECK", "each"
 #: The text of a rank that has left the world.
 LEFT: Final = "left"
 _GLANCE_S, _FIRST_LOOK_S, _LOOK_S = 0.002, 0.3, 0.3
-_SHOWN = 8  # ranks named in an error
 
 #: For each rank that has shown it: its number of calls, the call in which it waits, and the keys
 #: for which it waits, by rank.
@@ -159,7 +159,7 @@ class Agreement:
         """The error that all ranks raise: that of the first rank which has found a disagreement."""
         named = dict.fromkeys(calls.values())
         texts = [
-            f"{_names([rank for rank in calls if calls[rank] == text])} "
+            f"{rank_names([rank for rank in calls if calls[rank] == text])} "
             + ("has left the world" if text == LEFT else f"in {text}")
             for text in named
         ]
@@ -187,11 +187,6 @@ def _circle(states: States, path: list[int], missing: Callable[[str], bool]) -> 
     return next(
         (found for rank in onward if (found := _circle(states, [*path, rank], missing))), []
     )
-
-
-def _names(ranks: Sequence[int]) -> str:
-    text = ", ".join(map(str, ranks[:_SHOWN])) + (" and others" if len(ranks) > _SHOWN else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
 
 
 class Agreeing(Transport):

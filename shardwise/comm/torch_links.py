@@ -14,8 +14,8 @@ from shardwise.comm.gloo.gloo import Gloo
 from shardwise.comm.gloo.shared import Mailboxes, shared_memory_wanted
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.nccl import Nccl
-from shardwise.comm.start.limits import Limits, read_limits
 from shardwise.comm.start.peers import Peers
+from shardwise.comm.start.rendezvous import Limits, read_limits
 from shardwise.comm.transport import Links, Transport
 from shardwise.core.mesh import Mesh
 

@@ -25,9 +25,8 @@ from shardwise.comm.gloo.pool import Pool
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.start.connect import meet
 from shardwise.comm.start.excepthook import install_excepthook
-from shardwise.comm.start.limits import Limits, read_limits
 from shardwise.comm.start.peers import watch_peers
-from shardwise.comm.start.rendezvous import Start, environment, local_rank
+from shardwise.comm.start.rendezvous import Limits, Start, environment, local_rank, read_limits
 from shardwise.comm.tiers.arena import Arenas
 from shardwise.comm.tiers.malloc import keep_freed_memory
 from shardwise.comm.tiers.tiers import Tiers
@@ -267,7 +266,7 @@ def init(
         install_excepthook()
         raise
     where = _ready(_device(device, start.local_rank if start else 0))
-    if start is None or (start.size == 1 and start.rank == 0 and start.address is None):
+    if start is None or not start.host:
         return alone(where)
     left = TorchLinks.of_process
     if left is not None and left.ours and left.closed:
@@ -281,13 +280,13 @@ def init(
     store = _begin(start, where, limits)
     links = TorchLinks(ours=True, device_type=where.type, shared_memory=shared_memory)
     TorchLinks.of_process = links
-    # again, since torch sets its own hook
-    install_excepthook(start.rank, start.size, links.close)
     if not faulthandler.is_enabled():  # NCCL aborts a process whose collective has timed out
         faulthandler.enable(2)
     links.peers = watch_peers(store, start.rank, start.size, limits, where.index)
     checked = _agreeing(links, store if agrees else None)
     atexit.register(checked.close)
+    # again, since torch sets its own hook
+    install_excepthook(start.rank, start.size, checked.close)
     return world_of(start.rank, start.size, where, checked)
 
 

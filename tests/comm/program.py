@@ -21,7 +21,8 @@ def save_and_leave(rank: int, folder: Path) -> None:
     signal.signal(signal.SIGTERM, saved)
 
 
-def main(what: str, folder: Path) -> None:
+def main() -> None:
+    what, folder = sys.argv[1], Path(sys.argv[2])
     world = worlds.init()
     if what == "saves":
         save_and_leave(world.rank, folder)
@@ -35,7 +36,3 @@ def main(what: str, folder: Path) -> None:
     if what != "end":
         print(f"rank {world.rank} waits", flush=True)
         time.sleep(60)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

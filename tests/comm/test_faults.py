@@ -15,14 +15,12 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from shardwise.comm.move import all_reduce
-from shardwise.comm.start import ranks
+from shardwise.comm.start import launch
 from shardwise.comm.start.call_stack import CallStack
-from shardwise.comm.start.heartbeat import Heartbeat, HeartbeatMonitor, find_hang
+from shardwise.comm.start.first_cause import Failure, death_text, first_cause
 from shardwise.comm.start.launch import spawn
-from shardwise.comm.start.limits import Limits, read_limits
-from shardwise.comm.start.peers import watch_peers
-from shardwise.comm.start.ranks import death_text, first_cause
-from shardwise.comm.start.worker import Failure
+from shardwise.comm.start.peers import Heartbeat, HeartbeatMonitor, find_hang, watch_peers
+from shardwise.comm.start.rendezvous import Limits, read_limits
 from shardwise.comm.world import init
 from shardwise.core.errors import InputError, RankError
 from tests.comm.test_launch import is_alive
@@ -109,7 +107,7 @@ def test_the_rank_that_others_wait_for_is_the_one_that_hangs():
     assert find_hang(places, 61.0) is None
     rank, text = find_hang(places, 60.0) or (0, "")
     assert rank == 1
-    assert "rank 0 has waited for 60 s" in text and "rank 1 has not joined" in text
+    assert "rank 0 has waited for 60 s" in text and "rank 1 did not join" in text
     assert "rank 0: a.py:1 in f\n  rank 1: b.py:2 in g" in text
 
 
@@ -119,7 +117,7 @@ def test_the_rank_that_others_wait_for_is_the_one_that_hangs():
         (9.0, False, None),
         (10.0, False, "every rank is waiting in a collective that no other rank will join"),
         (2.0, True, None),
-        (3.0, True, "rank 2 has ended the program, and this collective waits for all ranks"),
+        (3.0, True, "rank 2 ended the program, and this collective waits for all ranks"),
     ],
 )
 def test_ranks_that_all_wait_are_told(idle_s: float, left: bool, said: str | None):
@@ -205,7 +203,7 @@ def test_what_a_process_does_after_its_result_does_not_undo_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     """One rank aborts at its exit, the other does not end: the results of both stand."""
-    monkeypatch.setattr(ranks, "_LINGER_S", 1.0)
+    monkeypatch.setattr(launch, "_LINGER_S", 1.0)
     assert spawn(abort_or_linger, 2, (tmp_path,)) == [0, 1]
     assert not any(is_alive(int(file.read_text())) for file in tmp_path.glob("pid-*"))
     assert "after it had returned" in capfd.readouterr().err

@@ -8,7 +8,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem
 
 from shardwise.comm.move import all_reduce, receive
-from shardwise.comm.start import call_stack, heartbeat
+from shardwise.comm.start import call_stack, peers
 from shardwise.comm.start.launch import spawn
 from shardwise.comm.world import init
 from shardwise.core.errors import RankError
@@ -38,7 +38,7 @@ def test_a_rank_that_waits_for_one_that_is_done_is_told(closes: bool):
 
 def wait_for_each_other() -> None:
     """Each rank waits for a message of the other."""
-    heartbeat._ALL_S = 4.0
+    peers._ALL_S = 4.0
     world = init("cpu")
     receive(torch.ones(1), world.everyone, 1 - world.rank)
 
@@ -64,7 +64,7 @@ def meet_without_1(alone: bool) -> None:
 
 def test_ranks_that_wait_for_one_that_never_came_are_told():
     """Nobody else can come to what they wait for: an error with its place, within seconds."""
-    with pytest.raises(RankError, match=r"rank 1 has ended the program.*same number") as caught:
+    with pytest.raises(RankError, match=r"rank 1 ended the program.*same number") as caught:
         spawn(meet_without_1, 3, (False,))
     assert caught.value.rank != 1
     assert "in meet_without_1" in str(caught.value)

@@ -371,11 +371,11 @@ SLURM = {
     [
         ({}, None),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),
-        (TORCHRUN, Start(3, 8, 3, "env://")),
-        (TORCHRUN | SLURM | {"LOCAL_RANK": "1"}, Start(3, 8, 1, "env://")),
-        (SLURM, Start(5, 8, 1, "tcp://gpu007:15702")),
-        (SLURM | {"MASTER_ADDR": "h", "MASTER_PORT": "9"}, Start(5, 8, 1, "tcp://h:9")),
-        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, Start(0, 1, 0, None)),
+        (TORCHRUN, Start(3, 8, 3, "a", 1)),
+        (TORCHRUN | SLURM | {"LOCAL_RANK": "1"}, Start(3, 8, 1, "a", 1)),
+        (SLURM, Start(5, 8, 1, "gpu007", 15702)),
+        (SLURM | {"MASTER_ADDR": "h", "MASTER_PORT": "9"}, Start(5, 8, 1, "h", 9)),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, Start(0, 1, 0)),
     ],
 )
 def test_the_environment_tells_how_a_process_was_started(variables: dict, start: Start | None):
@@ -390,6 +390,7 @@ def test_the_environment_tells_how_a_process_was_started(variables: dict, start:
         (TORCHRUN | {"RANK": "8"}, "RANK=8 and WORLD_SIZE=8"),
         (TORCHRUN | {"RANK": "one"}, "RANK='one'"),
         (TORCHRUN | {"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536.*a port from 1 to 65535"),
         (SLURM | {"SLURM_PROCID": "9"}, "SLURM_PROCID=9 and SLURM_STEP_NUM_TASKS=8"),
         (SLURM | {"SLURM_STEP_NODELIST": ""}, "without SLURM_STEP_NODELIST"),
     ],

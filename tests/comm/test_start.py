@@ -20,8 +20,7 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from shardwise.comm.start.connect import meet
-from shardwise.comm.start.limits import Limits
-from shardwise.comm.start.rendezvous import Start
+from shardwise.comm.start.rendezvous import Limits, Start
 from shardwise.core.errors import InputError
 from tests.comm.hosts import HOSTS, joined_hosts, set_link
 from tests.programs import Program, run_program, start_program
@@ -151,7 +150,7 @@ def listener():
 
 
 def start(rank: int, port: int, host: str = "127.0.0.1") -> Start:
-    return Start(rank, 2, rank, f"tcp://{host}:{port}")
+    return Start(rank, 2, rank, host, port)
 
 
 def test_a_port_in_use_is_told_before_anybody_waits(listener: socket.socket):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from docs.docstrings import markdown, rows
 from docs.reference import ENGINE, MEMBERS, PAGES, WORLD
-from shardwise.comm.start.limits import Limits
+from shardwise.comm.start.rendezvous import Limits
 from shardwise.comm.world import alone
 from shardwise.engine.options import EngineOptions
 from shardwise.train.config import Config

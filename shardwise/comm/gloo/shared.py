@@ -33,7 +33,7 @@ from shardwise.comm.gloo.mailbox import CODES, HEAD, KINDS, Arrival, Inbox, Mail
 from shardwise.comm.ledger import Line
 from shardwise.comm.named_peer import call_name, naming, rank_name
 from shardwise.comm.start.hosts import host_number, process
-from shardwise.comm.start.limits import read_limits
+from shardwise.comm.start.rendezvous import read_limits
 from shardwise.core.errors import bad
 
 #: The size of all mailboxes of a group, and of the largest message.

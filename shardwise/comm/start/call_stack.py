@@ -5,7 +5,6 @@ train.py:12 in main > engine.py:144 in step > collectives.py:80 in all_gather
 """
 
 import contextlib
-import runpy
 import sys
 import time
 from pathlib import Path
@@ -21,8 +20,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[2])
 _STDLIB = str(Path(contextlib.__file__).parent)
 _NOT_THE_PROGRAM = (_PACKAGE, _TORCH, _STDLIB, "<frozen ")
-#: Files of the launcher, whose frames and all outside them are not shown.
-HIDDEN_FILES = (str(Path(__file__).with_name("worker.py")), runpy.__file__, "<frozen runpy>")
+#: Files that call the program, whose frames and all outside them are not shown.
+HIDDEN_FILES = (str(Path(__file__).with_name("worker.py")), "<frozen runpy>")
 _BUSY = 0.2  # processors that a rank uses at most while no message moves
 _GPU_S = 5.0  # time in one call, after which its wait may be for a GPU
 _FIRST, _LAST = 3, 5  # calls shown of a deep stack

@@ -18,20 +18,17 @@ import threading
 import time
 import uuid
 from datetime import timedelta
-from typing import Any
-from urllib.parse import urlparse
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from shardwise.comm.start.limits import Limits
-from shardwise.comm.start.rendezvous import Start, launched
+from shardwise.comm.start.rendezvous import Limits, Start, launched
 from shardwise.core.errors import InputError, bad
+from shardwise.core.tools.arguments import rank_names
 
 _GLANCE_S = 0.05
 _TOLD_S = 1.0  # in which the others read who is missing, before rank 0 closes its store
 _LATER_S = 5.0  # how much longer than rank 0 the others wait for its answer
-_SHOWN = 8  # ranks named in an error
 
 
 def meet(start: Start, limits: Limits) -> Store:
@@ -44,13 +41,12 @@ def meet(start: Start, limits: Limits) -> Store:
         InputError: the host does not exist, the port is in use, two processes have the same rank,
             the address did not answer within `limits.start_s`, or some ranks did not start.
     """
-    host, port = _address(start)
     limit_s = limits.patience_s if launched() else limits.start_s
     deadline = time.monotonic() + limit_s
     waited = f"rank {start.rank} waited {limit_s:.0f} s (SHARDWISE_START_TIMEOUT_S)"
     ours = start.rank == 0 and not _of_agent()
-    _reach(host, port, deadline, waited, ours)
-    store = _store(host, port, start.size, deadline, waited, ours)
+    _reach(start, deadline, waited, ours)
+    store = _store(start, deadline, waited, ours)
     asked = PrefixStore("shardwise", store)
     try:
         answer = (_ask if start.rank else _lead)(asked, start, deadline)
@@ -65,27 +61,17 @@ def meet(start: Start, limits: Limits) -> Store:
     return PrefixStore(f"shardwise/run/{answer}", store)
 
 
-def _address(start: Start) -> tuple[str, int]:
-    if start.address != "env://":
-        found = urlparse(start.address or "")
-        return found.hostname or "", found.port or 0
-    port = os.environ["MASTER_PORT"]
-    if not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise bad(f"MASTER_PORT={port}", "a port from 1 to 65535", "export MASTER_PORT=29500")
-    return os.environ["MASTER_ADDR"], int(port)
-
-
 def _of_agent() -> bool:
     """Whether torchrun's agent serves the store instead of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-def _reach(host: str, port: int, deadline: float, waited: str, ours: bool) -> None:
+def _reach(start: Start, deadline: float, waited: str, ours: bool) -> None:
     """Return when a server listens at the address.  If it is `ours`, check only the host's name.
 
     torch's own client would print warnings while it retries.
     """
-    why = ""
+    host, port, why = start.host, start.port, ""
     while time.monotonic() < deadline:
         try:
             if ours:
@@ -108,33 +94,34 @@ def _reach(host: str, port: int, deadline: float, waited: str, ours: bool) -> No
     )
 
 
-def _store(host: str, port: int, size: int, deadline: float, waited: str, ours: bool) -> TCPStore:
-    found: list[Any] = []
+def _store(start: Start, deadline: float, waited: str, ours: bool) -> TCPStore:
+    rest_s = max(1.0, deadline - time.monotonic())
+    outcome: list[TCPStore | str] = ["it accepts connections but does not answer"]
 
     def _connect() -> None:
+        flags = {"is_master": ours, "wait_for_workers": False, "multi_tenant": ours}
         try:
-            rest = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-            flags = {"is_master": ours, "wait_for_workers": False, "multi_tenant": ours}
-            found.append(TCPStore(host, port, size, timeout=rest, **flags))
+            rest = timedelta(seconds=rest_s)
+            outcome[0] = TCPStore(start.host, start.port, start.size, timeout=rest, **flags)
         except RuntimeError as error:
-            found.append(error)
+            outcome[0] = str(error).splitlines()[0]
 
     # in a thread, because TCPStore waits forever for a server that accepts but never answers
     thread = threading.Thread(target=_connect, name="start", daemon=True)
     thread.start()
-    thread.join(max(1.0, deadline - time.monotonic()))
-    if found and isinstance(found[0], TCPStore):
-        return found[0]
-    why = str(found[0]).splitlines()[0] if found else "it accepts connections but does not answer"
-    if "EADDRINUSE" in why:
+    thread.join(rest_s)
+    result = outcome[0]
+    if isinstance(result, TCPStore):
+        return result
+    if "EADDRINUSE" in result:
         raise bad(
-            f"MASTER_PORT={port}, which another program on this host uses",
+            f"MASTER_PORT={start.port}, which another program on this host uses",
             "a port that is free on rank 0's host",
             f"export MASTER_PORT={get_free_port()} on all ranks",
         )
     raise InputError(
-        f"{waited} for the run's store at {host}, port {port}, where another program seems to "
-        f"listen: {why}. Use a MASTER_PORT that is free on rank 0's host"
+        f"{waited} for the run's store at {start.host}, port {start.port}, where another program "
+        f"seems to listen: {result}. Use a MASTER_PORT that is free on rank 0's host"
     )
 
 
@@ -160,7 +147,7 @@ def _ask(store: Store, start: Start, deadline: float) -> str:
         if late:
             absent = [0, *_absent(store, start.size)]
             store.delete_key(f"asks/{start.rank}")
-            return _named(absent)
+            return rank_names(absent)
         time.sleep(_GLANCE_S)
 
 
@@ -170,7 +157,7 @@ def _lead(store: Store, start: Start, deadline: float) -> str:
         store.delete_key(f"asks/{rank}")
     while (absent := _absent(store, start.size)) and time.monotonic() < deadline:
         time.sleep(_GLANCE_S)
-    answer = _named(absent) if absent else uuid.uuid4().hex
+    answer = rank_names(absent) if absent else uuid.uuid4().hex
     for rank in set(range(1, start.size)).difference(absent):
         store.set(f"answer/{store.get(f'asks/{rank}').decode()}", answer)
     store.set("over", "")
@@ -184,9 +171,3 @@ def _absent(store: Store, size: int) -> list[int]:
     if size == 1 or store.check(keys):
         return []
     return [rank for rank, key in enumerate(keys, start=1) if not store.check([key])]
-
-
-def _named(ranks: list[int]) -> str:
-    text = ", ".join(map(str, ranks[:_SHOWN]))
-    text += f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

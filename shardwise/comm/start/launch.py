@@ -1,8 +1,11 @@
 """The launcher: starts several ranks on this machine, and ends all of them when one fails.
 
-launcher   ranks.py     starts processes, reads their pipes, kills them
+launcher   launch.py    start processes, read their pipes, kill those that remain
 ranks      worker.py    call the function, report the result or the error
            peers.py     watch each other's heartbeats, report a rank that is stopped or hangs
+
+The first failure names the cause.  A moment later the launcher kills the other ranks, because a
+rank inside a collective handles no signal, and would complain about a lost peer.
 """
 
 import multiprocessing
@@ -11,22 +14,36 @@ import pickle
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from math import inf
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from shardwise.comm.start.excepthook import install_excepthook
-from shardwise.comm.start.limits import read_limits
-from shardwise.comm.start.local import require_local
-from shardwise.comm.start.ranks import SAVE_S, Ranks, described, first_cause, report
-from shardwise.comm.start.rendezvous import LAUNCHER
-from shardwise.comm.start.worker import run_module
+from shardwise.comm.start.first_cause import Failure, death_text, described, ended, first_cause
+from shardwise.comm.start.peers import reported_failure
+from shardwise.comm.start.rendezvous import LAUNCHER, read_limits, require_local
+from shardwise.comm.start.worker import Work, run, run_command
 from shardwise.core.errors import InputError, RankError, bad
-from shardwise.core.tools.arguments import choice, integer, short_repr
+from shardwise.core.tools.arguments import choice, integer, rank_names, short_repr
+
+#: How long the ranks may take to save and exit after SIGTERM or SIGINT.
+_SAVE_S = 60.0
+_POLL_S = 0.1
+#: How long other ranks may still report their errors after the first failure.
+_GRACE_S = 1.0
+#: How long a process may take to exit once all ranks have results.
+_LINGER_S = 20.0
+_KILL_S = 3.0
 
 
 def spawn(
@@ -62,7 +79,8 @@ def spawn(
         given = f"spawn with args={short_repr(args)}"
         raise bad(given, "a tuple of the function's arguments", "spawn(work, 2, args=(3,))")
     work = (function, tuple(args)) if fork else _pickled(function, tuple(args))
-    started = _run(ranks, work, device, signals=[], quiet=False)
+    started = Ranks()
+    started.run(ranks, work, device, signals=[])
     if (results := started.results()) is not None:
         return [pickle.loads(result) for result in results]  # noqa: S301
     failures = started.failures()
@@ -102,7 +120,7 @@ def launch(
     *,
     stop_when: Callable[[], bool] | None = None,
 ) -> Ended:
-    """Run `python -m module argv` as `nproc` ranks, and return how they ended.
+    """Run the command `main()` of `module` with `argv` as `nproc` ranks; return how they ended.
 
     The code is 0 if every rank exited with 0, otherwise that of the rank that failed first, whose
     error is printed once.  Error output of rank 0 appears as it is written, that of other ranks
@@ -115,9 +133,9 @@ def launch(
     Raises InputError for fewer than one process.
     """
     require_ranks(nproc, None)
-    work = pickle.dumps((run_module, (module, tuple(argv))))
+    work, started = pickle.dumps((run_command, (module, tuple(argv)))), Ranks()
     with _signals() as received:
-        started = _run(nproc, work, None, received, quiet=True, stop_when=stop_when)
+        started.run(nproc, work, None, received, quiet=True, stop_when=stop_when)
     if started.results() is not None:
         return Ended(0, stopped=started.stopped and not received)
     failures = started.failures()
@@ -126,14 +144,19 @@ def launch(
         print(why, file=sys.stderr)
         return Ended(128 + received[1])
     if not failures:
-        late = ", ".join(str(rank.number) for rank in started.ranks if rank.killed)
-        print(f"ranks {late} did not end within {SAVE_S:.0f} s", file=sys.stderr)
+        late = rank_names([rank.number for rank in started.ranks if rank.killed])
+        print(f"{late} did not end within {_SAVE_S:.0f} s", file=sys.stderr)
         return Ended(1)
     first = first_cause(failures)
     if received and started.ranks[first.rank].process.exitcode == -signal.SIGTERM:
         return Ended(128 + received[0])
+    if first.code is not None:  # it has printed its error; that of rank 0 is on the screen
+        if not any(each.rank == 0 and each.code == first.code for each in failures):
+            print(first.output or f"rank {first.rank} failed: {first.text}", file=sys.stderr)
+        return Ended(first.code)
+    print(RankError(first.rank, described(failures, first)), file=sys.stderr)
     lost = {first.rank, *(each.rank for each in failures if each.lost)}
-    return Ended(report(failures, first), len(lost) if first.code is None and not received else 0)
+    return Ended(1, 0 if received else len(lost))
 
 
 def require_ranks(ranks: int, device: str | None) -> None:
@@ -178,32 +201,182 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     return work
 
 
-def _run(
-    ranks: int,
-    work: Any,
-    device: str | None,
-    signals: list[int],
-    *,
-    quiet: bool,
-    stop_when: Callable[[], bool] | None = None,
-) -> Ranks:
-    """Run the ranks until they have all exited; no process is left afterwards."""
-    started = Ranks()
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and SIGINT instead of ending."""
+    received: list[int] = []
+    wanted = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda n, _: received.append(n)) for number in wanted]
     try:
-        started.start(ranks, work, _variables(device), quiet=quiet)
-        started.watch(signals, stop_when)
+        yield received
     finally:
-        started.kill()
-    if started.results() is not None:
-        print("".join(rank.late_exit() for rank in started.ranks), end="", file=sys.stderr)
-    return started
+        for number, handler in zip(wanted, before, strict=True):
+            signal.signal(number, handler)
 
 
-def _variables(device: str | None) -> dict[str, str]:
-    """The environment variables of all ranks, besides those that torchrun would set."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    threads = asked if asked.isdecimal() and int(asked) > 0 else "1"
-    variables = {"OMP_NUM_THREADS": threads, LAUNCHER: str(os.getpid())}
+class Rank:
+    """A process, which starts when this is made, and what it has reported."""
+
+    def __init__(
+        self, number: int, work: Work, variables: Mapping[str, str], *, quiet: bool
+    ) -> None:
+        self.number = number
+        self.started = self.killed = False
+        self.outcome: bytes | Failure | None = None
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115  closed by Ranks.run
+        self.pipe, theirs = multiprocessing.Pipe()
+        errors = Connection(os.dup(self.file.fileno()))
+        with theirs, errors, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*use of fork.. may lead to deadlocks")
+            own = {**variables, "RANK": str(number), "LOCAL_RANK": str(number)}
+            self.process = process_of(work, own, theirs, errors, quiet and number > 0)
+            self.process.start()
+
+    def read(self) -> None:
+        """Take the messages that have arrived, or note that the process has died."""
+        died = not self.process.is_alive()  # asked first, so that all its messages are there
+        try:
+            while self.outcome is None and self.pipe.poll():
+                message, self.started = self.pipe.recv(), True
+                if isinstance(message, Failure) and message.code is not None:
+                    message = replace(message, output=self._output())
+                self.outcome = message
+        except (EOFError, OSError):
+            died = True
+        if died and self.outcome is None:
+            self.process.join(1.0)
+            self.fail(death_text(self.process.exitcode or 0, self.started), self._output())
+
+    def fail(self, text: str, output: str = "") -> None:
+        """Record the failure of a rank that cannot report its own."""
+        if not isinstance(self.outcome, Failure):
+            at_ns = time.monotonic_ns()
+            self.outcome = Failure(at_ns, self.number, text, output=output, lost=True)
+
+    def release(self) -> None:
+        """Let the process exit, since all ranks have results."""
+        with suppress(OSError):  # it has just died
+            self.pipe.send_bytes(b"")
+
+    def late_exit(self) -> str:
+        """How the process ended if it aborted or was killed after all results were there."""
+        if self.killed:
+            return f"rank {self.number} was killed: its process did not end after it had returned\n"
+        if not (code := self.process.exitcode):
+            return ""
+        return f"rank {self.number} {ended(code)} after it had returned; its result stands\n"
+
+    def _output(self) -> str:
+        """Its error output if that is held back, and its stacks at a fatal signal."""
+        size = os.fstat(self.file.fileno()).st_size
+        return os.pread(self.file.fileno(), size, 0).decode(errors="replace").strip()
+
+
+def process_of(work: Work, *args: Any) -> BaseProcess:
+    """The process of a rank; it is forked if its work is not pickled."""
+    if isinstance(work, bytes):
+        return multiprocessing.get_context("spawn").Process(target=run, args=(work, *args))
+    return multiprocessing.get_context("fork").Process(target=run, args=(work, *args))
+
+
+class Ranks:
+    """All ranks of a launch, and the store where they meet."""
+
+    def __init__(self) -> None:
+        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.ranks: list[Rank] = []
+        self.stopped = False  # stopped as by a signal
+
+    def run(
+        self,
+        size: int,
+        work: Work,
+        device: str | None,
+        signals: list[int],
+        *,
+        quiet: bool = False,
+        stop_when: Callable[[], bool] | None = None,
+    ) -> None:
+        """Run the ranks until they have all exited; no process is left afterwards.
+
+        When `stop_when` returns true, the ranks are stopped as by a signal.
+        """
+        variables = {
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(self.store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        try:
+            with _environment(_early_variables(device)):
+                for number in range(size):
+                    self.ranks.append(Rank(number, work, variables, quiet=quiet))
+            self._watch(signals, stop_when)
+        finally:
+            self._kill()
+        if self.results() is not None:
+            print("".join(rank.late_exit() for rank in self.ranks), end="", file=sys.stderr)
+
+    def results(self) -> list[bytes] | None:
+        """The results of all ranks; None while some are missing."""
+        results = [rank.outcome for rank in self.ranks if isinstance(rank.outcome, bytes)]
+        return results if len(results) == len(self.ranks) else None
+
+    def failures(self) -> list[Failure]:
+        """The failures so far, earliest first."""
+        return sorted(rank.outcome for rank in self.ranks if isinstance(rank.outcome, Failure))
+
+    def _watch(self, signals: list[int], stop_when: Callable[[], bool] | None) -> None:
+        """Return when all processes have exited, or when it is time to kill those that remain."""
+        deadlines = dict[str, float]()  # each begins at the first event of its kind
+        while (alive := self._alive()) and time.monotonic() < min(deadlines.values(), default=inf):
+            pipes = [rank.pipe for rank in alive if rank.outcome is None]
+            wait([*pipes, *(rank.process.sentinel for rank in alive)], _POLL_S)
+            self._read()
+            failed, now = len(self.failures()), time.monotonic()
+            if len(signals) > 1 or failed == len(self.ranks):
+                return
+            if failed:
+                deadlines.setdefault("failed", now + _GRACE_S)
+            self.stopped = self.stopped or (stop_when is not None and stop_when())
+            if (signals or self.stopped) and "signalled" not in deadlines:
+                deadlines["signalled"] = now + _SAVE_S
+                for rank in alive:
+                    rank.process.terminate()
+            if "returned" not in deadlines and self.results() is not None:
+                deadlines["returned"] = now + _LINGER_S
+                for rank in alive:
+                    rank.release()
+        self._read()
+
+    def _kill(self) -> None:
+        """Kill the ranks that are left, and close the files."""
+        for rank in self._alive():
+            rank.killed = True
+            rank.process.kill()
+        end = time.monotonic() + _KILL_S
+        for rank in self.ranks:
+            rank.process.join(max(0.0, end - time.monotonic()))
+            rank.pipe.close()
+            rank.file.close()
+
+    def _alive(self) -> list[Rank]:
+        return [rank for rank in self.ranks if rank.process.is_alive()]
+
+    def _read(self) -> None:
+        for rank in self.ranks:
+            rank.read()
+        if (reported := reported_failure(self.store)) is not None:
+            self.ranks[reported[0]].fail(reported[1])
+
+
+def _early_variables(device: str | None) -> dict[str, str]:
+    """The environment variables of all ranks that are read when modules are loaded."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    given = threads.isdecimal() and int(threads) > 0
+    variables = {"OMP_NUM_THREADS": threads if given else "1", LAUNCHER: str(os.getpid())}
     if device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
@@ -214,16 +387,12 @@ def _variables(device: str | None) -> dict[str, str]:
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT instead of ending; works only in the main thread."""
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    wanted = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, lambda n, _: received.append(n)) for number in wanted]
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
     try:
-        yield received
+        yield
     finally:
-        for number, handler in zip(wanted, before, strict=True):
-            signal.signal(number, handler)
+        for name in changes.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)

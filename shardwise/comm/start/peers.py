@@ -1,12 +1,22 @@
-"""Ranks that watch each other's heartbeats.
+"""Ranks that watch each other's heartbeats: signs of life, with the place where the program is.
 
     rank 0  <---->  rank 1, rank 2, ...       the first rank that has not left watches all others,
                                               and they watch it
 
+A monitor ends the run in these cases:
+
+    no heartbeat for `frozen_s`, and the process is stopped or has ended
+    no heartbeat for `frozen_s` from another host, which does not answer any more
+    no heartbeat for 4 `frozen_s`, and the process neither uses nor waits for a processor; of a
+      process on another host nothing but the heartbeats is known
+    some ranks have waited for `patience_s` in one collective, and another does not join it
+    every rank that has not left waits in a collective, and no message moves
+
 Heartbeats go through the run's store, and so does the report of the rank that finds another one
 frozen, lost or hanging.  Our launcher reads the report and kills the ranks.  Without it every rank
 reads the report within a heartbeat, prints why the run ends, lingers until the others have read it
-too, and exits.
+too, and exits.  The thread that sends heartbeats needs Python's interpreter lock, which a long call
+into C may hold.
 """
 
 import json
@@ -14,9 +24,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -26,16 +36,121 @@ from torch.distributed import DistNetworkError
 
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.start.call_stack import CallStack
-from shardwise.comm.start.heartbeat import Heartbeat, HeartbeatMonitor, find_hang
-from shardwise.comm.start.hosts import Reach, address_towards, host_number
-from shardwise.comm.start.limits import Limits
-from shardwise.comm.start.rendezvous import launched
+from shardwise.comm.start.hosts import Reach, address_towards, host_number, process
+from shardwise.comm.start.rendezvous import Limits, launched
+from shardwise.core.tools.arguments import rank_names
 
 PEERS = "peers"  # the name of the threads
 _PREFIX, _REPORT = "shardwise/heartbeats", "report"
-_STORE = 4  # times `frozen_s` without an answer from the store
+_UNSURE = 4  # times `frozen_s`, where a process may be computing, or the store may be slow
 _LINGER = 3  # heartbeats in which every rank reads why the run ends
 _GLANCE_S = 0.05
+#: How long every rank waits before the run ends: if some rank has left, and if none has.
+_LEFT_S, _ALL_S = 3.0, 10.0
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The `count`-th heartbeat of a rank, from process `pid` on `host` (see `host_number`).
+
+    `address` is that of the host, "" if it is not known; `sent` names the last calls that its
+    ledger counts.
+
+    The rank is in `calls`, has waited for `waits_s` in one collective, for `idle_s` of them without
+    the use of a processor.  A rank that has `left` has ended normally, and sends no more.
+    """
+
+    count: int
+    pid: int
+    host: int = 0
+    calls: str = ""
+    waits_s: float = 0.0
+    idle_s: float = 0.0
+    left: bool = False
+    sent: str = ""
+    address: str = ""
+
+
+class HeartbeatMonitor:
+    """Watches the heartbeats of one rank.
+
+    `host` is the monitor's own host number, `reach` what it knows of others.
+    """
+
+    def __init__(self, limits: Limits, host: int, reach: Reach | None = None) -> None:
+        self.limits, self.host, self.reach = limits, host, reach or Reach()
+        self.beat: Heartbeat | None = None
+        self._silent_s = self._idle_s = self._cpu_s = 0.0
+
+    def receive(self, beat: Heartbeat, elapsed_s: float) -> str:
+        """Take the latest heartbeat, `elapsed_s` after the previous call.
+
+        Returns the error of a rank that is frozen, or "".  If the monitor itself was stopped, that
+        time does not count.
+        """
+        elapsed_s = min(elapsed_s, 2 * self.limits.heartbeat_s)
+        if beat.left or beat != self.beat:
+            if beat.host != self.host:
+                self.reach.know(beat.address)
+            self.beat, self._silent_s, self._idle_s = beat, 0.0, 0.0
+            return ""
+        self._silent_s += elapsed_s
+        self._idle_s += elapsed_s
+        local = beat.host == self.host and self.host
+        state, cpu_s = process(beat.pid) if local else ("?", 0.0)
+        if state in "Rt" or cpu_s != self._cpu_s:  # t: in a debugger
+            self._idle_s, self._cpu_s = 0.0, cpu_s
+        long = self._silent_s >= self.limits.frozen_s
+        if state in "XZ" and long:
+            why = "has ended without leaving the run (killed, perhaps)"
+        elif state == "T" and long:
+            why = "is stopped (by SIGSTOP or the like)"
+        elif long and not local and self.reach.lost(beat.address):
+            why = f"is on another host, {beat.address}, which does not answer any more"
+        elif self._idle_s >= _UNSURE * self.limits.frozen_s:
+            why = "does not run" if local else "is on another host, which is frozen or unreachable"
+        else:
+            return ""
+        return (
+            f"its process {beat.pid} {why}. It has sent no heartbeat for {self._silent_s:.0f} s "
+            "(SHARDWISE_FROZEN_S), and the other ranks would wait for it forever. It was last in "
+            f"{beat.calls or 'its start'}{_sent(beat)}"
+        )
+
+
+def find_hang(heartbeats: Mapping[int, Heartbeat], patience_s: float) -> tuple[int, str] | None:
+    """A rank that makes others wait too long, and the error; None while there is none.
+
+    If every rank waits, it is the one that has waited longest.
+    """
+    present = {rank: beat for rank, beat in heartbeats.items() if not beat.left}
+    left = sorted(heartbeats.keys() - present.keys())
+    longest = max(present, key=lambda rank: present[rank].waits_s)
+    if present[longest].waits_s >= patience_s:
+        late = sorted(rank for rank, beat in present.items() if not beat.waits_s)
+        cause = late[0] if late else longest
+        named = f"{rank_names(late)} did not join it" if late else "no rank can continue"
+        why = (
+            f"rank {longest} has waited for {patience_s:.0f} s (SHARDWISE_PATIENCE_S) in one "
+            f"collective, and {named}"
+        )
+    elif min(beat.idle_s for beat in present.values()) >= (_LEFT_S if left else _ALL_S):
+        cause = longest
+        why = "every rank is waiting in a collective that no other rank will join"
+        if left:
+            why = f"{rank_names(left)} ended the program, and this collective waits for all ranks"
+        why += ". All ranks must run the same number of steps"
+    else:
+        return None
+    places = [
+        f"  rank {rank}: {'has ended' if beat.left else beat.calls or 'in its start'}{_sent(beat)}"
+        for rank, beat in sorted(heartbeats.items())
+    ]
+    return cause, f"{why}. Where the main thread of each rank is:\n" + "\n".join(places)
+
+
+def _sent(beat: Heartbeat) -> str:
+    return f"; its last calls: {beat.sent}" if beat.sent else ""
 
 
 class Peers:
@@ -117,17 +232,19 @@ class Peers:
             seen = self.rounds
             if self.first or silent_s <= self.limits.frozen_s:
                 continue
-            lost = not self.closed and self.reach.lost(self.store_host)
-            if self.closed or lost or silent_s > _STORE * self.limits.frozen_s:
+            silence = f"not answered for {silent_s:.0f} s (SHARDWISE_FROZEN_S)"
+            if self.closed:
                 why = f"closed, and rank 0 has not left the run: it was lost ({self.closed})"
-                if not self.closed:
-                    why = f"not answered for {silent_s:.0f} s (SHARDWISE_FROZEN_S). Its "
-                    why += f"host, {self.store_host}, does not answer any more" if lost else ""
-                    why = why if lost else f"{why}process is frozen or unreachable"
-                self._end(
-                    f"the run's store, on rank 0 or in its launcher, has {why}. "
-                    f"Rank {self.rank} was in {self.call_stack.calls()}"
-                )
+            elif self.reach.lost(self.store_host):
+                why = f"{silence}. Its host, {self.store_host}, does not answer any more"
+            elif silent_s > _UNSURE * self.limits.frozen_s:
+                why = f"{silence}. Its process is frozen or unreachable"
+            else:
+                continue
+            self._end(
+                f"the run's store, on rank 0 or in its launcher, has {why}. "
+                f"Rank {self.rank} was in {self.call_stack.calls()}"
+            )
 
     def _check(self, elapsed_s: float) -> None:
         if self.store.check([_REPORT]) and not self.launched:
@@ -148,7 +265,7 @@ class Peers:
                 self._end_together(report, whole=report == own)
 
     def _send(self, beat: Heartbeat) -> None:
-        self.store.set(f"beat/{self.rank}", beat.text())
+        self.store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
 
     def _heartbeats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
         """The latest heartbeats; none while one of these ranks has not begun."""

@@ -1,4 +1,4 @@
-"""Rendezvous from the environment: the rank of this process, and the address where all ranks meet.
+"""What the environment says of a run: this process's rank, where the ranks meet, and time limits.
 
     torchrun   RANK, WORLD_SIZE, LOCAL_RANK; the ranks meet at MASTER_ADDR and MASTER_PORT
     Slurm      SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID; the ranks meet on the first host
@@ -11,7 +11,9 @@ srun has SLURM_STEP_NUM_TASKS, so that variable decides.
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 
 from shardwise.core.errors import bad
 
@@ -21,19 +23,47 @@ _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 LAUNCHER = "SHARDWISE_LAUNCHER"
 #: Ports for Slurm jobs: above registered services, below the ephemeral ports of clients.
 _PORTS = range(15000, 32000)
+#: The most processes on one machine: the larger of these, per machine and per processor core.
+_PER_MACHINE, _PER_CORE = 64, 8
+#: The variable of each time limit.
+_LIMITS = {
+    "start_s": "SHARDWISE_START_TIMEOUT_S",
+    "frozen_s": "SHARDWISE_FROZEN_S",
+    "patience_s": "SHARDWISE_PATIENCE_S",
+}
 
 
 @dataclass(frozen=True)
 class Start:
     """The rank a process was started as.
 
-    `address` is where the ranks meet, as an init_method of torch.distributed; None for one rank.
+    All ranks meet at `host` and `port`.  A world of one that needs no meeting has no host.
     """
 
     rank: int
     size: int
     local_rank: int
-    address: str | None
+    host: str = ""
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many seconds a run waits before it reports that something is wrong.
+
+    start_s      for all ranks to meet at the start
+    frozen_s     for the next heartbeat of a rank
+    patience_s   in one collective, for a rank that does not join it
+    """
+
+    start_s: float = 60.0
+    frozen_s: float = 10.0
+    patience_s: float = 600.0
+
+    @property
+    def heartbeat_s(self) -> float:
+        """The time between two heartbeats."""
+        return min(1.0, self.frozen_s / 5)
 
 
 def environment(variables: Mapping[str, str] | None = None) -> Start | None:
@@ -52,9 +82,9 @@ def environment(variables: Mapping[str, str] | None = None) -> Start | None:
     return None
 
 
-def launched(variables: Mapping[str, str] | None = None) -> bool:
+def launched() -> bool:
     """Whether our own launcher started this process and watches it."""
-    return (os.environ if variables is None else variables).get(LAUNCHER) == str(os.getppid())
+    return os.environ.get(LAUNCHER) == str(os.getppid())
 
 
 def local_rank(rank: int, variables: Mapping[str, str] | None = None) -> int:
@@ -78,14 +108,14 @@ def _torchrun(variables: Mapping[str, str]) -> Start:
         )
     rank, size = _rank_and_size(variables, "RANK", "WORLD_SIZE")
     local = _number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else rank
-    return Start(rank, size, local, "env://")
+    return Start(rank, size, local, variables["MASTER_ADDR"], _port(variables))
 
 
 def _slurm(variables: Mapping[str, str]) -> Start:
     rank, size = _rank_and_size(variables, *_SLURM)
     local = _number(variables, "SLURM_LOCALID") if "SLURM_LOCALID" in variables else rank
     if size == 1:
-        return Start(rank, size, local, None)
+        return Start(rank, size, local)
     hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or ""
     if not hosts:
         raise bad(
@@ -94,14 +124,12 @@ def _slurm(variables: Mapping[str, str]) -> Start:
             "srun --ntasks 2 --export=ALL ...",
         )
     if variables.get("MASTER_PORT"):
-        port = _number(variables, "MASTER_PORT")
+        port = _port(variables)
     else:
         step = int(re.sub(r"\D", "", variables.get("SLURM_STEP_ID", "")) or 0)
         job = int(re.sub(r"\D", "", variables.get("SLURM_JOB_ID", "")) or 0)
         port = _PORTS[(job * 7 + step) % len(_PORTS)]  # 7: the steps of near jobs stay apart
-    return Start(
-        rank, size, local, f"tcp://{variables.get('MASTER_ADDR') or first_host(hosts)}:{port}"
-    )
+    return Start(rank, size, local, variables.get("MASTER_ADDR") or first_host(hosts), port)
 
 
 def first_host(hosts: str) -> str:
@@ -123,6 +151,13 @@ def _rank_and_size(variables: Mapping[str, str], rank_name: str, size_name: str)
     return rank, size
 
 
+def _port(variables: Mapping[str, str]) -> int:
+    text = variables["MASTER_PORT"]
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise bad(f"MASTER_PORT={text}", "a port from 1 to 65535", "export MASTER_PORT=29500")
+    return int(text)
+
+
 def _number(variables: Mapping[str, str], name: str) -> int:
     if not variables[name].isdecimal():
         raise bad(
@@ -131,3 +166,53 @@ def _number(variables: Mapping[str, str], name: str) -> int:
             f"unset {name}, or start with torchrun",
         )
     return int(variables[name])
+
+
+def read_limits(variables: Mapping[str, str] | None = None) -> Limits:
+    """The limits in `variables`, by default the environment.
+
+    Raises:
+        InputError: one of them is not a number of seconds above zero.
+    """
+    variables = os.environ if variables is None else variables
+    return Limits(**{field: _seconds(variables, field) for field in _LIMITS})
+
+
+def _seconds(variables: Mapping[str, str], field: str) -> float:
+    name, default = _LIMITS[field], getattr(Limits, field)
+    text = variables.get(name) or str(default)
+    with suppress(ValueError):
+        if 0 < float(text) < inf:
+            return float(text)
+    raise bad(
+        f"{name}='{text}' in the environment",
+        "a number of seconds above 0",
+        f"export {name}={default:.0f}, which is the default",
+    )
+
+
+def require_local(ranks: int) -> None:
+    """Raise InputError if so many processes on this machine are surely a mistake."""
+    cores = os.cpu_count() or 1
+    most = max(_PER_MACHINE, _PER_CORE * cores)
+    if ranks > most:
+        raise bad(
+            f"{ranks} processes on this machine, which has {cores} processor cores",
+            f"up to {most} processes here, and more on several machines with torchrun",
+            "fewer ranks, such as dp2",
+        )
+
+
+def require_cores(ranks: int, plan: str) -> None:
+    """Raise InputError if a plan needs more processes than cores and --nproc was not given.
+
+    This keeps a plan for a cluster from starting on a laptop by accident.
+    """
+    cores = os.cpu_count() or 1
+    if ranks > cores:
+        raise bad(
+            f"the plan '{plan}', which needs {ranks} processes, on a machine with {cores} "
+            f"processor core{'s' * (cores > 1)}",
+            f"up to {cores} processes without --nproc, and more with it",
+            f"--nproc {ranks}",
+        )

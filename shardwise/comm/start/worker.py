@@ -11,14 +11,12 @@ lost connection.  If the launcher dies, the pipe closes and the rank exits.
 import faulthandler
 import os
 import pickle
-import runpy
 import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -28,78 +26,57 @@ import torch.distributed as dist
 
 from shardwise.comm.gloo.shared import leave
 from shardwise.comm.start.call_stack import HIDDEN_FILES
+from shardwise.comm.start.first_cause import Failure
 from shardwise.comm.torch_links import TorchLinks
 from shardwise.core.errors import InputError
 
+#: A function and its arguments; pickled, unless the rank is forked.
+Work = bytes | tuple[Callable[..., Any], tuple[Any, ...]]
 
-@dataclass(frozen=True, order=True)
-class Failure:
-    """Why a rank failed: the time `at_ns` (monotonic clock) and the text of its error.
 
-    `code` is the exit code of a rank that called sys.exit, otherwise None.  `input_error` is the
-    text of an InputError, empty for any other error.  `output` is what a dead rank had written.
-    `lost`: the process died or hangs, and reported nothing.
+def run(
+    work: Work,
+    variables: Mapping[str, str],
+    pipe: "Connection[Any, Any]",
+    errors: "Connection[Any, Any]",
+    quiet: bool,
+) -> None:
+    """The entry point of a rank, whose `variables` are set in its environment.
+
+    A fatal signal writes the stacks of all threads to the file `errors`.  With `quiet`, the error
+    output goes there too.
     """
-
-    at_ns: int
-    rank: int
-    text: str
-    code: int | None = None
-    input_error: str = ""
-    output: str = ""
-    lost: bool = False
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a rank runs: `work` is (function, args), pickled unless the rank is forked.
-
-    `variables` are set in its environment.  A fatal signal writes the stacks of all threads to the
-    file `errors`.  With `quiet`, the error output goes there too.
-    """
-
-    work: bytes | tuple[Callable[..., Any], tuple[Any, ...]]
-    variables: Mapping[str, str]
-    quiet: bool
-    pipe: "Connection[Any, Any]"
-    errors: "Connection[Any, Any]"
-
-
-def run(job: Job) -> None:
-    """The entry point of a rank: sends the pickled result of its function."""
-    os.environ.update(job.variables)
+    os.environ.update(variables)
     os.setsid()  # so that Ctrl-C reaches only the launcher
     all_ended = threading.Event()
-    threading.Thread(target=_listen, args=(job.pipe, all_ended), daemon=True).start()
-    job.pipe.send(None)
-    if job.quiet:
-        os.dup2(job.errors.fileno(), 2)
-    faulthandler.enable(job.errors.fileno())
+    threading.Thread(target=_listen, args=(pipe, all_ended), daemon=True).start()
+    pipe.send(None)
+    if quiet:
+        os.dup2(errors.fileno(), 2)
+    faulthandler.enable(errors.fileno())
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
-        function, args = pickle.loads(job.work) if isinstance(job.work, bytes) else job.work  # noqa: S301 (ours)
+        function, args = pickle.loads(work) if isinstance(work, bytes) else work  # noqa: S301 (ours)
         result = pickle.dumps(function(*args))
         leave()  # before waiting for the other ranks, since one may wait for this rank
         links = TorchLinks.of_process
         if links is not None and links.peers is not None:
             links.peers.stop()
-        job.pipe.send(result)
+        pipe.send(result)
     except SystemExit as error:
-        _fail(job, f"it ended by sys.exit({error.code!r})", _exit_code(error))
+        _fail(pipe, f"it ended by sys.exit({error.code!r})", _exit_code(error))
     except BaseException as error:  # noqa: BLE001  every error that ends a rank is reported
-        _fail(job, _traceback(error), None, str(error) if isinstance(error, InputError) else "")
+        _fail(pipe, _traceback(error), None, str(error) if isinstance(error, InputError) else "")
     all_ended.wait()  # a rank that left earlier would close connections that others still use
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def run_module(module: str, argv: Sequence[str]) -> None:
-    """Do what `python -m module argv` does, but return if it exits with code 0."""
+def run_command(module: str, argv: Sequence[str]) -> None:
+    """Call `main()` of a module with these arguments in sys.argv; an exit with 0 is a return."""
     sys.argv = [module, *argv]
-    # The launcher's main module is imported again in every child, and may be this module.
-    warnings.filterwarnings("ignore", message=".*found in sys.modules", category=RuntimeWarning)
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        import_module(module).main()
     except SystemExit as error:
         if _exit_code(error) != 0:
             raise
@@ -122,15 +99,14 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback without the frames of this file and runpy."""
+    """The traceback without the frames of this file."""
     frames: TracebackType | None = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in HIDDEN_FILES:
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
 
 
-def _fail(job: Job, text: str, code: int | None, input_error: str = "") -> None:
+def _fail(pipe: "Connection[Any, Any]", text: str, code: int | None, input_error: str = "") -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    rank = int(os.environ["RANK"])
-    job.pipe.send(Failure(time.monotonic_ns(), rank, text, code, input_error))
+    pipe.send(Failure(time.monotonic_ns(), int(os.environ["RANK"]), text, code, input_error))

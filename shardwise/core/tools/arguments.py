@@ -4,7 +4,7 @@ Arguments that are torch objects (modules, losses, worlds) are checked in engine
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -13,6 +13,7 @@ from shardwise.core.tools.suggest import suggest
 
 MOST_SEED = 2**63 - 1  # of torch's generators
 MAX_CHARS = 60  # characters of a value shown in an error
+MAX_RANKS = 8  # ranks named in an error
 MOST_COUNT = 2**53  # of steps or tokens: JSON readers and doubles hold it exactly
 
 
@@ -20,6 +21,13 @@ def short_repr(value: Any) -> str:
     """A short text for a value in an error; functions and classes by their names."""
     text = getattr(value, "__name__", None) or " ".join(repr(value).split())
     return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}..."
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """The ranks that an error names, the first ones of many: "rank 3", "ranks 1, 3 and 5 more"."""
+    text = ", ".join(map(str, ranks[:MAX_RANKS]))
+    more = f" and {len(ranks) - MAX_RANKS} more" if len(ranks) > MAX_RANKS else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}{more}"
 
 
 def integer(name: str, value: Any, least: int, example: int, most: int | None = None) -> None:

@@ -37,6 +37,7 @@ from shardwise.comm.move import all_gather
 from shardwise.comm.world import Axis, World
 from shardwise.core.check_every import CHECK_EVERY
 from shardwise.core.errors import bad
+from shardwise.core.tools.arguments import rank_names
 from shardwise.engine.optimizer.norm import squared_norm
 from shardwise.techniques.data.checksum import exact_sum, fold, weighted, weighted_sum
 from shardwise.techniques.data.flat.flat_parameter import Flat
@@ -76,7 +77,7 @@ def require_same(world: World, parts: Mapping[str, object]) -> None:
         others = [rank for rank in range(world.size) if hashes[rank][number] != hashes[0][number]]
         if others:
             raise bad(
-                f"{name} of {_ranks(others)}, which differs from that of rank 0",
+                f"{name} of {rank_names(others)}, which differs from that of rank 0",
                 "the same model and the same arguments on all ranks",
                 "the same call on every rank; only the data may differ",
             )
@@ -96,10 +97,6 @@ def _text_of(part: object) -> str:
 
 def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 # --- batches, losses, gradients --------------------------------------------------------------
@@ -157,8 +154,8 @@ class ConsistencyCheck:
             others = [rank for rank in range(axis.size) if not _same_batch(sums[rank], sums[0])]
             if others:
                 raise bad(
-                    f"a batch on {_ranks(others)} of the {axis.name} axis that differs from that "
-                    "on rank 0",
+                    f"a batch on {rank_names(others)} of the {axis.name} axis that differs from "
+                    "that on rank 0",
                     f"the same batch on all ranks of a {axis.name} axis",
                     "DistributedSampler(dataset, engine.data_ranks, engine.data_rank)",
                 )
