@@ -39,6 +39,7 @@ test-all: test
 	$(TESTS) -m "not core and not combination" $(ARGS)
 
 # Runs under a seeded schedule of faults, compared with undisturbed ones: make soak ARGS="--minutes 60"
+# Two ranks that must not grow in many tiny steps: make soak ARGS="--steps 100000"
 soak: setup
 	$(BIN)/python -m tests.soak $(ARGS)
 
