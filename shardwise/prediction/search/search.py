@@ -15,7 +15,7 @@ predicted once more with the budget of activations that the memory allows, and w
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
@@ -137,12 +137,9 @@ def _refined(ranked: list[RankedPlan], costs: "PlanCosts") -> list[RankedPlan]:
         return with_uneven_stages(candidate, costs.recordings, costs.cluster)
 
     for word, changed in (("recompute", costs.with_budget), ("pipeline", uneven)):
-        every = [*ranked]
-        for each in [each for each in every if getattr(each.plan, word)][:REFINED]:
-            with suppress(InputError):
-                found = costs.ranked(changed(Candidate(each.plan, each.rows)))
-                if isinstance(found, RankedPlan) and found.seconds < each.seconds:
-                    ranked = sorted([*ranked, found], key=lambda one: one.seconds)
+        best = [each for each in ranked if getattr(each.plan, word)][:REFINED]
+        found = [costs.faster(each, changed) for each in best]
+        ranked = sorted([*ranked, *filter(None, found)], key=lambda each: each.seconds)
     return ranked
 
 
@@ -286,6 +283,16 @@ class PlanCosts:
         except InputError as error:
             return RefusedPlan(plan, str(error), rows)
         return RankedPlan(plan, rows, time, peak_bytes, {})
+
+    def faster(
+        self, than: RankedPlan, changed: Callable[[Candidate], Candidate]
+    ) -> RankedPlan | None:
+        """The changed plan, if it fits and takes less time."""
+        with suppress(InputError):
+            found = self.ranked(changed(Candidate(than.plan, than.rows)))
+            if isinstance(found, RankedPlan) and found.seconds < than.seconds:
+                return found
+        return None
 
     def with_budget(self, candidate: Candidate) -> Candidate:
         """The plan with the largest budget of activations that fits on its ranks."""
