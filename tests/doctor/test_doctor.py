@@ -11,7 +11,7 @@ import torch
 from shardwise.cli.doctor import examine
 from shardwise.cli.main import main
 from shardwise.comm import move
-from shardwise.comm.link_times import PAIR_ELEMENTS, SlowLink, slow_ranks
+from shardwise.comm.link_times import PAIR_ELEMENTS, SlowLink, pairs, slow_ranks
 from shardwise.comm.tiers import disk_bandwidth
 from shardwise.comm.world import Axis, World, alone
 from shardwise.core.errors import InputError
@@ -101,6 +101,12 @@ def test_a_rank_all_of_whose_links_are_slow_is_named() -> None:
     assert slow_ranks(seconds | {(1, 3): 1e-3}) == {2: SlowLink(5e-3, 1e-3)}
     assert slow_ranks({(0, 1): 1.0}) == {}
     assert slow_ranks(dict.fromkeys(ways, 1e-3)) == {}
+
+
+def test_pairs_of_some_ranks_are_timed_by_the_first_of_each() -> None:
+    """All ranks of the axis join; the other end of a pair does not wait for the way back."""
+    found = run_threads(4, lambda world: [*pairs(world.everyone, CPU, [0, 2, 3])])
+    assert found == [[(0, 2), (0, 3)], [], [(2, 3)], []]
 
 
 def test_a_rank_whose_sends_are_slow_is_named_by_the_whole_examination(
