@@ -9,6 +9,7 @@ from typing import Annotated, Final
 import torch
 import typer
 
+from shardwise.comm import link_times
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.start.launch import spawn
 from shardwise.comm.start.rendezvous import environment, require_local
@@ -39,7 +40,7 @@ def examine(world: World, mesh: Mesh, most_bytes: int, *, devices: bool = False)
         look(),
         {axis.name: collective_checks.check(axis, world.device) for axis in axes},
         [one for axis in axes for one in timing.measure(axis, world.device, sizes)],
-        timing.pairs(world.everyone, world.device) if world.size > 1 else {},
+        link_times.pairs(world.everyone, world.device) if world.size > 1 else {},
         measure_device(world) if devices else None,
     )
 

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardwise.comm.link_times import slow_ranks
 from shardwise.comm.tiers.disk_bandwidth import DiskBandwidth
 from shardwise.doctor.device_speed import DeviceSpeed
 from shardwise.doctor.machine import Machine
-from shardwise.doctor.timing import Fit, Timing, fits, slow_ranks, slowest
+from shardwise.doctor.timing import Fit, Timing, fits, slowest
 
 GIB = 2**30
 
@@ -102,9 +103,10 @@ class Diagnosis:
     def _slow(self) -> list[str]:
         seconds = {way: s for finding in self.findings for way, s in finding.pair_s.items()}
         return [
-            f"rank {rank} ({self.findings[rank].machine.host}) has a slow link: 1 MiB there and "
-            f"back with each partner takes at least {times:.1f} times as long as between others"
-            for rank, times in slow_ranks(seconds).items()
+            f"rank {rank} ({self.findings[rank].machine.host}) has a slow link: 1 MiB there "
+            f"and back with each partner takes at least {link.times:.1f} times as long as between "
+            "others"
+            for rank, link in slow_ranks(seconds).items()
         ]
 
     def _poor(self) -> list[str]:

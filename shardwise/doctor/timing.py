@@ -4,8 +4,6 @@ The bytes are those of the ledger, so the bandwidths of different collectives ca
 (Hockney's model, "The communication challenge for MPP", 1994.)
 """
 
-import itertools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,14 +14,12 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import move
+from shardwise.comm.link_times import settle
 from shardwise.comm.world import Axis
 
 #: Elements (fp32) of a rank's tensor: 4 KiB to 16 MiB.
 SIZES: Final = tuple(2**power for power in range(10, 23, 2))
 REPEATS: Final = 7
-PAIR_ELEMENTS: Final = 2**18
-SLOW: Final = 2.0  # a link this many times slower than the median link is slow
-ALL_PAIRS: Final = 8  # the most ranks of which every pair is measured
 
 
 @dataclass(frozen=True)
@@ -105,16 +101,11 @@ def lower_quartile(times: Sequence[float]) -> float:
 
 def _once(act: Callable[[Tensor, Axis], object], x: Tensor, axis: Axis) -> float:
     move.barrier(axis)
-    _settle(x.device)
+    settle(x.device)
     began = time.perf_counter()
     act(x, axis)
-    _settle(x.device)
+    settle(x.device)
     return time.perf_counter() - began
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def fit(timings: Sequence[Timing]) -> Fit:
@@ -157,50 +148,3 @@ def fits(timings: Sequence[Timing]) -> list[Fit]:
     for each in timings:
         groups.setdefault((each.axis, each.collective), []).append(each)
     return [fit(group) for group in groups.values()]
-
-
-def pairs(axis: Axis, device: torch.device) -> dict[tuple[int, int], float]:
-    """Seconds of a 1 MiB round trip, for every pair of up to ALL_PAIRS ranks.
-
-    Of more ranks, for every pair of neighbours and every pair with rank 0. One pair at a time,
-    so that a slow one does not delay others; the minimum of a few tries.
-    """
-    n, rank = axis.size, axis.rank
-    ways = {(r, (r + 1) % n) for r in range(n)} | {(0, r) for r in range(1, n)}
-    if n <= ALL_PAIRS:
-        ways = set(itertools.combinations(range(n), 2))
-    ways = {(min(way), max(way)) for way in ways}
-    x, found = torch.zeros(PAIR_ELEMENTS, device=device), dict[tuple[int, int], float]()
-    for a, b in sorted(ways):
-        move.barrier(axis)
-        if rank in (a, b):
-            found[a, b] = min(_there_and_back(x, axis, a, b) for _ in range(REPEATS))
-    return found
-
-
-def _there_and_back(x: Tensor, axis: Axis, a: int, b: int) -> float:
-    began = time.perf_counter()
-    if axis.rank == a:
-        move.begin_send(x, axis, b).wait()
-        move.begin_receive(x, axis, b).wait()
-    else:
-        move.begin_receive(x, axis, a).wait()
-        move.begin_send(x, axis, a).wait()
-    _settle(x.device)
-    return time.perf_counter() - began
-
-
-def slow_ranks(seconds: dict[tuple[int, int], float]) -> dict[int, float]:
-    """The ranks whose links are all slow, relative to the median link between other ranks.
-
-    With two ranks there is one link, so the slow rank is unknown.
-    """
-    ranks = sorted({rank for pair in seconds for rank in pair})
-    if len(ranks) < 3:
-        return {}
-    best: dict[int, float] = {}
-    for r in ranks:
-        own = [s for pair, s in seconds.items() if r in pair]
-        others = [s for pair, s in seconds.items() if r not in pair]
-        best[r] = min(own) / statistics.median_low(others) if others else 0.0
-    return {rank: times for rank, times in best.items() if times > SLOW}

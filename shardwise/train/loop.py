@@ -3,7 +3,8 @@
     take this rank's share of the global batch
     step; the run stops if the loss or the gradient is not finite (engine/checks/guard.py)
     evaluate, record, show
-    agree on whether a rank has received a signal to stop
+    agree on whether a rank has received a signal to stop, or found the step slow
+    after a slow step, time the links between hosts (measure/slow_links.py)
     save
 
 After the last save nothing fails the run: what goes wrong with its sample, pictures or report is
@@ -43,6 +44,7 @@ from shardwise.train.measure.experts import step_loads
 from shardwise.train.measure.metrics import Record
 from shardwise.train.measure.offload_trace import OffloadTracing
 from shardwise.train.measure.peak_flops import Peak, measured_peak
+from shardwise.train.measure.slow_links import SlowLinks
 from shardwise.train.measure.stacked_loads import StackedLoads
 from shardwise.train.measure.step_memory import StepMemory
 from shardwise.train.measure.tracing import Tracing
@@ -103,6 +105,7 @@ def train(
         with ExitStack() as shown:
             run = begin(prepared, engine, at, stop, console=console, stack=shown)
             opening(run, at)
+            tell_slow_links(run)
             first_pass(run, at)
             if any_rank(stop.received, world):
                 return say(NOTHING, world, console)
@@ -154,6 +157,7 @@ def begin(
         memory=StepMemory(engine, done, of),
         stacked=StackedLoads(engine, stacked_names(prepared)),
         saves=saves,
+        links=SlowLinks(engine.world),
     )
 
 
@@ -191,6 +195,12 @@ def opening(run: Run, at: Position) -> None:
     )
 
 
+def tell_slow_links(run: Run) -> None:
+    """Time the links between hosts, and print a line for each slow one. Called by all ranks."""
+    for text in run.links.look():
+        run.note(text)
+
+
 def first_pass(run: Run, at: Position) -> None:
     """Before the first step, fit the clusters of gates that have them."""
     if at.step == 0 and has_clusters(run.prepared):
@@ -221,11 +231,13 @@ def steps(run: Run, at: Position) -> bool:
         tell(run, replace(entry, validation=validation))
         world = run.engine.world
         own = run.stop.received, bool(run.metrics.failure), run.saves.written, run.saves.lost
-        flags = Flags(*own).agree(world)
+        flags = Flags(*own, slow=run.links.suspected(seconds)).agree(world)
         if flags.failed:
             on_all_ranks(run.metrics.require_written, world)
         if flags.saved or flags.lost:
             run.note(run.saves.settle())
+        if flags.slow:
+            tell_slow_links(run)
         if last or flags.stop or due:
             run.note(run.saves.save(at, validation, wait=last or flags.stop))
         run.note(run.saves.copy_failure())

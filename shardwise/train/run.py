@@ -11,6 +11,7 @@ from shardwise.train.measure.metrics import MetricsWriter
 from shardwise.train.measure.offload_trace import OffloadTracing
 from shardwise.train.measure.peak_flops import Peak
 from shardwise.train.measure.progress import Progress
+from shardwise.train.measure.slow_links import SlowLinks
 from shardwise.train.measure.stacked_loads import StackedLoads
 from shardwise.train.measure.step_memory import StepMemory
 from shardwise.train.measure.tracing import Tracing
@@ -50,6 +51,7 @@ class Run:
     memory: StepMemory
     stacked: StackedLoads
     saves: RunSaves
+    links: SlowLinks
     last: LastStep = field(default_factory=LastStep)
 
     def note(self, text: str) -> None:

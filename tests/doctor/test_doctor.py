@@ -11,6 +11,7 @@ import torch
 from shardwise.cli.doctor import examine
 from shardwise.cli.main import main
 from shardwise.comm import move
+from shardwise.comm.link_times import PAIR_ELEMENTS, SlowLink, pairs, slow_ranks
 from shardwise.comm.tiers import disk_bandwidth
 from shardwise.comm.world import Axis, World, alone
 from shardwise.core.errors import InputError
@@ -23,7 +24,7 @@ from shardwise.doctor.device_speed import DeviceSpeed
 from shardwise.doctor.diagnosis import Diagnosis, RankDiagnosis
 from shardwise.doctor.machine import links, look
 from shardwise.doctor.measured_cluster import measured_cluster
-from shardwise.doctor.timing import PAIR_ELEMENTS, TIMED, Timing, fit, slow_ranks
+from shardwise.doctor.timing import TIMED, Timing, fit
 from shardwise.prediction.time.kernel_seconds import operation_s
 from shardwise.prediction.time.network import Network
 from shardwise.prediction.traffic import Counted, TrafficLine
@@ -97,9 +98,15 @@ def test_a_rank_all_of_whose_links_are_slow_is_named() -> None:
     """Rank 2 of 4 is; with two ranks it cannot be said which one is slow."""
     ways = [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)]
     seconds = {way: 5e-3 if 2 in way else 1e-3 for way in ways}
-    assert slow_ranks(seconds | {(1, 3): 1e-3}) == {2: pytest.approx(5.0)}
+    assert slow_ranks(seconds | {(1, 3): 1e-3}) == {2: SlowLink(5e-3, 1e-3)}
     assert slow_ranks({(0, 1): 1.0}) == {}
     assert slow_ranks(dict.fromkeys(ways, 1e-3)) == {}
+
+
+def test_pairs_of_some_ranks_are_timed_by_the_first_of_each() -> None:
+    """All ranks of the axis join; the other end of a pair does not wait for the way back."""
+    found = run_threads(4, lambda world: [*pairs(world.everyone, CPU, [0, 2, 3])])
+    assert found == [[(0, 2), (0, 3)], [], [(2, 3)], []]
 
 
 def test_a_rank_whose_sends_are_slow_is_named_by_the_whole_examination(
