@@ -104,12 +104,7 @@ def build_engine(
     objective = options.objective
     tokens, rows = validate.tokens(options.tokens), validate.rows(options.rows)
     fill = validate.fill(options.fill, options.seed) or default_fill(model, options.seed)
-    validate.trainable(model)
-    validate.no_max_norm(model, plan.data_size * (1 + (plan.precision in ("bf16", "fp16"))))
-    no_wrapper(model)
-    layable(model, options.units)
-    check_experts(model, plan)
-    tiled_layers(model, plan)
+    _require_shardable_model(model, plan, options.units)
     table = table_for(model, plan, options.table)
     layers = layer_tables(model, plan, options.table)
     begin = stage_module.stage_starts(model, plan, options.stages, options.beside)
@@ -164,3 +159,13 @@ def _completed(plan: Plan, world: World) -> Plan:
             f"shardwise: the plan '{plan}' on {world.size} ranks is '{completed}'", file=sys.stderr
         )
     return completed
+
+
+def _require_shardable_model(model: nn.Module, plan: Plan, units: Rule) -> None:
+    """Raise InputError for a model that cannot be sharded by the plan, before anything changes."""
+    validate.trainable(model)
+    validate.no_max_norm(model, plan.data_size * (1 + (plan.precision in ("bf16", "fp16"))))
+    no_wrapper(model)
+    layable(model, units)
+    check_experts(model, plan)
+    tiled_layers(model, plan)
