@@ -159,7 +159,7 @@ def test_a_command_refuses_the_plan(
     make: Any, plan: str, said: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """With the same paragraph on the error stream, exit code 2, and no rank."""
-    monkeypatch.setattr(launch, "_run", None)
+    monkeypatch.setattr(launch.Ranks, "run", None)
     (tmp_path / "own.py").write_text(FILE)
     with pytest.raises(SystemExit) as leaving:
         cli.main(["predict", plan, "--model", f"{tmp_path}/own.py:{FUNCTIONS[make]}"])

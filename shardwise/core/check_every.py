@@ -14,7 +14,7 @@ from shardwise.core.tools.arguments import is_count, short_repr
 
 #: Steps between two comparisons, unless the user says otherwise.
 CHECK_EVERY = 100
-_TEXT = re.compile(r"(?P<ranks>\d+)?(?:^|\s|$)(?:rerun:(?P<rerun>\d+))?")
+_TEXT = re.compile(r"(?:(?P<ranks>\d+)\s+)?rerun:(?P<rerun>\d+)")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class CheckEvery:
         if is_count(value):
             return cls(value)
         found = _TEXT.fullmatch(value.strip()) if isinstance(value, str) else None
-        if found is None or not value.strip():
+        if found is None:
             allowed = 'a whole number from 0 up, or a text such as "100 rerun:20"'
             raise bad(f"check_every={short_repr(value)}", allowed, "check_every=100")
         numbers = {name: int(n) for name, n in found.groupdict().items() if n}

@@ -93,7 +93,8 @@ class RecordedModel:
             spec = replace(spec, recomputed=kinds)
         schedule = plan.schedule if plan.row == "zero3" and spec.stages else None
         stages = spec.stages and (plan.stages or spec.stages.number)
-        key = plan.axes, plan.context, plan.sp, plan.row, plan.offload, stages, schedule, rank
+        key = plan.axes, plan.context, plan.sp, plan.row, plan.offload, plan.layers
+        key = *key, stages, schedule, rank
         own = id(structure), plan.row, plan.offload
 
         def made() -> ModelShape:
@@ -158,6 +159,7 @@ class RecordedModel:
             row="zero3" if shards else "ddp",
             schedule="1f1b:1" if stages > 1 else None,
             stages=plan.stages if stages > 1 else None,
+            layers=plan.layers,
         )
 
         def made() -> ModelSpec:
@@ -168,7 +170,8 @@ class RecordedModel:
                 bundles, outside = self._cuts(alone, options, layout)
                 return (bundles,), outside
 
-            return structure(self.plain, alone, options, staged, self.known).spec
+            known = SharedParts() if plan.layers else self.known
+            return structure(self.plain, alone, options, staged, known).spec
 
         return _once(self.structures, alone, made)
 

@@ -61,12 +61,13 @@ def run(
     heads = heads or {}
     try:
         return _recorded(twin, call, batch, heads, around, kernels)
-    except InputError:
-        raise  # a refusal, which no values change
     except UNKNOWN as error:
         if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves(batch)):
             raise
-        found = _recorded(real(), call, batch, heads, around, kernels)
+        try:
+            found = _recorded(real(), call, batch, heads, around, kernels)
+        except InputError as again:
+            raise (error if isinstance(error, InputError) else again) from None
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         note = f"the number of gathers of units depends on values of the batch (on meta: {why})"
         return found._replace(note=note)

@@ -3,8 +3,10 @@
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from shardwise.core.check_every import CHECK_EVERY
+from shardwise.core.check_every import CHECK_EVERY, CheckEvery
+from shardwise.core.errors import InputError
 
 CLOSED: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 MOST: Final = 10**9  # of anything that is counted
@@ -262,6 +264,19 @@ class RunSection(BaseModel):
         '`"100 rerun:20"`: in every 20th step another rank also computes a microbatch of each data '
         "rank again",
     )
+
+    @field_validator("check_every", mode="before")
+    @classmethod
+    def _as_checks(cls, given: Any) -> Any:
+        """Accept what `parallelize` does."""
+        try:
+            checks = CheckEvery.parse(given)
+        except InputError as error:
+            allowed = {"allowed": error.problems[0].allowed}
+            raise PydanticCustomError("check_every", "{allowed}", allowed) from None
+        if max(checks.ranks, checks.rerun) > MOST:
+            raise PydanticCustomError("check_every", "at most {most}", {"most": MOST})
+        return given
 
     @field_validator("trackers", "callbacks", mode="before")
     @classmethod

@@ -159,10 +159,10 @@ def test_the_last_bit_of_a_gradient_is_a_warning(broken: threading.local):
 
 def test_the_option_is_read():
     """Numbers and texts; the rest is refused."""
-    read = {7: (7, 0), "rerun:5": (100, 5), "50 rerun:5": (50, 5), " 50": (50, 0)}
+    read = {7: (7, 0), "rerun:5": (100, 5), "50 rerun:5": (50, 5)}
     assert {value: CheckEvery.parse(value) for value in read} == {
         value: CheckEvery(*steps) for value, steps in read.items()
     }
-    for value in ("", "often", "rerun", "50rerun:5", "rerun:5 50", -1, 1.5, True, None):
+    for value in ("", "50", "often", "rerun", "50rerun:5", "rerun:5 50", -1, 1.5, True, None):
         with pytest.raises(InputError, match=r"check_every=.*100 rerun:20"):
             CheckEvery.parse(value)

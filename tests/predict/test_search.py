@@ -14,14 +14,16 @@ from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
+from shardwise.derive.recorded_model import RecordedModel
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import predict_with
 from shardwise.models.gpt import GPT, GPTConfig, loss
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.cluster_presets import PRESETS
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.search.result import SearchResult
-from shardwise.prediction.search.space import PlanTask, candidates
+from shardwise.prediction.search.plan_costs import PlanCosts
+from shardwise.prediction.search.result import RankedPlan, SearchResult
+from shardwise.prediction.search.space import Candidate, PlanTask, candidates
 
 CONFIG = GPTConfig(512, 4, 64, heads=4, kv_heads=4, hidden=192, sequence=64)
 OPTIONS = EngineOptions(loss=loss, clip=1.0, least_unit_bytes=0, kernels="cuda")
@@ -47,9 +49,9 @@ def batch(rows: int = 1) -> dict[str, Any]:
     return {"inputs": tokens, "targets": tokens}
 
 
-def model() -> GPT:
+def model(config: GPTConfig = CONFIG) -> GPT:
     with torch.device("meta"):
-        return GPT(CONFIG)
+        return GPT(config)
 
 
 @cache
@@ -111,6 +113,28 @@ def test_what_is_recomputed_fills_the_memory() -> None:
     fitting = [seconds for seconds, peak in every if peak <= NARROW]
     assert 0 < len(fitting) < len(every)
     assert best.seconds <= min(fitting)
+
+
+def test_blocks_stay_whole_where_there_is_room() -> None:
+    """Over links of 200 MB/s, as many blocks of zero3 as fit are not gathered for use."""
+    deep = replace(CONFIG, layers=8)
+    found = RecordedModel(model(deep), batch(), OPTIONS)
+    memory, cluster = 5_000_000, machine(5_000_000)
+    link = cluster.inside.model_copy(update={"bytes_per_s": 2e8})
+    best = PlanCosts(found, cluster.model_copy(update={"inside": link}))
+    plan = Plan.parse("dp4 zero3 bf16 accumulate:8")
+    plain, changed = best.ranked(Candidate(plan, 1)), best.with_whole_blocks(Candidate(plan, 1))
+    result = best.ranked(changed)
+    assert isinstance(plain, RankedPlan) and isinstance(result, RankedPlan)
+    assert str(changed.plan) == f"{plan} | blocks.0-2: zero2"
+    assert result.seconds < plain.seconds and result.peak_bytes <= memory
+
+    def alone(layers: str) -> Prediction:
+        return predict_with(model(deep), f"{plan} | {layers}: zero2", batch(8), OPTIONS)
+
+    assert alone("blocks.0-2").device_peak == result.peak_bytes
+    assert alone("blocks.0-2").step_time(best.cluster).seconds == result.seconds
+    assert alone("blocks.0-3").device_peak > memory
 
 
 def test_a_plan_that_does_not_fit_is_refused() -> None:

@@ -14,8 +14,8 @@ from shardwise.derive.recorded_model import RecordedModel
 from shardwise.engine.predict import predict_with
 from shardwise.models.gpt import GPT
 from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.search.plan_costs import PlanCosts
 from shardwise.prediction.search.result import RankedPlan, RefusedPlan
-from shardwise.prediction.search.search import PlanCosts
 from shardwise.prediction.search.space import Candidate
 from shardwise.prediction.search.uneven_stages import with_uneven_stages
 from tests.predict.test_search import AMPLE, CONFIG, OPTIONS, batch, machine

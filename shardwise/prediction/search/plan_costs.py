@@ -1,0 +1,299 @@
+"""The memory and the time of the plans of a search, and lower bounds of both."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final, NamedTuple, Protocol
+
+from shardwise.core.errors import InputError
+from shardwise.core.mesh import PIPELINE
+from shardwise.core.model_spec import Blocks
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_check import problems
+from shardwise.core.plan.word_values import size_text
+from shardwise.core.schedule.library import allowed, entry
+from shardwise.core.tools.tape import Operation
+from shardwise.prediction.cluster import Cluster
+from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.search.result import RankedPlan, RefusedPlan
+from shardwise.prediction.search.space import Candidate
+from shardwise.prediction.search.uneven_stages import CutModel
+from shardwise.prediction.time.kernel_seconds import precision
+from shardwise.prediction.time.staged import StageSeconds, least_makespan_s, stage_kernels
+from shardwise.prediction.time.step_time import RankWork, update_s
+
+#: The least part of the bytes of kernels beside products that grows with the rows (norms' weights
+#: do not).
+SHARED: Final = 0.98
+#: The first stage, which has the embedding, may have so many layers for one of the mean stage.
+FIRST_STAGE: Final = 0.5
+#: With so many microbatches for each stage, a schedule keeps as many of them as with more.
+MICROBATCHES: Final = 4
+#: The bits of a budget of activations.
+BUDGET_BITS: Final = 8
+#: A bound is this part of a sum whose terms are the prediction's, in another order.
+ROUNDING: Final = 1 - 1e-9
+
+
+class Recordings(CutModel, Protocol):
+    """Predictions of one model under many plans.
+
+    `blocks` is the list of its equal blocks, if it has one.
+    """
+
+    blocks: Blocks | None
+
+    def one_stage(self, plan: Plan) -> Prediction:
+        """That of one row on one data rank, without a pipeline, recomputed like `plan`."""
+        ...
+
+
+class RowCosts(NamedTuple):
+    """The least costs of one row of the batch on a rank that has all stages.
+
+    kernels_s   of kernels, and blocks_s of those in equal blocks
+    moves_s     of moves within layers
+    kept_bytes  by autograd
+    numel       the trained parameters of the model, of all ranks
+    states      that the optimizer has for each
+    """
+
+    kernels_s: float
+    blocks_s: float
+    moves_s: float
+    kept_bytes: int
+    numel: int
+    states: int
+
+
+class PlanCosts:
+    """The memory and the time of plans. What many plans have in common is computed once."""
+
+    def __init__(self, recordings: Recordings, cluster: Cluster) -> None:
+        self.recordings, self.cluster = recordings, cluster
+        self.rows = dict[object, RowCosts | InputError]()
+        self.stored = dict[object, int]()
+        self.kept = dict[object, int]()
+        self.between = dict[object, float]()
+        self.passes = dict[object, float | StageSeconds]()
+
+    def bound_s(self, candidate: Candidate) -> float:
+        """The least time of a step: its kernels, the ramps of a pipeline, and bytes within layers.
+
+        The ramps are those of equal stages, by the schedule's closed form, if no gradients are
+        postponed. Some rank has at least the mean number of equal blocks, rounded up.
+        """
+        plan, rows = candidate
+        stages, ramps = plan.mesh.size_of(PIPELINE), 1.0
+        if plan.pipeline is not None:
+            name, size = allowed(plan.pipeline, stages)
+            ramps = 1.0 if name.startswith("zb") else entry(name).span(size) / size.work
+        one = self._row(plan)
+        moves_s = one.moves_s * (1.0 if stages == 1 else FIRST_STAGE)
+        mean_s, blocks = (one.kernels_s * ramps + moves_s) / stages, self.recordings.blocks
+        most = -(-blocks.number // stages) / blocks.number if blocks else 0.0
+        return max(mean_s, most * one.blocks_s) * rows * plan.microbatches
+
+    def step_bound_s(self, candidate: Candidate) -> float:
+        """A larger bound: the step without waits for moves that overlap.
+
+        Of a pipeline that of its slowest rank.
+        """
+        plan, rows = candidate
+        stages = plan.pipeline and allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))[1].v
+        cut = stages, plan.stages
+        key = plan.axes, plan.context, plan.sp, cut, plan.recompute, plan.tile, rows
+        found = self.recordings.of(plan, rows)
+        if key not in self.passes:
+            work = RankWork(found, self.cluster)
+            if plan.pipeline is None:
+                inline = (sum(axes.values()) for axes in work.inline.values())
+                self.passes[key] = work.compute_s + sum(inline)
+            else:
+                self.passes[key] = stage_kernels(work).seconds
+        own = self.passes[key]
+        if isinstance(own, Mapping):
+            passes_s = least_makespan_s(found, own)
+        else:
+            passes_s = own * plan.microbatches
+        key = plan.axes, plan.context, plan.sp, plan.row, plan.offload, cut
+        if key not in self.between:
+            after_s = sum(RankWork(found, self.cluster).after().values())
+            self.between[key] = after_s + update_s(found, self.cluster)
+        return ROUNDING * (passes_s + self.between[key])
+
+    def ranked(self, candidate: Candidate) -> RankedPlan | RefusedPlan:
+        """The memory and the time of a plan, or why it cannot run."""
+        plan, rows = candidate
+        try:
+            peak_bytes = self.peak_bytes(candidate)
+            if self.over(peak_bytes) > 0:
+                return too_large(candidate, self.over(peak_bytes))
+            time = self.recordings.of(plan, rows).step_time(self.cluster)
+        except InputError as error:
+            return RefusedPlan(plan, str(error), rows)
+        return RankedPlan(plan, rows, time, peak_bytes, {})
+
+    def faster(
+        self, than: RankedPlan, changed: Callable[[Candidate], Candidate]
+    ) -> RankedPlan | None:
+        """The changed plan, if it fits and takes less time."""
+        with suppress(InputError):
+            found = self.ranked(changed(Candidate(than.plan, than.rows)))
+            if isinstance(found, RankedPlan) and found.seconds < than.seconds:
+                return found
+        return None
+
+    def with_budget(self, candidate: Candidate) -> Candidate:
+        """The plan with the largest budget of activations that fits on its ranks."""
+        plan, rows = candidate
+        every = self._of_stages(candidate)
+        room = min(found.activations - self.over(found.device_peak) for found in every)
+        step = 2 ** max(0, room.bit_length() - BUDGET_BITS)
+        return Candidate(replace(plan, recompute=size_text(room - room % step)), rows)
+
+    def with_whole_blocks(self, candidate: Candidate) -> Candidate:
+        """The plan of which the first blocks keep their parameters whole, as many as fit."""
+        plan, rows = candidate
+        blocks = self.recordings.blocks
+        if blocks is None:
+            return candidate
+
+        def whole(number: int) -> Plan:
+            names = f"{blocks.name}.0" + f"-{number - 1}" * (number > 1)
+            return Plan.parse(f"{plan} | {names}: zero2")
+
+        peak, one = (self.recordings.of(each, rows).device_peak for each in (plan, whole(1)))
+        number = -self.over(peak) // max(1, one - peak)
+        return Candidate(whole(min(number, blocks.number)), rows) if number > 0 else candidate
+
+    def sent_bytes(self, ranked: RankedPlan) -> dict[str, int]:
+        """The bytes that rank 0 sends in a step, by axis."""
+        sent = Counter[str]()
+        for line, sent_bytes in self.recordings.of(ranked.plan, ranked.rows).sent().items():
+            sent[line.axis] += sent_bytes
+        return dict(sent)
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether a plan can run on devices of the cluster."""
+        try:
+            if problems(candidate.plan) or self.over(self.least_bytes(candidate)) > 0:
+                return False
+            return self.over_bytes(candidate) <= 0 and self.over(self.peak_bytes(candidate)) <= 0
+        except InputError:
+            return False
+
+    def over_bytes(self, candidate: Candidate) -> int:
+        """By how much a part of the peak exceeds a device's memory; negative if it does not.
+
+        The part is what is stored between steps and what autograd keeps. The latter does not depend
+        on the row of the states table, and the former not on microbatches and recomputation.
+        """
+        plan, rows = candidate
+        over, line = 0, plan.mesh.line(PIPELINE, 0)
+        for few in dict.fromkeys((1, rows)):  # a row of its own first, whose pass is recorded
+            for rank in sorted({line[0], line[-1]}):
+                kept = self._kept(Candidate(plan, few), rank) * (SHARED * rows if few < rows else 1)
+                over = self.over(self._stored(candidate, rank) + int(kept))
+                if over > 0:
+                    return over
+        return over
+
+    def peak_bytes(self, candidate: Candidate) -> int:
+        """The largest peak of the pipeline's ranks."""
+        return max(found.device_peak for found in self._of_stages(candidate))
+
+    def _of_stages(self, candidate: Candidate) -> list[Prediction]:
+        plan, rows = candidate
+        return [self.recordings.of(plan, rows, rank) for rank in plan.mesh.line(PIPELINE, 0)]
+
+    def over(self, peak_bytes: int) -> int:
+        """By how much a peak exceeds a device's memory; negative if it does not."""
+        return peak_bytes - self.cluster.device.memory_bytes
+
+    def least_bytes(self, candidate: Candidate) -> int:
+        """A lower bound of the peak memory, in closed form: stored states and kept activations.
+
+        stored     by the states table, of equal parts of the parameters
+        kept       stages r of p keep min(m, p - r) microbatches under 1f1b: if no rank keeps
+                   more than K, all stages of one microbatch keep at most K times the sum of
+                   the inverses
+        """
+        plan, rows = candidate
+        one, stages = self._row(plan), plan.mesh.size_of(PIPELINE)
+        parts = stages * plan.mesh.size_of("tp") * plan.ep
+        states = 4 * (1 + one.states)
+        n = plan.size / (stages * plan.mesh.size_of("tp"))
+        by_row = {"ddp": 4 + states, "zero1": 4 + states / n, "zero2": 2 + (2 + states) / n}
+        stored = one.numel / parts * by_row.get(plan.row, (4 + states) / n)
+        ranks: Iterable[int] = range(1, stages + 1)
+        if (plan.pipeline or "").startswith("interleaved"):
+            ranks = [1] * stages
+        kept = SHARED * rows * one.kept_bytes
+        kept /= sum(1 / min(alive, plan.microbatches) for alive in ranks)
+        if plan.offload:
+            return int(kept)
+        return int(max(stored, kept) if stages > 1 else stored + kept)
+
+    def _row(self, plan: Plan) -> RowCosts:
+        """The costs of a row. Raises InputError like `of`."""
+        key = plan.mesh.size_of("tp"), plan.cp, plan.recompute
+        if key not in self.rows:
+            try:
+                self.rows[key] = self._least(self.recordings.one_stage(plan))
+            except InputError as error:
+                self.rows[key] = error
+        found = self.rows[key]
+        if isinstance(found, InputError):
+            raise found
+        return found
+
+    def _least(self, found: Prediction) -> RowCosts:
+        """The same for a recorded row, without what several rows share.
+
+        These share the reading of weights, launches and latencies.
+        """
+        fast = {name: getattr(self.cluster, name) for name in ("inside", "between")}
+        fast = {name: link.model_copy(update={"latency_s": 0.0}) for name, link in fast.items()}
+        work = RankWork(found, self.cluster.model_copy(update=fast))
+        every, blocks = work.operations, self.recordings.blocks
+        inside = [x for x in every if blocks and x.module.startswith(f"{blocks.name}.")]
+        kernels_s, blocks_s = self._growing_s(every), self._growing_s(inside)
+        moves_s = sum(sum(axes.values()) for axes in work.inline.values())
+        numel = sum(p.numel for p in found.spec.shape.params if p.trainable)
+        return RowCosts(
+            kernels_s, blocks_s, moves_s, found.activations, numel, found.optimizer.states
+        )
+
+    def _growing_s(self, operations: Sequence[Operation]) -> float:
+        """The seconds of kernels that grow with the rows."""
+        products = [each for each in operations if each.done_flops]
+        computing_s = sum(x.done_flops / self.cluster.flops_per_s(precision(x)) for x in products)
+        moved_bytes = sum(each.moved_bytes for each in operations if not each.done_flops)
+        return computing_s + SHARED * moved_bytes / self.cluster.bytes_per_s
+
+    def _stored(self, candidate: Candidate, rank: int) -> int:
+        plan = candidate.plan
+        chunks = plan.pipeline and allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))[1].v
+        key = plan.axes, plan.context, plan.row, plan.offload, chunks, plan.stages, rank
+        if key not in self.stored:
+            self.stored[key] = sum(self.recordings.of(plan, 1, rank).memory.values())
+        return self.stored[key]
+
+    def _kept(self, candidate: Candidate, rank: int) -> int:
+        plan, rows = candidate
+        if plan.pipeline is not None:  # more microbatches keep as much
+            _, size = allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))
+            enough = min(size.m, MICROBATCHES * size.p)
+            plan = replace(plan, schedule=plan.pipeline.replace(f":{size.m}", f":{enough}", 1))
+        key = replace(plan, row="ddp", offload=None, accumulate=1), rows, rank
+        if key not in self.kept:
+            self.kept[key] = self.recordings.of(plan, rows, rank).activations
+        return self.kept[key]
+
+
+def too_large(candidate: Candidate, over: int) -> RefusedPlan:
+    """A plan that does not fit, by so many bytes at least."""
+    reason = f"it does not fit: at least {over:,} bytes more than a device has"
+    return RefusedPlan(candidate.plan, reason, candidate.rows, over)
