@@ -39,7 +39,7 @@ from shardwise.prediction.search.uneven_stages import with_uneven_stages
 #: How often the number of ranks is doubled where nothing fits.
 DOUBLINGS: Final = 6
 #: So many of the best plans are changed, of each kind.
-REFINED: Final = 10
+REFINED: Final = 4
 
 
 def best_plans(
