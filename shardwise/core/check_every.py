@@ -1,6 +1,6 @@
 """How often ranks are compared: the option `check_every`.
 
-100             a hundred steps between two comparisons of what ranks hold alike
+100             replicated weights and optimizer states are compared every 100 steps
 "rerun:20"      in every 20th step a microbatch of each data rank is computed by another rank too
 "50 rerun:20"   both
 """

@@ -111,8 +111,8 @@ def _of_one(file: Path, places: random.Random) -> Iterator[Damage]:
 def _mixtures(names: Sequence[str], step: Path, run: Path) -> Iterator[Damage]:
     """Files of two checkpoints in one folder.
 
-    Two checkpoints of one step are told apart by the manifest: where it is foreign with one other
-    file, either side is named.
+    The manifest distinguishes two checkpoints of one step: if it and one other file come from the
+    other checkpoint, the error may name either.
     """
     yield Damage("all of another step", _copies(step, names), [MANIFEST])
     for chosen in [*combinations(names, 1), *combinations(names, 2)]:

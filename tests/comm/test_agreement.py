@@ -151,7 +151,7 @@ def assert_told(ranks: list[tuple[str, float]], body: Body) -> None:
     texts = {text for text, _ in ranks if text}
     quiet = [rank for rank, (text, _) in enumerate(ranks) if not text]
     assert quiet == ([0] if body is one_call_less else [])
-    (text,) = texts  # every rank is told the same
+    (text,) = texts  # every rank raises the same error
     assert [part for part in DISAGREEMENTS[body] if part not in text] == []
 
 

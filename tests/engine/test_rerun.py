@@ -142,7 +142,7 @@ def test_a_wrong_gradient_of_one_rank_is_named(
 ):
     """With its step, before the update, on all ranks; the first pass of a rank is a repetition.
 
-    A rank that computes both passes wrong is told from the two others.
+    If a rank computes both passes wrong, the error names it and not one of the two others.
     """
     for text in run_threads(ranks_of(plan), until_found, broken, plan, 1, passes, 60):
         assert text.startswith(f"{WRONG}: Given: the gradient of outer.weight in step {WRONG} ")

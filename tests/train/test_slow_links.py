@@ -1,4 +1,4 @@
-"""Slow links between the hosts of a run are told in a line, with the rank and its host."""
+"""A run prints a line for each slow link between hosts, with the rank and its host."""
 
 import ctypes
 import io
@@ -93,7 +93,7 @@ def tc(rate: str) -> None:
 def slowed(world: World, given: config.Config) -> str:
     """Train on hosts named by rank; what was said.  The link of the last rank gets slow.
 
-    The run ends when a slow link is told, and at the latest NOTICED_S after it got slow.
+    The run ends when the line is printed, at the latest NOTICED_S after the link became slow.
     """
     ctypes.CDLL(None).unshare(_CLONE_NEWUTS)
     socket.sethostname(f"node{world.rank}")
