@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.agreement import Agreement
 from shardwise.comm.fake import Fake
 from shardwise.comm.gloo.gloo import Gloo
 from shardwise.comm.gloo.shared import Mailboxes, shared_memory_wanted
@@ -36,7 +35,6 @@ class TorchLinks(Links):
         self, *, ours: bool, device_type: str = "cpu", shared_memory: bool | None = None
     ) -> None:
         self.peers: Peers | None = None
-        self.agreement: Agreement | None = None  # one numbering of the calls of this process
         self.ours, self.device_type = ours, device_type
         self.shared = shared_memory_wanted() if shared_memory is None else shared_memory
         self.parent = dist.group.WORLD

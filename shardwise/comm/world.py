@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.agreement import AgreeingLinks, Agreement, agreement_wanted
 from shardwise.comm.background import Background
 from shardwise.comm.fake import Fake, FakeLinks
 from shardwise.comm.gloo.pool import Pool
@@ -228,9 +227,7 @@ def traced(rank: int, size: int) -> World:
     return world_of(rank, size, torch.device("cpu"), FakeLinks())
 
 
-def init(
-    device: str | None = None, *, shared_memory: bool | None = None, check: str | None = None
-) -> World:
+def init(device: str | None = None, *, shared_memory: bool | None = None) -> World:
     """The world of this process.  All calls share its process groups.
 
     If `torch.distributed` is initialised, its default group is used.  Otherwise the environment of
@@ -239,27 +236,19 @@ def init(
     of one host send everything through their process group, as ranks of different hosts do; None
     reads SHARDWISE_SHARED_MEMORY from the environment (default: True).
 
-    With `check="each"`, ranks compare what they are about to do before each call that they join:
-    kind, shape, dtype, axis, and line of the program. A difference is an InputError on every rank.
-    A call then costs a few round trips to the run's store. None reads SHARDWISE_CHECK.
-
     It also installs an excepthook that prints an InputError as one paragraph.
 
     Raises:
-        InputError: there is no GPU for device "cuda"; `check` is another word; the environment is
-            incomplete; the world of this process has been closed; the ranks cannot connect, or some
-            did not start in time.
+        InputError: there is no GPU for device "cuda"; the environment is incomplete; the world of
+            this process has been closed; the ranks cannot connect, or some did not start in time.
     """
     if shared_memory is not None:
         flag("shared_memory", shared_memory)
-    agrees = agreement_wanted(check)
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         where = _device(device, local_rank(rank))
         install_excepthook(rank, size)
-        links = _links_of_program(where, shared_memory)
-        store = dist.distributed_c10d._get_default_store() if agrees else None
-        return world_of(rank, size, _ready(where), _agreeing(links, store))
+        return world_of(rank, size, _ready(where), _links_of_program(where, shared_memory))
     try:
         start = environment()
     except InputError:
@@ -283,11 +272,10 @@ def init(
     if not faulthandler.is_enabled():  # NCCL aborts a process whose collective has timed out
         faulthandler.enable(2)
     links.peers = watch_peers(store, start.rank, start.size, limits, where.index)
-    checked = _agreeing(links, store if agrees else None)
-    atexit.register(checked.close)
+    atexit.register(links.close)
     # again, since torch sets its own hook
-    install_excepthook(start.rank, start.size, checked.close)
-    return world_of(start.rank, start.size, where, checked)
+    install_excepthook(start.rank, start.size, links.close)
+    return world_of(start.rank, start.size, where, links)
 
 
 def _links_of_program(device: torch.device, shared_memory: bool | None) -> TorchLinks:
@@ -297,15 +285,6 @@ def _links_of_program(device: torch.device, shared_memory: bool | None) -> Torch
         links = TorchLinks(ours=False, device_type=device.type, shared_memory=shared_memory)
         TorchLinks.of_process = links
     return links
-
-
-def _agreeing(links: TorchLinks, store: Store | None) -> Links:
-    """`links`, whose ranks agree before each call if there is a store for it."""
-    if store is None or dist.get_world_size() == 1:
-        return links
-    if links.agreement is None:
-        links.agreement = Agreement(store, dist.get_rank(), dist.get_world_size())
-    return AgreeingLinks(links, links.agreement)
 
 
 def leased(world: World | None) -> World:

@@ -109,13 +109,6 @@ def place() -> str:
     )
 
 
-def program_line() -> str:
-    """The line of the program that called this, such as `train.py:3`; "" if no program did."""
-    start = sys._getframe()
-    frame = _outside(start, _NOT_THE_PROGRAM)
-    return "" if frame is start else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
 def _outside(start: FrameType, inside: tuple[str, ...]) -> FrameType:
     """The innermost frame outside these files; `start` if there is none."""
     frames = (frame for frame, _ in walk_stack(start))
