@@ -17,7 +17,7 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
     """Seed torch's default generators; afterwards they continue from where they were."""
-    with _kept(device) as generators:
+    with kept(device) as generators:
         for generator in generators:  # torch.manual_seed walks the stack for each device
             generator.manual_seed(seed)
         yield
@@ -26,14 +26,15 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 @contextmanager
 def drawing_from(device: torch.device, states: Sequence[Tensor]) -> Iterator[None]:
     """Draw from these states; afterwards the generators continue from where they were."""
-    with _kept(device) as generators:
+    with kept(device) as generators:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
         yield
 
 
 @contextmanager
-def _kept(device: torch.device) -> Iterator[list[torch.Generator]]:
+def kept(device: torch.device) -> Iterator[list[torch.Generator]]:
+    """Let torch's default generators continue afterwards from where they are now."""
     generators = generators_of(device)
     before = [generator.get_state() for generator in generators]
     try:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.ledger import Key, Ledger, Tally, rank_bytes
 from shardwise.comm.move import begin_sum
+from shardwise.comm.random_state import kept
 from shardwise.comm.tiers.host_numbers import doubles_on
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import PIPELINE
@@ -174,6 +175,7 @@ class Engine:
             self.data.in_step = False
             raise
         self.guard.begin()
+        self.data.begin_step()
         sum_scale = self.scale.value / power_of_two(self.expected)
         with hint.dtypes(self.dtype), hint.step(self.steps + 1):
             summed = self.passes.run(parts, counts, sum_scale)
@@ -300,15 +302,15 @@ class Engine:
     def evaluate(self, batch: Any) -> tuple[float, int]:
         """The mean loss over the global batch and its number of tokens, in eval mode.
 
-        Called by all ranks; nothing is trained.
+        Called by all ranks; nothing is trained, and the default generators continue as before.
         """
         rows, batch = self.evaluated_rows, shares.on_device(batch, self.world.device)
         count = self._count(batch, rows)
         (part,) = self._begin(batch, [batch], trains=False)
         count = self._weight(count, part)
-        found = self._made(partial(self._objective, part=part))
-        if found is None:
-            found = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        with kept(self.world.device):
+            found = self._made(partial(self._objective, part=part))
+        found = torch.zeros((), dtype=torch.float64, device="cpu") if found is None else found
         loss = found.to(self.world.device, torch.float64)
         own = torch.stack([loss * count, loss.new_tensor(count)])
         if not count:  # the mean over no tokens may be NaN
@@ -340,16 +342,14 @@ class Engine:
         self.world.require_open()
         self.data.structure.require_unchanged()
         self.flush()
-        was_training = self.model.training
-        self.model.eval()
         with self.ledger.phase("check"):
-            self.consensus.buffers.refresh()
+            own = self.consensus.buffers.lend()
         try:
             return plain(self.passes.evaluate(call))  # whose rows are forgotten at the end
         finally:
             for each in self.sharded.applied:
                 each.end(trains=False)
-            self.model.train(was_training)
+            own.put_back()
 
     def wait(self) -> None:
         """Wait for the gathers of updated parameters, which overlap with the next step."""

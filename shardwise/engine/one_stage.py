@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.unchanged import eval_mode
 from shardwise.comm.world import Axis
 from shardwise.core.applied import Applied, during
 from shardwise.core.schedule.action import Action
@@ -90,8 +91,8 @@ class OneStage:
         return loss.summed
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
-        """The result of `call(model)`, without gradients."""
-        with during(self.applied, self.device):
+        """The result of `call(model)` in eval mode, without gradients."""
+        with eval_mode(self.model), during(self.applied, self.device):
             return call(self.model)
 
     def require(self, batch: Any, microbatches: int) -> None:

@@ -169,8 +169,7 @@ def step_bytes(
         _shared(tariff, param)
     for _ in range(own):  # tokens, and which parameters had a gradient
         tariff.agree(1 + sum(param.trainable for param in model.params), CONSENSUS_BYTES)
-    buffers = sum(buffer.stored_bytes for buffer in model.buffers)
-    tariff.broadcast(buffers * plan.accumulate, "forward")
+    tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "forward")
     tariff.agree(3 + sum(param.trainable for param in model.params), CONSENSUS_BYTES)
     if norm or plan.precision == "fp16":
         for axis in (*chain.from_iterable(norm_axes(plan)), PIPELINE):

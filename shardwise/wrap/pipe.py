@@ -237,8 +237,8 @@ class Piped(Wrapper):
         return self.forward(module, *args, **kwargs)
 
     def _traced(self, part: Any) -> _TracedCall:
-        modes = torch.is_grad_enabled(), self.module.training
         stages = self.staged.stages
+        modes = torch.is_grad_enabled(), stages.layers.modes
         return self.known.get(
             part,
             modes,

@@ -27,7 +27,7 @@ from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
 from shardwise.core.pool_size import usual_pool_bytes
 from shardwise.core.tools.arguments import choice, flag, integer, positive, short_repr
-from shardwise.core.zero import ROWS
+from shardwise.core.zero import ROWS, Row
 from shardwise.engine.checks import consistency, validate
 from shardwise.engine.checks.reads import guard_shards
 from shardwise.engine.default_fill import default_fill
@@ -77,9 +77,10 @@ def DDP(  # noqa: N802
 ) -> nn.Module:
     """Replicate `module` on all ranks, and average gradients during the backward pass.
 
-    Rank 0 broadcasts its parameters and buffers now, and its buffers before every training forward
-    (unless `broadcast_buffers` is False).  Gradients are reduced in buckets of up to `bucket_bytes`
-    bytes.  `precision` as in `FSDP`.  (Li et al., "PyTorch Distributed", arXiv 2006.15704.)
+    Rank 0 broadcasts its parameters and buffers now, and its buffers at the first training forward
+    after each reduction (unless `broadcast_buffers` is False).  Gradients are reduced in buckets of
+    up to `bucket_bytes` bytes.  `precision` as in `FSDP`.
+    (Li et al., "PyTorch Distributed", arXiv 2006.15704.)
     """
     validate.model(module, "sw.DDP")
     integer("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
@@ -107,6 +108,7 @@ def FSDP(  # noqa: N802
     shard_size: int | None = None,
     cpu_offload: Any = False,
     *,
+    broadcast_buffers: bool = True,
     precision: str | None = None,
 ) -> nn.Module:
     """Shard `module` over the ranks of `world` (Zhao et al., "PyTorch FSDP", arXiv 2304.11277).
@@ -118,6 +120,7 @@ def FSDP(  # noqa: N802
     cpu_offload: True, or torch's CPUOffload(offload_params=True): shards of parameters and
     gradients rest in host memory, where the optimizer updates them; a unit is on the device while
     it is used.
+    broadcast_buffers: as in `DDP`.
     precision: "bf16" or "fp16": the model computes with weights in 16 bits, and casts the inputs of
     its layers; parameters at rest, gradients, their sums over the ranks, the optimizer and state
     dicts have fp32.  Under "fp16" the loop scales its loss.
@@ -132,32 +135,40 @@ def FSDP(  # noqa: N802
     name = getattr(sharding_strategy, "name", sharding_strategy)
     choice("sharding_strategy", name, STRATEGIES)
     row = ROWS[STRATEGIES[name]]
+    flag("broadcast_buffers", broadcast_buffers)
     _require_precision(module, precision, "FSDP")
     offloads = getattr(cpu_offload, "offload_params", cpu_offload)
     flag("cpu_offload", offloads)
     if offloads:
-        if precision is not None:
-            raise bad(
-                f"cpu_offload=True with precision={precision!r}",
-                "masters in fp32 on the device, or offload in an engine",
-                f'sw.parallelize(module, "zero3 offload:param {precision}", world)',
-            )
-        if not row.moves().reshards:
-            raise bad(
-                f"cpu_offload=True with {name}, which keeps full parameters on the device",
-                "FULL_SHARD or HYBRID_SHARD; on one rank FULL_SHARD keeps all in host memory",
-                "sw.FSDP(module, cpu_offload=True)",
-            )
+        _require_offloadable(name, row, precision)
         row = replace(row, param_tier="host", optim_tier="host")
     world = validate.leased_world(world)
     inner = _shard_size(name, shard_size, world.size)
     validate.no_max_norm(module, world.size)
     asked = {"the strategy": name, "shard_size": inner, "units": units}
     asked |= {"cpu_offload": row.param_tier, "precision": precision}
+    asked |= {"broadcast_buffers": broadcast_buffers}
     consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
     world = world.on(Mesh((("dp_replicate", world.size // inner), ("dp_shard", inner))))
     axes = world.axis("dp_shard"), world.axis("dp_replicate")
-    return _wrap(module, Sharding(row, *axes, units), world, precision)
+    how = Sharding(row, *axes, units, broadcast_buffers=broadcast_buffers)
+    return _wrap(module, how, world, precision)
+
+
+def _require_offloadable(name: str, row: Row, precision: str | None) -> None:
+    """Raise InputError for a strategy or a precision without `cpu_offload`."""
+    if precision is not None:
+        raise bad(
+            f"cpu_offload=True with precision={precision!r}",
+            "masters in fp32 on the device, or offload in an engine",
+            f'sw.parallelize(module, "zero3 offload:param {precision}", world)',
+        )
+    if not row.moves().reshards:
+        raise bad(
+            f"cpu_offload=True with {name}, which keeps full parameters on the device",
+            "FULL_SHARD or HYBRID_SHARD; on one rank FULL_SHARD keeps all in host memory",
+            "sw.FSDP(module, cpu_offload=True)",
+        )
 
 
 def _shard_size(name: str, asked: int | None, ranks: int) -> int:

@@ -1,5 +1,7 @@
 """A step of the engine: what may come between steps or break them, and what it leaves alone."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 
@@ -10,6 +12,7 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
 from shardwise.techniques.data.flat.flat_parameter import State
@@ -308,3 +311,69 @@ def identities(world: World, plan: str) -> bool:
 def test_the_users_parameters_stay_the_users(row):
     """The model keeps its class; its parameters keep names, order and identity."""
     assert run_threads(2, identities, f"dp2 {row} fp64") == [True, True]
+
+
+class Counting(nn.Module):
+    """Counts the rows that it trains on; its norm is frozen, every pass draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.tokens = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.tokens += len(x)
+        return self.down(functional.dropout(self.norm(self.up(x)), 0.1, training=True))
+
+
+def left_by_calls(world: World, plan: str, folder: str) -> dict[str, list[object]]:
+    """What each rank has after calls that do not train, and after a step of uneven shares."""
+    model = settled(Counting())
+    assert isinstance(model, Counting)
+    model.norm.requires_grad_(False).eval()
+    engine = sw.parallelize(model, plan, world, loss=regression, optimizer=sw.SGD(lr=0.1))
+
+    def facts() -> list[object]:
+        flags: list[object] = [(name, m.training) for name, m in model.named_modules()]
+        flags += [(name, p.requires_grad) for name, p in model.named_parameters()]
+        random = torch.get_rng_state().tolist()
+        return [flags, float(model.tokens), torch.get_default_dtype(), random]
+
+    def rows(step: int) -> tuple[Tensor, Tensor]:
+        first, second = (x.tensor_split([7])[engine.data_rank] for x in vectors(step, rows=11))
+        return first, second
+
+    calls: dict[str, Callable[[], object]] = {
+        "step": lambda: engine.step(rows(0)),
+        "evaluate": lambda: engine.evaluate(rows(1)),
+        "save": lambda: sw.save(engine, folder),
+        "state": lambda: sw.full_state_dict(engine),
+        "refused": lambda: engine.step((rows(2)[0], rows(2)[1][1:])),
+        "again": lambda: engine.step(rows(3)),
+    }
+    found: dict[str, list[object]] = {}
+    for name, call in calls.items():
+        with pytest.raises(InputError) if name == "refused" else nullcontext():
+            call()
+        found[name] = facts()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plan", "counts"),
+    [
+        ("dp2 accumulate:2 fp64", (14, 11)),
+        ("dp2 zero3 fp64", (14, 11)),
+        ("pp2 1f1b:2 fp64", (14, 14)),
+    ],
+)
+def test_a_call_leaves_the_model_as_it_found_it(plan, counts, tmp_path):
+    """Modes, frozen parameters, the default dtype, random states, and what a rank has counted.
+
+    A step counts in all its microbatches, from what rank 0 had counted before.
+    """
+    for rank, found in enumerate(run_gloo(2, left_by_calls, plan, str(tmp_path))):
+        for name in ("evaluate", "save", "state", "refused"):
+            assert found[name] == found["step"], name
+        assert found["again"] == [found["step"][0], counts[rank], *found["again"][2:]]

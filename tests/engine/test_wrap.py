@@ -93,7 +93,7 @@ class Counting(nn.Module):
 
 
 def counted(world: World, how: str) -> tuple[list[float], int]:
-    """A buffer that only rank 0 changes before each forward; a rank's own change is undone."""
+    """Buffers that each rank changes before each forward pass of two steps of two microbatches."""
     model, data = Counting(), rows(0, world.rank).float()
     if how == "DDP, each its own":
         sw.DDP(model, world, broadcast_buffers=False)
@@ -109,17 +109,17 @@ def counted(world: World, how: str) -> tuple[list[float], int]:
             model.count.fill_(-7.0)
         with nullcontext() if step % 2 else sw.no_sync(model):
             model(data).sum().backward()
-    model.eval()(data)  # no training forward: the ranks do not meet
+    model.eval()(data)  # the ranks do not meet
     sent = sum(t.sent_bytes for k, t in ledger.since(before).items() if k[1] == "broadcast")
     return model.seen, sent
 
 
 @pytest.mark.parametrize("how", ["DDP", "FULL_SHARD"])
-def test_every_training_forward_begins_with_the_buffers_of_rank_0(how):
-    """From the first on, accumulating or not, in one message of so many bytes."""
+def test_every_step_begins_with_the_buffers_of_rank_0(how):
+    """In one message; between the microbatches each rank keeps what it has counted, as in torch."""
     one, two = run_threads(2, counted, how)
-    assert one[0] == [1.0, 102.0, 3.0, 104.0, 104.0] and two[0] == one[0]
-    assert (one[1], two[1]) == (4 * 7, 0)
+    assert one == ([1.0, 102.0, 3.0, 104.0, 104.0], 2 * 7)
+    assert two == ([1.0, -7.0, 3.0, -7.0, -7.0], 0)
 
 
 def test_without_broadcast_buffers_each_rank_keeps_its_own():

@@ -40,7 +40,7 @@ class Sharding:
     """How parameters are stored: the row, its data axes, and how units are chosen.
 
     device: where they are kept; None leaves them where they are.
-    broadcast_buffers: whether buffers are rank 0's in every training forward, or at first only.
+    broadcast_buffers: whether every step begins with rank 0's buffers, or the first one only.
     tiers: of this rank, where the row keeps states in host memory.
     late: whether updates there are made beside the next step.
     arena: of this rank, for gradients until they are reduced.

@@ -1,11 +1,13 @@
 """Copies the buffers of rank 0 to every data rank.
 
-Every training forward begins with rank 0's buffers, as under DDP: all of them, in messages that fit
-a slot of the pool (comm/gloo/pool.py), because no rank knows whether another has changed one.  A
-model without buffers sends nothing.
+Every step begins with rank 0's buffers, as under DDP: all of them, in messages that fit a slot of
+the pool (comm/gloo/pool.py), because no rank knows whether another has changed one.  The further
+microbatches of a step go on with what each rank has, so a program can count in a buffer and sum it
+before the update.  A model without buffers sends nothing.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -28,19 +30,45 @@ class Buffers:
         self._broadcast()
 
     def refresh(self) -> None:
-        """Copy rank 0's buffers to every rank before a forward pass.  All ranks call it."""
+        """Copy rank 0's buffers to every rank before a step.  All ranks call it."""
         if self.follow:
             self._broadcast()
 
     @torch.no_grad()
-    def _broadcast(self) -> None:
+    def lend(self) -> "OwnBuffers":
+        """Copy rank 0's buffers to every rank for an evaluation.  All ranks call it.
+
+        Returns this rank's own values of those that were different.
+        """
+        receives = self.follow and any(axis.rank for axis in self.axes)
+        before = [(b, b.detach().clone()) for b in self._all()] if receives else []
+        self.refresh()
+        return OwnBuffers([(b, own) for b, own in before if not torch.equal(b, own)])
+
+    def _all(self) -> list[Tensor]:
         # looked up each time: a module may have put another in its place
         renew_buffers(self.holders)
         found = dict.fromkeys(b for m in self.holders for b in m._buffers.values() if b is not None)
-        buffers = [b for b in found if b.numel()]
+        return [b for b in found if b.numel()]
+
+    @torch.no_grad()
+    def _broadcast(self) -> None:
+        buffers = self._all()
         for axis in self.axes if buffers else []:
             for cuts in _pieces([b.nbytes for b in buffers], axis.pool.most_bytes):
                 _broadcast([(buffers[i], start, stop) for i, start, stop in cuts], axis)
+
+
+@dataclass(frozen=True)
+class OwnBuffers:
+    """Buffers of this rank, and the values that it has put aside."""
+
+    values: Sequence[tuple[Tensor, Tensor]]
+
+    def put_back(self) -> None:
+        """Give the buffers these values."""
+        for b, own in self.values:
+            b.data.copy_(own)
 
 
 def _pieces(sizes: Sequence[int], most: int) -> Iterator[list[tuple[int, int, int]]]:

@@ -14,8 +14,7 @@ difference, which no comparison of replicas finds: the sum of gradients is equal
 """
 
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.move import all_gather, all_to_all
 from shardwise.comm.random_state import drawing_from, generators_of
+from shardwise.comm.unchanged import kept_buffers
 from shardwise.comm.world import Axis
 from shardwise.core.check_every import CheckEvery
 from shardwise.core.errors import bad
@@ -151,7 +151,7 @@ class Rerun:
         own, again = Computed(), Computed()
         with self.axis.ledger.phase("check"):
             theirs, their_tokens, states = exchange(part, tokens, self.axis, self.device)
-        with drawing_from(self.device, states), _kept(self.data.root):
+        with drawing_from(self.device, states), kept_buffers(self.data.root):
             self.counts = False
             repeat(theirs, their_tokens, self._noting(objective, theirs, again))
             self.counts = True
@@ -177,14 +177,3 @@ class Rerun:
             self.now.see(flat.names[index], grads.grad_views[index])
             if not self.counts:
                 grads.filled[index] = grads.has_grad[index] = False
-
-
-@contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
-    """Give buffers their values back."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, values in before:
-            buffer.data.copy_(values)

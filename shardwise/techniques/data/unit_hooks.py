@@ -87,6 +87,7 @@ class Data:
         self.collects: Callable[[Flat, int], None] = lambda *_: None
         self.leave_device: Callable[[Flat], None] = lambda _: None  # before it is copied to a tier
         self.in_step = False  # of an engine: it has begun and not ended; it stays after an error
+        self.begins = True  # of a loop of the program's own: its next forward pass begins a step
         self.in_root = False  # a forward pass of the root is running
         self.records = False  # and autograd recorded when it began
         self.computes_loss = False  # what follows in the program, from a recorded pass
@@ -173,14 +174,16 @@ class Data:
         """Whether the memory of any unit is freed between two uses."""
         return any(unit.reshards for unit in self.units.order)
 
+    def begin_step(self) -> None:
+        """Begin the forward passes of an engine's step, with rank 0's buffers on every rank."""
+        self.consensus.phase("forward")
+        self.consensus.buffers.refresh()
+
     # --- under a schedule ---------------------------------------------------------------------
 
-    def begin_run(self, *, training: bool = True) -> None:
+    def begin_run(self) -> None:
         """Begin a run of the schedule."""
         self.order.begin_run()
-        if training:
-            self.consensus.phase("forward")
-            self.consensus.buffers.refresh()
 
     def end_run(self) -> None:
         """End a run of the schedule: free all units."""
@@ -251,7 +254,8 @@ class Data:
         self.consensus.phase("forward")
         self.order.begin_forward(recorded=torch.is_grad_enabled())
         self.units.begin_unshard()  # if the user's optimizer has updated them
-        if module.training and torch.is_grad_enabled():
+        if self.pace.by_hand and self.begins and module.training and torch.is_grad_enabled():
+            self.begins = False
             self.consensus.buffers.refresh()
 
     def _before(self, unit: Unit, module: nn.Module, args: Any) -> None:
@@ -333,6 +337,7 @@ class Data:
         self.consensus.check()
         self.computes_loss = False
         self.on_grads.begun()
+        self.begins |= self.sync
         acts = self.order.begin_backward(sync=self.sync)
         self.units.order = [self.numbered[number] for number in self.order.forward]
         self.consensus.phase("backward")

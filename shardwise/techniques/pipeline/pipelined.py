@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.random_state import seeded
+from shardwise.comm.unchanged import eval_mode
 from shardwise.comm.world import Axis
 from shardwise.core.applied import Applied, during
 from shardwise.core.errors import RunError
@@ -129,7 +130,14 @@ class Pipelined:
 
     @torch.no_grad()
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
-        """Run one microbatch forward through all stages; the result is on the last stage's rank."""
+        """Run one microbatch forward through all stages, in eval mode.
+
+        The result is on the last stage's rank.
+        """
+        with eval_mode(self.model, *self.staging.stages.layers.elsewhere):
+            return self._evaluate(call)
+
+    def _evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
         result = Result()
         units = self.units.at()
         microbatches = [Microbatch(0, None, 0, *self._trace_call(call))]
@@ -151,7 +159,7 @@ class Pipelined:
             return stages.fits(known.trace, lambda model: self.objective(model, part))
 
         stages = self.staging.stages
-        return self.known.get(part, self.model.training, make, fits)
+        return self.known.get(part, stages.layers.modes, make, fits)
 
     def _probe(self, call: Callable[[nn.Module], Any]) -> ActivationProbe | None:
         """Answers reads of activations, where that needs no other ranks than the pipeline's."""

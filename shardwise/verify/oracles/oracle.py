@@ -321,10 +321,11 @@ class Oracle:
 
 @torch.no_grad()
 def in_eval_mode(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Tensor:
-    """The result of `call(model)` in eval mode; the mode is restored afterwards."""
-    was_training = model.training
+    """The result of `call(model)` in eval mode; every module gets its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         return call(model)
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training

@@ -22,9 +22,10 @@ the player.  At all other times this rank's layers are in their usual places, so
 
 import copy
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -231,6 +232,10 @@ class StandIn(nn.Module):
         vars(self)["_of"].twin.train(mode)
         return super().train(mode)
 
+    def requires_grad_(self, requires_grad: bool = True) -> "StandIn":
+        vars(self)["_of"].twin.requires_grad_(requires_grad)
+        return self
+
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         """During a stage, the layer's own: a model may ask for its first parameter."""
         of: Of = vars(self)["_of"]
@@ -310,6 +315,22 @@ class StageLayers:
         """The layers of this rank."""
         return [of.real for of in self.standing if of.real is not None]
 
+    @property
+    def elsewhere(self) -> list[nn.Module]:
+        """The twin's layers whose real ones are on other ranks."""
+        return [of.twin for of in self.standing if of.real is None]
+
+    @cached_property
+    def _with_modes(self) -> tuple[list[nn.Module], list[nn.Parameter]]:
+        models = [self.model, *self.elsewhere]
+        return [m for x in models for m in x.modules()], [p for x in models for p in x.parameters()]
+
+    @property
+    def modes(self) -> Hashable:
+        """Which modules are in training mode and which parameters train: a trace depends on it."""
+        modules, params = self._with_modes
+        return tuple([m.training for m in modules]), tuple([p.requires_grad for p in params])
+
     def known_values(self) -> Sequence[tuple[str, tuple[int, ...], Tensor]]:
         """Name, stages and the twin's tensor of every parameter and buffer, in their order."""
         buffers = [(f"the buffer {n}", at, table[k]) for n, at, (table, k), _ in self.buffers]
@@ -363,7 +384,11 @@ class StageLayers:
                 theirs._buffers[key] = None if b is None else b.detach().clone()
         for of in self.standing:
             of.player, of.following = player, True
-            of.twin.train(of.twin.training if of.real is None else of.real.training)
+            real = {} if of.real is None else dict(of.real.named_modules())
+            for name, module in of.twin.named_modules():
+                module.training = real.get(name, module).training
+        for number, p in (each for own in self.own.values() for each in own.items()):
+            self.parameters[number][2].requires_grad_(p.requires_grad)
         try:
             yield self.twin
         finally:

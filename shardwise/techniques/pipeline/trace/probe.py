@@ -13,8 +13,8 @@ in each later microbatch the rank that computes the tensor compares its own (sta
 One read costs one forward of the stages before it, once for each shape of microbatch.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.move import begin_receive, begin_send
 from shardwise.comm.objects import broadcast_object
+from shardwise.comm.unchanged import kept_buffers
 from shardwise.techniques.pipeline.stage import Asked
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.stage_module import Staging
@@ -76,18 +77,3 @@ class ActivationProbe:
             ]
             for x in passed:
                 begin_receive(x, axis, home[stage - 1]).wait()
-
-
-@contextmanager
-def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers of `model` at the end, as if nothing had run."""
-    tables = [module._buffers for module in model.modules()]
-    before = [dict(table) for table in tables]
-    values = {b: b.clone() for table in before for b in table.values() if b is not None}
-    try:
-        yield
-    finally:
-        for b, value in values.items():
-            b.copy_(value)
-        for table, old in zip(tables, before, strict=True):
-            table.update(old)

@@ -1,0 +1,37 @@
+"""What a call changes while it runs, and restores at its end."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def eval_mode(*models: nn.Module) -> Iterator[None]:
+    """Set every module of `models` to eval mode; afterwards each has the mode that it had."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            if module.training is not training:
+                module.train(training)  # may be the program's own, which does more
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers of `model` at the end, as if nothing had run."""
+    tables = [module._buffers for module in model.modules()]
+    before = [dict(table) for table in tables]
+    values = {b: b.detach().clone() for table in before for b in table.values() if b is not None}
+    try:
+        yield
+    finally:
+        for b, value in values.items():
+            b.data.copy_(value)
+        for table, old in zip(tables, before, strict=True):
+            table.update(old)
