@@ -219,7 +219,7 @@ write instead."""
 #: Headings, and the public names below them; a name that is nowhere here is under the last.
 GROUPS: Final = {
     "Train with an engine": ("init", "World", "parallelize", "Engine", "Metrics", "spawn"),
-    "Optimizers": ("AdamW", "Adam", "SGD", "Lion", "Adafactor", "Optim"),
+    "Optimizers": ("AdamW", "Adam", "SGD", "Lion", "Adafactor", "Muon", "Optim"),
     "One technique in a plain loop": (
         *("DDP", "FSDP", "Pipe", "DataParallel", "clip_grad_norm", "no_sync", "unwrap"),
         "replicas",

@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from shardwise.derive.plan_search import search
     from shardwise.derive.table import derive_table
     from shardwise.engine.engine import Engine
-    from shardwise.engine.optimizer.optimizer_spec import SGD, Adafactor, Adam, AdamW, Lion, Optim
+    from shardwise.engine.optimizer.optimizer_spec import (
+        SGD,
+        Adafactor,
+        Adam,
+        AdamW,
+        Lion,
+        Muon,
+        Optim,
+    )
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.predict import predict
     from shardwise.engine.state.full import full_state_dict
@@ -62,6 +70,7 @@ _HOMES = {
     "full_state_dict": "engine.state.full",
     "Adafactor": "engine.optimizer.optimizer_spec",
     "Lion": "engine.optimizer.optimizer_spec",
+    "Muon": "engine.optimizer.optimizer_spec",
     "Adam": "engine.optimizer.optimizer_spec",
     "AdamW": "engine.optimizer.optimizer_spec",
     "Optim": "engine.optimizer.optimizer_spec",
@@ -111,6 +120,7 @@ __all__ = [
     "Mesh",
     "Metrics",
     "MoE",
+    "Muon",
     "Optim",
     "Pipe",
     "Plan",

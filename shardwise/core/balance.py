@@ -1,9 +1,10 @@
-"""Balanced partition of a list of weights into contiguous parts: the heaviest is minimal.
+"""Balanced partitions of weights: of a list into contiguous parts, and of named ones over ranks.
 
-weights 5 1 1 1 1 5  in 3 parts     5 | 1 1 1 1 | 5
+balanced    5 1 1 1 1 5  in 3 parts     5 | 1 1 1 1 | 5
+owners      a5 b4 c3 d2  on 2 ranks     a, d | b, c
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 
@@ -33,3 +34,12 @@ def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
         i = next(j for j in fits if least[left - 1][j] <= limit)
         cuts.append(i)
     return tuple(cuts)
+
+
+def owners(weights: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """The rank of each name: the heaviest first, each to the rank with the least so far."""
+    loads, found = [0] * ranks, dict[str, int]()
+    for name in sorted(weights, key=lambda name: (-weights[name], name)):
+        found[name] = loads.index(min(loads))
+        loads[found[name]] += weights[name]
+    return found

@@ -25,6 +25,8 @@ from shardwise.engine.applied_techniques import APPLY, facts_of
 from shardwise.engine.batch import data_axes
 from shardwise.engine.checks.reads import guard_shards
 from shardwise.engine.one_stage import OneStage
+from shardwise.engine.optimizer.elementwise import require_whole
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.training import Build
 from shardwise.techniques.data.apply import (
@@ -104,9 +106,16 @@ class ShardedModel:
 
 
 def lay_out(
-    model: nn.Module, build: Build, weights: RankZeroWeights, disk: Disk | None = None
+    model: nn.Module,
+    build: Build,
+    optimizer: OptimizerSpec,
+    weights: RankZeroWeights,
+    disk: Disk | None = None,
 ) -> ShardedModel:
-    """Shard `model` in place.  All ranks of the world call it."""
+    """Shard `model` in place.  All ranks of the world call it.
+
+    Raises InputError if the optimizer needs a whole parameter that an axis cuts.
+    """
     world, plan = build.world, build.plan
     tiling = tile(model, plan, build.units)
     how = _sharding(model, build, weights, disk, tiling)
@@ -120,6 +129,8 @@ def lay_out(
     names = {spec.name: [name for name, _ in spec.params] for spec in specs}
     facts = facts_of(model, names, plan, build.table, build.layers, at, tiling.params)
     found = layouts(chain.from_iterable(names.values()), facts, plan)
+    trained = [pair for spec in specs for pair in spec.params if pair[1].requires_grad]
+    require_whole(optimizer, [(name, p.dim(), found[name]) for name, p in trained])
     twins = None
     if schedule is not None:
         twins = stage_module.twin(model, world, plan, build.table)

@@ -62,7 +62,7 @@ class Engine:
         pool = pool_bytes(self.plan, sum(p.nbytes for p in model.parameters()))
         self.world.pool.reserve(pool, self.world.device)
         with self.ledger.phase("start"):
-            sharded = self.sharded = lay_out(model, build, weights, self.disk)
+            sharded = self.sharded = lay_out(model, build, training.optimizer, weights, self.disk)
             weights.deliver()
         self.data, self.flats = sharded.data, sharded.flats
         self.axes, self.staging = sharded.axes, sharded.staging

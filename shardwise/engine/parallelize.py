@@ -16,8 +16,8 @@ from shardwise.engine.checks import compiled, consistency, validate
 from shardwise.engine.checks.offload_choice import require_chosen
 from shardwise.engine.default_fill import default_fill
 from shardwise.engine.engine import Engine
+from shardwise.engine.optimizer.elementwise import require_possible
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.optimizer.shardable import require_shardable
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.rank_zero_weights import missing_weights
 from shardwise.engine.training import Build, Loss, Training
@@ -100,7 +100,7 @@ def build_engine(
     plan = _completed(plan, world)
     compiled.require_plain(model, plan, options.loss)
     spec = options.spec
-    require_shardable(spec.kind, spec.by_group, plan)
+    require_possible(spec, model, plan)
     objective = options.objective
     tokens, rows = validate.tokens(options.tokens), validate.rows(options.rows)
     fill = validate.fill(options.fill, options.seed) or default_fill(model, options.seed)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from shardwise.core.check_every import CHECK_EVERY
@@ -20,17 +19,17 @@ from shardwise.engine.batch import Count, computed_parts
 from shardwise.engine.checks import validate
 from shardwise.engine.checks.offload_choice import with_offload
 from shardwise.engine.model_structure import shapes_of
+from shardwise.engine.optimizer.elementwise import require_possible, require_whole
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.optimizer.shardable import require_shardable
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import plan_of
 from shardwise.engine.spec import optimizer_shape
 from shardwise.engine.spec_of_model import model_spec
 from shardwise.engine.training import Loss
 from shardwise.observe.kernels import Kernels
+from shardwise.prediction.group import layout_of
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.rank_shape import shape_on
-from shardwise.prediction.stored_bytes import PLAIN
 from shardwise.techniques.data import rerun
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.expert.expert_moves import Loads
@@ -148,7 +147,7 @@ class Predictor:
         rerun.require(self.plan, options.checks)
         self.options = replace(options, clip=clip)
         self.spec, self.objective = options.spec, options.objective
-        require_shardable(self.spec.kind, self.spec.by_group, self.plan)
+        require_possible(self.spec, model, self.plan)
         self.known: dict[object, Prediction] = {}
 
     def of(
@@ -198,13 +197,14 @@ class Predictor:
         if self.options.checks.rerun:
             parts = computed_parts(batch, plan.microbatches, plan.cut, self.options.rows)
             rerun_bytes = rerun.sent_bytes(parts[0], self.options.kernels)
-        dtypes = [getattr(torch, p.dtype) for p in shape.params if p.trainable]
+        trained = [(p.name, len(p.shape), layout_of(plan, p)) for p in shape.params if p.trainable]
+        require_whole(self.spec, trained)
         return Prediction(
             plan,
             rank,
             shape,
             spec,
-            optimizer=optimizer_shape(self.spec, dtypes[0]) if dtypes else PLAIN,
+            optimizer=optimizer_shape(self.spec, [p for p in shape.params if p.trainable]),
             norm=self.options.clip is not None,
             check_every=self.options.checks,
             rerun_bytes=rerun_bytes,

@@ -220,6 +220,7 @@ _OPTIMIZERS: Final = {
     **dict.fromkeys(("adam", "adamw", "onebitadam", "zerooneadam"), "adamw"),
     "lion": "lion",
     "adafactor": "adafactor",
+    "muon": "muon",
 }
 
 
@@ -232,8 +233,8 @@ def optimizer(notes: Mapping[str, str]) -> Rule:
             return draft.set("train.optimizer", _OPTIMIZERS[name]) or notes.get(name, "")
         draft.foreign = str(value)
         return (
-            "shardwise train has adamw, lion and adafactor, so that its lr and its other options "
-            "are left out too; in a script, optimizer=sw.Optim(YourOptimizer, ...)"
+            "shardwise train has adamw, lion, adafactor and muon, so that its lr and its other "
+            "options are left out too; in a script, optimizer=sw.Optim(YourOptimizer, ...)"
         )
 
     return _rule

@@ -258,6 +258,7 @@ class Prediction:
             first=first,
             meets=meets,
             compares=compares,
+            optimizer=self.optimizer,
         )
         share = self.share(loads)
         yield from (each.sends(share) for each in PRICES)

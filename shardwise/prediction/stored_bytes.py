@@ -7,8 +7,9 @@
                  which the plan fixes (core/pool_size.py)
 
 Padding is stored with parameters and gradients, and with the fp32 masters of 16-bit weights. The
-optimizer's states have the shape of this rank's piece of each parameter: no padding there. With
-Adam, of a group with K elements in pieces here and B in the block:
+optimizer's states have the shape of this rank's piece of each parameter: no padding there. Where an
+optimizer needs whole tensors, one rank has the states of all of a parameter: its owner. With Adam,
+of a group with K elements in pieces here and B in the block:
 
     fp32    4 B + 4 B + 8 K              bf16, fp16    2 B + 2 B + (4 B + 8 K)
 
@@ -24,8 +25,11 @@ Adam has a step count of 4 bytes for each parameter. (ZeRO, arXiv 1910.02054, se
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from shardwise.core.balance import owners
 from shardwise.core.model_spec import ModelShape
 from shardwise.core.plan.plan import Plan
 from shardwise.prediction.group import Group, groups
@@ -39,12 +43,24 @@ class OptimizerShape:
     """An optimizer as numbers: state tensors the size of the weight, bytes a parameter besides.
 
     `factored`: also a mean for each row and each column of a matrix, and for each element of a
-    vector (Adafactor, arXiv 1804.04235, section 3).
+    vector (Adafactor, arXiv 1804.04235, section 3). `whole`: one of the ranks that shard a
+    parameter, its owner, has the states of all of it. `others` are parameters, by name, of groups
+    with another class of optimizer.
     """
 
     states: int
     scalar_bytes: int
     factored: bool = False
+    whole: bool = False
+    others: "tuple[tuple[str, OptimizerShape], ...]" = ()
+
+    @cached_property
+    def _by_name(self) -> "dict[str, OptimizerShape]":
+        return dict(self.others)
+
+    def of(self, name: str) -> "OptimizerShape":
+        """The optimizer of a parameter."""
+        return self._by_name.get(name, self)
 
 
 ADAM = OptimizerShape(states=2, scalar_bytes=4)
@@ -60,6 +76,7 @@ def held_bytes(
     """
     here = plan.coordinate(rank)
     found = groups(plan, model)
+    owned = owners_of(found, optimizer)
     updated = [group for group in found if group.trained and group.moves.offload is None]
     resting = [group for group in found if group.moves.fetch is None]
     return {
@@ -70,7 +87,8 @@ def held_bytes(
             block_bytes(group, sharded=group.row.grad.kind == "S") for group in updated
         ),
         "optimizer": sum(
-            optimizer_bytes(group, optimizer, here.get(group.layout.shard, 0)) for group in updated
+            optimizer_bytes(group, optimizer, here.get(group.layout.shard, 0), owned)
+            for group in updated
         ),
         "buffers": sum(buffer.stored_bytes for buffer in model.buffers) + pool,
     }
@@ -82,18 +100,40 @@ def block_bytes(group: Group, *, sharded: bool) -> int:
     return group.element_bytes * (flat.share if sharded else flat.padded)
 
 
-def optimizer_bytes(group: Group, optimizer: OptimizerShape, place: int) -> int:
-    """Masters of the block, if weights have 16 bits or are on another tier; states; scalars."""
-    flat, half = group.flat, group.params[0].dtype in HALF
-    element_bytes = MASTER_BYTES if half else group.element_bytes
+def owners_of(found: Sequence[Group], optimizer: OptimizerShape) -> dict[str, int]:
+    """The owner, a rank on its shard axis, of each parameter that is split but updated whole."""
+    numels = dict[tuple[str, int], dict[str, int]]()
+    for group in (group for group in found if group.trained and group.shard > 1):
+        own = {p.name: p.numel for p in group.params if optimizer.of(p.name).whole}
+        numels.setdefault((group.layout.shard, group.shard), {}).update(own)
+    return {name: at for (_, n), own in numels.items() for name, at in owners(own, n).items()}
+
+
+def optimizer_bytes(
+    group: Group, optimizer: OptimizerShape, place: int, owned: Mapping[str, int]
+) -> int:
+    """Masters of the block, if weights have 16 bits or are on another tier; states; scalars.
+
+    `owned` has the owners of parameters that are updated as a whole.
+    """
+    flat = group.flat
+    element_bytes = master_bytes(group)
     rank = place if group.shard > 1 else 0
-    pieces = [flat.piece(index, rank) for index in range(len(group.params))]
-    kept = sum(stop - start for start, stop in pieces)
-    masters = element_bytes * flat.share if half or group.moves.publish is not None else 0
-    states = optimizer.states * kept
-    if optimizer.factored:
-        states += sum(_means(param.shape) for param in group.params)
-    return masters + element_bytes * states + optimizer.scalar_bytes * len(pieces)
+    apart = group.params[0].dtype in HALF or group.moves.publish is not None
+    total = element_bytes * flat.share if apart else 0
+    for index, param in enumerate(group.params):
+        shape, (start, stop) = optimizer.of(param.name), flat.piece(index, rank)
+        if param.name in owned:
+            start, stop = 0, param.numel
+        if owned.get(param.name, rank) == rank:
+            kept = shape.states * (stop - start) + shape.factored * _means(param.shape)
+            total += element_bytes * kept + shape.scalar_bytes
+    return total
+
+
+def master_bytes(group: Group) -> int:
+    """The bytes of an element of what the optimizer updates."""
+    return MASTER_BYTES if group.params[0].dtype in HALF else group.element_bytes
 
 
 def _means(shape: tuple[int, ...]) -> int:

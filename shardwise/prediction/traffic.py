@@ -10,6 +10,9 @@ sums of its gradient over tensor and pipeline ranks. In addition:
                of several stages, whether any of them had a gradient
     forward    all buffers, from the first rank of each axis
 
+    update     of each parameter that an optimizer needs whole, the pieces of gradient and master
+               go to its owner, which sends back the pieces of the updated master
+
 In the first step, the data ranks exchange their numbers of tokens beforehand, the ranks of other
 axes exchange three doubles for their batch, and those of the tensor axis one for the loss and two
 for each trained parameter that they replicate (engine/checks/consistency.py). In later steps that
@@ -24,6 +27,7 @@ numbers of the batch's lists.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -37,6 +41,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.library import updates
 from shardwise.core.zero import Moment, RowMove, Tier
 from shardwise.prediction.group import Group, groups, layout_of
+from shardwise.prediction.stored_bytes import ADAM, OptimizerShape, master_bytes, owners_of
 
 CONSENSUS_BYTES = 8  # added as doubles: a count of tokens must not be rounded
 #: Before the first step: tokens, errors, lengths of lists and a checksum (engine.py).
@@ -154,6 +159,7 @@ def step_bytes(
     first: bool = False,
     meets: bool = False,
     compares: str = "",
+    optimizer: OptimizerShape = ADAM,
 ) -> Counted:
     """The bytes `rank` sends in one step, activations apart; lines without any are left out.
 
@@ -163,8 +169,10 @@ def step_bytes(
     """
     tariff = Tariff(plan, rank)
     own = updates(plan.pipeline, plan.mesh.size_of(PIPELINE))
-    for group in groups(plan, model):
+    found = groups(plan, model)
+    for group in found:
         carry_row(tariff, group, max(1, own))
+    tariff.sent_bytes.add(owner_bytes(plan, found, optimizer, rank), max(1, own))
     for param in [p for p in model.params if p.trainable]:
         _shared(tariff, param)
     for _ in range(own):  # tokens, and which parameters had a gradient
@@ -191,6 +199,33 @@ def step_bytes(
     tariff.move(TENSOR, S(0), R, told * tariff.size(TENSOR), CONSENSUS_BYTES, "check")
     for axis in (TENSOR, PIPELINE, CONTEXT):  # the batch
         tariff.move(axis, S(0), R, 3 * tariff.size(axis) * meets, CONSENSUS_BYTES, "check")
+    return tariff.sent_bytes
+
+
+def owner_bytes(
+    plan: Plan, found: Sequence[Group], optimizer: OptimizerShape, rank: int
+) -> Counted:
+    """The bytes that `rank` sends in an update of parameters that have an owner.
+
+    Each message has the pieces of one element type.
+    """
+    tariff, owned = Tariff(plan, rank), owners_of(found, optimizer)
+    sizes: dict[tuple[str, str], list[int]] = {}
+    for group in found:
+        for index, param in enumerate(group.params):
+            if param.name not in owned:
+                continue
+            here = tariff.coordinates.get(group.layout.shard, 0)
+            start, stop = group.flat.piece(index, here)
+            sent = sizes.setdefault((group.layout.shard, param.dtype), [0, 0, 0])
+            if owned[param.name] == here:
+                sent[2] += (param.numel - (stop - start)) * master_bytes(group)
+            else:
+                sent[0] += (stop - start) * param.element_bytes
+                sent[1] += (stop - start) * master_bytes(group)
+    for (axis, _), each in sizes.items():
+        for sent_bytes in each:
+            tariff.add(TrafficLine(axis, "all_to_all", "update"), sent_bytes)
     return tariff.sent_bytes
 
 

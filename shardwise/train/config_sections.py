@@ -117,9 +117,9 @@ class TrainSection(BaseModel):
     batch: Size = Field(
         default=16, description="sequences of the *global* batch, whatever the number of ranks"
     )
-    optimizer: Literal["adamw", "lion", "adafactor"] = Field(
+    optimizer: Literal["adamw", "lion", "adafactor", "muon"] = Field(
         default="adamw",
-        description="`adamw`, `lion`, or `adafactor` where each rank updates whole parameters",
+        description="`adamw`, `lion`, `adafactor`, or `muon` (AdamW for what is no matrix)",
     )
     lr: float = Field(default=1e-3, gt=0, description="the highest learning rate, after warmup")
     warmup: Count = Field(

@@ -16,7 +16,7 @@ from shardwise.core.plan.plan_schedule import schedule_of
 from shardwise.core.tools.suggest import suggest
 from shardwise.engine.checks.offload_choice import AUTO, with_offload
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer.optimizer_spec import Adafactor, AdamW, Lion, OptimizerSpec
+from shardwise.engine.optimizer.optimizer_spec import Adafactor, AdamW, Lion, Muon, OptimizerSpec
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
 from shardwise.engine.predict import Predictor, predict_with
@@ -129,10 +129,13 @@ def stacked_names(prepared: PreparedRun) -> list[str]:
 
 
 def optimizer_of(train: TrainSection) -> OptimizerSpec:
-    """The optimizer that [train] names. Adafactor has no betas of its own."""
+    """The optimizer that [train] names. Muon's rates are such that AdamW's fit."""
     options: dict[str, Any] = {"lr": train.lr, "weight_decay": train.weight_decay}
     if train.optimizer == "adafactor":
         return Adafactor(**options)
+    if train.optimizer == "muon":
+        rest = AdamW(**options, betas=train.betas)
+        return Muon(**options, rest=rest, adjust_lr_fn="match_rms_adamw")
     return (Lion if train.optimizer == "lion" else AdamW)(**options, betas=train.betas)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
-from shardwise.engine.optimizer.elementwise import ELEMENTWISE, works_on_pieces
+from shardwise.engine.optimizer.elementwise import ELEMENTWISE, is_listed
 from shardwise.engine.optimizer.optimizer_groups import compared
 from shardwise.techniques.data.gradient_hooks import owners
 from shardwise.techniques.data.unit_hooks import Data
@@ -63,14 +63,15 @@ def _sharded(optimizer: Optimizer) -> list[Data]:
 
 
 def _require_by_element(optimizer: Optimizer) -> None:
-    """Raise InputError for an optimizer that works on whole tensors only."""
+    """Raise InputError for an optimizer that is not known to update each element alone."""
     kind = type(optimizer)
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    if not works_on_pieces(kind, groups):
+    if not getattr(optimizer, "elementwise", is_listed(kind)):
         raise bad(
-            f"a step of {kind.__name__}, which needs whole tensors, on shards",
-            f"an elementwise class: {', '.join(ELEMENTWISE)}",
-            'torch.optim.AdamW(module.parameters()), or sw.FSDP(module, "NO_SHARD")',
+            f"a step of {kind.__name__} on shards: it is not known to update each element alone",
+            f"one of {', '.join(ELEMENTWISE)}; if {kind.__name__} updates each element alone, "
+            "optim.elementwise = True before its first step",
+            'torch.optim.AdamW(module.parameters()), or sw.FSDP(module, "NO_SHARD"), or an engine: '
+            f"sw.parallelize(..., optimizer=sw.Optim({kind.__name__}, ...))",
         )
 
 

@@ -186,12 +186,12 @@ def oracle(task: Task, case: Case, dtype: torch.dtype | None = torch.float64) ->
     model, run, plan = task.make().to(dtype), Run(), Plan.parse(case.plan).completed(None)
     model.train()
     microbatches, count = microbatches_of(model, plan), task.tokens or rows
-    optimizer, choices = case.kind(model.parameters(), **case.options), Choices(model)
+    optimizers, choices = optimizers_of(model, case), Choices(model)
     for step in range(case.steps):
         batch = tree_map(
             lambda x: x.to(dtype) if x.is_floating_point() and dtype else x, task.batch(step)
         )
-        optimizer.zero_grad()
+        model.zero_grad()
         tokens, summed = count(batch), 0.0
         for part in microbatches.of(batch):
             loss = task.loss(model, part) * count(part)
@@ -205,11 +205,22 @@ def oracle(task: Task, case: Case, dtype: torch.dtype | None = torch.float64) ->
             norm = float(nn.utils.clip_grad_norm_(model.parameters(), case.clip))
         trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
         run.grads.append({n: None if g is None else g.clone() for n, g in trained.items()})
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         run.losses.append(summed / tokens)
         run.norms.append(norm)
     run.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return run
+
+
+def optimizers_of(model: nn.Module, case: Case) -> list[torch.optim.Optimizer]:
+    """Torch's own optimizers of a case; with `rest`, one of all parameters that are no matrices."""
+    options = {k: v for k, v in case.options.items() if k not in ("rest", "elementwise")}
+    rest, params = case.options.get("rest"), list(model.parameters())
+    if rest is None:
+        return [case.kind(params, **options)]
+    matrices, others = ([p for p in params if (p.dim() == 2) is two] for two in (True, False))
+    return [case.kind(matrices, **options), rest.kind(others, **rest.options)]
 
 
 def refusal(act: Callable[[], object]) -> str:

@@ -1,97 +1,61 @@
-"""Recipes, and optimizers that are not known: tried when made, refused where they cannot work."""
+"""Recipes: what they refuse, groups of several classes, and classes that are not known."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError
-from shardwise.engine.optimizer.elementwise import ELEMENTWISE, works_on_pieces
+from shardwise.engine.optimizer.elementwise import ELEMENTWISE
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from tests.checkpoint.own import Own
-from tests.engine.cases import regression, settled, vectors
+from tests.engine.cases import Case, regression, rows_task, settled, vectors
 from tests.engine.loops import rows
+from tests.engine.tensors import equals_one, train
 from tests.engine.zoo import make
 from tests.pool import run_threads
 
-Update = Callable[[Any, Tensor, Tensor], Tensor]
 
+class Elementwise(Optimizer):
+    """A class of a program that updates each element alone; `calls` counts its steps."""
 
-def kind(name: str, update: Update, before: Callable[[Any], Any] = lambda _: None) -> type:
-    """A class of a program: `update` gives what is subtracted from a parameter, times the rate."""
-
-    def init(self: Any, params: Any, lr: float = 1e-3) -> None:
-        Optimizer.__init__(self, params, {"lr": lr})
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "calls": 0})
 
     @torch.no_grad()
-    def step(self: Any, closure: Any = None) -> None:
-        before(self)
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
+            group["calls"] += 1
             for p in (p for p in group["params"] if p.grad is not None):
-                p.sub_(group["lr"] * update(self, p, p.grad))
-
-    return type(name, (Optimizer,), {"__init__": init, "step": step})
+                p.sub_(p.grad.sign(), alpha=group["lr"] / group["calls"])
 
 
-def lamb(_: Any, p: Tensor, g: Tensor) -> Tensor:
-    return g * p.norm() / g.norm().clamp(min=1e-6) if p.ndim > 1 else g
+class Clipped(Optimizer):
+    """A class that divides by the norm of all gradients."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            p.sub_(p.grad / total, alpha=self.param_groups[0]["lr"])
 
 
-def means(_: Any, p: Tensor, g: Tensor) -> Tensor:
-    if p.ndim < 2 or min(p.shape) < 100:  # as many factor large matrices only
-        return g
-    return g / g.square().mean(1, keepdim=True).sqrt()
-
-
-def polar(_: Any, p: Tensor, g: Tensor) -> Tensor:
-    if p.ndim != 2 or min(p.shape) < 2:
-        return g
-    u, _, v = torch.linalg.svd(g, full_matrices=False)
-    return u @ v
-
-
-def late(self: Any, p: Tensor, g: Tensor) -> Tensor:
-    state = self.state[p]
-    state["step"] = state.get("step", 0) + 1
-    return g if state["step"] < 10 else g / g.norm()
-
-
-def sign(_: Any, p: Tensor, g: Tensor) -> Tensor:
-    return g.sign()
-
-
-def add_norm(self: Any) -> None:
-    every = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-    self.total = torch.stack([g.norm() for g in every]).norm()
-
-
-def count(self: Any) -> None:
-    self.calls = getattr(self, "calls", 0) + 1
-
-
-LAMB, MEANS, POLAR = kind("Lamb", lamb), kind("Means", means), kind("Polar", polar)
-LATE, SIGN = kind("Late", late), kind("Sign", sign)
-CLIPPED = kind("Clipped", lambda self, _, g: g / self.total, add_norm)
-COUNTED = kind("Counted", lambda self, _, g: g / self.calls, count)
-WHOLE = [LAMB, MEANS, POLAR, LATE, CLIPPED]
-
-
-class Whole(torch.optim.Muon):
-    """A class of the user's that keeps what makes Muon need whole matrices."""
-
-
-def fsdp(world: World, of: type[Optimizer], after: bool = True) -> str:
+def fsdp(world: World, of: Any, after: bool, said: bool) -> str:
     """A first step in a plain loop, of an optimizer made before or after: "" or the error."""
     module = settled(nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)))
-    options: Any = {"lr": 0.0}  # the begin of a warm-up
-    optim = None if after else of(module.parameters(), **options)
+    optim: Any = None if after else of(module.parameters(), lr=0.5)
     module = sw.FSDP(module, world=world)
-    optim = optim or of(module.parameters(), **options)
+    optim = optim or of(module.parameters(), lr=0.5)
+    if said:
+        optim.elementwise = True
     module(rows(0, world.rank).float()).sum().backward()
     try:
         optim.step(lambda: 0.0)
@@ -102,77 +66,56 @@ def fsdp(world: World, of: type[Optimizer], after: bool = True) -> str:
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize(
-    "of",
-    [*WHOLE, torch.optim.Muon, torch.optim.Adafactor, torch.optim.LBFGS, Whole],
-    ids=lambda of: of.__name__,
-)
-def test_what_needs_whole_tensors_is_refused_on_parts(of: type[Optimizer], after: bool):
+@pytest.mark.parametrize("of", [torch.optim.Muon, torch.optim.Adafactor, Elementwise])
+def test_pieces_are_only_for_what_is_known_to_update_elements(of: type[Optimizer], after: bool):
     """A piece of a matrix has two dimensions: Muon would take it, and compute something else."""
-    for text in run_threads(2, fsdp, of, after):
-        assert f"a step of {of.__name__}, which needs whole tensors" in text
+    for text in run_threads(2, fsdp, of, after, False):
+        assert f"a step of {of.__name__} on shards" in text and "optim.elementwise = True" in text
 
 
-@pytest.mark.parametrize("of", WHOLE, ids=lambda of: of.__name__)
-def test_plans_whose_ranks_hold_parts_refuse_it(of: type[Optimizer]):
-    """By name; not under ddp."""
-    for plan in ("dp2 zero1", "dp2 zero3", "tp2"):
-        with pytest.raises(InputError, match=rf"{of.__name__} (under the plan|in an engine)"):
-            sw.parallelize(
-                make("stack"), plan, traced(0, 2), optimizer=sw.Optim(of), loss=regression
-            )
+@pytest.mark.parametrize("after", [False, True])
+def test_a_program_may_say_that_its_class_updates_elements(after: bool):
+    """In a loop of its own; the optimizer is made before or after the wrapping."""
+    assert run_threads(2, fsdp, Elementwise, after, True) == ["", ""]
 
 
-@pytest.mark.parametrize("of", [SIGN, COUNTED, Own], ids=lambda of: of.__name__)
-def test_what_updates_each_element_alone_is_taken(of: type[Optimizer]):
-    """With numbers, lists and counts among its states, and a rate of 0 at first."""
-    assert run_threads(2, fsdp, of) == ["", ""]
+@pytest.mark.parametrize("plan", ["dp2 zero2 bf16", "dp2 zero3 fp64", "dp2 offload:optim fp64"])
+def test_an_engine_calls_such_a_class_once_in_a_step(plan: str):
+    """Whatever the number of units; its pieces are sent to no owner."""
+    case = Case(plan, kind=Elementwise, options={"elementwise": True}, steps=2)
+    for held in run_threads(2, train, rows_task(lambda: make("stack")), case):
+        assert not [key for key in held.lines if key.kind == "all_to_all"]
+    if "bf16" not in plan:
+        equals_one(run_threads, rows_task(lambda: make("stack")), case)
 
 
-@pytest.mark.parametrize("of", [CLIPPED, COUNTED], ids=lambda of: of.__name__)
-def test_an_engine_refuses_what_combines_parameters(of: type[Optimizer]):
-    """It steps unit by unit: a norm, or a count of steps, over all would be another."""
-    with pytest.raises(InputError, match=f"{of.__name__} in an engine, which updates unit by unit"):
-        sw.parallelize(make("stack"), "ddp", alone(), optimizer=sw.Optim(of), loss=regression)
+@pytest.mark.parametrize("plan", ["dp2 zero1", "pp2 gpipe:2", "tp2"])
+def test_an_optimizer_that_combines_parameters_needs_all_of_them(plan: str):
+    """A norm over the parameters of one rank is another one than over all; ddp has all."""
+    with pytest.raises(InputError, match="its update of a parameter depends on the others"):
+        sw.parallelize(
+            make("stack"), plan, traced(0, 2), optimizer=sw.Optim(Clipped), loss=regression
+        )
 
 
-def test_whole_tensors_are_fine_where_ranks_have_them():
-    """Under ddp, and under sw.DDP, an optimizer of a program trains as it does alone."""
-    model, plain = make("stack").double(), make("stack").double()
-    sw.parallelize(model, "fp64", alone(), optimizer=sw.Optim(LAMB, lr=0.1), loss=regression).step(
-        vectors(0)
+def test_ddp_steps_once_over_all_parameters():
+    """So an optimizer of a program trains as it does alone, also where it combines them."""
+    equals_one(
+        run_threads, rows_task(lambda: make("stack")), Case("dp2 fp64", kind=Clipped, options={})
     )
-    optim = LAMB(plain.parameters(), lr=0.1)
-    regression(plain, vectors(0)).backward()
-    optim.step()
-    assert all(map(torch.allclose, model.parameters(), plain.parameters()))
 
 
-def test_such_an_optimizer_works_where_parameters_are_whole():
-    """Under sw.DDP, and in plain PyTorch beside Shardwise."""
-    model = sw.DDP(nn.Linear(6, 8, bias=False), sw.init())
-    for optim in (torch.optim.Muon(model.parameters()), torch.optim.Adafactor([torch.zeros(2, 2)])):
-        optim.step()
-
-
-def test_what_cannot_be_tried_is_warned_of():
-    """An optimizer that steps only with a closure."""
-
-    def closed(self: Any) -> None:
-        raise RuntimeError("needs a closure")
-
-    with pytest.warns(UserWarning, match="Closed could not be tried"):
-        assert works_on_pieces(kind("Closed", sign, closed), [{"lr": 0.1}])
-
-
-def test_the_program_s_random_numbers_stay():
-    """The trial draws none of them."""
-    torch.manual_seed(3)
-    want = torch.rand(2)
-    torch.manual_seed(3)
-    noisy = kind("Noisy", lambda *given: given[2] + torch.rand_like(given[2]))
-    assert not works_on_pieces(noisy, [{"lr": 0.1}])
-    assert torch.equal(torch.rand(2), want)
+def test_groups_may_have_another_class():
+    """The first pattern that matches; a rate keeps its proportion to the others."""
+    spec = sw.Muon({"*0*": sw.SGD(lr=0.5), "*": {"lr": 0.25}}, lr=0.125, rest=sw.AdamW(lr=0.75))
+    engine = sw.parallelize(make("stack"), "fp64", alone(), optimizer=spec, loss=regression)
+    engine.step(vectors(0))
+    groups = engine.optimizer.param_groups
+    assert [g["name"] for g in groups] == ["default", "*0*", "*", "rest"]
+    assert [g["lr"] for g in groups] == [0.125, 0.5, 0.25, 0.75]
+    assert all(p.ndim == 2 for p in groups[2]["params"]) and "momentum" not in groups[3]
+    engine.set_lr(0.25)
+    assert [g["lr"] for g in groups] == [0.25, 1.0, 0.5, 1.5]
 
 
 # --- recipes ------------------------------------------------------------------------------------
@@ -218,7 +161,15 @@ BAD: dict[str, tuple[Callable[[], OptimizerSpec], str]] = {
         r"sw\.Optim\(SGD.*a subclass of torch\.optim\.Optimizer",
     ),
     "another class": (lambda: sw.Optim(torch.optim.RMSprop, alpha=-1), "Optim.RMSprop, alpha=-1"),
-    "not elementwise": (lambda: sw.Optim(torch.optim.LBFGS), "needs whole tensors"),
+    "a closure": (lambda: sw.Optim(torch.optim.LBFGS), "computes the loss several times"),
+    "sparse": (
+        lambda: sw.Optim(torch.optim.SparseAdam),
+        "SparseAdam, which takes sparse gradients",
+    ),
+    "groups in groups": (
+        lambda: sw.SGD({"*": sw.AdamW({"*.bias": {"lr": 0.1}})}, lr=0.1),
+        "a specification without groups of its own",
+    ),
     "your own": (lambda: sw.Optim(Signed, rate=1), "the options of Signed: lr"),
 }
 

@@ -1,12 +1,13 @@
-"""Optimizers: every class on pieces of any dims and on every tier, Lion, Adafactor."""
+"""Optimizers: every class on pieces of any dims and on every tier; those of whole tensors."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch.optim import Optimizer
 
 import shardwise as sw
+from shardwise.comm.ledger import Key
 from shardwise.comm.world import traced
 from shardwise.core.errors import InputError
 from shardwise.engine.optimizer.lion import Lion
@@ -23,7 +24,7 @@ from tests.engine.cases import (
     text,
 )
 from tests.engine.tensors import assert_counted, equals_one, gpt_task, holds, train
-from tests.engine.test_state import ADAFACTOR, LION, assembled, saved
+from tests.engine.test_state import ADAFACTOR, LION, MUON, assembled, saved
 from tests.engine.zoo import DECAY, Gated, dims, gated
 from tests.pool import run_gloo, run_threads
 
@@ -111,36 +112,83 @@ def test_lion_is_the_papers():
     assert p == pytest.approx(0.5 * 0.98**3 - 0.1 * 0.98**2 + 0.1 * 0.98 + 0.1)
 
 
-#: Plans on which each rank updates blocks or parts, for Lion; those of whole parameters, for both.
+class Lamb(Optimizer):
+    """A class that needs whole tensors, with a count of its calls in its groups."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "calls": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["calls"] += 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.5)
+                mean = self.state[p]["mean"]
+                ratio = p.norm() / mean.norm().clamp(min=1e-6)
+                p.sub_(mean * ratio, alpha=group["lr"] / group["calls"])
+
+
+LAMB: dict[str, Any] = {"kind": Lamb, "options": {}}
+#: An optimizer of whole tensors beside one of pieces, one whose states are means, one of a program.
+WHOLE = [MUON, ADAFACTOR, LAMB]
 PLANS = [
-    *(
-        (plan, LION)
-        for plan in ("dp2", "dp2 zero1", "dp4 zero3", "dp2 tp2 zero1", "pp2 dp2 zero3 1f1b:2")
-    ),
-    *((plan, ADAFACTOR) for plan in ("dp2", "dp2 accumulate:2", "dp1 zero3", "pp2 dp2 gpipe:2")),
+    *((plan, LION) for plan in ("dp2", "dp2 zero1", "dp2 tp2 zero1", "pp2 dp2 zero3 1f1b:2")),
+    *((f"dp2 {row}", which) for row in ("ddp", "zero1", "zero2", "zero3") for which in WHOLE),
+    *(("dp4 zero3", which) for which in WHOLE),
+    *((plan, MUON) for plan in ("dp1 zero3", "dp4 zero1 accumulate:2", "pp2 gpipe:2")),
+    *((plan, ADAFACTOR) for plan in ("pp2 dp2 zero3 1f1b:2", "dp2 row:R,R,S")),
+    *((plan, LAMB) for plan in ("dp_replicate2 dp_shard2 zero2", "dp2 offload:optim")),
 ]
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(8)
 @pytest.mark.parametrize(("plan", "optimizer"), PLANS)
-def test_lion_and_adafactor(plan: str, optimizer: dict[str, Any]):
-    """Parity within 1e-10 on processes; bytes and memory, means of rows and columns too."""
-    holds(run_gloo, gpt_task(rows=8), Case(f"{plan} fp64", clip=0.5, **optimizer))
+def test_lion_and_optimizers_of_whole_tensors(plan: str, optimizer: dict[str, Any]):
+    """Parity within 1e-10; bytes to and from owners, and their states, are as predicted."""
+    holds(run_threads, gpt_task(rows=8), Case(f"{plan} fp64", clip=0.5, **optimizer))
 
 
-@pytest.mark.parametrize(("plan", "optimizer"), [("dp2 zero3 bf16", LION), ("dp2 bf16", ADAFACTOR)])
+def test_owners_on_processes():
+    """The exchange of pieces with owners, over gloo."""
+    lines = holds(run_gloo, gpt_task(rows=8), Case("dp2 zero3 fp64", **MUON))[0].lines
+    assert Key("dp", "all_to_all", "update") in lines
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer"),
+    [("dp2 zero3 bf16", LION), ("dp2 bf16", ADAFACTOR), ("dp2 zero1 bf16", MUON)],
+)
 def test_masters(plan: str, optimizer: dict[str, Any]):
     """In 16 bits the states are those of fp32 masters, as predicted."""
     assert_counted(run_threads(2, train, gpt_task(), Case(plan, **optimizer)))
 
 
-@pytest.mark.parametrize("plan", ["dp2 zero1", "dp2 zero3", "tp2", "dp_replicate2 dp_shard2 zero2"])
-def test_adafactor_over_parts_of_parameters_is_refused(plan: str):
-    """By parallelize and by predict, before anything is changed, with two ways on."""
-    model, world = small_gpt(), traced(0, ranks_of(plan))
-    match = rf"Adafactor under the plan '{plan}'.*sw\.Lion\(lr=1e-4\) with '{plan}'"
+def test_owners_have_equally_much():
+    """The formula of the page: N (n-1)/n^2 elements of gradient, and of weight there and back."""
+    ranks = run_threads(4, train, gpt_task(), Case("dp4 zero2 fp64", kind=Lamb, options={}))
+    sent = [held.lines[Key("dp", "all_to_all", "update")].elements for held in ranks]
+    numel = sum(p.numel() for p in gpt_task().make().parameters())
+    assert sum(sent) == pytest.approx(3 * numel * 3 / 4, rel=0.1)
+    assert max(sent) <= 1.3 * min(sent)
+
+
+REFUSED = [
+    ("tp2", MUON, r"Muon for embed.weight, of which each rank of the axis tp has a part"),
+    ("dp2 zero3 tile:2", LAMB, "each rank of the axis tile has a part"),
+    ("dp2 zero1 offload:optim", MUON, r"Muon with offload:optim .*it needs whole tensors"),
+    ("dp2 offload:optim@disk", LAMB, "Lamb with offload:optim@disk: the update is made on a disk"),
+    ("dp2 offload:optim-delayed", LAMB, "the update is made beside the next step"),
+    ("dp1", {"kind": torch.optim.Muon}, r"Muon for .*norm.*rest=sw\.AdamW\(lr=3e-4\)"),
+]
+
+
+@pytest.mark.parametrize(("plan", "optimizer", "match"), REFUSED)
+def test_where_whole_tensors_are_refused(plan: str, optimizer: dict[str, Any], match: str):
+    """By parallelize and by predict, with what to write."""
+    model, world, kind = small_gpt(), traced(0, ranks_of(plan)), optimizer["kind"]
+    spec = sw.Optim(kind, **optimizer.get("options", {}))
     with pytest.raises(InputError, match=match):
-        sw.parallelize(model, plan, world, optimizer=sw.Adafactor(), loss=gpt.loss)
+        sw.parallelize(model, plan, world, optimizer=spec, loss=gpt.loss)
     with pytest.raises(InputError, match=match):
-        sw.predict(model, plan, text(0), optimizer=sw.Adafactor(), loss=gpt.loss)
-    assert all(isinstance(p, Tensor) and p.dim() for p in model.parameters())
+        sw.predict(small_gpt(), plan, text(0), optimizer=spec, loss=gpt.loss)

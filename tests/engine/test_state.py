@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.optim import Adafactor
+from torch.optim import Adafactor, Muon
 
+import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.lion import Lion
@@ -120,6 +121,10 @@ def test_a_parameter_that_has_had_no_gradient_is_saved_and_begins_afresh(first, 
 
 LION: dict[str, Any] = {"kind": Lion, "options": {"lr": 1e-3, "weight_decay": 0.1}}
 ADAFACTOR: dict[str, Any] = {"kind": Adafactor, "options": {"lr": 0.01, "weight_decay": 0.1}}
+MUON: dict[str, Any] = {
+    "kind": Muon,
+    "options": {"lr": 0.01, "rest": sw.Adam(lr=0.01, eps=1e-4)},
+}
 PACKED = ["gate and up", "qkv, 6 heads, 2 for keys", "qkv, 6 heads, 1 for keys"]
 #: What the table of plans does not continue: other optimizers, stages that are frozen, weights of
 #: which a rank has several ranges, or shares some with others.
@@ -127,9 +132,11 @@ CONTINUED = [
     (gpt_task(rows=8), LION, "dp2 zero3", "dp2 tp2 zero1"),
     (gpt_task(rows=8), LION, "dp2 tp2 zero1", "dp4 zero2"),
     (gpt_task(rows=8), LION, "pp2 1f1b:2", "zero3"),
-    (gpt_task(rows=8), ADAFACTOR, "dp2", "pp2 1f1b:2"),
-    (gpt_task(rows=8), ADAFACTOR, "pp2 dp2 1f1b:2", "dp1"),
-    (gpt_task(rows=8), ADAFACTOR, "dp1", "dp4"),
+    (gpt_task(rows=8), ADAFACTOR, "dp2", "pp2 dp2 zero1 1f1b:2"),
+    (gpt_task(rows=8), ADAFACTOR, "pp2 dp2 1f1b:2", "dp4 zero3"),
+    (gpt_task(rows=8), ADAFACTOR, "dp2 zero3", "dp1"),
+    (gpt_task(rows=8), MUON, "dp1", "dp2 zero3"),
+    (gpt_task(rows=8), MUON, "dp_replicate2 dp_shard2 zero1", "dp3 zero2"),
     (gpt_task(), tensors.ADAMW, "pp3 1f1b:3 stages:1,3,1", "pp2 interleaved:2x2 stages:2,1,1,1"),
     (
         gpt_task("tied"),

@@ -60,7 +60,7 @@ def test_options_change_what_an_optimizer_keeps(
 ):
     """Momentum is one state tensor, AMSGrad's largest variance a third one; both are predicted."""
     recipe = sw.Optim(kind, lr=0.1, **options)
-    assert optimizer_shape(recipe, torch.float32) == expected
+    assert optimizer_shape(recipe, [ParamShape("w", (2, 3))]) == expected
     check(run_threads(2, held, "dp2 zero2", {"optimizer": recipe}))
 
 

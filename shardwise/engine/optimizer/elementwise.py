@@ -1,72 +1,127 @@
-"""A check that refuses optimizers that need whole tensors when parameters are sharded.
+"""Which optimizers update each element alone, and what plans ask of the others.
 
-A shard of a matrix has two dims too (flat_parameter.py).  An optimizer such as Muon would treat it
-as a matrix and compute a wrong update, without any error.
+A piece of a matrix has two dims too (flat_parameter.py).  A class that computes from whole tensors
+would take it for a matrix and compute a wrong update, without any error.
 
-    torch's and ours      known by name
-    any other class       tried on small parameters (optimizer_probe.py)
+    listed here, or `elementwise=True`      steps on the pieces of this rank
+    any other class                         steps on whole tensors (owners.py)
+
+Classes that are not listed may count their steps, so they step once on all parameters of a rank.
 """
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.engine.optimizer.optimizer_groups import Options
-from shardwise.engine.optimizer.optimizer_probe import OptimizerProbe, maker
+from shardwise.core.errors import bad
+from shardwise.core.layouts.param_layout import Layout
+from shardwise.core.mesh import EXPERTS, PIPELINE, TENSOR
+from shardwise.core.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 
 #: torch.optim classes that update each element independently, so that they work on shards.
-ELEMENTWISE = (
+ELEMENTWISE: Final = (
     *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax"),
     *("ASGD", "Rprop"),
 )
-#: Classes that need the full tensor, and are supported if each rank updates full parameters.
-BY_TENSOR = ("Adafactor",)
+#: Why other classes of torch.optim have no place in an engine.
+NOT_IN_ENGINES: Final = {
+    "LBFGS": "which computes the loss several times in a step",
+    "SparseAdam": "which takes sparse gradients: an engine sums dense ones",
+}
+#: The steps after which a class that combines its parameters has shown it.
+_STEPS: Final = 4
 
 
-def needs_whole_tensors(kind: type) -> bool:
-    """Whether a class of torch.optim, or a class derived from it, is not elementwise."""
-    return _torch_class(kind) not in ("", *ELEMENTWISE)
-
-
-def updates_by_tensor(kind: type) -> bool:
-    """Whether it is not elementwise, but supported if each rank updates full parameters."""
-    return _torch_class(kind) in BY_TENSOR
-
-
-def _torch_class(kind: type) -> str:
-    """The name of the class in torch.optim that it is or derives from; "" for others."""
-    bases = (c for c in kind.__mro__ if c.__module__.startswith("torch.optim"))
-    return next((c.__name__ for c in bases if c is not Optimizer), "")
-
-
-def is_known(kind: type) -> bool:
+def is_listed(kind: type) -> bool:
     """Whether it is a class of torch or of this package that updates each element alone."""
     ours = kind.__module__.startswith("shardwise.")
     return ours or (kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE)
 
 
-def works_on_pieces(kind: type[Optimizer], groups: Sequence[Options]) -> bool:
-    """Whether it works on pieces of parameters.  Warns of one that cannot be tried."""
-    if is_known(kind):
-        return True
-    if needs_whole_tensors(kind):
-        return False
-    probes = probes_of(kind, groups)
-    if not all(probe.ran for probe in probes):
-        warn_unprobed(kind)
-    return all(probe.works_on_parts() for probe in probes if probe.ran)
+def require_possible(spec: "OptimizerSpec", model: nn.Module, plan: Plan) -> None:
+    """Raise InputError for an optimizer that does not take the model's parameters, or not so."""
+    spec.require_fits(model)
+    unlisted = [group for _, group, _ in spec.members if not is_listed(group.kind)]
+    if not unlisted:
+        return
+    name, offload = unlisted[0].kind.__name__, plan.offloaded
+    disk = plan.states.moves().offload == "disk"
+    if disk or (offload is not None and offload.undelayed is not None):
+        where = "on a disk, which updates chunks" if disk else "beside the next step"
+        raise bad(
+            f"{name} with offload:{plan.offload}: the update is made {where}",
+            f"one of {', '.join(ELEMENTWISE)}, Lion",
+            "sw.AdamW(lr=3e-4), or offload:optim",
+        )
+    sharded = any(each.states.sharded and each.data_size > 1 for each in plan.of_all_layers)
+    whole = [group for group in unlisted if not group.by_element]
+    if offload is not None and whole and sharded:
+        raise bad(
+            f"{whole[0].kind.__name__} with offload:{plan.offload} under '{plan}': it needs whole "
+            "tensors, and their pieces are in the memory of several hosts",
+            "the plan without offload, or an optimizer that updates each element alone",
+            "sw.AdamW(lr=3e-4)",
+        )
+    divided = sharded or any(plan.size_of(axis) > 1 for axis in (PIPELINE, TENSOR, EXPERTS))
+    for group in unlisted if divided else ():
+        if combines(group):
+            raise bad(
+                f"{group.kind.__name__} under '{plan}': its update of a parameter depends on the "
+                "others, and ranks update different ones",
+                "an optimizer whose update of a parameter depends on that parameter alone, or a "
+                "plan whose ranks all update everything",
+                f"sw.AdamW(lr=3e-4), or 'dp{plan.size}'",
+            )
 
 
-def probes_of(kind: type[Optimizer], groups: Sequence[Options]) -> list[OptimizerProbe]:
-    """A probe for each of the groups' options that differ in more than the rate."""
-    distinct = {repr(sorted((k, v) for k, v in g.items() if k != "lr")): g for g in groups}
-    return [OptimizerProbe(maker(kind, group)) for group in distinct.values()]
+def require_whole(spec: "OptimizerSpec", layouts: Iterable[tuple[str, int, Layout]]) -> None:
+    """Raise InputError for a parameter that is needed whole and that an axis cuts.
+
+    `layouts` are of parameters: the name, the number of dims, and the layout of each.
+    """
+    for name, dims, layout in layouts:
+        axis = next((axis for axis, on in layout.axes if on.cut is not None), None)
+        if axis is None or not spec.is_whole(name, dims):
+            continue
+        kind = spec.members[spec.number(name, dims)][1].kind.__name__
+        raise bad(
+            f"{kind} for {name}, of which each rank of the axis {axis} has a part; {kind} computes "
+            "from whole tensors",
+            f"a plan without {axis}, an optimizer that updates each element alone, for all "
+            "parameters or for a group of them; elementwise=True if this one does",
+            f'sw.AdamW(lr=3e-4), or groups={{"{name}": sw.AdamW(lr=3e-4)}}',
+        )
 
 
-def warn_unprobed(kind: type[Optimizer]) -> None:
-    warnings.warn(
-        f"{kind.__name__} could not be tried on a small parameter. On shards it trains right only "
-        "if its update of each element depends on that element's values alone.",
-        stacklevel=4,
-    )
+def combines(spec: "OptimizerSpec") -> bool:
+    """Whether its update of a parameter depends on another one, as by a norm of all gradients.
+
+    A parameter is trained beside another and alone.  A class that cannot be tried is trusted.
+    """
+    found: list[nn.Parameter] = []
+    for others in (1, 0):
+        with suppress(Exception), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.default_generator.manual_seed(0)
+            found.append(_trained(spec, others))
+    return len(found) == 2 and not torch.allclose(*found, rtol=1e-4, atol=1e-7)
+
+
+def _trained(spec: "OptimizerSpec", others: int) -> nn.Parameter:
+    """A parameter after some steps beside `others` with larger gradients."""
+    values = torch.linspace(-1.0, 2.0, 12, dtype=torch.float32, device="cpu").view(4, 3)
+    params = [nn.Parameter(values * (1 + 9 * k)) for k in range(1 + others)]
+    options: Mapping[str, object] = {"lr": 0.01} if "lr" in spec.options else {}
+    optimizer: Optimizer = spec.kind([{"params": params, **options}], **spec.options)
+    getattr(optimizer, "train", lambda: None)()
+    for step in range(_STEPS):
+        for k, p in enumerate(params):
+            p.grad = (values + step).cos() * (1 + 99 * k)
+        optimizer.step()
+    return params[0]

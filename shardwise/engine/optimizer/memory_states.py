@@ -11,7 +11,8 @@ updated masters to the device, in the precision of the weight.  Where parameters
 rest in host memory too, they are updated there, as above
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -23,13 +24,16 @@ from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer.optimizer_state import device_of
 from shardwise.engine.precision import HALF
 from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.techniques.data.units import Units
 
 
 class MemoryStates(States):
     """The states of trained flat groups `flats`, each on the tier of its row."""
 
-    def __init__(self, spec: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers) -> None:
-        self.flats, self.tiers = flats, tiers
+    def __init__(
+        self, spec: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers, units: Units
+    ) -> None:
+        self.flats, self.tiers, self.units, self.together = flats, tiers, units, spec.together
         self.masters = {
             k: self._master(flat)
             for k, flat in enumerate(flats)
@@ -59,34 +63,50 @@ class MemoryStates(States):
         return [flat.grads.piece(index) for index in range(len(flat.params))]
 
     def _update(self, gradients: Mapping[int, Sequence[Tensor | None]], factor: float) -> None:
-        plain = [k for k in gradients if k not in self.masters]
-        if plain:
-            self._step(plain)
-        self._step_masters({k: gradients[k] for k in gradients if k in self.masters}, factor)
-        for k in gradients:
-            self._own(k)
-
-    def _step(self, chosen: Sequence[int]) -> None:
-        self.optimizer.step_pieces((p, p) for k in chosen for p in self.optimizer.targets[k])
-
-    def _step_masters(
-        self, gradients: Mapping[int, Sequence[Tensor | None]], factor: float
-    ) -> None:
-        """Step on the masters of flat groups, in one call of torch's optimizer.
+        """Update flat groups in one call of torch's optimizer, as far as it may be several.
 
         In 16 bits each has its own call, which needs its gradients in 32.
         """
-        wide = [k for k in gradients if self.flats[k].dtype not in HALF]
-        parts = [wide, *([k] for k in gradients if k not in wide)]
+        half = [k for k in gradients if self.flats[k].dtype in HALF]
+        plain = [k for k in gradients if k not in self.masters]
+        wide = [k for k in gradients if k in self.masters and k not in half]
+        parts = [[*gradients]] if self.together else [plain, wide, *([k] for k in half)]
         for part in filter(None, parts):
-            for k in part:
-                self.tiers.settle(self.masters[k])
-                own = gradients[k] if k in wide else _in_32_bits(gradients[k], factor)
-                for target, gradient in zip(self.optimizer.targets[k], own, strict=True):
-                    target.grad = gradient
-            self._step(part)
-            for k in part:
+            for k in (k for k in part if k in self.masters):
+                self._attach(k, gradients[k], factor)
+            with self._whole(part, factor):
+                self.optimizer.step_pieces((p, p) for k in part for p in self.optimizer.targets[k])
+            for k in (k for k in part if k in self.masters):
                 self._end_step(k)
+        for k in gradients:
+            self._own(k)
+
+    def _attach(self, k: int, gradients: Sequence[Tensor | None], factor: float) -> None:
+        """Give the pieces of masters their gradients, in 32 bits or more."""
+        self.tiers.settle(self.masters[k])
+        half, owned = self.flats[k].dtype in HALF, self.optimizer.owners.targets
+        pieces = [None if (k, i) in owned else g for i, g in enumerate(gradients)]
+        pieces = _in_32_bits(pieces, factor) if half else pieces
+        for target, gradient in zip(self.optimizer.targets[k], pieces, strict=True):
+            target.grad = gradient
+
+    @contextmanager
+    def _whole(self, part: Sequence[int], factor: float, *, update: bool = True) -> Iterator[None]:
+        """The tensors that this rank owns are whole inside, and sent to all ranks at the end."""
+        weights = {k: self.masters.get(k, self.flats[k].shard) for k in part}
+        with torch.no_grad():
+            self.optimizer.owners.collect(weights, factor, update=update)
+        yield
+        with torch.no_grad():
+            self.optimizer.owners.give(weights)
+
+    @torch.no_grad()
+    def switch(self, mode: str) -> None:
+        self.units.to_sharded()
+        with self._whole(range(len(self.flats)), 1.0, update=False):
+            getattr(self.optimizer.torch, mode)()
+        self.loaded()
+        self.units.begin_unshard()
 
     def _end_step(self, k: int) -> None:
         """Drop the gradients, and copy the masters to the weights that are on their tier."""

@@ -1,4 +1,4 @@
-"""The optimizer over shards: any elementwise torch.optim class on this rank's pieces.
+"""The optimizer over shards: any torch.optim class on this rank's pieces, or on tensors it owns.
 
 Where masters and states are, and how the class steps there, is the rule of `States`: in the memory
 of the device or of the host (memory_states.py), or on a disk (disk_states.py).  When and on which
@@ -16,6 +16,7 @@ torch's own optimizer, and the rates a scheduler writes there are used by the ne
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,7 +29,8 @@ from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer import optimizer_groups as groups
 from shardwise.engine.optimizer.norm import counts, squares
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.optimizer.torch_step import as_pieces, even_out, step_over
+from shardwise.engine.optimizer.owners import Owners
+from shardwise.engine.optimizer.torch_step import step_over
 from shardwise.engine.precision import HALF
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
@@ -57,6 +59,10 @@ class States(Protocol):
     def loaded(self) -> None:
         """After masters were written to from outside: copy them to the weights."""
 
+    @abstractmethod
+    def switch(self, mode: str) -> None:
+        """Call torch's `optimizer.eval()` or `train()`, which may write to the parameters."""
+
     def publish(self, chosen: Sequence[int]) -> None:
         """Copy updated masters to the tier of their weights, unless the update has done so."""
 
@@ -75,6 +81,20 @@ class States(Protocol):
         yield from ()
 
 
+@contextmanager
+def as_pieces(flats: Sequence[Flat]) -> Iterator[None]:
+    """Parameters are this rank's pieces inside: some classes (Adagrad) make their state at once."""
+    shown = [(p, p.data) for flat in flats for p in flat.params]
+    for flat in (flat for flat in flats if flat.split):
+        for i, p in enumerate(flat.params):
+            p.data = flat.views.piece(i, flat.shard)
+    try:
+        yield
+    finally:
+        for p, data in shown:
+            p.data = data
+
+
 class ShardedOptimizer(Optimizer):
     """One torch optimizer over the pieces this rank updates; `engine.step` drives it."""
 
@@ -86,6 +106,7 @@ class ShardedOptimizer(Optimizer):
         masters: Mapping[int, Tensor],
     ) -> None:
         self.spec, self.flats, self.states, self.masters = spec, flats, states, masters
+        self.owners = Owners(spec, flats)
         self.targets = [self._targets(k, flat) for k, flat in enumerate(self.flats)]
         named = [
             pair
@@ -95,7 +116,8 @@ class ShardedOptimizer(Optimizer):
         self.names = [name for name, _ in named]
         with as_pieces(self.flats):
             self.torch = spec.build(named)
-            super().__init__(self.torch.param_groups, self.torch.defaults)
+            super().__init__(self.torch.param_groups, {})
+        self.defaults = self.torch.defaults
         self.param_groups, self.state = self.torch.param_groups, self.torch.state  # shared
         self.spec_options = [groups.options(group) for group in self.param_groups]
         numbered = enumerate(self.param_groups)
@@ -106,11 +128,11 @@ class ShardedOptimizer(Optimizer):
 
     def _targets(self, k: int, flat: Flat) -> list[nn.Parameter]:
         if k not in self.masters:
-            return flat.params
-        master = self.masters[k]
-        if flat.split:
-            return [nn.Parameter(flat.views.piece(i, master)) for i in range(len(flat.params))]
-        return [nn.Parameter(view) for view in flat.views.every(master)]
+            found = list(flat.params)
+        else:
+            parts = (flat.views.part(i, self.masters[k]) for i in range(len(flat.params)))
+            found = [nn.Parameter(part) for part in parts]
+        return [self.owners.targets.get((k, i), target) for i, target in enumerate(found)]
 
     # --- the update ---------------------------------------------------------------------------
 
@@ -170,7 +192,6 @@ class ShardedOptimizer(Optimizer):
         members: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
         for target, piece in pairs:
             members[self.group_of[id(target)]].append(piece)
-        even_out(self.torch, members)
         step_over(self.torch, members)
 
     @torch.no_grad()
@@ -179,8 +200,30 @@ class ShardedOptimizer(Optimizer):
         for k, flat in enumerate(self.flats):
             flat.take_assigned()
             for index in flat.assigned if k in self.masters else ():
-                self.targets[k][index].copy_(flat.views.part(index, flat.shard))
+                flat.views.part(index, self.masters[k]).copy_(flat.views.part(index, flat.shard))
             flat.assigned.clear()
+
+    def eval(self) -> None:
+        """Give the model the weights to evaluate and to save, of a schedule-free optimizer.
+
+        All ranks call it. Raises InputError for an optimizer without `eval`.
+        """
+        self._switch("eval")
+
+    def train(self) -> None:
+        """Give the model the weights to train, before the first step and after `eval`."""
+        self._switch("train")
+
+    def _switch(self, mode: str) -> None:
+        if not hasattr(self.torch, mode):
+            raise bad(
+                f"engine.optimizer.{mode}() with {self.spec.kind.__name__}, which has no {mode}()",
+                "an optimizer with two sets of weights, as those of the package schedulefree",
+                "engine.evaluate(batch), which needs no switch",
+            )
+        self.follow()
+        self.torch.param_groups = self.param_groups
+        self.states.switch(mode)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: `engine.step` clears each gradient after its update."""

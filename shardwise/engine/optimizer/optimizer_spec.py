@@ -1,8 +1,8 @@
 """An optimizer's specification: a class of torch.optim and its options, without parameters.
 
-A class of torch.optim must be elementwise, or Adafactor.  A class of another library is tried when
-its plan is known (elementwise.py).  Options are checked when the specification is made, by building
-the optimizer for a parameter of two elements: an unknown option or a negative rate raises there.
+A class that is not known to update each element alone steps on whole tensors (elementwise.py).
+Options are checked when the specification is made, by building the optimizer for a small matrix: an
+unknown option or a negative rate raises there.
 """
 
 import inspect
@@ -19,24 +19,26 @@ from torch.optim import Optimizer
 from shardwise.core.errors import bad
 from shardwise.core.tools.suggest import suggest
 from shardwise.engine.optimizer import lion
-from shardwise.engine.optimizer.elementwise import (
-    ELEMENTWISE,
-    needs_whole_tensors,
-    updates_by_tensor,
-)
+from shardwise.engine.optimizer.elementwise import ELEMENTWISE, NOT_IN_ENGINES, is_listed
+from shardwise.engine.optimizer.torch_step import Combined
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
     """A class of torch.optim and its options.
 
-    `groups` maps patterns of parameter names ("*norm*", "*.bias") to their options.  The first
-    pattern that matches a name applies.
+    `groups` maps patterns of parameter names ("*norm*", "*.bias") to their options, or to a
+    specification of another class.  The first pattern that matches a name applies.  `rest` updates
+    parameters that are no matrices, of a class that takes matrices only.
+
+    `elementwise`: whether the class updates each element alone; None: whether it is known to.
     """
 
     kind: type[Optimizer]
     options: dict[str, Any] = field(default_factory=dict)
-    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: dict[str, Any] = field(default_factory=dict)
+    elementwise: bool | None = None
+    rest: "OptimizerSpec | None" = None
 
     def __post_init__(self) -> None:
         """Build the optimizer once for a small parameter, so that wrong options raise here."""
@@ -44,23 +46,67 @@ class OptimizerSpec:
             given = getattr(self.kind, "__name__", None) or repr(self.kind)[:60]
             allowed = "a subclass of torch.optim.Optimizer, with its options"
             raise bad(f"sw.Optim({given})", allowed, "sw.Optim(torch.optim.RMSprop, lr=1e-3)")
+        if self.kind.__module__[:11] == "torch.optim" and self.kind.__name__ in NOT_IN_ENGINES:
+            raise bad(
+                f"optimizer {written(self.kind)}, {NOT_IN_ENGINES[self.kind.__name__]}",
+                f"another class, such as {', '.join(ELEMENTWISE)}, Adafactor, Muon",
+                "sw.AdamW(lr=3e-4), or sw.DDP(module) in a loop of your own",
+            )
         if not isinstance(self.groups, dict):
             raise bad(
                 f"groups={repr(self.groups)[:60]}",
                 "a dict from patterns of parameter names to options",
                 f'sw.{_maker(self.kind)}lr=3e-4, groups={{"*.bias": {{"weight_decay": 0.0}}}})',
             )
-        for own in ({}, *self.groups.values()):
-            self._try(own)
+        for name, spec, own in self.members:
+            if spec is self:
+                self._try(own)
+            elif not isinstance(spec, OptimizerSpec) or spec.groups or spec.rest:
+                raise bad(
+                    f"the optimizer of the group {name!r}",
+                    "a specification without groups of its own",
+                    f'sw.{_maker(self.kind)}lr=3e-4, groups={{"*.bias": sw.AdamW(lr=3e-4)}})',
+                )
 
     @property
-    def by_group(self) -> list[dict[str, Any]]:
-        """The options of each group."""
-        return [self.options | own for own in ({}, *self.groups.values())]
+    def members(self) -> "list[tuple[str, OptimizerSpec, dict[str, Any]]]":
+        """The groups: the name, the specification of the class, and options of the group alone."""
+        found: list[tuple[str, OptimizerSpec, dict[str, Any]]] = [("default", self, {})]
+        for pattern, own in self.groups.items():
+            found.append((pattern, self, own) if isinstance(own, dict) else (pattern, own, {}))
+        return found if self.rest is None else [*found, ("rest", self.rest, {})]
+
+    def number(self, name: str, dims: int) -> int:
+        """The group of a parameter, by its name and its number of dims."""
+        matching = (k for k, pattern in enumerate(self.groups, 1) if fnmatch(name, pattern))
+        found = next(matching, 0)
+        rest = self.rest is not None and dims != 2 and self.members[found][1] is self
+        return len(self.groups) + 1 if rest else found
+
+    @property
+    def by_element(self) -> bool:
+        """Whether the class updates each element alone, so that it works on pieces."""
+        return is_listed(self.kind) if self.elementwise is None else self.elementwise
+
+    @property
+    def together(self) -> bool:
+        """Whether a step updates all parameters of a rank in one call: it may count its calls."""
+        return not all(is_listed(spec.kind) for _, spec, _ in self.members)
+
+    def is_whole(self, name: str, dims: int) -> bool:
+        """Whether this parameter is updated as a whole."""
+        return not self.members[self.number(name, dims)][1].by_element
+
+    def alone(self, group: int, p: nn.Parameter) -> Optimizer:
+        """Torch's optimizer of one parameter in that group."""
+        _, spec, own = self.members[group]
+        optimizer = spec.kind([{"params": [p], **own}], **spec.options)
+        getattr(optimizer, "train", lambda: None)()
+        return optimizer
 
     def _try(self, own: dict[str, Any]) -> None:
         """Raise InputError if the class refuses its options together with those of a group."""
-        probe = nn.Parameter(torch.zeros(2, device="cpu"))
+        probe = nn.Parameter(torch.zeros(2, 2, device="cpu"))
         try:
             if self.kind.__module__.startswith("torch.optim"):
                 self.kind([probe], **(self.options | own))  # this form checks the values
@@ -79,11 +125,26 @@ class OptimizerSpec:
                 f"sw.{_maker(self.kind)}{mended or 'lr=3e-4'})",
             ) from error
 
+    def require_fits(self, model: nn.Module) -> None:
+        """Raise InputError for a parameter that the class of its group does not take."""
+        trained = {n: p.dim() for n, p in model.named_parameters() if p.requires_grad}
+        kinds = {(self.number(name, dims), dims): name for name, dims in trained.items()}
+        for (group, dims), name in kinds.items():
+            try:
+                self.alone(group, nn.Parameter(torch.zeros([2] * dims, device="cpu")))
+            except (TypeError, ValueError, RuntimeError) as error:
+                kind = self.members[group][1].kind.__name__
+                raise bad(
+                    f"{kind} for {name}, which has {dims} dims ({' '.join(str(error).split())})",
+                    f"parameters that {kind} takes, and another optimizer for the others",
+                    "rest=sw.AdamW(lr=3e-4) for all that are no matrices, or "
+                    f'groups={{"{name}": sw.AdamW(lr=3e-4)}}',
+                ) from error
+
     def state_keys(self, group: int, dims: int) -> set[str]:
         """The keys that a tensor of `dims` dims in that group has in its state after a step."""
-        own = ({}, *self.groups.values())[group]
         probe = nn.Parameter(torch.zeros([2] * dims, device="cpu"))
-        optimizer = self.kind([{"params": [probe], **own}], **self.options)
+        optimizer = self.alone(group, probe)
         probe.grad = torch.zeros_like(probe)
         optimizer.step()
         return {*optimizer.state.get(probe, {})}
@@ -105,26 +166,33 @@ class OptimizerSpec:
         """Build the optimizer for `named`, fused if torch supports it.
 
         Group 0 is "default", followed by one group for each pattern, empty if this rank has none of
-        its parameters.
+        its parameters, and by the rest.
         """
-        options = dict(self.options)
+        groups = [{"params": [], **own, "name": name} for name, _, own in self.members]
+        for group in groups:
+            group["param_names"] = []
+        for name, p in named:
+            group = groups[self.number(name, p.dim())]
+            group["params"].append(p)
+            group["param_names"].append(name)
+        specs = [spec for _, spec, _ in self.members]
+        kinds = list({id(spec): spec for spec in specs}.values())
+        of = [next(k for k, kind in enumerate(kinds) if kind is spec) for spec in specs]
+        parts = [
+            kind.kind([g for g, k in zip(groups, of, strict=True) if k == n], **kind.fastest)
+            for n, kind in enumerate(kinds)
+        ]
+        return parts[0] if len(parts) == 1 else Combined(parts, of)
+
+    @property
+    def fastest(self) -> dict[str, Any]:
+        """The options, with torch's fused kernels where it has them."""
+        options, own = dict(self.options), [g for g in self.groups.values() if isinstance(g, dict)]
         fusable = "fused" in inspect.signature(self.kind).parameters
-        damped = any(o.get("dampening") for o in (options, *self.groups.values()))  # see even_out
+        damped = any(o.get("dampening") for o in (options, *own))  # see even_out
         if fusable and not damped and not {"fused", "foreach", "differentiable"} & options.keys():
             options["fused"] = True
-        members: dict[str, list[tuple[str, nn.Parameter]]] = {
-            "": [],
-            **{g: [] for g in self.groups},
-        }
-        for name, p in named:
-            pattern = next((g for g in self.groups if fnmatch(name, g)), "")
-            members[pattern].append((name, p))
-        groups = [
-            {"params": [p for _, p in pairs], **self.groups.get(pattern, {})}
-            | {"name": pattern or "default", "param_names": [name for name, _ in pairs]}
-            for pattern, pairs in members.items()
-        ]
-        return self.kind(groups, **options)
+        return options
 
 
 def written(kind: type[Optimizer]) -> str:
@@ -137,26 +205,27 @@ def written(kind: type[Optimizer]) -> str:
 def _maker(kind: type[Optimizer]) -> str:
     """The begin of the call that creates a specification of that class."""
     name = kind.__name__
-    own = name in ("AdamW", "Adam", "SGD", "Lion", "Adafactor")
+    own = name in ("AdamW", "Adam", "SGD", "Lion", "Adafactor", "Muon")
     return f"{name}(" if own else f"Optim({name}, "
 
 
 def Optim(  # noqa: N802
-    kind: type[Optimizer], groups: dict[str, dict[str, Any]] | None = None, **options: Any
+    kind: type[Optimizer],
+    groups: dict[str, Any] | None = None,
+    *,
+    elementwise: bool | None = None,
+    rest: OptimizerSpec | None = None,
+    **options: Any,
 ) -> OptimizerSpec:
-    """Any elementwise optimizer class with its options: `Optim(torch.optim.RMSprop, lr=1e-3)`.
+    """Any class of optimizer with its options: `Optim(torch.optim.RMSprop, lr=1e-3)`.
+
+    A class that is not known to update each element alone gets whole tensors; `elementwise=True`
+    says that it needs none.  `rest` updates parameters that are no matrices.
 
     Raises:
-        InputError: a class of torch.optim that is neither elementwise nor Adafactor (Muon,
-            LBFGS), no optimizer, or options that the class does not accept.
+        InputError: LBFGS and SparseAdam, no optimizer, or options that the class does not accept.
     """
-    if isinstance(kind, type) and needs_whole_tensors(kind) and not updates_by_tensor(kind):
-        raise bad(
-            f"optimizer {written(kind)}, which needs whole tensors",
-            f"an elementwise class: {', '.join(ELEMENTWISE)}",
-            "sw.AdamW(lr=3e-4)",
-        )
-    return OptimizerSpec(kind, options, groups or {})
+    return OptimizerSpec(kind, options, groups or {}, elementwise, rest)
 
 
 class AdamOptions(TypedDict, total=False):
@@ -208,40 +277,66 @@ class AdafactorOptions(TypedDict, total=False):
     d: float
 
 
+class MuonOptions(TypedDict, total=False):
+    """The options of torch's Muon."""
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    ns_coefficients: tuple[float, float, float]
+    eps: float
+    ns_steps: int
+    adjust_lr_fn: str | None
+
+
 def AdamW(  # noqa: N802
-    groups: dict[str, dict[str, Any]] | None = None, **options: Unpack[AdamOptions]
+    groups: dict[str, Any] | None = None, **options: Unpack[AdamOptions]
 ) -> OptimizerSpec:
     """`torch.optim.AdamW` with its own options (Loshchilov and Hutter, arXiv 1711.05101)."""
     return OptimizerSpec(torch.optim.AdamW, {**options}, groups or {})
 
 
 def Adam(  # noqa: N802
-    groups: dict[str, dict[str, Any]] | None = None, **options: Unpack[AdamOptions]
+    groups: dict[str, Any] | None = None, **options: Unpack[AdamOptions]
 ) -> OptimizerSpec:
     """`torch.optim.Adam` with its own options (Kingma and Ba, arXiv 1412.6980)."""
     return OptimizerSpec(torch.optim.Adam, {**options}, groups or {})
 
 
 def SGD(  # noqa: N802
-    groups: dict[str, dict[str, Any]] | None = None, **options: Unpack[SGDOptions]
+    groups: dict[str, Any] | None = None, **options: Unpack[SGDOptions]
 ) -> OptimizerSpec:
     """`torch.optim.SGD` with its own options."""
     return OptimizerSpec(torch.optim.SGD, {**options}, groups or {})
 
 
 def Lion(  # noqa: N802
-    groups: dict[str, dict[str, Any]] | None = None, **options: Unpack[LionOptions]
+    groups: dict[str, Any] | None = None, **options: Unpack[LionOptions]
 ) -> OptimizerSpec:
     """Lion: lr, betas, weight_decay (Chen et al., arXiv 2302.06675)."""
     return OptimizerSpec(lion.Lion, {**options}, groups or {})
 
 
 def Adafactor(  # noqa: N802
-    groups: dict[str, dict[str, Any]] | None = None, **options: Unpack[AdafactorOptions]
+    groups: dict[str, Any] | None = None, **options: Unpack[AdafactorOptions]
 ) -> OptimizerSpec:
     """`torch.optim.Adafactor` with its own options (Shazeer and Stern, arXiv 1804.04235).
 
-    It keeps a mean of each row and each column, and divides by norms of whole matrices, so plans
-    whose ranks update parts of parameters (zero1 to zero3, tp) are refused.
+    It keeps a mean of each row and each column, and divides by norms of whole matrices.
     """
     return OptimizerSpec(torch.optim.Adafactor, {**options}, groups or {})
+
+
+def Muon(  # noqa: N802
+    groups: dict[str, Any] | None = None,
+    *,
+    rest: OptimizerSpec | None = None,
+    **options: Unpack[MuonOptions],
+) -> OptimizerSpec:
+    """`torch.optim.Muon` for matrices with its own options (arXiv 2502.16982).
+
+    `rest` updates parameters that are no matrices: `sw.AdamW()` by default.  Embeddings and the
+    head are matrices too; `groups={"head.*": sw.AdamW(lr=3e-4)}` gives them to AdamW.
+    """
+    return OptimizerSpec(torch.optim.Muon, {**options}, groups or {}, rest=rest or AdamW())

@@ -1,27 +1,36 @@
-"""A step of an optimizer of torch over some of its parameters, which are pieces on this rank."""
+"""A step of one or several optimizers of torch over some of their parameters."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.techniques.data.flat.flat_parameter import Flat
 
+class Combined(Optimizer):
+    """Several optimizers of torch as one; group k is that of `parts[of[k]]`."""
 
-@contextmanager
-def as_pieces(flats: Sequence[Flat]) -> Iterator[None]:
-    """Parameters are this rank's pieces inside: some classes (Adagrad) make their state at once."""
-    shown = [(p, p.data) for flat in flats for p in flat.params]
-    for flat in (flat for flat in flats if flat.split):
-        for i, p in enumerate(flat.params):
-            p.data = flat.views.piece(i, flat.shard)
-    try:
-        yield
-    finally:
-        for p, data in shown:
-            p.data = data
+    def __init__(self, parts: Sequence[Optimizer], of: Sequence[int]) -> None:
+        self.parts, self.of = list(parts), list(of)
+        groups = [iter(part.param_groups) for part in parts]
+        super().__init__([next(groups[k]) for k in of], {})
+        self.defaults = parts[0].defaults
+        for part in parts:
+            part.state = self.state
+
+    def each(self) -> Iterator[Optimizer]:
+        """The optimizers, with the groups of this one."""
+        pairs = list(zip(self.param_groups, self.of, strict=True))
+        for k, part in enumerate(self.parts):
+            part.param_groups = [group for group, of in pairs if of == k]
+            yield part
+
+    def step(self, closure: Any = None) -> None:
+        """A step of each."""
+        for part in self.each():
+            even_out(part)
+            part.step()
 
 
 def step_over(optimizer: Optimizer, members: Sequence[list[nn.Parameter]]) -> None:
@@ -30,24 +39,23 @@ def step_over(optimizer: Optimizer, members: Sequence[list[nn.Parameter]]) -> No
     try:
         for group, params in zip(optimizer.param_groups, members, strict=True):
             group["params"] = params
+        even_out(optimizer)
         optimizer.step()
     finally:
         for group, params in zip(optimizer.param_groups, everyone, strict=True):
             group["params"] = params
 
 
-def even_out(optimizer: Optimizer, members: Sequence[list[nn.Parameter]]) -> None:
+def even_out(optimizer: Optimizer) -> None:
     """Give all momenta of a fused SGD their zeros, which is how they begin in any case.
-
-    Those of `members`, the parameters to update of each group.
 
     The kernel takes a list with all of them or none; which parameters have had a gradient
     differs.  (With dampening the first momentum is not the damped sum with zero: not fused.)
     """
     if not isinstance(optimizer, torch.optim.SGD) or not optimizer.defaults.get("fused"):
         return
-    for group, params in zip(optimizer.param_groups, members, strict=True):
-        for p in params if group["momentum"] else ():
+    for group in optimizer.param_groups:
+        for p in group["params"] if group["momentum"] else ():
             state = optimizer.state[p]
             if state.get("momentum_buffer") is None:
                 state["momentum_buffer"] = torch.zeros_like(p)

@@ -59,7 +59,9 @@ def optimizer_and_updater(
     if disk is not None:
         optimizer = DiskStates(spec, order(), tiers, disk).optimizer
         return optimizer, Together(optimizer)
-    optimizer = MemoryStates(spec, order(), tiers).optimizer
+    optimizer = MemoryStates(spec, order(), tiers, data.units).optimizer
+    if spec.together:
+        return optimizer, Together(optimizer)
     if not any(flat.moves.offload for flat in optimizer.flats):
         return optimizer, InPlace(optimizer)
     if offload is None or offload.undelayed is None:

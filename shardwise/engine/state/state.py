@@ -124,24 +124,40 @@ def boxes_of(flat: Flat, kind: str, block: Tensor | None = None) -> Iterator[Box
 
 def held_parameters(optimizer: ShardedOptimizer) -> list[HeldParameter]:
     """The trained parameters, for their states."""
+    owners = optimizer.owners
     return [
-        held_parameter(flat, index, param, partial(optimizer.states.room, k, index))
+        held_parameter(
+            flat,
+            index,
+            param,
+            partial(optimizer.states.room, k, index),
+            owned=(k, index) in owners.targets,
+        )
         for k, (flat, targets) in enumerate(zip(optimizer.flats, optimizer.targets, strict=True))
         for index, param in enumerate(targets)
+        if (k, index) not in owners.targets or owners.is_here(k, index)
     ]
 
 
-def held_parameter(flat: Flat, index: int, param: Tensor, make: Room) -> HeldParameter:
-    """A parameter of a flat parameter, for the optimizer's state under the key `param`."""
+def held_parameter(
+    flat: Flat, index: int, param: Tensor, make: Room, *, owned: bool = False
+) -> HeldParameter:
+    """A parameter of a flat parameter, for the optimizer's state under the key `param`.
+
+    `owned`: this rank has the state of the whole parameter.
+    """
     name, first = flat.names[index], flat.plan.offsets[index] // max(1, flat.plan.share)
     # the first holder has its first element
+    first = flat.shard_axis.rank if owned else first
     copy = _data_copy(flat, first) + flat.layouts[index].holder(flat.local.coordinates)
     shape = flat.layouts[index].full_shape(tuple(flat.shapes[index]))
 
-    def boxes(called: str, value: Tensor) -> Iterator[Box]:
+    def boxes(called: str, value: Tensor) -> Iterable[Box]:
+        if owned:
+            return [Box.full(called, value, copy)]
         return _pieces(flat, index, called, value.reshape(-1))
 
-    local = tuple(flat.views.part(index, flat.shard).shape)
+    local = shape if owned else tuple(flat.views.part(index, flat.shard).shape)
     return HeldParameter(name, param, shape, local, boxes, copy, make)
 
 

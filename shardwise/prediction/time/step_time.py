@@ -194,7 +194,9 @@ class RankWork:
     def after(self) -> dict[str, float]:
         """The seconds of moves between steps: the consensus, buffers, and updated weights."""
         found = self.found
-        sent = step_bytes(found.plan, found.model, found.rank, norm=found.norm)
+        sent = step_bytes(
+            found.plan, found.model, found.rank, norm=found.norm, optimizer=found.optimizer
+        )
         return self.network.seconds(_lines(sent, ("check", "update"), kind="broadcast"))
 
     def _inline(self) -> dict[str, dict[str, float]]:

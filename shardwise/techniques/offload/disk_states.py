@@ -109,6 +109,9 @@ class DiskStates(States):
 
     # --- the update ---------------------------------------------------------------------------
 
+    def switch(self, mode: str) -> None:
+        """No class that has modes is updated on a disk (elementwise.py)."""
+
     def later(self, chosen: Sequence[int], factor: float) -> Callable[[], None]:
         return partial(self._update, chosen, factor)
 
@@ -310,9 +313,9 @@ def first_states(spec: OptimizerSpec) -> list[State]:
     one whose states have not the shape of the parameter.
     """
     found: list[State] = []
-    for own in ({}, *spec.groups.values()):
+    for group in range(len(spec.members)):
         probe = nn.Parameter(torch.zeros(2, 3, device="cpu"))
-        optimizer = spec.kind([{"params": [probe], **own}], **spec.options)
+        optimizer = spec.alone(group, probe)
         if optimizer.state.get(probe):
             raise bad(
                 f"states on a disk with {spec.kind.__name__}, whose state is made before the "

@@ -30,9 +30,9 @@ from shardwise.core.zero import Moment, RowMove, Tier
 from shardwise.prediction.group import Group, groups
 from shardwise.prediction.stored_bytes import (
     HALF,
-    MASTER_BYTES,
     OptimizerShape,
     block_bytes,
+    master_bytes,
     optimizer_bytes,
 )
 from shardwise.prediction.technique_price import Price, Share
@@ -56,7 +56,8 @@ def host_bytes(share: Share) -> dict[str, int]:
         "gradients": gradients
         * sum(block_bytes(group, sharded=group.row.sharded) for group in found),
         "optimizer": sum(
-            optimizer_bytes(group, optimizer, here.get(group.layout.shard, 0)) for group in found
+            optimizer_bytes(group, optimizer, here.get(group.layout.shard, 0), {})
+            for group in found
         )
         + sum(optimizer.scalar_bytes * len(group.params) for group in on_disk),
         "buffers": _buffer_bytes(share),
@@ -82,7 +83,7 @@ def _buffer_bytes(share: Share) -> int:
     """The host memory through which a rank's file is streamed."""
     plan, model = share.plan, share.model
     found = [*_on_disk(plan, model), *_resting(plan, model)]
-    widest = max(map(_element_bytes, found), default=0)
+    widest = max(map(master_bytes, found), default=0)
     chunk = chunk_numel(max((param.numel for param in share.spec.shape.params), default=0))
     return reserved_bytes(share.optimizer.states, widest, chunk) if widest else 0
 
@@ -136,12 +137,8 @@ def _weight_bytes(group: Group) -> int:
     return aligned(group.flat.share * group.element_bytes)
 
 
-def _element_bytes(group: Group) -> int:
-    return MASTER_BYTES if group.params[0].dtype in HALF else group.element_bytes
-
-
 def _master_bytes(group: Group) -> int:
-    return group.flat.share * _element_bytes(group)
+    return group.flat.share * master_bytes(group)
 
 
 OFFLOAD: Final = Price(_sends, _stores, omits=_omits)

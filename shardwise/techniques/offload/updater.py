@@ -1,7 +1,8 @@
 """The place of an update: on this thread, on a thread of the host, or beside the next step.
 
 InPlace     each part when its gradients have arrived, on the thread that runs the step
-Together    all parts at once, when the last has arrived: their states stream from a disk
+Together    all parts at once, when the last has arrived: their states stream from a disk, or the
+            optimizer needs whole tensors or counts its calls
 HostThread  on a thread of the host, which updates in one call all that waits, up to a size:
 
     main thread    4 arrives  3 arrives  2 arrives  publish 4  1 arrives  publish 3, 2  ...
@@ -94,7 +95,7 @@ class InPlace(Updater[T]):
 
 
 class Together(Updater[T]):
-    """Updates all parts in one go, so that a disk is read ahead from the first to the last."""
+    """Updates all parts in one call, so that a disk is read ahead from the first to the last."""
 
     def __init__(self, optimizer: FlatOptimizer[T]) -> None:
         self.at_once = InPlace(optimizer)

@@ -36,10 +36,10 @@ def ddp_baseline(
     with torch.device("meta"):
         model = build(sizes)
     dtype = DTYPES[plan.precision] or torch.float32
-    kept = ADAM if optimizer is None else optimizer_shape(optimizer, dtype)
     params = tuple(
         ParamShape(n, tuple(p.shape), dtype_name(dtype)) for n, p in model.named_parameters()
     )
+    kept = ADAM if optimizer is None else optimizer_shape(optimizer, params)
     shape = ModelShape((UnitShape("", params),), buffer_shapes(model))
     pool = pool_bytes(ddp, shape.stored_bytes)
     return Baseline(

@@ -257,11 +257,11 @@ def buffers_not_sent(patch: Patch) -> None:
 
 def _before_masters(patch: Patch, act: Any) -> None:
     def step(real: Any, states: MemoryStates, gradients: Any, *args: Any) -> None:
-        for k in gradients:
+        for k in gradients.keys() & states.masters.keys():
             act(states.flats[k])
         real(states, gradients, *args)
 
-    around(patch, MemoryStates, "_step_masters", step)
+    around(patch, MemoryStates, "_update", step)
 
 
 def three_percent(patch: Patch) -> None:
@@ -277,10 +277,10 @@ def three_percent(patch: Patch) -> None:
 def masters_in_16_bits(patch: Patch) -> None:
     def step(real: Any, states: MemoryStates, gradients: Any, *args: Any) -> None:
         real(states, gradients, *args)
-        for k in gradients:
+        for k in gradients.keys() & states.masters.keys():
             states.masters[k].copy_(states.flats[k].shard)
 
-    around(patch, MemoryStates, "_step_masters", step)
+    around(patch, MemoryStates, "_update", step)
 
 
 def loss_scale_left_in(patch: Patch) -> None:

@@ -1,0 +1,160 @@
+"""Whole tensors for optimizers that need them: each is updated by one rank, its owner.
+
+Ranks of the shard axis hold pieces of a parameter and of its gradient.  For the update each sends
+its pieces to the parameter's owner, which holds the optimizer's state of the whole:
+
+    rank r    gradient, weight: pieces  ---all-to-all--->  owner    gradient, weight: whole
+                                                                    torch's step on the whole
+              weight: pieces            <--all-to-all----           weight: whole
+
+The weight is the fp32 master of a parameter with 16 bits.  Of N elements on n ranks, a rank sends
+N (n-1)/n^2 of each of the three, if owners have equally much; a gradient has the bytes of the
+weight's dtype.  Owners are chosen by the number of elements (core/balance.py), so the state of a
+rank exceeds 1/n of all by less than the largest tensor.
+
+Between updates the owner's parameter has its shape, without memory.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.move import begin_all_to_all
+from shardwise.comm.transport import Pending
+from shardwise.comm.world import Axis
+from shardwise.core.balance import owners
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.techniques.data.flat.flat_parameter import Flat
+
+#: A parameter: the number of its flat group, and its index there.
+Place = tuple[int, int]
+
+
+class Owners:
+    """The owners of the whole tensors among the parameters of `flats`.
+
+    rank_of    the owner of each: its rank on the shard axis of the flat group
+    targets    what torch's optimizer steps on: here without elements if another rank is the owner
+    """
+
+    def __init__(self, spec: OptimizerSpec, flats: Sequence[Flat]) -> None:
+        self.flats = flats
+        by_axis: dict[str, dict[str, Place]] = {}
+        for k, flat in enumerate(flats):
+            for i, (name, shape) in enumerate(zip(flat.names, flat.shapes, strict=True)):
+                if flat.split and spec.is_whole(name, len(shape)):
+                    by_axis.setdefault(flat.shard_axis.name, {})[name] = k, i
+        self.rank_of: dict[Place, int] = {}
+        for places in by_axis.values():
+            numels = {name: flats[k].shapes[i].numel() for name, (k, i) in places.items()}
+            axis = flats[next(iter(places.values()))[0]].shard_axis
+            found = owners(numels, axis.size)
+            self.rank_of |= {place: found[name] for name, place in places.items()}
+        self.targets = {place: self._target(*place) for place in sorted(self.rank_of)}
+        self.resting = {place: target.data for place, target in self.targets.items()}
+
+    def is_here(self, k: int, i: int) -> bool:
+        """Whether this rank is the parameter's owner."""
+        return self.rank_of[k, i] == self.flats[k].shard_axis.rank
+
+    def _target(self, k: int, i: int) -> nn.Parameter:
+        shape, like = self.flats[k].shapes[i], self.flats[k].shard
+        wide = torch.promote_types(like.dtype, torch.float32)
+        if self.is_here(k, i):
+            return nn.Parameter(like.new_zeros((), dtype=wide).expand(shape))
+        return nn.Parameter(like.new_zeros([0] * len(shape), dtype=wide))
+
+    def collect(self, weights: Mapping[int, Tensor], factor: float, *, update: bool = True) -> None:
+        """Give this rank's targets their weights and, for an update, their gradients.
+
+        `weights` are the blocks of the flat groups; 16-bit gradients are multiplied by `factor`.
+        """
+        for axis, places in self._messages(weights):
+            coming = self._begin_collect(axis, places, weights)
+            flats = {k: self.flats[k] for k, _ in places}
+            blocks = {k: f.grads.gshard for k, f in flats.items() if f.grads.gshard is not None}
+            graded = [place for place in places if update and place[0] in blocks]
+            gradients = self._begin_collect(axis, graded, blocks).wait() if graded else {}
+            for (k, i), whole in coming.wait().items():
+                target, shape = self.targets[k, i], self.flats[k].shapes[i]
+                target.data = whole.view(shape)
+                if self.flats[k].grads.used[i] and (k, i) in gradients:
+                    own = gradients[k, i].view(shape)
+                    half = own.dtype != whole.dtype
+                    target.grad = own.to(whole.dtype).mul_(factor) if half else own
+
+    def give(self, weights: Mapping[int, Tensor]) -> None:
+        """Send the updated weights of this rank's targets to the ranks that hold their pieces."""
+        for axis, places in self._messages(weights):
+            own = [place for place in places if self.is_here(*place)]
+            wholes = {place: self.targets[place].detach().reshape(-1) for place in own}
+            sent = [
+                wholes[k, i][origin : origin + numel]
+                for rank in range(axis.size)
+                for k, i in own
+                for origin, numel in [self._extent(k, i, rank)]
+            ]
+            out, into = self._counts(axis, places)
+            like = weights[places[0][0]]
+            arrived = begin_all_to_all(_joined(sent, like), axis, into, out).wait()
+            for (k, low, high), piece in self._pieces(axis, places, arrived):
+                weights[k][low:high] = piece
+            for k, i in own:
+                self.targets[k, i].grad = None
+                self.targets[k, i].data = self.resting[k, i]
+
+    def _messages(self, weights: Mapping[int, Tensor]) -> list[tuple[Axis, list[Place]]]:
+        """The parameters whose pieces are sent together: of one axis and one dtype."""
+        found: dict[object, tuple[Axis, list[Place]]] = {}
+        for k, i in self.targets:
+            if k in weights:
+                flat = self.flats[k]
+                key = flat.shard_axis.name, flat.dtype
+                found.setdefault(key, (flat.shard_axis, []))[1].append((k, i))
+        return list(found.values())
+
+    def _begin_collect(
+        self, axis: Axis, places: Sequence[Place], blocks: Mapping[int, Tensor]
+    ) -> Pending[dict[Place, Tensor]]:
+        """Begin to send pieces of flat blocks to their owners; the whole tensors of this rank."""
+        by_owner = sorted(places, key=self.rank_of.__getitem__)
+        pieces = [blocks[k][slice(*self.flats[k].pieces[i])] for k, i in by_owner]
+        out, into = self._counts(axis, places)
+        sent = _joined(pieces, blocks[places[0][0]])
+        arriving = begin_all_to_all(sent, axis, out, into)
+
+        def wholes() -> dict[Place, Tensor]:
+            own = [place for place in places if self.is_here(*place)]
+            sizes = [self._extent(*place, rank)[1] for rank in range(axis.size) for place in own]
+            found = arriving.wait().split(sizes)
+            return {p: torch.cat(found[n :: len(own)]) for n, p in enumerate(own)}
+
+        return Pending([wholes])
+
+    def _extent(self, k: int, i: int, rank: int) -> tuple[int, int]:
+        """The piece of a parameter on a rank: its first element, and the number of them."""
+        plan = self.flats[k].plan
+        low, high = plan.piece(i, rank)
+        return plan.origin(i, rank), high - low
+
+    def _counts(self, axis: Axis, places: Sequence[Place]) -> tuple[list[int], list[int]]:
+        """Elements that owners get: by the rank that sends them to this one, and from here."""
+        out, into = [0] * axis.size, [0] * axis.size
+        for place in places:
+            into[self.rank_of[place]] += self._extent(*place, axis.rank)[1]
+            for rank in range(axis.size if self.is_here(*place) else 0):
+                out[rank] += self._extent(*place, rank)[1]
+        return out, into
+
+    def _pieces(
+        self, axis: Axis, places: Sequence[Place], arrived: Tensor
+    ) -> Iterable[tuple[tuple[int, int, int], Tensor]]:
+        """What owners have sent back, piece by piece, and where each lies in its block."""
+        by_owner = sorted(places, key=self.rank_of.__getitem__)
+        spans = [(k, *self.flats[k].pieces[i]) for k, i in by_owner]
+        return zip(spans, arrived.split([high - low for _, low, high in spans]), strict=True)
+
+
+def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(pieces) if pieces else like.new_empty(0)
