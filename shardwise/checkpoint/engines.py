@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import load as reading
@@ -48,10 +48,13 @@ from shardwise.engine.checks import validate
 from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
 from shardwise.engine.state.full import entries, plain_of
+from shardwise.engine.state.json_values import ALLOWED, pack, unpack
 from shardwise.wrap.plain_loop import PlainLoop
 
 #: The scalar of a loop of the program's own: what `engine` is for an engine.
 LOOP: Final = "loop"
+#: The prefix of the names of tensors in the program's `extra`.
+GIVEN: Final = "given/"
 
 
 def save(
@@ -66,15 +69,16 @@ def save(
     """Save a checkpoint in `folder`, which all ranks must see.  Returns its path.
 
     All ranks must call it, with an engine, or with a module wrapped by sw.DDP, sw.FSDP or sw.Pipe
-    and the optimizer that trains it.  `extra` is a JSON object to save along, the same on every
-    rank: the epoch, the position in the data.  `keep` removes all but that many of the newest
+    and the optimizer that trains it.  `extra` is a dict to save along, the same on every rank: the
+    epoch, the state of a scheduler.  It comes back with the types that it had (tensors on the
+    processor), or is refused.  `keep` removes all but that many of the newest
     checkpoints.  `step` numbers a module's checkpoint, else it is one more than the newest there.
     The checkpoint appears in one step: if saving fails, older checkpoints are unchanged.
 
     Raises:
-        InputError: `extra` cannot be written as JSON; `keep` is below one; the module is not
-            wrapped; a value in the optimizer's state or a module's extra state cannot be saved;
-            another process is writing in the folder.
+        InputError: `extra` has a value that would not come back as it is; `keep` is below one; the
+            module is not wrapped; a value in the optimizer's state or a module's extra state cannot
+            be saved; another process is writing in the folder.
         RunError: a rank could not write; a weight or the optimizer's state is not finite.
     """
     trained = _trained(engine_or_module, optimizer, "sw.save")
@@ -134,7 +138,12 @@ def _asked(
 ) -> PlannedSave:
     """The planned save of the user's arguments, after the previous one in the folder."""
     if extra is not None and not isinstance(extra, Mapping):
-        raise bad(f"extra={extra!r}", "a dict that JSON can hold", 'extra={"epoch": 3}')
+        raise bad(f"extra={extra!r}", "a dict", 'extra={"epoch": 3}')
+    tensors: dict[str, Tensor] = {}
+    try:
+        packed = pack(dict(extra or {}), "extra=", "extra", tensors)
+    except RecursionError:
+        raise bad("extra= with an object inside of itself", ALLOWED, 'extra={"epoch": 3}') from None
     if keep is not None:
         integer("keep", keep, 1, 2)
     if step is not None:
@@ -146,9 +155,15 @@ def _asked(
     else:
         number = _next(trained.world, folder) if step is None else step
         scalars = {"step": number, LOOP: trained.scalars()}
-    scalars["extra"] = dict(extra or {})
+    scalars["values"] = packed
+    boxes = _of_extra(tensors, trained.world)
     prune = None if keep is None else partial(remove_old, folder, keep)
-    return planned_save(trained, folder, scalars, prune, _lock_of_a_run(folder))
+    return planned_save(trained, folder, scalars, prune, _lock_of_a_run(folder), boxes)
+
+
+def _of_extra(tensors: Mapping[str, Tensor], world: World) -> list[Box]:
+    """The boxes of the tensors in `extra`, which every rank has."""
+    return [Box.full(f"{GIVEN}{name}", t.detach(), world.rank) for name, t in tensors.items()]
 
 
 def _lock_of_a_run(folder: Path) -> list[Path]:
@@ -183,10 +198,11 @@ def planned_save(
     scalars: dict[str, Any],
     prune: Callable[[], object] | None = None,
     locks: Sequence[Path] = (),
+    further: Sequence[Box] = (),
 ) -> PlannedSave:
-    """The save of the state with these scalars.  Raises like PlannedSave."""
+    """The save of the state with these scalars and further boxes.  Raises like PlannedSave."""
     trained.world.background.settle(folder)
-    boxes = trained.boxes()
+    boxes = [*trained.boxes(), *further]
     checked = _checked(trained, boxes, scalars["step"])
     scalars = scalars | {"model": described(trained)}
     world, pages = trained.world, _pages(trained)
@@ -254,6 +270,15 @@ def load(
     return fill(trained, folder, partial(_require_all, trained)).get("extra", {})
 
 
+def _given(saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+    """New memory for the tensors of a checkpoint's `extra`."""
+    return {
+        name.removeprefix(GIVEN): torch.zeros(shape, dtype=dtype, device="cpu")
+        for name, (shape, dtype) in saved.items()
+        if name.startswith(GIVEN)
+    }
+
+
 def fill(trained: Engine | PlainLoop, folder: Path, check: Check) -> dict[str, Any]:
     """Load a checkpoint that passes `check`; returns its scalars.
 
@@ -280,7 +305,10 @@ def fill(trained: Engine | PlainLoop, folder: Path, check: Check) -> dict[str, A
     # none where `checked` refuses the checkpoint on every rank
     said = None if opened is None else opened.scalars.get(kind)
     boxes = _boxes(trained, opened, said) if opened and isinstance(said, dict) else []
-    saved = reading.load(folder, boxes, world, checked, pages=pages)
+    given = _given(opened.tensors) if boxes and opened else {}
+    saved = reading.load(folder, boxes + _of_extra(given, world), world, checked, pages=pages)
+    if "values" in saved:
+        saved["extra"] = unpack(saved["values"], given)
     if isinstance(trained, Engine):
         trained.load_scalars(saved[kind])
     trained.loaded()

@@ -9,7 +9,6 @@ Each parameter brings its options, because a rank of a pipeline has only some of
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.world import World
-from shardwise.core.errors import InputError, bad
+from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import short_repr
 from shardwise.engine.checks import reads
 from shardwise.engine.optimizer import optimizer_state
@@ -221,13 +220,19 @@ def _require_same_kind(optimizer: Optimizer, saved: str | None) -> None:
 
 
 def _options(group: Mapping[str, Any]) -> Any:
-    """The options that JSON holds; others are those of the new optimizer."""
-    packed: dict[str, Any] = {}
-    for key, value in group.items():
-        number = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
-        with suppress(InputError):
-            packed |= {} if key in NAMING else {key: pack(number, "", key, {})}
-    return {"dict": [*packed.items()]}
+    """The options of a group.  Functions are those of the new optimizer.
+
+    Raises InputError for a value that would not come back as it is.
+    """
+    found = {k: _number(v) for k, v in group.items() if k not in NAMING and not callable(v)}
+    return {"dict": [[k, pack(v, "the optimizer's options", k, None)] for k, v in found.items()]}
+
+
+def _number(value: Any) -> Any:
+    """An option with numbers for its tensors of one element."""
+    if type(value) is tuple:
+        return tuple(map(_number, value))
+    return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
 def _whole(name: str, p: nn.Parameter, copy: int, room: optimizer_state.Room) -> HeldParameter:

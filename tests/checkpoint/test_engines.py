@@ -1,9 +1,15 @@
 """`sw.save` and `sw.load`: an engine goes on from where another was, under any plan."""
 
 import json
+import math
+import random
+from collections import Counter, OrderedDict, defaultdict
+from datetime import UTC, datetime
+from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,6 +28,15 @@ from tests.engine.zoo import make
 from tests.pool import run_gloo
 
 
+class Event(IntEnum):
+    A = 1
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
 def engine_of(world: World, plan: str, model: nn.Module | None = None) -> sw.Engine:
     """The model on this world."""
     optimizer = sw.AdamW(lr=0.01)
@@ -35,6 +50,39 @@ def steps(engine: sw.Engine, first: int, count: int = 3) -> list[float]:
     return [engine.step(mine(engine, vectors(first + k, rows=8))).loss for k in range(count)]
 
 
+def extra() -> dict[Any, Any]:
+    """Every kind of value that a program may save along; `"/"` and keys 1 and "1" are names too."""
+    numbers = [0, -(2**70), 0.1, -0.0, math.inf, math.nan, 1j, True, None, "text", b"\0\xff"]
+    numbers += [np.float64(0.1), np.float16(2), np.int64(3), np.bool_(True)]
+    found: dict[Any, Any] = {
+        "numbers": numbers,
+        "items": [(1, (2, [])), set(), {1, "1"}, frozenset({(1, 2)}), torch.Size([2, 3])],
+        "dicts": [Counter({3: 2, 1: 0}), OrderedDict({2: 1, 1: 2}), defaultdict(list, {1: [2]})],
+        "tensors": {1: torch.ones(2), "1": torch.zeros(0, 3), "a/b": torch.tensor(True)},
+        (1, "x"): [np.arange(6, dtype=np.uint8).reshape(2, 3).T, np.array(0.5)],
+        np.int64(4): random.Random(0).getstate(),
+        "torch": torch.arange(3, dtype=torch.bfloat16),
+    }
+    return found
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """The same values of the same types, in the same order."""
+    assert type(a) is type(b), (a, b)
+    if isinstance(a, dict):
+        assert_same([*a.items()], [*b.items()])
+        assert getattr(a, "default_factory", 0) is getattr(b, "default_factory", 0)
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    elif isinstance(a, Tensor | np.ndarray):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert a.tolist() == b.tolist()
+    else:
+        assert a == b if isinstance(a, set | frozenset) else repr(a) == repr(b)
+
+
 def interrupted(
     world: World, folder: str, plan: str, then: str, asynchronous: bool
 ) -> tuple[list[float], object]:
@@ -42,15 +90,15 @@ def interrupted(
     before = engine_of(world, plan)
     losses = steps(before, 0)
     if asynchronous:  # sw.load waits
-        pending = sw.async_save(before, folder, {"epoch": 7})
+        pending = sw.async_save(before, folder, extra())
         steps(before, 3)
         assert pending.path.name == "step-000003"
     else:
-        assert sw.save(before, folder, {"epoch": 7}).name == "step-000003"
+        assert sw.save(before, folder, extra()).name == "step-000003"
     engine = engine_of(world, then)
-    extra = sw.load(engine, folder)
+    found = sw.load(engine, folder)
     assert engine.steps == 3
-    return losses + steps(engine, 3), extra
+    return losses + steps(engine, 3), found
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -59,11 +107,11 @@ def interrupted(
     [("dp2 zero3 fp64", "pp2 1f1b:2 fp64"), ("pp2 1f1b:2 fp64", "dp2 fp64")],
 )
 def test_a_run_goes_on_under_another_plan(tmp_path: Path, plan: str, then: str, asynchronous: bool):
-    """As if there had been no break, and with what else was saved."""
+    """As if there had been no break, and with what else was saved, value by value and type."""
     straight = steps(engine_of(alone(), "fp64"), 0, 6)
-    for losses, extra in run_gloo(2, interrupted, str(tmp_path), plan, then, asynchronous):
+    for losses, found in run_gloo(2, interrupted, str(tmp_path), plan, then, asynchronous):
         assert losses == pytest.approx(straight, rel=1e-10)
-        assert extra == {"epoch": 7}
+        assert_same(found, extra())
 
 
 def test_the_newest_stay(tmp_path: Path):
@@ -82,11 +130,18 @@ def test_the_newest_stay(tmp_path: Path):
 
 
 def test_what_cannot_be_saved_leaves_what_was_there(tmp_path: Path):
-    """No checkpoint is begun."""
+    """No checkpoint is begun; the value that would come back as another one is named."""
+    inside = [0]
+    inside.append(inside)  # type: ignore[arg-type]
+    kinds = [object(), len, Path("a"), tmp_path, datetime.now(UTC), Event.A, IntEnum, np.array("a")]
+    kinds += [Point(1, 2), defaultdict(lambda: 0), torch.eye(2).to_sparse(), {torch.ones(1): 1}]
     engine = engine_of(alone(), "fp64")
     steps(engine, 0, 1)
     sw.save(engine, tmp_path)
-    for options in ({"extra": [1]}, {"extra": {"x": torch.ones(2)}}, {"keep": 0}, {"keep": "2"}):
+    for value in (*kinds, inside):
+        with pytest.raises(InputError, match=r"extra=.* (in which 'extra\.x'|inside of itself)"):
+            sw.save(engine, tmp_path, {"x": value})
+    for options in ({"extra": [1]}, {"keep": 0}, {"keep": "2"}):
         with pytest.raises(InputError):
             sw.save(engine, tmp_path, **options)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-000001"]

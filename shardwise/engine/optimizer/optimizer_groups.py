@@ -18,18 +18,23 @@ Options = Mapping[str, Any]
 
 
 def options(group: Options) -> dict[str, Any]:
-    """The options of a group that are numbers or tuples of them, as JSON holds them."""
-    found = {key: _listed(value) for key, value in group.items() if key not in NAMING}
-    return {key: value for key, value in found.items() if _numeric(value)}
+    """The options of a group that say what it computes, as JSON holds them."""
+    found = {k: _listed(value) for k, value in group.items() if k not in (*NAMING, *_HOW)}
+    return {key: value for key, value in found.items() if _held(value)}
 
 
 def put(group: dict[str, Any], saved: Options) -> None:
-    """Set options of a group, a tensor in place."""
+    """Set options of a group, tensors in place."""
     for key, value in saved.items():
-        if isinstance(group.get(key), Tensor):
-            group[key].fill_(value)
-        else:
-            group[key] = value
+        group[key] = _filled(group.get(key), value)
+
+
+def _filled(old: Any, value: Any) -> Any:
+    if isinstance(old, Tensor):
+        return old.fill_(value)
+    if isinstance(old, tuple) and isinstance(value, tuple) and len(old) == len(value):
+        return tuple(map(_filled, old, value))
+    return value
 
 
 def take(group: dict[str, Any], saved: Options) -> None:
@@ -89,6 +94,13 @@ def _listed(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dim() == 0:
         return value.item()
     return [_listed(x) for x in value] if isinstance(value, tuple | list) else value
+
+
+def _held(value: Any) -> bool:
+    """Whether JSON holds the value."""
+    if isinstance(value, list):
+        return all(map(_held, value))
+    return value is None or isinstance(value, int | float | str)
 
 
 def _numeric(value: Any) -> bool:

@@ -80,7 +80,7 @@ def outgoing(
         what = f"the optimizer's state of {held.name}"
         packed = {key: pack(value, what, key, tensors) for key, value in state.items()}
         found.append((held, tensors))
-        if held.copy == 0 and packed.keys() != tensors.keys():
+        if held.copy == 0 and packed != {key: {"tensor": key} for key in packed}:
             values[held.name] = packed
     split = {
         key: all(tuple(t[key].shape) == held.local for held, t in found if key in t)
