@@ -1,34 +1,25 @@
 """Batches: counting rows, splitting into microbatches, and a stand-in for a rank without rows.
 
 {"ids": [4, 5], "mask": [4, 5]}                4 rows: dim 0 of every tensor
-{"images": ([3, 4, 6], [3, 5, 5]),             2 rows: the lists have 2 samples each, and the
- "targets": ({"boxes": [0, 4]},                tensors have no dim 0 in common
-             {"boxes": [2, 4]})}
+[[4, 5], [4, 5]]                               4 rows in two fields
 {"positions": [3, 4, 5], "ids": [4, 5]}        an error, which asks for `rows=` or `tokens=`
-[([7], []), ([7], [])]                         an error: 2 rows (x, y), or fields of 7 rows?
-[[4, 5], [4, 5]]                               4 rows in two fields, as torch's DataLoader
-                                               returns them; not 2 rows, see `Rows`
+[([7], []), ([7], [])]                         the same; with `rows=len` 2 rows, the samples
+
+Tensors are found wherever they are: in containers, and in attributes of objects (core/tools/tree).
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
-from typing import Any, NamedTuple
-from zlib import crc32
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import (
-    keystr,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-    tree_structure,
-)
+from torch.nn.utils.rnn import PackedSequence
 
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.tree import leaves, mapped, paths
 
 #: Rows of a stand-in: batch normalisation needs more than one.
 STAND_IN_ROWS = 2
@@ -36,10 +27,11 @@ STAND_IN_ROWS = 2
 NAMED = 4
 #: What a user's `rows=` is.
 Count = Callable[[Any], int]
+Change = Callable[[Any], Any]
 
 _INSTEAD = (
-    "rows=lambda batch: len(batch[...]) with the tensor or the list that has one entry per row, or "
-    "tokens= with the number of tokens"
+    "rows=lambda batch: len(batch[...]) with the tensor or the list that has one entry per row "
+    "(rows=len for a list of samples), or tokens= with the number of tokens"
 )
 
 
@@ -51,65 +43,12 @@ def data_axes(world: World, plan: Plan) -> tuple[Axis, Axis]:
     return world.axis(plan.shard_axis or "none"), world.axis(plan.replicate_axis or "none")
 
 
-class Readings(NamedTuple):
-    """The numbers of rows that a batch, or a part of it, may have; None: any number.
+class NoSamples(list[Any]):
+    """The list of samples of a microbatch without any; `like` is one of another microbatch."""
 
-    plain    dim 0 of all tensors
-    listed   the length of lists of samples, and dim 0 of the tensors beside them
-    """
-
-    plain: frozenset[int] | None
-    listed: frozenset[int]
-
-
-class RowCounter:
-    """Counts the rows of batches; `count` is the user's `rows=`.
-
-    A list of tensors with the same dim 0 is read as fields, as torch's DataLoader returns them.  A
-    list of samples looks the same, but its length varies: between ranks in the first step
-    (`Engine._total` compares `mark`), or between steps.  Then it is an error.
-    """
-
-    def __init__(self, count: Count | None = None) -> None:
-        self.count = count
-        self.lengths: tuple[int, ...] | None = None  # of the lists in the last batch of fields
-        self.assumed = False  # whether these may have been lists of samples
-        self.listed = False  # whether a batch consisted of lists of samples for certain
-
-    def of(self, batch: Any) -> int:
-        """The number of rows. Raises InputError if it is not certain."""
-        if self.count is not None:
-            return self.count(batch)
-        if is_empty(batch):
-            self.lengths = self.lengths or _lengths(batch)
-            return 0
-        found = readings(batch)
-        plain, listed = found.plain or frozenset(), found.listed
-        if not plain:
-            if len(listed) != 1:
-                raise _uncertain(batch)
-            if self.assumed:
-                raise _changed(batch)
-            self.listed = True
-            return min(listed)
-        (rows,) = plain
-        certain = listed <= plain  # or both readings give the same number
-        if not certain and self.listed and len(listed) == 1:
-            return min(listed)
-        if not certain and (self.listed or not _is_of_tensors(batch)):
-            raise _uncertain(batch, also=listed)
-        lengths = _lengths(batch)
-        if self.lengths not in (None, lengths) and (self.assumed or not certain):
-            raise _changed(batch)
-        self.lengths, self.assumed = lengths, self.assumed or not certain
-        return rows
-
-    @property
-    def mark(self) -> tuple[int, int]:
-        """A number that is equal on ranks whose lists are equally long; whether it matters."""
-        if self.listed:
-            return 1, 0
-        return crc32(repr(self.lengths).encode()) % 2**20, int(self.assumed)
+    def __init__(self, like: Any) -> None:
+        super().__init__()
+        self.like = like
 
 
 def require_counted(refused: Tensor, own: InputError | None) -> None:
@@ -123,133 +62,145 @@ def require_counted(refused: Tensor, own: InputError | None) -> None:
     )
 
 
-def require_equal_lists(batch: Any, marks: Tensor, ranks: int) -> None:
-    """Raise InputError if lists that were read as fields are not equally long on all ranks.
+def list_entries(x: Any) -> int:
+    """The number of entries in all lists of a batch, which are fields if no `rows=` is given."""
+    if isinstance(x, dict):
+        return sum(map(list_entries, x.values()))
+    return len(x) + sum(map(list_entries, x)) if isinstance(x, list | tuple) else 0
 
-    `marks` is the sum over the ranks of (mark, mark^2, whether it matters).
+
+def require_equal_lists(batch: Any, entries: Tensor, ranks: int) -> None:
+    """Raise InputError if lists that are read as fields are not equally long on all ranks.
+
+    `entries` is the sum over the ranks of (entries, entries^2).
     """
-    total, squares, matters = marks.tolist()
-    if matters and ranks * squares != total**2:
-        raise _changed(batch)
+    total, squares = entries.tolist()
+    if ranks * squares != total**2:
+        raise bad(
+            f"a batch with {_named(batch)} in lists whose lengths differ between ranks: fields, or "
+            "one sample per row?",
+            "lists of fields, which are equally long on all ranks",
+            _INSTEAD,
+        )
 
 
 def rows(batch: Any, count: Count | None = None) -> int:
-    """The number of rows of one batch. Raises InputError if it is not certain."""
-    return RowCounter(count).of(batch)
+    """The number of rows of one batch; `count` is the user's `rows=`.
+
+    Raises InputError if it is not certain.
+    """
+    if count is not None:
+        return count(batch)
+    if is_empty(batch):
+        return 0
+    found = {len(x) for x in _tensors(batch)}
+    if len(found) != 1 or _is_of_samples(batch):
+        raise _uncertain(batch)
+    return found.pop()
 
 
-def readings(x: Any) -> Readings:
-    """The numbers of rows that `x` may have."""
-    if isinstance(x, Tensor):
-        return Readings(frozenset({len(x)}) if x.dim() else None, frozenset())
-    inside = [readings(child) for child in _children(x)]
-    parts = [part for part in inside if part.plain is not None or part.listed]
-    if not parts:
-        return Readings(None, frozenset())
-    plain = frozenset.intersection(*(part.plain or frozenset() for part in parts))
-    either = frozenset.intersection(*((part.plain or frozenset()) | part.listed for part in parts))
-    listed = frozenset(n for n in either if any(n in part.listed for part in parts))
-    return Readings(plain, listed | {len(x)} if _are_samples(x) else listed)
+def _is_of_samples(batch: Any) -> bool:
+    """Whether a batch is a list of tuples or dicts, whose tensors have no dim for rows."""
+    nested = tuple, list, dict
+    return isinstance(batch, list) and bool(batch) and all(isinstance(x, nested) for x in batch)
 
 
-def _children(x: Any) -> Iterable[Any]:
-    if isinstance(x, dict):
-        return x.values()
-    return x if isinstance(x, list | tuple) else ()
-
-
-def _are_samples(x: Any) -> bool:
-    """Whether the entries of `x` have one structure, as the samples of a batch have."""
-    if not isinstance(x, list | tuple) or hasattr(x, "_fields"):
-        return False
-    if any(tree_structure(a) != tree_structure(b) for a, b in pairwise(x)):
-        return False
-    kinds = [[_kind(leaf) for leaf in tree_leaves(sample)] for sample in x]
-    return all(len(set(column) - {None}) <= 1 for column in zip(*kinds, strict=True))
-
-
-def _kind(x: Any) -> Any:
-    """The dtype and the number of dims; None for an empty tensor, which may have another."""
-    if not isinstance(x, Tensor):
-        return type(x)
-    return (x.dtype, x.dim()) if x.numel() else None
-
-
-def _is_of_tensors(batch: Any) -> bool:
-    """Whether each list of the batch has tensors only, as fields that a DataLoader returns."""
-    if _are_samples(batch):
-        return all(isinstance(x, Tensor) for x in batch)
-    return all(_is_of_tensors(x) for x in _children(batch))
-
-
-def _lengths(batch: Any) -> tuple[int, ...]:
-    own = (len(batch),) if isinstance(batch, list | tuple) else ()
-    return (*own, *(n for x in _children(batch) for n in _lengths(x)))
+def _tensors(batch: Any) -> list[Tensor]:
+    """The tensors that have rows."""
+    return [x for x in leaves(batch, Tensor, objects=True) if x.dim()]
 
 
 def is_empty(batch: Any, count: Count | None = None) -> bool:
     """Whether a batch has tensors, and all of its rows are missing."""
-    tensors = [x for x in tree_leaves(batch) if _has_rows(x)]
     if count is not None:
-        return bool(tensors) and count(batch) == 0
+        return bool(leaves(batch, (Tensor, NoSamples), objects=True)) and count(batch) == 0
+    tensors = _tensors(batch)
     return bool(tensors) and all(not x.numel() for x in tensors)
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on `device`; those in pinned memory are copied asynchronously."""
-    return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), batch)
+    kinds = Tensor, PackedSequence  # whose sizes stay on the host
+    return mapped(lambda x: x.to(device, non_blocking=True), batch, kinds, objects=True)
 
 
 def split(batch: Any, parts: int, word: str = "", count: Count | None = None) -> list[Any]:
-    """Split `batch` along dim 0 into `parts` microbatches; the first ones are larger if uneven.
+    """Split `batch` along its rows into `parts` microbatches; the first ones are larger if uneven.
 
-    With fewer rows than microbatches the last ones are empty.  0-d tensors and other values go to
-    every part.  `word` is the plan word that asked for the split, for the error.
+    Rows are dim 0 of all tensors, or the entries of lists if `count` counts those.  With fewer rows
+    than microbatches the last ones are empty.  0-d tensors and other values go to every part.
+    `word` is the plan word that asked for the split, for the error.
 
     Raises:
-        InputError: tensors with different numbers of rows, or no tensor with rows.
+        InputError: tensors or lists with different numbers of rows, or none with rows.
     """
     if parts == 1:
         return [batch]
-    word = word or f"accumulate:{parts}"
-    _require_rows_in_dim_0(batch, word, count)
-    cut = [torch.tensor_split(x, parts) for x in tree_leaves(batch) if _has_rows(x)]
-    out = []
-    for k in range(parts):
-        pieces = iter([c[k] for c in cut])
-        out.append(tree_map(lambda x, it=pieces: next(it) if _has_rows(x) else x, batch))
-    return out
+    samples = None if count is None else _samples(batch, count)
+    found: list[int] = []
+    _over_rows(lambda x: found.append(len(x)) or x, batch, samples)
+    asked = found[0] if found and count is None else count(batch) if count is not None else 0
+    if not found or set(found) != {asked} or (count is None and _is_of_samples(batch)):
+        raise _not_cut(batch, word or f"accumulate:{parts}", found)
+    return [_over_rows(partial(_part, k=k, parts=parts), batch, samples) for k in range(parts)]
 
 
-def _require_rows_in_dim_0(batch: Any, word: str, count: Count | None) -> None:
-    leaves = tree_leaves(batch)
-    tensors = [x for x in leaves if _has_rows(x)]
-    opaque = next((x for x in leaves if _hides_tensors(x)), None)
-    if not tensors or opaque is not None:
-        given = _what(batch) if opaque is None else type(opaque).__name__
-        without = (
-            "without a tensor that has rows" if opaque is None else "with tensors in an object"
-        )
-        raise bad(
-            f"a batch {without} ({given}) under {word}",
-            "tensors in nested tuples, lists and dicts, to split along dim 0",
-            "dict(batch) for a dict-like object, vars(batch) for a dataclass, or "
+def _part(x: Any, *, k: int, parts: int) -> Any:
+    """Part k of a tensor or of a list of samples."""
+    if isinstance(x, Tensor):
+        return x.tensor_split(parts)[k]
+    own = torch.arange(len(x), dtype=torch.int64, device="cpu").tensor_split(parts)[k].tolist()
+    return [x[place] for place in own] or NoSamples(x[0])
+
+
+def _samples(batch: Any, count: Count) -> int | None:
+    """How many samples the lists of a batch have, if the user's `rows=` counts them; else None.
+
+    It does if it counts one less when each list of that length has one entry less.
+    """
+    asked = count(batch)
+    fewer = _over_rows(lambda x: x if isinstance(x, Tensor) else x[1:], batch, asked)
+    try:
+        return asked if asked and count(fewer) == asked - 1 else None
+    except Exception:  # noqa: BLE001 -- of fields, of which one is missing now
+        return None
+
+
+def _over_rows(change: Change, batch: Any, samples: int | None) -> Any:
+    """Apply `change` to tensors with rows, and to each list of so many samples."""
+    kinds = Tensor, list, tuple
+
+    def each(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return change(x) if x.dim() else x
+        named = hasattr(x, "_fields")
+        if len(x) == samples and not named:
+            return change(x)
+        new = [mapped(each, y, kinds, objects=True) for y in x]
+        return type(x)(*new) if named else type(x)(new)
+
+    return mapped(each, batch, kinds, objects=True)
+
+
+def _not_cut(batch: Any, word: str, found: list[int]) -> InputError:
+    if not found:
+        return bad(
+            f"a batch without a tensor that has rows ({_what(batch)}) under {word}",
+            "tensors in containers, to split along dim 0",
             "torch.as_tensor(batch) for an array, with one row per sample",
         )
-    found, asked = {len(x) for x in tensors}, None if count is None else count(batch)
-    sampled = asked is None and not readings(batch).listed <= found and not _is_of_tensors(batch)
-    if len(found) != 1 or asked not in (None, *found) or sampled:
-        raise bad(
-            f"a batch with {_named(batch)} under {word}",
-            "tensors that all have the same number of rows in dim 0, to split along it",
-            "one row per sample in every tensor (for positions [3, rows, T] the transposed ones), "
-            "or a plan without this word",
-        )
+    return bad(
+        f"a batch with {_named(batch)} under {word}",
+        "tensors that all have the same number of rows in dim 0, to split along it, or lists of "
+        "samples that rows= counts",
+        "one row per sample in every tensor (for positions [3, rows, T] the transposed ones), "
+        "rows=len for a list of samples, or a plan without this word",
+    )
 
 
 def enough(batch: Any, microbatches: int) -> None:
     """Raise InputError if a rank's batch has rows, but fewer than the schedule has microbatches."""
-    found = max((len(x) for x in tree_leaves(batch) if _has_rows(x)), default=0)
+    found = max(map(len, _tensors(batch)), default=0)
     if 0 < found < microbatches:
         raise bad(
             f"a share of {found} rows for {microbatches} microbatches",
@@ -272,11 +223,13 @@ def filled(batch: Any, count: Count | None = None) -> Any:
         return batch
 
     def stand_in(x: Any) -> Any:
-        if not _has_rows(x) or x.numel():
+        if isinstance(x, NoSamples):
+            return [mapped(torch.zeros_like, x.like, Tensor, objects=True)] * STAND_IN_ROWS
+        if not x.dim() or x.numel():
             return x
         return x.new_zeros([size or STAND_IN_ROWS for size in x.shape])
 
-    return tree_map(stand_in, batch)
+    return mapped(stand_in, batch, (Tensor, NoSamples), objects=True)
 
 
 def widened(batch: Any, dtype: torch.dtype | None) -> Any:
@@ -287,65 +240,38 @@ def widened(batch: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return batch
 
-    def wide(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == dtype:
+    def wide(x: Tensor) -> Tensor:
+        if not x.is_floating_point() or x.dtype == dtype:
             return x
         return x.to(dtype) if torch.promote_types(x.dtype, dtype) == dtype else x
 
-    return tree_map(wide, batch)
+    return mapped(wide, batch, Tensor, objects=True)
 
 
-# --- errors ----------------------------------------------------------------------------------
-
-
-def _uncertain(batch: Any, also: Iterable[int] = ()) -> InputError:
-    if not any(_has_rows(x) for x in tree_leaves(batch)):
+def _uncertain(batch: Any) -> InputError:
+    if not _tensors(batch):
         return bad(
-            f"a batch without a tensor that has rows ({type(batch).__name__})",
-            "tensors in nested tuples, lists and dicts, whose dim 0 are the rows",
-            "dict(batch) for a dict-like object, vars(batch) for a dataclass, "
+            f"a batch without a tensor that has rows ({_what(batch)})",
+            "tensors in containers, whose dim 0 are the rows",
             "torch.as_tensor(batch) for an array, or rows=, a function that counts the rows of a "
             "batch",
         )
-    counts = "".join(f", or a list of {n} samples" for n in sorted(also))
     return bad(
-        f"a batch whose number of rows is not certain: {_named(batch)}{counts}",
-        "tensors that all have the rows in dim 0, or lists with one sample per row",
-        _INSTEAD,
-    )
-
-
-def _changed(batch: Any) -> InputError:
-    return bad(
-        f"a batch with {_named(batch)} in lists whose lengths differ between steps or ranks: "
-        "fields, or one sample per row?",
-        "lists of fields, which are equally long on all ranks and in all steps",
+        f"a batch whose number of rows is not certain: {_named(batch)}",
+        "tensors that all have the rows in dim 0",
         _INSTEAD,
     )
 
 
 def _named(batch: Any) -> str:
     """The tensors of a batch by their paths, the first ones with each size of dim 0."""
-    pairs, _ = tree_flatten_with_path(batch)
-    tensors = [(keystr(path), x) for path, x in pairs if _has_rows(x)]
+    tensors = [(path, x) for path, x in paths(batch, Tensor) if x.dim()]
     first = {len(x): n for n, (_, x) in reversed(list(enumerate(tensors)))}
     order = sorted(range(len(tensors)), key=lambda n: (n not in first.values(), n))[:NAMED]
     shown = [f"batch{tensors[n][0]} of shape {list(tensors[n][1].shape)}" for n in sorted(order)]
     return ", ".join(shown) + (", ..." if len(tensors) > NAMED else "")
 
 
-def _hides_tensors(x: Any) -> bool:
-    """Whether a leaf of a batch is an object with tensors inside, which would not be split."""
-    if isinstance(x, Tensor) or not (isinstance(x, Mapping) or hasattr(x, "__dict__")):
-        return False
-    inside = [x[key] for key in x] if isinstance(x, Mapping) else [*vars(x).values()]
-    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(inside))
-
-
 def _what(batch: Any) -> str:
     shape = f" of shape {list(batch.shape)}" if isinstance(batch, Tensor) else ""
     return f"{type(batch).__name__}{shape}"
-
-
-def _has_rows(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dim() > 0

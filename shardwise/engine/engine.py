@@ -67,8 +67,7 @@ class Engine:
         self.data, self.flats = sharded.data, sharded.flats
         self.axes, self.staging = sharded.axes, sharded.staging
         self.consensus = self.data.consensus
-        self.rows = shares.RowCounter(build.rows)
-        self.evaluated_rows = shares.RowCounter(build.rows)
+        self.rows = build.rows
         self.stages, every = self.world.axis(PIPELINE), training.check_every.ranks
         self.consensus.same.every = every
         self.consensus.same.others = [self.sharded.tensor, self.stages]
@@ -208,8 +207,8 @@ class Engine:
     def _microbatches(self, batch: Any) -> tuple[list[Any], list[int]]:
         """The microbatches and their tokens; the first step raises an error of one rank on all."""
         try:
-            parts = shares.split(batch, self.microbatches, self.plan.cut, self.rows.count)
-            counts = [self._count(part, self.rows) for part in parts]
+            parts = shares.split(batch, self.microbatches, self.plan.cut, self.rows)
+            counts = [self._count(part) for part in parts]
         except InputError as error:
             if not self.expected:
                 self._total(batch, 0, error)
@@ -217,19 +216,21 @@ class Engine:
         self.expected = self.expected or self._total(batch, sum(counts))
         return parts, counts
 
-    def _count(self, part: Any, rows: shares.RowCounter) -> int:
-        return self.training.tokens(part) if self.training.tokens else rows.of(part)
+    def _count(self, part: Any) -> int:
+        tokens = self.training.tokens
+        return shares.rows(part, self.rows) if tokens is None else tokens(part)
 
     def _total(self, batch: Any, mine: int, refused: InputError | None = None) -> int:
         """The tokens of all data ranks, which also compare their shares: before the first step."""
-        lists, matters = self.rows.mark
+        asked = self.rows is not None or self.training.tokens is not None
+        lists = 0 if asked else shares.list_entries(batch)
         share = share_checksum(batch, self.world.device)
-        counted = [mine, refused is not None, lists, lists**2, matters]
+        counted = [mine, refused is not None, lists, lists**2]
         own = torch.cat([doubles_on(counted, self.world.device), share, share**2])
         with self.ledger.phase("check"):
             summed = self.consensus.agree(own).cpu()
         shares.require_counted(summed[1], refused)
-        shares.require_equal_lists(batch, summed[2:5], self.plan.data_size)
+        shares.require_equal_lists(batch, summed[2:4], self.plan.data_size)
         if self.world.rank == 0 and self.data_ranks > 1:
             warn_equal_shares(batch, summed, self.plan.data_size)
         return max(1, round(summed[0].item()))
@@ -260,6 +261,8 @@ class Engine:
         loss, correction = loss_sum / total, power_of_two(self.expected) / total
         self.expected = counted or self.expected
         self.consensus.apply(used, difference)
+        if counted and self.stages.size == 1 and not any(used[:-1]):  # the last is a checksum
+            raise validate.no_gradient("a step")
         asked = self.training.clip is not None
         norm, skipped = None, not math.isfinite(loss)
         if by_norm:
@@ -304,8 +307,8 @@ class Engine:
 
         Called by all ranks; nothing is trained, and the default generators continue as before.
         """
-        rows, batch = self.evaluated_rows, shares.on_device(batch, self.world.device)
-        count = self._count(batch, rows)
+        batch = shares.on_device(batch, self.world.device)
+        count = self._count(batch)
         (part,) = self._begin(batch, [batch], trains=False)
         count = self._weight(count, part)
         with kept(self.world.device):
@@ -315,13 +318,9 @@ class Engine:
         own = torch.stack([loss * count, loss.new_tensor(count)])
         if not count:  # the mean over no tokens may be NaN
             own = torch.zeros_like(own)
-        lists, matters = rows.mark
         with self.ledger.phase("check"):
             own[:1] = self._over_stages(own[:1])
-            own = torch.cat([own, own.new_tensor([lists, lists**2, matters])])
-            numbers = self.consensus.agree(own).cpu()
-        shares.require_equal_lists(batch, numbers[2:], self.plan.data_size)
-        summed, total = numbers[:2].tolist()
+            summed, total = self.consensus.agree(own).tolist()
         return summed / max(1.0, total), round(total)
 
     @normal_mode()

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.world import World, traced
 from shardwise.core.errors import bad
@@ -20,6 +19,7 @@ from shardwise.core.model_spec import (
     UnitShape,
 )
 from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.tree import leaves
 from shardwise.engine.spec import buffer_shapes, dtype_name
 
 V = TypeVar("V")
@@ -101,7 +101,7 @@ def by_shape(parts: Sequence[Any], make: Callable[[Any], V]) -> tuple[V, ...]:
 
 def shapes_of(part: Any) -> tuple[Any, ...]:
     """The shapes and the element types of the tensors in a batch."""
-    return tuple((x.shape, x.dtype) for x in tree_leaves(part) if isinstance(x, Tensor))
+    return tuple((x.shape, x.dtype) for x in leaves(part, Tensor, objects=True))
 
 
 def valueless(model: nn.Module) -> Exception:

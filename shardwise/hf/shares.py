@@ -14,12 +14,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader
 
 from shardwise.comm.move import all_gather
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
+from shardwise.core.tools.tree import mapped
 
 #: What rows of an update are padded with at their ends, by the name of the tensor.
 PADDING: Final = {"labels": -100, "attention_mask": 0}
@@ -76,7 +76,7 @@ def divided(loader: DataLoader[Any], ranks: int, rank: int) -> DataLoader[Any]:
 
 def first_rows(x: Any, rows: int) -> Any:
     """The first rows of every tensor in nested tuples, lists and dicts."""
-    return tree_map(lambda t: t[:rows] if isinstance(t, Tensor) and t.dim() else t, x)
+    return mapped(lambda t: t[:rows] if t.dim() else t, x, Tensor, objects=True)
 
 
 def rows_in(batch: Mapping[str, Any]) -> int:

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardwise.core.tools.tree import leaves
 from shardwise.observe.kernels import Kernels
 from shardwise.observe.meta_pass import as_on_processor
 from shardwise.prediction.memory_timeline import Mark
@@ -126,7 +127,10 @@ def marks_of(
 
     Raises torch's error if the model does not run on meta.
     """
-    saved, made = SavedStorages([*twin.parameters(), *twin.buffers(), *tree_leaves(batch)]), Made()
+    saved, made = (
+        SavedStorages([*twin.parameters(), *twin.buffers(), *leaves(batch, Tensor, objects=True)]),
+        Made(),
+    )
     found: list[Mark] = []
     handles: list[Any] = []
 

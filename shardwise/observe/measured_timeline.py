@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.core.errors import bad
 from shardwise.core.memory_table import ACTIVATIONS, GATHERED, KEPT, MEASURED, TEMPORARY
 from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.action import COMPUTE_OPS, Step
+from shardwise.core.tools.tree import leaves
 from shardwise.engine import memory
 from shardwise.engine.batch import computed_parts, widened
 from shardwise.engine.engine import Engine
@@ -62,7 +62,9 @@ class StepMeter(TorchDispatchMode):
         super().__init__()
         self.recorder = recorder
         self.engine, self.meter, self.saved = engine, meter, SavedStorages([])
-        self.batch = {x.untyped_storage()._cdata for x in tree_leaves(batch) if _is_tensor(x)}
+        self.batch = {
+            x.untyped_storage()._cdata for x in leaves(batch, Tensor, objects=True) if _is_tensor(x)
+        }
         self.events: list[Event] = []
         self.open: dict[str, int] = {}  # the number of running modules of each unit
         self.microbatch = 0

@@ -28,6 +28,7 @@ from shardwise.comm.world import Axis
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import Cut
 from shardwise.core.model_spec import Call, CutLoss, ModelPass, Value
+from shardwise.core.tools.tree import leaves
 from shardwise.observe.kernels import FusedAttention, Kernels, attention_on, fused_on
 from shardwise.observe.recorded_tape import TapeRecorder, attention_flops
 from shardwise.observe.work import WorkRecorder
@@ -62,7 +63,7 @@ def run(
     try:
         return _recorded(twin, call, batch, heads, around, kernels)
     except UNKNOWN as error:
-        if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves(batch)):
+        if any(x.is_meta for x in leaves(batch, Tensor, objects=True)):
             raise
         try:
             found = _recorded(real(), call, batch, heads, around, kernels)
@@ -100,8 +101,7 @@ def _on_meta(model: nn.Module, others: dict[int, Any]) -> nn.Module:
 
 def _tensors(model: nn.Module) -> list[Tensor]:
     """The parameters and buffers of all modules, and the tensors in their attributes."""
-    leaves = tree_leaves([vars(module) for module in model.modules()])
-    return [x for x in leaves if isinstance(x, Tensor)]
+    return leaves([vars(module) for module in model.modules()], Tensor)
 
 
 def with_tape(
@@ -131,7 +131,7 @@ def _recorded(
     around: Around | None,
     kernels: Kernels,
 ) -> ModelPass:
-    record = _Record([*model.parameters(), *model.buffers(), *tree_leaves(batch)])
+    record = _Record([*model.parameters(), *model.buffers(), *leaves(batch, Tensor, objects=True)])
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         if "torch._dynamo" in sys.modules:  # otherwise no module is compiled

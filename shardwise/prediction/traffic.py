@@ -45,9 +45,9 @@ from shardwise.prediction.stored_bytes import ADAM, OptimizerShape, master_bytes
 
 CONSENSUS_BYTES = 8  # added as doubles: a count of tokens must not be rounded
 #: Before the first step: tokens, errors, lengths of lists and a checksum (engine.py).
-FIRST_NUMBERS = 7
-#: Of an evaluation: the loss, the tokens, and the lengths of lists and whether they matter.
-EVALUATED_NUMBERS = 5
+FIRST_NUMBERS = 6
+#: Of an evaluation: the loss and the tokens.
+EVALUATED_NUMBERS = 2
 
 
 class TrafficLine(NamedTuple):

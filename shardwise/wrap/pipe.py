@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.comm.move import all_reduce, broadcast
 from shardwise.comm.parameter import become
@@ -40,6 +39,7 @@ from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.tools.arguments import integer, short_repr
 from shardwise.core.tools.hook import no_copy
 from shardwise.core.tools.structure import Structure
+from shardwise.core.tools.tree import leaves, mapped
 from shardwise.engine.batch import split
 from shardwise.engine.checks import consistency, validate
 from shardwise.engine.checks.compiled import refuse
@@ -161,10 +161,10 @@ def halves(schedule: Schedule) -> tuple[Schedule, Schedule]:
 
 @dataclass
 class _TracedCall:
-    """The trace for a microbatch's shapes, and the leaves of the output on meta."""
+    """The trace for a microbatch's shapes, the output on meta, and the tensors in it."""
 
     trace: StageTrace
-    out: list[Any]
+    out: list[Tensor]
     structure: Any
 
 
@@ -219,17 +219,17 @@ class Piped(Wrapper):
         graded = torch.is_grad_enabled()
         if graded and self.trained:
             self.options.compare()
-        inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        inputs = [x for x in inputs if graded and x.requires_grad]
+        inputs = [x for x in _tensors((args, kwargs)) if graded and x.requires_grad]
         parts = split((args, kwargs), chunks, f"sw.Pipe(module, chunks={chunks})")
-        parts = [tree_map_only(Tensor, _leaf, part) for part in parts]
+        parts = [mapped(_leaf, part, Tensor, objects=True) for part in parts]
         pass_ = _Pass(self, parts, [self._traced(part) for part in parts])
         outs = pass_.forwards()
         if graded and (self.trained or inputs):
             device = self.staged.stages.device
             graph = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
             outs = _Back.apply(pass_, graph, *inputs)
-        return tree_unflatten(list(outs), pass_.structure)
+        made = iter(outs)
+        return mapped(lambda _: next(made), pass_.structure, Tensor, objects=True)
 
     def call(self, module: nn.Module, part: Any) -> Any:
         """The module's own forward on one microbatch."""
@@ -251,10 +251,9 @@ class Piped(Wrapper):
         probe = ActivationProbe(self.staged, lambda model: self.call(model, part), NoUnits().around)
         stages = self.staged.stages
         trace = stages.trace(lambda model: found.append(self.call(model, part)), probe)
-        out, structure = tree_flatten(found[0])
-        out = [_on_meta(x) if isinstance(x, Tensor) else x for x in out]
-        _whole(out, _rows(part))
-        return _TracedCall(trace, out, structure)
+        out = mapped(_on_meta, found[0], Tensor, objects=True)
+        _whole(_tensors(out), _rows(part))
+        return _TracedCall(trace, _tensors(out), out)
 
 
 @dataclass(eq=False)
@@ -280,22 +279,19 @@ class _Pass:
             trains=torch.is_grad_enabled(),
         )
         self.like, self.structure = self.known[0].out, self.known[0].structure
-        self.wanted = [isinstance(x, Tensor) and x.requires_grad for x in self.like]
-        self.outs: list[Any] = []
+        self.wanted = [x.requires_grad for x in self.like]
+        self.outs: list[Tensor] = []
         self.played = False
 
     # --- the two halves -----------------------------------------------------------------------
 
-    def forwards(self) -> list[Any]:
+    def forwards(self) -> list[Tensor]:
         """The first half; every rank gets the last stage's output, concatenated along rows."""
         axis = self.staged.axis
         run(self.piped.halves[0], axis, self.work, table=self.table)
         last = self.staged.schedule.home[-1]
-        outs: list[Any] = []
+        outs: list[Tensor] = []
         for k, like in enumerate(self.like):
-            if not isinstance(like, Tensor):
-                outs.append(like)
-                continue
             shape = sum(known.out[k].shape[0] for known in self.known), *like.shape[1:]
             out = torch.empty(shape, dtype=like.dtype, device=self.device)
             if axis.rank == last:
@@ -313,7 +309,7 @@ class _Pass:
                 "one backward pass for each call, because it frees the call's activations",
                 "the sum of both losses, or another call",
             )
-        self.played = True
+        self.played, self.piped.options.computes_loss = True, False
         axis = self.staged.axis
         by_leaf = [
             grad.split([known.out[k].shape[0] for known in self.known])
@@ -336,12 +332,9 @@ class _Pass:
 
     def _input(self, k: int) -> Tensor:
         """The gradient of the k-th input that requires one, over all stages."""
-        leaves = [
-            [x for x in tree_flatten(part)[0] if isinstance(x, Tensor) and x.requires_grad][k]
-            for part in self.parts
-        ]
-        pieces = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-        if leaves[0].dim():
+        given = [[x for x in _tensors(part) if x.requires_grad][k] for part in self.parts]
+        pieces = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]
+        if given[0].dim():
             return all_reduce(torch.cat(pieces), self.staged.axis)
         return all_reduce(torch.stack(pieces).sum(0), self.staged.axis)
 
@@ -354,16 +347,14 @@ class PipeOutputs:
     """
 
     def __init__(self) -> None:
-        self.results: dict[int, list[Any]] = {}
+        self.results: dict[int, list[Tensor]] = {}
         self.grads: list[Sequence[Tensor]] = []
 
     def outputs(self, microbatch: Microbatch, result: Any) -> list[Tensor]:
         """The tensors that require a gradient."""
-        leaves = tree_flatten(result)[0]
-        self.results[microbatch.index] = [
-            x.detach() if isinstance(x, Tensor) else x for x in leaves
-        ]
-        return [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+        found = _tensors(result)
+        self.results[microbatch.index] = [x.detach() for x in found]
+        return [x for x in found if x.requires_grad]
 
     def gradients(self, microbatch: Microbatch) -> Sequence[Tensor]:
         """The gradients from the loop's backward."""
@@ -374,14 +365,14 @@ class _Back(Function):
     """The outputs of a call; their backward is the second half of the schedule."""
 
     @staticmethod
-    def forward(ctx: Any, pass_: _Pass, _: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
-        """The leaves of the output; `_` requires a gradient, whether or not `inputs` are any."""
+    def forward(ctx: Any, pass_: _Pass, _: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of the output; `_` requires a gradient, whether or not `inputs` are any."""
         ctx.pass_, ctx.inputs = pass_, len(inputs)
         # tensors of their own: who keeps the others, as a transport may, keeps no activations
-        outs = [x.detach() if isinstance(x, Tensor) else x for x in pass_.outs]
+        outs = [x.detach() for x in pass_.outs]
         pass_.outs = []
         pairs = zip(outs, pass_.wanted, strict=True)
-        ctx.mark_non_differentiable(*(x for x, want in pairs if isinstance(x, Tensor) and not want))
+        ctx.mark_non_differentiable(*(x for x, want in pairs if not want))
         return tuple(outs)
 
     @staticmethod
@@ -400,8 +391,11 @@ def _on_meta(x: Tensor) -> Tensor:
 
 
 def _rows(batch: Any) -> int:
-    tensors = [x for x in tree_flatten(batch)[0] if isinstance(x, Tensor) and x.dim()]
-    return max((len(x) for x in tensors), default=0)
+    return max((len(x) for x in _tensors(batch) if x.dim()), default=0)
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return leaves(x, Tensor, objects=True)
 
 
 def _enough(batch: Any, chunks: int) -> None:
@@ -415,10 +409,10 @@ def _enough(batch: Any, chunks: int) -> None:
         )
 
 
-def _whole(out: Sequence[Any], rows: int) -> None:
+def _whole(out: Sequence[Tensor], rows: int) -> None:
     """Raise InputError for an output that cannot be concatenated along dim 0."""
     for x in out:
-        if isinstance(x, Tensor) and (not x.dim() or len(x) != rows):
+        if not x.dim() or len(x) != rows:
             raise bad(
                 f"an output of shape {list(x.shape)} of a pipe, from a microbatch of {rows} rows",
                 "tensors with one row for each row of the input, in any nesting",

@@ -20,7 +20,7 @@ from shardwise.comm.world import Axis
 from shardwise.core.tools.weak import weakly
 from shardwise.techniques.data import same_on_ranks
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
-from shardwise.wrap.plain_optimizer import options_of
+from shardwise.wrap.plain_optimizer import options_of, require_gradients
 
 _HASHES: Final = 2**20
 
@@ -35,6 +35,7 @@ class PipeOptions:
         self.same = SameOnRanks((nowhere, nowhere), (), _HASHES, device)
         self.same.others, self.same.options = [axis], {} if self.trained else None
         self.unread: HostNumbers | None = None
+        self.computes_loss = False  # after a call that trains, until its backward pass
         handle = register_optimizer_step_pre_hook(weakly(self.record))
         self.remove = finalize(self, handle.remove)
 
@@ -43,9 +44,12 @@ class PipeOptions:
         groups = optimizer.param_groups
         if any(id(p) in self.trained for group in groups for p in group["params"]):
             self.same.options = {**(self.same.options or {}), **options_of(optimizer)}
+            if self.computes_loss:
+                require_gradients(optimizer)
 
     def compare(self) -> None:
         """A call that trains begins, on all ranks.  Raises InputError on all if options differ."""
+        self.computes_loss = True
         if self.calls % same_on_ranks.EVERY == 1:
             self.same.difference(self.calls)
             with self.axis.ledger.phase("check"):

@@ -1,6 +1,6 @@
 """Checks of a torch optimizer that a loop of the program's own steps over a wrapped module.
 
-each step         its options are those of the other data ranks
+each step         its options are those of the other data ranks; some parameter has a gradient
 first step        the optimizer must be elementwise, its states those of pieces
 load_state_dict   the same of the states
 state_dict        refused: it would give one rank's pieces as whole parameters
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
+from shardwise.engine.checks import validate
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE, is_listed
 from shardwise.engine.optimizer.optimizer_groups import compared
 from shardwise.techniques.data.gradient_hooks import owners
@@ -43,8 +44,16 @@ def _record(optimizer: Optimizer) -> None:
     data = next((data for _, data in owners(optimizer) if isinstance(data, Data)), None)
     if data is None or not data.pace.by_hand:
         return
+    if data.computes_loss:  # a forward pass was recorded, and no backward pass has begun
+        require_gradients(optimizer)
     same = data.consensus.same
     same.options = {**(same.options or {}), **options_of(optimizer)}
+
+
+def require_gradients(optimizer: Optimizer) -> None:
+    """Raise InputError if no parameter of the optimizer has a gradient."""
+    if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        raise validate.no_gradient(f"a step of {type(optimizer).__name__}")
 
 
 def options_of(optimizer: Optimizer) -> dict[str, Any]:

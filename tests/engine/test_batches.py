@@ -1,18 +1,21 @@
 """Batches: their rows, ranks and microbatches without any, what is no batch."""
 
 import math
+from collections import UserDict
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_sequence
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.engine.batch import RowCounter, filled, on_device, rows, split, widened
+from shardwise.engine.batch import filled, on_device, rows, split, widened
 from shardwise.models import gpt
 from tests.engine.cases import (
     CONFIG,
@@ -195,6 +198,18 @@ def test_the_floats_of_a_batch_are_widened_and_never_rounded():
     assert widened(batch, None) is batch
 
 
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Cache:
+    """An object that is no container, of the program's own."""
+
+    def __init__(self, layers: list[Tensor]) -> None:
+        self.layers = layers
+
+
 def image(width: int = 5) -> Tensor:
     return torch.ones(3, 4, width)
 
@@ -206,20 +221,23 @@ def target(boxes: int) -> dict[str, Tensor]:
 COUNTED: dict[str, tuple[Any, int]] = {
     "fields": ({"ids": torch.ones(4, 5), "mask": torch.ones(4), "epoch": torch.tensor(1)}, 4),
     "fields in a list": ([torch.ones(4, 5), torch.ones(4, 5)], 4),
-    "images and targets": (([image(5), image(6)], [target(0), target(2)]), 2),
-    "no boxes at all": ({"targets": [{"boxes": torch.tensor([])}], "images": [image()]}, 1),
-    "images and labels": ({"images": [image(), image()], "labels": torch.ones(2)}, 2),
     "keys and values": ({"past": ((torch.ones(4, 1), torch.ones(4, 2)),) * 3, "x": image()[:0]}, 4),
     "no rows": ({"positions": torch.ones(3, 0, 5), "ids": torch.ones(0, 5)}, 0),
+    "a dict that is none": (UserDict(ids=torch.ones(4, 5), mask=torch.ones(4)), 4),
+    "a namespace in a dataclass": (Pair(SimpleNamespace(ids=torch.ones(4, 5)), "text"), 4),
+    "a cache": ((Cache([torch.ones(4, 1)]), torch.ones(4)), 4),
 }
 COUNTED["keys and values"][0]["x"] = torch.ones(4)
 
 
 @pytest.mark.parametrize("what", COUNTED)
-def test_rows_are_dim_0_of_all_tensors_or_the_entries_of_lists_of_samples(what: str):
-    """No tensor decides alone, also not the first."""
+def test_rows_are_dim_0_of_all_tensors(what: str):
+    """In any container or object, which is split as it is counted; no tensor decides alone."""
     batch, count = COUNTED[what]
-    assert rows(batch) == count
+    parts = split(batch, 3)
+    assert rows(batch) == count == sum(map(rows, parts))
+    assert {type(part) for part in parts} == {type(batch)}
+    assert rows(on_device(batch, torch.device("meta"))) == count == rows(batch)
 
 
 UNCERTAIN: dict[str, tuple[Any, str]] = {
@@ -228,9 +246,9 @@ UNCERTAIN: dict[str, tuple[Any, str]] = {
         r"batch\['positions'\] of shape \[3, 4, 5\], batch\['ids'\] of shape \[4, 5\].*rows=",
     ),
     "an optional tensor": ({"spans": torch.ones(0, 3), "ids": torch.ones(2, 5)}, "batch.'spans'"),
-    "rows of x and y": ([(torch.ones(7), torch.tensor(1.0))] * 2, "or a list of 2 samples"),
-    "as many boxes as channels": (([image()], [target(3)]), "or a list of 1 samples"),
-    "two lists": (([image(), image()], [torch.ones(1, 4, 5)]), r"batch\[1\]\[0\] of shape"),
+    "rows of x and y": ([(torch.ones(7), torch.tensor(1.0))] * 2, "rows=len for a list of samples"),
+    "images and targets": (([image(5), image(6)], [target(0), target(2)]), r"batch\[0\]\[0\] of"),
+    "packed": ([pack_sequence([torch.ones(3), torch.ones(2)]), torch.ones(2)], "batch_sizes"),
 }
 
 
@@ -245,15 +263,17 @@ def test_a_batch_whose_rows_are_not_certain_is_refused(what: str):
         split(batch, 2, count=lambda _: 4)
 
 
-def test_a_list_of_tensors_is_read_as_fields_while_its_length_stays():
-    """Two images look like two fields of three rows; then one image shows that they were rows."""
-    counted = RowCounter()
-    assert counted.of([image(), image()]) == counted.of([image(), image(6)]) == 3
-    with pytest.raises(InputError, match="lengths differ between steps or ranks"):
-        counted.of([image()])
-    counted = RowCounter()
-    assert counted.of(([image()], [target(2)])) == 1
-    assert counted.of(([image()], [target(3)])) == 1  # as the step before
+def test_lists_of_samples_are_split_where_rows_counts_them():
+    """By sample, at any depth; a microbatch without any gets zeros like another's sample."""
+    samples = [(torch.full((7,), float(n)), n) for n in range(3)]
+    assert [[n for _, n in part] for part in split(samples, 2, count=len)] == [[0, 1], [2]]
+    *_, last = split(samples, 4, count=len)
+    assert rows(last, len) == 0 and not filled(last, len)[0][0].any()
+    images = {"x": [image()] * 3, "y": ([target(n) for n in range(3)],), "z": torch.ones(3)}
+    for part, n in zip(split(images, 2, count=lambda b: len(b["x"])), (2, 1), strict=True):
+        assert (len(part["x"]), len(part["y"][0]), len(part["z"])) == (n, n, n)
+    fields = [torch.ones(2, 5), torch.ones(2)]  # as many as rows
+    assert [x.shape for x in split(fields, 2, count=lambda b: len(b[0]))[0]] == [(1, 5), (1,)]
 
 
 def of_images(model: nn.Module, batch: Any) -> Tensor:
@@ -274,7 +294,7 @@ def first_step(world: World, batches: list[Any], **options: Any) -> tuple[float,
 def test_the_first_step_refuses_on_all_ranks_what_one_rank_refuses():
     """Lists of unequal length, and a batch whose rows are certain on the other rank only."""
     lists = [[image()] * 3, [image()]]
-    assert all("differ between steps or ranks" in x for x in run_threads(2, first_step, lists))
+    assert all("lengths differ between ranks" in x for x in run_threads(2, first_step, lists))
     found = run_threads(
         2, first_step, [{"images": [image()]}, {"images": torch.ones(2, 1)} | {"x": image()}]
     )

@@ -4,7 +4,9 @@ import gc
 import re
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,8 +38,16 @@ def deep() -> nn.Module:
     return settled(nn.Sequential(*layers).double())
 
 
+@dataclass
+class Found:
+    """An output that torch's pytree does not take apart."""
+
+    out: Tensor
+    more: SimpleNamespace
+
+
 class Skips(nn.Module):
-    """A forward of one's own: two inputs, the first used again at the end, two outputs in a dict,
+    """A forward of one's own: two inputs, the first used again at the end, two outputs in objects,
     and one weight in its first and last layer.
     """
 
@@ -46,10 +56,10 @@ class Skips(nn.Module):
         self.embed, self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
         self.head.weight = self.embed.weight
 
-    def forward(self, x: Tensor, mask: Tensor, scale: float = 2.0) -> dict[str, Tensor]:
+    def forward(self, x: Tensor, mask: Tensor, scale: float = 2.0) -> Found:
         hidden = torch.tanh(self.embed(x)) * mask
         out = self.head(torch.tanh(self.body(hidden)) + x) * scale
-        return {"out": out, "places": mask.argmax(-1)}
+        return Found(out, SimpleNamespace(places=mask.argmax(-1)))
 
 
 def rows(count: int, seed: int = 0) -> Tensor:
@@ -164,14 +174,14 @@ def skipping(model: nn.Module) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     before = settled(nn.Linear(16, 16).double())
     mask = functional.one_hot(torch.arange(9) % 16, 16).double()
     found = model(before(rows(9)), mask=mask, scale=3.0)
-    (found["out"] * rows(9, 1)).sum().backward()
-    assert not found["places"].requires_grad
+    (found.out * rows(9, 1)).sum().backward()
+    assert not found.more.places.requires_grad
     grads = [p.grad for p in [before.weight, *dict(model.named_parameters()).values()]]
-    return found["out"].detach(), found["places"], grads
+    return found.out.detach(), found.more.places, grads
 
 
 def test_a_forward_of_ones_own():
-    """Skips, keywords, dicts, integers, a layer before the pipe and a weight on two ranks."""
+    """Skips, keywords, objects, integers, a layer before the pipe and a weight on two ranks."""
     out, places, (first, *whole) = skipping(settled(Skips().double()))
     names = [name for name, _ in Skips().named_parameters()]
 

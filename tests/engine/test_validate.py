@@ -242,6 +242,20 @@ def test_a_loss_that_is_no_scalar_with_a_gradient_is_refused(what: str):
     assert engine.step(vectors(0)) == engine_of(regression).step(vectors(0))
 
 
+@pytest.mark.parametrize("wrap", [None, sw.DDP, sw.FSDP, partial(sw.Pipe, chunks=2)], ids=str)
+def test_a_step_in_which_no_parameter_gets_a_gradient_is_refused(wrap: Any):
+    """The loss depends on something else alone, so it has a gradient."""
+    other = nn.Parameter(torch.ones((), dtype=torch.float64))
+    loss: Any = lambda model, batch: regression(model, batch).detach() * other  # noqa: E731
+    step = partial(engine_of(loss).step, vectors(0))
+    if wrap is not None:
+        model = wrap(nn.Linear(6, 6).double(), world=alone())
+        loss(model, vectors(0)).backward()
+        step = torch.optim.SGD(model.parameters()).step
+    with pytest.raises(InputError, match="in which no parameter of the model got a gradient"):
+        step()
+
+
 def test_a_loss_of_one_element_is_a_scalar():
     """A mean kept as a vector of one trains as the scalar does, and is evaluated as it is."""
     vector = engine_of(lambda model, batch: regression(model, batch).view(1))

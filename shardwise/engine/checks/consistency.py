@@ -30,7 +30,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.move import all_gather
@@ -38,6 +37,7 @@ from shardwise.comm.world import Axis, World
 from shardwise.core.check_every import CHECK_EVERY
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import rank_names
+from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer.norm import squared_norm
 from shardwise.techniques.data.checksum import exact_sum, fold, weighted, weighted_sum
 from shardwise.techniques.data.flat.flat_parameter import Flat
@@ -259,7 +259,8 @@ def _batch_checksum(batch: Any, device: torch.device) -> Tensor:
     """Three numbers: an exact checksum of shapes and integers, then a sum and a norm of floats."""
     exact = torch.zeros((), dtype=torch.int64, device=device)
     sums, sizes = [exact.double()], [exact.double()]
-    for x in (x for x in tree_leaves(batch) if type(x) is Tensor and x.layout == torch.strided):
+    tensors = leaves(batch, Tensor, objects=True)
+    for x in (x for x in tensors if type(x) is Tensor and x.layout == torch.strided):
         exact = exact + _hash(f"{x.shape}")
         with suppress(RuntimeError):  # torch cannot sum quantised and float8 tensors
             if x.is_floating_point() or x.is_complex():
@@ -289,7 +290,7 @@ def warn_equal_shares(batch: Any, summed: Tensor, ranks: int) -> None:
     `summed` is the sum over the ranks of the tokens, ..., of a checksum and of its square.
     """
     tokens, total, squares = summed[[0, -2, -1]].tolist()
-    holds = any(isinstance(x, Tensor) and x.numel() for x in tree_leaves(batch))
+    holds = any(x.numel() for x in leaves(batch, Tensor, objects=True))
     if ranks > 1 and tokens and holds and ranks * squares == total**2:
         print(
             f"shardwise: all {ranks} data ranks have the same rows in the first step, so that they "

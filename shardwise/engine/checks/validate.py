@@ -243,6 +243,16 @@ def _counting(
     return checked
 
 
+def no_gradient(what: str) -> InputError:
+    """The error of a step in which no parameter got a gradient on any rank."""
+    return bad(
+        f"{what} in which no parameter of the model got a gradient",
+        "a loss that is computed from what the model returns",
+        "a loss without .detach(), .item(), no_grad() or new tensors (torch.tensor(...)) between "
+        "the model and it",
+    )
+
+
 def outputs(found: Tensor, like: Tensor) -> Tensor:
     """The result of a call, in the dtype and on the device of `like`.
 

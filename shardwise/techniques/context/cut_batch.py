@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.core.errors import bad
+from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.context.positions import SequenceCut
 from shardwise.techniques.context.shards import shard
 
@@ -77,7 +77,7 @@ def length_of(batch: Any) -> int:
 
     Raises InputError if there is none.
     """
-    every = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim() in (2, 3)]
+    every = [x for x in leaves(batch, Tensor, objects=True) if x.dim() in (2, 3)]
     tensors = [x for x in every if x.dim() == 2 and not x.is_floating_point()] or every
     if not tensors:
         raise bad(
@@ -93,7 +93,7 @@ def cut_batch(batch: Any, cut: SequenceCut, rank: int, *, shifts: bool) -> tuple
     of = Sequences(cut, rank)
     if shifts and isinstance(batch, Mapping):
         batch = _for_transformers(batch, of)
-    return tree_map_only(Tensor, partial(_own, of), batch), of
+    return mapped(partial(_own, of), batch, Tensor, objects=True), of
 
 
 def _own(of: Sequences, x: Tensor) -> Tensor:

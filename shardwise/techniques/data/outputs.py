@@ -1,21 +1,15 @@
 """The tensors of a module's output, wherever they are in it, and whether they are all of them."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from enum import Enum
-from types import BuiltinFunctionType, FunctionType
-from types import MemberDescriptorType as Slot
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.core.tools.tree import PLAIN, parts
+
 #: Types without tensors.
-_PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, type, range, Enum),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-    BuiltinFunctionType,
-)
+_PLAIN = (*PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format)
 #: Objects to look into in one output; what is beyond counts as not seen.
 _MOST = 4096
 
@@ -43,36 +37,11 @@ class Output:
             self.tensors.append(x if type(x) is Tensor else getattr(x, "computed_from", x))
         elif not (isinstance(x, _PLAIN) or id(x) in self._seen):
             self._seen[id(x)] = x
-            parts = None if len(self._seen) > _MOST else _parts(x)
-            self.opaque |= parts is None
-            for part in parts or ():
+            module = isinstance(x, torch.nn.Module)
+            inside = None if module or len(self._seen) > _MOST else parts(x)
+            self.opaque |= inside is None
+            for part in inside or ():
                 self._look(part)
-
-
-def _parts(x: Any) -> Iterable[Any] | None:
-    """What is in a container or object; None if that cannot be told."""
-    if isinstance(x, FunctionType):
-        return None if x.__closure__ else ()
-    if isinstance(x, torch.nn.Module):
-        return None
-    attributes = getattr(x, "__dict__", None)
-    if isinstance(x, dict):
-        more = [] if attributes is None else _others(attributes, x)
-        return [*x.values(), *more]
-    if isinstance(x, list | tuple | set | frozenset | deque):
-        return [*x, *(attributes or {}).values()]
-    slotted = [kind for kind in type(x).__mro__ if "__slots__" in vars(kind)]
-    if attributes is None and not slotted:
-        return None
-    members = [m for kind in slotted for m in vars(kind).values() if isinstance(m, Slot)]
-    held = [getattr(x, member.__name__, None) for member in members]
-    return [*held, *(attributes or {}).values()]
-
-
-def _others(attributes: dict[str, Any], items: dict[Any, Any]) -> list[Any]:
-    """Attributes of a dict that are not its items too (those of a ModelOutput are both)."""
-    own = set(map(id, items.values()))
-    return [value for value in attributes.values() if id(value) not in own]
 
 
 def tensors_in(out: Any) -> Iterator[Tensor]:

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.move import all_gather, all_to_all
 from shardwise.comm.random_state import drawing_from, generators_of
@@ -29,6 +28,7 @@ from shardwise.comm.world import Axis
 from shardwise.core.check_every import CheckEvery
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.tree import mapped
 from shardwise.techniques.data.computed import LOSS, Computed, Reruns
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
@@ -86,7 +86,7 @@ def header_of(part: Any, tokens: float) -> tuple[bytes, list[Tensor]]:
         tensors.append(x)
         return _Shape(x.dtype, tuple(x.shape))
 
-    return pickle.dumps((tree_map_only(Tensor, shape, part), float(tokens))), tensors
+    return pickle.dumps((mapped(shape, part, Tensor, objects=True), float(tokens))), tensors
 
 
 def sent_bytes(part: Any, kernels: str) -> int:
@@ -124,7 +124,11 @@ def exchange(part: Any, tokens: float, axis: Axis, device: torch.device) -> tupl
         own, rest = rest[: shape.bytes], rest[shape.bytes :]
         return own.clone().view(shape.dtype).view(shape.shape)
 
-    return tree_map_only(_Shape, values, shapes), theirs, [state.clone().cpu() for state in states]
+    return (
+        mapped(values, shapes, _Shape, objects=True),
+        theirs,
+        [state.clone().cpu() for state in states],
+    )
 
 
 class Rerun:

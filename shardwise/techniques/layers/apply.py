@@ -167,4 +167,6 @@ def exchange_of(world: World, plan: Plan, count: batch.Count | None = None) -> R
         (few, many): world.across(f"rows{few}-{many}", between(few, many, ranks, stages))
         for few, many in combinations(plan.tensor_degrees, 2)
     }
-    return RowExchange(axes, base, world.rank % ranks, ranks, world, batch.RowCounter(count).of)
+    return RowExchange(
+        axes, base, world.rank % ranks, ranks, world, partial(batch.rows, count=count)
+    )

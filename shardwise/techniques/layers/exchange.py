@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.move import all_gather, join, move, take
 from shardwise.comm.world import Axis, World
 from shardwise.core.layouts.layout import I, S
 from shardwise.core.layouts.uneven import Counts, Cut, wide
 from shardwise.core.model_spec import RowGather
+from shardwise.core.tools.tree import leaves
 
 
 def between(degree: int, other: int, ranks: int, stages: int = 1) -> list[list[int]]:
@@ -40,7 +40,7 @@ def between(degree: int, other: int, ranks: int, stages: int = 1) -> list[list[i
 
 def _rows(part: Any) -> int:
     """The number of rows of the inputs of a layer; 0 if no tensor has rows."""
-    return next((len(x) for x in tree_leaves(part) if isinstance(x, Tensor) and x.dim()), 0)
+    return next((len(x) for x in leaves(part, Tensor, objects=True) if x.dim()), 0)
 
 
 @dataclass

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.core.errors import bad
+from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.layers.exchange import RowExchange
 from shardwise.techniques.layers.redistributed import Redistributed, plain
 
@@ -61,7 +61,7 @@ class LayerHooks:
             if not self.exchange.counts:
                 self.exchange.equal((args, kwargs))
             rows = self._have_rows(name, (args, kwargs))
-            found = tree_map(lambda x: self._enter(name, x, rows), (args, kwargs))
+            found = mapped(lambda x: self._enter(name, x, rows), (args, kwargs), Tensor)
             self.inside += 1
             if self.random is not None:
                 self.random.swap()
@@ -71,7 +71,7 @@ class LayerHooks:
             self.inside -= 1
             if self.random is not None:
                 self.random.swap()
-            return tree_map(partial(self._leave, name), out)
+            return mapped(partial(self._leave, name), out, Tensor)
 
         return [
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
@@ -105,14 +105,14 @@ class LayerHooks:
         """
         exchange = self.exchange
         own = exchange.held(exchange.base)
-        every = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim() > 0]
-        leaves = [x for x in every if not isinstance(x, Redistributed)]
-        flags = [x.shape[0] == own for x in leaves]
-        if leaves and exchange.uneven and exchange.base != self.degree:
+        every = [x for x in leaves(inputs, Tensor, objects=True) if x.dim() > 0]
+        plain = [x for x in every if not isinstance(x, Redistributed)]
+        flags = [x.shape[0] == own for x in plain]
+        if plain and exchange.uneven and exchange.base != self.degree:
             flags = exchange.everywhere(flags, self.degree, name)
-        if len(leaves) == len(every) and not any(flags) and exchange.base != self.degree:
+        if len(plain) == len(every) and not any(flags) and exchange.base != self.degree:
             raise _no_rows(name, [list(x.shape) for x in every], own)
-        return {id(x) for x, flag in zip(leaves, flags, strict=True) if flag}
+        return {id(x) for x, flag in zip(plain, flags, strict=True) if flag}
 
     def _enter(self, name: str, x: Any, rows: Collection[int]) -> Any:
         """An input of the layer with the rows of the layer."""

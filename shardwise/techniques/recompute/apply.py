@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.random_state import generators_of
 from shardwise.comm.tiers.arena import Arena
@@ -16,6 +15,7 @@ from shardwise.core.arena_slots import Slots
 from shardwise.core.errors import bad
 from shardwise.core.mesh import TENSOR
 from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.tree import leaves
 from shardwise.techniques.data.wrap_policy import Rule, blocks
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.layers.plans import layer_plans
@@ -189,7 +189,7 @@ class Recomputation(Applied):
         Once KEPT shapes are known, a batch of others gets what was found for a larger one: that
         fits it too, for a larger batch keeps more. So data of all lengths soon costs nothing.
         """
-        shapes = tuple((x.shape, x.dtype) for x in tree_leaves(batch) if isinstance(x, Tensor))
+        shapes = tuple((x.shape, x.dtype) for x in leaves(batch, Tensor, objects=True))
         if shapes not in self.known and len(self.known) == KEPT:
             near = (each for each in self.known if _has_room(each, shapes))
             shapes = min(near, key=_numel, default=shapes)

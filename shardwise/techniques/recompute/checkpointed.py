@@ -32,11 +32,11 @@ from torch.overrides import (
     _pop_mode,
     _push_mode,
 )
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.world import Axis
 from shardwise.core.tools.graph_break import graph_break
+from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.recompute.generators import Generators, States
 from shardwise.techniques.recompute.host_activations import HostActivations
 from shardwise.techniques.recompute.kept import KeptProducts
@@ -101,7 +101,9 @@ class Recomputed:
         if axis is not None or self.host is not None or self.keep is not None:
             inputs = Inputs(axis, (args, kwargs), self.host, self.keep)
             run, given = self._again(inputs), ()
-        first = _First(self.generators, products, inputs or tree_map(_detached, (args, kwargs)))
+        first = _First(
+            self.generators, products, inputs or mapped(Tensor.detach, (args, kwargs), Tensor)
+        )
         self.alive.add(first)
         out = checkpoint(
             run,
@@ -128,7 +130,7 @@ class Recomputed:
         for first in list(self.alive):
             inputs = first.inputs.kept if isinstance(first.inputs, Inputs) else first.inputs
             outputs = first.products.outputs if first.products is not None else {}
-            yield from (x for x in tree_leaves((inputs, dict(outputs))) if isinstance(x, Tensor))
+            yield from leaves((inputs, dict(outputs)), Tensor)
 
     def _again(self, inputs: Inputs) -> Callable[[], Any]:
         def run() -> Any:
@@ -140,10 +142,6 @@ class Recomputed:
     def __reduce__(self) -> Any:
         """A copy of the module keeps its activations."""
         return _same, (self.forward,)
-
-
-def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
 
 
 def _same(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.tiers.tiers import Tiers, begin_copy
 from shardwise.comm.transport import Pending
 from shardwise.core.tools.graph_break import graph_break
 from shardwise.core.tools.tape import SMALL_BYTES
+from shardwise.core.tools.tree import leaves
 
 
 class Stored:
@@ -145,7 +145,7 @@ class HostActivations:
 
     def begin(self, batch: Any) -> None:
         """Begin a step on `batch`."""
-        self.batch = {_key(x) for x in tree_leaves(batch) if isinstance(x, Tensor)}
+        self.batch = set(map(_key, leaves(batch, Tensor, objects=True)))
         self.most_fetched_bytes = self.fetched_bytes
 
     def keep(self, x: Tensor) -> Any:

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.move import move
 from shardwise.comm.world import Axis
 from shardwise.core.layouts.layout import I, S
+from shardwise.core.tools.tree import mapped
 from shardwise.techniques.recompute.host_activations import HostActivations
 
 
@@ -59,8 +59,8 @@ class Inputs:
         """The arguments."""
         given, self.given = self.given, None
         if given is None:
-            return tree_map_only(_Kept, self._whole, self.kept, is_leaf=_is_kept)
-        self.kept = tree_map_only(Tensor, self._keep, given)
+            return mapped(self._whole, self.kept, _Kept, objects=True)
+        self.kept = mapped(self._keep, given, Tensor, objects=True)
         return given
 
     def _keep(self, x: Tensor) -> _Kept:
@@ -82,7 +82,3 @@ class Inputs:
 
 def _same(x: Tensor) -> Tensor:
     return x
-
-
-def _is_kept(x: Any) -> bool:
-    return isinstance(x, _Kept)

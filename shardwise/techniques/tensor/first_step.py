@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.move import all_gather, begin_sum, broadcast
 from shardwise.comm.parameter import parameter_like
@@ -37,7 +37,7 @@ from shardwise.comm.world import World
 from shardwise.core.applied import during
 from shardwise.core.errors import bad
 from shardwise.core.tools.garbage import collect
-from shardwise.engine.batch import is_empty, split, widened
+from shardwise.engine.batch import is_empty, on_device, split, widened
 from shardwise.engine.checks import hint
 from shardwise.engine.checks.consistency import TOLERANCE, TOLERANCE_16_BIT
 from shardwise.engine.engine import Engine
@@ -109,9 +109,9 @@ def _losses(engine: Engine, given: Plain, batch: Any) -> tuple[tuple[float, floa
     losses, rounding = (0.0, 0.0), _Rounding()
     with seeded(world.device, 0):
         tensors = lay_out(sharded, world, engine.plan.sp, given.table)
-        share = split(batch, engine.microbatches, count=engine.rows.count)[0]
-        if not is_empty(share, engine.rows.count):
-            share = tree_map_only(Tensor, lambda x: x.to(world.device), share)
+        share = split(batch, engine.microbatches, count=engine.rows)[0]
+        if not is_empty(share, engine.rows):
+            share = on_device(share, world.device)
             share = widened(share, dtype)
             with rounding:
                 second = _loss_of_all(engine, sharded, tensors, share)

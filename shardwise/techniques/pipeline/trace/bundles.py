@@ -5,19 +5,22 @@ grad of stage s    the gradients of the tensors that stage s received and that r
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from types import FunctionType
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from shardwise.core.schedule.action import Token
+from shardwise.core.tools.tree import PLAIN, paths
 from shardwise.techniques.pipeline.stage_io import Spec, StageTrace
 
 #: Shapes of microbatches whose traces are kept.
 KEPT = 64
 #: Traces of each, for microbatches with other values.
 KEPT_OF_SHAPE = 8
+#: Values in a microbatch on which its trace may depend.
+_DESCRIBED = Tensor, *PLAIN, torch.dtype, torch.device, FunctionType
 
 T = TypeVar("T")
 
@@ -56,12 +59,7 @@ class ByShape(Generic[T]):
 
     def get(self, part: Any, mode: Hashable, make: Callable[[], T], fits: Callable[[T], bool]) -> T:
         """An entry for the shapes of `part` in this mode that `fits`; if there is none, `make`."""
-        leaves, spec = tree_flatten(part)
-        shapes = [
-            (x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x)
-            for x in leaves
-        ]
-        key = str(spec), tuple(map(str, shapes)), mode
+        key = tuple((path, _described(x)) for path, x in paths(part, _DESCRIBED)), mode
         if key not in self.known and len(self.known) == KEPT:
             del self.known[next(iter(self.known))]
         entries = self.known.setdefault(key, [])
@@ -71,3 +69,7 @@ class ByShape(Generic[T]):
         entries.append(make())
         del entries[:-KEPT_OF_SHAPE]
         return entries[-1]
+
+
+def _described(x: Any) -> str:
+    return f"{x.shape} {x.dtype} {x.requires_grad}" if isinstance(x, Tensor) else repr(x)
