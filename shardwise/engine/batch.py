@@ -171,6 +171,7 @@ def _over_rows(change: Change, batch: Any, samples: int | None) -> Any:
     kinds = Tensor, list, tuple
 
     def each(x: Any) -> Any:
+        """A tensor, or a list or tuple: as a whole if it has samples, else entry by entry."""
         if isinstance(x, Tensor):
             return change(x) if x.dim() else x
         named = hasattr(x, "_fields")
