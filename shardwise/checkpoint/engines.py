@@ -36,9 +36,9 @@ from shardwise.checkpoint.folder import (
 from shardwise.checkpoint.folder import prune as remove_old
 from shardwise.checkpoint.lock import RUN_LOCK
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint, open_checkpoint
-from shardwise.checkpoint.pages import Pages
 from shardwise.checkpoint.pending import PendingCheckpoint
 from shardwise.checkpoint.save import PlannedSave
+from shardwise.checkpoint.save_plans import Pages
 from shardwise.checkpoint.storage import Check
 from shardwise.comm.move import broadcast
 from shardwise.comm.world import World

@@ -10,8 +10,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from shardwise.checkpoint.failure import reason
 from shardwise.checkpoint.folder import as_path
-from shardwise.checkpoint.pages import Pages
-from shardwise.checkpoint.save_plans import BoxLoadPlanner
+from shardwise.checkpoint.save_plans import BoxLoadPlanner, Pages
 from shardwise.checkpoint.storage import Check, Pieces
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError

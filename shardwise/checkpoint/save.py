@@ -24,12 +24,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.failure import LITTLE_BYTES, free_bytes, reason
 from shardwise.checkpoint.lock import SAVING_LOCK, only_writer
-from shardwise.checkpoint.pages import Pages
-from shardwise.checkpoint.save_plans import BoxSavePlanner
+from shardwise.checkpoint.save_plans import BoxSavePlanner, Pages
 from shardwise.checkpoint.storage import Publisher, Written
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World
-from shardwise.core.errors import RunError, bad
+from shardwise.core.errors import RunError
 from shardwise.core.tools.arguments import MOST_COUNT, integer
 from shardwise.engine.state.box import Box
 
@@ -66,8 +65,7 @@ class PlannedSave:
         `locks`.
 
         Raises:
-            InputError: the scalars have no step, or cannot be written as JSON; another process is
-                writing in the folder.
+            InputError: the scalars have no step; another process is writing in the folder.
 
         What else goes wrong is `failure`: a folder that cannot be written, boxes that do not cover
         their tensors.
@@ -75,18 +73,10 @@ class PlannedSave:
         folder = folders.as_path(folder)
         step: Any = scalars.get("step")
         integer("step", step, 0, 100, MOST_COUNT)
-        try:
-            text = json.dumps(scalars)
-        except (TypeError, ValueError) as error:
-            raise bad(
-                f"scalars that JSON cannot hold ({error})",
-                "numbers, text, lists and dicts",
-                "int(x)",
-            ) from error
         self.folder, self.world, self.prune = folder, world, prune
         self.path, self.step = folder / folders.name_of(step), step
         self.held = ExitStack()
-        self.publisher = Publisher(folder, step, json.loads(text))
+        self.publisher = Publisher(folder, step, json.loads(json.dumps(scalars)))
         self.planner = BoxSavePlanner(boxes, checked=checked, pages=pages)
         self.plan, self.metadata = SavePlan([]), Metadata({})
         self.failure: RunError | None = None  # the same on all ranks

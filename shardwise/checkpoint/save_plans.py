@@ -10,8 +10,8 @@ has every rank execute its own.
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from shardwise.checkpoint.pages import Pages
 from shardwise.core.errors import InputError, Problem, RunError, refusal
 from shardwise.engine.state.box import Box, block
 
@@ -44,8 +43,29 @@ from shardwise.engine.state.box import Box, block
 PIECE_BYTES = 32 * 2**20
 #: The number of wrong tensors named in an error.
 _NAMED = 6
+#: Pages of mapped files are given back each time that so many bytes have been read or written.
+EVERY_BYTES = 2**27
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in the full tensor
+
+
+@dataclass
+class Pages:
+    """Calls `release` after each EVERY_BYTES of tensors that were `seen`.
+
+    States on a disk (comm/tiers/disk.py) are mapped: each page that is read or written counts as
+    memory of the process, which would grow to the size of the states.
+    """
+
+    release: Callable[[], None] = lambda: None
+    since_bytes: int = 0
+
+    def seen(self, tensor: Tensor) -> None:
+        """Count the bytes of a tensor that is about to be read or written, or that was."""
+        self.since_bytes += tensor.nbytes
+        if self.since_bytes >= EVERY_BYTES:
+            self.since_bytes = 0
+            self.release()
 
 
 def split_block(offsets: tuple[int, ...], sizes: tuple[int, ...], numel: int) -> Iterator[Block]:

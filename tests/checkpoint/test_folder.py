@@ -208,21 +208,6 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(tmp_path: Path):
     assert names(tmp_path) == ["latest", "step-000001"]  # nor does the other fill the disk
 
 
-@pytest.mark.parametrize(
-    ("scalars", "message"),
-    [
-        ({}, "step=None"),
-        ({"step": -1}, "step=-1"),
-        ({"step": 1, "x": torch.ones(2)}, "scalars that JSON cannot hold"),
-    ],
-)
-def test_scalars_that_cannot_be_saved_are_refused(tmp_path: Path, scalars: dict, message: str):
-    """A checkpoint needs a step, and scalars that JSON can hold."""
-    with pytest.raises(InputError, match=message):
-        save(tmp_path, [box(1.0)], scalars, alone())
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_folder_that_cannot_be_written_is_a_run_error(tmp_path: Path):
     """Saving below something that is no folder fails with a RunError that names it."""
     (tmp_path / "file").write_text("")
