@@ -111,7 +111,7 @@ class RecordedModel:
 
         Raises InputError for fewer layers than stages.
         """
-        return len(stage_places(self.plain, self.options.beside, stages))
+        return len(stage_places(self.plain, self.options, self.known, stages))
 
     def one_stage(self, plan: Plan) -> Prediction:
         """That of one row on one data rank, without a pipeline, recomputed like `plan`."""
@@ -179,7 +179,7 @@ class RecordedModel:
         self, plan: Plan, options: EngineOptions, layout: StagedLayout
     ) -> tuple[Bundles, tuple[frozenset[str], ...]]:
         """What crosses the stages, from the trace in which every stage is as short as possible."""
-        places = stage_places(self.plain, layout.beside)
+        places = stage_places(self.plain, options, self.known)
         finest = layout._replace(begin=places[1:])
         axes = plan.mesh.size_of(TENSOR), plan.context, plan.sp
 

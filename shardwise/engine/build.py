@@ -120,7 +120,7 @@ def lay_out(
     tiling = tile(model, plan, build.units)
     how = _sharding(model, build, weights, disk, tiling)
     schedule = stage_module.schedule_of(plan)
-    at = stage_module.stages_of(model, build.starts, build.beside) if schedule else {}
+    at = stage_module.stages_of(model, build.starts, build.calls) if schedule else {}
 
     def unit_key(spec: UnitSpec) -> object:
         return {(at.get(name), plan.layer_of(name)) for name, _ in spec.params}
@@ -138,7 +138,7 @@ def lay_out(
     applied = [apply(model, build) for apply in APPLY]
     pace, staged = Pace(ahead=build.prefetch, by_hand=False), None
     if schedule is not None and twins is not None:
-        staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.beside)
+        staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.calls)
         for each in applied:
             each.divided(model)
         specs = staged.own_units(specs)
@@ -158,7 +158,7 @@ def lay_out(
     for each in applied:
         each.install(model)
     if staged is None:
-        guard_shards(model, data)
+        guard_shards(model, data, together=any(each.mixes for each in applied))
     else:
         model.register_forward_pre_hook(Hook(data, nothing))  # refuses copies of a sharded model
     flats = flats_of(units)

@@ -22,7 +22,7 @@ __all__ = ["EngineOptions", "own_loss"]
 
 #: Those that must be equal on all ranks.
 SHARED = (
-    *("clip", "units", "least_unit_bytes", "prefetch", "stages", "beside"),
+    *("clip", "units", "least_unit_bytes", "prefetch", "stages"),
     *("on_nonfinite", "check_every", "seed"),
 )
 
@@ -57,8 +57,6 @@ class EngineOptions:
     table             the styles of tensor parallelism; None: the model's own table
     stages            the names of the modules that begin each pipeline stage except the first;
                       None: balanced by parameters
-    beside            {"norm": "head"}: puts a module that is not called where it is defined into
-                      the pipeline stage of another
     offload_folder    a folder on a local disk, for states that rest there (`offload:optim@disk`)
     kernels           of a prediction alone: the kernels "cpu" or "cuda", which save other tensors
                       for the backward pass
@@ -80,7 +78,6 @@ class EngineOptions:
     seed: int = 0
     table: Table | Mapping[str, str] | None = None
     stages: Sequence[str] | None = None
-    beside: dict[str, str] | None = None
     offload_folder: str | None = None
     kernels: Kernels = "cpu"
 

@@ -56,7 +56,6 @@ def parallelize(
     seed: int = 0,
     table: Table | Mapping[str, str] | None = None,
     stages: Sequence[str] | None = None,
-    beside: dict[str, str] | None = None,
     offload_folder: str | None = None,
 ) -> Engine:
     """Shard `model` in place according to `plan`, and return the engine that trains it.
@@ -81,7 +80,6 @@ def parallelize(
         seed=seed,
         table=table,
         stages=stages,
-        beside=beside,
         offload_folder=offload_folder,
     )
     return build_engine(model, plan, world, options)
@@ -107,7 +105,8 @@ def build_engine(
     _require_shardable_model(model, plan, options.units)
     table = table_for(model, plan, options.table)
     layers = layer_tables(model, plan, options.table)
-    begin = stage_module.stage_starts(model, plan, options.stages, options.beside)
+    calls = stage_module.calls_under(plan, model, objective)
+    begin = stage_module.stage_starts(model, plan, options.stages, calls)
     recomputed = recompute_budget.recomputation(model, plan, world.rank, objective, options, begin)
     clip = weight_stashing.require(model, plan, begin, options)
     rerun.require(plan, options.checks)
@@ -135,7 +134,7 @@ def build_engine(
         prefetch=options.prefetch,
         table=table,
         starts=begin,
-        beside=options.beside or {},
+        calls=calls,
         least_unit_bytes=options.least_unit_bytes,
         recompute=recomputed,
         layers=layers,

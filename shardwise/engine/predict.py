@@ -35,7 +35,7 @@ from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.expert.price import EVEN
 from shardwise.techniques.pipeline import weight_stashing
-from shardwise.techniques.pipeline.stage_module import stage_starts
+from shardwise.techniques.pipeline.stage_module import calls_under, stage_starts
 from shardwise.techniques.tensor.tensor_table import Table
 
 #: Shapes of batches whose predictions are kept: the latest.
@@ -60,7 +60,6 @@ def predict(
     prefetch: int = 1,
     table: Table | Mapping[str, str] | None = None,
     stages: Sequence[str] | None = None,
-    beside: dict[str, str] | None = None,
     device: Kernels = "cpu",
 ) -> Prediction:
     """The memory and the traffic of `rank` under `plan`; no process is started.
@@ -90,7 +89,6 @@ def predict(
         prefetch=prefetch,
         table=table,
         stages=stages,
-        beside=beside,
         kernels=device,
     )
     return predict_with(model, plan, batch, options, rank)
@@ -142,7 +140,8 @@ class Predictor:
         self.plan = plan.completed(ranks)
         integer("rank", rank, 0, 0, self.plan.size - 1)
         validate.rows(options.rows)
-        begin = stage_starts(model, self.plan, options.stages, options.beside)
+        calls = calls_under(self.plan, model, options.objective)
+        begin = stage_starts(model, self.plan, options.stages, calls)
         clip = weight_stashing.require(model, self.plan, begin, options)
         rerun.require(self.plan, options.checks)
         self.options = replace(options, clip=clip)

@@ -7,7 +7,7 @@ crosses each boundary (techniques/pipeline/trace/tracer.py).
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -51,9 +51,9 @@ from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.layers.plans import LayerPlans
 from shardwise.techniques.layers.recorded import LayerPasses
 from shardwise.techniques.pipeline import stage_module
-from shardwise.techniques.pipeline.partition import candidates, misplaced
+from shardwise.techniques.pipeline.partition import calls_of, candidates
 from shardwise.techniques.pipeline.staged_model import Stages
-from shardwise.techniques.pipeline.trace.placeholders import layers, twin
+from shardwise.techniques.pipeline.trace.placeholders import Calls, layers, twin
 from shardwise.techniques.recompute import apply as recomputation
 from shardwise.techniques.recompute.price import FULL
 from shardwise.techniques.recompute.price_budget import within_budget
@@ -68,11 +68,11 @@ Recording = tuple[nn.Module, Callable[..., ModelPass], Call, Callable[..., Model
 
 
 class StagedLayout(NamedTuple):
-    """What a forward in stages needs: the styles, where stages begin, and modules beside others."""
+    """What a forward in stages needs: the styles, where stages begin, and the calls of modules."""
 
     table: Table | None
     begin: Sequence[str]
-    beside: Mapping[str, str]
+    calls: Calls | None
 
 
 #: The bundles of each microbatch, and the parameters that each stage reads outside of its layers.
@@ -302,7 +302,7 @@ class _Staged:
         self.outside: tuple[frozenset[str], ...] = ()  # parameters that stages read outside layers
         every = range(len(layout.begin) + 1)
         device = torch.device("cpu")
-        self.stages = Stages(ours, whole, layout.begin, every, device, layout.beside)
+        self.stages = Stages(ours, whole, layout.begin, every, device, layout.calls)
 
     def bundles(self, call: Call, part: Any) -> Bundles:
         """What crosses each stage boundary for one microbatch."""
@@ -354,11 +354,16 @@ def _real(model: nn.Module, plan: Plan, options: EngineOptions) -> nn.Module:
     return copied
 
 
+def calls_in(plain: nn.Module, options: EngineOptions, known: SharedParts) -> Calls:
+    """The calls of the modules of a plain model in its loss."""
+    return known(("calls",), lambda: calls_of(plain, options.objective))
+
+
 def stage_places(
-    plain: nn.Module, beside: Mapping[str, str] | None, stages: int = 2
+    plain: nn.Module, options: EngineOptions, known: SharedParts, stages: int = 2
 ) -> tuple[str, ...]:
     """The modules at which one of so many stages may begin. Raises InputError for too few."""
-    return candidates(plain, stages, beside)
+    return candidates(plain, stages, calls_in(plain, options, known))
 
 
 def structure(
@@ -376,15 +381,16 @@ def structure(
     known, tensor = known or SharedParts(), (plan.mesh.size_of(TENSOR), plan.sp)
     expert_parallel.check_experts(plain, plan)
     table = known(("table", tensor), lambda: tensor_parallel.table_for(plain, plan, options.table))
-    beside, schedule = options.beside or {}, schedule_of(plan)
+    calls = calls_in(plain, options, known) if plan.pipeline else None
+    schedule = schedule_of(plan)
     stages = 1 if schedule is None else plan.stages or len(schedule.home)
     begin = known(
         ("begin", stages),
-        lambda: stage_module.stage_starts(plain, plan, options.stages, beside),
+        lambda: stage_module.stage_starts(plain, plan, options.stages, calls),
     )
     at = known(
         ("at", stages),
-        lambda: stage_module.stages_of(plain, begin, beside) if plan.pipeline else {},
+        lambda: stage_module.stages_of(plain, begin, calls) if plan.pipeline else {},
     )
 
     def unit_key(spec: UnitSpec) -> object:
@@ -406,11 +412,9 @@ def structure(
     tiling.show()
     cuts = None
     if plan.pipeline:
-        within = known(
-            ("layers", stages), lambda: layers(plain, begin, misplaced(plain) | dict(beside))
-        )
+        within = known(("layers", stages), lambda: layers(plain, begin, calls))
         names = {name: layer.stages for layer in within.values() for name in layer.names}
-        cuts = StageSpec(at, names, *staged(StagedLayout(table, begin, beside)))
+        cuts = StageSpec(at, names, *staged(StagedLayout(table, begin, calls)))
     spec = replace(
         without_passes(plain, plan, specs, facts, expert_parallel.shapes_of(plain)),
         stages=cuts,

@@ -1,6 +1,6 @@
 """The arguments of an engine as dataclasses, and the metrics it returns for each step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,7 @@ class Build:
     prefetch          units gathered ahead of their use
     table             the styles of tensor parallelism
     starts            the names of the modules that begin the stages after the first
-    beside            modules that are not called where they are defined (staged_model.py)
+    calls             the places of the calls of modules, under a pipeline (call_order.py)
     least_unit_bytes  smaller units are merged with their neighbours; None: 2 MiB
     recompute         modules that are recomputed, and how (recomputation.py)
     layers            the plans of single layers (layer_plans.py)
@@ -77,7 +77,7 @@ class Build:
     prefetch: int
     table: Table | None
     starts: tuple[str, ...] = ()
-    beside: dict[str, str] = field(default_factory=dict)
+    calls: Mapping[str, tuple[int, ...]] | None = None
     least_unit_bytes: int | None = None
     recompute: Recomputation = field(default_factory=lambda: Recomputation({}))
     layers: LayerPlans = field(default_factory=LayerPlans)

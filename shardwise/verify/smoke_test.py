@@ -43,7 +43,7 @@ def smoke_test(
     found, options = _trained(model, plan), with_table(model, plan, options or Options())
     choose(found, options.units)
     tensor_parallel.table_for(found, plan, options.table)
-    starts = stage_module.stage_starts(found, plan, None)
+    starts = stage_module.stage_starts(found, plan, None, stage_module.calls_under(plan, found))
     kinds = recomputation.recomputed_modules(found, plan, options.units, starts)
     recomputation.on_host(found, plan, options.units, kinds, starts)
     weight_stashing.require(found, plan, starts, EngineOptions())

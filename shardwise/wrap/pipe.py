@@ -50,7 +50,7 @@ from shardwise.techniques.data.apply import drivers
 from shardwise.techniques.data.flat.initial_weights import Fill
 from shardwise.techniques.data.inference import normal_mode
 from shardwise.techniques.pipeline import stage_module
-from shardwise.techniques.pipeline.partition import starts
+from shardwise.techniques.pipeline.partition import calls_of, starts
 from shardwise.techniques.pipeline.runtime import open_channels, run
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.stage_module import Staging
@@ -103,7 +103,8 @@ def Pipe(  # noqa: N802
     size_bytes = pool_bytes(plan, sum(p.nbytes for p in module.parameters()))
     world.pool.reserve(size_bytes, world.device)
     whole = _schedule(schedule, chunks, world.size)
-    begin = starts(module, len(whole.home), stages)
+    calls = calls_of(module)
+    begin = starts(module, len(whole.home), stages, calls)
     weights = RankZeroWeights.take(module, missing_weights(module, world), world)
     fill = default_fill(module, 0)
     materialise(module, world.device)
@@ -111,7 +112,7 @@ def Pipe(  # noqa: N802
         t.data = t.data if t.is_meta else t.data.to(world.device)
     copy, named = twin(module), dict(module.named_parameters())
     stage_module.agree(module, world.axis(PIPELINE), world.device)
-    staged = stage_module.lay_out(module, (copy, nowhere()), world, whole, begin)
+    staged = stage_module.lay_out(module, (copy, nowhere()), world, whole, begin, calls)
     _fill(module, named, weights, fill)
     trained = any(p.requires_grad for p in named.values())
     tied = {named[name]: staged.ties[name] for name in sorted(staged.ties)}

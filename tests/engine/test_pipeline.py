@@ -9,7 +9,6 @@ from torch.utils._pytree import tree_map
 
 import shardwise as sw
 from shardwise.comm.world import World
-from shardwise.core.errors import RankError
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_schedule import schedule_of
 from shardwise.engine.engine import Engine
@@ -84,11 +83,11 @@ def test_a_data_rank_without_rows(plan: str):
     assert_counted(ranks)
 
 
-# --- a module that is called in another order than it is defined in -------------------------------
+# --- modules that are called in another order than they are defined in ----------------------------
 
 
 class Turned(nn.Module):
-    """Its norm is defined first and called last."""
+    """Its norm is defined first and called last; a value of its input decides what it computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,29 +95,72 @@ class Turned(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
+        rows, columns = x.shape
+        if columns != 4 or rows > 64:
+            raise ValueError("another input")
         for block in self.blocks:
             x = torch.tanh(block(x))
         return self.norm(x)
 
 
-def turned(world: World, beside: dict[str, str] | None) -> list[float]:
+class Towers(nn.Module):
+    """Two encoders, called by the loss, the last one first, and what joins them, defined first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joins = nn.Linear(4, 4)
+        self.image, self.text = Turned(), Turned()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.joins(self.text(x)) * self.image(x.flip(1))
+
+
+class Twice(Turned):
+    """Its first block is called once more after all others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](super().forward(x))
+
+
+def by_towers(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Their outputs meet in the loss."""
+    x = batch["x"]
+    texts = model.get_submodule("joins")(model.get_submodule("text")(x))
+    return (texts - model.get_submodule("image")(x.flip(1))).square().mean()
+
+
+def by_output(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"]).square().mean()
+
+
+def by_two_passes(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Towards the outputs of a pass without a gradient."""
+    with torch.no_grad():
+        target = model(batch["x"].flip(0))
+    return (model(batch["x"]) - target.tanh()).square().mean()
+
+
+def turned(world: World, kind: type[nn.Module], loss: Any, plan: str) -> list[float]:
     """The losses of three steps."""
-    made = sw.parallelize(
-        settled(Turned()),
-        "pp2 1f1b:2 fp64" if world.size > 1 else "fp64",
-        world,
-        loss=lambda model, batch: model(batch["x"]).square().mean(),
-        optimizer=sw.SGD(lr=0.1),
-        beside=beside,
-    )
+    plan = f"{plan} fp64" if world.size > 1 else "fp64"
+    made = sw.parallelize(settled(kind()), plan, world, loss=loss, optimizer=sw.SGD(lr=0.1))
     x = torch.arange(16.0, dtype=torch.float64).view(4, 4).sin()
     return [made.step({"x": x}).loss for _ in range(3)]
 
 
-def test_a_module_is_put_in_the_stage_it_is_called_in():
-    """What is called later than it is defined runs beside= the module named, and only there."""
-    [expected] = run_threads(1, turned, None)
-    for losses in run_threads(2, turned, {"norm": "blocks.3"}):
+ORDERS = [
+    (Turned, by_output, "pp2 1f1b:2"),
+    (Towers, by_output, "pp2 gpipe:2"),
+    (Towers, by_towers, "pp2 1f1b:2"),
+    (Towers, by_towers, "pp2 interleaved:2x2"),
+    (Twice, by_output, "pp2 1f1b:2"),
+    (Turned, by_two_passes, "pp2 1f1b:1"),
+]
+
+
+@pytest.mark.parametrize(("kind", "loss", "plan"), ORDERS)
+def test_a_pipeline_is_cut_in_the_order_of_calls(kind: type[nn.Module], loss: Any, plan: str):
+    """The order in which the loss calls modules decides, not that of their definition."""
+    [expected] = run_threads(1, turned, kind, loss, plan)
+    for losses in run_threads(2, turned, kind, loss, plan):
         assert losses == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(RankError, match=r'beside=\{"norm": "blocks\.3"\}'):
-        run_threads(2, turned, None)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.models.registry import find
-from shardwise.techniques.pipeline.partition import starts
+from shardwise.techniques.pipeline.partition import calls_of, starts
 from shardwise.techniques.pipeline.staged_model import Stages
 from shardwise.techniques.pipeline.trace.placeholders import twin
 from tests.parallel import between
@@ -83,14 +83,10 @@ def test_layers_may_be_looked_into() -> None:
     check(model, regression, [rows(3)], ("second",))
 
 
-def test_a_layer_can_be_put_beside_another() -> None:
-    """A norm that is defined first and called last is in the stage that `beside` says.
-
-    Beside a container it is in the stage in which that ends.
-    """
+def test_a_layer_is_in_the_stage_of_its_call() -> None:
+    """A norm that is defined first and called last is in the last stage."""
     model = settled(between.LateNorm())
-    for other in ("blocks.3", "blocks"):
-        check(model, regression, [rows(3)], TWO, beside={"before": other})
+    check(model, regression, [rows(3)], TWO, calls=calls_of(model, regression))
 
 
 #: Of llama, gpt2 and t5 tests/verify/test_command.py tells.

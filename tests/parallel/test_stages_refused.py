@@ -135,7 +135,7 @@ FOLLOWED = {
     "reads a value": (Reads, r"__bool__ of a tensor that comes from \w*gt\w* after blocks\.0"),
     "a layer too late": (
         between.LateNorm,
-        r'layer of stage 0, called in stage 1.*beside={"before": "blocks\.3"}',
+        r"layer of stage 0, called in stage 1.*before defined after blocks\.3",
     ),
     "a value that a layer keeps": (Keeps, r"no layer has returned.*return x, extra"),
     "memory written to later": (Views, r"__getitem__ after blocks\.0, made in stage 0.*in stage 1"),

@@ -19,7 +19,7 @@ encoders are updated.
 from collections import defaultdict
 from collections.abc import Callable, ItemsView, Sequence, ValuesView
 from functools import partial
-from typing import Any
+from typing import Any, Final
 from weakref import ref
 
 import torch
@@ -138,13 +138,19 @@ class Parameters(dict[str, nn.Parameter | None]):
         return dict, (dict(super().items()),)
 
 
+#: By this attribute transformers knows FSDP's modules: every rank runs as many passes in its
+#: `generate()` as the longest text needs, where otherwise the others would wait for a rank.
+TOGETHER: Final = "_is_fsdp_managed_module"
+
+
 class _Plain:
-    """The handle of a guarded table: `remove` gives the module a plain one again."""
+    """The handle of a module: `remove` gives it a plain table again, without that attribute."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def remove(self) -> None:
+        vars(self.module).pop(TOGETHER, None)
         self.module._parameters = dict(dict.items(self.module._parameters))
 
 
@@ -155,8 +161,11 @@ def _guarded(module: nn.Module) -> Parameters:
     return module._parameters
 
 
-def guard_shards(model: nn.Module, data: Data) -> list[Any]:
-    """Let reads of the parameters that `data` shards gather them.  Handles undo it."""
+def guard_shards(model: nn.Module, data: Data, *, together: bool = False) -> list[_Plain]:
+    """Let reads of the parameters that `data` shards gather them.  Handles undo it.
+
+    together: ranks must make the same number of forward passes, also if nothing is sharded.
+    """
     reads, handles = _Reads(data), list[_Plain]()
     readers: dict[int, Callable[[], Tensor | None]] = {}
     places = {
@@ -167,6 +176,9 @@ def guard_shards(model: nn.Module, data: Data) -> list[Any]:
         if flat.moves_to_rest
     }
     for module in model.modules():
+        if (data.split or together) and hasattr(type(module), "generate"):
+            vars(module)[TOGETHER] = True
+            handles.append(_Plain(module))
         own = {name: id(p) for name, p in module._parameters.items() if id(p) in places}
         if not own:
             continue

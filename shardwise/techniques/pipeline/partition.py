@@ -24,7 +24,8 @@ from shardwise.core.balance import balanced
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import integer
 from shardwise.engine.checks import validate
-from shardwise.techniques.pipeline.trace.placeholders import StageLayer, layers
+from shardwise.techniques.pipeline.call_order import call_order
+from shardwise.techniques.pipeline.trace.placeholders import Calls, StageLayer, defined, layers
 
 
 def _both(base: str, name: str, other: str) -> dict[str, str]:
@@ -65,17 +66,16 @@ def starts(
     model: nn.Module,
     stages: int,
     names: Sequence[str] | None = None,
-    beside: Mapping[str, str] | None = None,
+    calls: Calls | None = None,
 ) -> tuple[str, ...]:
     """The names of the modules that begin stages 1 to `stages` - 1.
 
     `names` lists them; None balances the stages by parameters (of equally good partitions the
-    earliest, so that every rank finds the same).  `beside`: see staged_model.py.
+    earliest, so that every rank finds the same).  `calls`: see call_order.py.
 
     Raises:
         InputError: fewer layers than stages; unknown names, too few or too many.
     """
-    beside = _beside(model, beside)
     if names is not None:
         if len(names) != stages - 1:
             number = f"{stages} stage{'s' * (stages > 1)}"
@@ -84,12 +84,12 @@ def starts(
                 f"{stages - 1}: the first module of each stage after the first",
                 "stages=None, which balances the stages by parameters",
             )
-        layers(model, names, beside)
+        layers(model, names, calls)
         return tuple(names)
-    cuts = candidates(model, stages, beside)
+    cuts = candidates(model, stages, calls)
     weights = [0] * len(cuts)
     seen: set[tuple[int, int]] = set()
-    for name, layer in layers(model, cuts[1:], beside).items():
+    for name, layer in layers(model, cuts[1:], calls).items():
         for stage in layer.stages:
             for p in model.get_submodule(name).parameters():
                 weights[stage] += p.numel() * ((stage, id(p)) not in seen)
@@ -98,14 +98,14 @@ def starts(
 
 
 def starts_of_counts(
-    model: nn.Module, counts: Sequence[int], beside: Mapping[str, str] | None = None
+    model: nn.Module, counts: Sequence[int], calls: Calls | None = None
 ) -> tuple[str, ...]:
     """Like `starts`, with so many of the blocks in each stage; layers with more stages than blocks.
 
     Raises:
         InputError: fewer layers than stages, or counts whose sum is not the number of blocks.
     """
-    cuts, parts = candidates(model, len(counts), beside), len(counts)
+    cuts, parts = candidates(model, len(counts), calls), len(counts)
     if sum(counts) != len(cuts):
         ends = [len(cuts) * stage // parts for stage in range(parts + 1)]
         raise bad(
@@ -126,7 +126,6 @@ def balance_by_time(
     call: Callable[[nn.Module], Any],
     stages: int,
     repeats: int = 3,
-    beside: Mapping[str, str] | None = None,
     world: World | None = None,
 ) -> tuple[str, ...]:
     """Like `starts`, but balanced by the measured forward time of layers, best of `repeats` runs.
@@ -148,9 +147,9 @@ def balance_by_time(
             "a model on the device that it will run on",
             "starts(model, stages), which balances by parameters",
         )
-    beside = _beside(model, beside)
-    cuts = candidates(model, stages, beside)
-    found = layers(model, cuts[1:], beside)
+    calls = calls_of(model, lambda model, _: call(model))
+    cuts = candidates(model, stages, calls)
+    found = layers(model, cuts[1:], calls)
     runs = [_timed(model, found, len(cuts), call) for _ in range(repeats + 1)]
     weights = [min(times) for times in zip(*runs[1:], strict=True)]
     if world is not None:
@@ -192,19 +191,18 @@ def _now(module: nn.Module) -> float:
     return time.perf_counter()
 
 
-def candidates(
-    model: nn.Module, stages: int, beside: Mapping[str, str] | None = None
-) -> tuple[str, ...]:
+def candidates(model: nn.Module, stages: int, calls: Calls | None = None) -> tuple[str, ...]:
     """The modules at which one of so many stages may begin, in order.
 
     Raises:
         InputError: fewer layers than stages.
     """
-    blocks = _planned(model) or _repeated(model)
+    places = calls or defined(model)
+    blocks = sorted(_planned(model) or _repeated(model), key=lambda name: places[name][0])
     if len(blocks) >= stages:
         return tuple(blocks)
-    called_elsewhere = _beside(model, beside)
-    every = tuple(name for name in layers(model, blocks[1:]) if name not in called_elsewhere)
+    moved = misplaced(model)
+    every = tuple(name for name in layers(model, blocks[1:], calls) if name not in moved)
     if len(every) < stages:
         raise bad(
             f"{stages} stages for a {type(model).__name__} of {len(every)} layers",
@@ -259,16 +257,29 @@ def _chain(model: nn.Module) -> list[str]:
     return [f"{prefix}{key}" for key in plan if f"{prefix}{key}" in known]
 
 
-def _beside(model: nn.Module, beside: Mapping[str, str] | None) -> dict[str, str]:
-    return {**misplaced(model), **(beside or {})}
+def calls_of(model: nn.Module, loss: Callable[..., Any] | None = None) -> Calls:
+    """The calls of the modules in a run of `loss(model, batch)`, or of the model itself.
+
+    Those of transformers' models are known: in the order of definition, but for `misplaced`.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(type(model), "base_model_prefix"):
+        return call_order(model, loss)
+    if len([*_lists(model, "")]) > 1 and not config.is_encoder_decoder:
+        return call_order(model, loss)
+    places = {name: (2 * place,) for name, (place,) in defined(model).items()}
+    ends = {
+        name: max(places[part][0] for part in places if f"{part}.".startswith(f"{other}."))
+        for name, other in misplaced(model).items()
+    }
+    return places | {name: (end + 1,) for name, end in ends.items()}
 
 
 def misplaced(model: nn.Module) -> dict[str, str]:
     """Modules that are not called where they are defined, each with a module of its stage.
 
     For transformers models only: heads defined before the base model, modules whose place in
-    `base_model_pp_plan` differs, and the table above. Assumes for other models that the order of
-    calls is the order of definition.
+    `base_model_pp_plan` differs, and the table above.
     """
     known = [name for name, _ in model.named_modules(remove_duplicate=False)]
     at = {name: i for i, name in enumerate(known)}

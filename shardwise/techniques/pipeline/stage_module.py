@@ -8,8 +8,9 @@ under their names in the full model.  If several ranks hold a parameter (a tied 
 its gradient before the update, so that the copies stay equal.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,9 @@ from shardwise.core.plan.plan_schedule import schedule_of
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine import cut
 from shardwise.techniques.data.wrap_policy import UnitSpec
-from shardwise.techniques.pipeline.partition import misplaced, starts, starts_of_counts
+from shardwise.techniques.pipeline.partition import calls_of, starts, starts_of_counts
 from shardwise.techniques.pipeline.staged_model import Stages
-from shardwise.techniques.pipeline.trace.placeholders import layers
+from shardwise.techniques.pipeline.trace.placeholders import Calls, layers
 from shardwise.techniques.pipeline.trace.placeholders import twin as twin_of
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor import rng
@@ -118,21 +119,19 @@ def stage_starts(
     model: nn.Module,
     plan: Plan,
     names: Sequence[str] | None,
-    beside: Mapping[str, str] | None = None,
+    calls: Calls | None = None,
 ) -> tuple[str, ...]:
     """The modules that begin the stages of a pipeline after the first; none without a pipeline.
 
-    `beside` is that of Stages (staged_model.py): modules that are not called where they are
-    defined.
-
-    Raises InputError where the model cannot be cut so, and for names beside other counts of `plan`.
+    Raises InputError where the model cannot be cut so, and for names that are not those of the
+    counts of `plan`.
     """
     schedule = schedule_of(plan)
     if schedule is None:
         return ()
     if plan.stages is None:
-        return starts(model, len(schedule.home), names, beside)
-    begin = starts_of_counts(model, plan.stages, beside)
+        return starts(model, len(schedule.home), names, calls)
+    begin = starts_of_counts(model, plan.stages, calls)
     if names is not None and tuple(names) != begin:
         raise bad(
             f"stages={list(names)} under the plan '{plan}', whose stages begin at {list(begin)}",
@@ -142,15 +141,22 @@ def stage_starts(
     return begin
 
 
+def calls_under(
+    plan: Plan, model: nn.Module, loss: Callable[..., Any] | None = None
+) -> Calls | None:
+    """The calls of the modules of `model` in its loss, where the plan has a pipeline."""
+    return calls_of(model, loss) if plan.pipeline else None
+
+
 def stages_of(
-    model: nn.Module, begin: Sequence[str], beside: Mapping[str, str] | None = None
+    model: nn.Module, begin: Sequence[str], calls: Calls | None = None
 ) -> dict[str, tuple[int, ...]]:
     """The stages of each parameter, by name, before the model is partitioned.
 
     A parameter outside of layers belongs to stage 0 (techniques/pipeline/trace/placeholders.py).
     """
     found: dict[nn.Parameter, set[int]] = {p: set() for p in model.parameters()}
-    for name, layer in layers(model, begin, misplaced(model) | dict(beside or {})).items():
+    for name, layer in layers(model, begin, calls).items():
         for p in model.get_submodule(name).parameters():
             found[p] |= set(layer.stages)
     return {name: tuple(sorted(found[p] or {0})) for name, p in model.named_parameters()}
@@ -178,11 +184,11 @@ def lay_out(
     world: World,
     schedule: Schedule,
     begin: Sequence[str],
-    beside: Mapping[str, str] | None = None,
+    calls: Calls | None = None,
 ) -> Staging:
     """Partition `model` into stages, in place; called by all ranks of the world."""
-    axis, at = world.axis(PIPELINE), stages_of(model, begin, beside)
-    stages = Stages(model, twins[0], begin, schedule.stages(axis.rank), world.device, beside)
+    axis, at = world.axis(PIPELINE), stages_of(model, begin, calls)
+    stages = Stages(model, twins[0], begin, schedule.stages(axis.rank), world.device, calls)
     found = {name: stage_layout(used, schedule) for name, used in at.items()}
     groups = {name: on.groups for name, on in found.items() if len(on.holders) > 1}
     sums = cut.open_sums(world, PIPELINE, groups.values())

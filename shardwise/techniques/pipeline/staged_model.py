@@ -5,7 +5,7 @@ trace = stages.trace(lambda model: loss(model, microbatch))
 ran = stages.run(1, trace, inputs, lambda model: loss(model, microbatch))
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.observe.meta_pass import UNKNOWN, as_on
-from shardwise.techniques.pipeline.partition import misplaced
 from shardwise.techniques.pipeline.stage import Over, Ran, Stage
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.trace.answers import AnswerReplay
 from shardwise.techniques.pipeline.trace.interceptor import Glue, Player, Seen
-from shardwise.techniques.pipeline.trace.placeholders import StageLayers
+from shardwise.techniques.pipeline.trace.placeholders import Calls, StageLayers
 from shardwise.techniques.pipeline.trace.tracer import Ask, Tracer
 
 
@@ -27,9 +26,8 @@ class Stages:
     """The stages `mine` of a model on this rank; replaces all other layers by placeholders.
 
     `twin` is the model's twin (techniques/pipeline/trace/placeholders.py), used by one Stages only.
-    `starts` names the modules that begin stages 1, 2, ...; `beside={"norm": "head"}` assigns a
-    module to another module's stage if it is called later or earlier than it is defined
-    (partition.py knows this for models of transformers). `device` is where the real tensors are.
+    `starts` names the modules that begin stages 1, 2, ...; `calls` are those of call_order.py, None
+    for the order of definition. `device` is where the real tensors are.
 
     Raises:
         InputError: the starts do not fit the model.
@@ -42,10 +40,9 @@ class Stages:
         starts: Sequence[str],
         mine: Collection[int],
         device: torch.device,
-        beside: Mapping[str, str] | None = None,
+        calls: Calls | None = None,
     ) -> None:
-        beside = {**misplaced(model), **(beside or {})}
-        self.layers = StageLayers(model, twin, starts, mine, beside)
+        self.layers = StageLayers(model, twin, starts, mine, calls)
         self.count, self.device = self.layers.count, device
 
     @property

@@ -68,7 +68,9 @@ def require(
             "on_nonfinite='raise', or a schedule that updates at the end of the step",
             f"1f1b:{schedule.microbatches}",
         )
-    at = stage_module.stages_of(model, starts or (), options.beside)
+    at = stage_module.stages_of(
+        model, starts or (), stage_module.calls_under(plan, model, options.objective)
+    )
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     for name, stages in at.items():
         if name in trained and len({schedule.lag[stage] for stage in stages}) > 1:

@@ -89,7 +89,9 @@ def gpt2(model: nn.Module) -> Table:
         sets={"h.*.attn": {"split_size": "queries", "num_heads": "heads"}},
     ).under(_base(model))
     words = _vocabulary(model)
-    head = [name for name in words if isinstance(model.get_submodule(name), nn.Linear)]
+    whole: Any = model
+    reads = whole.get_input_embeddings()
+    head = [name for name in words if model.get_submodule(name) is not reads]
     joined = tuple((name, "vocabulary:whole") for name in head)
     styles = (*words.items(), *base.styles)
     return replace(base, styles=styles, sequence=(*joined, *base.sequence))
@@ -169,9 +171,12 @@ def _vocabulary(model: nn.Module) -> dict[str, str]:
     for ask in ("get_input_embeddings", "get_output_embeddings"):
         with suppress(NotImplementedError):
             found.append(getattr(model, ask, lambda: None)())
-    cut = [module for module in found if isinstance(module, (nn.Embedding, nn.Linear))]
+    # a layer that peft has copied to train it, for modules_to_save, is in a wrapper
+    pairs = [(module, getattr(module, "original_module", module)) for module in found]
+    if any(inner and not isinstance(inner, (nn.Embedding, nn.Linear)) for _, inner in pairs):
+        return {}  # with adapters, or of another kind: it may share its weight with the other
     names = {module: name for name, module in model.named_modules()}
-    return {names[module]: "vocabulary" for module in cut if module in names}
+    return {names[m]: "vocabulary" for m in found if isinstance(m, nn.Module) and m in names}
 
 
 def _sets(model: nn.Module, table: Table) -> dict[str, dict[str, str]]:

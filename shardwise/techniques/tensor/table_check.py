@@ -13,6 +13,7 @@ torch raises errors for wrong shapes, and the first step compares the gradients 
 parameters between ranks (engine/checks/consistency.py).
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ from shardwise.techniques.tensor.tensor_table import (
 
 __all__ = ["check"]
 
+#: The end of the name of a layer that peft wrapped, or added.
+_ADAPTER = re.compile(r"\.(base_layer|original_module|(lora_[AB]|modules_to_save)\.[^.]+)$")
 _LINEAR = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
 
 
@@ -170,7 +173,7 @@ def _results(placed: _Placed) -> Iterator[_Fault]:
     shapes nor gradients would reveal it.
     """
     for name in (name for name in placed.styles if placed.style(name).name == "rowwise"):
-        beside = [k for k in placed.styles if parent(k) == parent(name)]
+        beside = [k for k in placed.styles if parent(_plain(k)) == parent(_plain(name))]
         columns = [k for k in beside if placed.style(k).name == "colwise"]
         cut, style = placed.cut_of(name), placed.style(name)
         by_heads = any(placed.style(key).by in ("heads", "qkv") for key in columns)
@@ -185,6 +188,11 @@ def _results(placed: _Placed) -> Iterator[_Fault]:
             instead = '"rowwise:heads" after heads, "colwise:N" for N parts in one weight, or '
             instead += '"colwise_gather_output" and "rowwise_split_input"'
             yield _Fault(name, what, allowed, instead)
+
+
+def _plain(name: str) -> str:
+    """The name of a layer of the plain model; that of a wrapped layer is its wrapper's."""
+    return _ADAPTER.sub("", name)
 
 
 def _result(placed: _Placed, name: str) -> tuple[tuple[Range, ...], ...]:

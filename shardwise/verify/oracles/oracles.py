@@ -74,7 +74,7 @@ def oracles_of(
         for layer in layers_of(model).values():
             layer.forward = Mixture(layer)
         if is_asynchronous(plan):
-            return AsyncOracle(model, task, dtype, staleness_of(model, plan, starts))
+            return AsyncOracle(model, task, dtype, staleness_of(model, task.loss, plan, starts))
         scale, offload = LOSS_SCALE if dtype is torch.float16 else 1.0, plan.offloaded
         undelayed = None if offload is None else offload.undelayed
         return Oracle(model, task, dtype, scale, undelayed, microbatches_of(model, plan))
@@ -102,11 +102,15 @@ def is_asynchronous(plan: Plan) -> bool:
     return (plan.pipeline or "").partition(":")[0] in ASYNCHRONOUS
 
 
-def staleness_of(model: nn.Module, plan: Plan, starts: tuple[str, ...] | None) -> Staleness:
+def staleness_of(
+    model: nn.Module, loss: Loss, plan: Plan, starts: tuple[str, ...] | None
+) -> Staleness:
     """The staleness of an asynchronous plan, by the rule of its paper."""
     ranks = plan.mesh.size_of("pp")
     name, numbers = allowed(plan.pipeline or "", ranks)
-    at = stage_module.stages_of(model, stage_module.stage_starts(model, plan, starts))
+    calls = stage_module.calls_under(plan, model, loss)
+    begin = stage_module.stage_starts(model, plan, starts, calls)
+    at = stage_module.stages_of(model, begin, calls)
     stage = {name: stages[0] for name, stages in at.items()}
     m = numbers.m
     update, rule = (1, pipedream(ranks)) if name == "pipedream" else (m, two_buffered(m))

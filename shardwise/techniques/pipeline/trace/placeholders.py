@@ -36,10 +36,13 @@ from shardwise.core.errors import bad
 from shardwise.core.tools.suggest import suggest
 from shardwise.techniques.pipeline.trace.interceptor import Glue
 
+#: The places of the calls of each module, by all its names, in a forward pass.
+Calls = Mapping[str, tuple[int, ...]]
+
 
 @dataclass(frozen=True)
 class StageLayer:
-    """A layer's names in the model, and its stages: a module with two names may be in two."""
+    """A layer's names in the model, and its stages: a module that is called twice may be in two."""
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
@@ -66,28 +69,27 @@ class Of:
 
 
 def layers(
-    model: nn.Module, starts: Sequence[str], beside: Mapping[str, str] | None = None
+    model: nn.Module, starts: Sequence[str], calls: Calls | None = None
 ) -> dict[str, StageLayer]:
-    """The layers of `model` by their first name, in the order in which they are defined.
+    """The layers of `model` by their first name, in the order of `calls`.
 
-    A layer's stage is the number of starts at or before it in that order, unless `beside[name]`
-    names a module in whose stage it is (for a container, the stage of its last layer).
+    A layer's stages are, for each of its calls, the number of starts at or before it.
 
     Raises:
-        InputError: a start or a name of `beside` that is no module, starts out of order, a start
-            inside a module that has several names, a stage without a layer.
+        InputError: a start that is no module, starts out of order, a start inside a module that has
+            several names, a stage without a layer.
     """
-    beside = beside or {}
-    order = {n: i for i, (n, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    _check(model, starts, beside, order)
-    at = [order[name] for name in starts]
+    calls = calls or defined(model)
+    _check(model, starts, calls)
+    at = [calls[name][0] for name in starts]
     names: dict[nn.Module, list[str]] = {}
     for name, module in ((n, m) for n, m, is_layer in _walk(model, "", starts) if is_layer):
         names.setdefault(module, []).append(name)
     found: dict[str, StageLayer] = {}
     for known in names.values():
-        stages = {bisect_right(at, _end(order, beside.get(name, name))) for name in known}
+        stages = {bisect_right(at, place) for name in known for place in calls[name]}
         found[known[0]] = StageLayer(tuple(known), tuple(sorted(stages)))
+    found = dict(sorted(found.items(), key=lambda pair: calls[pair[0]][0]))
     filled = {stage for layer in found.values() for stage in layer.stages}
     for stage, start in enumerate(["", *starts]):
         if stage not in filled:
@@ -98,9 +100,10 @@ def layers(
     return found
 
 
-def _end(order: Mapping[str, int], name: str) -> int:
-    """The place of the last module in that of this name, which may be itself."""
-    return max(at for other, at in order.items() if f"{other}.".startswith(f"{name}."))
+def defined(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The calls of a model whose modules are called once, in the order of definition."""
+    names = (name for name, _ in model.named_modules(remove_duplicate=False))
+    return {name: (place,) for place, name in enumerate(names)}
 
 
 def _walk(
@@ -131,19 +134,17 @@ def _persists(module: nn.Module) -> bool:
     )
 
 
-def _check(
-    model: nn.Module, starts: Sequence[str], beside: Mapping[str, str], order: Mapping[str, int]
-) -> None:
-    for name in [*starts, *beside, *beside.values()]:
-        if not name or name not in order:
+def _check(model: nn.Module, starts: Sequence[str], calls: Calls) -> None:
+    for name in starts:
+        if not name or name not in calls:
             raise bad(
                 f'"{name}", which is no module of the {type(model).__name__}',
-                f"names of its modules, such as {_some([key for key in order if key])}",
-                f'"{suggest(name, order)}"',
+                f"names of its modules, such as {_some([key for key in calls if key])}",
+                f'"{suggest(name, calls)}"',
             )
-    right = sorted(set(starts), key=lambda name: order[name])
+    right = sorted(set(starts), key=lambda name: calls[name][0])
     if right != list(starts):
-        allowed = "the first module of each later stage, each once, in order of definition"
+        allowed = "the first module of each later stage, each once, in the order of calls"
         raise bad(f"starts {', '.join(starts)}", allowed, ", ".join(right))
     known: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -265,11 +266,11 @@ class StageLayers:
         twin: nn.Module,
         starts: Sequence[str],
         own_stages: Collection[int],
-        beside: Mapping[str, str] | None = None,
+        calls: Calls | None = None,
     ) -> None:
         self.model, self.twin, self.own_stages = model, twin, frozenset(own_stages)
         self.count = len(starts) + 1
-        self.found = found = layers(model, starts, beside)
+        self.found = found = layers(model, starts, calls)
         outside = {name: m for name, m, is_layer in _walk(model, "", starts) if not is_layer}
         #: containers and glue, ours and the twin's
         self.pairs = [(m, twin.get_submodule(name)) for name, m in outside.items()]

@@ -72,7 +72,7 @@ class Tracer:
         self.held = len(held)
         self.events: list[ForwardStep] = []
         self.stage, self.last = 0, ""
-        self.entered = ("", "")  # the layer that began the stage, and the one before it
+        self.entered = ""  # the layer that began the stage
         self.assumed: list[str] = []  # layers that do not run on meta
         self.opened = len(self.values)  # the first value of this stage
         self.sharing: dict[int, list[int]] = defaultdict(list)  # by storage, values
@@ -155,14 +155,12 @@ class Tracer:
         """Call a layer: the twin's layer runs, on meta."""
         stage = min((s for s in of.stages if s >= self.stage), default=None)
         if stage is None:
-            early, before = self.entered
             raise bad(
                 f"{of.name}, a layer of stage {of.stages[-1]}, called in stage {self.stage}, "
-                f"after {self.last}; that stage began with {early}",
-                "layers that are called in the order of the stages",
-                f'beside={{"{of.name}": "{self.last}"}} if it belongs there, '
-                f'beside={{"{early}": "{before}"}} if that one is called early, '
-                "or both defined in the order in which they are called",
+                f"after {self.last}; that stage began with {self.entered}",
+                "layers that are called in the order of the stages: those that a run of the loss "
+                "without a batch found, and the order of definition where it found none",
+                f"{of.name} defined after {self.last}, or called by the forward of the model",
             )
         if torch.is_autocast_enabled(self.device.type):
             raise bad(
@@ -172,7 +170,7 @@ class Tracer:
             )
         if self.stage < stage:
             self._close()
-            self.stage, self.entered = stage, (of.name, self.last)
+            self.stage, self.entered = stage, of.name
         self.last = of.name
         inputs, metas, on_meta, named = self._on_meta(of.name, args, kwargs)
         versions = [x._version for x in metas]
