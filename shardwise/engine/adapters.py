@@ -62,8 +62,9 @@ def _expanded(entries: Entries, modules: Mapping[str, nn.Module]) -> tuple[Entri
         if not copies and not isinstance(getattr(module, base), nn.Embedding):
             style = _GATHERED if kind == "vocabulary" else style
             same, partial, under_sp = _ADAPTERS[Style.parse(style).name]
-            copies = [f"{same}.{key}" for key in module.lora_A]
-            summed |= {f"{name}.{partial}.{key}": under_sp for key in module.lora_A}
+            adapters = dict(module.get_submodule("lora_A").named_children())
+            copies = [f"{same}.{key}" for key in adapters]
+            summed |= {f"{name}.{partial}.{key}": under_sp for key in adapters}
         styles |= {f"{name}.{key}": style for key in (base, *copies)} | {name: "whole"}
     kept = ((f"{key.removesuffix('?')}?", style) for key, style in entries)
     return _by_pattern(summed, modules), (*_by_pattern(styles, modules), *kept)
