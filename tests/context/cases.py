@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from shardwise.comm.world import Axis, World
 from shardwise.core.mesh import Mesh
 from shardwise.techniques.context.attention import attention
+from shardwise.techniques.context.cut_batch import shard
 from shardwise.techniques.context.positions import SequenceCut
-from shardwise.techniques.context.shards import shard
 
 BATCH, WIDTH, SCALE = 2, 4, 0.4
 

@@ -71,10 +71,9 @@ def batch(padded: str = "") -> dict[str, Tensor]:
     return found | ({"attention_mask": mask} if padded else {})
 
 
-def train(
-    world: World, model: nn.Module, plan: str, whole: dict[str, Tensor], loss: Any
-) -> list[float]:
-    """The losses of three steps and of an evaluation."""
+def train(world: World, model: nn.Module, plan: str, wholes: Any, loss: Any) -> list[float]:
+    """The losses of three steps, on a batch each or all on one, and of an evaluation."""
+    wholes = wholes if isinstance(wholes, list) else [wholes] * 3
     engine = sw.parallelize(
         copy.deepcopy(model),
         plan,
@@ -85,8 +84,11 @@ def train(
         if loss is squared
         else partial(labels, first=int(loss not in (shifted, encoded))),
     )
-    own = {name: x.tensor_split(engine.data_ranks)[engine.data_rank] for name, x in whole.items()}
-    return [*(engine.step(own).loss for _ in range(3)), engine.evaluate(own)[0]]
+    owns = [
+        {name: x.tensor_split(engine.data_ranks)[engine.data_rank] for name, x in whole.items()}
+        for whole in wholes
+    ]
+    return [*(engine.step(own).loss for own in owns), engine.evaluate(owns[-1])[0]]
 
 
 def labels(part: dict[str, Tensor], first: int) -> int:
@@ -94,9 +96,7 @@ def labels(part: dict[str, Tensor], first: int) -> int:
     return int((part["labels"][:, first:] != -100).sum())
 
 
-def assert_parity(
-    model: nn.Module, plan: str, whole: dict[str, Tensor], loss: Any, rel: float
-) -> None:
+def assert_parity(model: nn.Module, plan: str, whole: Any, loss: Any, rel: float) -> None:
     """All ranks have the losses of one process."""
     (expected,) = run_threads(1, train, model, "dp1 fp64", whole, loss)
     for losses in run_threads(sw.Plan.parse(plan).size, train, model, f"{plan} fp64", whole, loss):
@@ -184,7 +184,7 @@ def pretrained(kind: str, auto: str = "AutoModelForCausalLM", **options: Any) ->
     return getattr(transformers, auto).from_config(config, **how).double()
 
 
-def own_loss(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+def own_loss(model: nn.Module, part: dict[str, Any]) -> Tensor:
     return model(**part).loss
 
 
@@ -209,15 +209,55 @@ def test_transformers_without_a_cache(padded: str, plan: str):
     assert_parity(pretrained("llama"), plan, batch(padded), loss, 2e-6)
 
 
+def packed(*lengths: int) -> dict[str, Tensor]:
+    """Rows of documents of these lengths, whose position ids begin anew, without a mask."""
+    ids = torch.cat([torch.arange(length) for length in lengths]).expand(ROWS, -1).clone()
+    ids[0] = torch.arange(ids.shape[1])  # one document
+    return {name: x[:, : ids.shape[1]] for name, x in batch().items()} | {"position_ids": ids}
+
+
+@pytest.mark.parametrize(
+    "plan", ["cp2 zero3", "cp2:ulysses", "cp4:2x2 recompute:full", "cp2 pp2 gpipe:2 recompute:full"]
+)
+def test_documents_that_a_model_of_transformers_finds(plan: str):
+    """In a later step too, also if all of them begin where a rank's chunk does."""
+    loss = lambda model, part: own_loss(model, part | {"use_cache": False})  # noqa: E731
+    assert_parity(
+        pretrained("llama"), plan, [packed(12), packed(3, 3, 3, 3), packed(5, 1, 6)], loss, 2e-6
+    )
+
+
+def test_documents_that_are_not_in_the_batch_are_refused():
+    """Position ids of a rank's positions, made by the program: in the step in which they occur."""
+
+    def loss(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+        anew = {"position_ids": part["ids"] % 3} if part["anew"].any() else {}
+        plain = {name: x for name, x in part.items() if name not in ("ids", "anew")}
+        return own_loss(model, plain | anew | {"use_cache": False})
+
+    ids = torch.arange(LENGTH).expand(ROWS, -1)
+    batches = [batch() | {"ids": ids, "anew": torch.full((ROWS, 1), bool(n))} for n in range(2)]
+    with pytest.raises((RankError, InputError), match="an attention mask"):
+        run_threads(2, train, pretrained("llama"), "cp2 fp64", batches, loss)
+
+
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a recurrence": (lambda x: nn.GRU(WIDTH, WIDTH, batch_first=True).double()(x)[0], "recurrent"),
     "a convolution": (
         lambda x: F.conv1d(x.mT, torch.ones(WIDTH, 1, 3).double(), padding=1, groups=WIDTH).mT,
         "a convolution over positions",
     ),
-    "a mean": (lambda x: x - x.mean(1, keepdim=True), "a mean over positions"),
-    "a sum": (lambda x: x.cumsum(dim=1), "a cumulative sum over positions"),
-    "another order": (lambda x: x.flip(1), "a change of the order over positions"),
+    "a mean": (lambda x: x - x.mean(1, keepdim=True), "'mean' over positions"),
+    "a sum": (lambda x: x.cumsum(dim=1), "'cumsum' over positions"),
+    "another order": (lambda x: x.flip(1), "'flip' over positions"),
+    "neighbours": (
+        lambda x: x + torch.diff(x[..., 0].long(), prepend=x[:, :1, 0].long()).unsqueeze(-1),
+        "a difference of neighbours",
+    ),
+    "weights of attention": (
+        lambda x: nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).double()(x, x, x)[0],
+        "nn.MultiheadAttention under cp2 that returns weights",
+    ),
     "the last position": (lambda x: x + x[:, -1].unsqueeze(1), r"positions \[-1\] of a seq"),
     "all but the last": (lambda x: x + x[..., :-1, :].mean(), r"positions \[:-1\] of a sequence"),
     "scores": (lambda x: (x @ x.mT).softmax(-1) @ x, "attention without F.scaled_dot"),
@@ -258,7 +298,7 @@ def moved(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
 
 
 class Layers(nn.Module):
-    """A layer of PyTorch's, whose attention is out of reach."""
+    """A layer of PyTorch's, with nn.MultiheadAttention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +306,15 @@ class Layers(nn.Module):
         self.layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 48, dropout=0.0, batch_first=True)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.head(self.layer(self.embed(ids)))
+        past = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=torch.float64)
+        return self.head(self.layer(self.embed(ids), past, is_causal=True))
+
+
+@pytest.mark.parametrize("plan", ["cp2 zero3", "cp4:2x2"])
+def test_multihead_attention(plan: str):
+    """PyTorch's layers need no weights of it."""
+    torch.manual_seed(0)
+    assert_parity(Layers().double(), plan, batch("right"), shifted, 1e-10)
 
 
 def behind_zeros() -> nn.Module:
@@ -280,7 +328,6 @@ def behind_zeros() -> nn.Module:
     ("model", "loss"),
     [
         (lambda: decoder(sliced=True), moved),
-        (lambda: Layers().double(), shifted),
         (behind_zeros, shifted),
     ],
 )
@@ -305,12 +352,12 @@ def test_attention_of_transformers_that_is_refused(kind: str, options: dict[str,
         run_threads(2, train, pretrained(kind, **options), "cp2 fp64", batch(), own_loss)
 
 
-def test_ulysses_needs_a_position_for_each_rank():
-    """A ring may have ranks without positions; Ulysses says that it may not."""
-    short = {name: x[:, :3] for name, x in batch().items()}
-    assert_parity(decoder(sliced=True), "cp4", short, shifted, 1e-10)
-    with pytest.raises((RankError, InputError), match=r"sequences of 3 positions under 'cp4:ulys"):
-        run_threads(4, train, decoder(sliced=True), "cp4:ulysses fp64", short, shifted)
+def test_each_rank_needs_a_position():
+    """Five positions on four ranks are enough, three are not."""
+    few, short = ({name: x[:, :n] for name, x in batch().items()} for n in (5, 3))
+    assert_parity(decoder(sliced=True), "cp4", few, shifted, 1e-10)
+    with pytest.raises((RankError, InputError), match=r"sequences of 3 positions under 'cp4'"):
+        run_threads(4, train, decoder(sliced=True), "cp4 fp64", short, shifted)
 
 
 @pytest.mark.parametrize("plan", ["cp2", "cp2:ulysses"])

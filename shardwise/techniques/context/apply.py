@@ -82,11 +82,12 @@ def require_model(model: nn.Module, plan: Plan) -> bool:
                 "models whose attention is F.scaled_dot_product_attention",
                 'attn_implementation="sdpa"',
             )
-        window, kinds = (getattr(config, name, None) for name in ("sliding_window", "layer_types"))
-        if window and (kinds is None or "sliding_attention" in kinds):
+        names = "sliding_window", "attention_chunk_size", "layer_types"
+        window, chunk, kinds = (getattr(config, name, None) for name in names)
+        if (window or chunk) and (kinds is None or {*kinds} - {"full_attention"}):
             raise bad(
-                f"a {type(module).__name__} whose attention has a window of {window} positions, "
-                f"under {plan.context}",
+                f"a {type(module).__name__} whose attention has a window of {window or chunk} "
+                f"positions, under {plan.context}",
                 "attention that is causal or full",
                 "sliding_window=None in the configuration of the model",
             )
@@ -153,11 +154,11 @@ class PositionShards(Applied):
 def part_of(plan: Plan, part: Any, rank: int, *, shifts: bool) -> tuple[Any, Sequences]:
     """The positions of rank `rank` of `cp` in a part of a batch."""
     length = length_of(part)
-    if plan.context is not None and plan.context.ulysses > 1 and length < plan.cp:
+    if length < plan.cp:
         raise bad(
             f"sequences of {length} positions under '{plan.context}'",
             f"{plan.cp} positions or more, at least one for each rank",
-            f"cp{plan.cp}, whose ranks may have none, or longer sequences",
+            "longer sequences, or sequences that are padded",
         )
     return cut_batch(part, cut_of(length, plan.context), rank, shifts=shifts)
 

@@ -6,10 +6,13 @@
     {"ids": [B, T], "label": [B]}                the label has no positions
 
 For models of transformers labels are shifted before the cut, as `shift_labels`, and a mask of
-padding is kept aside: the model would make of it a mask of this rank's positions alone.
+padding is kept aside: the model would make of it a mask of this rank's positions alone.  So it is
+with `position_ids` that begin anew, where several documents are packed into one row.
 """
 
+from collections import UserDict
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -18,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from shardwise.comm.move import part
 from shardwise.core.errors import bad
 from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.context.positions import SequenceCut
-from shardwise.techniques.context.shards import shard
 
 #: A label that a loss of transformers ignores.
 IGNORED = -100
@@ -34,13 +37,20 @@ class Sequences:
     cut       how the positions are divided
     rank      this one, on the axis `cp`
     marker    stands for the mask of padding in the model; None: the model has none
-    padding   boolean [B, 1, 1, T], True where a key is no padding
+    padding   boolean [B, 1, 1, T], True where a key is no padding; or `same_document()`
+    ids       the batch's `position_ids` [B, T], in which packed documents begin anew; None: none,
+              or a mask of padding, with which a model of transformers does not look for documents
+    own_ids   of this rank's positions
+    transformers   the model is a decoder of transformers
     """
 
     cut: SequenceCut
     rank: int
     marker: Tensor | None = None
     padding: Tensor | None = None
+    ids: Tensor | None = None
+    own_ids: Tensor | None = None
+    transformers: bool = False
     _positions: Tensor | None = None
 
     @cached_property
@@ -50,16 +60,28 @@ class Sequences:
 
     def stands_for_padding(self, mask: Tensor | None) -> bool:
         """Whether the mask is the marker, or a view of it."""
-        if self.marker is None or mask is None:
-            return False
-        return mask.untyped_storage().data_ptr() == self.marker.untyped_storage().data_ptr()
+        return _same_storage(self.marker, mask)
 
-    @property
-    def starts(self) -> list[int]:
-        """Where each run of neighbouring positions begins, of this rank's."""
-        chunks = [(start, stop) for start, stop in self.cut.chunks(self.rank) if start < stop]
-        sizes = [stop - start for start, stop in chunks]
-        return [sum(sizes[:number]) for number in range(len(sizes))]
+    def is_packed(self, own: Tensor) -> Tensor:
+        """Whether a row has several documents, by its position ids, of which `own` are here.
+
+        Others than the batch's are taken for positions: if they differ, where documents begin is
+        not known here, and a mask that the model makes of them is refused.
+        """
+        if self.ids is None or not _same_storage(own, self.own_ids):
+            return (own != self.positions(own.device)).any()
+        return (_documents(self.ids)[:, -1] != 0).any()
+
+    def same_document(self) -> Tensor:
+        """Boolean [B, 1, t, T]: the query and the key are in one document.
+
+        The rows are those of all ranks of this one's Ulysses group, which need not send theirs.
+        """
+        assert self.ids is not None
+        number = _documents(self.ids)
+        chunks = self.cut.ring.chunks(self.rank // self.cut.ulysses)
+        rows = torch.cat([number[:, start:stop] for start, stop in chunks], 1)
+        return (rows[:, :, None] == number[:, None])[:, None]
 
     def positions(self, device: torch.device) -> Tensor:
         """The positions of this rank, int64."""
@@ -88,12 +110,19 @@ def length_of(batch: Any) -> int:
     return tensors[0].shape[1]
 
 
+def shard(x: Tensor, cut: SequenceCut, rank: int, dim: int) -> Tensor:
+    """The positions of `rank` in dim `dim` of `x`, which has `cut.length`; a new tensor."""
+    return part(x, cut.on(dim), rank)
+
+
 def cut_batch(batch: Any, cut: SequenceCut, rank: int, *, shifts: bool) -> tuple[Any, Sequences]:
     """The positions of a rank in every tensor of a batch; `shifts`: for a model of transformers."""
-    of = Sequences(cut, rank)
+    of = Sequences(cut, rank, transformers=shifts)
     if shifts and isinstance(batch, Mapping):
         batch = _for_transformers(batch, of)
-    return mapped(partial(_own, of), batch, Tensor, objects=True), of
+    own = mapped(partial(_own, of), batch, Tensor, objects=True)
+    of.own_ids = None if of.ids is None else own["position_ids"]
+    return own, of
 
 
 def _own(of: Sequences, x: Tensor) -> Tensor:
@@ -103,8 +132,22 @@ def _own(of: Sequences, x: Tensor) -> Tensor:
     return x if dim is None or x is of.marker else shard(x, of.cut, of.rank, dim)
 
 
-def _for_transformers(batch: Mapping[str, Any], of: Sequences) -> dict[str, Any]:
-    found, mask, labels = dict(batch), batch.get("attention_mask"), batch.get("labels")
+def _same_storage(x: Tensor | None, y: Tensor | None) -> bool:
+    if x is None or y is None:
+        return False
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+
+def _documents(ids: Tensor) -> Tensor:
+    """The number of the document of each position [B, T]: ids that are not the next begin one."""
+    return (torch.diff(ids, prepend=ids[:, :1] - 1) != 1).cumsum(-1)
+
+
+def _for_transformers(batch: Mapping[str, Any], of: Sequences) -> Any:
+    found: Any = copy(batch) if isinstance(batch, dict | UserDict) else dict(batch)
+    mask, labels, ids = (batch.get(name) for name in ("attention_mask", "labels", "position_ids"))
+    if mask is None and isinstance(ids, Tensor) and ids.shape[1:] == (of.cut.length,):
+        of.ids = ids
     if isinstance(mask, Tensor) and mask.dim() == 2:
         of.padding = mask.bool()[:, None, None]
         of.marker = found["attention_mask"] = mask.new_ones(1, 1, 1, 1, dtype=torch.bool)

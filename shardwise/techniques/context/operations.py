@@ -1,9 +1,10 @@
 """Operations of a model that reach beyond a rank's positions, and what replaces them.
 
     F.scaled_dot_product_attention      attention to the positions of all ranks
+    nn.MultiheadAttention               the same, if it returns no weights
     F.cross_entropy(reduction="mean")   the mean over the labels of all ranks
     torch.arange(t), table[:t]          this rank's positions in place of the first t
-    torch.diff                          neighbours are those of the whole sequence
+    torch.diff                          of position ids: whether documents are packed into a row
 
 A `TorchFunctionMode` replaces them while the model runs, so the model's code does not change.
 Other operations along the sequence raise InputError: a recurrent layer, a convolution, a mean or a
@@ -11,8 +12,11 @@ softmax over positions, a slice of the positions.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -20,22 +24,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from shardwise.core.errors import bad
+from shardwise.core.errors import InputError, bad
 from shardwise.techniques.context.cut_batch import Sequences
 
-#: Functions along one dim, by what they compute.
-_ALONG: Final = {
-    **dict.fromkeys((torch.mean, Tensor.mean), "a mean"),
-    **dict.fromkeys((torch.sum, Tensor.sum), "a sum"),
-    **dict.fromkeys((torch.amax, Tensor.amax, torch.max, Tensor.max), "a maximum"),
-    **dict.fromkeys((torch.std, Tensor.std, torch.var, Tensor.var), "a variance"),
-    **dict.fromkeys((torch.cumsum, Tensor.cumsum), "a cumulative sum"),
-    **dict.fromkeys((torch.flip, Tensor.flip, torch.roll, Tensor.roll), "a change of the order"),
-}
+#: Functions along one dim.
+_ALONG: Final = frozenset(
+    getattr(where, name)
+    for where in (torch, Tensor)
+    for name in ("mean", "sum", "amax", "max", "std", "var", "cumsum", "flip", "roll")
+)
+_MULTIHEAD: Final = signature(F.multi_head_attention_forward)
 _SOFTMAX: Final = (torch.softmax, Tensor.softmax, F.softmax)
 _RECURRENT: Final = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _CONVOLUTIONS: Final = (F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d)
-_INSTEAD: Final = "a plan without cp; tp2 sp also divides the sequence, between layers"
 
 #: attend(q, k, v, mask, causal=, scale=, dropout_p=, of=) over all ranks.
 Attend = Callable[..., Tensor]
@@ -62,6 +63,7 @@ class OwnPositions(TorchFunctionMode):
         self.own_mean = False
         self.handlers: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
+            F.multi_head_attention_forward: self._multihead,
             F.cross_entropy: self._cross_entropy,
             torch.arange: partial(self._arange, torch.arange),
             torch.diff: self._diff,
@@ -87,12 +89,17 @@ class OwnPositions(TorchFunctionMode):
         if func in self.handlers:
             return self.handlers[func](*args, **kwargs)
         if why := self._along(func, args, kwargs):
-            raise bad(
-                f"{why} under cp{self.of.cut.ranks}, where each rank has some of the positions",
-                "models in which only F.scaled_dot_product_attention reads other positions",
-                _INSTEAD,
-            )
+            raise self._reaches(why)
         return func(*args, **kwargs)
+
+    def _reaches(self, what: str) -> InputError:
+        return bad(
+            f"{what} under cp{self._sequences().cut.ranks}, where each rank has some of the "
+            "positions",
+            "models in which only F.scaled_dot_product_attention reads other positions, and labels "
+            "that are shifted in the batch",
+            "a plan without cp; tp2 sp also divides the sequence, between layers",
+        )
 
     # --- attention and loss -------------------------------------------------------------------
 
@@ -113,13 +120,12 @@ class OwnPositions(TorchFunctionMode):
             self._require_other(key.shape[-2], of)
             how = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **how)
-        for part in self.parts:
-            if part.stands_for_padding(attn_mask):
-                attn_mask, is_causal = part.padding, True
-        self._require(query, attn_mask, of)
         if query.dim() == 3:
             q, k, v = (x.unsqueeze(1) for x in (query, key, value))
             return self._attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale).squeeze(1)
+        kept = self._kept(attn_mask, of)
+        self._require(query, attn_mask if kept is None else None, of)
+        attn_mask, is_causal = (attn_mask, is_causal) if kept is None else (kept, True)
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         how = {"causal": is_causal, "scale": scale, "dropout_p": dropout_p, "of": of}
         width, own = query.shape[-1], value.shape[-1]
@@ -128,6 +134,21 @@ class OwnPositions(TorchFunctionMode):
         # columns of zeros add nothing to scores, and are zeros in the output
         q, k, v = (F.pad(x, (0, max(width, own) - x.shape[-1])) for x in (query, key, value))
         return self.attend(q, k, v, attn_mask, **how)[..., :own]
+
+    def _kept(self, mask: Tensor | None, of: Sequences) -> Tensor | None:
+        """The mask for which the model's `mask` stands; None if it is the model's own.
+
+        A part of the step keeps a mask of padding, or that of documents, which a model of
+        transformers makes of its own positions alone: the first such one becomes the marker.
+        """
+        local = (of.numel, of.numel)
+        for part in self.parts:
+            if part.stands_for_padding(mask):
+                return part.padding
+        if mask is None or of.ids is None or of.marker is not None or mask.shape[-2:] != local:
+            return None
+        of.marker, of.padding = mask, of.same_document()
+        return of.padding
 
     def _require_other(self, keys: int, of: Sequences) -> None:
         """Raise InputError for another sequence that some rank would take for its positions."""
@@ -149,11 +170,8 @@ class OwnPositions(TorchFunctionMode):
                 "F.scaled_dot_product_attention once for all heads: flatten other dims into rows",
             )
         if query.shape[-2] != of.numel:
-            raise bad(
-                f"attention of {query.shape[-2]} queries to this rank's {of.numel} positions, of "
-                f"{of.cut.length}, under cp{of.cut.ranks}",
-                "a query for each position that has a key",
-                _INSTEAD,
+            raise self._reaches(
+                f"attention of {query.shape[-2]} queries to this rank's {of.numel} positions"
             )
         rows, columns = (1, 1, *mask.shape)[-2:] if mask is not None else (1, 1)
         if mask is not None and (columns not in (1, of.cut.length) or rows not in (1, of.numel)):
@@ -163,6 +181,38 @@ class OwnPositions(TorchFunctionMode):
                 f"is_causal=True, or a mask of all {of.cut.length} columns",
                 "the mask [rows, 1, T, T], or of padding [rows, 1, 1, T], in the batch",
             )
+
+    def _multihead(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """The forward of nn.MultiheadAttention; its tensors are [positions, rows, features]."""
+        bound = _MULTIHEAD.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = SimpleNamespace(**bound.arguments)
+        more = (given.key_padding_mask, given.bias_k, given.static_k, given.static_v)
+        if given.need_weights or given.add_zero_attn or any(x is not None for x in more):
+            raise bad(
+                f"nn.MultiheadAttention under cp{self._sequences().cut.ranks} that returns "
+                "weights, adds keys or has a key_padding_mask",
+                "need_weights=False, and attention that is causal or full",
+                "attention(x, x, x, need_weights=False)",
+            )
+        qkv, bias = (given.query, given.key, given.value), given.in_proj_bias
+        if given.use_separate_proj_weight:
+            weights = given.q_proj_weight, given.k_proj_weight, given.v_proj_weight
+        else:
+            weights = given.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if bias is None else bias.chunk(3)
+        qkv = [F.linear(*each) for each in zip(qkv, weights, biases, strict=True)]
+        single = qkv[0].dim() == 2
+        qkv = [x.unsqueeze(1) if single else x for x in qkv]
+        q, k, v = (x.unflatten(-1, (given.num_heads, -1)).permute(1, 2, 0, 3) for x in qkv)
+        mask = None if given.is_causal else given.attn_mask
+        if mask is not None:
+            mask = ~mask if mask.dtype == torch.bool else mask
+            mask = mask.unflatten(0, (len(q), -1)) if mask.dim() == 3 else mask[None, None]
+        dropout_p = given.dropout_p if given.training else 0.0
+        out = self._attention(q, k, v, mask, dropout_p, given.is_causal).permute(2, 0, 1, 3)
+        out = F.linear(out.flatten(2), given.out_proj_weight, given.out_proj_bias)
+        return out.squeeze(1) if single else out, None
 
     def _cross_entropy(
         self,
@@ -205,18 +255,22 @@ class OwnPositions(TorchFunctionMode):
         """`torch.arange(t)` is of this rank's positions."""
         of = self._sequences()
         found = make(*args, **kwargs)
-        if _arange_of(args, kwargs) != (0, of.numel, 1):
+        if _arange_of(args, kwargs) != (0, of.numel, 1) or _makes_a_mask():
             return found
         return of.positions(found.device).to(found.dtype)
 
-    def _diff(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Differences of positions, where those before a rank's chunk are on another rank."""
-        found, of = torch.diff(*args, **kwargs), self._sequences()
+    def _diff(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Differences of position ids: ones, or zeros if documents are packed into a row.
+
+        A model of transformers looks for documents by them.  Those before a rank's chunk are on
+        another rank, so that its mask only says that there are some (`_kept`).
+        """
+        found, of = torch.diff(x, *args, **kwargs), self._sequences()
         if found.shape[-1:] != (of.numel,) or found.is_floating_point() or found.is_meta:
             return found
-        for start in of.starts[1:]:
-            found[..., start] = 1
-        return found
+        if not of.transformers:
+            raise self._reaches("a difference of neighbours")
+        return (~of.is_packed(x)).to(found.dtype).expand(found.shape)
 
     def _item(self, x: Tensor, index: Any) -> Tensor:
         """The first t rows of a table are those of this rank's positions."""
@@ -225,13 +279,7 @@ class OwnPositions(TorchFunctionMode):
         if isinstance(x, nn.Parameter) or id(x) in self.tables:
             return self._table(x, parts, of)
         if (part := _of_positions(x, parts, of)) is not None:
-            raise bad(
-                f"positions [{_text(part)}] of a sequence under cp{of.cut.ranks}, where each rank "
-                "has some of the positions",
-                "models in which only F.scaled_dot_product_attention reads other positions, and "
-                "labels that are shifted in the batch",
-                _INSTEAD,
-            )
+            raise self._reaches(f"positions [{_text(part)}] of a sequence")
         return x[index]
 
     def _table(self, x: Tensor, parts: tuple[Any, ...], of: Sequences) -> Tensor:
@@ -270,7 +318,7 @@ class OwnPositions(TorchFunctionMode):
             dims = kwargs.get("dim", kwargs.get("dims", args[1] if len(args) > 1 else None))
             dims = dims if isinstance(dims, (tuple, list)) else (dims,)
             if any(dim in (1, -2) for dim in dims if not isinstance(dim, Tensor)):
-                return f"{_ALONG[func]} over positions"
+                return f"'{func.__name__}' over positions"
         return ""
 
     def _sequences(self) -> Sequences:
@@ -293,6 +341,12 @@ def _of_positions(x: Tensor, parts: tuple[Any, ...], of: Sequences) -> Any:
     every = isinstance(part, slice) and part.indices(of.numel) == (0, of.numel, 1)
     shifts = part in (slice(1, None), slice(None, -1), slice(0, -1))  # of labels
     return None if every or (x.dim() == 2 and not shifts) else part
+
+
+def _makes_a_mask() -> bool:
+    """Whether the function that asks makes a mask for transformers, by indices of own positions."""
+    asks = sys._getframe(3)  # behind `_arange` and `__torch_function__`
+    return asks.f_globals.get("__name__") == "transformers.masking_utils"
 
 
 def _text(part: Any) -> str:

@@ -12,11 +12,12 @@
 
 With zigzag every rank has an early and a late chunk, so in causal attention all ranks compute
 equally many scores (Brandon et al., "Striped Attention", arXiv 2311.09431, states the imbalance of
-blocks; Megatron-LM has these chunks).  Sizes of chunks differ by at most one; if the sequence is
-shorter than the number of chunks, some are empty.  This file imports no torch: prices read it.
+blocks; Megatron-LM has these chunks).  Two ranks differ by at most one
+position; a chunk may be empty.  This file imports no torch: prices read it.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from shardwise.core.layouts.uneven import Cut, Range, even
 from shardwise.techniques.context.word import ContextWord
@@ -47,9 +48,13 @@ class SequenceCut:
         """
         if self.ulysses > 1:
             return self._block(*divmod(rank, self.ulysses))
-        parts = 2 * self.ranks if self.zigzag else self.ranks
-        ranges = [interval for (interval,) in even(0, self.length, parts).ranges]
-        return [ranges[rank], ranges[-1 - rank]] if self.zigzag else [ranges[rank]]
+        blocks = [interval for (interval,) in even(0, self.length, self.ranks).ranges]
+        if not self.zigzag:
+            return [blocks[rank]]
+        counts = [stop - start for start, stop in blocks]
+        sizes = [count - count // 2 for count in counts] + [count // 2 for count in counts[::-1]]
+        edges = [0, *accumulate(sizes)]
+        return [(edges[place], edges[place + 1]) for place in (rank, 2 * self.ranks - 1 - rank)]
 
     def numel(self, rank: int) -> int:
         """The number of positions of a rank."""

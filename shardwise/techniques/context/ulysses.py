@@ -14,7 +14,8 @@ With K = H + 2 max(Hkv, n) heads, a rank with t of T positions sends these eleme
     backward    gradient of the output   B D H t (n-1)/n
                 of queries, keys, ...    B D K (T - t)/n
 
-The rows of a mask are sent in the forward pass alone, a boolean in one byte.
+The rows of a mask are sent in the forward pass alone, a boolean in one byte, unless it has those of
+all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -87,6 +88,8 @@ def _to_positions(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
 def _rows(mask: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
     """The rows of all ranks, for this rank's heads.  A mask that broadcasts rows is not sent."""
     heads = mask.shape[1]
+    if mask.shape[2] == sum(counts) and min(counts):  # it has the rows of all ranks
+        return mask
     # ranks with one position cannot tell, and all ranks must do the same
     if mask.shape[2] == 1 and min(counts) > 1:
         return mask if heads == 1 else mask.chunk(axis.size, 1)[axis.rank]
