@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import shardwise as sw
@@ -50,6 +50,38 @@ TASKS = {
 }
 
 
+class Adds(torch.autograd.Function):
+    """Adds a gradient of its own to that of `term`, as routers of transformers do."""
+
+    @staticmethod
+    def forward(_: Any, *of: Tensor) -> Tensor:
+        return of[0].view_as(of[0])
+
+    @staticmethod
+    def backward(_: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0].new_ones(())
+
+
+def with_gradients_of_its_own(task: Task) -> Task:
+    """A hook, and a function in the forward of a block, add numbers to gradients of weights."""
+
+    def make() -> nn.Module:
+        model = task.make()
+        first, second = (model.get_submodule(f"blocks.{n}.mlp.up") for n in (0, 1))
+        first.weight.register_hook(lambda grad: grad + 0.01)
+
+        def added(module: nn.Module, args: Any, x: Tensor) -> Tensor:
+            return Adds.apply(x, 0.02 * module.weight.sum())
+
+        second.register_forward_hook(added)
+        return model
+
+    return replace(task, make=make)
+
+
+TASKS |= {f"{kind}, hooks": with_gradients_of_its_own(TASKS[kind]) for kind in ("untied", "tied")}
+
+
 def kind_of(text: str) -> str:
     """The kind of model that the plan trains: a mixture where experts are spread, else a GPT."""
     plan = Plan.parse(text)
@@ -57,7 +89,10 @@ def kind_of(text: str) -> str:
         return "mixture" if plan.cp == 1 else "mixture without a capacity"
     own_head = plan.sp or plan.layers or "head" in (plan.tile or "")
     stale = (plan.pipeline or "").startswith("pipedream")  # whose stages share no weight
-    return "untied" if own_head or stale else "tied"
+    kind = "untied" if own_head or stale else "tied"
+    # layers with a mesh of their own compute several microbatches at once; tiles have no `weight`
+    seen = plan.precision in (None, "fp64", "fp32") and not (plan.layers or plan.tile)
+    return f"{kind}, hooks" if seen else kind
 
 
 Pair = tuple[dict[Any, int], dict[Any, int]]  # measured and predicted
@@ -231,7 +266,7 @@ def train_and_go_on(
     load(engine, arrays, scalars)
     batch, done = task.batch(SAVED), engine.steps - engine.steps_run
     found.resumed_loss = engine.step(mine(engine, batch)).loss
-    how = {"loads": expected.resumed_loads, "loaded": True, "done": done, "flushed": True}
+    how = {"loads": expected.resumed_loads, "done": done, "flushed": True}
     compare(found, engine, told[-1], how)
     found.resumed_steps = engine.steps
     found.resumed_state = pieces(engine.boxes(), "")

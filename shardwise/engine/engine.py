@@ -5,9 +5,8 @@
     update this rank's pieces                     (updating.py)
     begin to gather what the next step uses
 
-The loss is the mean over the tokens of the *global* batch.  Each microbatch's mean is multiplied by
-its number of tokens, which makes it a sum, on whichever rank it is, and by a power of two; the
-update divides by the tokens of all (scale.py).
+The loss is the mean over the tokens of the *global* batch.  The tokens of all ranks are summed
+while the forward runs, and each microbatch's mean weighs as many as it has (scale.py).
 """
 
 import math
@@ -33,7 +32,7 @@ from shardwise.engine.checks import compiled, hint, validate
 from shardwise.engine.checks.consistency import ConsistencyCheck, share_checksum, warn_equal_shares
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.optimizer_state import Catalogue
-from shardwise.engine.optimizer.scale import LossScale, power_of_two
+from shardwise.engine.optimizer.scale import LossScale, LossWeights
 from shardwise.engine.optimizer.updating import Updates, optimizer_and_updater
 from shardwise.engine.precision import DTYPES
 from shardwise.engine.rank_zero_weights import RankZeroWeights
@@ -97,7 +96,7 @@ class Engine:
         )
         self.steps = self.steps_run = 0  # of the run; of these, the steps of this engine
         self.coming: state.Loading | None = None  # a checkpoint that is being loaded
-        self.expected = 0  # tokens of the global batch, of the step before
+        self.shares_compared = False  # whether data ranks have compared a batch
         self.last: dict[Key, Tally] = {}  # what the last step sent
         self.world.tiers.bound_device(self.plan.device_memory_bytes)
 
@@ -175,16 +174,20 @@ class Engine:
             raise
         self.guard.begin()
         self.data.begin_step()
-        sum_scale = self.scale.value / power_of_two(self.expected)
+        size = self.staging.schedule.update if self.staging else 0
+        scale = self.scale.of_each(self.data_ranks * len(parts))
+        with self.ledger.phase("check"):
+            agree, device = self.consensus.begin_agree, self.world.device
+            weights = LossWeights(counts, size or len(counts), agree, device, scale)
         with hint.dtypes(self.dtype), hint.step(self.steps + 1):
-            summed = self.passes.run(parts, counts, sum_scale)
+            summed = self.passes.run(parts, counts, weights)
         del parts  # may be copies of parts of the batch
         for each in self.sharded.applied:
             each.end(trains=True)
         with self.ledger.phase("update"):
             loss = summed / max(1, sum(counts))
             arriving = self.consistency.compare_gradients(self._arrivals(), loss, self.flats)
-            result = self._settle(summed, sum(counts), arriving)
+            result = self._settle(summed, weights, arriving)
         self.consistency.end(skipped=result.skipped)
         self.steps, self.steps_run = self.steps + 1, self.steps_run + 1
         self.data.in_step = False
@@ -210,18 +213,20 @@ class Engine:
             parts = shares.split(batch, self.microbatches, self.plan.cut, self.rows)
             counts = [self._count(part) for part in parts]
         except InputError as error:
-            if not self.expected:
-                self._total(batch, 0, error)
+            if not self.shares_compared:
+                self._compare_shares(batch, 0, error)
             raise
-        self.expected = self.expected or self._total(batch, sum(counts))
+        if not self.shares_compared:
+            self._compare_shares(batch, sum(counts))
+            self.shares_compared = True
         return parts, counts
 
     def _count(self, part: Any) -> int:
         tokens = self.training.tokens
         return shares.rows(part, self.rows) if tokens is None else tokens(part)
 
-    def _total(self, batch: Any, mine: int, refused: InputError | None = None) -> int:
-        """The tokens of all data ranks, which also compare their shares: before the first step."""
+    def _compare_shares(self, batch: Any, mine: int, refused: InputError | None = None) -> None:
+        """Compare the shares of the data ranks, and their numbers of tokens: in the first step."""
         asked = self.rows is not None or self.training.tokens is not None
         lists = 0 if asked else shares.list_entries(batch)
         share = share_checksum(batch, self.world.device)
@@ -233,16 +238,11 @@ class Engine:
         shares.require_equal_lists(batch, summed[2:4], self.plan.data_size)
         if self.world.rank == 0 and self.data_ranks > 1:
             warn_equal_shares(batch, summed, self.plan.data_size)
-        return max(1, round(summed[0].item()))
 
-    def _settle(self, summed: Tensor, count: float, arriving: Iterator[Unit]) -> StepResult:
-        """Finish the reductions, agree, update, and begin to gather for the next step.
-
-        Gradients were divided by a power of two near the previous step's number of tokens, which
-        every rank knows; the update makes them the mean.
-        """
+    def _settle(self, summed: Tensor, weights: LossWeights, arriving: Iterator[Unit]) -> StepResult:
+        """Finish the reductions, agree, update, and begin to gather for the next step."""
         reported = self.guard.reported_loss(summed).view(1)
-        own = torch.cat([reported, summed.new_full((1,), count), self.consensus.summary()])
+        own = torch.cat([reported, self.consensus.summary()])
         with self.ledger.phase("check"):
             agreed = self.consensus.begin_agree(own)
         first = [unit for unit in (next(arriving, None),) if unit is not None]
@@ -251,22 +251,21 @@ class Engine:
             own = torch.cat([sums[:1], self.consensus.differing(sums)])
             # the loss is known on the last stage
             sums[:1], differs = self.guard.over_tensors(*self._over_stages(own).split(1))
-            sums[2:] = self.passes.shared(self.optimizer.names, sums[2:])
+            sums[1:] = self.passes.shared(self.optimizer.names, sums[1:])
         by_norm = self.guard.by_norm
         squares, differs = self.updates.squares(differs) if by_norm else (sums[:1] * 0, differs)
         # the step's only wait for the device: from these numbers follows whether it updates
-        loss_sum, tokens, *used, squared, difference = torch.cat([sums, squares, differs]).tolist()
+        numbers = [weights.totals.sum(1), sums, squares, differs]
+        tokens, parts, loss_sum, *used, squared, difference = torch.cat(numbers).tolist()
         counted = round(tokens)
-        total = max(1, counted)
-        loss, correction = loss_sum / total, power_of_two(self.expected) / total
-        self.expected = counted or self.expected
+        loss, correction = loss_sum / max(1, counted), 1 / (max(1.0, parts) * weights.scale)
         self.consensus.apply(used, difference)
         if counted and self.stages.size == 1 and not any(used[:-1]):  # the last is a checksum
             raise validate.no_gradient("a step")
         asked = self.training.clip is not None
         norm, skipped = None, not math.isfinite(loss)
         if by_norm:
-            norm = math.sqrt(squared) * correction / self.scale.value
+            norm = math.sqrt(squared) * correction
             skipped = skipped or not math.isfinite(norm)
             if not skipped:
                 self.updates.by_norm(norm, correction)
@@ -408,7 +407,6 @@ class Engine:
             "step": self.steps,
             "loss_scale": self.scale.value,
             "since": self.scale.good,
-            "tokens": self.expected,
             "optimizer": self.training.optimizer.kind.__name__,
             "groups": self.optimizer.changed(),
         } | state.values(self.model, self.sharded, self.optimizer, self.world)
@@ -416,7 +414,6 @@ class Engine:
     def load_scalars(self, saved: Mapping[str, Any]) -> None:
         """Load the numbers of `scalars`, before `loaded()`."""
         self.steps = int(saved["step"])
-        self.expected = int(saved.get("tokens", 0))  # determines the power of two
         self.scale.value, self.scale.good = float(saved["loss_scale"]), int(saved["since"])
         self.scale.value = self.scale.value if self.scale.on else 1.0
         self.optimizer.load_changed(saved.get("groups", {}))

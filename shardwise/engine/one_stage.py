@@ -19,6 +19,7 @@ from shardwise.core.applied import Applied, during
 from shardwise.core.schedule.action import Action
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
+from shardwise.engine.optimizer.scale import LossWeights
 from shardwise.techniques.data.rerun import Objective, Rerun
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.pipeline.runtime import Watch, run
@@ -57,24 +58,24 @@ class OneStage:
         self.microbatches = 1
         self.watch: Watch | None = None
 
-    def run(self, parts: Sequence[Any], counts: Sequence[float], sum_scale: float) -> Tensor:
+    def run(self, parts: Sequence[Any], counts: Sequence[float], weights: LossWeights) -> Tensor:
         """Run all microbatches forward and backward; the last one sums gradients over the ranks.
 
-        `parts` are the microbatches, `counts` their tokens, `sum_scale` as in ScaledLoss.  Returns
-        the sum of loss times tokens, a double.
+        `parts` are the microbatches, `counts` their tokens.  Returns the sum of loss times tokens,
+        a double.
         """
 
         def again(part: Any, tokens: float, objective: Objective) -> object:
-            return self._run([part], [tokens], sum_scale, objective, last=False)
+            return self._run([part], [tokens], weights, objective, last=False)
 
         objective = self.rerun.begin(self.objective, parts[0], counts[0], again)
-        return self._run(parts, counts, sum_scale, objective)
+        return self._run(parts, counts, weights, objective)
 
     def _run(
         self,
         parts: Sequence[Any],
         counts: Sequence[float],
-        sum_scale: float,
+        weights: LossWeights,
         objective: Objective,
         *,
         last: bool = True,
@@ -82,7 +83,7 @@ class OneStage:
         """As `run`; `last`: these are the last microbatches of the step."""
         pairs = enumerate(zip(parts, counts, strict=True))
         microbatches = [Microbatch(index, part, tokens) for index, (part, tokens) in pairs]
-        loss = ScaledLoss(sum_scale, self.device)
+        loss = ScaledLoss(weights, self.device)
         count = len(parts) + (not last)
         units = OneStageUnits(self.data, self.applied, self.device, count, apart=self.apart)
         whole = WholeModel(self.model, self.device)

@@ -151,7 +151,6 @@ class Prediction:
         self,
         step: int,
         *,
-        loaded: bool = False,
         done: int = 0,
         skipped: int = 0,
         flushed: bool = False,
@@ -159,8 +158,7 @@ class Prediction:
     ) -> dict[TrafficLine, int]:
         """Bytes sent in an engine's step number `step`, from 0, by axis, kind and phase.
 
-        `loaded`: the engine has loaded a checkpoint, which has the number of tokens of a step, and
-        was saved after `done` steps.
+        `done`: the engine has loaded a checkpoint that was saved after so many steps.
         `flushed`: the delayed update of the step before was finished before this one.
         `skipped`: so many steps before this one were skipped, because fp16 had overflowed, the last
         one right before it.
@@ -170,8 +168,8 @@ class Prediction:
         again = every.ranks > 0 and step % every.ranks == 0
         reruns = every.rerun > 0 and step % every.rerun == 0
         compares = "each" if step - skipped < CHECKED_STEPS else "sums" if again else ""
-        first = step == 0 and not loaded
-        meets = again or step == 0
+        first = step == 0
+        meets = again or first
         found = self.sent(first=first, meets=meets, compares=compares, reruns=reruns, loads=loads)
         follows = step > 0 and not skipped and not flushed
         omitted = {line for each in PRICES for line in each.omits(self.plan, step + done, follows)}

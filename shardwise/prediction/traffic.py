@@ -4,7 +4,8 @@ For a flat parameter on the data axes: the moves of its row (core/zero.py) at th
 (core/moves.py), those before use and after backward in each microbatch, the others once; then the
 sums of its gradient over tensor and pipeline ranks. In addition:
 
-    check      the consensus: loss, tokens, and for each trained parameter whether it had a
+    check      the tokens of each update and the microbatches that have any; the consensus: the
+               loss, and for each trained parameter whether it had a
                gradient, as doubles that every rank gathers (many are all-reduced); one more
                double if the norm is computed, and always along the tensor axis; for a parameter
                of several stages, whether any of them had a gradient
@@ -13,7 +14,7 @@ sums of its gradient over tensor and pipeline ranks. In addition:
     update     of each parameter that an optimizer needs whole, the pieces of gradient and master
                go to its owner, which sends back the pieces of the updated master
 
-In the first step, the data ranks exchange their numbers of tokens beforehand, the ranks of other
+In the first step, the data ranks compare their shares beforehand, the ranks of other
 axes exchange three doubles for their batch, and those of the tensor axis one for the loss and two
 for each trained parameter that they replicate (engine/checks/consistency.py). In later steps that
 compare, they exchange the batch's again, and three doubles for the loss and all gradients.
@@ -164,7 +165,7 @@ def step_bytes(
     """The bytes `rank` sends in one step, activations apart; lines without any are left out.
 
     `norm`: gradients are clipped (fp16 always computes their norm). `first`: the first step of a
-    run, which exchanges its number of tokens beforehand. `meets`: ranks compare batches;
+    run, which compares the shares of the data ranks. `meets`: ranks compare batches;
     `compares`: they also compare the loss and the gradients, "each" or by their "sums".
     """
     tariff = Tariff(plan, rank)
@@ -175,10 +176,11 @@ def step_bytes(
     tariff.sent_bytes.add(owner_bytes(plan, found, optimizer, rank), max(1, own))
     for param in [p for p in model.params if p.trainable]:
         _shared(tariff, param)
-    for _ in range(own):  # tokens, and which parameters had a gradient
-        tariff.agree(1 + sum(param.trainable for param in model.params), CONSENSUS_BYTES)
+    tariff.agree(2 * max(1, own), CONSENSUS_BYTES)  # tokens, and microbatches with tokens
+    for _ in range(own):  # which parameters had a gradient
+        tariff.agree(sum(param.trainable for param in model.params), CONSENSUS_BYTES)
     tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "forward")
-    tariff.agree(3 + sum(param.trainable for param in model.params), CONSENSUS_BYTES)
+    tariff.agree(2 + sum(param.trainable for param in model.params), CONSENSUS_BYTES)
     if norm or plan.precision == "fp16":
         for axis in (*chain.from_iterable(norm_axes(plan)), PIPELINE):
             numbers = 2 if axis == TENSOR else 1  # the second says whether options are the same

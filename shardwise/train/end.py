@@ -72,7 +72,7 @@ def collect(run: Run, began: Position, console: Console | None) -> Summary | Non
     recording = run.tracing.gather_recording()
     if traced := run.updates.write(config.folder):
         say(traced, engine.world, console)
-    costs = all_gather_object(own_cost(run, loaded=began.step > 0), engine.world)
+    costs = all_gather_object(own_cost(run), engine.world)
     if disk := disk_line(engine):
         say(disk, engine.world, console)
     require_no_signal(run)
@@ -183,7 +183,7 @@ def sample_text(run: Run, console: Console | None) -> str:
     return visible(sample(next_token_logits(run), prepared.vocabulary, window, how, seed))
 
 
-def own_cost(run: Run, *, loaded: bool) -> RankCost:
+def own_cost(run: Run) -> RankCost:
     """The memory of this rank and the traffic of its last step, measured and predicted.
 
     Only measured without a step of this program, or for a model whose forward reads values.
@@ -200,7 +200,6 @@ def own_cost(run: Run, *, loaded: bool) -> RankCost:
     train, before = run.prepared.config.train, engine.steps - 1
     sent = found.in_step(
         engine.steps_run - 1,
-        loaded=loaded,
         done=engine.steps - engine.steps_run,
         skipped=last.skipped_before,
         flushed=is_due(before, train.eval_every) or is_due(before, train.save_every),

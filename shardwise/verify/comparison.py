@@ -88,7 +88,7 @@ class Comparison:
             self.number("loss", f"norm of step {step + 1}", mine.grad_norm, norms)
         loads = self.choices.loads(whole, engine.plan, division)
         theory = self.theory(own, division.counts(whole), loads)
-        told = {"loaded": loaded, "flushed": self.flushed, "skipped": skipped, "loads": loads}
+        told = {"flushed": self.flushed, "skipped": skipped, "loads": loads}
         self.costs, self.flushed = self.costs.after(engine, theory, **told), False
         if mine.skipped:
             self.errors.append(Errors("gradients", ("none: the update was skipped",), (NEVER,)))

@@ -42,12 +42,11 @@ class Costs:
         engine: Engine,
         prediction: Prediction,
         *,
-        loaded: bool = False,
         flushed: bool = False,
         skipped: int = 0,
         loads: Sequence[Loads] = (),
     ) -> "Costs":
-        """The costs with the last step of `engine`; `loaded`: it had loaded a checkpoint before.
+        """The costs with the last step of `engine`.
 
         `flushed`: something had finished a delayed update before that step, as an evaluation does.
         `skipped`: so many steps before it were skipped, the last one right before it.
@@ -59,7 +58,7 @@ class Costs:
             TrafficLine(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes
         }
         done = engine.steps - engine.steps_run
-        before = {"loaded": loaded, "flushed": flushed, "done": done, "skipped": skipped}
+        before = {"flushed": flushed, "done": done, "skipped": skipped}
         theory = prediction.in_step(engine.steps_run - 1, **before, loads=loads)
         notes = tuple(LOADS if note == EVEN else note for note in prediction.notes)
         between = prediction.exchanged(loads) if _short(prediction) else {}

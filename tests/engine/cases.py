@@ -192,14 +192,15 @@ def oracle(task: Task, case: Case, dtype: torch.dtype | None = torch.float64) ->
             lambda x: x.to(dtype) if x.is_floating_point() and dtype else x, task.batch(step)
         )
         model.zero_grad()
-        tokens, summed = count(batch), 0.0
+        tokens, parts, summed = count(batch), microbatches.count(batch), 0.0
         for part in microbatches.of(batch):
-            loss = task.loss(model, part) * count(part)
-            loss.backward()  # of the sum: dividing first would round what is fp32 inside
-            summed += loss.item()
+            loss = task.loss(model, part)
+            # times `parts`, as in the run: other factors would round what is fp32 inside
+            (loss * (count(part) * parts / tokens)).backward()
+            summed += loss.item() * count(part)
         run.loads.append(choices.loads(batch, plan))
         for p in model.parameters():  # torch does not clip sparse gradients
-            p.grad = None if p.grad is None else p.grad.to_dense() / tokens
+            p.grad = None if p.grad is None else p.grad.to_dense() / parts
         norm = None
         if case.clip is not None:
             norm = float(nn.utils.clip_grad_norm_(model.parameters(), case.clip))

@@ -309,14 +309,6 @@ def test_equal_shares_of_all_data_ranks_are_reported_once(capfd):
         assert capfd.readouterr().err.count("have the same rows in the first step") == lines
 
 
-def test_the_first_step_knows_its_own_number_of_tokens():
-    """Gradients are scaled by the power of two next to the last step's tokens; the first asks."""
-    engine = build(alone(), Task(), Case("fp64"))
-    assert engine.expected == 0
-    engine.step(text(0, rows=3))
-    assert engine.expected == int((text(0, rows=3)["targets"] != -100).sum())
-
-
 def test_a_batch_is_copied_to_the_device():
     """Its tensors, at any depth; what else it has stays."""
     found = on_device({"x": [torch.ones(2)], "name": "a"}, torch.device("meta"))

@@ -144,11 +144,11 @@ _SCALARS = "what engine.scalars() returned when the checkpoint was saved"
 def scalars(value: Any) -> None:
     """Raise InputError unless `value` has the keys of `engine.scalars()`, with right values."""
     there: Any = value if isinstance(value, Mapping) else {}
-    counts = {"step": there.get("step"), "since": there.get("since"), "tokens": there.get("tokens")}
+    counts = {"step": there.get("step"), "since": there.get("since")}
     scale: Any = there.get("loss_scale")
     right = {name: is_count(count) for name, count in counts.items()}
     right["loss_scale"] = is_number(scale) and 0 < scale < math.inf
-    wrong = [name for name in ("step", "loss_scale", "since", "tokens") if not right[name]]
+    wrong = [name for name in ("step", "loss_scale", "since") if not right[name]]
     if wrong:
         given = f"load_scalars({short_repr(value)}), without a number for {', '.join(wrong)}"
         raise bad(given, _SCALARS, 'engine.load_scalars(saved["engine"])')

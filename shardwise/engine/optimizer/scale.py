@@ -1,10 +1,10 @@
-"""Factors of the loss before the backward pass: powers of two, which cause no rounding.
+"""Factors of the loss before the backward pass, and of the gradients after it.
 
-Normalisation.  The backward pass computes the gradient of the sum over tokens, times 2^-k.  The
-mean needs the number of tokens of the global batch, which no rank knows yet, so 2^k is the power of
-two nearest to the previous step's number, and the update multiplies by 2^k / tokens.  A power of
-two changes no digit of a gradient (unless it leaves the dtype's range), so gradients do not depend
-on the estimate, nor on the number of processes.
+Normalisation.  The loss of a microbatch is the mean over its t tokens.  Its backward pass begins
+with t P / T: the step has T tokens, in P microbatches of all data ranks that have any.  The update
+divides the sum of all gradients by P, which makes it the gradient of the mean over the T tokens.
+Where all P have equally many tokens, the factor is 1: a hook, or a function that adds a gradient in
+its backward pass, sees the gradient of the microbatch's own mean, as under torch's DDP.
 
 Dynamic loss scaling keeps fp16 gradients inside fp16's range.  The loss is multiplied by the scale,
 and gradients are divided by it before the update.  If a gradient is not finite, every rank skips
@@ -12,13 +12,48 @@ the update and halves the scale; after `patience` good updates the scale is doub
 et al., "Mixed precision training", arXiv 1710.03740, 3.2.)
 """
 
-import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.tiers.host_numbers import doubles_on
+from shardwise.comm.transport import Pending
 
 
-def power_of_two(tokens: int) -> float:
-    """The power of two nearest to `tokens`: between 2/3 and 4/3 of it."""
-    mantissa, exponent = math.frexp(tokens)  # tokens = mantissa 2^exponent, 1/2 <= mantissa < 1
-    return math.ldexp(1.0, exponent if mantissa > 0.75 else exponent - 1)
+class LossWeights:
+    """The factors of a step's microbatches, from numbers that are summed while the forward runs.
+
+    `counts` are the tokens of this rank's microbatches; an update uses `size` of them.
+    `begin_sum` begins the sum over the data ranks; `scale` is the loss scale.
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[float],
+        size: int,
+        begin_sum: Callable[[Tensor], Pending[Tensor]],
+        device: torch.device,
+        scale: float = 1.0,
+    ) -> None:
+        self.scale = scale
+        parts = [counts[k : k + size] for k in range(0, len(counts), size)]
+        own = [float(sum(part)) for part in parts]
+        own += [float(sum(n > 0 for n in part)) for part in parts]
+        self._arriving = begin_sum(doubles_on(own, device))
+        self._totals: Tensor | None = None
+
+    @property
+    def totals(self) -> Tensor:
+        """For each update of the step its tokens, then its microbatches: [2, updates], doubles."""
+        if self._totals is None:  # no cached_property, on whose lock ranks in threads would wait
+            self._totals = self._arriving.wait().view(2, -1)
+        return self._totals
+
+    def of(self, tokens: float, update: int) -> Tensor:
+        """The factor of the mean loss of a microbatch: a double on the device."""
+        total, parts = self.totals[:, update]
+        return self.scale * (tokens * parts / total.clamp(min=1))
 
 
 class LossScale:
@@ -28,6 +63,10 @@ class LossScale:
         self.on, self.patience = on, patience
         self.value = first if on else 1.0
         self.good = 0
+
+    def of_each(self, microbatches: int) -> float:
+        """The scale of each of so many microbatches, whose sum is to stay in fp16's range."""
+        return self.value / (2 ** (microbatches - 1).bit_length() if self.on else 1)
 
     def update(self, overflow: bool) -> None:
         """Adjust the scale after an update or a skipped one."""

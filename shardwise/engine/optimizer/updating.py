@@ -117,7 +117,9 @@ class Updates:
     def by_norm(self, norm: float, correction: float) -> None:
         """Update all units at once, scaled by the norm of all gradients."""
         parts = self._parts(self.data.units.order, math.inf)
-        self._update(parts, self._factor(norm) * correction)
+        # Pascanu et al., "On the difficulty of training recurrent neural networks", 2013
+        shrink = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
+        self._update(parts, shrink * correction)
         self.scale.update(overflow=False)
 
     def _parts(self, units: Iterable[Unit], least_bytes: float) -> Iterator[list[Flat]]:
@@ -152,8 +154,3 @@ class Updates:
         self.optimizer.skip()
         self.optimizer.clear(self.optimizer.flats)
         return error
-
-    def _factor(self, norm: float) -> float:
-        """The factor of all gradients: removes the loss scale and clips (Pascanu et al., 2013)."""
-        shrink = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
-        return shrink / self.scale.value

@@ -114,12 +114,13 @@ class Consensus:
     def begin_agree(self, x: Tensor) -> Pending[Tensor]:
         """Begin to sum a small vector over all data ranks."""
         first, *others = [axis for axis in self.axes if axis.size > 1] or self.axes[:1]
-        arriving = begin_sum(x, first)
+        arriving, phase = begin_sum(x, first), first.ledger.now
 
         def total() -> Tensor:
             x = arriving.wait()
-            for axis in others:
-                x = begin_sum(x, axis).wait()
+            with first.ledger.phase(phase):  # whatever it is when they are waited for
+                for axis in others:
+                    x = begin_sum(x, axis).wait()
             return x
 
         return Pending([total])

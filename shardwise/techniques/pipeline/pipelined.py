@@ -26,6 +26,7 @@ from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine.batch import enough
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer.scale import LossWeights
 from shardwise.techniques.data.rerun import Objective
 from shardwise.techniques.data.staged_hooks import PutOff
 from shardwise.techniques.data.unit_hooks import Data
@@ -85,12 +86,12 @@ class Pipelined:
         self.interrupted |= self.stale is not None
         return self.stale is not None
 
-    def run(self, parts: Sequence[Any], counts: Sequence[float], sum_scale: float) -> Tensor:
+    def run(self, parts: Sequence[Any], counts: Sequence[float], weights: LossWeights) -> Tensor:
         """Run all microbatches forward and backward, in runs of the schedule.
 
         As OneStage.run; only the rank with the last stage has the sum of the loss.
         """
-        loss = ScaledLoss(sum_scale, self.device)
+        loss = ScaledLoss(weights, self.device)
         seed = (
             int(torch.randint(2**61, (), dtype=torch.int64, device="cpu"))
             + 2_147_483_647 * self.share
@@ -98,10 +99,9 @@ class Pipelined:
         for first in range(0, len(parts), self.microbatches):
             these = range(first, first + self.microbatches)
             microbatches = [
-                self._microbatch(k - first, parts[k], counts[k], seed + 1_000_003 * k)
-                for k in these
+                self._microbatch(k, parts[k], counts[k], seed + 1_000_003 * k) for k in these
             ]
-            units = self.units.at(sum_scale, self.stale)
+            units = self.units.at(weights, self.stale)
             work = StageWork(self.staging.stages, units, loss, self.objective, microbatches)
             self.data.sync = these.stop == len(parts)
             self.data.begin_run()
@@ -113,7 +113,9 @@ class Pipelined:
         return loss.summed
 
     def _microbatch(self, index: int, part: Any, tokens: float, seed: int) -> Microbatch:
-        return Microbatch(index, part, tokens, *self._trace(part), seed)
+        size = self.staging.schedule.update
+        place, update = index % self.microbatches, index // size if size else 0
+        return Microbatch(place, part, tokens, update, *self._trace(part), seed)
 
     @contextmanager
     def _whole_run(self) -> Iterator[None]:
@@ -140,7 +142,7 @@ class Pipelined:
     def _evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
         result = Result()
         units = self.units.at()
-        microbatches = [Microbatch(0, None, 0, *self._trace_call(call))]
+        microbatches = [Microbatch(0, None, 0, 0, *self._trace_call(call))]
         work = StageWork(
             self.staging.stages, units, result, lambda m, _: call(m), microbatches, trains=False
         )
@@ -190,7 +192,7 @@ class ScheduledUnits:
         data: Data,
         applied: Sequence[Applied],
         staging: Staging,
-        sum_scale: float = 1.0,
+        weights: LossWeights | None = None,
         versions: Stale | None = None,
         *,
         apart: bool = True,
@@ -199,14 +201,16 @@ class ScheduledUnits:
         self.apart, self.applied = apart, applied
         self.stream = next(each.stream for each in applied if isinstance(each, Tensors))
         self.data, self.staging, self.staged = data, staging, data.staged
-        self.sum_scale, self.versions = sum_scale, versions
+        self.weights, self.versions = weights, versions
         self.device, self.frees = staging.stages.device, data.frees
         self.put_off: dict[tuple[int, int], PutOff] = {}  # the products that W computes
 
-    def at(self, sum_scale: float = 1.0, versions: Stale | None = None) -> "ScheduledUnits":
+    def at(
+        self, weights: LossWeights | None = None, versions: Stale | None = None
+    ) -> "ScheduledUnits":
         """These units in one run of the schedule."""
         of = self.data, self.applied, self.staging
-        return ScheduledUnits(*of, sum_scale, versions, apart=self.apart)
+        return ScheduledUnits(*of, weights, versions, apart=self.apart)
 
     @contextmanager
     def around(self, op: str, stage: int, microbatch: Microbatch) -> Iterator[None]:
@@ -236,9 +240,9 @@ class ScheduledUnits:
         self.data.reduce_stage(stage)
 
     def update(self, stage: int, microbatches: Sequence[Microbatch]) -> None:
-        assert self.versions is not None
-        tokens = sum(each.tokens for each in microbatches[-self.staging.schedule.update :])
-        self.versions.update_stage(stage, tokens, self.sum_scale)
+        assert self.versions is not None and self.weights is not None
+        _, parts = self.weights.totals[:, microbatches[-1].update]
+        self.versions.update_stage(stage, parts / self.weights.scale)
 
 
 def graded(stage: int, trace: StageTrace) -> bool:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.schedule.action import Action, Token
+from shardwise.engine.optimizer.scale import LossWeights
 from shardwise.techniques.pipeline.backward import Rest, StageTape
 from shardwise.techniques.pipeline.stage import Ran
 from shardwise.techniques.pipeline.stage_io import Spec, StageTrace
@@ -43,6 +44,7 @@ class Microbatch:
     index     its place in the run
     part      its part of the batch
     tokens    the number of tokens over which the loss is a mean
+    update    which update of the step uses its gradients; 0 in synchronous schedules
     trace     what crosses between stages
     lengths   the lengths of sequences that are sharded on the tensor axis
     seed      the random seed of stage 0; stage s adds s
@@ -51,6 +53,7 @@ class Microbatch:
     index: int
     part: Any
     tokens: float = 0
+    update: int = 0
     trace: StageTrace = NOTHING_CROSSES
     lengths: Mapping[int, int] = field(default_factory=dict[int, int])
     seed: int = 0
@@ -192,28 +195,29 @@ class StageWork:
 
 
 class ScaledLoss:
-    """The last stage returns the loss, a mean over tokens.
+    """The last stage returns the loss, a mean over tokens; the backward pass begins with `weights`.
 
-    The backward pass differentiates the sum over the tokens, times `sum_scale`, a power of two.
-    `summed` is the unscaled sum of all microbatches in fp64; zero on ranks without the last stage.
+    `summed` is the sum of loss times tokens of all microbatches in fp64; zero on ranks without the
+    last stage.
     """
 
-    def __init__(self, sum_scale: float, device: torch.device) -> None:
-        self.sum_scale = sum_scale
+    def __init__(self, weights: LossWeights, device: torch.device) -> None:
+        self.weights = weights
         self.summed = torch.zeros((), dtype=torch.float64, device=device)
-        self.ones: dict[int, Tensor] = {}  # the gradient of each microbatch's loss
+        self.losses: dict[int, Tensor] = {}  # of the microbatches whose backward is to come
 
     def outputs(self, microbatch: Microbatch, result: Tensor) -> list[Tensor]:
-        """The scaled sum."""
+        """The loss."""
         if microbatch.tokens:  # the mean over no tokens may be NaN
             self.summed += result.detach().double() * microbatch.tokens
-        scaled = result * (microbatch.tokens * self.sum_scale)
-        self.ones[microbatch.index] = torch.ones_like(scaled)
-        return [scaled]
+        self.losses[microbatch.index] = result.detach()
+        return [result]
 
     def gradients(self, microbatch: Microbatch) -> list[Tensor]:
-        """One."""
-        return [self.ones.pop(microbatch.index)]
+        """The factor of the microbatch's loss."""
+        loss = self.losses.pop(microbatch.index)
+        weight = self.weights.of(microbatch.tokens, microbatch.update)
+        return [weight.to(loss).expand_as(loss)]
 
 
 class Result:

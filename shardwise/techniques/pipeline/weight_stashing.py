@@ -15,7 +15,8 @@ core/schedule/live_tokens.py computes the number of versions of each stage; one 
 run.
 
 An update (U) sums the gradients of its microbatches over the data ranks and divides the sum by the
-number of their tokens.  (Narayanan et al., "PipeDream", arXiv 1806.03377, section 3.3.)
+number of those that have tokens (engine/optimizer/scale.py).  (Narayanan et al.,
+"PipeDream", arXiv 1806.03377, section 3.3.)
 """
 
 import math
@@ -149,11 +150,8 @@ class Stale(Updater[Flat]):
         """The peak of old versions in the last run."""
         return {"versions": self.peak_bytes}
 
-    def update_stage(self, stage: int, count: float, sum_scale: float) -> None:
-        """U: update a stage from the gradients of `count` tokens since its last update.
-
-        They are gradients of the sum over the tokens, times `sum_scale`.
-        """
+    def update_stage(self, stage: int, divisor: Tensor) -> None:
+        """U: update a stage from the sum of its gradients since its last update, over `divisor`."""
         phase = self.data.consensus.phase
         flats = self.flats[stage]
         phase("backward")
@@ -162,7 +160,7 @@ class Stale(Updater[Flat]):
         self.data.reduce_last()  # of tied parameters
         self.data.finish_sums()
         phase("check")
-        total = self._agree(flats, count)
+        divided_by = self._agree(flats, divisor)
         phase("update")
         version = self._newest(stage)
         self._show(stage, version)
@@ -176,7 +174,7 @@ class Stale(Updater[Flat]):
             unit.attach_grads()
         if not self.guard.spoils(flats):
             with _uncounted(params):
-                self.optimizer.step(flats, 1 / (sum_scale * max(1, total)))
+                self.optimizer.step(flats, 1 / (divided_by or 1.0))
         self.optimizer.clear(flats)
         for unit in self.units.units[stage]:
             unit.unshard()
@@ -184,17 +182,17 @@ class Stale(Updater[Flat]):
         self.shown[stage] = version + 1
         self.peak_bytes = max(self.peak_bytes, self._old_bytes())
 
-    def _agree(self, flats: Sequence[Flat], count: float) -> int:
-        """Sum the tokens over the data ranks, and set which parameters have a gradient on any."""
-        own = [float(count), *(float(flag) for flat in flats for flag in flat.grads.has_grad)]
+    def _agree(self, flats: Sequence[Flat], number: Tensor) -> float:
+        """Set which parameters have a gradient on any data rank; returns `number`."""
+        own = [float(flag) for flat in flats for flag in flat.grads.has_grad]
         agreed = self.data.consensus.agree(doubles_on(own, self.device))
         names = [name for flat in flats for name in flat.names]
-        used = self.staged.shared(names, agreed[1:])
-        total, *found = torch.cat([agreed[:1], used]).tolist()
+        used = self.staged.shared(names, agreed)
+        found_number, *found = torch.cat([number.view(1), used]).tolist()
         flags = iter(found)
         for flat in flats:
             flat.grads.used = [next(flags) > 0 for _ in flat.grads.used]
-        return round(total)
+        return found_number
 
     def _show(self, stage: int, version: int) -> None:
         if self.shown[stage] != version:

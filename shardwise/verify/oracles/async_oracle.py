@@ -2,8 +2,8 @@
 
     for each microbatch i, of all data ranks together, in order:
         w[s] = version[s][rule(s, i)]              of every stage s
-        g[s] += gradient of the sum of losses at w, whole model, plain autograd
-        after every `update`-th:  version[s] += [an optimizer's step from g[s] / tokens], g[s] = 0
+        g[s] += gradient of the loss at w, by its tokens, whole model, plain autograd
+        after every `update`-th:  version[s] += [an optimizer's step from the mean of g[s]]
 
                     update    rule(s, i)               p stages
     PipeDream       1         max(0, i - (p-1-s))      SOSP 2019, section 3.3
@@ -69,31 +69,33 @@ class AsyncOracle:
         parts = Microbatches(how.data_ranks, how.microbatches).of(batch, idle)
         versions = [{name: p.detach().clone() for name, p in params.items()}]
         sums: dict[str, Tensor | None] = dict.fromkeys(params)
-        summed, tokens, count = 0.0, 0, 0
+        counts = [self.task.tokens(part) for part in parts]
+        summed = 0.0
         for i in range(how.microbatches):
             for name, p in params.items():
                 p.data = versions[how.version(how.stage[name], i)][name].clone()
-            own = self.task.tokens(parts[i])
-            summed += self._learn(parts[i], own, sums) if own else 0.0
-            count += own
+            first = i - i % how.update
+            of_update = [n for n in counts[first : first + how.update] if n]
+            if counts[i]:
+                share = counts[i] * len(of_update) / sum(of_update)
+                summed += self._learn(parts[i], share, sums) * counts[i]
             if (i + 1) % how.update == 0:
-                self.weights.update(
-                    {n: g if g is None else g / count for n, g in sums.items()}, None
-                )
+                mean = {n: g if g is None else g / len(of_update) for n, g in sums.items()}
+                self.weights.update(mean, None)
                 versions.append({name: p.detach().clone() for name, p in params.items()})
-                tokens, count, sums = tokens + count, 0, dict.fromkeys(params)
-        return summed / max(1, tokens)
+                sums = dict.fromkeys(params)
+        return summed / max(1, sum(counts))
 
-    def _learn(self, part: Any, count: int, sums: dict[str, Tensor | None]) -> float:
-        """Add a microbatch's gradients, of the sum over its tokens; returns that sum."""
+    def _learn(self, part: Any, share: float, sums: dict[str, Tensor | None]) -> float:
+        """Add a microbatch's gradients, times `share`; returns its loss."""
         params = self.weights.params
         loss = self.task.loss_of(self.model, part, self.dtype)
-        found = torch.autograd.grad(loss * count, list(params.values()), allow_unused=True)
+        found = torch.autograd.grad(loss * share, list(params.values()), allow_unused=True)
         for name, gradient in zip(params, found, strict=True):
             if gradient is not None:
                 more, before = gradient.to(self.weights.masters[name].dtype), sums[name]
                 sums[name] = more if before is None else before + more
-        return loss.item() * count
+        return loss.item()
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor:
         """The result of `call(model)` in eval mode."""

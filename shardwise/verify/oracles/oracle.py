@@ -1,7 +1,7 @@
 """The oracle: training in one process on the global batch, in plain PyTorch.
 
     loss = loss(model, batch)                  the mean over the tokens of the global batch
-    (loss * share * scale).backward()          share = tokens / 2^k, between 1/2 and 1
+    (loss * share * scale).backward()          share = parts / 2^k, between 1 and 2
     gradient = gradient / (share * scale)
     clip_grad_norm_(parameters, clip)
     optimizer.step()                           a class of torch.optim
@@ -18,9 +18,9 @@ masters, and the weights are the masters rounded to 16 bits (Micikevicius et al.
 section 3). The parameters of norms over the batch stay in fp32. Layers in 16 bits lower wider
 inputs; the batch itself is not rounded. With fp64 weights, buffers and the batch become fp64 too.
 
-A loss that a model computes in lower precision than its weights (fp32 inside fp64) is rounded
-differently when it is scaled, unless the scales differ by a power of two. Dividing the sum over the
-tokens by a power of two makes a token's factor independent of how the batch is divided.
+A model that computes in fp32 inside of fp64 rounds differently when its loss is scaled, unless the
+scales differ by a power of two. In the run the loss of a token counts parts / tokens: the numbers
+of all parts of the global batch and of all its tokens. Here that is the loss times `share`.
 """
 
 import math
@@ -119,7 +119,7 @@ def _with_z_loss(
 
 @dataclass(frozen=True)
 class Microbatches:
-    """How a plan divides a global batch.
+    """How a plan divides a global batch, and whether each microbatch is computed by itself.
 
     rows of the global batch    0 1 2 3 | 4 5 6        7 rows on 2 data ranks
     microbatch                  0 0 1 1 | 0 0 1        `number` = 2
@@ -127,13 +127,14 @@ class Microbatches:
 
     data_ranks: int = 1
     number: int = 1
+    alone: bool = True
 
     def of(self, batch: Any, idle: int = 0) -> list[Any]:
         """The microbatches of a global batch; in each the rows of the first data rank come first.
 
         The last `idle` data ranks have no rows. What is no tensor with rows goes to all of them.
         """
-        if self.number == 1:
+        if self.number == 1 or not self.alone:
             return [batch]
         leaves, spec = tree_flatten(batch)
         cut = [
@@ -141,6 +142,11 @@ class Microbatches:
             for x in leaves
         ]
         return [tree_unflatten([x[k] for x in cut], spec) for k in range(self.number)]
+
+    def count(self, batch: Any, idle: int = 0) -> int:
+        """How many of the microbatches of all data ranks have rows."""
+        shares = torch.empty(_rows(batch)).tensor_split(self.data_ranks - idle)
+        return sum(len(part) > 0 for own in shares for part in own.tensor_split(self.number))
 
     def _rows(self, x: Tensor, ranks: int) -> list[Tensor]:
         shares = [own.tensor_split(self.number) for own in x.tensor_split(ranks)]
@@ -258,12 +264,12 @@ class Oracle:
         """
         parts = [part for part in self.microbatches.of(batch, idle) if _rows(part)]
         total = self.task.tokens(batch)
-        share, exponent = math.frexp(total)
+        share = 2 * math.frexp(self.microbatches.count(batch, idle))[0]
         summed, found = 0.0, dict[str, Tensor | None].fromkeys(self.weights.params)
         for part in parts:
             loss = self.task.loss_of(self.model, part, self.dtype)
             tokens = self.task.tokens(part)
-            (loss * (math.ldexp(tokens, -exponent) * self.loss_scale)).backward()
+            (loss * (tokens * share / total * self.loss_scale)).backward()
             summed += loss.item() * (tokens / total if len(parts) > 1 else 1.0)
             for name, p in self.weights.params.items():
                 if p.grad is not None:

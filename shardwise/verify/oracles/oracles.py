@@ -25,7 +25,7 @@ from shardwise.techniques.expert.moe_layer import name_layers
 from shardwise.techniques.pipeline import stage_module
 from shardwise.verify.oracles.async_oracle import AsyncOracle, Staleness, pipedream, two_buffered
 from shardwise.verify.oracles.mixture_oracle import Mixture
-from shardwise.verify.oracles.oracle import HALF, WHOLE_BATCH, Microbatches, Oracle, Task
+from shardwise.verify.oracles.oracle import HALF, Microbatches, Oracle, Task
 
 #: Small enough that no gradient of these models overflows in fp16.
 LOSS_SCALE: Final = 2.0**8
@@ -90,11 +90,11 @@ def oracles_of(
 
 
 def microbatches_of(model: nn.Module, plan: Plan) -> Microbatches:
-    """The microbatches of an oracle: those of the plan for layers of experts, else the whole batch.
+    """The microbatches of the plan; only layers of experts compute each of them alone.
 
     The loss of other models is a mean over tokens, which does not depend on microbatches.
     """
-    return Microbatches(plan.shares, plan.microbatches) if experts_in(model) else WHOLE_BATCH
+    return Microbatches(plan.shares, plan.microbatches, alone=bool(experts_in(model)))
 
 
 def is_asynchronous(plan: Plan) -> bool:

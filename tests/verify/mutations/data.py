@@ -12,6 +12,7 @@ from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer.memory_states import MemoryStates
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer.scale import LossWeights
 from shardwise.engine.optimizer.updating import Updates
 from shardwise.techniques.data.buffers import Buffers
 from shardwise.techniques.data.flat import flat_gradient, flat_parameter
@@ -191,15 +192,8 @@ def not_divided_by_tokens(patch: Patch) -> None:
     around(patch, Updates, "by_norm", update)
 
 
-def another_power_of_two_in_the_update(patch: Patch) -> None:
-    """The count of the step that was, where that of the step before was used in backward."""
-
-    def settle(real: Any, engine: Engine, summed: Tensor, count: int, *args: Any) -> Any:
-        if engine.steps:
-            engine.expected = 4 * engine.expected
-        return real(engine, summed, count, *args)
-
-    around(patch, Engine, "_settle", settle)
+def every_microbatch_weighs_the_same(patch: Patch) -> None:
+    patch.setattr(LossWeights, "of", lambda weights, *_: weights.totals.new_ones(()))
 
 
 # --- parameters -------------------------------------------------------------------------------
@@ -341,9 +335,7 @@ MUTATIONS = (
     Mutation("ranks weigh the same", "dp2 zero1", "parity", ranks_weigh_the_same),
     Mutation("a token too many on a rank", "dp2 zero2", "parity", a_token_too_many),
     Mutation("not divided by the tokens", "dp2 zero3", "parity", not_divided_by_tokens),
-    Mutation(
-        "another power of two in the update", "dp2", "parity", another_power_of_two_in_the_update
-    ),
+    Mutation("every microbatch weighs the same", "dp2", "parity", every_microbatch_weighs_the_same),
     Mutation("a lost block of weights", "dp2 zero3", "parity", a_lost_block),
     Mutation("blocks in another order", "dp2 zero1", "parity", blocks_in_another_order),
     Mutation("a gather left out", "dp2 zero3", "bytes", a_gather_left_out),

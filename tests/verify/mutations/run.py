@@ -3,7 +3,7 @@ recomputation with dropout, chunks of a disk, and what an evaluation sends.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from shardwise.core.layouts.layout import R
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.optimizer.scale import LossScale
+from shardwise.engine.optimizer.scale import LossScale, LossWeights
 from shardwise.engine.optimizer.updating import Updates
 from shardwise.techniques.data.flat import flat_parameter
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
@@ -134,13 +134,12 @@ def a_rank_without_rows_counts_one(patch: Patch) -> None:
 
 
 def the_mean_of_all_ranks(patch: Patch) -> None:
-    """The loss is divided by the tokens that each rank would have, also those without rows."""
+    """A rank without rows counts tokens all the same."""
 
-    def settle(real: Any, engine: Engine, summed: Any, count: int, *args: Any) -> Any:
-        count = count or round(engine.expected / engine.data_ranks)
-        return real(engine, summed, count, *args)
+    def begin(real: Any, weights: LossWeights, counts: Sequence[float], *args: Any) -> None:
+        real(weights, [n or 9 for n in counts], *args)
 
-    around(patch, Engine, "_settle", settle)
+    around(patch, LossWeights, "__init__", begin)
 
 
 # --- recomputation ----------------------------------------------------------------------------
