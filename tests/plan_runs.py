@@ -67,13 +67,12 @@ def with_gradients_of_its_own(task: Task) -> Task:
 
     def make() -> nn.Module:
         model = task.make()
-        first, second = (model.get_submodule(f"blocks.{n}.mlp.up") for n in (0, 1))
-        first.weight.register_hook(lambda grad: grad + 0.01)
+        model.get_parameter("blocks.0.mlp.up.weight").register_hook(lambda grad: grad + 0.01)
 
-        def added(module: nn.Module, args: Any, x: Tensor) -> Tensor:
-            return Adds.apply(x, 0.02 * module.weight.sum())
+        def added(module: nn.Module, args: Any, x: Tensor) -> Any:
+            return Adds.apply(x, 0.02 * module.get_parameter("weight").sum())
 
-        second.register_forward_hook(added)
+        model.get_submodule("blocks.1.mlp.up").register_forward_hook(added)
         return model
 
     return replace(task, make=make)

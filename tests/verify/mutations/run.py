@@ -241,7 +241,7 @@ def modes_not_restored(patch: Patch) -> None:
 def tokens_of_own_rows(patch: Patch) -> None:
     def evaluate(real: Any, engine: Engine, batch: Any) -> tuple[float, int]:
         loss, _ = real(engine, batch)
-        return loss, engine._count(batch, engine.evaluated_rows)
+        return loss, engine._count(batch)
 
     around(patch, Engine, "evaluate", evaluate)
 
