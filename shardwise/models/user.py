@@ -29,14 +29,20 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shardwise.core.errors import InputError, bad
+from shardwise.core.tools.arguments import short_repr
 from shardwise.core.tools.suggest import suggest
 from shardwise.engine.options import own_loss
 from shardwise.models.trainable import Loss, Trainable
 
 RETURNS: Final = "a function that returns an nn.Module, or (module, loss, make_batch)"
 GUESSED_POSITIONS: Final = 16
+BATCHES: Final = (
+    "make_batch(rows, seed), which returns tensors with `rows` entries in dim 0, that depend only "
+    "on rows and seed"
+)
 
 
 def find(
@@ -76,7 +82,43 @@ def of_function(
     """The model that `build` returns, with its loss and batches, or with these."""
     _, found_loss, found_batch = _call(build, name, seed, make_batch)
     make = partial(_model, build, name, seed, make_batch)
-    return Trainable(name, make, loss or found_loss, found_batch)
+    _require_batches(found_batch, name)
+    return Trainable(name, make, loss or found_loss, partial(_batch, found_batch, name))
+
+
+def _require_batches(make_batch: Callable[..., Any], name: str) -> None:
+    """Raise InputError for a function that cannot be called as make_batch(rows, seed)."""
+    try:
+        signature = inspect.signature(make_batch)
+        signature.bind(1, 0)
+    except TypeError as error:
+        raise bad(
+            f'make_batch of the model "{name}", to which rows and seed cannot be given ({error})',
+            BATCHES,
+            "def make_batch(rows, seed): ...",
+        ) from None
+    except ValueError:  # a function in C may have no signature
+        pass
+
+
+def _batch(make_batch: Callable[[int, int], Any], name: str, rows: int, seed: int) -> Any:
+    """A batch of a user's function. Raises InputError if that fails, or has other rows."""
+    try:
+        made = make_batch(rows, seed)
+    except InputError:
+        raise
+    except Exception as error:
+        doing = f"make_batch({rows}, {seed})"
+        raise failed(name, doing, error, "the batches of the model", BATCHES) from error
+    lengths = [len(x) for x in tree_leaves(made) if isinstance(x, Tensor) and x.dim()]
+    if rows not in lengths:
+        raise bad(
+            f'make_batch({rows}, {seed}) of the model "{name}", which returns '
+            + (f"{lengths[0]} rows" if lengths else f"no tensor of rows, but {short_repr(made)}"),
+            BATCHES,
+            "torch.randn(rows, ..., generator=torch.Generator().manual_seed(seed))",
+        )
+    return made
 
 
 def _model(

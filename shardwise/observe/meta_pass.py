@@ -145,7 +145,9 @@ def _recorded(
         loss = call(model, batch)
         if loss.requires_grad:
             loss.sum().backward()
-    return record.done()
+    unused = {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
+    model.zero_grad()
+    return record.done()._replace(unused=frozenset(unused))
 
 
 class _Record:

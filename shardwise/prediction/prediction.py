@@ -105,7 +105,8 @@ class Prediction:
     def memory(self) -> dict[str, int]:
         """Bytes of the device held between steps, by category."""
         pool = pool_bytes(self.plan, self.spec.shape.stored_bytes)
-        rows = held_bytes(self.plan, self.model, self.optimizer, self.rank, pool)
+        unused = self.spec.run.unused
+        rows = held_bytes(self.plan, self.model, self.optimizer, self.rank, pool, unused)
         return self._stored("device", rows)
 
     @property

@@ -20,12 +20,13 @@ precisions; the device keeps parameters and buffers. With Adam:
 
 With `offload:param` parameters are elsewhere too. In 32 bits and more they are their own masters.
 
-Adam has a step count of 4 bytes for each parameter. (ZeRO, arXiv 1910.02054, section 3.1, where
+Adam has a step count of 4 bytes for each parameter. A parameter that gets no gradient has no state,
+but it has a gradient's memory and a master. (ZeRO, arXiv 1910.02054, section 3.1, where
 16-bit states take 2 + 2 + 12 bytes.)
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,6 +37,7 @@ from shardwise.prediction.group import Group, groups
 
 HALF = ("bfloat16", "float16")
 MASTER_BYTES = 4
+NOBODY = -1  # the owner of a parameter without gradients
 
 
 @dataclass(frozen=True)
@@ -68,15 +70,20 @@ PLAIN = OptimizerShape(states=0, scalar_bytes=0)
 
 
 def held_bytes(
-    plan: Plan, model: ModelShape, optimizer: OptimizerShape = ADAM, rank: int = 0, pool: int = 0
+    plan: Plan,
+    model: ModelShape,
+    optimizer: OptimizerShape = ADAM,
+    rank: int = 0,
+    pool: int = 0,
+    unused: Collection[str] = (),
 ) -> dict[str, int]:
-    """The bytes `rank` holds on its device after a step with gradients of all trained parameters.
+    """The bytes `rank` holds on its device after a step, in which parameters `unused` had no use.
 
     `pool` is the size of its communication buffers, from the whole model (core/pool_size.py).
     """
     here = plan.coordinate(rank)
     found = groups(plan, model)
-    owned = owners_of(found, optimizer)
+    owned = owners_of(found, optimizer) | dict.fromkeys(unused, NOBODY)
     updated = [group for group in found if group.trained and group.moves.offload is None]
     resting = [group for group in found if group.moves.fetch is None]
     return {
@@ -114,7 +121,8 @@ def optimizer_bytes(
 ) -> int:
     """Masters of the block, if weights have 16 bits or are on another tier; states; scalars.
 
-    `owned` has the owners of parameters that are updated as a whole.
+    `owned` has the owners of parameters that are updated as a whole, and NOBODY for those that are
+    not updated.
     """
     flat = group.flat
     element_bytes = master_bytes(group)

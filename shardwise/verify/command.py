@@ -20,17 +20,20 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import choice, integer
 from shardwise.engine.checks.offload_choice import require_chosen
+from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
-from shardwise.verify.finding import Finding
+from shardwise.verify.causes import cause
+from shardwise.verify.finding import Finding, pooled
 from shardwise.verify.not_comparable import batch_norm_note, dropout_note
 from shardwise.verify.parity import prove
 from shardwise.verify.proof_options import Options
-from shardwise.verify.report import Report, report
+from shardwise.verify.report import Report, may_be_chance, report
 from shardwise.verify.room import require_bound
 from shardwise.verify.smoke_test import smoke_test
 
 MOST_STEPS = 1000
 MOST_MICROBATCHES = 512  # of two rows each
+BATCHES = 4  # of a proof in 16 bits whose first one may differ by chance
 
 
 def verify(
@@ -69,15 +72,25 @@ def verify(
     made, options = smoke_test(model, plan, options)
     note = batch_norm_note(made, plan)
     require_bound(model, plan, options)
-    if not started:
-        args = plan, model, steps, options, device or "cpu"
-        findings = _on_new_ranks(args, note, fork=fork)
-    else:
-        world = init(device)
-        require(plan, world.size)
-        findings = all_gather_object(prove(world, plan, model, steps, options), world)
-    name = model if isinstance(model, str) else model.name
-    return replace(report(plan, name, findings), note=note, changed=dropout_note(made))
+    world = init(device) if started else None
+    require(plan, None if world is None else world.size)
+
+    def proved(batches: int) -> list[Finding]:
+        """The findings of all ranks on other batches."""
+        own = replace(options, batches=batches)
+        if world is not None:
+            return all_gather_object(prove(world, plan, model, steps, own), world)
+        return _on_new_ranks((plan, model, steps, own, device or "cpu"), note, fork=fork)
+
+    findings, name = proved(0), model if isinstance(model, str) else model.name
+    found = report(plan, name, findings)
+    if may_be_chance(found, findings):
+        every = [findings, *map(proved, range(1, BATCHES))]
+        findings = [pooled(of_rank) for of_rank in zip(*every, strict=True)]
+        found = report(plan, name, findings)
+    changed = " ".join(said for said in (dropout_note(made), found.changed) if said)
+    why = note or ("" if found.holds else cause(find(model), findings))
+    return replace(found, note=why, changed=changed)
 
 
 def _require_small(plan: Plan) -> None:

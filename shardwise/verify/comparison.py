@@ -53,6 +53,7 @@ class Comparison:
     pieces: list[tuple[str, frozenset[BoxPlace]]]
     costs: Costs = field(default_factory=Costs)
     flushed: bool = False  # whether something has finished a delayed update since the last step
+    alone: list[float] = field(default_factory=list[float])  # the losses of the first oracle
 
     def __post_init__(self) -> None:
         nearest = self.oracles.all[-1].model  # in the precision of the run
@@ -80,6 +81,7 @@ class Comparison:
         self.routes.follow()
         losses = [drawn(step, lambda o=o: o.step(whole, clip, idle)) for o in self.oracles.all]
         self.errors += self.routes.errors()
+        self.alone.append(losses[0])
         self.number("loss", f"loss of step {step + 1}", mine.loss, losses)
         tokens = [float(self.oracles.exact.task.tokens(whole))] * len(losses)
         self.number("loss", f"tokens of step {step + 1}", float(mine.tokens), tokens)
@@ -363,6 +365,8 @@ def compare(
         costs=so_far.costs,
         pieces=tuple(so_far.pieces),
         whole=whole_of(oracles.exact),
+        narrow=bool(oracles.exact.task.narrow) and oracles.unit == 0,
+        alone=tuple(so_far.alone),
     )
 
 

@@ -24,18 +24,15 @@ class Costs:
     """The bytes of one step, by axis and kind: of the first step that differs, else of the last.
 
     `hold`: in every step so far, each line of the ledger equals its prediction, in each phase.
-    `activations` are the predicted bytes that autograd keeps. `peak_bytes` is the most that is
-    stored on the device at a moment of a step but for temporary bytes, or a bound on it, and
-    `peak_read` the same as measured. `notes` name parts of the prediction that depend on values.
+    `peaks` are bounds on the most bytes of a step by name, and the most that was read
+    (memory_proof.py). `notes` name parts of the prediction that depend on values.
     """
 
     theory: dict[str, int] = field(default_factory=dict[str, int])
     counted: dict[str, int] = field(default_factory=dict[str, int])
     hold: bool = True
-    activations: int = 0
     notes: tuple[str, ...] = ()
-    peak_bytes: int = 0
-    peak_read: int = 0
+    peaks: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     def after(
         self,
@@ -71,7 +68,7 @@ class Costs:
         same = all(a <= by_kind(counted).get(name, 0) <= b for name, (a, b) in between.items())
         theory, counted = (_without(lines, between) for lines in (theory, counted))
         same = same and theory == counted
-        return Costs(by_kind(theory), by_kind(counted), same, prediction.activations, notes)
+        return Costs(by_kind(theory), by_kind(counted), same, notes)
 
     def of_evaluation(
         self, sent: Mapping[Key, Tally], prediction: Prediction, loads: Sequence[Loads]
@@ -87,11 +84,6 @@ class Costs:
         if not self.hold or theory == counted:
             return self
         return replace(self, theory=by_kind(theory), counted=by_kind(counted), hold=False)
-
-    def within(self, peak: tuple[int, int], note: str) -> "Costs":
-        """The costs with the peak of a step, by theory and as read, and a note on it or ""."""
-        notes = (*self.notes, note) if note else self.notes
-        return replace(self, notes=notes, peak_bytes=peak[0], peak_read=peak[1])
 
 
 def _short(prediction: Prediction) -> bool:

@@ -1,6 +1,6 @@
 """The results of a proof on one rank, as values that are sent to the reporting process."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.engine.state.box import Box
@@ -81,7 +81,8 @@ class Finding:
 
     Gradients have errors for each step. `pieces` are the pieces of each comparison; `whole` has the
     shapes of the tensors that all ranks together must compare. `strays` describes live storages in
-    no category of memory (memory_proof.py).
+    no category of memory (memory_proof.py). `narrow`: the model computes in fp32 what has fp64
+    weights. `alone` are the losses of the steps by this rank's oracle.
     """
 
     rank: int
@@ -92,11 +93,19 @@ class Finding:
     pieces: tuple[tuple[str, frozenset[BoxPlace]], ...] = ()
     whole: tuple[tuple[str, tuple[int, ...]], ...] = ()
     strays: str = ""
+    narrow: bool = False
+    alone: tuple[float, ...] = ()
 
     @property
     def bytes_hold(self) -> bool:
         """Whether every step sent the predicted bytes."""
         return self.costs.hold
+
+    @property
+    def memory_holds(self) -> bool:
+        """Whether it held the predicted bytes, and no more within a step."""
+        within = all(read <= most for most, read in self.costs.peaks.values())
+        return within and self.memory_measured == self.memory_predicted
 
     def with_promises(self, broken: Mapping[str, tuple[int, int]]) -> "Finding":
         """These results with the promises of a plan that do not hold, as read and as promised."""
@@ -110,7 +119,7 @@ class Finding:
         """These results with the costs of another engine; the bytes shown are those that differ."""
         return replace(
             self,
-            costs=more.costs if self.costs.hold else self.costs,
+            costs=replace(more.costs if self.costs.hold else self.costs, peaks=more.costs.peaks),
             memory_measured=self.memory_measured | more.read,
             memory_predicted=self.memory_predicted | more.theory,
             strays=more.strays,
@@ -124,3 +133,31 @@ def renamed(found: Errors | Parts, kind: str) -> Errors | Parts:
     if isinstance(found, Errors):
         return Errors(kind, tuple(before + name for name in found.names), found.errors)
     return Parts(kind, tuple(replace(part, name=before + part.name) for part in found.parts))
+
+
+def pooled(batches: Sequence[Finding]) -> Finding:
+    """The findings of a rank on several batches as one: in 16 bits squares of errors are summed.
+
+    The batches must have been compared in the same way; the costs are those of the first.
+    """
+    by_kind = zip(*(finding.errors for finding in batches), strict=True)
+    return replace(batches[0], errors=tuple(_pooled(found) for found in by_kind))
+
+
+def _pooled(found: Sequence[Errors | Parts]) -> Errors | Parts:
+    kind = found[0].kind
+    parts = [one.parts for one in found if isinstance(one, Parts)]
+    if len(parts) == len(found):
+        return Parts(kind, tuple(_summed(of_name) for of_name in zip(*parts, strict=True)))
+    facts = [one for one in found if isinstance(one, Errors)]
+    names = tuple(name for one in facts for name in one.names)
+    return Errors(kind, names, tuple(error for one in facts for error in one.errors))
+
+
+def _summed(parts: Sequence[Part]) -> Part:
+    def total(name: str) -> float:
+        return min(NEVER, sum(getattr(part, name) for part in parts))
+
+    sums = {name: total(name) for name in ("parallel", "alone", "exact", "independent")}
+    along = sum(part.along for part in parts)
+    return replace(parts[0], along=along, **sums)

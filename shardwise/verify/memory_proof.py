@@ -9,7 +9,14 @@ After the third and the tenth step, two columns are compared:
 Live bytes in host memory are also counted from the storages that comm/tiers/tiers.py knows, because
 a category that leaves one out would leave it out of both columns.
 
-The fourth step and the evaluation are measured at each of their moments (moments.py).
+The fourth step is measured at each event of prediction/memory_timeline.py. Of these the largest
+number is compared:
+
+    peak          parameters, gradients, optimizer, buffers and gathered units: equal to the
+                  prediction where the timeline of the plan is predicted, else at most its bound
+    activations   what autograd keeps is at most a quarter more than predicted, because kernels of
+                  devices and dtypes save different statistics. Not compared in a pipeline and in
+                  mixtures of experts, where it depends on what no prediction knows
 
 A model may keep activations in attributes of its modules (`self.seen = x`).  Those that the model
 also keeps in one process are removed before the comparison.
@@ -20,24 +27,30 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from shardwise.comm.start.peers import PEERS
-from shardwise.core.memory_table import by_tier
+from shardwise.core.memory_table import KEPT, PREDICTED, by_tier
 from shardwise.core.tools.garbage import collect
 from shardwise.engine.engine import Engine
 from shardwise.observe.live import Live, Stray
 from shardwise.observe.measured_timeline import StepMeter, measuring
+from shardwise.prediction.memory_timeline import Event
+from shardwise.prediction.peak_memory import device_peak_bytes
+from shardwise.prediction.prediction import Prediction
+from shardwise.techniques.expert.apply import experts_in
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.costs import Costs, Theory
-from shardwise.verify.moments import Foresee, Moments
 
 READ_AFTER: Final = (3, 10)
 MEASURED_STEP: Final = 4
 EVALUATED_STEP: Final = 1  # an evaluation follows it
+#: What kernels may save in place of what is predicted: relative, and the bytes of flags and sums.
+SAVED_BY_KERNELS, SLACK_BYTES = 1.25, 1024
+OWNED: Final = tuple(name for name in PREDICTED if name != KEPT)
 _PEERS_S: Final = 10.0  # time in which the thread of heartbeats releases frames, on a busy machine
 
 
@@ -51,6 +64,8 @@ class Memory:
     costs: Costs
 
 
+#: The predicted events of a step on a rank's batch; none for a plan without a timeline.
+Foresee = Callable[[Prediction, Any], Sequence[Event]]
 #: Tensors that are attributes of modules, by the names of module and attribute.
 Attributes = dict[tuple[str, str], Tensor]
 
@@ -77,15 +92,15 @@ def over_steps(
     """Train `engine`, which was built under `live`, on `batch(step)`; called by all ranks.
 
     `predicted(batch(step))` is the prediction for the step. `own` are the attributes that the same
-    model has in one process; `loads(step)` are those of its experts; `foresee` says what the
-    moments of a step are.
+    model has in one process; `loads(step)` are those of its experts; `foresee` predicts the events
+    of a step.
     Only categories that differ from the prediction are shown.
     """
     built = attributes(engine.model)
     read: dict[str, int] = {}
     theory: dict[str, int] = {}
-    strays, costs, moments = "", Costs(), Moments()
-    evaluation: StepMeter | None = None
+    strays, costs = "", Costs()
+    peaks = dict[str, tuple[int, int]]()
     for step in range(1, READ_AFTER[-1] + 1):
         # the measured step has the lengths of the one before it, so that arenas are not made anew
         seed = step - (step == MEASURED_STEP)
@@ -95,13 +110,17 @@ def over_steps(
         with live, measuring(engine, share, peaks=False) if measured else nullcontext() as seen:
             engine.step(share)
         if foresee is not None and isinstance(seen, StepMeter):
-            moments = foresee(prediction, share).compare(seen, evaluation)
+            events = foresee(prediction, share)
+            peaks = _peaks(seen, prediction, events)
+            if events and len(set(peaks["peak"])) > 1:
+                theory["peak of a step"], read["peak of a step"] = peaks["peak"]
         with live:
             costs = costs.after(
                 engine, prediction, flushed=step == EVALUATED_STEP + 1, loads=routed
             )
             if step == EVALUATED_STEP:
-                evaluation = _evaluate(engine, share)
+                engine.flush()  # a delayed update, which an evaluation finishes
+                engine.evaluate(share)
         if step in READ_AFTER:
             engine.wait()
             engine.world.barrier()  # ranks in threads read each other's tensors until here
@@ -119,12 +138,23 @@ def over_steps(
             read[f"in no category, {when}"] = sum(stray.stored_bytes for stray in left)
             theory[f"in no category, {when}"] = 0
             strays = strays or _words(left, when)
-    return Memory(
-        read | moments.read,
-        theory | moments.theory,
-        strays,
-        costs.within(moments.peak, moments.note),
-    )
+    return Memory(read, theory, strays, replace(costs, peaks=peaks))
+
+
+def _peaks(
+    seen: StepMeter, prediction: Prediction, events: Sequence[Event]
+) -> dict[str, tuple[int, int]]:
+    """The most bytes of a step by name: as predicted, or their bound, and as read."""
+
+    def most(every: Sequence[Event], names: Collection[str]) -> int:
+        return max(sum(event.by_category[name] for name in names) for event in every)
+
+    bound = most(events, OWNED) if events else device_peak_bytes(prediction)
+    found = {"peak": (bound, most(seen.events, OWNED))}
+    if prediction.plan.pipeline is None and not experts_in(seen.engine.model):
+        kept = int(prediction.activations * SAVED_BY_KERNELS) + SLACK_BYTES
+        found["activations"] = kept, most(seen.events, (KEPT,))
+    return found
 
 
 def _beside(engine: Engine) -> dict[str, tuple[int, int]]:
@@ -135,14 +165,6 @@ def _beside(engine: Engine) -> dict[str, tuple[int, int]]:
         "tensors without a slot of an arena": (arenas.kept.missed + arenas.gradients.missed, 0),
     }
     return {name: each for name, each in found.items() if each[0] != each[1]}
-
-
-def _evaluate(engine: Engine, share: Any) -> StepMeter:
-    """The memory of an evaluation, which finishes a delayed update before."""
-    engine.flush()
-    with measuring(engine, share, peaks=False) as seen:
-        engine.evaluate(share)
-    return seen
 
 
 def _restore(model: nn.Module, built: Attributes, own: Collection[tuple[str, str]]) -> None:

@@ -18,8 +18,6 @@ rows, and in plain PyTorch on all of them (oracle.py). It compares its own shard
     not finite     a step whose gradients are not finite is refused, and changes nothing
     overflow       in fp16, of a step whose gradients overflow: it changes nothing but the scale;
                    and the first four after one more step
-    recomputation  a step of a plan that recomputes, with dropout, beside one without (masks.py)
-    random numbers the masks of dropout on the ranks of a tensor axis or a pipeline (draws.py)
 
 The optimizer is that of recipe.py, whose rates change in every step. Updates are delayed from the
 first step, and made as late as they may be. Gradients are clipped
@@ -30,16 +28,19 @@ as its gradients arrive. Updates are made in several parts.
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from threading import Lock
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World
+from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import Counts
 from shardwise.core.plan.plan import BUCKET_BYTES, Plan
 from shardwise.engine.engine import Engine
@@ -50,15 +51,14 @@ from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.observe.kernels import kernels_of
 from shardwise.observe.live import Live
+from shardwise.observe.measured_timeline import events_of
+from shardwise.prediction.memory_timeline import Event, unpredicted
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.comparison import compare, drawn
 from shardwise.verify.costs import Theory
-from shardwise.verify.draws import compare_draws, draws_on_ranks
 from shardwise.verify.finding import Finding
-from shardwise.verify.masks import compare_masks, recomputes
 from shardwise.verify.memory_proof import EVALUATED_STEP, attributes, over_steps
-from shardwise.verify.moments import Foreseen
 from shardwise.verify.not_comparable import without_dropout
 from shardwise.verify.oracles import textbook
 from shardwise.verify.oracles.batches import ROWS, SEED, Division, ragged
@@ -70,6 +70,8 @@ from shardwise.verify.proof_options import Options
 
 #: Ranks in threads share torch's global generator, which a model may use in __init__ and forward.
 BUILDING: Final = Lock()
+#: The seeds between one proof's batches and another's; odd seeds have shorter rows.
+OTHER_SEEDS: Final = 1000
 
 
 def prove(
@@ -81,13 +83,16 @@ def prove(
 ) -> Finding:
     """Train `model` under `plan` and in one process, and compare. All ranks must call it."""
     promises, plan = textbook.first_delayed(plan), with_early_delays(plan)
-    found = _prove(world, plan, _found(model, plan), steps, options)
-    return found.with_promises(promises)
-
-
-def _found(model: str | Trainable, plan: Plan) -> Trainable:
     with BUILDING:
-        return ragged(without_dropout(find(model)), plan)
+        trainable = ragged(without_dropout(find(model)), plan)
+    if options is not None and options.batches:
+        shifted = partial(_other_batch, trainable.make_batch, OTHER_SEEDS * options.batches)
+        trainable = replace(trainable, make_batch=shifted)
+    return _prove(world, plan, trainable, steps, options).with_promises(promises)
+
+
+def _other_batch(make_batch: Callable[[int, int], Any], shift: int, rows: int, seed: int) -> Any:
+    return make_batch(rows, seed + shift)
 
 
 def with_early_delays(plan: Plan) -> Plan:
@@ -105,6 +110,7 @@ def _prove(
     with BUILDING:
         oracles = alone_of(trainable, plan, world.device)
         clip = None if is_asynchronous(plan) else clip_of(oracles, trainable, world.device)
+    clip = all_gather_object(clip, world)[0]  # a rank's own loss may differ
     theory = theory_of(trainable, plan, world.rank, clip, options)
 
     def again() -> tuple[Engine, Theory]:
@@ -113,13 +119,6 @@ def _prove(
 
     ours = engine_of(trainable, plan, world, clip, options)
     found = compare(ours, oracles, theory, trainable.batch, steps, again)
-    if recomputes(plan, world):
-
-        def make(trainable: Trainable, plan: Plan) -> Engine:
-            return engine_of(trainable, plan, world, None, options)
-
-        same = compare_masks(trainable, plan, options.units, make, equal_share)
-        found = replace(found, errors=(*found.errors, same))
     live = Live()
     engine = engine_of(trainable, plan, world, clip, options, live)
 
@@ -135,18 +134,24 @@ def _prove(
             routed.finish()  # as the evaluation does
         return routed.step(equal_batch(trainable, engine, step), SEED + step)
 
-    def foresee(prediction: Prediction, batch: Any) -> Foreseen:
+    def foresee(prediction: Prediction, batch: Any) -> Sequence[Event]:
         with BUILDING:
             plain, chosen = trainable.plain(), build_options(trainable, plan, options)
-            return Foreseen.of(prediction, plain, batch, chosen)
+            return foreseen_events(prediction, plain, batch, chosen)
 
-    found = found.with_costs(over_steps(engine, live, batch, theory, own, loads, foresee))
-    if draws_on_ranks(engine):
-        with BUILDING:
-            plain = trainable.plain()
-        drawn_masks = compare_draws(engine, batch(0), plain)
-        found = replace(found, errors=(*found.errors, drawn_masks))
-    return found
+    return found.with_costs(over_steps(engine, live, batch, theory, own, loads, foresee))
+
+
+def foreseen_events(
+    found: Prediction, model: nn.Module, batch: Any, options: EngineOptions
+) -> Sequence[Event]:
+    """The predicted events of a step of the plain `model`; none if they are not predicted."""
+    if unpredicted(found.plan):
+        return ()
+    try:
+        return events_of(found, model, batch, options)
+    except InputError:  # a unit inside of a recomputed module, or a model that reads values
+        return ()
 
 
 def equal_batch(trainable: Trainable, engine: Engine, step: int) -> Any:

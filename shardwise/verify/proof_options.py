@@ -22,12 +22,13 @@ class Options:
     """The options of parallelize besides the plan: `units`, and the `table` of the tensor axis.
 
     Each block is a unit, also in small models, unless the plan has a bucket. `kernels` are those of
-    the device of the ranks.
+    the device of the ranks. `batches` numbers the batches, of which there may be several.
     """
 
     units: Rule = "auto"
     table: Table | Mapping[str, str] | None = None
     kernels: Kernels = "cpu"
+    batches: int = 0
 
 
 def table_in(path: Path, option: str = "--table") -> Table:

@@ -12,7 +12,7 @@ error is a multiple of the error of one process in that precision, at most 1.5 (
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import StringIO
 
 from rich.console import Console
@@ -29,6 +29,12 @@ COLUMNS = {"theory": "theory", "counted": "counted", "read": "read from the syst
 WIDTH = 100  # of the report as text
 #: A wrong gradient makes these wrong as well, so they are named last.
 LATE = ("loss", "evaluation", "outputs", "after loading")
+
+#: Said of a proof in fp64 in which something is rounded to fp32.
+NARROW = (
+    "The model or its loss computes in fp32 (.float()), so the bound is that of fp32. Without it "
+    "the bound is 1e-10."
+)
 
 #: What is compared, by column and then by name.
 Columns = dict[str, dict[str, int]]
@@ -60,16 +66,14 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of all ranks.
+    """The results of all ranks. `bound` is that of the errors.
 
     Bytes and memory are of the first rank whose numbers disagree with theory, or of rank 0.
     `uncovered` names a tensor that the ranks together do not compare exactly once, or is empty.
     `note` says why the model cannot match one process, and `changed` what the proof changed in it
     (not_comparable.py); both may be empty. `strays` lists that rank's storages in no category
-    (memory_proof.py). `activations` are the predicted bytes that autograd keeps. `peak_bytes` are
-    the most that is stored on the device at a moment of a step but for temporary bytes, and
-    `peak_read` the same as measured. `depends` names the parts of the prediction that depend on
-    values.
+    (memory_proof.py). `in_step` are the most bytes at a moment of a step, at most those of theory.
+    `depends` names the parts of the prediction that depend on values.
     """
 
     plan: str
@@ -83,15 +87,9 @@ class Report:
     note: str = ""
     changed: str = ""
     strays: str = ""
-    activations: int = 0
     depends: tuple[str, ...] = ()
-    peak_bytes: int = 0
-    peak_read: int = 0
-
-    @property
-    def bound(self) -> float:
-        """The bound on the errors."""
-        return BOUNDS[Plan.parse(self.plan).precision or "fp64"]
+    in_step: Columns = field(default_factory=dict[str, dict[str, int]])
+    bound: float = 0.0
 
     @property
     def rows(self) -> list[ReportRow]:
@@ -102,8 +100,12 @@ class Report:
         ]
         for part, columns in (("sent", self.sent), ("held", self.memory)):
             for name in dict.fromkeys(name for column in columns.values() for name in column):
-                values = {key: column.get(name, 0) for key, column in columns.items()}
-                found.append(ReportRow(part, name, dict(values), len(set(values.values())) == 1))
+                values = {key: float(column.get(name, 0)) for key, column in columns.items()}
+                found.append(ReportRow(part, name, values, len(set(values.values())) == 1))
+        for name, most in self.in_step.get("theory", {}).items():
+            read = self.in_step["read"][name]
+            values = {"theory": float(most), "read": float(read)}
+            found.append(ReportRow("held in a step", name, values, read <= most))
         return found
 
     def __str__(self) -> str:
@@ -130,8 +132,7 @@ class Report:
             "parity": self.parity,
             "bytes": self.sent,
             "memory": self.memory,
-            "activations": {"theory": self.activations},
-            "device_peak": {"theory": self.peak_bytes, "read": self.peak_read},
+            "in_step": self.in_step,
             "first_difference": first and vars(first),
             "uncovered": self.uncovered,
             "strays": self.strays,
@@ -143,17 +144,18 @@ class Report:
 def report(plan: Plan, model: str, findings: Sequence[Finding]) -> Report:
     """Combine the ranks' results, and name a rank whose results differ."""
     bound = BOUNDS[plan.precision or "fp64"]
+    differences = _differences(findings, bound)
+    narrow = bool(differences) and any(finding.narrow for finding in findings)
+    if narrow and plan.precision == "fp64":
+        bound = BOUNDS["fp32"]
+        differences = _differences(findings, bound)
     parity: dict[str, float] = {}
-    differences: list[Difference] = []
     for by_rank in zip(*(finding.errors for finding in findings), strict=True):  # one kind each
         compared = _errors_of(by_rank)
         kind, largest = compared[0].kind, max(errors.largest for errors in compared)
         parity[kind] = max(parity.get(kind, 0.0), largest)
-        for errors, finding in zip(compared, findings, strict=True):
-            differences += _first(errors, finding.rank, bound)
-    differences.sort(key=lambda difference: difference.kind in LATE)
     bytes_off = [f for f in findings if not f.bytes_hold]
-    memory_off = [f for f in findings if f.memory_measured != f.memory_predicted]
+    memory_off = [f for f in findings if not f.memory_holds]
     sent, held = [*bytes_off, findings[0]][0], [*memory_off, findings[0]][0]
     lacking = _uncovered(plan, findings)
     return Report(
@@ -166,11 +168,32 @@ def report(plan: Plan, model: str, findings: Sequence[Finding]) -> Report:
         differences[0] if differences else None,
         lacking,
         strays=held.strays,
-        activations=sent.costs.activations,
+        changed=NARROW if bound == BOUNDS["fp32"] and plan.precision == "fp64" else "",
         depends=sent.costs.notes,
-        peak_bytes=sent.costs.peak_bytes,
-        peak_read=sent.costs.peak_read,
+        bound=bound,
+        in_step={
+            "theory": {name: most for name, (most, _) in held.costs.peaks.items()},
+            "read": {name: read for name, (_, read) in held.costs.peaks.items()},
+        },
     )
+
+
+def may_be_chance(found: Report, findings: Sequence[Finding]) -> bool:
+    """Whether all that differs are errors in 16 bits, whose ratios vary from batch to batch."""
+    if found.bound != rounding.MOST or not found.first_difference or found.uncovered:
+        return False
+    facts = [e for one in findings for e in one.errors if isinstance(e, Errors)]
+    costs = all(one.bytes_hold and one.memory_holds for one in findings)
+    return costs and all(errors.largest <= found.bound for errors in facts)
+
+
+def _differences(findings: Sequence[Finding], bound: float) -> list[Difference]:
+    """The first tensor of each kind and rank that differs, in the order of what it may change."""
+    found: list[Difference] = []
+    for by_rank in zip(*(finding.errors for finding in findings), strict=True):
+        for errors, finding in zip(_errors_of(by_rank), findings, strict=True):
+            found += _first(errors, finding.rank, bound)
+    return sorted(found, key=lambda difference: difference.kind in LATE)
 
 
 def largest(finding: Finding) -> float:
@@ -216,23 +239,21 @@ def show(found: Report, console: Console) -> None:
     part = ""
     for row in found.rows:
         if row.part == "parity":
-            cells = f"{row.values['error']:.1e}{times}", f"<= {found.bound:g}{times}"
-            errors.add_row(row.name, *cells, _mark(row.holds))
+            error = said_of(row.values["error"], found.bound)
+            errors.add_row(row.name, error + times, f"<= {found.bound:g}{times}", _mark(row))
             continue
         if part != row.part:
             table.add_section()
         part = row.part
-        cells = [f"{row.values[key]:,}" if key in row.values else "" for key in COLUMNS]
-        table.add_row(f"{part}: {row.name}", *cells, _mark(row.holds))
+        cells = [f"{row.values[key]:,.0f}" if key in row.values else "" for key in COLUMNS]
+        table.add_row(f"{part}: {row.name}", *cells, _mark(row))
     console.print(errors)
-    table.add_section()
-    _show_step(found, table)
     console.print(table)
     first = found.first_difference
     if first is not None:
         console.print(
             f"The first that differs: {first.kind}, {first.name}, on rank {first.rank}; "
-            f"error {first.error:.1e}{times}"
+            f"error {said_of(first.error, found.bound)}{times}"
         )
     if found.strays:
         console.print(f"Memory: {found.strays}.")
@@ -243,16 +264,14 @@ def show(found: Report, console: Console) -> None:
         console.print(note)
 
 
-def _show_step(found: Report, table: Table) -> None:
-    """What is held within a step; theory may bound the peak."""
-    if found.activations:  # not under ep
-        cells = f"{found.activations:,}", "", ""
-        table.add_row("held in a step: activations", *cells, "not measured")
-    if found.peak_read:
-        same = found.peak_read == found.peak_bytes
-        cells = f"{found.peak_bytes:,}", "", f"{found.peak_read:,}"
-        table.add_row("held in a step: peak", *cells, "=" if same else "at most")
+def said_of(error: float, bound: float) -> str:
+    """An error with as many digits as tell it from its bound."""
+    form = "g" if bound == rounding.MOST else "e"
+    texts = [f"{error:.{digits}{form}}" for digits in (2, 4, 6, 9, 17)]
+    return next((text for text in texts if float(text) != bound), texts[0])
 
 
-def _mark(good: bool) -> str:
-    return "=" if good else "differs"
+def _mark(row: ReportRow) -> str:
+    if not row.holds:
+        return "differs"
+    return "=" if row.part == "parity" or len(set(row.values.values())) == 1 else "at most"

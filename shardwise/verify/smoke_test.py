@@ -7,7 +7,9 @@ on every rank.
 from dataclasses import replace
 from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, bad
@@ -63,6 +65,7 @@ def with_table(model: str | Trainable, plan: Plan, options: Options) -> Options:
 def _trained(model: str | Trainable, plan: Plan) -> nn.Module:
     trainable = find(model)
     trainable.require_memory(TENSORS * (8 if plan.precision == "fp64" else 4))
+    _require_seeded(trainable)
     name = trainable.name
     if isinstance(model, str) and model.partition(":")[0] == "gpt":  # ours; a step may take long
         return trainable.build()
@@ -79,3 +82,16 @@ def _trained(model: str | Trainable, plan: Plan) -> nn.Module:
             "the same command, once it does; fp32 in the plan if the model fixes its dtypes",
         ) from error
     return engine.model
+
+
+def _require_seeded(trainable: Trainable) -> None:
+    """Raise InputError for batches that differ between two calls: ranks would have other ones."""
+    one, other = (pytree.tree_leaves(trainable.batch(ROWS, SEED)) for _ in range(2))
+    tensors = [(a, b) for a, b in zip(one, other, strict=True) if isinstance(a, Tensor)]
+    if not all(torch.equal(a, b) for a, b in tensors):
+        raise bad(
+            f'make_batch of the model "{trainable.name}", which ignores its seed: two calls with '
+            "the same rows and seed return different batches",
+            "batches that depend only on rows and seed, because each rank makes its own",
+            "torch.randn(rows, ..., generator=torch.Generator().manual_seed(seed))",
+        )

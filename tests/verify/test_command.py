@@ -206,8 +206,7 @@ def test_bytes_that_were_not_predicted_are_found():
 def test_json_has_exactly_these_keys():
     """The object that scripts read, from processes that verify starts itself."""
     found: dict[str, Any] = json.loads(verify("dp2 zero2", "gpt", steps=1).json())
-    keys = ["plan", "model", "holds", "bound", "parity", "bytes", "memory", "activations"]
-    keys += ["device_peak"]
+    keys = ["plan", "model", "holds", "bound", "parity", "bytes", "memory", "in_step"]
     assert list(found) == [*keys, "first_difference", "uncovered", "strays", "columns"]
     assert found["plan"] == "dp2 zero2 fp64" and found["holds"]
     kinds = ["loss", "gradients", "weights", "optimizer", "buffers", "evaluation", "outputs"]

@@ -2,11 +2,13 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import shardwise as sw
 from shardwise.cli.main import main
@@ -16,7 +18,10 @@ from shardwise.models.registry import find
 from shardwise.models.trainable import Loss, Trainable
 from shardwise.prediction.peak_memory import device_peak_bytes
 from shardwise.techniques.tensor.tensor_table import Table
+from shardwise.verify.causes import cause
 from shardwise.verify.command import verify
+from shardwise.verify.costs import Costs
+from shardwise.verify.finding import Finding
 from shardwise.verify.own import model_of
 from shardwise.verify.parity import theory_of
 from shardwise.verify.proof_options import table_in
@@ -125,8 +130,62 @@ def test_a_model_of_a_program_is_proved_or_not(loss: Loss, holds: bool) -> None:
     assert said.splitlines()[0].strip() == "dp2 zero3 fp64 on loaded"
     assert ("It holds." in said) == holds
     assert json.loads(report.json())["holds"] == holds
-    assert {row.part for row in report.rows} == {"parity", "sent", "held"}
+    assert {row.part for row in report.rows} == {"parity", "sent", "held", "held in a step"}
+    assert ("The loss is a sum over the rows" in said) != holds
     assert all(row.name in said for row in report.rows if len(row.name) < 20)
+
+
+class Noisy(nn.Linear):
+    """A layer that drops inputs by a call of a function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(functional.dropout(x, 0.1))
+
+
+class Counting(nn.Module):
+    """A mean of all rows so far, which each rank makes of its own ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.seen = linear(), nn.Buffer(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        self.seen.lerp_(y.detach().mean(0).to(self.seen), 0.5)
+        return y - self.seen
+
+
+def centred(model: nn.Module, batch: Tensor) -> Tensor:
+    y = model(batch)
+    return (y - y.mean(0)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("build", "loss", "said"),
+    [
+        (linear, mean, ""),
+        (linear, summed, "The loss is a sum over the rows"),
+        (linear, centred, "The loss is no mean over the rows"),
+        (lambda: nn.Sequential(linear(), Noisy(3, 3)), mean, r"random numbers \(dropout in 1\)"),
+        (Counting, mean, "changes the buffer seen by its rows"),
+    ],
+)
+def test_why_no_plan_can_hold_is_named(
+    build: Callable[[], nn.Module], loss: Loss, said: str
+) -> None:
+    """Each is tried in one process; what all ranks compute alike is no cause."""
+    model = model_of(build, ROWS, loss, None)
+    assert isinstance(model, Trainable)
+    found = cause(model, [])
+    assert re.search(said, found) and bool(found) == bool(said)
+
+
+def test_a_loss_that_depends_on_the_rank_is_named() -> None:
+    """One process has the same batch on every rank."""
+    model = model_of(linear, ROWS, mean, None)
+    assert isinstance(model, Trainable)
+    alone = [Finding(rank, (), Costs(), {}, {}, alone=(1.0 + rank / 100,)) for rank in range(2)]
+    assert "is 1 on rank 0, and on another rank 1.01" in cause(model, alone)
 
 
 def test_rows_of_an_example_batch_are_drawn_alike_often() -> None:
@@ -166,6 +225,14 @@ def test_what_is_given_replaces_what_the_model_has() -> None:
         (linear, {"x": ROWS, "y": ROWS[:4]}, "rows"),
         (linear, ROWS[:0], "tensors have no rows"),
         (linear, 5, "batch=, an example batch"),
+        (linear, lambda _: ROWS, "make_batch of the model .*Write instead: def make_batch"),
+        (linear, lambda *_: ROWS[:1], "returns 1 rows.*make_batch.rows, seed."),
+        (
+            linear,
+            lambda rows, _: torch.ones(rows // 0),
+            "make_batch.2, .*ZeroDivisionError.*test_options.py",
+        ),
+        (linear, lambda rows, _: torch.rand(rows, 2), "which ignores its seed"),
         (gpt, ROWS, 'the model "gpt", whose step in fp64 on one process gives'),
     ],
 )

@@ -1,26 +1,16 @@
-"""Parts of a proof: batches, pieces that cover each tensor once, and masks of dropout."""
+"""Parts of a proof: batches, and pieces that cover each tensor once."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
-from unittest.mock import patch
+from dataclasses import replace
 
 import pytest
 import torch
 
-from shardwise.comm.world import World
 from shardwise.core.plan.plan import Plan
-from shardwise.engine.checks.consistency import CHECKED_STEPS
 from shardwise.models.registry import find
-from shardwise.techniques.pipeline.pipelined import Pipelined
-from shardwise.techniques.tensor import rng
-from shardwise.techniques.tensor.rng import ShardedRandom
 from shardwise.verify.coverage import uncovered
-from shardwise.verify.draws import compare_draws
-from shardwise.verify.finding import BoxPlace, Errors
+from shardwise.verify.finding import BoxPlace
 from shardwise.verify.oracles.batches import Division, ragged, rows_of_step
-from shardwise.verify.parity import engine_of, equal_share, with_early_delays
-from tests.pool import run_gloo
+from shardwise.verify.parity import with_early_delays
 from tests.verify import micro
 
 ROWS = 6
@@ -134,69 +124,3 @@ def test_what_lacks_or_doubles_anything_is_named(
     """A rank that shows nothing, a gap, an overlap, a piece beyond the end."""
     found = problem(plan, *pieces)
     assert found.startswith("model/w: ") and said in found
-
-
-@dataclass(frozen=True)
-class Sabotage:
-    """What replaces a method of an owner: `act(real, *args)`, named because ranks are processes."""
-
-    plan: str
-    owner: Any
-    name: str
-    act: Callable[..., Any]
-
-
-def _first(real: Any, random: ShardedRandom, device: Any) -> Any:
-    random.drew = random.drew and not random.seen
-    return real(random, device)
-
-
-SABOTAGES = {
-    "shards draw the same": Sabotage(
-        "tp2 sp", rng, "seeded", lambda real, device, seed: real(device, seed // 2)
-    ),
-    "copies draw different ones": Sabotage(
-        "tp2", ShardedRandom, "_mark", lambda real, random, _, *args: real(random, True, *args)
-    ),
-    "only the first pass draws apart": Sabotage("tp2", ShardedRandom, "during", _first),
-    "microbatches draw the same": Sabotage(
-        "pp2 1f1b:4",
-        Pipelined,
-        "_microbatch",
-        lambda real, run, k, part, tokens, seed: real(run, k, part, tokens, seed - 1_000_003 * k),
-    ),
-}
-
-
-def compared(world: World, plan: str, what: str) -> Errors:
-    """The masks on this rank, under a sabotage or none."""
-    read = Plan.parse(f"{plan} fp64")
-    model = ragged(micro.find("gpt"), read)
-    sabotage = SABOTAGES.get(what)
-    if sabotage is None:
-        return _compared(world, read, model)
-    real = getattr(sabotage.owner, sabotage.name)
-    act = sabotage.act
-    with patch.object(sabotage.owner, sabotage.name, lambda *args: act(real, *args)):
-        return _compared(world, read, model)
-
-
-def _compared(world: World, plan: Plan, model: Any) -> Errors:
-    engine = engine_of(model, plan, world)
-    # in a proof it has made more steps than those that compare gradients
-    engine.consistency.checked, engine.consistency.every = CHECKED_STEPS, 0
-    return compare_draws(engine, equal_share(model, engine, 0), model.plain())
-
-
-@pytest.mark.parametrize("plan", ["tp2 sp", "tp2", "pp2 1f1b:4", "dp2 tp2"])
-def test_the_masks_of_a_plan(plan: str):
-    """Tensor ranks draw one mask for what they have in common, and others for their parts."""
-    ranks = Plan.parse(plan).size
-    assert [found.largest for found in run_gloo(ranks, compared, plan, "")] == [0.0] * ranks
-
-
-@pytest.mark.parametrize("what", SABOTAGES)
-def test_wrong_masks_are_refused(what: str):
-    """Each of these would train, with the wrong noise."""
-    found = run_gloo(2, compared, SABOTAGES[what].plan, what)
-    assert all(one.largest > 1.0 for one in found)

@@ -24,7 +24,7 @@ from shardwise.techniques.context.attention_moves import AttentionCall, LossCoun
 from shardwise.techniques.context.cut_batch import Sequences, cut_batch, length_of
 from shardwise.techniques.context.operations import OwnPositions
 from shardwise.techniques.context.positions import cut_of
-from shardwise.techniques.context.ulysses import require_heads
+from shardwise.techniques.context.ulysses import require_heads, sends_rows
 
 if TYPE_CHECKING:
     from shardwise.engine.training import Build
@@ -245,7 +245,8 @@ class RecordedPositions:
         ranks = self.plan.context.ulysses if self.plan.context else 1
         require_heads(heads, k.shape[1], ranks, f"cp{self.plan.cp}")
         sizes = rows, heads, k.shape[1], width, q.element_size()
-        record(AttentionCall(inside[-1], of.cut, *sizes, torch.is_grad_enabled()))
+        sent = _mask_of(mask, of.cut.blocks(self.rank // ranks)) if ranks > 1 else (0, 1)
+        record(AttentionCall(inside[-1], of.cut, *sizes, torch.is_grad_enabled(), *sent))
         if ranks > 1:  # tensors of the shapes that an all-to-all gives
             every = sum(of.cut.blocks(self.rank // ranks))
             q, k, v = (
@@ -258,3 +259,12 @@ class RecordedPositions:
         if ranks > 1:
             out = F.pad(out[:, :, : of.numel], (0, 0, 0, 0, 0, heads - out.shape[1]))
         return out
+
+
+def _mask_of(mask: Any, counts: Sequence[int]) -> tuple[int, int]:
+    """The bytes of a mask for each position and head that Ulysses sends, and its heads."""
+    if not isinstance(mask, Tensor):
+        return 0, 1
+    mask = mask[(None,) * (4 - mask.dim())]
+    each = mask.shape[0] * mask.shape[3] * mask.element_size()
+    return (each if sends_rows(mask, counts) else 0), mask.shape[1]

@@ -8,7 +8,8 @@ from shardwise.techniques.context.positions import SequenceCut
 class AttentionCall(NamedTuple):
     """One attention of `rows` sequences in the module `layer`.
 
-    `trained`: it has a backward pass.
+    `trained`: it has a backward pass. Ulysses sends the rows of a mask that differ:
+    `mask_bytes` for each position and, if `mask_heads`, for each head.
     """
 
     layer: str
@@ -19,6 +20,8 @@ class AttentionCall(NamedTuple):
     width: int
     element_bytes: int
     trained: bool
+    mask_bytes: int = 0
+    mask_heads: int = 1
 
 
 class LossCount(NamedTuple):

@@ -60,6 +60,12 @@ def _forward(call: AttentionCall, place: int) -> Iterator[tuple[str, int]]:
             "all_to_all",
             (every - here) * call.heads * call.rows * call.width * size // (call.cut.ulysses),
         )
+        ranks = call.cut.ulysses
+        if call.mask_heads > 1:
+            yield "all_to_all", here * call.mask_heads * call.mask_bytes * (ranks - 1) // ranks
+        else:  # padded to the most positions of a rank
+            widest = max(call.cut.blocks(place // ranks))
+            yield "all_gather", widest * call.mask_bytes * (ranks - 1)
 
 
 def _backward(call: AttentionCall, place: int) -> Iterator[tuple[str, int]]:

@@ -85,13 +85,23 @@ def _to_positions(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
     return rows.unflatten(0, (n, t)).permute(3, 0, 2, 1, 4).flatten(1, 2)
 
 
+def has_all_rows(mask: Tensor, counts: Sequence[int]) -> bool:
+    """Whether a mask with 4 dims has the rows of all ranks."""
+    return mask.shape[2] == sum(counts) and min(counts) > 0
+
+
+def sends_rows(mask: Tensor, counts: Sequence[int]) -> bool:
+    """Whether the rows of a mask with 4 dims are sent, unless they are equal, or those of all."""
+    # ranks with one position cannot tell, and all ranks must do the same
+    return not has_all_rows(mask, counts) and (mask.shape[2] > 1 or min(counts) <= 1)
+
+
 def _rows(mask: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
     """The rows of all ranks, for this rank's heads.  A mask that broadcasts rows is not sent."""
     heads = mask.shape[1]
-    if mask.shape[2] == sum(counts) and min(counts):  # it has the rows of all ranks
+    if has_all_rows(mask, counts):
         return mask
-    # ranks with one position cannot tell, and all ranks must do the same
-    if mask.shape[2] == 1 and min(counts) > 1:
+    if not sends_rows(mask, counts):
         return mask if heads == 1 else mask.chunk(axis.size, 1)[axis.rank]
     mask = mask.expand(-1, -1, counts[axis.rank], -1)
     sent = mask.to(torch.uint8) if mask.dtype == torch.bool else mask

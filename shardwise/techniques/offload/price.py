@@ -30,6 +30,7 @@ from shardwise.core.zero import Moment, RowMove, Tier
 from shardwise.prediction.group import Group, groups
 from shardwise.prediction.stored_bytes import (
     HALF,
+    NOBODY,
     OptimizerShape,
     block_bytes,
     master_bytes,
@@ -48,6 +49,7 @@ def host_bytes(share: Share) -> dict[str, int]:
     found = [group for group in every if group.moves.offload == "host"]
     resting = [group for group in every if group.moves.fetch == "host"]
     delayed = plan.offloaded is not None and plan.offloaded.undelayed is not None
+    idle = dict.fromkeys(share.spec.run.unused, NOBODY)
     gradients = 1 + delayed  # an update reads one while those of the next step arrive in another
     return {
         "parameters": sum(
@@ -56,7 +58,7 @@ def host_bytes(share: Share) -> dict[str, int]:
         "gradients": gradients
         * sum(block_bytes(group, sharded=group.row.sharded) for group in found),
         "optimizer": sum(
-            optimizer_bytes(group, optimizer, here.get(group.layout.shard, 0), {})
+            optimizer_bytes(group, optimizer, here.get(group.layout.shard, 0), idle)
             for group in found
         )
         + sum(optimizer.scalar_bytes * len(group.params) for group in on_disk),

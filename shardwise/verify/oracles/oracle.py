@@ -25,7 +25,7 @@ of all parts of the global batch and of all its tokens. Here that is the loss ti
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -47,12 +47,14 @@ class Task:
     tokens     tokens(batch) is their number
     optimizer  makes a torch optimizer from parameters by name
     start      initial weights are first rounded to this dtype; None: no rounding
+    narrow     of fp64: "fp32" once a value that is differentiated was in fp32
     """
 
     loss: Callable[[nn.Module, Any], Tensor]
     tokens: Callable[[Any], int]
     optimizer: Callable[[Mapping[str, nn.Parameter]], Optimizer]
     start: torch.dtype | None = None
+    narrow: set[str] = field(default_factory=set[str])
 
     def loss_of(self, model: nn.Module, batch: Any, dtype: torch.dtype) -> Tensor:
         """The loss of `model` in a dtype.  The batch's floats may become wider, never narrower."""
@@ -61,7 +63,7 @@ class Task:
             wider = x.is_floating_point() and torch.promote_types(x.dtype, dtype) == dtype
             return x.to(dtype) if wider else x
 
-        with Lowered(dtype):
+        with Lowered(dtype, self.narrow):
             return self.loss(model, tree_map_only(Tensor, converted, batch))
 
 
@@ -83,9 +85,9 @@ class Lowered(TorchFunctionMode):
     A loss with a z-loss, which torch's function does not have, is computed by its formula.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, narrow: set[str] | None = None) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.narrow = dtype, set[str]() if narrow is None else narrow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -96,7 +98,10 @@ class Lowered(TorchFunctionMode):
             found = {x.dtype for x in floats if x.is_floating_point()}
             if len(found) > 1 and self.dtype in found:
                 args, kwargs = tree_map_only(Tensor, self._lower, (args, kwargs))
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if self.dtype is torch.float64 and isinstance(out, Tensor) and out.dtype is torch.float32:
+            self.narrow |= {"fp32"} if out.requires_grad else set()
+        return out
 
     def _lower(self, x: Tensor) -> Tensor:
         return x.to(self.dtype) if x.is_floating_point() else x

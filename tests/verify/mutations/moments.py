@@ -120,31 +120,31 @@ def gradients_freed_at_the_end(patch: Patch) -> None:
 MUTATIONS = (
     Mutation(
         "a second copy of what is gathered",
-        *("dp2 zero3", "memory", a_second_copy_while_gathered, "gpt"),
+        *("dp2 zero3", "moments", a_second_copy_while_gathered, "gpt"),
     ),
     Mutation(
         "a second copy of what is gathered in backward",
-        *("dp2 zero3", "memory", a_second_copy_in_backward, "gpt"),
+        *("dp2 zero3", "moments", a_second_copy_in_backward, "gpt"),
     ),
-    Mutation("inputs kept whole", "tp2 recompute:partitioned", "memory", inputs_kept_whole, "gpt"),
+    Mutation("inputs kept whole", "tp2 recompute:partitioned", "moments", inputs_kept_whole, "gpt"),
     Mutation(
         "copies on the host not dropped",
-        *("dp2 activations:host", "memory", host_copies_not_dropped, "gpt"),
+        *("dp2 activations:host", "moments", host_copies_not_dropped, "gpt"),
     ),
     Mutation(
         "copies on the device not dropped",
-        *("dp2 activations:host", "memory", device_copies_not_dropped, "gpt"),
+        *("dp2 activations:host", "moments", device_copies_not_dropped, "gpt"),
     ),
     Mutation(
         "all blocks fetched at once",
-        *("dp2 activations:host", "memory", all_blocks_fetched_at_once, "deep"),
+        *("dp2 activations:host", "moments", all_blocks_fetched_at_once, "deep"),
     ),
     Mutation(
         "all units gathered ahead",
-        *("dp2 zero3 offload:param", "memory", all_units_gathered_ahead, "gpt"),
+        *("dp2 zero3 offload:param", "moments", all_units_gathered_ahead, "gpt"),
     ),
     Mutation(
         "sent gradients freed at the step's end",
-        *("dp2 zero2", "memory", gradients_freed_at_the_end, "gpt"),
+        *("dp2 zero2", "moments", gradients_freed_at_the_end, "gpt"),
     ),
 )

@@ -12,7 +12,11 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Mutation:
-    """A sabotage. `refused_by` is one of parity, bytes, memory, coverage and error."""
+    """A sabotage. `refused_by` is one of parity, bytes, memory, coverage and error.
+
+    Moments of a step and masks of dropout are not compared by verify, but by the tests
+    (moments.py, engine/test_recompute.py).
+    """
 
     name: str
     plan: str

@@ -182,7 +182,7 @@ MUTATIONS = (
     Mutation("every block recomputed", "recompute:every2", "memory", every_block_recomputed, "gpt"),
     Mutation(
         "logits of tiles joined",
-        *("dp2 zero3 tile:4=head", "memory", logits_of_tiles_joined, "words"),
+        *("dp2 zero3 tile:4=head", "moments", logits_of_tiles_joined, "words"),
     ),
     Mutation(
         "two tiles in one",

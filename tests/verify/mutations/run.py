@@ -314,14 +314,14 @@ MUTATIONS = (
     Mutation(
         "other masks in a recomputation",
         "recompute:full",
-        "parity",
+        "masks",
         other_masks_in_a_recomputation,
         "gpt",
     ),
     Mutation(
         "masks not drawn again",
         "recompute:selective",
-        "parity",
+        "masks",
         generators_move_on_in_a_recomputation,
         "gpt",
     ),
@@ -366,7 +366,7 @@ MUTATIONS = (
     Mutation(
         "numbers after a recomputation",
         "recompute:full",
-        "parity",
+        "masks",
         numbers_after_a_recomputation,
         "gpt",
     ),

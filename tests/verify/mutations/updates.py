@@ -182,7 +182,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an evaluation frees its units at its end",
-        *("dp2 zero3", "memory", an_evaluation_frees_its_units_at_its_end, "gpt"),
+        *("dp2 zero3", "moments", an_evaluation_frees_its_units_at_its_end, "gpt"),
     ),
     Mutation("a bit of a moment flips", "dp2 zero3", "parity", a_bit_of_a_moment_flips),
     Mutation(

@@ -1,8 +1,8 @@
-"""The memory of one step at its moments: measured, and compared with the prediction.
+"""The memory of one step and of an evaluation at their moments: measured, and predicted.
 
 Between two steps no activation, no gathered weight and no gradient in flight is alive: a copy that
-is kept from the forward to the backward pass is seen within a step only. One step is measured at
-each event of prediction/memory_timeline.py:
+is kept from the forward to the backward pass is seen within a step only. Each event of
+prediction/memory_timeline.py is compared:
 
     timeline predicted    each category at each event equals the prediction, `kept` within 1 KiB;
                           `temporary` is at most what the plain pass has beside kept activations, a
@@ -11,33 +11,30 @@ each event of prediction/memory_timeline.py:
                           what the plain pass has beside them; all but `temporary` is at most the
                           predicted peak (prediction/peak_memory.py), and what is gathered at most
                           three units
-    other pipelines       what autograd keeps is at most the predicted activations
     on the host           activations are at most the predicted ones, and those fetched at once too
     tile:N                logits of a cross-entropy have V/N columns at once (tiled.py)
     an evaluation         nothing is kept, and no more is gathered than in a step's forward pass
-    at the update         of activations none is left, but for microbatches under way; there may be
-                          a copy of all gradients, and messages of weights
-
-The activations of layers of experts depend on the tokens, and are not compared.
+    at the update         of activations none is left; there may be a copy of all gradients, and
+                          messages of weights
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch import nn
-
-from shardwise.core.errors import InputError
+from shardwise.comm.world import World
 from shardwise.core.memory_table import GATHERED, KEPT, PREDICTED, TEMPORARY
-from shardwise.core.plan.plan_schedule import schedule_of
+from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.tape import SMALL_BYTES
-from shardwise.engine.options import EngineOptions, own_loss
-from shardwise.observe.measured_timeline import StepMeter, events_of, marks_on
-from shardwise.prediction.memory_timeline import Event, Mark, unpredicted
+from shardwise.engine.options import own_loss
+from shardwise.observe.measured_timeline import StepMeter, marks_on, measuring
+from shardwise.prediction.memory_timeline import Event, Mark
 from shardwise.prediction.peak_memory import device_peak_bytes, gathered_most_bytes
 from shardwise.prediction.prediction import Prediction
-from shardwise.techniques.expert.apply import experts_in
-from shardwise.verify.oracles.tiled import grown_bytes, logits_most_bytes, tiled_layers
+from shardwise.verify import parity
+from shardwise.verify.oracles.batches import ragged
+from shardwise.verify.proof_options import Options
+from tests.verify import micro
+from tests.verify.tiled import grown_bytes, logits_most_bytes, tiled_layers
 
 #: Events at which messages of the update may be under way, which hold copies of weights.
 UPDATE = ("update", "end")
@@ -47,16 +44,10 @@ SLACK_BYTES = SMALL_BYTES
 
 @dataclass
 class Moments:
-    """Bytes of a step that are not as predicted by name, read and predicted.
-
-    `peak` is the most at an event but for temporary bytes, by theory (or its bound) and as read.
-    `note` says what of the step is not predicted, or is empty.
-    """
+    """Bytes of a step that are not as predicted by name, read and predicted."""
 
     read: dict[str, int] = field(default_factory=dict[str, int])
     theory: dict[str, int] = field(default_factory=dict[str, int])
-    peak: tuple[int, int] = (0, 0)
-    note: str = ""
 
     def equal(self, name: str, read: int, theory: int, slack: int = 0) -> None:
         """Compare two numbers, and show them if they differ by more than `slack`."""
@@ -69,64 +60,59 @@ class Moments:
             self.read[name], self.theory[name] = read, most
 
 
+def wrong_moments(world: World, model: str, plan: Plan) -> dict[str, tuple[int, int]]:
+    """The moments of a rank's third step and of an evaluation that are wrong: read, and theory."""
+    trainable = ragged(micro.find(model), plan)
+    options = parity.build_options(trainable, plan, Options())
+    engine = parity.engine_of(trainable, plan, world)
+    batch = parity.equal_share(trainable, engine, 0)
+    engine.step(batch)
+    engine.flush()
+    with measuring(engine, batch, peaks=False) as evaluation:
+        engine.evaluate(batch)
+    engine.step(batch)
+    with measuring(engine, batch, peaks=False) as seen:
+        engine.step(batch)
+    engine.wait()
+    found, plain = parity.theory_of(trainable, plan, world.rank)(batch), trainable.plain()
+    events = parity.foreseen_events(found, plain, batch, options)
+    marks = () if events or plan.pipeline else marks_on(found, plain, batch, options)
+    logits = logits_most_bytes(plan, plain, batch, options.loss or own_loss)
+    moments = Foreseen(found, events, marks, logits).compare(seen, evaluation)
+    world.barrier()  # ranks in threads read each other's tensors until here
+    return {name: (read, moments.theory[name]) for name, read in moments.read.items()}
+
+
 @dataclass(frozen=True)
 class Foreseen:
     """What is predicted of a step: its events, or else the marks of the plain pass."""
 
     found: Prediction
-    experts: bool
-    events: Sequence[Event] = ()
-    marks: Sequence[Sequence[Mark]] = ()
-    note: str = ""
-    logits: Mapping[int, int] = field(default_factory=dict[int, int])  # the most bytes, by classes
+    events: Sequence[Event]
+    marks: Sequence[Sequence[Mark]]
+    logits: Mapping[int, int]  # the most bytes, by classes
 
-    @classmethod
-    def of(
-        cls, found: Prediction, model: nn.Module, batch: Any, options: EngineOptions
-    ) -> "Foreseen":
-        """For a step on `batch` of the plain `model`; the options are those of a prediction."""
-        word, experts = unpredicted(found.plan), bool(experts_in(model))
-        note = f"with {word} the moments of a step are bounded, not predicted one by one"
-        note = "the activations of experts within a step are not predicted" if experts else note
-        logits = logits_most_bytes(found.plan, model, batch, options.loss or own_loss)
-        try:
-            if not word:
-                events = events_of(found, model, batch, options)
-                note = note if experts else ""
-                return cls(found, experts, events, note=note, logits=logits)
-            marks = () if found.plan.pipeline else marks_on(found, model, batch, options)
-            return cls(found, experts, marks=marks, note=note, logits=logits)
-        except InputError:
-            note = "the moments of a step are not predicted"
-            return cls(found, experts, note=note, logits=logits)
-
-    def compare(self, seen: StepMeter, evaluation: StepMeter | None = None) -> Moments:
+    def compare(self, seen: StepMeter, evaluation: StepMeter) -> Moments:
         """The measured events beside the predicted ones; those of an evaluation at the end."""
-        moments = Moments(note=self.note)
+        moments = Moments()
         if self.events:
             self._events(moments, seen.events)
         elif self.found.plan.pipeline is None:
             self._bounded(moments, seen.events)
-        elif not self.experts:
-            for event in seen.events:
-                name = f"kept at {event}"
-                moments.at_most(name, event.by_category[KEPT], self.found.activations)
-        under_way = self.found.activations if self._updates_within else 0
         for event in (event for event in seen.events if event.kind in UPDATE):
-            most = self._copies_bytes + (under_way if event.kind == "update" else 0)
+            most = self._copies_bytes
             moments.at_most(f"{TEMPORARY} at {event}", _sum(event, (KEPT, TEMPORARY)), most)
-        if not self.experts:
-            host = seen.engine.recompute.host
-            fetched = 0 if host is None else host.most_fetched_bytes
-            moments.at_most("fetched from the host at once", fetched, self.found.fetched)
-            for event, on_host in zip(seen.events, seen.on_host, strict=True):
-                most = 0 if event.kind in UPDATE else self.found.host_activations
-                moments.at_most(f"activations on the host at {event}", on_host, most)
+        host = seen.engine.recompute.host
+        fetched = 0 if host is None else host.most_fetched_bytes
+        moments.at_most("fetched from the host at once", fetched, self.found.fetched)
+        for event, on_host in zip(seen.events, seen.on_host, strict=True):
+            most = 0 if event.kind in UPDATE else self.found.host_activations
+            moments.at_most(f"activations on the host at {event}", on_host, most)
         for layer, features in tiled_layers(seen.engine.model, seen.events).items():
             if features in self.logits:
                 grown, most = grown_bytes(seen.events, layer), self.logits[features]
                 moments.at_most(f"logits of {layer} at once", grown, most)
-        self._evaluated(moments, () if evaluation is None else evaluation.events)
+        self._evaluated(moments, evaluation.events)
         return moments
 
     def _evaluated(self, moments: Moments, events: Sequence[Event]) -> None:
@@ -144,12 +130,6 @@ class Foreseen:
                 moments.at_most(f"gathered {name}", read, gathered[event.unit])
 
     @property
-    def _updates_within(self) -> bool:
-        """Whether the schedule updates while microbatches are under way."""
-        schedule = schedule_of(self.found.plan)
-        return schedule is not None and bool(schedule.update)
-
-    @property
     def _copies_bytes(self) -> int:
         """A copy of all gradients and a message of all weights, which may be in 32 bits."""
         tiers = self.found.memory, self.found.host_memory
@@ -158,12 +138,9 @@ class Foreseen:
 
     def _events(self, moments: Moments, events: Sequence[Event]) -> None:
         """Each event of a predicted timeline."""
-        names = [name for name in PREDICTED if name != KEPT or not self.experts]
-        theory, read = (max(_sum(e, names) for e in every) for every in (self.events, events))
-        moments.peak = theory, read
         moments.equal("moments of a step", len(events), len(self.events))
         for event, foreseen in zip(events, self.events, strict=False):
-            for name in names:
+            for name in PREDICTED:
                 read, theory = event.by_category[name], foreseen.by_category[name]
                 slack = SLACK_BYTES if name == KEPT else 0
                 moments.equal(f"{name} at {event}", read, theory, slack)
@@ -177,19 +154,17 @@ class Foreseen:
         On a tensor axis messages may be under way at all events but the loss.
         """
         gathers = event.kind != "loss" and self.found.plan.mesh.size_of("tp") > 1
-        return self.experts or event.kind in UPDATE or gathers
+        return event.kind in UPDATE or gathers
 
     def _bounded(self, moments: Moments, events: Sequence[Event]) -> None:
         """Each event of a plan whose timeline is not predicted."""
-        lasting = [name for name in PREDICTED if name != KEPT or not self.experts]
         most = device_peak_bytes(self.found)
-        moments.peak = most, max(_sum(event, lasting) for event in events)
         for event in events:
-            moments.at_most(f"all but temporary at {event}", _sum(event, lasting), most)
+            moments.at_most(f"all but temporary at {event}", _sum(event, PREDICTED), most)
         self._gathered(moments, events)
         losses = [event for event in events if event.kind == "loss"]
         others = [next(m for m in marks if m.kind == "loss").other_bytes for marks in self.marks]
-        for event, other in zip(losses, others, strict=False) if not self.experts else ():
+        for event, other in zip(losses, others, strict=False):
             most = self.found.activations + other
             read = _sum(event, (KEPT, TEMPORARY))
             moments.at_most(f"activations at {event}", read, most)
@@ -208,7 +183,3 @@ class Foreseen:
 
 def _sum(event: Event, names: Iterable[str]) -> int:
     return sum(event.by_category[name] for name in names)
-
-
-#: What is foreseen of a step on a rank's batch, given its prediction.
-Foresee = Callable[[Prediction, Any], Foreseen]
