@@ -18,11 +18,12 @@ from shardwise.verify.report import report
 from tests.engine.test_recompute import drawn
 from tests.pool import run_threads
 from tests.verify import micro
-from tests.verify.moments import wrong_moments
+from tests.verify.facts import FACTS, holds
 from tests.verify.mutations import (
     accounts,
     context,
     data,
+    engine,
     experts,
     moments,
     pipeline,
@@ -42,12 +43,13 @@ CATALOGUE = (
         *run.MUTATIONS,
         *experts.MUTATIONS,
         *moments.MUTATIONS,
+        *engine.MUTATIONS,
     ),
     *(*promises.MUTATIONS, *updates.MUTATIONS, *shared.MUTATIONS),
 )
 NAMED = {mutation.name: mutation for mutation in CATALOGUE}
 PROVED = sorted({(mutation.model, mutation.plan) for mutation in CATALOGUE})
-OTHERS = {"moments", "masks"}  # which tests of the engine compare, and verify does not
+OTHERS = {*FACTS, "masks"}  # which the tests state, and verify does not
 STEPS = 2  # and one more, for a delayed update to be beside a step
 
 
@@ -110,10 +112,9 @@ def refused_by(model: str, plan: str, findings: list[Finding]) -> dict[str, str]
 
 
 def proved(model: str, plan: str, part: str = "") -> dict[str, str]:
-    """The parts that refuse it, or one that is not of verify: the moments of a step, or masks."""
-    if part == "moments":
-        ranks = run_threads(read(plan).size, wrong_moments, model, read(plan))
-        return {part: str(ranks)} if any(ranks) else {}
+    """The parts that refuse it; or one fact that is not of verify (facts.py), or masks."""
+    if part in FACTS:
+        return {} if holds(part, model, read(plan)) else {part: plan}
     if part == "masks":
         one, other = (run_threads(1, drawn, f"dp1 {words}")[0].losses for words in ("", plan))
         return {part: f"{one} and {other}"} if one != other else {}

@@ -14,8 +14,8 @@ Patch = pytest.MonkeyPatch
 class Mutation:
     """A sabotage. `refused_by` is one of parity, bytes, memory, coverage and error.
 
-    Moments of a step and masks of dropout are not compared by verify, but by the tests
-    (moments.py, engine/test_recompute.py).
+    Others are facts of the engine that a proof does not state, but the tests (facts.py), and masks
+    of dropout (engine/test_recompute.py).
     """
 
     name: str
