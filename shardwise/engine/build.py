@@ -205,6 +205,7 @@ def _sharding(
         bucket_bytes=plan.bucket_bytes,
         fill=build.fill,
         device=world.device,
+        broadcast_buffers=build.broadcast_buffers,
         least_unit_bytes=build.least_unit_bytes,
         tiers=world.tiers,
         late=offload is not None and offload.undelayed is not None,

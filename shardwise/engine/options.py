@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from shardwise.core.check_every import CHECK_EVERY, CheckEvery
 from shardwise.core.errors import bad
-from shardwise.core.tools.arguments import MOST_SEED, choice, integer, positive, short_repr
+from shardwise.core.tools.arguments import MOST_SEED, choice, flag, integer, positive, short_repr
 from shardwise.engine.batch import Count
 from shardwise.engine.checks import validate
 from shardwise.engine.optimizer.optimizer_spec import AdamW, OptimizerSpec
@@ -23,7 +23,7 @@ __all__ = ["EngineOptions", "own_loss"]
 #: Those that must be equal on all ranks.
 SHARED = (
     *("clip", "units", "least_unit_bytes", "prefetch", "stages"),
-    *("on_nonfinite", "check_every", "seed"),
+    *("on_nonfinite", "check_every", "seed", "broadcast_buffers"),
 )
 
 
@@ -31,35 +31,37 @@ SHARED = (
 class EngineOptions:
     """The options of an engine; those of a technique that the plan does not use have no effect.
 
-    optimizer         sw.AdamW(...), sw.SGD(...) and others, without parameters; None:
-                      sw.AdamW(lr=3e-4)
-    loss              loss(model, batch), the mean over the rows or tokens of the batch; None: the
-                      output of the model, or its `.loss`
-    tokens            tokens(batch), the number of elements that the loss is the mean over; it may
-                      change at every step and differ between ranks; None: the rows
-    rows              rows(batch), the number of rows of a batch; None: dim 0 of its tensors
-    clip              the largest norm of all gradients together; None: no clipping
-    on_nonfinite      a step whose loss or gradient is not finite: "raise" raises sw.RunError on
-                      all ranks before any update, "skip" skips the update
-    check_every       steps between two comparisons of the ranks: along tensor and pipeline axes
-                      batch, loss and gradients, along data axes the replicated weights and
-                      optimizer states; 0: only in the first step, and no weights.  With
-                      "rerun:20", or "100 rerun:20", in every 20th step the next data rank
-                      computes a microbatch of each again, and they compare loss and gradients
-    units             what is gathered, freed and reduced together: "auto" (the repeated block), a
-                      class or several, a pattern of module names, a size in bytes, or
-                      f(name, module) -> bool
-    least_unit_bytes  smaller units are merged with their neighbours; None: 2 MiB, 0: merge none
-    prefetch          the number of units to gather ahead of their use under `zero3`
-    fill              fill(name, tensor) writes initial weights of a model on the meta device;
-                      None: its own initialisation, by `seed`
-    seed              the seed of initial weights without `fill`
-    table             the styles of tensor parallelism; None: the model's own table
-    stages            the names of the modules that begin each pipeline stage except the first;
-                      None: balanced by parameters
-    offload_folder    a folder on a local disk, for states that rest there (`offload:optim@disk`)
-    kernels           of a prediction alone: the kernels "cpu" or "cuda", which save other tensors
-                      for the backward pass
+    optimizer          sw.AdamW(...), sw.SGD(...) and others, without parameters; None:
+                       sw.AdamW(lr=3e-4)
+    loss               loss(model, batch), the mean over the rows or tokens of the batch; None: the
+                       output of the model, or its `.loss`
+    tokens             tokens(batch), the number of elements that the loss is the mean over; it may
+                       change at every step and differ between ranks; None: the rows
+    rows               rows(batch), the number of rows of a batch; None: dim 0 of its tensors
+    clip               the largest norm of all gradients together; None: no clipping
+    on_nonfinite       a step whose loss or gradient is not finite: "raise" raises sw.RunError on
+                       all ranks before any update, "skip" skips the update
+    check_every        steps between two comparisons of the ranks: along tensor and pipeline axes
+                       batch, loss and gradients, along data axes the replicated weights and
+                       optimizer states; 0: only in the first step, and no weights.  With
+                       "rerun:20", or "100 rerun:20", in every 20th step the next data rank
+                       computes a microbatch of each again, and they compare loss and gradients
+    units              what is gathered, freed and reduced together: "auto" (the repeated block), a
+                       class or several, a pattern of module names, a size in bytes, or
+                       f(name, module) -> bool
+    least_unit_bytes   smaller units are merged with their neighbours; None: 2 MiB, 0: merge none
+    prefetch           the number of units to gather ahead of their use under `zero3`
+    fill               fill(name, tensor) writes initial weights of a model on the meta device;
+                       None: its own initialisation, by `seed`
+    seed               the seed of initial weights without `fill`
+    table              the styles of tensor parallelism; None: the model's own table
+    stages             the names of the modules that begin each pipeline stage except the first;
+                       None: balanced by parameters
+    broadcast_buffers  every step and evaluation begins with rank 0's buffers; False: with what
+                       each rank has
+    offload_folder     a folder on a local disk, for states that rest there (`offload:optim@disk`)
+    kernels            of a prediction alone: the kernels "cpu" or "cuda", which save other tensors
+                       for the backward pass
 
     Raises InputError for a wrong value.
     """
@@ -78,6 +80,7 @@ class EngineOptions:
     seed: int = 0
     table: Table | Mapping[str, str] | None = None
     stages: Sequence[str] | None = None
+    broadcast_buffers: bool = True
     offload_folder: str | None = None
     kernels: Kernels = "cpu"
 
@@ -86,6 +89,7 @@ class EngineOptions:
         choice("on_nonfinite", self.on_nonfinite, ("raise", "skip"))
         choice("device", self.kernels, KERNELS)
         integer("seed", self.seed, 0, 0, MOST_SEED)
+        flag("broadcast_buffers", self.broadcast_buffers)
         integer("prefetch", self.prefetch, 0, 1)
         CheckEvery.parse(self.check_every)
         if self.least_unit_bytes is not None:

@@ -56,6 +56,7 @@ def parallelize(
     seed: int = 0,
     table: Table | Mapping[str, str] | None = None,
     stages: Sequence[str] | None = None,
+    broadcast_buffers: bool = True,
     offload_folder: str | None = None,
 ) -> Engine:
     """Shard `model` in place according to `plan`, and return the engine that trains it.
@@ -80,6 +81,7 @@ def parallelize(
         seed=seed,
         table=table,
         stages=stages,
+        broadcast_buffers=broadcast_buffers,
         offload_folder=offload_folder,
     )
     return build_engine(model, plan, world, options)
@@ -140,6 +142,7 @@ def build_engine(
         layers=layers,
         rows=rows,
         missing=missing,
+        broadcast_buffers=options.broadcast_buffers,
     )
     return first_step.engine_of(model, build, how)
 

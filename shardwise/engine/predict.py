@@ -60,6 +60,7 @@ def predict(
     prefetch: int = 1,
     table: Table | Mapping[str, str] | None = None,
     stages: Sequence[str] | None = None,
+    broadcast_buffers: bool = True,
     device: Kernels = "cpu",
 ) -> Prediction:
     """The memory and the traffic of `rank` under `plan`; no process is started.
@@ -89,6 +90,7 @@ def predict(
         prefetch=prefetch,
         table=table,
         stages=stages,
+        broadcast_buffers=broadcast_buffers,
         kernels=device,
     )
     return predict_with(model, plan, batch, options, rank)
@@ -207,6 +209,7 @@ class Predictor:
             norm=self.options.clip is not None,
             check_every=self.options.checks,
             rerun_bytes=rerun_bytes,
+            broadcast_buffers=self.options.broadcast_buffers,
             notes=notes_of(spec.run.note, plan),
         )
 

@@ -68,6 +68,7 @@ class Build:
     layers            the plans of single layers (layer_plans.py)
     rows              rows(batch) is the number of rows of a batch; None: batch.py counts
     missing           tensors that rank 0 alone has (rank_zero_weights.py)
+    broadcast_buffers every step and evaluation begins with rank 0's buffers
     """
 
     plan: Plan
@@ -83,6 +84,7 @@ class Build:
     layers: LayerPlans = field(default_factory=LayerPlans)
     rows: Count | None = None
     missing: tuple[str, ...] = ()
+    broadcast_buffers: bool = True
 
 
 @dataclass(frozen=True)

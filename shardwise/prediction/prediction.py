@@ -43,8 +43,9 @@ class Prediction:
 
     `model` is the rank's part of `spec`, the full model.
     `norm`: gradients are clipped by their norm. `check_every`: in which steps ranks compare what
-    they hold and compute; `rerun_bytes`: of a microbatch that another rank repeats. `notes` name
-    results that depend on the values of the batch.
+    they hold and compute; `rerun_bytes`: of a microbatch that another rank repeats.
+    `broadcast_buffers`: a step begins with rank 0's buffers. `notes` name results that depend on
+    the values of the batch.
     """
 
     plan: Plan
@@ -55,6 +56,7 @@ class Prediction:
     norm: bool = False
     check_every: CheckEvery = NEVER
     rerun_bytes: int = 0
+    broadcast_buffers: bool = True
     notes: tuple[str, ...] = ()
 
     def on(self, rank: int, plan: Plan | None = None) -> "Prediction":
@@ -185,7 +187,8 @@ class Prediction:
         model = shape_on(self.spec, self.plan, self.rank, trains=False)
         plan = replace(self.plan, accumulate=1)
         share = Share(plan, self.spec, model, self.rank, self.optimizer, loads, trains=False)
-        found = Counter[TrafficLine](evaluation_bytes(plan, model, self.rank))
+        sent = evaluation_bytes(plan, model, self.rank, buffers=self.broadcast_buffers)
+        found = Counter[TrafficLine](sent)
         for each in PRICES:
             found.update(each.sends(share))
         return {line: n for line, n in found.items() if line.phase in ("forward", "check")}
@@ -258,6 +261,7 @@ class Prediction:
             meets=meets,
             compares=compares,
             optimizer=self.optimizer,
+            buffers=self.broadcast_buffers,
         )
         share = self.share(loads)
         yield from (each.sends(share) for each in PRICES)

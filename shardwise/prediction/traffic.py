@@ -160,6 +160,7 @@ def step_bytes(
     first: bool = False,
     meets: bool = False,
     compares: str = "",
+    buffers: bool = True,
     optimizer: OptimizerShape = ADAM,
 ) -> Counted:
     """The bytes `rank` sends in one step, activations apart; lines without any are left out.
@@ -167,6 +168,7 @@ def step_bytes(
     `norm`: gradients are clipped (fp16 always computes their norm). `first`: the first step of a
     run, which compares the shares of the data ranks. `meets`: ranks compare batches;
     `compares`: they also compare the loss and the gradients, "each" or by their "sums".
+    `buffers`: it begins with rank 0's buffers.
     """
     tariff = Tariff(plan, rank)
     own = updates(plan.pipeline, plan.mesh.size_of(PIPELINE))
@@ -179,7 +181,7 @@ def step_bytes(
     tariff.agree(2 * max(1, own), CONSENSUS_BYTES)  # tokens, and microbatches with tokens
     for _ in range(own):  # which parameters had a gradient
         tariff.agree(sum(param.trainable for param in model.params), CONSENSUS_BYTES)
-    tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "forward")
+    _buffers(tariff, model, "forward", sent=buffers)
     tariff.agree(2 + sum(param.trainable for param in model.params), CONSENSUS_BYTES)
     if norm or plan.precision == "fp16":
         for axis in (*chain.from_iterable(norm_axes(plan)), PIPELINE):
@@ -243,15 +245,16 @@ def rerun_bytes(plan: Plan, rank: int, sent_bytes: int) -> Counted:
     return tariff.sent_bytes
 
 
-def evaluation_bytes(plan: Plan, model: ModelShape, rank: int) -> Counted:
+def evaluation_bytes(plan: Plan, model: ModelShape, rank: int, *, buffers: bool = True) -> Counted:
     """The bytes `rank` sends to evaluate a batch, activations apart, with those of a backward pass.
 
-    `plan` has one microbatch; `model` is the rank's part with the uses of an evaluation.
+    `plan` has one microbatch; `model` is the rank's part with the uses of an evaluation; `buffers`
+    as in `step_bytes`.
     """
     tariff = Tariff(plan, rank)
     for group in groups(plan, model):
         carry_row(tariff, group)
-    tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "check")
+    _buffers(tariff, model, "check", sent=buffers)
     tariff.agree(EVALUATED_NUMBERS, CONSENSUS_BYTES)
     tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), CONSENSUS_BYTES, "check")
     return tariff.sent_bytes
@@ -269,8 +272,12 @@ def start_bytes(plan: Plan, model: ModelShape, rank: int = 0) -> dict[TrafficLin
         tariff.broadcast(group.flat.padded * group.element_bytes, "start")
         if group.moves.offload or group.moves.fetch:  # to a disk through the host (disk.py)
             tariff.copy("device", "host", group.flat.share * group.element_bytes, "start")
-    tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "start")
+    _buffers(tariff, model, "start")
     return tariff.sent_bytes
+
+
+def _buffers(tariff: Tariff, model: ModelShape, phase: str, *, sent: bool = True) -> None:
+    tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers) * sent, phase)
 
 
 def by_kind(sent_bytes: dict[TrafficLine, int]) -> dict[str, int]:

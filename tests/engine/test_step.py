@@ -327,12 +327,14 @@ class Counting(nn.Module):
         return self.down(functional.dropout(self.norm(self.up(x)), 0.1, training=True))
 
 
-def left_by_calls(world: World, plan: str, folder: str) -> dict[str, list[object]]:
+def left_by_calls(world: World, plan: str, folder: str, sends: bool) -> dict[str, list[object]]:
     """What each rank has after calls that do not train, and after a step of uneven shares."""
     model = settled(Counting())
     assert isinstance(model, Counting)
     model.norm.requires_grad_(False).eval()
-    engine = sw.parallelize(model, plan, world, loss=regression, optimizer=sw.SGD(lr=0.1))
+    engine = sw.parallelize(
+        model, plan, world, loss=regression, optimizer=sw.SGD(lr=0.1), broadcast_buffers=sends
+    )
 
     def facts() -> list[object]:
         flags: list[object] = [(name, m.training) for name, m in model.named_modules()]
@@ -361,19 +363,19 @@ def left_by_calls(world: World, plan: str, folder: str) -> dict[str, list[object
 
 
 @pytest.mark.parametrize(
-    ("plan", "counts"),
+    ("plan", "sends", "counts"),
     [
-        ("dp2 accumulate:2 fp64", (14, 11)),
-        ("dp2 zero3 fp64", (14, 11)),
-        ("pp2 1f1b:2 fp64", (14, 14)),
+        ("dp2 accumulate:2 fp64", True, (14, 11)),
+        ("dp2 zero3 fp64", False, (14, 8)),
+        ("pp2 1f1b:2 fp64", True, (14, 14)),
     ],
 )
-def test_a_call_leaves_the_model_as_it_found_it(plan, counts, tmp_path):
+def test_a_call_leaves_the_model_as_it_found_it(plan, sends, counts, tmp_path):
     """Modes, frozen parameters, the default dtype, random states, and what a rank has counted.
 
     A step counts in all its microbatches, from what rank 0 had counted before.
     """
-    for rank, found in enumerate(run_gloo(2, left_by_calls, plan, str(tmp_path))):
+    for rank, found in enumerate(run_gloo(2, left_by_calls, plan, str(tmp_path), sends)):
         for name in ("evaluate", "save", "state", "refused"):
             assert found[name] == found["step"], name
         assert found["again"] == [found["step"][0], counts[rank], *found["again"][2:]]

@@ -39,10 +39,11 @@ PLANS = [
 ]
 
 
-def trained(world: World, plan: str, kind: str, clip: float | None) -> list[bool]:
+def trained(world: World, plan: str, kind: str, clip: float | None, sends: bool) -> list[bool]:
     """Whether the start and two steps sent what was predicted, and memory is as predicted."""
-    ours = engine(world, plan, kind, clip=clip, least_unit_bytes=0)
-    theory = foreseen(world.rank, plan, kind, clip=clip, least_unit_bytes=0)
+    options = {"clip": clip, "least_unit_bytes": 0, "broadcast_buffers": sends}
+    ours = engine(world, plan, kind, **options)
+    theory = foreseen(world.rank, plan, kind, **options)
     rows = 2 * ours.microbatches + (kind == "gpt")  # microbatches of several sizes
     given = [batch(ours, kind, step, rows) for step in range(2)]
     told = theory.of(given[0])
@@ -55,12 +56,14 @@ def trained(world: World, plan: str, kind: str, clip: float | None) -> list[bool
     return [*held, ours.memory() == told.memory, ours.measured_bytes() == told.bytes]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_run_is_as_predicted(plan: str):
+@pytest.mark.parametrize(
+    ("plan", "sends"), [*((plan, True) for plan in PLANS), ("dp2 zero2 accumulate:3", False)]
+)
+def test_a_run_is_as_predicted(plan: str, sends: bool):
     """Frozen layers, two types, buffers: bytes on every line and memory by category."""
     clip = None if "pipedream" in plan or "2bw" in plan else 1.0
     ranks = Plan.parse(plan).size
-    assert run_threads(ranks, trained, plan, "mixed", clip) == [[True] * 5] * ranks
+    assert run_threads(ranks, trained, plan, "mixed", clip, sends) == [[True] * 5] * ranks
 
 
 def counted(world: World, name: str) -> bool:

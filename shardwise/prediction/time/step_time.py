@@ -195,7 +195,12 @@ class RankWork:
         """The seconds of moves between steps: the consensus, buffers, and updated weights."""
         found = self.found
         sent = step_bytes(
-            found.plan, found.model, found.rank, norm=found.norm, optimizer=found.optimizer
+            found.plan,
+            found.model,
+            found.rank,
+            norm=found.norm,
+            optimizer=found.optimizer,
+            buffers=found.broadcast_buffers,
         )
         return self.network.seconds(_lines(sent, ("check", "update"), kind="broadcast"))
 
