@@ -1,5 +1,6 @@
 """Optimizers: every class on pieces of any dims and on every tier; those of whole tensors."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,13 +9,14 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.comm.ledger import Key
-from shardwise.comm.world import traced
+from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError
 from shardwise.engine.optimizer.lion import Lion
 from shardwise.models import gpt
 from tests.engine.cases import (
     Case,
     Task,
+    build,
     difference,
     oracle,
     ranks_of,
@@ -23,7 +25,7 @@ from tests.engine.cases import (
     small_gpt,
     text,
 )
-from tests.engine.tensors import assert_counted, equals_one, gpt_task, holds, train
+from tests.engine.tensors import assert_counted, equals_one, gpt_task, holds, mine, train
 from tests.engine.test_state import ADAFACTOR, LION, MUON, assembled, saved
 from tests.engine.zoo import DECAY, Gated, dims, gated
 from tests.pool import run_gloo, run_threads
@@ -192,3 +194,89 @@ def test_where_whole_tensors_are_refused(plan: str, optimizer: dict[str, Any], m
         sw.parallelize(model, plan, world, optimizer=spec, loss=gpt.loss)
     with pytest.raises(InputError, match=match):
         sw.predict(small_gpt(), plan, text(0), optimizer=spec, loss=gpt.loss)
+
+
+# --- schedule-free ------------------------------------------------------------------------------
+
+
+class ScheduleFree(Optimizer):
+    """SGD with an average x of the points z; the weights are x, or y between both to train."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "beta": 0.9, "training": False, "steps": 0})
+
+    @torch.no_grad()
+    def _switch(self, training: bool) -> None:
+        for group in self.param_groups:
+            weight = 1 - group["beta"] if training else 1 - 1 / group["beta"]
+            for p in group["params"] if group["training"] is not training else ():
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], weight)
+            group["training"] = training
+
+    def train(self) -> None:
+        self._switch(True)
+
+    def eval(self) -> None:
+        self._switch(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert group["training"]
+            group["steps"] += 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["steps"]).sub_(
+                    p.grad, alpha=group["lr"] * (1 - group["beta"] * (1 - 1 / group["steps"]))
+                )
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+def schedule_free(world: World, plan: str, folder: str, elementwise: bool) -> list[float]:
+    """Losses of steps and evaluations; two engines, of which the second loads what one saved."""
+    task, found = gpt_task(rows=8), []
+    options = {"elementwise": elementwise}
+    for first in (0, 2):
+        engine = build(world, task, Case(plan, kind=ScheduleFree, options=options))
+        if first:
+            sw.load(engine, folder)
+        for step in range(first, first + 2):
+            engine.optimizer.train()
+            found.append(engine.step(mine(engine, task.batch(step))).loss)
+        sw.save(engine, folder)
+        engine.optimizer.eval()
+        found.append(engine.evaluate(mine(engine, task.batch(9)))[0])
+    return found
+
+
+FREE = [("dp2 zero1", True), ("dp2 zero3", False), ("pp2 gpipe:2", True), ("dp2 bf16", False)]
+
+
+@pytest.mark.parametrize(("plan", "elementwise"), FREE)
+def test_schedule_free(plan: str, elementwise: bool, tmp_path: Path):
+    """Weights are switched for an evaluation; a checkpoint keeps the ones that it has seen."""
+    task, wanted = gpt_task(rows=8), []
+    model = task.make().double()
+    optimizer = ScheduleFree(model.parameters())
+    for step in range(4):
+        optimizer.train()
+        loss = task.loss(model, task.batch(step))
+        model.zero_grad()
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+        if step % 2:
+            optimizer.eval()
+            wanted.append(task.loss(model, task.batch(9)).item())
+    precision = "" if "bf16" in plan else " fp64"
+    given = plan + precision, str(tmp_path), elementwise
+    for found in run_threads(ranks_of(plan), schedule_free, *given):
+        assert found == pytest.approx(wanted, rel=1e-10 if precision else 0.02)
+
+
+def test_a_switch_of_an_optimizer_without_two_sets_of_weights():
+    """It has none to switch to, as Trainer's loop and others would call it."""
+    engine = build(alone(), Task(), Case("dp1"))
+    with pytest.raises(InputError, match=r"engine\.optimizer\.eval\(\) with AdamW, which has no"):
+        engine.optimizer.eval()
