@@ -1,6 +1,7 @@
 """Checks of a torch optimizer that a loop of the program's own steps over a wrapped module.
 
-each step         its options are those of the other data ranks; some parameter has a gradient
+each step         its options are those of the other data ranks; some parameter has a gradient;
+                  SparseAdam gets sparse gradients
 first step        the optimizer must be elementwise, its states those of pieces
 load_state_dict   the same of the states
 state_dict        refused: it would give one rank's pieces as whole parameters
@@ -9,7 +10,7 @@ state_dict        refused: it would give one rank's pieces as whole parameters
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from shardwise.core.errors import bad
 from shardwise.engine.checks import validate
@@ -22,6 +23,11 @@ from shardwise.techniques.data.unit_hooks import Data
 def before_step(optimizer: Optimizer, *_: Any) -> None:
     """A hook before every optimizer step: examines an optimizer when it first steps on shards."""
     _record(optimizer)
+    if isinstance(optimizer, SparseAdam):
+        for p, data in owners(optimizer):
+            if isinstance(data, Data):
+                _, flat, index = data.places[p]
+                p.grad = flat.grads.sparse(index)
     owners_of_pieces = _sharded(optimizer)
     for data in owners_of_pieces:
         data.scaling.look()

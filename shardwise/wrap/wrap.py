@@ -243,6 +243,12 @@ def _wrap(
     data.handles += handles
     data.handles += keep_keys(module, data, flats_of(sharded_units))
     data.handles += guard_shards(module, data)
+    for part in module.modules():  # whose lookups torch.optim.SparseAdam updates alone
+        known = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.weight in data.places
+        if known and part.sparse:
+            _, flat, index = data.places[part.weight]
+            rows = torch.zeros(part.num_embeddings, dtype=torch.int32, device=world.device)
+            flat.grads.touched |= {} if flat.split else {index: rows}
     assert isinstance(world.links, Lease)
     data.handles.append(world.links)
     if data.split:

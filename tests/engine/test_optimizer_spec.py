@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardwise as sw
@@ -13,7 +13,7 @@ from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from tests.engine.cases import Case, regression, rows_task, settled, vectors
+from tests.engine.cases import Case, difference, regression, rows_task, settled, share, vectors
 from tests.engine.loops import rows
 from tests.engine.tensors import equals_one, train
 from tests.engine.zoo import make
@@ -49,7 +49,10 @@ class Clipped(Optimizer):
 
 
 def fsdp(world: World, of: Any, after: bool, said: bool) -> str:
-    """A first step in a plain loop, of an optimizer made before or after: "" or the error."""
+    """The weights after a first step in a plain loop, or the error.
+
+    The optimizer is made before the wrapping, or after it.
+    """
     module = settled(nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)))
     optim: Any = None if after else of(module.parameters(), lr=0.5)
     module = sw.FSDP(module, world=world)
@@ -61,7 +64,7 @@ def fsdp(world: World, of: Any, after: bool, said: bool) -> str:
         optim.step(lambda: 0.0)
     except InputError as error:
         return str(error)
-    return ""
+    return str(module.state_dict())
 
 
 @pytest.mark.cases(3)
@@ -73,10 +76,40 @@ def test_pieces_are_only_for_what_is_known_to_update_elements(of: type[Optimizer
         assert f"a step of {of.__name__} on shards" in text and "optim.elementwise = True" in text
 
 
-@pytest.mark.parametrize("after", [False, True])
-def test_a_program_may_say_that_its_class_updates_elements(after: bool):
-    """In a loop of its own; the optimizer is made before or after the wrapping."""
-    assert run_threads(2, fsdp, Elementwise, after, True) == ["", ""]
+@pytest.mark.parametrize("of", [Elementwise, torch.optim.AdamW])
+def test_an_optimizer_may_be_made_before_or_after_the_wrapping(of: type[Optimizer]):
+    """In a loop of the program's own, which says that its class updates each element alone."""
+    before, after = (run_threads(2, fsdp, of, late, True) for late in (False, True))
+    assert before == after and "tensor" in before[0]
+
+
+LOOKUPS = torch.tensor([[[0, 1, 3], [2, 2, 3]], [[5, 1, 3], [5, 2, 9]], [[7, 1, 3], [0, 0, 0]]])
+
+
+def looked_up(world: World, ddp: bool = True) -> Tensor:
+    """A table after steps of SparseAdam; rows with a gradient of zero have a step of their own."""
+    table = nn.Embedding(10, 4, padding_idx=3, sparse=True, dtype=torch.float64)
+    head = nn.Linear(4, 1, dtype=torch.float64)
+    model = settled(nn.Sequential(table, head, nn.ReLU()))
+    model = sw.DDP(model, world=world) if ddp else model
+    sparse = torch.optim.SparseAdam([table.weight], lr=0.1)
+    dense = torch.optim.SGD(head.parameters(), lr=0.1)
+    for step in range(6):
+        model(share(LOOKUPS[step % 3], world.rank, world.size)).mean().backward()
+        if step == 1:  # the gradients of two passes
+            continue
+        sparse.step()
+        dense.step()
+        if step != 3:  # as if a program had forgotten it
+            model.zero_grad()
+    return table.weight.detach().clone()
+
+
+def test_sparse_adam_updates_what_any_rank_looked_up():
+    """Under sw.DDP, as in one process."""
+    wanted = looked_up(alone(), ddp=False)
+    for found in run_threads(2, looked_up):
+        assert difference(found, wanted) <= 1e-10
 
 
 @pytest.mark.parametrize("plan", ["dp2 zero2 bf16", "dp2 zero3 fp64", "dp2 offload:optim fp64"])

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.move import start
+from shardwise.comm.move import begin_sum, start
 from shardwise.comm.tiers.arena import NO_ARENA
 from shardwise.comm.tiers.tiers import begin_copy
 from shardwise.comm.transport import Pending
@@ -65,6 +65,8 @@ class FlatGradient:
         self.has_grad = list(none)  # this rank has had a gradient for parameter i since `clear`
         self.used = list(none)  # and so has any rank, as far as has been heard
         self.attached = False  # the pieces of gshard are on the parameters
+        #: rows of lookups with sparse gradients: 1 where one of this step has arrived on any rank
+        self.touched: dict[int, Tensor] = {}
         self.graphs: dict[int, Tensor] = {}  # gradients with a graph (create_graph)
         self.going = Pending()
 
@@ -92,6 +94,9 @@ class FlatGradient:
             before = self.graphs.get(index)
             self.graphs[index] = gradient if before is None else before + gradient
             gradient = gradient.detach()
+        if index in self.touched:
+            rows = gradient._indices()[0] if gradient.is_sparse else slice(None)
+            self.touched[index][rows] = 1
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if filled:
@@ -266,7 +271,18 @@ class FlatGradient:
             p.grad = self.piece(i)
             if i in self.graphs and p.grad is not None:
                 p.grad = mean_with_graph(self.graphs.pop(i), p.grad)
+        for i, rows in self.touched.items():
+            self.touched[i] = begin_sum(rows, self.replicate_axis).wait().clamp_(max=1)
         self.attached = True
+
+    def sparse(self, index: int) -> Tensor | None:
+        """The gradient on a parameter as a sparse tensor of the rows that any rank looked up."""
+        gradient = self.params[index].grad
+        if index not in self.touched or gradient is None or gradient.is_sparse:
+            return gradient
+        rows = self.touched[index].nonzero()
+        values, shape = gradient[rows[:, 0]], gradient.shape
+        return torch.sparse_coo_tensor(rows.t(), values, shape, check_invariants=False)
 
     def _own(self, index: int) -> Tensor:
         """The piece of `gshard` that is the gradient of parameter `index`."""
@@ -285,6 +301,10 @@ class FlatGradient:
         kept = [p.grad is not None for p in self.params]
         for i, p in enumerate(self.params):
             piece = self._own(i)
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
+            if p.grad is None and i in self.touched:
+                self.touched[i].zero_()
             if p.grad is not None and p.grad.data_ptr() != piece.data_ptr():
                 piece.copy_(p.grad.detach())  # the user has put another there
             if p.grad is not None and p.grad.requires_grad and torch.is_grad_enabled():
