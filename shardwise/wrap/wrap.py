@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -240,15 +240,15 @@ def _wrap(
     sharded_units = shard(how, specs, by_row(how, specs))
     weights.deliver()
     data = hooked(module, how, sharded_units, pace, world)
+    handles += keep_keys(module, data, flats_of(sharded_units))
+    handles += guard_shards(module, data)
     data.handles += handles
-    data.handles += keep_keys(module, data, flats_of(sharded_units))
-    data.handles += guard_shards(module, data)
-    for part in module.modules():  # whose lookups torch.optim.SparseAdam updates alone
-        known = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.weight in data.places
-        if known and part.sparse:
-            _, flat, index = data.places[part.weight]
-            rows = torch.zeros(part.num_embeddings, dtype=torch.int32, device=world.device)
-            flat.grads.touched |= {} if flat.split else {index: rows}
+    lookups = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    for table in (m.weight for m in lookups if m.sparse):
+        _, flat, index = data.places.get(cast("nn.Parameter", table), (None, None, 0))
+        if flat is not None and not flat.split:
+            rows = torch.zeros(len(table), dtype=torch.int32, device=world.device)
+            flat.grads.touched[index] = rows
     assert isinstance(world.links, Lease)
     data.handles.append(world.links)
     if data.split:
