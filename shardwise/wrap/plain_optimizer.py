@@ -26,7 +26,7 @@ def before_step(optimizer: Optimizer, *_: Any) -> None:
     if isinstance(optimizer, SparseAdam):
         for p, data in owners(optimizer):
             if isinstance(data, Data):
-                _, flat, index = data.places[p]
+                flat, index = data.places[p][1:]
                 p.grad = flat.grads.sparse(index)
     owners_of_pieces = _sharded(optimizer)
     for data in owners_of_pieces:
