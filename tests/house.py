@@ -22,7 +22,7 @@ LAYERS = (
 #: Files in the folder of a technique that hold values, as core does; and those that apply it to a
 #: model, as engine does. Those that begin with `price` are predictions.
 VALUES = (
-    *("word", "styles", "tensor_table", "table_check", "expert_moves", "attention_moves"),
+    *("word", "styles", "tensor_table", "table_check", "expert_moves"),
     *("positions", "stage_io", "layer_plan", "layer_plan_check"),
 )
 APPLIED = (

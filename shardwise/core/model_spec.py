@@ -180,7 +180,7 @@ class ModelPass(NamedTuple):
     logits sharded over tensor ranks. `joins` has the shapes and types of logits that are gathered;
     they are `trained` if backward gathers them. `saves` are the numbers of calls after which
     autograd saved a tensor. `moves` are those of layers of experts. `rows` are the `RowGather` of
-    layers with a mesh of their own, and what `cp` sends (context/attention_moves.py). `unused` has
+    layers with a mesh of their own, and what `cp` sends (context/positions.py). `unused` has
     the trained parameters that have no gradient. `note` states what depends on the values of the
     batch.
     """

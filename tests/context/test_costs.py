@@ -9,7 +9,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.world import World
-from shardwise.core.errors import RankError
 from shardwise.engine.predict import predict
 from shardwise.models import gpt
 from shardwise.techniques.context.attention import attention
@@ -136,16 +135,3 @@ def test_activations_fall_with_the_ranks(form: str, bound: float, again: str):
     assert activations(f"cp4{form} fp32{again}", 128) <= 0.27 * one
     for ranks in (2, 4):
         assert activations(f"cp{ranks}{form} fp32{again}", 128 * ranks) <= bound * one
-
-
-def test_dropout_is_refused():
-    """Dropout of attention is refused, for a ring and for Ulysses, with what to write instead."""
-    for word in ("cp1", "cp1:ulysses"):
-        with pytest.raises(RankError, match=r"Write instead: dropout_p=0\.0"):
-            run_threads(1, dropped, Case(word))
-
-
-def dropped(world: World, case: Case) -> None:
-    _, ring, ulysses = cases.axes(world, case)
-    qkv, _, _ = cases.shards(world, case)
-    attention(*qkv, dropout_p=0.1, ring_axis=ring, ulysses_axis=ulysses, cut=case.cut)

@@ -20,10 +20,9 @@ from shardwise.core.errors import bad
 from shardwise.core.mesh import CONTEXT
 from shardwise.core.plan.plan import Plan
 from shardwise.techniques.context.attention import attention
-from shardwise.techniques.context.attention_moves import AttentionCall, LossCount
 from shardwise.techniques.context.cut_batch import Sequences, cut_batch, length_of
 from shardwise.techniques.context.operations import OwnPositions
-from shardwise.techniques.context.positions import cut_of
+from shardwise.techniques.context.positions import AttentionCall, LossCount, cut_of
 from shardwise.techniques.context.ulysses import require_heads, sends_rows
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ position; a chunk may be empty.  This file imports no torch: prices read it.
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from shardwise.core.layouts.uneven import Cut, Range, even
 from shardwise.techniques.context.word import ContextWord
@@ -96,3 +97,26 @@ def visible(cut: SequenceCut, rank: int, source: int) -> tuple[int, int]:
     first = sum(stop - start for start, stop in mine if start < theirs[0][1])
     stop = sum(stop - start for start, stop in theirs if stop <= mine[-1][0])
     return first, stop
+
+
+class AttentionCall(NamedTuple):
+    """One attention of `rows` sequences in the module `layer`.
+
+    `trained`: it has a backward pass. Ulysses sends the rows of a mask that differ:
+    `mask_bytes` for each position and, if `mask_heads`, for each head.
+    """
+
+    layer: str
+    cut: SequenceCut
+    rows: int
+    heads: int
+    key_heads: int
+    width: int
+    element_bytes: int
+    trained: bool
+    mask_bytes: int = 0
+    mask_heads: int = 1
+
+
+class LossCount(NamedTuple):
+    """One loss, whose labels the ranks count together."""

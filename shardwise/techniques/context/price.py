@@ -16,7 +16,7 @@ from shardwise.core.tools.tape import Operation
 from shardwise.prediction.rank_shape import stage_of, stages_on
 from shardwise.prediction.technique_price import Price, Share
 from shardwise.prediction.traffic import CONSENSUS_BYTES, Counted, Tariff, TrafficLine
-from shardwise.techniques.context.attention_moves import AttentionCall, LossCount
+from shardwise.techniques.context.positions import AttentionCall, LossCount
 
 #: Bytes of an element of the gradients that go round the ring.
 _SUMS: Final = {2: 4, 4: 4, 8: 8}
