@@ -64,7 +64,12 @@ def proved(plan: str, model: str, steps: int = 2) -> Report:
 @pytest.mark.full
 def test_clipping_that_never_rests_is_refused(model: str, monkeypatch: pytest.MonkeyPatch):
     """In the step with an idle rank the bound is above the norm: gradients must not grow to it."""
-    monkeypatch.setattr(Updates, "_factor", lambda u, norm: (u.clip or 1) / (norm + 1e-6))
+    real = Updates.by_norm
+
+    def by_norm(updates: Updates, norm: float, correction: float) -> None:
+        real(updates, norm, correction * max(1.0, (updates.clip or 1) / (norm + 1e-6)))
+
+    monkeypatch.setattr(Updates, "by_norm", by_norm)
     first = proved("dp2 fp64", model, 2).first_difference
     assert first is not None and first.kind == "gradients"
 

@@ -1,5 +1,6 @@
 """Sabotages of data parallelism, precision and the optimizer."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,11 +53,11 @@ def other_epsilon(patch: Patch) -> None:
 
 
 def half_the_clip(patch: Patch) -> None:
-    def factor(_: Any, updates: Updates, norm: float) -> float:
+    def by_norm(real: Any, updates: Updates, *of: float) -> None:
         assert updates.clip is not None
-        return min(1.0, updates.clip / 2 / (norm + 1e-6)) / updates.scale.value
+        real(replace(updates, clip=updates.clip / 2), *of)
 
-    around(patch, Updates, "_factor", factor)
+    around(patch, Updates, "by_norm", by_norm)
 
 
 def updated_twice(patch: Patch) -> None:
@@ -278,7 +279,10 @@ def masters_in_16_bits(patch: Patch) -> None:
 
 
 def loss_scale_left_in(patch: Patch) -> None:
-    around(patch, Updates, "_factor", lambda real, u, norm: real(u, norm) * u.scale.value)
+    def by_norm(real: Any, updates: Updates, norm: float, correction: float) -> None:
+        real(updates, norm, correction * updates.scale.value)
+
+    around(patch, Updates, "by_norm", by_norm)
 
 
 def overflow_not_skipped_by_one(patch: Patch) -> None:
