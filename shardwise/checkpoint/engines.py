@@ -45,6 +45,7 @@ from shardwise.comm.world import World
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.arguments import MOST_COUNT, flag, integer
 from shardwise.engine.checks import validate
+from shardwise.engine.checks.consistency import require_same
 from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
 from shardwise.engine.state.full import entries, plain_of
@@ -82,7 +83,7 @@ def save(
         RunError: a rank could not write; a weight or the optimizer's state is not finite.
     """
     trained = _trained(engine_or_module, optimizer, "sw.save")
-    return _asked(trained, folder, extra, keep, step).finish()
+    return _asked(trained, folder, extra, keep, step, "sw.save").finish()
 
 
 def async_save(
@@ -116,7 +117,7 @@ def async_save(
     """
     trained = _trained(engine_or_module, optimizer, "sw.async_save")
     require_snapshots(trained)
-    return PendingCheckpoint(_asked(trained, folder, extra, keep, step))
+    return PendingCheckpoint(_asked(trained, folder, extra, keep, step, "sw.async_save"))
 
 
 def require_snapshots(trained: Engine | PlainLoop) -> None:
@@ -135,6 +136,7 @@ def _asked(
     extra: Mapping[str, Any] | None,
     keep: int | None,
     step: int | None,
+    caller: str,
 ) -> PlannedSave:
     """The planned save of the user's arguments, after the previous one in the folder."""
     if extra is not None and not isinstance(extra, Mapping):
@@ -149,6 +151,8 @@ def _asked(
     if step is not None:
         integer("step", step, 0, 100, MOST_COUNT)
     folder = as_path(folder)
+    given = {"folder": str(folder.absolute()), "keep": keep, "step": step}
+    _require_same_call(trained, caller, given | {"extra": (packed, tensors)})
     trained.world.background.settle(folder)
     if isinstance(trained, Engine):
         scalars = {"step": trained.steps, "engine": trained.scalars()}
@@ -164,6 +168,15 @@ def _asked(
 def _of_extra(tensors: Mapping[str, Tensor], world: World) -> list[Box]:
     """The boxes of the tensors in `extra`, which every rank has."""
     return [Box.full(f"{GIVEN}{name}", t.detach(), world.rank) for name, t in tensors.items()]
+
+
+def _require_same_call(
+    trained: Engine | PlainLoop, caller: str, given: Mapping[str, object]
+) -> None:
+    """Raise InputError on all ranks if they call another function, or with other arguments."""
+    found = {**given, "optimizer": type(trained.optimizer).__name__}
+    named = {f"the argument {name} of {caller}": value for name, value in found.items()}
+    require_same(trained.world, named, f"the same call of {caller} on all ranks")
 
 
 def _lock_of_a_run(folder: Path) -> list[Path]:
@@ -202,6 +215,7 @@ def planned_save(
 ) -> PlannedSave:
     """The save of the state with these scalars and further boxes.  Raises like PlannedSave."""
     trained.world.background.settle(folder)
+    trained.consensus.meet() if isinstance(trained, Engine) else trained.compare_ranks()
     boxes = [*trained.boxes(), *further]
     checked = _checked(trained, boxes, scalars["step"])
     scalars = scalars | {"model": described(trained)}
@@ -259,6 +273,8 @@ def load(
     flag("missing_ok", missing_ok)
     trained = _trained(engine_or_module, optimizer, "sw.load")
     folder = as_path(folder)
+    given = {"folder": str(folder.absolute()), "missing_ok": missing_ok}
+    _require_same_call(trained, "sw.load", given)
     trained.world.background.settle()
     if missing_ok:
         found = is_checkpoint(folder) or bool(all_in(folder))

@@ -177,6 +177,7 @@ class Links(ABC):
 
     closed = False  # whether `close` has been called
     of_threads = False  # whether all ranks are threads of one process, as in tests
+    meshes = 0  # on how many meshes the program has put the world
 
     def watch(self, ledger: Ledger) -> None:
         """A world over these links counts in `ledger`, whose last calls a time-out names."""

@@ -91,7 +91,8 @@ class World:
     """All ranks of a run, seen from one of them.
 
     `suffix` ends the names of `axes`, under which their bytes are counted, but not those in `mesh`.
-    `background` has the checkpoints that threads are writing.
+    `background` has the checkpoints that threads are writing.  `number` counts the engines and the
+    wrapped modules of the program, each of which has its own mesh.
     """
 
     rank: int
@@ -107,6 +108,7 @@ class World:
     tiers: Tiers = field(default_factory=Tiers)
     background: Background = field(default_factory=Background)
     suffix: str = ""
+    number: int = 0
 
     def axis(self, name: str) -> Axis:
         """The axis `name` of the mesh; of size one if the mesh has no such axis.
@@ -137,10 +139,11 @@ class World:
             )
         ledger, pool, here = Ledger(), Pool(), self.everyone
         self.links.root.watch(ledger)
+        self.links.root.meshes += 1
         everyone = counted_axis(here.name, (here.transport,), ledger, self.device, pool)
         tiers = Tiers(ledger, self.device)
         own = replace(self, everyone=everyone, ledger=ledger, pool=pool, tiers=tiers)
-        return replace(own, arenas=Arenas()).beside(mesh)
+        return replace(own, arenas=Arenas(), number=self.links.root.meshes).beside(mesh)
 
     def beside(self, mesh: Mesh, suffix: str = "") -> "World":
         """This world with the axes of `mesh` alone, and the same ledger, pool, arenas and tiers.

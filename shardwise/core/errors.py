@@ -33,6 +33,10 @@ class RunError(RuntimeError):
     """A run failed after it started, for example with a loss of NaN. The exit code is 1."""
 
 
+class OtherCallError(RunError):
+    """Ranks that must make the same calls made different ones: the text says which, and where."""
+
+
 class NonFiniteError(RunError):
     """A loss or gradient is infinite or NaN; no weight was updated with it."""
 

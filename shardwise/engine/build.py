@@ -215,6 +215,7 @@ def _sharding(
         gathers=plan.gathers,
         alone=tuple(build.layers.alone(model, build.units)),
         weights=weights,
+        number=world.number,
     )
 
 

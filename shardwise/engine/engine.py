@@ -67,12 +67,10 @@ class Engine:
         self.axes, self.staging = sharded.axes, sharded.staging
         self.consensus = self.data.consensus
         self.rows = build.rows
-        self.stages, every = self.world.axis(PIPELINE), training.check_every.ranks
-        self.consensus.same.every = every
-        self.consensus.same.others = [self.sharded.tensor, self.stages]
-        same = chain.from_iterable(each.same_batch() for each in sharded.applied)
-        axes, device = (self.stages, *same), self.world.device
-        self.consistency = ConsistencyCheck(sharded.tensor, axes, device, every)
+        self.stages, same = self.world.axis(PIPELINE), self.consensus.same
+        same.every, same.others = training.check_every.ranks, [sharded.tensor, self.stages]
+        same.batches = [*chain.from_iterable(each.same_batch() for each in sharded.applied)]
+        self.consistency = ConsistencyCheck(same, sharded.tensor)
         self.scale = LossScale(on=self.plan.precision == "fp16")
         self.guard = self._guard()
         with self.ledger.phase("start"):
@@ -307,6 +305,7 @@ class Engine:
         Called by all ranks; nothing is trained, and the default generators continue as before.
         """
         batch = shares.on_device(batch, self.world.device)
+        self.consistency.require_batch(batch)
         count = self._count(batch)
         (part,) = self._begin(batch, [batch], trains=False)
         count = self._weight(count, part)

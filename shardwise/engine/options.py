@@ -24,6 +24,7 @@ __all__ = ["EngineOptions", "own_loss"]
 SHARED = (
     *("clip", "units", "least_unit_bytes", "prefetch", "stages"),
     *("on_nonfinite", "check_every", "seed", "broadcast_buffers"),
+    *("loss", "tokens", "rows", "fill"),
 )
 
 

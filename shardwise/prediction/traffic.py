@@ -179,8 +179,9 @@ def step_bytes(
     for param in [p for p in model.params if p.trainable]:
         _shared(tariff, param)
     tariff.agree(2 * max(1, own), CONSENSUS_BYTES)  # tokens, and microbatches with tokens
-    for _ in range(own):  # which parameters had a gradient
-        tariff.agree(sum(param.trainable for param in model.params), CONSENSUS_BYTES)
+    for _ in range(own):  # whether all is finite, and which parameters had a gradient
+        tariff.agree(1 + sum(param.trainable for param in model.params), CONSENSUS_BYTES)
+        tariff.move(TENSOR, S(0), R, tariff.size(TENSOR), CONSENSUS_BYTES, "check")
     _buffers(tariff, model, "forward", sent=buffers)
     tariff.agree(2 + sum(param.trainable for param in model.params), CONSENSUS_BYTES)
     if norm or plan.precision == "fp16":
@@ -201,8 +202,8 @@ def step_bytes(
     whole = [p for p in trained if layout_of(plan, p).on(TENSOR).cut is None]
     told = {"": 0, "sums": 3, "each": 1 + 2 * len(whole)}[compares]  # the loss, gradients
     tariff.move(TENSOR, S(0), R, told * tariff.size(TENSOR), CONSENSUS_BYTES, "check")
-    for axis in (TENSOR, PIPELINE, CONTEXT):  # the batch
-        tariff.move(axis, S(0), R, 3 * tariff.size(axis) * meets, CONSENSUS_BYTES, "check")
+    if meets:
+        _compare_batches(tariff)
     return tariff.sent_bytes
 
 
@@ -233,6 +234,11 @@ def owner_bytes(
     return tariff.sent_bytes
 
 
+def _compare_batches(tariff: Tariff) -> None:
+    for axis in (TENSOR, PIPELINE, CONTEXT):
+        tariff.move(axis, S(0), R, 3 * tariff.size(axis), CONSENSUS_BYTES, "check")
+
+
 def rerun_bytes(plan: Plan, rank: int, sent_bytes: int) -> Counted:
     """What `rank` sends to the next data rank, which repeats a microbatch of it: two lengths first.
 
@@ -257,6 +263,7 @@ def evaluation_bytes(plan: Plan, model: ModelShape, rank: int, *, buffers: bool 
     _buffers(tariff, model, "check", sent=buffers)
     tariff.agree(EVALUATED_NUMBERS, CONSENSUS_BYTES)
     tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), CONSENSUS_BYTES, "check")
+    _compare_batches(tariff)
     return tariff.sent_bytes
 
 

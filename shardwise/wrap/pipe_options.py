@@ -43,7 +43,7 @@ class PipeOptions:
         """A hook before every optimizer step."""
         groups = optimizer.param_groups
         if any(id(p) in self.trained for group in groups for p in group["params"]):
-            self.same.options = {**(self.same.options or {}), **options_of(optimizer)}
+            self.same.stepped(type(optimizer).__name__, options_of(optimizer))
             if self.computes_loss:
                 require_gradients(optimizer)
 
@@ -53,7 +53,7 @@ class PipeOptions:
         if self.calls % same_on_ranks.EVERY == 1:
             self.same.difference(self.calls)
             with self.axis.ledger.phase("check"):
-                own = doubles_on([self.same.difference_on(self.axis)], self.device)
+                own = doubles_on([self.same.difference_on_others()], self.device)
                 self.unread = HostNumbers(begin_sum(own, self.axis), self.device)
         due = self.unread is not None and (
             self.unread.ready or self.calls % same_on_ranks.EVERY != 1

@@ -7,9 +7,10 @@ load_state_dict   the same of the states
 state_dict        refused: it would give one rank's pieces as whole parameters
 """
 
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
 from shardwise.core.errors import bad
@@ -22,38 +23,46 @@ from shardwise.techniques.data.unit_hooks import Data
 
 def before_step(optimizer: Optimizer, *_: Any) -> None:
     """A hook before every optimizer step: examines an optimizer when it first steps on shards."""
-    _record(optimizer)
-    if isinstance(optimizer, SparseAdam):
-        for p, data in owners(optimizer):
-            if isinstance(data, Data):
-                flat, index = data.places[p][1:]
-                p.grad = flat.grads.sparse(index)
-    owners_of_pieces = _sharded(optimizer)
+    pairs = list(_owned(optimizer))
+    owned = list(dict.fromkeys(data for _, data in pairs))
+    if not owned:
+        return
+    _record(optimizer, owned[0])
+    for p, data in pairs if isinstance(optimizer, SparseAdam) else ():
+        flat, index = data.places[p][1:]
+        p.grad = flat.grads.sparse(index)
+    owners_of_pieces = list(dict.fromkeys(d for p, d in pairs if d.places[p][1].split))
     for data in owners_of_pieces:
         data.scaling.look()
-    if all(optimizer in data.optimizers for data in owners_of_pieces):
+    if all(optimizer in data.optimizers for data in owned):
         return
-    _require_by_element(optimizer)
-    _require_pieces(optimizer)
-    optimizer.register_state_dict_pre_hook(_refuse_state_dict)
-    optimizer.register_load_state_dict_post_hook(_require_pieces)
-    for data in owners_of_pieces:
+    if owners_of_pieces:
+        _require_by_element(optimizer)
+        _require_pieces(optimizer)
+        optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+        optimizer.register_load_state_dict_post_hook(_require_pieces)
+    for data in owned:
         data.optimizers.add(optimizer)
 
 
-def _record(optimizer: Optimizer) -> None:
+def _record(optimizer: Optimizer, data: Data) -> None:
     """Give the options of its groups to what the ranks of a module compare.
+
+    In its first step also the names of its parameters.
 
     Also those of groups without a parameter here: a parameter without dimensions, which one rank
     holds, may be in another group on the others.
     """
-    data = next((data for _, data in owners(optimizer) if isinstance(data, Data)), None)
-    if data is None or not data.pace.by_hand:
-        return
     if data.computes_loss:  # a forward pass was recorded, and no backward pass has begun
         require_gradients(optimizer)
-    same = data.consensus.same
-    same.options = {**(same.options or {}), **options_of(optimizer)}
+    same, kind = data.consensus.same, type(optimizer).__name__
+    same.stepped(kind, options_of(optimizer))
+    new = optimizer not in data.optimizers
+    for number, group in enumerate(optimizer.param_groups if new else ()):
+        places = [data.places[p] for p in group["params"] if p in data.places]
+        same.facts[f"parameters of group {number} of the {kind}"] = [
+            flat.names[index] for _, flat, index in places if len(flat.shapes[index])
+        ]
 
 
 def require_gradients(optimizer: Optimizer) -> None:
@@ -70,10 +79,16 @@ def options_of(optimizer: Optimizer) -> dict[str, Any]:
     return found
 
 
+def _owned(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Data]]:
+    """The optimizer's parameters of modules that are wrapped in a loop of the program's own."""
+    for p, data in owners(optimizer):
+        if isinstance(data, Data) and data.pace.by_hand:
+            yield p, data
+
+
 def _sharded(optimizer: Optimizer) -> list[Data]:
-    """The owners of the optimizer's parameters that are pieces, in a loop of the program's own."""
-    wrapped = ((p, data) for p, data in owners(optimizer) if isinstance(data, Data))
-    pieces = (data for p, data in wrapped if data.pace.by_hand and data.places[p][1].split)
+    """The owners of the optimizer's parameters that are pieces."""
+    pieces = (data for p, data in _owned(optimizer) if data.places[p][1].split)
     return list(dict.fromkeys(pieces))
 
 

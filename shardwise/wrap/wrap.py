@@ -229,7 +229,7 @@ def _wrap(
     )
     world.pool.reserve(size_bytes, world.device)
     how = replace(how, fill=default_fill(module, 0), device=world.device)
-    how = replace(how, tiers=world.tiers, weights=weights)
+    how = replace(how, tiers=world.tiers, weights=weights, number=world.number)
     handles: list[Any] = []
     if (dtype := DTYPES[precision]) is not None:
         handles = cast_inputs(module, dtype)
@@ -299,6 +299,7 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     counted = set(params)
     if data is not None:
         _by_hand(data, "sw.clip_grad_norm")
+        data.consensus.same.facts["max_norm of sw.clip_grad_norm"] = float(max_norm)
         device, axis = flats_of(data.units.order)[0].full.device, data.consensus.axes[0]
     elif wrapper is not None and wrapper.axis is not None:
         device, axis = wrapper.device, wrapper.axis

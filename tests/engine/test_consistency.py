@@ -22,6 +22,7 @@ from shardwise.engine.checks import consistency
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor
 from shardwise.techniques.data.checksum import weighted
+from shardwise.techniques.data.same_on_ranks import SameOnRanks
 from tests.engine.cases import refusal
 from tests.engine.tensors import sent
 from tests.pool import run_threads
@@ -109,10 +110,35 @@ GIVEN = [
         "optimizer",
         lambda world: engine_of(world, Small(), table=FIXED, optimizer=sw.SGD(lr=1 + world.rank)),
     ),
+    ("option loss", lambda world: engine_of(world, Small(), "dp2", loss=[loss, twice][world.rank])),
+    (
+        "option tokens",
+        lambda world: engine_of(world, Small(), "dp2", tokens=[None, len][world.rank]),
+    ),
+    (
+        "module",
+        lambda world: sw.DDP(nn.Sequential(Small(), nn.Dropout(0.5 + 0.1 * world.rank)), world),
+    ),
+    ("module", lambda world: sw.DDP(Small().train(world.rank == 0), world)),
+    ("argument folder of sw.save", lambda world: saved(world, f"folder{world.rank}")),
+    ("argument extra of sw.save", lambda world: saved(world, "folder", extra={"at": world.rank})),
+    ("argument missing_ok of sw.load", lambda world: loaded(world, missing_ok=world.rank == 0)),
 ]
 
 
-@pytest.mark.parametrize(("what", "act"), GIVEN, ids=[what for what, _ in GIVEN])
+def twice(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return 2 * loss(model, batch)
+
+
+def saved(world: World, folder: str, **options: Any) -> None:
+    sw.save(engine_of(world, Small(), "dp2"), folder, **options)
+
+
+def loaded(world: World, **options: Any) -> None:
+    sw.load(engine_of(world, Small(), "dp2"), "folder", **options)
+
+
+@pytest.mark.parametrize(("what", "act"), GIVEN)
 def test_what_ranks_are_given_is_compared_before_anything_is_changed(what: str, act: Any):
     """One paragraph, the same on both ranks."""
     first, second = run_threads(2, told, act)
@@ -292,7 +318,9 @@ def compared(world: World, off: float, noise: float) -> bool:
     axis = world.on(Mesh((("tp", 2),))).axis("tp")
     flats: Any = [Made(world.rank, off, noise)]
     try:
-        comparing = consistency.ConsistencyCheck(axis, [Axis("pp")], world.device)
+        nowhere = Axis("none")
+        same = SameOnRanks((nowhere, nowhere), (), 2**20, world.device)
+        comparing = consistency.ConsistencyCheck(same, axis)
         comparing.compared_gradients = "each"
         arrived = comparing.compare_gradients(iter("ab"), torch.ones(()), flats)
         assert list(arrived) == ["a", "b"]

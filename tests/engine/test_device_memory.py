@@ -42,19 +42,20 @@ def peak_of_two_steps(world: World, plan: str) -> int:
 
 
 def test_the_allocator_of_cuda_has_the_bound(monkeypatch: pytest.MonkeyPatch):
-    """As a fraction of the device's memory; on a CPU nothing is bounded, and steps run."""
+    """As a fraction of the device's memory, until the engine is freed; a CPU has no bound."""
     seen: list[tuple[float, torch.device]] = []
     total = SimpleNamespace(total_memory=2**20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: total)
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda *given: seen.append(given)
     )
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.75)
     device = torch.device("cuda", 1)
     for most_bytes in (2**19, 2**30):
         Tiers(device=device).bound_device(most_bytes)
-    assert seen == [(0.5, device), (1.0, device)]
+    assert seen == [(0.5, device), (0.75, device), (1.0, device), (0.75, device)]
     assert run_threads(1, peak_of_two_steps, "dp1 fp32 device_memory:1KiB")[0] > 1024
-    assert len(seen) == 2
+    assert len(seen) == 4
 
 
 @pytest.mark.full

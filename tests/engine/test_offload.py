@@ -21,6 +21,7 @@ from shardwise.comm.world import World
 from shardwise.observe.meter import Meter
 from shardwise.techniques.data import apply as shard
 from shardwise.techniques.data.apply import driver_of, flats_of
+from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.offload.updater import HostThread, NextStep
 from shardwise.techniques.offload.word import parse
 from tests.engine.cases import ROWS, Case, Task, build, oracle, ranks_of
@@ -84,6 +85,23 @@ def test_several_updates_of_a_step_run_beside_arrivals(plan: str):
         assert len(here) >= 3 * 3
         assert not any(here)
     assert_parity([held for _, held in found], oracle(TASK, case), 1e-10)
+
+
+def set_slowly(flat: Flat, data: Sequence[Tensor]) -> None:
+    """As Flat._set; in between, a thread that updates could take the pieces for assigned ones."""
+    for p, tensor in zip(flat.params, data, strict=True):
+        p.data = tensor
+    time.sleep(0.01)
+    flat.data = list(data)
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero1 offload:optim", "dp2 zero2 offload:optim"])
+def test_an_update_looks_at_no_parameter_that_becomes_a_piece(
+    plan: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The main thread makes pieces of the next unit while the host's thread updates one."""
+    monkeypatch.setattr(Flat, "_set", set_slowly)
+    assert all(run_threads(2, in_parts, f"{plan} fp64"))
 
 
 def test_the_fewest_units_with_the_fraction():

@@ -16,7 +16,7 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor
 from shardwise.techniques.data import same_on_ranks
 from shardwise.techniques.data.checksum import WEIGHTS, bits_sum
-from tests.engine.cases import ranks_of
+from tests.engine.cases import ranks_of, refusal
 from tests.engine.cases import squares as loss
 from tests.engine.tensors import sent
 from tests.pool import run_gloo, run_threads
@@ -189,7 +189,7 @@ def numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("", ""),
         ("lr", "lr of group 0 of the AdamW on data rank {}: 0.5; on data rank 0: 0.01"),
-        ("step", "lr of group 0 of the AdamW on data rank 1: none: no optimizer has stepped"),
+        ("step", "the optimizer steps since the last backward pass on data rank 1: 'none'; on"),
         ("weights", "weight on data rank {}, whose norm is"),
     ],
 )
@@ -256,6 +256,81 @@ def test_loops_over_a_pipe_compare_options_now_and_then(what: str, numbers: str)
     for text in run_threads(2, in_pipe, what):
         assert said in text
         assert text.startswith(f"step {5 + (numbers == 'late')}: ") if what else not text
+
+
+def of_a_loop(world: World, odd: bool, what: str) -> None:
+    """A loop in which the odd rank does something else in the step `CHANGED`."""
+    wrapped = [wrap(model(), world=world) for wrap in [sw.DDP if what == "norm" else sw.FSDP] * 2]
+    loop = wrapped[odd and what == "order"]
+    params = list(loop.parameters())
+    halves = [params[:1], params[1:]] if odd and what == "groups" else [params[:2], params[2:]]
+    kind = torch.optim.Adam if odd and what == "class" else torch.optim.AdamW
+    optim = kind([{"params": half} for half in halves], lr=0.01)
+    for step in range(CHANGED + 3):
+        now = odd and step == CHANGED
+        loss(loop, rows(step, world.rank)).backward()
+        if what == "norm":
+            sw.clip_grad_norm(loop, 0.1 + now)
+        optim.step()
+        if now and what == "steps":
+            optim.step()
+        if not (now and what == "zero_grad"):
+            optim.zero_grad()
+        if now and what == "frozen":
+            loop[1].requires_grad_(False)
+
+
+def of_an_engine(world: World, odd: bool, what: str) -> None:
+    """An engine whose odd rank does something else in the step `CHANGED`, and then saves."""
+    plan = "tp2" if "batch" in what else "dp2"
+    table = {"0": "colwise", "1": "rowwise"} if plan == "tp2" else None
+    engine = sw.parallelize(model(), plan, world, loss=loss, table=table)
+    for step in range(CHANGED + 2):
+        now = odd and step == CHANGED
+        if now and what == "mode":
+            engine.model.eval()
+        if now and what == "weights":
+            with torch.no_grad():
+                engine.model.get_parameter("0.weight").mul_(1 + 1e-6)
+                engine.model.get_parameter("1.weight").mul_(3)
+        engine.step(rows(step, now if "batch" in what else world.rank))
+    engine.evaluate(rows(0, odd))
+    sw.full_state_dict(engine)
+
+
+@pytest.mark.parametrize(
+    ("run", "what", "said"),
+    [
+        (of_a_loop, "order", "the place of this module in the order of wrapping on data rank 1: 2"),
+        (of_a_loop, "groups", "parameters of group 0 of the AdamW on data rank 1: ['0.weight']"),
+        (
+            of_a_loop,
+            "class",
+            "optimizer steps since the last backward pass on data rank 1: {'Adam'",
+        ),
+        (
+            of_a_loop,
+            "steps",
+            "optimizer steps since the last backward pass on data rank 1: {'AdamW",
+        ),
+        (of_a_loop, "norm", "max_norm of sw.clip_grad_norm on data rank 1: 1.1"),
+        (of_a_loop, "zero_grad", "gradients kept from the step before on data rank 1: True"),
+        (of_a_loop, "frozen", "requires_grad of 1.bias on data rank 1: False"),
+        (of_an_engine, "mode", "training of 0 on data rank 1: False"),
+        (of_an_engine, "weights", "1.weight on data rank 1, whose norm"),
+        (of_an_engine, "batch", "a batch on rank 1 of the tp axis"),
+        (of_an_engine, "batch of the evaluation", "a batch on rank 1 of the tp axis"),
+    ],
+)
+def test_ranks_that_do_something_else_are_told(run: Any, what: str, said: str):
+    """In the step itself or where the ranks meet next, on all of them."""
+    on_ranks = run_gloo if what == "order" else run_threads  # whose messages could be exchanged
+    for text in on_ranks(2, told, run, what):
+        assert said in text
+
+
+def told(world: World, run: Any, what: str) -> str:
+    return refusal(lambda: run(world, world.rank == 1, what))
 
 
 def rounded(world: World, factor: float) -> str:

@@ -16,7 +16,7 @@ from shardwise.techniques.data.apply import driver_of
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.wrap.wrap import STRATEGIES
 from tests.engine import loops
-from tests.engine.cases import Case, Task, build, difference, share, text
+from tests.engine.cases import Case, Task, build, difference, refusal, share, text
 from tests.engine.loops import LOOPS, adam, on_ranks, rows, wrap
 from tests.engine.zoo import make
 from tests.pool import run_gloo, run_threads
@@ -346,11 +346,14 @@ def one_layer(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("how", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_clipping_by_torch_is_warned_of_once(how: str):
-    """Each rank has another norm: the next backward pass says so, on rank 0."""
-    with pytest.warns(UserWarning, match=r"Write sw\.clip_grad_norm\(module") as caught:
-        run_threads(2, scaled, how, clip_by_torch)
-    assert len([one for one in caught if "sw.clip_grad_norm" in str(one.message)]) == 1
+def test_clipping_by_torch_is_refused(how: str):
+    """Each rank has another norm: the next backward pass says so, on all ranks."""
+    for told in run_threads(2, refused_scaling, how):
+        assert "torch.nn.utils.clip_grad_norm_" in told and "sw.clip_grad_norm(module" in told
+
+
+def refused_scaling(world: World, how: str) -> str:
+    return refusal(lambda: scaled(world, how, clip_by_torch))
 
 
 @pytest.mark.parametrize("how", ["FULL_SHARD", "DDP"])

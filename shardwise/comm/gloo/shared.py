@@ -34,7 +34,7 @@ from shardwise.comm.ledger import Line
 from shardwise.comm.named_peer import call_name, naming, rank_name
 from shardwise.comm.start.hosts import host_number, process
 from shardwise.comm.start.rendezvous import read_limits
-from shardwise.core.errors import bad
+from shardwise.core.errors import OtherCallError, bad
 
 #: The size of all mailboxes of a group, and of the largest message.
 SHARED_BYTES, MESSAGE_BYTES = 2**24, 2**22
@@ -228,7 +228,7 @@ class Mailboxes:
     ) -> NoReturn:
         """Raise the error of a message that is not the expected one, and tell its sender."""
         self.out[source].numbers[REFUSED] = 1 << 32 | CODES.get(line.kind, 0) << 24 | like.nbytes
-        raise RuntimeError(
+        raise OtherCallError(
             f"received a message of {sent_bytes} bytes instead of {like.nbytes} from "
             f"{rank_name(self.group, source)}: that rank sent it in {kind or 'another call'}, this "
             f"rank expected it in {call_name(line)}. {_AGREE}"
@@ -244,13 +244,13 @@ class Mailboxes:
             return
         inbox = self.into[source]
         if refused := inbox.numbers[REFUSED]:
-            raise RuntimeError(
+            raise OtherCallError(
                 f"{rank_name(self.group, source)} expected a message of {refused & 0xFFFFFF} bytes "
                 f"in {KINDS[refused >> 24 & 0xFF] or 'another call'}, and this rank sent another. "
                 f"This rank waits in {call_name(line)}. {_AGREE}"
             )
         if inbox.numbers[OVER] and inbox.numbers[0] == inbox.taken:
-            raise RuntimeError(
+            raise OtherCallError(
                 f"{rank_name(self.group, source)} has left, but this rank waits for its message in "
                 f"{call_name(line)}: all ranks must make the same steps"
             )

@@ -1,4 +1,4 @@
-"""An excepthook that prints an uncaught InputError as one paragraph, once per run.
+"""An excepthook that prints an InputError as one paragraph, once per run.
 
     shardwise: train.py, line 12: Given: ... Allowed: ... Write instead: ...
 
@@ -7,6 +7,9 @@ stay silent.  If rank 0 has no such error, the rank that has it prints it with i
 that lose their connection to it print nothing.  The process exits with code 2, after its atexit
 handlers have run and its open files are written.  torchrun adds its own report, which a worker
 cannot prevent; it refers to the paragraph.
+
+Ranks that made different calls (OtherCallError) each print a paragraph, which names their own line,
+and exit with code 1.
 """
 
 import atexit
@@ -28,7 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.core.errors import InputError, RankError
+from shardwise.core.errors import InputError, OtherCallError, RankError
 
 #: How long another rank waits for rank 0 to print.
 _GRACE_S = 2.0
@@ -71,27 +74,32 @@ def _excepthook(
     ranks would lose theirs and fail, and torchrun would kill this process before it returned its
     exit code.
     """
-    if not isinstance(error, InputError):
-        if not (LOST_CONNECTION.search(str(error)) and _printed(0)):
-            before(kind, error, frames)
+    refused, trace = isinstance(error, InputError), "".join(traceback.format_tb(frames))
+    if not refused and LOST_CONNECTION.search(str(error)) and _printed(0):
         return
-    failed_rank, trace = rank, "".join(traceback.format_tb(frames))
+    if not (refused or isinstance(error, OtherCallError)):
+        before(kind, error, frames)
+        return
+    failed_rank = rank
     if isinstance(error.__cause__, RankError):  # from spawn: show the rank's line of the script
         failed_rank, trace = error.__cause__.rank, error.__cause__.text
     if close is not None:
         atexit.unregister(close)
     if size > 1:
         _end_program()  # before rank 0 prints: then torchrun may end this rank
-    if rank and size > 1:
+    if rank and size > 1 and refused:
         time.sleep(_GRACE_S)  # if another rank failed first, the launcher kills this one meanwhile
-    if size == 1 or _printed(1) in (0, 1):
+    if size == 1 or not refused or _printed(1) in (0, 1):
         where = [f"rank {failed_rank}"] if failed_rank else []
         text = ": ".join(["shardwise", *where, *_script_line(trace), str(error)])
         print(text, file=sys.stderr, flush=True)
         _tell_torchrun(rank)
+    code = 2 if refused else 1
+    if size > 1 and not (refused or rank):
+        time.sleep(_GRACE_S)  # rank 0 has the store, which other ranks need to print theirs
     if size > 1:
-        os._exit(2)
-    raise SystemExit(2)
+        os._exit(code)
+    raise SystemExit(code)
 
 
 def _end_program() -> None:

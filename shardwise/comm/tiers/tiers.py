@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import Lock
 from typing import Protocol, cast
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor
@@ -113,10 +113,16 @@ class Tiers:
         return "host" if self._memory(x) is not None else "device"
 
     def bound_device(self, most_bytes: int | None) -> None:
-        """Let torch allocate at most so many bytes on a CUDA device; a CPU has no such bound."""
+        """Let torch allocate at most so many bytes on a CUDA device; a CPU has no such bound.
+
+        When the engine of these tiers is freed, the bound is what it was before.
+        """
         if most_bytes is not None and self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, most_bytes / total), self.device)
+            before = torch.cuda.get_per_process_memory_fraction(self.device)
+            put = torch.cuda.set_per_process_memory_fraction
+            put(min(1.0, most_bytes / total), self.device)
+            finalize(self, put, before, self.device).atexit = False
 
     def on_disk(self, extent: Extent) -> Tensor:
         """Count the storage of `extent.tensor` as memory of its disk; returns it."""

@@ -1,12 +1,15 @@
 """Consistency checks: values that must be equal on several ranks are compared by checksums.
 
     when                         what                                      among the ranks of
-    before sharding              plan, model, table, optimizer, options    the world
+    before sharding              plan, model, table, optimizer, options,   the world
+                                 the code of functions
     before the first step        the batch                                 tp and pp axes
                                  the batch: equal ones are a mistake       the data axes
     in the first three steps     the loss, and each gradient of a          the tp axis
                                  replicated parameter
-    each step                    options of the optimizer                  the data axes
+    each step                    options of the optimizer, flags, a hash   the data, tp and pp
+                                 of the batch along cp, tp and pp          axes
+    each evaluation              the batch                                 cp, tp and pp axes
     every `check_every` steps    weights that several ranks hold           the data axes
                                  the batch                                 tp and pp axes
                                  the loss, a sum and a norm of gradients   the tp axis
@@ -25,7 +28,10 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
+from itertools import chain, takewhile
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -33,14 +39,15 @@ from torch import Tensor, nn
 
 from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.move import all_gather
+from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import Axis, World
-from shardwise.core.check_every import CHECK_EVERY
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import rank_names
 from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer.norm import squared_norm
-from shardwise.techniques.data.checksum import exact_sum, fold, weighted, weighted_sum
+from shardwise.techniques.data.checksum import INTEGERS, exact_sum, fold, weighted, weighted_sum
 from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.techniques.data.same_on_ranks import SameOnRanks
 
 #: Relative difference of batches that counts as rounding.
 BATCH_TOLERANCE = 1e-6
@@ -52,8 +59,8 @@ NEGLIGIBLE = 1e-5
 CHECKED_STEPS = 3
 #: The number of checksums of shares, a prime; the square of each, summed over 8192 ranks, is exact.
 SHARE_CHECKSUMS = 1_048_573
-#: The number of hashes exchanged by `require_same`, the same for every caller.
-MAX_PARTS = 16
+#: Characters of a value that an error shows.
+EXCERPT = 120
 
 U = TypeVar("U")
 
@@ -61,38 +68,86 @@ U = TypeVar("U")
 # --- arguments -------------------------------------------------------------------------------
 
 
-def require_same(world: World, parts: Mapping[str, object]) -> None:
+def require_same(
+    world: World,
+    parts: Mapping[str, object],
+    allowed: str = "the same model and the same arguments on all ranks",
+) -> None:
     """Raise InputError on every rank if a named argument differs from rank 0's.
 
-    All ranks must call it.  Functions are not compared, and memory addresses are ignored.
+    All ranks must call it.  Functions are compared by their code, and memory addresses are ignored.
+    The ranks exchange one hash, and only if it differs what they have.
     """
     if world.size == 1:
         return
-    names = ["the call", *parts]
-    own = [_hash(repr(names)), *(_hash(_text_of(part)) for part in parts.values())]
-    own += [0] * (MAX_PARTS - len(own))  # one length, even if ranks make different calls
-    mine = torch.tensor(own, dtype=torch.int64, device=world.device)
-    hashes = torch.stack(all_gather(mine, world.everyone)).tolist()
-    for number, name in enumerate(names):
-        others = [rank for rank in range(world.size) if hashes[rank][number] != hashes[0][number]]
+    texts = {name: _text_of(part) for name, part in parts.items()}
+    own = torch.tensor([_hash(repr(texts))], dtype=torch.int64, device=world.device)
+    if len(set(torch.cat(all_gather(own, world.everyone)).tolist())) == 1:
+        return
+    every = all_gather_object(texts, world)
+    for name in dict.fromkeys(chain.from_iterable(every)):
+        values = [each.get(name, "none") for each in every]
+        others = [rank for rank, value in enumerate(values) if value != values[0]]
         if others:
+            first, other = _excerpts(values[0], values[others[0]])
             raise bad(
-                f"{name} of {rank_names(others)}, which differs from that of rank 0",
-                "the same model and the same arguments on all ranks",
+                f"{name} of {rank_names(others)}, which differs from that of rank 0: {other} "
+                f"instead of {first}",
+                allowed,
                 "the same call on every rank; only the data may differ",
             )
 
 
-def model_signature(model: nn.Module) -> list[tuple[str, tuple[int, ...], torch.dtype, bool]]:
-    """Names, shapes, dtypes and requires_grad of a model's tensors, to compare across ranks."""
+def model_signature(model: nn.Module) -> list[Any]:
+    """What ranks compare of a model: its tensors, and the classes and options of its modules."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors]
+    found: list[Any] = [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors]
+    for name, module in model.named_modules():
+        of_torch = type(module).__module__.startswith("torch.nn.")
+        mode = "training" if module.training else "evaluation"
+        own = module.extra_repr() if of_torch else ""
+        found.append((name, type(module).__qualname__, own, mode))
+    return found
 
 
 def _text_of(part: object) -> str:
-    if callable(part) and not isinstance(part, type):
-        return "a function"
-    return re.sub(r" at 0x[0-9a-f]+|, device='[^']*'", "", repr(part))
+    if isinstance(part, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_text_of(part[key])}" for key in part) + "}"
+    if isinstance(part, list | tuple):
+        return "[" + ", ".join(map(_text_of, part)) + "]"
+    if isinstance(part, set | frozenset):  # whose order differs between processes
+        return "{" + ", ".join(sorted(map(_text_of, part))) + "}"
+    if callable(part) and not isinstance(part, type | nn.Module):
+        return _function_text(part)
+    return re.sub(r" at 0x[0-9a-f]+|,? ?device='?[a-z]+(:[0-9]+)?'?", "", repr(part))
+
+
+def _function_text(function: Any) -> str:
+    """The name of a function and a hash of its code, without what it closes over."""
+    inner: Any = function
+    while inner is not None:
+        function = inner
+        found = (getattr(inner, name, None) for name in ("__wrapped__", "__func__", "func"))
+        inner = next((each for each in found if callable(each)), None)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"the function {name} (code {_hash(_code_text(code)):014x})"
+
+
+def _code_text(code: Any) -> str:
+    if not isinstance(code, CodeType):
+        return _text_of(code)
+    return repr((code.co_code, code.co_names, [*map(_code_text, code.co_consts)]))
+
+
+def _excerpts(*texts: str) -> list[str]:
+    """The texts, or of long ones the places at which they begin to differ."""
+    equal = sum(1 for _ in takewhile(lambda chars: len({*chars}) == 1, zip(*texts, strict=False)))
+    begin = max(0, equal - EXCERPT // 2)
+    return [
+        f"'...{text[begin:][:EXCERPT]}...'" if len(text) > EXCERPT else f"'{text}'"
+        for text in texts
+    ]
 
 
 def _hash(text: str) -> int:
@@ -103,23 +158,17 @@ def _hash(text: str) -> int:
 
 
 class ConsistencyCheck:
-    """Compares batches along the tp axis and `others`, losses and gradients along the tp axis.
+    """Compares batches along the axes of `same`, losses and gradients along the tp axis.
 
-    compared_batch        whether the current step compares batches
+    compared_batch        whether the current step compares batches in full, not only a hash
     compared_gradients    which gradients it compares: "each", their "sums", or none ("")
     """
 
-    def __init__(
-        self,
-        axis: Axis,
-        others: Sequence[Axis],
-        device: torch.device,
-        every: int = CHECK_EVERY,
-    ) -> None:
-        self.axis, self.device = axis, device
-        self.axes = [each for each in (axis, *others) if each.size > 1]
+    def __init__(self, same: SameOnRanks, axis: Axis) -> None:
+        self.same, self.axis, self.device, self.every = same, axis, same.device, same.every
+        self.axes = [each for each in (*same.others, *same.batches) if each.size > 1]
         self.checked = 0  # steps so far that were not skipped
-        self.every, self.compared_batch, self.compared_gradients = every, False, ""
+        self.compared_batch, self.compared_gradients = False, ""
         #: what the first step does with its batch after this comparison (first_step.py)
         self.before_first: Callable[[Any], None] | None = None
 
@@ -134,7 +183,11 @@ class ConsistencyCheck:
         each = "each" if self.checked < CHECKED_STEPS else "sums" if again else ""
         self.compared_gradients = each if self.axis.size > 1 else ""
         if self.compared_batch:
-            self._require_batch(batch)
+            self.require_batch(batch)
+        elif self.axes and self.every:
+            exact = self.same.floats
+            self.same.batch = _batch_hash(batch, self.same.hashes, self.device, floats=exact)
+            self.same.recheck = partial(self.require_batch, batch)
         if self.before_first is None:
             return {}
         before = self.axis.ledger.copy()
@@ -146,7 +199,7 @@ class ConsistencyCheck:
         """The step has made its update, or skipped it."""
         self.checked += not skipped
 
-    def _require_batch(self, batch: Any) -> None:
+    def require_batch(self, batch: Any) -> None:
         """Raise InputError on every rank of an axis whose ranks have different batches."""
         for axis in self.axes:
             with axis.ledger.phase("check"):
@@ -272,6 +325,23 @@ def _batch_checksum(batch: Any, device: torch.device) -> Tensor:
     return torch.stack(
         [(exact % 2**52).double(), torch.stack(sums).sum(), torch.stack(sizes).sum()]
     )
+
+
+def _batch_hash(batch: Any, hashes: int, device: torch.device, *, floats: bool) -> Tensor:
+    """A whole number below `hashes` of the shapes and bits of a batch's tensors, on the device.
+
+    A few kernels for each tensor: it is computed in each step.
+    """
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    for x in (x for x in tree_leaves(batch) if type(x) is Tensor and x.layout == torch.strided):
+        kind = _hash(f"{x.shape} {x.dtype}")
+        found = found + kind
+        with suppress(RuntimeError):  # quantised tensors
+            if floats or not (x.is_floating_point() or x.is_complex()):
+                bits = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+                bits = bits.detach().view(INTEGERS[bits.element_size()])
+                found = found + (bits.sum(dtype=torch.int64) * (2 * kind + 1)).to(device)
+    return found.remainder(hashes).double()
 
 
 def share_checksum(batch: Any, device: torch.device) -> Tensor:

@@ -8,8 +8,9 @@
     update       waits for the consensus, however early a unit's gradients arrive
 
 If the norm of all gradients is known before the update (clipping, fp16), the norm decides.  A
-schedule with asynchronous updates checks the reduced gradients of each update and skips the update
-if they are not finite; its ranks raise together at the end of the step.
+schedule with asynchronous updates checks the reduced gradients of each update.  If those of one
+rank are not finite, all data and tensor ranks of the stage skip the update, and all ranks raise at
+the end of the step.
 
 Finite numbers whose sum overflows count as not finite.
 """
@@ -86,14 +87,17 @@ class Guard:
         return loss + number * 0, number
 
     @torch.no_grad()
-    def spoils(self, flats: Sequence[Flat]) -> bool:
-        """Whether reduced gradients of an asynchronous update are not finite."""
-        sums = [_sum(flat.grads.gshard) for flat in flats if flat.grads.gshard is not None]
-        if not sums or math.isfinite(torch.stack(sums).sum().item()):
-            return False
-        self.made.append(torch.full_like(sums[0], math.nan))
+    def not_finite(self, flats: Sequence[Flat]) -> Tensor:
+        """1 if a reduced gradient of an asynchronous update is not finite here, else 0; [1]."""
+        found = torch.zeros(1, dtype=torch.float64, device=self.world.device)
+        for gradient in (flat.grads.gshard for flat in flats):
+            found += 0 if gradient is None else 0 * _sum(gradient).to(found)
+        return found.isnan().to(found)
+
+    def spoil(self, flats: Sequence[Flat]) -> None:
+        """Record that an asynchronous update was skipped, on all ranks that hold these weights."""
+        self.made.append(torch.full((), math.nan, dtype=torch.float64, device=self.world.device))
         self.first = self.first or _first(flats)
-        return True
 
     def record_skip(
         self,

@@ -148,7 +148,7 @@ class ShardedOptimizer(Optimizer):
                 "engine.optimizer steps after it",
                 "engine.step(batch), then scheduler.step()",
             )
-        self.follow()
+        self.follow(flats)  # not all: others may be becoming pieces in the main thread
         self.torch.param_groups = self.param_groups
         self._begin(flats, factor)()
 
@@ -195,9 +195,10 @@ class ShardedOptimizer(Optimizer):
         step_over(self.torch, members)
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Copy weights that the program has written to their masters."""
-        for k, flat in enumerate(self.flats):
+    def follow(self, flats: Sequence[Flat]) -> None:
+        """Copy weights of `flats` that the program has written to their masters."""
+        for k in self._chosen(flats):
+            flat = self.flats[k]
             flat.take_assigned()
             for index in flat.assigned if k in self.masters else ():
                 flat.views.part(index, self.masters[k]).copy_(flat.views.part(index, flat.shard))

@@ -52,6 +52,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
         engine.world.require_open()
         engine.data.structure.require_unchanged()
         engine.flush()
+        engine.consensus.meet()
         boxes = [
             *state.weights(engine.flats, engine.optimizer),
             *state.buffers(engine.model, engine.sharded),
@@ -70,7 +71,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
         data = driver_of(module)
         if data is not None:
             data.structure.require_unchanged()
-            data.between_passes()
+            data.compare_ranks()
             device = flats_of(data.units.order)[0].full.device
             shard, replicate = data.consensus.axes
             if replicate.rank:  # only the first replica sends

@@ -108,7 +108,7 @@ def weights(flats: Sequence[Flat], optimizer: ShardedOptimizer) -> list[Box]:
 
     Raises DiskError if states on a disk cannot be written.
     """
-    optimizer.follow()
+    optimizer.follow(optimizer.flats)
     optimizer.states.expose()
     masters = {id(f): optimizer.masters.get(k) for k, f in enumerate(optimizer.flats)}
     return [box for flat in flats for box in boxes_of(flat, "model", masters.get(id(flat)))]

@@ -52,6 +52,7 @@ class Sharding:
     Neighbours smaller than `least_unit_bytes` (None: LEAST_BYTES) are one unit.
     fill(name, tensor) writes the initial weights of parameters on the meta device, unit by unit.
     weights: weights that rank 0 alone has, and that arrive after all units are built.
+    number: of the engine or the wrapped module, in the order in which the program made them.
     """
 
     row: Row
@@ -72,6 +73,7 @@ class Sharding:
     alone: tuple[str, ...] = ()
     compute: Mapping[nn.Parameter, torch.dtype] = field(default_factory=dict)
     weights: RankZeroWeights = field(default_factory=RankZeroWeights)
+    number: int = 0
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
@@ -191,7 +193,8 @@ def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Consensus:
     """The consensus of the data ranks (consensus.py)."""
     buffers = Buffers(model, how.axes, follow=how.broadcast_buffers)
     device = how.device or flats_of(units)[0].full.device
-    return Consensus(how.axes, flats_of(units), buffers, device)
+    modules = dict(model.named_modules())
+    return Consensus(how.axes, flats_of(units), buffers, device, modules, how.number)
 
 
 def hooked(

@@ -12,7 +12,8 @@ from torch import Tensor
 WEIGHTS = 509
 #: A large prime, which makes the whole weights differ.
 PRIME = 2_305_843_009_213_693_951
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: By bytes of an element, the integers that have its bits.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fold(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -47,4 +48,4 @@ def exact_sum(folded: Tensor) -> Tensor:
 def bits_sum(x: Tensor) -> Tensor:
     """The exact sum of the bits of `x`, on its device."""
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    return exact_sum(fold(x.detach().reshape(-1).view(_INTEGERS[x.element_size()]), torch.int64))
+    return exact_sum(fold(x.detach().reshape(-1).view(INTEGERS[x.element_size()]), torch.int64))

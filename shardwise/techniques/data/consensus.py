@@ -12,10 +12,10 @@ detects it.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.comm.move import begin_sum
 from shardwise.comm.tiers.host_numbers import HostNumbers, doubles_on
@@ -47,13 +47,17 @@ class Consensus:
         flats: Collection[Flat],
         buffers: Buffers,
         device: torch.device,
+        modules: Mapping[str, nn.Module] | None = None,
+        number: int = 0,
     ) -> None:
+        """`number` is that of the engine or wrapped module, as the program made them."""
         self.axes, self.buffers, self.device = list(axes), buffers, device
         self.trained = [flat for flat in flats if flat.trained]
         self.ranks = math.prod(axis.size for axis in self.axes)
         # odd: a power of two would leave out the high bits of what is hashed
         hashes = min(2**20, _EXACT // (8 * MARKS * self.ranks**2)) - 1
-        self.same = SameOnRanks(self.axes, list(flats), hashes, device)
+        self.same = SameOnRanks(self.axes, list(flats), hashes, device, modules)
+        self.number = number
         self.differs = False  # whether the ranks have found so, and must exchange what they have
         self.rounds = self.gathered = self.mark = 0
         #: the sums of a step, on their way to the host
@@ -68,6 +72,7 @@ class Consensus:
 
         The last number is the rank's checksum.  They are doubles, in which sums are exact.
         """
+        self.same.facts["the place of this module in the order of wrapping"] = self.number
         difference = self.same.difference(self.rounds)
         self.rounds += 1
         self.mark, self.gathered = (self.gathered + 7 * self.rounds) % MARKS, 0
@@ -129,10 +134,33 @@ class Consensus:
         """The sum of a small vector over all data ranks, every rank's own included."""
         return self.begin_agree(x).wait()
 
+    def meet(self, scaling: Scaling | None = None) -> None:
+        """All ranks ask for the state: compare now what they have, and what `scaling` adds.
+
+        Raises InputError on all of them if it differs.
+        """
+        self.check()
+        self.same.batch, self.same.facts["the number of steps"] = 0, self.rounds
+        if not any(axis.transport.answered for axis in (*self.axes, *self.same.others)):
+            return
+        own = doubles_on([0], self.device) + self.same.difference(0, modes=False)
+        with self.axes[0].ledger.phase("check"):
+            summed = self.agree(own if scaling is None else scaling.joined(own))
+            if scaling is not None:
+                summed = doubles_on(scaling.compared(summed.tolist()), self.device)
+            differs = self._on_all(summed)
+            for axis in self.same.others:
+                differs = begin_sum(differs, axis).wait()
+            if number := differs.item():
+                self.same.require(on_all=number % 1 != 0)
+
     def differing(self, summed: Tensor) -> Tensor:
         """A number [1], from the sum of `summary`; its sum over other axes is 0 if all agree."""
-        others = sum(map(self.same.difference_on, self.same.others))
-        return (summed[-1:] / (MARKS * self.ranks)).floor_().abs_() + others
+        return self._on_all((summed[-1:] / (MARKS * self.ranks)).floor())
+
+    def _on_all(self, difference: Tensor) -> Tensor:
+        """The number to sum over the other axes, from the sum over the data ranks."""
+        return difference.abs().clamp(max=1) / MARKS + self.same.difference_on_others()
 
     def apply(self, summed: Sequence[float], differs: float) -> None:
         """Take the sum of `summary` over the ranks: which parameters have a gradient on any rank.
@@ -141,8 +169,10 @@ class Consensus:
         nothing.  Raises InputError if the checksums of the ranks differ.  Called by all of them.
         """
         self._take(summed)
-        self.differs = differs != 0 and not math.isnan(differs)
-        self.check()
+        self.differs = False
+        if differs != 0 and not math.isnan(differs):
+            self.same.require(on_all=differs % 1 != 0)
+        self.same.batch, self.same.recheck = 0, None  # which hold tensors
 
     def _take(self, summed: Sequence[float]) -> None:
         *found, last = summed

@@ -1,6 +1,9 @@
 """What must be equal on all ranks, compared by numbers that they sum in each step.
 
     options    of the optimizer's groups: rates, betas, weight decay             in each step
+    facts      of a loop: steps of its optimizers, sw.clip_grad_norm, ...        in each step
+    flags      training of modules, requires_grad of parameters                  in each step
+    batch      along cp, tp and pp: shapes, and the sum of the bits              in each step
     weights    that several data ranks hold: all of them under ddp, the          every `every` steps
                shards of hybrid sharding, what zero1 and zero2 keep gathered,
                experts of several ranks; fp32 masters of 16-bit weights
@@ -15,22 +18,28 @@ The sums are of whole numbers in doubles: they are exact.  Hashes of weights sta
 Only if the sum is not 0, the ranks exchange names and values, and the error shows them.  It names
 the rank whose bits differ from those of most ranks: with three or more, the one that is damaged.
 
-Tensor ranks and stages of a pipeline have the same options too.  Along their axes a second such sum
-is in the message with which they agree on the loss or the norm; it carries on that of the data
-ranks, so that all ranks know if any two differ.
+Tensor ranks and stages of a pipeline have the same options and the same batch too.  Along their
+axes a second such sum is in the message with which they agree on the loss or the norm:
+
+    whole part    of the options and the batch of these ranks
+    fraction      how many of them have a sum over the data ranks that is not 0, so that all ranks
+                  know if any two differ
 """
 
 import math
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardwise.comm.move import begin_sum
 from shardwise.comm.objects import gather_object
+from shardwise.comm.tiers.host_numbers import doubles_on
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.techniques.data.checksum import bits_sum
@@ -39,8 +48,12 @@ from shardwise.techniques.data.flat.flat_parameter import Flat
 
 #: Steps between two comparisons of weights, unless an engine says otherwise.
 EVERY = 100
+#: Hashes along other axes than the data's are below it, and the factor of the second such axis.
+_HASHES_ON_OTHERS, _FACTOR = 65521, 8191
 #: The axis of the data ranks that hold the same experts.
 _OF_EXPERTS: Final = "edp"
+#: The name of the fact that counts the steps of a loop's optimizers, by their class.
+STEPS: Final = "the optimizer steps since the last backward pass"
 Options = dict[str, Any]
 
 
@@ -73,24 +86,44 @@ def _named(what: str, flat: Flat, values: Tensor) -> Iterator[tuple[str, Tensor]
 class SameOnRanks:
     """What this rank has, and what the ranks find when it is not what the others have.
 
-    options    by name, set before each step; None: this rank has nothing to update
+    options    by name, set before each step; None: this rank has nothing to update.  An option that
+               a rank does not have is no difference: groups may be made by the shapes of pieces
+    facts      by name, of this step; a fact that a rank does not have is a difference
+    modules    whose training flags data ranks have in common, as requires_grad of parameters
     every      steps between two comparisons of weights; 0: none
     step       the number of the step, from 1
     reruns     of this step, if it has one
-    others     axes besides the data's, whose ranks have the same options
+    batch      a hash of the batch of this step, below `hashes`; `recheck` compares it in full
+    floats     whether the hash is also of numbers that are not whole
+    others     axes besides the data's, whose ranks have the same options and the same batch
+    batches    axes of the data ranks whose ranks have the same batch (cp)
     """
 
     def __init__(
-        self, axes: Sequence[Axis], flats: Sequence[Flat], hashes: int, device: torch.device
+        self,
+        axes: Sequence[Axis],
+        flats: Sequence[Flat],
+        hashes: int,
+        device: torch.device,
+        modules: Mapping[str, nn.Module] | None = None,
     ) -> None:
         self.axes, self.hashes, self.device, self.every = axes, hashes, device, EVERY
         self.others: Sequence[Axis] = ()
+        self.batches: Sequence[Axis] = ()
+        self.batch: int | Tensor = 0
+        self.recheck: Callable[[], None] | None = None
+        self.floats = True
         self.step = 0
         self.reruns: Reruns | None = None
         self.options: Options | None = {}
-        self.sent: Options | None = {}  # the options that the ranks compare
+        self.facts: Options = {}
+        self.sent: tuple[Options, Options] | None = None  # those that the ranks compare
         self.hash = 0  # of them
         self.weighs = False  # whether they compare weights too
+        experts = any(_OF_EXPERTS in (f.shard_axis.name, f.replicate_axis.name) for f in flats)
+        self.modules = {} if experts else dict(modules or {})  # else those of other ranks differ
+        named = (zip(flat.names, flat.params, strict=True) for flat in flats if not experts)
+        self.params = list(chain.from_iterable(named))
         self.copies = [
             copy
             for flat in flats
@@ -153,25 +186,45 @@ class SameOnRanks:
 
     def begin(self, step: int, options: Options) -> None:
         """Step number `step`, from 1, begins with these options."""
-        self.step, self.options = step, options
+        self.step, self.options, self.batch, self.recheck = step, options, 0, None
 
-    def difference(self, step: int) -> int | Tensor:
-        """This rank's contribution in step `step`, from 0; a double on the device with weights."""
-        self.sent, self.options = self.options, None if self.options is None else {}
+    def stepped(self, kind: str, options: Options) -> None:
+        """An optimizer of the class `kind` is about to step with these options of its groups."""
+        self.options = {**(self.options or {}), **options}
+        steps = self.facts.get(STEPS, {})
+        self.facts[STEPS] = {**steps, kind: steps.get(kind, 0) + 1}
+
+    def difference(self, step: int, *, modes: bool = True) -> int | Tensor:
+        """This rank's contribution in step `step`, from 0; a double on the device with tensors.
+
+        `modes`: whether the training flags of modules count.
+        """
+        self.sent = None if self.options is None else (self.options, self.facts)
+        self.options, self.facts = None if self.options is None else {}, {}
         self.weighs = self.every > 0 and step % self.every == 0
-        text = repr(self.sent and sorted(self.sent.items()))
-        digest = blake2b(text.encode(), digest_size=7).digest()
-        self.hash = int.from_bytes(digest, "big") % self.hashes
+        self.hash = self._hash(repr(self.sent and [sorted(each.items()) for each in self.sent]))
         if not any(axis.transport.answered for axis in self.axes):
             return 0  # alone, or in a traced world, whose ranks are all this one
         own = _share(self.data_rank(), self.data_ranks) * self.hash
+        if modes and self.data_ranks > 1:
+            flags = bytes([m.training for m in self.modules.values()])
+            flags += bytes([p.requires_grad for _, p in self.params])
+            own += _share(self.data_rank(), self.data_ranks) * self._hash(repr(flags))
+        for axis in self.batches:
+            own = own + _share(axis.rank, axis.size) * self.batch
         if self.reruns is not None:
             own = own + self.reruns.difference(self.hashes, self.device)
+        sums = defaultdict[tuple[int, int], list[Tensor]](list)
         for copy in self.copies if self.weighs else ():
-            for x in copy.whole():
-                bits = bits_sum(x).remainder(self.hashes).double()
-                own = own + _share(copy.rank, copy.ranks) * bits.to(self.device)
+            sums[copy.rank, copy.ranks] += [bits_sum(x).to(self.device) for x in copy.whole()]
+        for place, bits in sums.items():
+            total = sum(bits, start=torch.zeros((), dtype=torch.int64, device=self.device))
+            own = own + _share(*place) * total.remainder(self.hashes).double()
         return own
+
+    def _hash(self, text: str) -> int:
+        digest = blake2b(text.encode(), digest_size=7).digest()
+        return int.from_bytes(digest, "big") % self.hashes
 
     @property
     def data_ranks(self) -> int:
@@ -182,39 +235,68 @@ class SameOnRanks:
         shard, replicate = ((each.rank + ahead * (each is axis)) % each.size for each in self.axes)
         return replicate * self.axes[0].size + shard
 
-    def difference_on(self, axis: Axis) -> int:
-        """This rank's contribution to the sum over another axis: of the options."""
-        return _share(axis.rank, axis.size) * self.hash * axis.transport.answered
+    def difference_on_others(self, *, batch: bool = True) -> int | Tensor:
+        """This rank's contribution to the sum over the other axes: of the options and the batch.
 
-    def require(self) -> None:
-        """A sum is not 0: all ranks exchange what they have.
-
-        Raises InputError for what differs; warns if numbers differ by rounding.  Options that a
-        rank does not have are no difference, unless it has none at all: groups may be made by the
-        shapes of pieces.
+        Each axis has its own factor: otherwise the contributions of a rank that differs, which is
+        first on one axis and not on the other, would cancel.
         """
+        own: int | Tensor = 0
+        for number, axis in enumerate(self.others):
+            value = (self.hash + (self.batch if batch else 0)) % _HASHES_ON_OTHERS
+            share = _share(axis.rank, axis.size) * axis.transport.answered
+            own = own + _FACTOR**number * share * value
+        return own
+
+    def require(self, *, on_all: bool = True) -> None:
+        """A sum is not 0: the ranks exchange what they have.
+
+        `on_all`: whether all ranks know; else the others of this rank's tp and pp axes, of which
+        batches or options differ.  Raises InputError for what differs; warns if numbers differ by
+        rounding.
+        """
+        if self.recheck is not None:
+            self.recheck()
+            self.floats = False  # batches that each rank makes differ by rounding
+            own = doubles_on([0], self.device) + self.difference_on_others(batch=False)
+            for axis in () if on_all else self.others:
+                own = begin_sum(own, axis).wait()
+            if not (on_all or own.item()):
+                return
         weights = dict(self._values()) if self.weighs else {}
-        every: list[Any] = [(self.sent, weights, shown(self.reruns))]
+        modes = {
+            f"training of {name or 'the model'}": m.training for name, m in self.modules.items()
+        }
+        modes |= {f"requires_grad of {name}": p.requires_grad for name, p in self.params}
+        every: list[Any] = [(self.sent, modes, weights, shown(self.reruns))]
         for axis in (*self.axes, *self.others):
             parts = gather_object(every, axis, self.device)
             every = [each for part in parts for each in part]
-        self._require_options(
-            [(rank, own) for rank, (own, *_) in enumerate(every) if own is not None]
-        )
+        have = [(rank, each[0]) for rank, each in enumerate(every) if each[0] is not None]
+        self._require_options([(rank, facts) for rank, (_, facts) in have], every=True)
+        self._require_options([(rank, options) for rank, (options, _) in have])
         for start in range(0, len(every), self.data_ranks):
             data_ranks = every[start:][: self.data_ranks]
+            self._require_options(
+                [(start + rank, modes) for rank, (_, modes, *_) in enumerate(data_ranks)]
+            )
             reruns = [each for *_, each in data_ranks]
             require_same(reruns, self.step, lambda rank, start=start: self._place(start + rank))
-            self._require_weights(start, [each for _, each, _ in data_ranks])
+            self._require_weights(start, [each for _, _, each, _ in data_ranks])
 
-    def _require_options(self, every: Sequence[tuple[int, Options]]) -> None:
-        for rank, options in every:
-            place, first = every[0]
-            for name in sorted({*first, *options}, key=lambda name: (name[:3] != "lr ", name)):
+    def _require_options(self, have: Sequence[tuple[int, Options]], *, every: bool = False) -> None:
+        """Raise InputError for a value that differs; with `every`, for one that a rank lacks."""
+        for rank, options in have:
+            place, first = have[0]
+            for name in sorted(
+                {*first, *options}, key=lambda name: (name[:3] != "lr ", name != STEPS, name)
+            ):
                 both = name in options and name in first
-                if (both and options[name] != first[name]) or not (options and first):
+                if (both or every) and options.get(name) != first.get(name):
                     raise _other_option(
-                        name, [self._place(rank), self._place(place)], [options, first]
+                        name,
+                        [self._place(rank), self._place(place)],
+                        [options.get(name, "none"), first.get(name, "none")],
                     )
 
     def _place(self, rank: int) -> str:
@@ -227,32 +309,38 @@ class SameOnRanks:
         return ", ".join(f"{name} rank {own}" for name, own in several)
 
     def _require_weights(self, start: int, every: Sequence[Mapping[Any, Any]]) -> None:
-        """Compare the weights of the data ranks that begin with the rank `start`."""
+        """Compare all tensors of the data ranks that begin with the rank `start`.
+
+        Raises InputError for the first that differs by more than rounding; warns if there is none.
+        """
+        different: list[tuple[str, list[str], Values, Values]] = []
         for key in dict.fromkeys(key for own in every for key in own):
             holders = [rank for rank, own in enumerate(every) if key in own]
             usual, _ = Counter(every[rank][key].bits for rank in holders).most_common(1)[0]
             first = next(rank for rank in holders if every[rank][key].bits == usual)
-            for rank in holders:
-                if every[rank][key].bits != usual:
-                    self._require_close(
-                        key[0], [start + rank, start + first], every[rank][key], every[first][key]
-                    )
-                    return
-
-    def _require_close(
-        self, name: str, ranks: Sequence[int], values: Values, usual: Values
-    ) -> None:
-        places = [self._place(rank) for rank in ranks]
-        if not values.differs(usual):
+            different += [
+                (
+                    key[0],
+                    [self._place(start + each) for each in (rank, first)],
+                    every[rank][key],
+                    every[first][key],
+                )
+                for rank in holders
+                if every[rank][key].bits != usual
+            ]
+        wrong = [each for each in different if each[2].differs(each[3])]
+        if different and not wrong:
+            name, places, *_ = different[0]
             _warn_of_rounding(name, *places)
-            return
-        raise bad(
-            f"{name} on {places[0]}, whose norm is {values.norm:.9g}; on {places[1]} its norm is "
-            f"{usual.norm:.9g}",
-            "weights and optimizer states that are equal on all data ranks",
-            "the same change on every rank, or sw.load on every rank. If no code changed it, the "
-            "memory of the rank that is named first is damaged",
-        )
+        if wrong:
+            name, places, values, usual = wrong[0]
+            raise bad(
+                f"{name} on {places[0]}, whose norm is {values.norm:.9g}; on "
+                f"{places[1]} its norm is {usual.norm:.9g}{_more(wrong)}",
+                "weights and optimizer states that are equal on all data ranks",
+                "the same change on every rank, or sw.load on every rank. If no code changed it, "
+                "the memory of the rank that is named first is damaged",
+            )
 
     def _values(self) -> Iterator[tuple[Any, Values]]:
         """Of each parameter: the bits, a weighted sum, the norm, and the rounding."""
@@ -266,18 +354,23 @@ def _share(rank: int, ranks: int) -> int:
     return -1 if rank else ranks - 1
 
 
-def _other_option(name: str, places: Sequence[str], both: Sequence[Options]) -> Exception:
-    has, of_first = (
-        f"{options[name]!r}" if name in options else "none: no optimizer has stepped with it"
-        for options in both
-    )
+def _more(different: Sequence[tuple[str, *tuple[object, ...]]]) -> str:
+    """How many other tensors differ besides the first."""
+    others = len({name for name, *_ in different}) - 1
+    return f"; {others} other tensor{'s differ' if others > 1 else ' differs'}" if others else ""
+
+
+def _other_option(name: str, places: Sequence[str], values: Sequence[object]) -> Exception:
+    instead = "the same line on every rank, without a condition on the rank"
+    if name == STEPS:
+        instead = (
+            "a step on every rank, or on none; a gradient scaler that skips on all is "
+            "ShardedGradScaler of torch.distributed.fsdp.sharded_grad_scaler"
+        )
     return bad(
-        f"{name} on {places[0]}: {has}; on {places[1]}: {of_first}",
-        "the same options of the optimizer, in the same steps, on all ranks",
-        "the change on every rank, without a condition on the rank"
-        if all(name in options for options in both)
-        else "a step on every rank, or on none; a gradient scaler that skips on all is "
-        "ShardedGradScaler of torch.distributed.fsdp.sharded_grad_scaler",
+        f"{name} on {places[0]}: {values[0]!r}; on {places[1]}: {values[1]!r}",
+        "the same model, optimizer and options, in the same steps, on all ranks",
+        instead,
     )
 
 

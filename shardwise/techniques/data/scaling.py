@@ -6,19 +6,18 @@ that each rank scales by its own factor.  No hook sees that call, but what it le
     backward ends     a sample of the gradients, and their version
     optimizer steps   all gradients have another version: are they one factor times the sample?
     next backward     ranks add up 1, the factor and its square (0 if it is not one factor); factors
-                      with a variance differ, and rank 0 warns once
+                      with a variance differ, which is an InputError on all ranks
 
 A factor that is the same on all ranks (sw.clip_grad_norm, a gradient scaler) has no variance;
 clip_grad_value_ is not one factor.
 """
 
-import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.world import Axis
+from shardwise.core.errors import bad
 from shardwise.techniques.data.flat.flat_parameter import Flat
 
 #: Elements of a flat parameter's gradient that are compared.
@@ -26,15 +25,13 @@ _SAMPLE = 64
 
 
 class Scaling:
-    """The factors of the gradients of those of `flats` that are divided over `axes`."""
+    """The factors of the gradients of sharded flat parameters among `flats`."""
 
-    def __init__(self, flats: Iterable[Flat], axes: Sequence[Axis]) -> None:
+    def __init__(self, flats: Iterable[Flat]) -> None:
         self.flats = [flat for flat in flats if flat.trained and flat.split]
-        self.first = all(axis.rank == 0 for axis in axes)
         self.rounding = max((torch.finfo(flat.dtype).eps for flat in self.flats), default=0.0)
         self.noted: list[tuple[Flat, Tensor, int]] = []
         self.changed: list[tuple[Tensor, Tensor]] = []
-        self.warned = False
 
     def note(self) -> None:
         """A backward pass has ended: remember its gradients."""
@@ -69,27 +66,25 @@ class Scaling:
         return torch.cat([own.to(numbers), numbers])
 
     def compared(self, sums: Sequence[float]) -> Sequence[float]:
-        """The sums over all ranks without those of the factor, of which it warns."""
+        """The sums over all ranks without those of the factor.
+
+        Raises InputError on all ranks if they scaled by different factors.
+        """
         if not self.flats:
             return sums
         count, total, squares = sums[:3]
-        if count > 1 and not self.warned:
-            mean = total / count
-            least = max(1e-3, 2 * self.rounding) * mean
-            self.warned = squares / count - mean * mean > least * least
-            if self.warned and self.first:
-                _warn()
+        mean = total / max(count, 1)
+        least = max(1e-3, 2 * self.rounding) * mean
+        if count > 1 and squares / count - mean * mean > least * least:
+            raise bad(
+                "gradients that each rank scaled by another factor before the last optimizer step, "
+                "as torch.nn.utils.clip_grad_norm_ does on a sharded module: it takes the norm of "
+                "one rank's pieces",
+                "one factor on all ranks. The step was wrong: continue from a checkpoint before it",
+                "sw.clip_grad_norm(module, max_norm)",
+            )
         return sums[3:]
 
 
 def _sample(gradient: Tensor) -> Tensor:
     return gradient[:: max(1, gradient.numel() // _SAMPLE)]
-
-
-def _warn() -> None:
-    warnings.warn(
-        "Before the last optimizer step each rank scaled its pieces of the gradients by another "
-        "factor, as torch.nn.utils.clip_grad_norm_ does on a sharded module: it takes the norm of "
-        "one rank's pieces. The step was wrong. Write sw.clip_grad_norm(module, max_norm).",
-        stacklevel=2,
-    )

@@ -94,7 +94,7 @@ class Data:
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.handles: list[RemovableHandle | Lease] = []  # of all that is on the model or opened
         flats = [group for unit in units.order for group in unit.groups]
-        self.scaling = Scaling(flats if pace.by_hand else (), consensus.axes)
+        self.scaling = Scaling(flats if pace.by_hand else ())
         self.optimizers = WeakSet[Optimizer]()  # that have stepped on pieces (plain_optimizer.py)
         self.on_grads = GradientHooks()
         frozen = [p for group in flats if not group.trained for p in group.params]
@@ -220,6 +220,11 @@ class Data:
         self.consensus.check()
         self.computes_loss = False
 
+    def compare_ranks(self) -> None:
+        """All ranks save or gather the state: compare what they have, and their last step."""
+        self.between_passes()
+        self.consensus.meet(self.scaling)
+
     # --- the gradients of a step ----------------------------------------------------------------
 
     def arrivals(self) -> Iterator[Unit]:
@@ -338,6 +343,9 @@ class Data:
         self.computes_loss = False
         self.on_grads.begun()
         self.begins |= self.sync
+        if self.pace.by_hand:
+            kept = any(group.params[0].grad is not None for group in self.trained)
+            self.consensus.same.facts.setdefault("gradients kept from the step before", kept)
         acts = self.order.begin_backward(sync=self.sync)
         self.units.order = [self.numbered[number] for number in self.order.forward]
         self.consensus.phase("backward")

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from shardwise.comm.move import begin_sum
 from shardwise.comm.tiers.host_numbers import doubles_on
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
@@ -160,7 +161,7 @@ class Stale(Updater[Flat]):
         self.data.reduce_last()  # of tied parameters
         self.data.finish_sums()
         phase("check")
-        divided_by = self._agree(flats, divisor)
+        divided_by, spoilt = self._agree(flats, divisor)
         phase("update")
         version = self._newest(stage)
         self._show(stage, version)
@@ -172,7 +173,9 @@ class Stale(Updater[Flat]):
         params = tuple(p for flat in flats for p in flat.params)
         for unit in self.units.units[stage]:
             unit.attach_grads()
-        if not self.guard.spoils(flats):
+        if spoilt:
+            self.guard.spoil(flats)
+        else:
             with _uncounted(params):
                 self.optimizer.step(flats, 1 / (divided_by or 1.0))
         self.optimizer.clear(flats)
@@ -182,17 +185,22 @@ class Stale(Updater[Flat]):
         self.shown[stage] = version + 1
         self.peak_bytes = max(self.peak_bytes, self._old_bytes())
 
-    def _agree(self, flats: Sequence[Flat], number: Tensor) -> float:
-        """Set which parameters have a gradient on any data rank; returns `number`."""
+    def _agree(self, flats: Sequence[Flat], number: Tensor) -> tuple[float, bool]:
+        """Set which parameters have a gradient on any data rank.
+
+        Returns `number`, and whether a gradient of any data or tensor rank is not finite.
+        """
         own = [float(flag) for flat in flats for flag in flat.grads.has_grad]
-        agreed = self.data.consensus.agree(doubles_on(own, self.device))
+        spoilt = self.guard.not_finite(flats)
+        agreed = self.data.consensus.agree(torch.cat([spoilt, doubles_on(own, self.device)]))
+        spoilt = begin_sum(agreed[:1], self.guard.axis).wait()
         names = [name for flat in flats for name in flat.names]
-        used = self.staged.shared(names, agreed)
-        found_number, *found = torch.cat([number.view(1), used]).tolist()
+        used = self.staged.shared(names, agreed[1:])
+        bad_ranks, found_number, *found = torch.cat([spoilt, number.view(1), used]).tolist()
         flags = iter(found)
         for flat in flats:
             flat.grads.used = [next(flags) > 0 for _ in flat.grads.used]
-        return found_number
+        return found_number, bad_ranks > 0
 
     def _show(self, stage: int, version: int) -> None:
         if self.shown[stage] != version:
