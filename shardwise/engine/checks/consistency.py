@@ -333,7 +333,8 @@ def _batch_hash(batch: Any, hashes: int, device: torch.device, *, floats: bool) 
     A few kernels for each tensor: it is computed in each step.
     """
     found = torch.zeros((), dtype=torch.int64, device=device)
-    for x in (x for x in tree_leaves(batch) if type(x) is Tensor and x.layout == torch.strided):
+    tensors = leaves(batch, Tensor, objects=True)
+    for x in (x for x in tensors if type(x) is Tensor and x.layout == torch.strided):
         kind = _hash(f"{x.shape} {x.dtype}")
         found = found + kind
         with suppress(RuntimeError):  # quantised tensors
