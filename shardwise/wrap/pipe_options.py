@@ -53,7 +53,7 @@ class PipeOptions:
         if self.calls % same_on_ranks.EVERY == 1:
             self.same.difference(self.calls)
             with self.axis.ledger.phase("check"):
-                own = doubles_on([self.same.difference_on_others()], self.device)
+                own = doubles_on([0], self.device) + self.same.difference_on_others()
                 self.unread = HostNumbers(begin_sum(own, self.axis), self.device)
         due = self.unread is not None and (
             self.unread.ready or self.calls % same_on_ranks.EVERY != 1

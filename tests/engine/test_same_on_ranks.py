@@ -277,7 +277,7 @@ def of_a_loop(world: World, odd: bool, what: str) -> None:
         if not (now and what == "zero_grad"):
             optim.zero_grad()
         if now and what == "frozen":
-            loop[1].requires_grad_(False)
+            loop.get_submodule("1").requires_grad_(False)
 
 
 def of_an_engine(world: World, odd: bool, what: str) -> None:

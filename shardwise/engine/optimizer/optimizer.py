@@ -222,7 +222,7 @@ class ShardedOptimizer(Optimizer):
                 "an optimizer with two sets of weights, as those of the package schedulefree",
                 "engine.evaluate(batch), which needs no switch",
             )
-        self.follow()
+        self.follow(self.flats)
         self.torch.param_groups = self.param_groups
         self.states.switch(mode)
 
