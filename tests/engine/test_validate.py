@@ -242,7 +242,10 @@ def test_a_loss_that_is_no_scalar_with_a_gradient_is_refused(what: str):
     assert engine.step(vectors(0)) == engine_of(regression).step(vectors(0))
 
 
-@pytest.mark.parametrize("wrap", [None, sw.DDP, sw.FSDP, partial(sw.Pipe, chunks=2)], ids=str)
+WRAPPERS = {"engine": None, "DDP": sw.DDP, "FSDP": sw.FSDP, "Pipe": partial(sw.Pipe, chunks=2)}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_a_step_in_which_no_parameter_gets_a_gradient_is_refused(wrap: Any):
     """The loss depends on something else alone, so it has a gradient."""
     other = nn.Parameter(torch.ones((), dtype=torch.float64))
