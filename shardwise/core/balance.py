@@ -38,7 +38,7 @@ def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
 
 def owners(weights: Mapping[str, int], ranks: int) -> dict[str, int]:
     """The rank of each name: the heaviest first, each to the rank with the least so far."""
-    loads, found = [0] * ranks, dict[str, int]()
+    loads, found = [0] * min(ranks, len(weights)), dict[str, int]()
     for name in sorted(weights, key=lambda name: (-weights[name], name)):
         found[name] = loads.index(min(loads))
         loads[found[name]] += weights[name]

@@ -48,7 +48,7 @@ def is_listed(kind: type) -> bool:
 def require_possible(spec: "OptimizerSpec", model: nn.Module, plan: Plan) -> None:
     """Raise InputError for an optimizer that does not take the model's parameters, or not so."""
     spec.require_fits(model)
-    unlisted = [group for _, group, _ in spec.members if not is_listed(group.kind)]
+    unlisted = [group for _, group, _ in spec.members if not group.by_unit]
     if not unlisted:
         return
     name, offload = unlisted[0].kind.__name__, plan.offloaded

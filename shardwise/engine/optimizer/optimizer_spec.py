@@ -89,9 +89,14 @@ class OptimizerSpec:
         return is_listed(self.kind) if self.elementwise is None else self.elementwise
 
     @property
+    def by_unit(self) -> bool:
+        """Whether the class is known to update some parameters and then others as all at once."""
+        return is_listed(self.kind) and self.by_element
+
+    @property
     def together(self) -> bool:
         """Whether a step updates all parameters of a rank in one call: it may count its calls."""
-        return not all(is_listed(spec.kind) for _, spec, _ in self.members)
+        return not all(spec.by_unit for _, spec, _ in self.members)
 
     def is_whole(self, name: str, dims: int) -> bool:
         """Whether this parameter is updated as a whole."""
