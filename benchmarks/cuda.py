@@ -29,7 +29,6 @@ from shardwise.core.zero import ROWS, STATE_BYTES, bytes_per_parameter
 from shardwise.models import gpt
 from shardwise.models.gpt import SIZES, GPTConfig
 from shardwise.models.registry import of_gpt
-from shardwise.train.measure.peak_flops import measured_peak
 
 #: 1.05e9 parameters.
 BILLION: Final = GPTConfig(
@@ -136,6 +135,15 @@ def compare(pair: Pair) -> DeviceLine:
         predicted_bytes=round(n_bytes * gpt.parameters(pair.config)),
         loss=losses[1],
         plain_loss=losses[0],
+    )
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """The best rate of a few square products, in operations a second; a multiply-add is two."""
+    size = 8192 if device.type == "cuda" else 768
+    a = torch.full((size, size), 0.5, device=device, dtype=dtype)
+    return (
+        2 * size**3 / min(_timed(lambda _: float((a @ a)[0, 0]), {}, device)[0] for _ in range(9))
     )
 
 

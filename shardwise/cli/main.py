@@ -32,9 +32,9 @@ from shardwise.core.errors import InputError, RankError, RunError, bad
 
 if TYPE_CHECKING:
     from shardwise.comm.start.launch import Ended
+    from shardwise.comm.start.stop_signal import StopSignal
     from shardwise.train.config import Config
     from shardwise.train.prepare import RunStart
-    from shardwise.train.stop_signal import StopSignal
 
 # the values of --resume
 ALWAYS, AUTO = "always", "auto"
@@ -288,8 +288,8 @@ def _started(
 ) -> int:
     """Train, or check what would be trained; returns the exit code."""
     from shardwise.comm.start.rendezvous import environment, launched
+    from shardwise.comm.start.stop_signal import NOTHING, StopSignal
     from shardwise.train.prepare import RunStart
-    from shardwise.train.stop_signal import NOTHING, StopSignal
 
     started = environment()
     if nproc is not None and started is not None and not launched():
@@ -299,7 +299,7 @@ def _started(
             f"torchrun --nproc-per-node {nproc} -m shardwise train {config}",
         )
     # a single process may exit at a signal; one of several ranks may not
-    with StopSignal(leaving=started is None) as stop:
+    with StopSignal(leaving=started is None, until_end=started is not None) as stop:
         try:
             start = RunStart(resume == ALWAYS, overwrite, resume == AUTO)
             train_or_check = _dry_run if dry_run else _train
@@ -341,7 +341,10 @@ def _train(
 
         def run(ranks: int, again: bool, stop_when: "Callable[[], bool] | None") -> "Ended":
             now = RunStart(auto=True) if again else start
-            return _launch(config, overrides, now, ranks, stop_when)
+            ended = _launch(config, overrides, now, ranks, stop_when)
+            if ended.killed:
+                print(f"shardwise: {_kept(settings)}", file=sys.stderr, flush=True)
+            return ended
 
         code = train_elastic(settings, sizes, run, overwrite=start.overwrite)
         if code and not settled.resume:  # rank 0 may have been killed before it could
@@ -402,6 +405,20 @@ def _sizes(settings: "Config", nproc: str | None) -> list[int]:
         return [asked.most]
     require_local(asked.most)
     return usable_sizes(asked, partial(checked_plan, settings), settings.plan.text)
+
+
+def _kept(settings: "Config") -> str:
+    """What a run has kept whose ranks were killed, and what is lost."""
+    from shardwise.checkpoint.folder import CHECKPOINTS, all_in, step_of
+    from shardwise.train.measure.metrics import read
+
+    saved, records = all_in(settings.folder / CHECKPOINTS), read(settings.folder)
+    step, last = step_of(saved[-1]) if saved else 0, records[-1].step if records else 0
+    kept = (
+        f"keeps {saved[-1].name}, and --resume continues from it" if saved else "has no checkpoint"
+    )
+    lost = f"; {last - step} later steps are lost" if last > step else ""
+    return f"the run in {settings.folder} {kept}{lost}"
 
 
 def _metrics_mtime_ns(folder: Path) -> int:

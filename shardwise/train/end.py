@@ -91,12 +91,10 @@ def collect(run: Run, began: Position, console: Console | None) -> Summary | Non
         records=metrics.read(config.folder),
         unigram=run.unigram,
         began=began.step,
-        peak_flops=run.peak.flops,
         costs=costs,
         baseline=attempt("ddp", lambda: ddp_baseline(prepared.sizes, prepared.plan, optimizer)),
         sample=text,
         recording=recording,
-        step=attempt("the picture of a step", lambda: run.memory.series(prepared)) or (),
         saves=run.saves.costs,
         best=attempt("the best checkpoint", lambda: best_name(config)) or "",
     )

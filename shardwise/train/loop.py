@@ -3,8 +3,7 @@
     take this rank's share of the global batch
     step; the run stops if the loss or the gradient is not finite (engine/checks/guard.py)
     evaluate, record, show
-    agree on whether a rank has received a signal to stop, or found the step slow
-    after a slow step, time the links between hosts (measure/slow_links.py)
+    agree on whether a rank has received a signal to stop
     save
 
 After the last save nothing fails the run: what goes wrong with its sample, pictures or report is
@@ -21,12 +20,12 @@ from dataclasses import replace
 from typing import TextIO
 
 import numpy as np
-import torch
 from rich.console import Console
 
 from shardwise.callbacks.callback import Callbacks
 from shardwise.checkpoint.folder import all_in, find, passed_over
 from shardwise.comm.objects import on_all_ranks, on_rank_zero
+from shardwise.comm.start.stop_signal import NOTHING, StopSignal
 from shardwise.comm.world import World
 from shardwise.core.errors import NonFiniteError
 from shardwise.engine.checks.out_of_memory import explained, ran_out
@@ -43,10 +42,6 @@ from shardwise.train.measure import metrics, progress
 from shardwise.train.measure.experts import step_loads
 from shardwise.train.measure.metrics import Record
 from shardwise.train.measure.offload_trace import OffloadTracing
-from shardwise.train.measure.peak_flops import Peak, measured_peak
-from shardwise.train.measure.slow_links import SlowLinks
-from shardwise.train.measure.stacked_loads import StackedLoads
-from shardwise.train.measure.step_memory import StepMemory
 from shardwise.train.measure.tracing import Tracing
 from shardwise.train.model import (
     Batch,
@@ -55,7 +50,6 @@ from shardwise.train.model import (
     fit_clusters,
     has_clusters,
     predictor,
-    stacked_names,
     with_least_offload,
 )
 from shardwise.train.prepare import PreparedRun, RunStart, prepare
@@ -63,7 +57,6 @@ from shardwise.train.report.summary import Summary
 from shardwise.train.run import Run, is_due, say
 from shardwise.train.saving import Position, RunSaves, load_run
 from shardwise.train.stop import Flags, any_rank
-from shardwise.train.stop_signal import NOTHING, StopSignal
 
 LOCK_PATIENCE_S = 5.0  # for the ranks of torchrun and Slurm: a restart may come before an end
 MEMORY_EVERY = 20  # steps between two measurements of memory, which visit all tensors
@@ -105,7 +98,6 @@ def train(
         with ExitStack() as shown:
             run = begin(prepared, engine, at, stop, console=console, stack=shown)
             opening(run, at)
-            tell_slow_links(run)
             first_pass(run, at)
             if any_rank(stop.received, world):
                 return say(NOTHING, world, console)
@@ -133,7 +125,6 @@ def begin(
     """The objects of the run's steps; the display and the files of metrics close with `stack`."""
     config, world = prepared.config, engine.world
     first, done, of = world.rank == 0, at.step, config.train.steps
-    peak = Peak(measured_peak(world.device, engine.dtype or torch.float32, world.barrier))
     callbacks = Callbacks(prepared.callbacks, world)
     opened: list[TextIO] = []
     writer = metrics.writer(config.folder, done)
@@ -147,17 +138,14 @@ def begin(
     return Run(
         prepared=prepared,
         engine=engine,
-        peak=peak,
+        peak_flops=metrics.peak_flops(config.run.cluster, prepared.plan, world.device),
         unigram=unigram_entropy(prepared.corpus) if first else math.nan,
         metrics=writing,
         progress=stack.enter_context(progress.display(of, first, console)),
         stop=stop,
         tracing=tracing,
         updates=OffloadTracing(engine, tracing.steps, on=config.run.trace),
-        memory=StepMemory(engine, done, of),
-        stacked=StackedLoads(engine, stacked_names(prepared)),
         saves=saves,
-        links=SlowLinks(engine.world),
     )
 
 
@@ -195,12 +183,6 @@ def opening(run: Run, at: Position) -> None:
     )
 
 
-def tell_slow_links(run: Run) -> None:
-    """Time the links between hosts, and print a line for each slow one. Called by all ranks."""
-    for text in run.links.look():
-        run.note(text)
-
-
 def first_pass(run: Run, at: Position) -> None:
     """Before the first step, fit the clusters of gates that have them."""
     if at.step == 0 and has_clusters(run.prepared):
@@ -216,7 +198,7 @@ def steps(run: Run, at: Position) -> bool:
         run.engine.set_lr(learning_rate(at.step, config))
         mine = share(run, numbers)
         recording = run.tracing.recording(at.step), run.updates.recording(at.step)
-        with recording[0], recording[1], run.memory.measuring(at.step, mine):
+        with recording[0], recording[1]:
             done = train_step(run, mine)
             seconds = time.perf_counter() - began
         at = Position(at.step + 1, at.consumed + len(numbers))
@@ -226,18 +208,14 @@ def steps(run: Run, at: Position) -> bool:
         if last or is_due(at.step, config.eval_every) or (due and config.keep_best):
             validation = evaluate(run)
         entry = record(run, done, at, seconds)
-        if entry.memory_bytes is not None:
-            entry = replace(entry, memory_bytes=entry.memory_bytes | run.memory.activations)
         tell(run, replace(entry, validation=validation))
         world = run.engine.world
         own = run.stop.received, bool(run.metrics.failure), run.saves.written, run.saves.lost
-        flags = Flags(*own, slow=run.links.suspected(seconds)).agree(world)
+        flags = Flags(*own).agree(world)
         if flags.failed:
             on_all_ranks(run.metrics.require_written, world)
         if flags.saved or flags.lost:
             run.note(run.saves.settle())
-        if flags.slow:
-            tell_slow_links(run)
         if last or flags.stop or due:
             run.note(run.saves.save(at, validation, wait=last or flags.stop))
         run.note(run.saves.copy_failure())
@@ -303,8 +281,7 @@ def evaluate(run: Run) -> float:
 def record(run: Run, done: StepMetrics, at: Position, seconds: float) -> Record:
     """The step as a record. MFU: this rank's share of the model's operations over its peak."""
     flops = done.tokens / run.engine.world.size * flops_per_token(run.prepared.sizes)
-    mfu = run.peak.share(flops / seconds)
-    loads = step_loads(run.engine, run.stacked)
+    loads = step_loads(run.engine)
     look = at.step % MEMORY_EVERY == 0 or at.step in (1, 2, run.prepared.config.train.steps)
     return Record(
         step=at.step,
@@ -314,8 +291,7 @@ def record(run: Run, done: StepMetrics, at: Position, seconds: float) -> Record:
         tokens=done.tokens,
         seconds=seconds,
         tokens_per_s=done.tokens / seconds,
-        mfu=mfu,
-        peak_flops=run.peak.flops,
+        mfu=None if run.peak_flops is None else flops / seconds / run.peak_flops,
         sent_bytes=done.bytes,
         grad_norm=done.grad_norm,
         skipped=done.skipped,

@@ -1,7 +1,7 @@
 """The model of a run: of the configured sizes, built for its plan; and its batches."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +23,7 @@ from shardwise.engine.predict import Predictor, predict_with
 from shardwise.models import decoder, gpt, moe
 from shardwise.models.decoder import Sizes
 from shardwise.observe.kernels import kernels_of
-from shardwise.observe.measured_timeline import predict_events
-from shardwise.prediction.memory_timeline import Event
 from shardwise.prediction.prediction import Prediction
-from shardwise.techniques.expert.stacked import stacked_experts
 from shardwise.techniques.pipeline.partition import balance_by_time
 from shardwise.techniques.pipeline.stage_module import stage_starts
 from shardwise.techniques.tensor.tensor_table import Table
@@ -96,17 +93,6 @@ def prediction_of(prepared: PreparedRun, engine: Engine, share: Batch) -> Predic
     return Predictor(model, prepared.plan, options, rank=at.rank, ranks=at.size).of(share)
 
 
-def predicted_step(prepared: PreparedRun, engine: Engine, share: Batch) -> Sequence[Event]:
-    """The memory of this rank at each moment of a step of the run on `share`.
-
-    Raises InputError for a plan whose timeline is not predicted.
-    """
-    with torch.device("meta"):
-        model = decoder.build(prepared.sizes)
-    options = _options(prepared, engine.world.device)
-    return predict_events(model, engine.plan, share, options, engine.world.rank)[1]
-
-
 def has_clusters(prepared: PreparedRun) -> bool:
     """Whether the gates of the run's model have clusters, which a first pass fits."""
     sizes = prepared.sizes
@@ -120,12 +106,6 @@ def fit_clusters(engine: Engine, share: Batch) -> None:
     """
     with moe.fitting_clusters(engine.model):
         engine.evaluate(share)
-
-
-def stacked_names(prepared: PreparedRun) -> list[str]:
-    """The modules of the run's model that hold stacked experts of transformers."""
-    with torch.device("meta"):
-        return list(stacked_experts(decoder.build(prepared.sizes)))
 
 
 def optimizer_of(train: TrainSection) -> OptimizerSpec:

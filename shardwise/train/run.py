@@ -4,21 +4,17 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
+from shardwise.comm.start.stop_signal import StopSignal
 from shardwise.comm.world import World
 from shardwise.core.errors import one_line
 from shardwise.engine.engine import Engine
 from shardwise.train.measure.metrics import MetricsWriter
 from shardwise.train.measure.offload_trace import OffloadTracing
-from shardwise.train.measure.peak_flops import Peak
 from shardwise.train.measure.progress import Progress
-from shardwise.train.measure.slow_links import SlowLinks
-from shardwise.train.measure.stacked_loads import StackedLoads
-from shardwise.train.measure.step_memory import StepMemory
 from shardwise.train.measure.tracing import Tracing
 from shardwise.train.model import Batch
 from shardwise.train.prepare import PreparedRun
 from shardwise.train.saving import RunSaves
-from shardwise.train.stop_signal import StopSignal
 
 
 @dataclass
@@ -41,17 +37,14 @@ class Run:
 
     prepared: PreparedRun
     engine: Engine
-    peak: Peak
+    peak_flops: float | None
     unigram: float
     progress: Progress
     metrics: MetricsWriter
     stop: StopSignal
     tracing: Tracing
     updates: OffloadTracing
-    memory: StepMemory
-    stacked: StackedLoads
     saves: RunSaves
-    links: SlowLinks
     last: LastStep = field(default_factory=LastStep)
 
     def note(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Agreement of the ranks after a step: to stop or fail, to settle a save, to time links.
+"""Agreement of the ranks after a step: to stop or fail, to settle a save.
 
 A signal may reach ranks in different steps, or only one rank. All ranks must stop after the same
 step, or some would wait forever in the next step's collectives. So after each step they all-reduce
@@ -26,21 +26,19 @@ class Flags:
     failed   a record could not be written, or a callback failed
     saved    no checkpoint is being written
     lost     a checkpoint could not be written
-    slow     the step took long: the links between hosts are to be timed
     """
 
     stop: bool
     failed: bool
     saved: bool
     lost: bool
-    slow: bool
 
     def agree(self, world: World) -> "Flags":
         """`saved` if it is set on all ranks, the others if on at least one; the same on all."""
-        own = (self.stop, self.failed, self.saved, self.lost, self.slow)
+        own = (self.stop, self.failed, self.saved, self.lost)
         numbers = _numbers(sum(flag << k for k, flag in enumerate(own)), world)
         bits = [[bool(number >> k & 1) for number in numbers] for k in range(len(own))]
-        return Flags(any(bits[0]), any(bits[1]), all(bits[2]), any(bits[3]), any(bits[4]))
+        return Flags(any(bits[0]), any(bits[1]), all(bits[2]), any(bits[3]))
 
 
 def ranks_with(flag: bool, world: World) -> list[int]:

@@ -9,10 +9,10 @@ import pytest
 
 from shardwise.cli import main as cli
 from shardwise.comm.start.launch import Ended
+from shardwise.comm.start.stop_signal import NOTHING
 from shardwise.train import config
 from shardwise.train.measure.metrics import read
 from shardwise.train.measure.progress import size_text
-from shardwise.train.stop_signal import NOTHING
 from tests.programs import Program, run_program, start_program
 from tests.train.runs import run, settings
 

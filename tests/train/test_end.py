@@ -9,13 +9,13 @@ import pytest
 
 from shardwise.checkpoint.folder import all_in
 from shardwise.comm.ledger import Key
+from shardwise.comm.start.stop_signal import StopSignal
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import RankError
 from shardwise.train import run_folder as folder
 from shardwise.train import run_lock as lock
 from shardwise.train.prepare import RunStart
 from shardwise.train.stop import any_rank, ranks_with
-from shardwise.train.stop_signal import StopSignal
 from tests.pool import run_gloo, run_threads
 from tests.train import runs
 

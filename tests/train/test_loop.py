@@ -12,15 +12,13 @@ import pytest
 from rich.console import Console
 
 from shardwise.checkpoint.folder import all_in
+from shardwise.comm.start.stop_signal import NOTHING
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RankError, RunError
-from shardwise.models.decoder import flops_per_token
 from shardwise.train import config, loop
 from shardwise.train.measure.metrics import Record, read
 from shardwise.train.model import build
 from shardwise.train.prepare import RunStart, checked_plan, prepare
-from shardwise.train.sizes import model_sizes
-from shardwise.train.stop_signal import NOTHING
 from tests.pool import run_gloo
 from tests.train import runs
 
@@ -131,19 +129,6 @@ def test_a_resumed_run_sends_what_is_predicted(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_mfu_is_the_models_operations_over_what_the_peak_allows(tmp_path: Path) -> None:
-    """Tokens times operations a token, over the step's seconds times the peak in the record."""
-    given = runs.settings(tmp_path / "run", steps=2)
-    summary = loop.train(given, alone())
-    assert summary is not None
-    sizes = model_sizes(given.model, 257)
-    for record in summary.records:
-        assert record.peak_flops is not None
-        possible = record.seconds * record.peak_flops
-        assert record.mfu == pytest.approx(record.tokens * flops_per_token(sizes) / possible)
-
-
-@pytest.mark.full
 def test_other_data_cannot_be_resumed_with(tmp_path: Path) -> None:
     """Another seed or other text would make the run's place in the data mean nothing."""
     runs.run(runs.settings(tmp_path / "run", steps=2))
@@ -249,11 +234,11 @@ def test_what_fails_before_its_first_step_is_over_leaves_no_run(
     """Nothing of it could be resumed, so the same command can be given again."""
 
     def fails(*_: object) -> float:
-        raise RuntimeError("no peak today")
+        raise RuntimeError("no pass today")
 
     given = runs.settings(tmp_path / "run", steps=2)
-    monkeypatch.setattr(loop, "measured_peak", fails)
-    with pytest.raises(RuntimeError, match="no peak today"):
+    monkeypatch.setattr(loop, "first_pass", fails)
+    with pytest.raises(RuntimeError, match="no pass today"):
         loop.train(given, alone())
     assert not given.folder.exists()
 

@@ -9,10 +9,9 @@ import torch
 from rich.console import Console
 
 from shardwise.callbacks import Callbacks
+from shardwise.core.plan.plan import Plan
 from shardwise.train.measure import metrics, progress
-from shardwise.train.measure import peak_flops as peak
 from shardwise.train.measure.metrics import Record
-from shardwise.train.measure.peak_flops import Peak, measured_peak
 
 ONE = Record(
     step=1, consumed=8, loss=3.5, lr=1e-3, tokens=64, seconds=0.5, tokens_per_s=128.0, mfu=0.25,
@@ -91,6 +90,7 @@ def test_a_log_gets_plain_lines() -> None:
         "step 100/100",
         "saved",
     ]
+    assert "MFU" not in progress.line(replace(ONE, mfu=None), 100)
     assert lines[0] == "step 1/100  loss 3.5000  128 tokens/s  MFU 25.0%  rank 0 sends 1000 B/step"
     assert "validation 3.2500" in lines[1]
     assert "holds parameters 2.0 KiB" in lines[1]
@@ -135,20 +135,11 @@ def test_sizes_are_in_the_largest_unit_that_leaves_one(size: int, text: str) -> 
     assert progress.size_text(size) == text
 
 
-def test_a_step_above_the_peak_is_the_new_peak() -> None:
-    """No step has used more than all of the machine; later ones are a share of what it showed."""
-    best = Peak(100.0)
-    assert best.share(50.0) == 0.5
-    assert best.share(200.0) == 1.0
-    assert best.share(50.0) == 0.25
-    assert best.flops == 200.0
-
-
-def test_the_best_round_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that something else has for all products but one has the peak of that one."""
-    times = iter([9.0, 8.0, 7.0, 2.0] + [9.0] * 99)
-    begun: list[int] = []
-    monkeypatch.setattr(peak, "_one_s", lambda *_: next(times))
-    found = measured_peak(torch.device("cpu"), torch.float32, lambda: begun.append(1))
-    assert found == 2 * peak.SIZES["cpu"] ** 3 / 2.0
-    assert len(begun) == peak.ROUNDS
+def test_the_peak_is_that_of_the_cluster_or_of_a_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preset by the name that CUDA gives, by precision; no other device has an MFU."""
+    cuda, plan = torch.device("cuda"), Plan.parse("dp2 bf16")
+    for name, peak in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", None), ("L4", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert metrics.peak_flops(None, plan, cuda) == peak
+    assert metrics.peak_flops("a100-80gb", Plan(), torch.device("cpu")) == 19.5e12
+    assert metrics.peak_flops(None, plan, torch.device("cpu")) is None

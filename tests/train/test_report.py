@@ -40,7 +40,7 @@ def summary(folder: Path, *costs: RankCost) -> Summary:
     records[-1] = replace(records[-1], validation=1.5)
     return Summary(
         config=config.build({"run": {"folder": str(folder)}}), plan="dp2 zero3", ranks=len(costs),
-        parameters=1234, packed=PACKED, records=records, unigram=3.0, peak_flops=1e9, costs=costs,
+        parameters=1234, packed=PACKED, records=records, unigram=3.0, costs=costs,
         sample="def f():\n    pass\n",
     )  # fmt: skip
 
@@ -99,13 +99,13 @@ def test_one_rank_sends_nothing(tmp_path: Path) -> None:
 
 
 def test_speed_is_that_of_the_steps_made_since_the_run_was_resumed(tmp_path: Path) -> None:
-    """The steps of another plan, and the peak they were measured with, do not count."""
+    """The steps of another plan do not count."""
     given = summary(tmp_path, RankCost({}, {}, {}, {}))
-    slow = [replace(r, tokens_per_s=1.0, mfu=0.9, peak_flops=5e9) for r in given.records[:6]]
-    fast = [replace(r, mfu=0.5, peak_flops=5e8) for r in given.records[6:]]
+    slow = [replace(r, tokens_per_s=1.0, mfu=0.9) for r in given.records[:6]]
+    fast = [replace(r, mfu=0.5) for r in given.records[6:]]
     text = text_of(replace(given, records=[*slow, *fast], began=6))
     assert "| speed | 128 tokens/s (median) |" in text
-    assert "| MFU | 25.0% of the 1 GFLOP/s" in text
+    assert "| MFU | 50.0% of the device's peak |" in text
 
 
 def test_bars_are_labelled_in_units_that_fit(

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from shardwise.core.memory_table import TEMPORARY
-from shardwise.prediction.memory_timeline import Event
 from shardwise.train import run_folder as folder
 from shardwise.train.end import publish_report
 from shardwise.train.measure.baseline import Baseline
-from shardwise.train.measure.memory_picture import Series
 from shardwise.train.report import html, markdown
+from shardwise.train.report.files import write
 from shardwise.train.report.report_contents import contents_of
 from shardwise.train.report.section import ReportContents
 from shardwise.train.report.summary import RankCost, Summary
@@ -30,22 +28,9 @@ QUIET = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
-SECTIONS = ["Loss", "Memory", "A step", "Bytes", "Timeline", "Experts", "Plan", "Sample", "Run"]
+SECTIONS = ["Loss", "Memory", "Bytes", "Timeline", "Experts", "Plan", "Sample", "Run"]
 PLAN = "dp2 pp2 ep2 1f1b:4 | head: zero2"
 MIB = 2**20
-
-
-def step(title: str, temporary: int = 0) -> Series:
-    """A step of a few moments, of which one keeps the most."""
-    kinds = ["forward"] * 4 + ["loss"] + ["backward"] * 4 + ["update", "end"]
-    kept = [0, 2, 4, 6, 7, 6, 4, 2, 0, 0, 0]
-    events = []
-    for n, (kind, size) in enumerate(zip(kinds, kept, strict=True)):
-        stored = {"parameters": 3 * MIB, "optimizer": 6 * MIB, "kept": size * MIB}
-        stored |= {TEMPORARY: temporary} if temporary else {}
-        peak = sum(stored.values()) + MIB if temporary else 0
-        events.append(Event(kind, f"blocks.{n}", 0, stored, peak))
-    return Series(title, events)
 
 
 def whole(path: Path) -> Summary:
@@ -64,25 +49,31 @@ def whole(path: Path) -> Summary:
         records=[replace(record, expert_loads=loads) for record in given.records],
         baseline=Baseline(held, {"dp all_reduce": 12 * MIB}),
         sample="<b>def</b> f(a & b):\n" + "x" * 300,
-        step=[step("step 2, rank 0, predicted"), step("step 2, rank 0, measured", MIB)],
     )
 
 
 @pytest.fixture(scope="module")
-def contents(tmp_path_factory: pytest.TempPathFactory) -> ReportContents:
-    """What the report says of a run whose name is markup."""
-    return contents_of(whole(tmp_path_factory.mktemp("runs") / "a<script>alert(1)<script>"))
+def run(tmp_path_factory: pytest.TempPathFactory) -> Summary:
+    """A run whose name is markup."""
+    return whole(tmp_path_factory.mktemp("runs") / "a<script>alert(1)<script>")
 
 
 @pytest.fixture(scope="module")
-def page(contents: ReportContents) -> str:
-    return html.page(contents)
+def contents(run: Summary) -> ReportContents:
+    return contents_of(run)
+
+
+@pytest.fixture(scope="module")
+def page(run: Summary) -> str:
+    """The page as it is written, with its pictures."""
+    assert write(contents_of(run), run.config.folder) == []
+    return (run.config.folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_page_loads_nothing(page: str) -> None:
-    """No script, no address but places in the page, nothing that CSS loads."""
+    """No script, no address but places in the page and its own pictures."""
     links = re.findall(r"""(?:src|href|srcset|action|data)=["']([^"']*)""", page)
-    assert links and all(link.startswith(("#section-", "data:,")) for link in links)
+    assert links and all(link.startswith(("#section-", "data:")) for link in links)
     assert not re.search(r"<script|<iframe|<object|@import|url\(", page)
     assert "default-src 'none'" in page
 
@@ -111,7 +102,6 @@ def test_the_answer_comes_first(contents: ReportContents, page: str) -> None:
     assert contents.headline in page.partition("<h1>")[2].partition("</h1>")[0]
     assert [str(check) for check in contents.checks] == [
         "memory between steps: as predicted",
-        "memory in a step: as predicted",
         "bytes sent: as predicted",
     ]
     for check in contents.checks:
@@ -119,15 +109,12 @@ def test_the_answer_comes_first(contents: ReportContents, page: str) -> None:
 
 
 def test_a_difference_is_said(tmp_path: Path) -> None:
-    """A rank that sends a byte too much, and a step whose peak is another."""
+    """A rank that sends a byte too much."""
     run = whole(tmp_path / "run")
     wrong = replace(run.costs[3], predicted_sent=run.costs[3].sent | {"pp send": MIB + 1})
-    less = step("measured")
-    less = less._replace(events=[e._replace(by_category={"kept": 4 * MIB}) for e in less.events])
-    told = replace(run, costs=[*run.costs[:3], wrong], step=[run.step[0], less])
-    page = html.page(contents_of(told))
+    told = replace(run, costs=[*run.costs[:3], wrong])
+    page = html.page(contents_of(told), tmp_path)
     assert "✗ bytes sent: not as predicted" in page
-    assert "memory in a step: peak 75.0% below predicted" in page
 
 
 def test_every_word_of_the_plan_is_explained(contents: ReportContents) -> None:
@@ -140,23 +127,6 @@ def test_every_word_of_the_plan_is_explained(contents: ReportContents) -> None:
     assert table.rows[-1][1].endswith("gradients (only layers head)")
 
 
-def test_without_a_measured_step_it_says_how_to_get_one(tmp_path: Path) -> None:
-    """The section has a command instead of a figure."""
-    text = markdown.text(contents_of(replace(whole(tmp_path / "run"), step=())))
-    assert f"`shardwise predict --config {tmp_path}/run/config.toml --measure" in text
-
-
-def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
-    """Of many steps the page has a part, with the highest loss."""
-    run = summary(tmp_path, RankCost({}, {}, {}, {}))
-    many = [replace(run.records[0], step=n, loss=2.0) for n in range(1, 100_001)]
-    many[70_000] = replace(many[70_000], loss=3.0)
-    page = html.page(contents_of(replace(run, records=many)))
-    assert len(page) < 100_000
-    top = 3.0 * 1.05  # the baseline
-    assert f" {400 * (1 - 3.0 / top):.1f}" in page
-
-
 def test_the_end_says_how_to_open_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line with both files; without the page if it cannot be made."""
     run = whole(tmp_path / "run")
@@ -166,7 +136,7 @@ def test_the_end_says_how_to_open_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert f"{line}; open {run.config.folder}/report.html in a browser\n" in said.getvalue()
     assert folder.has_report(run.config.folder)
 
-    def broken(_: ReportContents) -> str:
+    def broken(*_: object) -> str:
         raise ValueError("no page")
 
     (run.config.folder / "report.html").unlink()
@@ -255,7 +225,7 @@ def fits(tab: "Page") -> bool:
     shown = [section for section in tab.locator("section").all() if section.is_visible()]
     figures = [figure.bounding_box() for figure in tab.locator("figure").all()]
     assert [section.locator("h2").inner_text() for section in shown] == SECTIONS
-    assert len(figures) == 8 and all(
+    assert len(figures) == 5 and all(
         box and min(box["width"], box["height"]) > 50 for box in figures
     )
     wide = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"

@@ -11,7 +11,6 @@ rank inside a collective handles no signal, and would complain about a lost peer
 import multiprocessing
 import os
 import pickle
-import signal
 import socket
 import sys
 import tempfile
@@ -32,12 +31,11 @@ from shardwise.comm.start.excepthook import install_excepthook
 from shardwise.comm.start.first_cause import Failure, death_text, described, ended, first_cause
 from shardwise.comm.start.peers import reported_failure
 from shardwise.comm.start.rendezvous import LAUNCHER, read_limits, require_local
+from shardwise.comm.start.stop_signal import SIGNALS, StopSignal
 from shardwise.comm.start.worker import Work, run, run_command
 from shardwise.core.errors import InputError, RankError, bad
 from shardwise.core.tools.arguments import choice, integer, rank_names, short_repr
 
-#: How long the ranks may take to save and exit after SIGTERM or SIGINT.
-_SAVE_S = 60.0
 _POLL_S = 0.1
 #: How long other ranks may still report their errors after the first failure.
 _GRACE_S = 1.0
@@ -80,7 +78,7 @@ def spawn(
         raise bad(given, "a tuple of the function's arguments", "spawn(work, 2, args=(3,))")
     work = (function, tuple(args)) if fork else _pickled(function, tuple(args))
     started = Ranks()
-    started.run(ranks, work, device, signals=[])
+    started.run(ranks, work, device)
     if (results := started.results()) is not None:
         return [pickle.loads(result) for result in results]  # noqa: S301
     failures = started.failures()
@@ -106,11 +104,13 @@ class Ended:
     code       one exit code
     lost       how many ranks failed by themselves, none of them with an exit code of its own
     stopped    whether `stop_when` ended them, and they did so
+    killed     whether ranks were killed, which could not say what they had saved
     """
 
     code: int
     lost: int = 0
     stopped: bool = False
+    killed: bool = False
 
 
 def launch(
@@ -126,37 +126,38 @@ def launch(
     error is printed once.  Error output of rank 0 appears as it is written, that of other ranks
     only if they fail first.
 
-    SIGTERM and SIGINT are forwarded as SIGTERM, and the ranks have a minute to save.  A second
-    signal kills them at once, with the code 128 + its number.  Ranks are stopped in this way too
-    when `stop_when` returns true.
+    The first signal of stop_signal.py is forwarded as SIGTERM, and the ranks have `save_s` of the
+    limits to save and leave.  A second Ctrl-C kills them at once, with the code 130.  Ranks are
+    stopped in this way too when `stop_when` returns true.
 
     Raises InputError for fewer than one process.
     """
     require_ranks(nproc, None)
     work, started = pickle.dumps((run_command, (module, tuple(argv)))), Ranks()
-    with _signals() as received:
-        started.run(nproc, work, None, received, quiet=True, stop_when=stop_when)
+    try:
+        with StopSignal() as stop:
+            started.run(nproc, work, None, stop, quiet=True, stop_when=stop_when)
+    except KeyboardInterrupt:
+        print("the ranks were killed by a second Ctrl-C", file=sys.stderr)
+        return Ended(130, killed=True)
     if started.results() is not None:
-        return Ended(0, stopped=started.stopped and not received)
+        return Ended(0, stopped=started.stopped and not stop.received)
     failures = started.failures()
-    if not failures and len(received) > 1:
-        why = "killed by a second signal; checkpoints reported as saved are complete"
-        print(why, file=sys.stderr)
-        return Ended(128 + received[1])
     if not failures:
         late = rank_names([rank.number for rank in started.ranks if rank.killed])
-        print(f"{late} did not end within {_SAVE_S:.0f} s", file=sys.stderr)
-        return Ended(1)
+        limit = f"{read_limits().save_s:.0f} s (SHARDWISE_SAVE_TIMEOUT_S)"
+        print(f"{late} did not end within {limit} after the signal: killed", file=sys.stderr)
+        return Ended(1, killed=True)
     first = first_cause(failures)
-    if received and started.ranks[first.rank].process.exitcode == -signal.SIGTERM:
-        return Ended(128 + received[0])
+    if stop.received and -(started.ranks[first.rank].process.exitcode or 0) in SIGNALS:
+        return Ended(128 + stop.received)
     if first.code is not None:  # it has printed its error; that of rank 0 is on the screen
         if not any(each.rank == 0 and each.code == first.code for each in failures):
             print(first.output or f"rank {first.rank} failed: {first.text}", file=sys.stderr)
         return Ended(first.code)
     print(RankError(first.rank, described(failures, first)), file=sys.stderr)
     lost = {first.rank, *(each.rank for each in failures if each.lost)}
-    return Ended(1, 0 if received else len(lost))
+    return Ended(1, 0 if stop.received else len(lost), killed=True)
 
 
 def require_ranks(ranks: int, device: str | None) -> None:
@@ -199,19 +200,6 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             "the same functions in a file: from file import build",
         )
     return work
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT instead of ending."""
-    received: list[int] = []
-    wanted = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, lambda n, _: received.append(n)) for number in wanted]
-    try:
-        yield received
-    finally:
-        for number, handler in zip(wanted, before, strict=True):
-            signal.signal(number, handler)
 
 
 class Rank:
@@ -292,7 +280,7 @@ class Ranks:
         size: int,
         work: Work,
         device: str | None,
-        signals: list[int],
+        stop: StopSignal | None = None,
         *,
         quiet: bool = False,
         stop_when: Callable[[], bool] | None = None,
@@ -313,7 +301,7 @@ class Ranks:
             with _environment(_early_variables(device)):
                 for number in range(size):
                     self.ranks.append(Rank(number, work, variables, quiet=quiet))
-            self._watch(signals, stop_when)
+            self._watch(stop or StopSignal(), stop_when)
         finally:
             self._kill()
         if self.results() is not None:
@@ -328,7 +316,7 @@ class Ranks:
         """The failures so far, earliest first."""
         return sorted(rank.outcome for rank in self.ranks if isinstance(rank.outcome, Failure))
 
-    def _watch(self, signals: list[int], stop_when: Callable[[], bool] | None) -> None:
+    def _watch(self, stop: StopSignal, stop_when: Callable[[], bool] | None) -> None:
         """Return when all processes have exited, or when it is time to kill those that remain."""
         deadlines = dict[str, float]()  # each begins at the first event of its kind
         while (alive := self._alive()) and time.monotonic() < min(deadlines.values(), default=inf):
@@ -336,13 +324,13 @@ class Ranks:
             wait([*pipes, *(rank.process.sentinel for rank in alive)], _POLL_S)
             self._read()
             failed, now = len(self.failures()), time.monotonic()
-            if len(signals) > 1 or failed == len(self.ranks):
+            if failed == len(self.ranks):
                 return
             if failed:
                 deadlines.setdefault("failed", now + _GRACE_S)
             self.stopped = self.stopped or (stop_when is not None and stop_when())
-            if (signals or self.stopped) and "signalled" not in deadlines:
-                deadlines["signalled"] = now + _SAVE_S
+            if (stop.received or self.stopped) and "signalled" not in deadlines:
+                deadlines["signalled"] = now + read_limits().save_s
                 for rank in alive:
                     rank.process.terminate()
             if "returned" not in deadlines and self.results() is not None:

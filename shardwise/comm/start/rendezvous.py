@@ -5,7 +5,7 @@
                of the step, at a port computed from the job's number
 
 A Slurm batch script has SLURM_PROCID too, though it is a single process.  Only a process started by
-srun has SLURM_STEP_NUM_TASKS, so that variable decides.
+srun has SLURM_STEP_NUM_TASKS, so that variable decides, and a step of one task starts no ranks.
 """
 
 import os
@@ -30,6 +30,7 @@ _LIMITS = {
     "start_s": "SHARDWISE_START_TIMEOUT_S",
     "frozen_s": "SHARDWISE_FROZEN_S",
     "patience_s": "SHARDWISE_PATIENCE_S",
+    "save_s": "SHARDWISE_SAVE_TIMEOUT_S",
 }
 
 
@@ -54,11 +55,13 @@ class Limits:
     start_s      for all ranks to meet at the start
     frozen_s     for the next heartbeat of a rank
     patience_s   in one collective, for a rank that does not join it
+    save_s       for the ranks to save and leave after a signal, before our launcher kills them
     """
 
     start_s: float = 60.0
     frozen_s: float = 10.0
     patience_s: float = 600.0
+    save_s: float = 600.0
 
     @property
     def heartbeat_s(self) -> float:
@@ -67,7 +70,9 @@ class Limits:
 
 
 def environment(variables: Mapping[str, str] | None = None) -> Start | None:
-    """Read the environment that torchrun or Slurm sets; None if neither started this process.
+    """Read the environment that torchrun or Slurm sets; None if neither started ranks.
+
+    A Slurm step of one task is no launch: it is `srun --pty bash`, or the command of one process.
 
     `variables` defaults to the environment of the process.
 
@@ -77,7 +82,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Start | None:
     variables = os.environ if variables is None else variables
     if "RANK" in variables or "WORLD_SIZE" in variables:
         return _torchrun(variables)
-    if "SLURM_STEP_NUM_TASKS" in variables and "SLURM_PROCID" in variables:
+    if variables.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "SLURM_PROCID" in variables:
         return _slurm(variables)
     return None
 
@@ -114,8 +119,6 @@ def _torchrun(variables: Mapping[str, str]) -> Start:
 def _slurm(variables: Mapping[str, str]) -> Start:
     rank, size = _rank_and_size(variables, *_SLURM)
     local = _number(variables, "SLURM_LOCALID") if "SLURM_LOCALID" in variables else rank
-    if size == 1:
-        return Start(rank, size, local)
     hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or ""
     if not hosts:
         raise bad(

@@ -8,7 +8,6 @@ from shardwise.engine.engine import Engine
 from shardwise.techniques.expert.apply import ExpertLayout
 from shardwise.techniques.expert.moe_layer import Load
 from shardwise.train.measure.metrics import Record
-from shardwise.train.measure.stacked_loads import StackedLoads
 from shardwise.train.report.section import HeatMap, Section
 from shardwise.train.run_folder import PLOTS
 
@@ -28,10 +27,10 @@ class StepLoads(NamedTuple):
     entropy: float | None = None
 
 
-def step_loads(engine: Engine, stacked: StackedLoads) -> StepLoads:
+def step_loads(engine: Engine) -> StepLoads:
     """The loads of the last step. Called by all ranks; stages of a pipeline tell each other."""
     own = engine.sharded.of(ExpertLayout)
-    found: dict[str, Load] = own.loads | stacked.take()
+    found: dict[str, Load] = dict(own.loads)
     if own.mixes and engine.staging:
         for loads in all_gather_object(dict(own.loads), engine.world):
             found |= loads

@@ -49,27 +49,18 @@ class Series(NamedTuple):
 
 
 def peaks(series: Sequence[Series]) -> Table:
-    """The table of peaks, for the screen."""
-    head, *rows = peak_rows(series)
-    table = Table(*head)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def peak_rows(series: Sequence[Series]) -> Sequence[tuple[str, ...]]:
-    """By category, the most bytes at an event, and the event; the first row is the head."""
+    """By category, the most bytes at an event, and the event."""
+    table = Table("bytes at the most", *(one.title for one in series))
     highest = [max(one.events, key=lambda event: event.peak) for one in series]
     between = (
         f"{event.peak:,} before {event}" if TEMPORARY in event.by_category else NOT_PREDICTED
         for event in highest
     )
-    return [
-        ("bytes at the most", *(one.title for one in series)),
-        *((category, *(_most(one, category) for one in series)) for category in LOOK),
-        ("all", *(f"{one.highest.total:,} {one.highest}" for one in series)),
-        ("all, between events", *between),
-    ]
+    for category in LOOK:
+        table.add_row(category, *(_most(one, category) for one in series))
+    table.add_row("all", *(f"{one.highest.total:,} {one.highest}" for one in series))
+    table.add_row("all, between events", *between)
+    return table
 
 
 def _most(series: Series, category: str) -> str:

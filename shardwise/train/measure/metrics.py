@@ -13,10 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
+import torch
 from pydantic import TypeAdapter
 
 from shardwise.callbacks.callback import Callbacks, numbers
 from shardwise.core.errors import InputError, RunError, one_line
+from shardwise.core.plan.plan import Plan
+from shardwise.prediction.cluster_file import cluster_of
+from shardwise.prediction.cluster_presets import PRESETS
 from shardwise.train.data.packed import unwritable_folder
 from shardwise.train.publish import publish
 
@@ -34,13 +38,13 @@ class Record:
     tokens        tokens of the global batch that the loss is the mean over
     seconds       the time of the step, without evaluation and saving
     tokens_per_s  tokens over seconds
-    mfu           the share of `peak_flops` that the step used, on rank 0
+    mfu           the share of the device's peak that the model's operations used, on rank 0: of
+                  `run.cluster`, or of a GPU that a preset describes; else absent
     sent_bytes    bytes that rank 0 sent in the step
     grad_norm     the norm of the gradient before clipping
     skipped       whether the update was skipped: fp16 overflowed, or the step was not finite
     validation    the validation loss in nats a token, if an evaluation followed the step
-    memory_bytes  bytes of rank 0 by category: between steps, and activations at their peak
-    peak_flops    the best rate of matrix products measured at the start, in operations a second
+    memory_bytes  bytes of rank 0 by category, between steps
     expert_loads  choices that each expert computed, by layer
     dropped       the share of choices beyond the capacity
     gate_entropy  the mean entropy of a token's probabilities of experts, in nats
@@ -54,13 +58,12 @@ class Record:
     tokens: int
     seconds: float
     tokens_per_s: float
-    mfu: float
     sent_bytes: int
+    mfu: float | None = None
     grad_norm: float | None = None
     skipped: bool = False
     validation: float | None = None
     memory_bytes: dict[str, int] | None = None
-    peak_flops: float | None = None
     expert_loads: dict[str, list[int]] | None = None
     dropped: float | None = None
     gate_entropy: float | None = None
@@ -153,6 +156,21 @@ class MetricsWriter:
         """Raise RunError if a record could not be written, or a callback failed."""
         if self.failure:
             raise RunError(one_line(self.failure))
+
+
+def peak_flops(cluster: str | None, plan: Plan, device: torch.device) -> float | None:
+    """The peak of a device in the precision of the plan, for the MFU (arXiv 2204.02311, B).
+
+    It is that of `run.cluster`, or of the preset for this GPU; None if there is neither.
+    """
+    if cluster is None and device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        sxm = "PCIe" not in name and "NVL" not in name
+        presets = (key for key, of in PRESETS.items() if of.device.name.split()[0] in name)
+        cluster = next(presets, None) if sxm else None
+    if cluster is None:
+        return None
+    return cluster_of(cluster).device.peak_flops.get(plan.precision or "fp32")
 
 
 def tags(record: Record) -> dict[str, float]:

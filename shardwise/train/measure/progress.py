@@ -124,7 +124,7 @@ def values(record: Record) -> dict[str, str]:
     return {
         "loss": loss_text(record.loss),
         "tokens/s": f"{record.tokens_per_s:,.0f}",
-        "MFU": f"{record.mfu:.1%} of this machine's matrix products",
+        **({} if record.mfu is None else {"MFU": f"{record.mfu:.1%} of the device's peak"}),
         "bytes/step": f"{size_text(record.sent_bytes)} sent by rank 0",
         **({"experts": experts.words(record)} if record.expert_loads else {}),
     }
@@ -134,7 +134,8 @@ def line(record: Record, steps: int) -> str:
     """The record as one line of a log."""
     parts = [f"step {record.step}/{steps}", f"loss {record.loss:.4f}"]
     parts += [f"validation {record.validation:.4f}"] if record.validation is not None else []
-    parts += [f"{record.tokens_per_s:,.0f} tokens/s", f"MFU {record.mfu:.1%}"]
+    parts += [f"{record.tokens_per_s:,.0f} tokens/s"]
+    parts += [] if record.mfu is None else [f"MFU {record.mfu:.1%}"]
     parts += [f"rank 0 sends {size_text(record.sent_bytes)}/step"]
     parts += [experts.words(record)] if record.expert_loads else []
     parts += ["overflow, step skipped"] if record.skipped else []

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwise.train.measure import memory_picture
 from shardwise.train.publish import publish
 from shardwise.train.report import html, markdown, plots
 from shardwise.train.report.section import (
@@ -13,7 +12,6 @@ from shardwise.train.report.section import (
     Figure,
     HeatMap,
     ReportContents,
-    StepPicture,
 )
 from shardwise.train.run_folder import PAGE, REPORT
 
@@ -24,7 +22,7 @@ def write(contents: ReportContents, folder: Path) -> list[str]:
     A file that cannot be made is missing; the rest is made. Raises OSError without report.md.
     """
     failures = []
-    for name, make in _beside(contents).items():
+    for name, make in _beside(contents, folder).items():
         path = folder / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +34,7 @@ def write(contents: ReportContents, folder: Path) -> list[str]:
     return failures
 
 
-def _beside(contents: ReportContents) -> dict[str, Callable[[Path], object]]:
+def _beside(contents: ReportContents, folder: Path) -> dict[str, Callable[[Path], object]]:
     """The files beside report.md, and what makes each of them."""
     found: dict[str, Callable[[Path], object]] = {
         section.picture: _drawn(section.figure)
@@ -44,7 +42,7 @@ def _beside(contents: ReportContents) -> dict[str, Callable[[Path], object]]:
         if section.figure is not None
     }
     found |= {name: _text(make) for name, make in contents.files.items()}
-    return found | {PAGE: _text(lambda: html.page(contents))}
+    return found | {PAGE: _text(lambda: html.page(contents, folder))}
 
 
 def _drawn(figure: Figure) -> Callable[[Path], object]:
@@ -56,8 +54,6 @@ def _drawn(figure: Figure) -> Callable[[Path], object]:
             return lambda path: plots.bars(path, figure)
         case HeatMap():
             return lambda path: plots.heat_map(path, figure)
-        case StepPicture():
-            return lambda path: memory_picture.draw(path, figure.series)
         case Drawing():
             return _text(lambda: figure.svg)
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_parser import word_of
 from shardwise.train.data.packed import Packed
-from shardwise.train.measure import experts, step_memory, time_cost, tracing
+from shardwise.train.measure import experts, time_cost, tracing
 from shardwise.train.measure.baseline import Baseline
 from shardwise.train.measure.progress import duration, ranks_text, size_text
 from shardwise.train.report.section import (
@@ -27,7 +27,7 @@ from shardwise.train.report.section import (
     Section,
 )
 from shardwise.train.report.summary import Summary, all_agree
-from shardwise.train.run_folder import CONFIG, PICTURES
+from shardwise.train.run_folder import PICTURES
 
 
 def contents_of(summary: Summary) -> ReportContents:
@@ -37,7 +37,6 @@ def contents_of(summary: Summary) -> ReportContents:
     found = [
         Section("Loss", curve, PICTURES[0], [_baseline_text(summary)]),
         _memory(summary),
-        step_memory.section(summary.step, summary.config.folder / CONFIG),
         _bytes(summary),
         None if timed is None else timed.section(),
         tracing.section(summary.recording, plan),
@@ -74,8 +73,6 @@ def table(contents: ReportContents) -> Grid:
 def _rows(summary: Summary, curve: Curve) -> list[tuple[str, str]]:
     """The table of the run: names and values."""
     last = summary.records[-1]
-    rate = f"{summary.peak_flops / 1e9:,.0f} GFLOP/s"
-    peak = f"{rate} that matrix products reach on this machine"
     smooth = f"{last.loss:.4f} nats a token in the last step, {curve.smoothed[-1]:.4f} smoothed"
     found = [
         ("plan", f"{summary.plan} on {ranks_text(summary.ranks)}"),
@@ -92,7 +89,7 @@ def _rows(summary: Summary, curve: Curve) -> list[tuple[str, str]]:
     found += [
         ("unigram baseline", _loss(summary, summary.unigram)),
         ("speed", f"{summary.speed:,.0f} tokens/s (median)"),
-        ("MFU", f"{summary.mfu:.1%} of the {peak}, each rank"),
+        *([] if summary.mfu is None else [("MFU", f"{summary.mfu:.1%} of the device's peak")]),
         ("sent in a step", _sent_text(summary)),
         ("held between steps", _memory_text(summary)),
     ]
@@ -132,7 +129,6 @@ def _checks(summary: Summary) -> list[Check]:
     sent = Check("bytes sent", all_agree(cost.sent_agrees for cost in summary.costs))
     return [
         Check("memory between steps", all_agree(cost.memory_agrees for cost in summary.costs)),
-        step_memory.check(summary.step),
         *[sent] * (summary.ranks > 1),
         *([] if summary.time is None else [summary.time.check()]),
     ]
@@ -146,13 +142,14 @@ def _cards(summary: Summary, curve: Curve) -> list[Card]:
     steps = f"{last.step} of {summary.config.train.steps} steps"
     of = summary.parameters
     count = f"{of / 1e6:,.1f} M" if of >= 1e6 else f"{of:,}"
+    mfu = "" if summary.mfu is None else f", MFU {summary.mfu:.1%}"
     loss = Card("training loss", f"{curve.smoothed[-1]:.3f}", "nats a token, smoothed")
     if summary.validation is not None:
         bits = f"nats a token, {summary.bits(summary.validation):.3f} bits a byte"
         loss = Card("validation loss", f"{summary.validation:.3f}", bits)
     return [
         loss,
-        Card("speed", f"{summary.speed:,.0f}", f"tokens/s, MFU {summary.mfu:.1%}"),
+        Card("speed", f"{summary.speed:,.0f}", f"tokens/s{mfu}"),
         Card("time in steps", duration(summary.seconds), steps),
         Card("parameters", count, f"on {ranks_text(summary.ranks)}"),
         Card("held", size_text(sum(held.memory.values())), f"between steps, by {holds}"),

@@ -1,16 +1,13 @@
 """What a report consists of, as values: sections with a figure, sentences and a table.
 
-A figure holds numbers, not a drawing: plots.py draws it as a picture, charts.py for a page.
+A figure holds numbers, not a drawing: plots.py draws it.
 """
 
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
-
-if TYPE_CHECKING:
-    from shardwise.train.measure.memory_picture import Series
+from typing import Final, NamedTuple
 
 TOTAL: Final = "total"
 MOST_NUMBERS: Final = 16
@@ -55,17 +52,6 @@ class Bars(NamedTuple):
         return max([0, *(n for sizes in self.series.values() for n in sizes.values())])
 
 
-class StepPicture(NamedTuple):
-    """The memory at each moment of a step, predicted or measured: one panel for each series."""
-
-    series: "Sequence[Series]"
-
-    @property
-    def most(self) -> int:
-        """The most bytes of any moment."""
-        return max(max(event.total, event.peak) for one in self.series for event in one.events)
-
-
 class HeatMap(NamedTuple):
     """Rows of numbers around 1 by name; a panel for each title, all with rows of the same names."""
 
@@ -83,7 +69,7 @@ class Drawing(NamedTuple):
     svg: str
 
 
-Figure = Curve | Bars | StepPicture | HeatMap | Drawing
+Figure = Curve | Bars | HeatMap | Drawing
 
 
 class ReportTable(NamedTuple):

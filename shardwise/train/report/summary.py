@@ -8,7 +8,6 @@ from statistics import median
 from shardwise.train.config import Config
 from shardwise.train.data.packed import Packed
 from shardwise.train.measure.baseline import Baseline
-from shardwise.train.measure.memory_picture import Series
 from shardwise.train.measure.metrics import Record
 from shardwise.train.measure.save_costs import SaveCosts
 from shardwise.train.measure.time_cost import TimeCost
@@ -59,10 +58,10 @@ def all_agree(found: Iterable[bool | None]) -> bool | None:
 class Summary:
     """A finished run, as rank 0 saw it. `unigram` is in nats per token.
 
-    `costs` has an entry for every rank; `baseline` is the cost of `ddp`; `step` is the memory of
-    rank 0 at each moment of a step. `best` names the checkpoint with the lowest validation loss, if
-    it is kept. `time` is that of a step of rank 0, with a cluster. `began` is the step after which
-    this process started or resumed the run: the speed is that of the steps since then.
+    `costs` has an entry for every rank; `baseline` is the cost of `ddp`. `best` names the
+    checkpoint with the lowest validation loss, if it is kept. `time` is that of a step of rank 0,
+    with a cluster. `began` is the step after which this process started or resumed the run: the
+    speed is that of the steps since then.
     """
 
     config: Config
@@ -72,13 +71,11 @@ class Summary:
     packed: Packed
     records: Sequence[Record]
     unigram: float
-    peak_flops: float
     costs: Sequence[RankCost]
     baseline: Baseline | None = None
     began: int = 0
     sample: str = ""
     recording: Recording | None = None
-    step: Sequence[Series] = ()
     saves: SaveCosts = field(default_factory=SaveCosts)
     best: str = ""
     time: TimeCost | None = None
@@ -101,10 +98,10 @@ class Summary:
         return median(record.tokens_per_s for record in self.recent)
 
     @property
-    def mfu(self) -> float:
-        """The median of the recent steps, relative to the final peak, which a step may raise."""
-        rate = median(r.mfu * (r.peak_flops or self.peak_flops) for r in self.recent)
-        return rate / self.peak_flops
+    def mfu(self) -> float | None:
+        """The median of the recent steps; None if the peak of the device is not known."""
+        known = [record.mfu for record in self.recent if record.mfu is not None]
+        return median(known) if known else None
 
     @property
     def seconds(self) -> float:
