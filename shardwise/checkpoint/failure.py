@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,6 +65,21 @@ def damaged(file: Path, why: str) -> InputError:
     return _unusable(file, f"which is damaged ({why})")
 
 
+def unread(file: Path, error: OSError) -> InputError:
+    """The error for a file that could not be read, which proves a damage only if it is not there.
+
+    Without permission, or while a disk or a server does not answer, the file may be right.
+    """
+    why = error.strerror or str(error)
+    if error.errno in (errno.ENOENT, errno.EINVAL, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
+        return damaged(file, "it is not there" if error.errno == errno.ENOENT else why)
+    return bad(
+        f"the file '{file}', which cannot be read ({why})",
+        "a checkpoint whose files this process may read, on every rank",
+        f"ls -l {shlex.quote(str(file.parent))}, and the same command when the file can be read",
+    )
+
+
 def foreign(file: Path, why: str) -> InputError:
     """The error for a file of another checkpoint."""
     return _unusable(file, f"which does not belong to this checkpoint ({why})")
@@ -73,7 +89,8 @@ def _unusable(file: Path, what: str) -> InputError:
     path = file.parent
     others = [other.name for other in all_in(path.parent) if other != path]
     if others:
-        instead = f"rm -r '{path}', then the same command; it continues from {others[-1]}"
+        removed = f"rm -r {shlex.quote(str(path))}"
+        instead = f"{removed}, then the same command; it continues from {others[-1]}"
     else:
         instead = (
             f"a backup copy of '{path}' (there is no other checkpoint beside it), or a new run "

@@ -11,19 +11,17 @@ A reader follows `latest`, or takes the newest name if `latest` is missing or wr
 completes what an interrupted writer left unfinished.
 """
 
-import errno
 import json
 import math
 import os
 import re
 import shutil
-import stat
 from collections.abc import Collection
-from io import BufferedReader
 from pathlib import Path
 
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.arguments import integer
+from shardwise.core.tools.files import expanded
 
 METADATA, SCALARS, MANIFEST = ".metadata", "scalars.json", "manifest.json"
 LATEST = "latest"
@@ -39,9 +37,9 @@ _NAME = re.compile(r"step-(\d+)(\.again)?")
 
 
 def as_path(folder: object) -> Path:
-    """The user's folder as a Path. Raises InputError unless it is text or a path."""
+    """The user's folder, with `~` and variables replaced. Raises InputError for another type."""
     if isinstance(folder, (str, os.PathLike)) and folder != "" and "\0" not in str(folder):
-        return Path(folder)
+        return Path(expanded(os.fspath(folder)))
     allowed = "text or a pathlib.Path, the name of a folder"
     raise bad(f"the checkpoint folder {folder!r}", allowed, '"runs/example"')
 
@@ -207,15 +205,6 @@ def publish(path: Path, step: int) -> Path:
         _settle(folder)
     _point(folder, final, final.name)
     return final
-
-
-def open_regular(file: Path) -> BufferedReader:
-    """Open a regular file to read. Raises OSError for a pipe or a device, and never waits."""
-    opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    if not stat.S_ISREG(os.fstat(opened).st_mode):
-        os.close(opened)
-        raise OSError(errno.EINVAL, "it is no regular file")
-    return os.fdopen(opened, "rb")
 
 
 def sync(path: Path) -> None:

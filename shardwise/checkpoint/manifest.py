@@ -13,19 +13,22 @@ of all files, before anything is written into an engine.
 
 import hashlib
 import json
-import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.failure import damaged, foreign
+from shardwise.checkpoint.failure import damaged, foreign, unread
 from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.piece import pieces_of, read_piece
 from shardwise.core.errors import InputError
+from shardwise.core.tools.files import open_regular, read_text
 
 FORMAT: Final = "shardwise manifest 1"
+#: Bytes of the largest manifest, some 400,000 files.
+MOST_BYTES: Final = 2**26
 #: The most tensors that an error names.
 NAMED: Final = 3
 
@@ -56,7 +59,7 @@ class Manifest:
 
 def seal(file: Path) -> Seal:
     """The length and hash of a file."""
-    with folders.open_regular(file) as stream:
+    with open_regular(file) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return Seal(stream.tell(), digest)
 
@@ -73,11 +76,10 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / folders.MANIFEST
     try:
-        with folders.open_regular(file) as stream:
-            text = stream.read().decode()
-    except FileNotFoundError:
-        raise damaged(file, "it is not there") from None
-    except (OSError, ValueError) as error:
+        text = read_text(file, MOST_BYTES)
+    except OSError as error:
+        raise unread(file, error) from None
+    except ValueError as error:
         raise damaged(file, str(error)) from None
     try:
         body = json.loads(text)
@@ -98,12 +100,14 @@ def require_sizes(path: Path, manifest: Manifest) -> None:
     """Raise InputError unless every file exists with its length.  Reads no file."""
     for name, sealed in manifest.files.items():
         file = path / name
-        if not file.is_file():
-            why = "it is no regular file" if os.path.lexists(file) else "it is not there"
-            raise damaged(file, why + _damaged_tensors(path, manifest, name))
-        size = file.stat().st_size
-        if size != sealed.bytes:
-            _refuse(path, manifest, name, f"it has {size} bytes and should have {sealed.bytes}")
+        try:
+            found = file.stat()
+        except OSError as error:
+            raise unread(file, error) from None
+        if not stat.S_ISREG(found.st_mode):
+            raise damaged(file, "it is no regular file")
+        if found.st_size != sealed.bytes:
+            raise damaged(file, f"it has {found.st_size} bytes and should have {sealed.bytes}")
 
 
 def require_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
@@ -113,7 +117,8 @@ def require_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
         if name not in manifest.files:
             raise damaged(path / folders.MANIFEST, f"it does not name {name}")
         if _sealed(file) != manifest.files[name]:
-            _refuse(path, manifest, name, "its SHA-256 is not the one in the manifest")
+            why = "its SHA-256 is not the one in the manifest"
+            raise damaged(file, why + _damaged_tensors(path, manifest, name))
 
 
 def _sealed(file: Path) -> Seal:
@@ -121,28 +126,7 @@ def _sealed(file: Path) -> Seal:
     try:
         return seal(file)
     except OSError as error:
-        raise damaged(file, error.strerror or str(error)) from None
-
-
-def _refuse(path: Path, manifest: Manifest, name: str, why: str) -> None:
-    """Raise the error for a wrong file.
-
-    It names the checkpoint that the file belongs to, if found, else the tensors in it that are
-    damaged.  If no file has its hash, the manifest is the wrong one.
-    """
-    found = _sealed(path / name)
-    for other in folders.all_in(path.parent):
-        if other == path:
-            continue
-        try:
-            files = read_manifest(other).files
-        except InputError:
-            continue
-        if names := [name for name, each in files.items() if each == found]:
-            raise foreign(path / name, f"it is {names[0]} of {other.name}")
-    if not any(_sealed(path / name) == each for name, each in manifest.files.items()):
-        raise foreign(path / folders.MANIFEST, "no file beside it has the hash that it names")
-    raise damaged(path / name, why + _damaged_tensors(path, manifest, name))
+        raise unread(file, error) from None
 
 
 def _damaged_tensors(path: Path, manifest: Manifest, name: str) -> str:

@@ -26,9 +26,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardwise.checkpoint.failure import damaged
-from shardwise.checkpoint.folder import METADATA, open_regular
+from shardwise.checkpoint.failure import damaged, unread
+from shardwise.checkpoint.folder import METADATA
 from shardwise.checkpoint.save_plans import check_whole
+from shardwise.core.tools.files import open_regular
 
 _INDEX, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 #: The classes that an index may name, by module; also dtypes.
@@ -57,6 +58,8 @@ def read_metadata(path: Path) -> Metadata:
     try:
         with open_regular(file) as stream:
             return _index(_Reader(stream).load())
+    except OSError as error:
+        raise unread(file, error) from None
     except Exception as error:  # noqa: BLE001 - a damaged pickle can raise any error
         raise damaged(file, f"{type(error).__name__}: {error}") from None
 

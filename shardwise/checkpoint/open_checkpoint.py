@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from shardwise.checkpoint.failure import damaged, foreign
-from shardwise.checkpoint.folder import MANIFEST, METADATA, SCALARS, open_regular
+from shardwise import __version__
+from shardwise.checkpoint.failure import damaged, foreign, unread
+from shardwise.checkpoint.folder import MANIFEST, METADATA, SCALARS
 from shardwise.checkpoint.manifest import Manifest, read_manifest, require_files, require_sizes
 from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.piece import Piece, pieces_of
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import is_count, short_repr
+from shardwise.core.tools.files import open_regular
 
 #: The first entry of scalars.json.
 FORMAT = "shardwise 2"
@@ -65,7 +67,7 @@ class OpenCheckpoint:
 def open_checkpoint(path: Path) -> OpenCheckpoint:
     """Read a checkpoint except its tensors, whose files must exist with the right length.
 
-    Raises InputError for a file that is missing, damaged or of another checkpoint.
+    Raises InputError for a file that is missing, damaged or of another checkpoint, or unreadable.
     """
     manifest = read_manifest(path)
     require_sizes(path, manifest)
@@ -88,13 +90,17 @@ def _scalars(path: Path) -> dict[str, Any]:
     try:
         with open_regular(file) as stream:
             said = json.loads(stream.read().decode())
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise unread(file, error) from None
+    except (ValueError, RecursionError) as error:
         raise damaged(file, repr(error)) from error
     if not isinstance(said, dict) or said.get("format") != FORMAT:
+        saved = said.get("format") if isinstance(said, dict) else None
         raise bad(
-            f"'{file}' of another format than '{FORMAT}'",
-            "checkpoints of this version",
-            "a checkpoint saved by 'shardwise train'",
+            f"'{file}' in the format {short_repr(saved)}",
+            f"checkpoints in the format '{FORMAT}', which shardwise {__version__} reads",
+            "the version of shardwise that saved it, whose 'shardwise checkpoint export' writes "
+            "its weights as safetensors for any version",
         )
     ranks, scalars = said.get("ranks"), said.get("scalars")
     if type(ranks) is not int or ranks < 1 or not isinstance(scalars, dict):

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from shardwise.checkpoint.failure import damaged
-from shardwise.checkpoint.folder import open_regular
+from shardwise.checkpoint.failure import damaged, unread
+from shardwise.core.tools.files import open_regular
 
 #: The header of a record in a zip archive: its length, without the name and the extra field after
 #: it, whose lengths are its last two numbers.
@@ -126,6 +126,8 @@ def _opened(piece: Piece) -> Iterator[tuple[BufferedReader, zipfile.ZipFile]]:
                 raise ValueError(f"it has {size} bytes and should have {end} or more")
             with zipfile.ZipFile(_Window(stream, piece.offset, piece.length)) as records:
                 yield stream, records
+    except OSError as error:
+        raise unread(piece.file, error) from None
     except Exception as error:  # noqa: BLE001 - a damaged archive can raise any error
         why = str(error).split("\n")[0] or type(error).__name__
         raise damaged(piece.file, why) from None

@@ -10,6 +10,7 @@ has every rank execute its own.
 
 import io
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -356,7 +357,7 @@ def _problem(box: Box, saved: Any, checkpoint: str, convert: bool) -> Problem | 
         return Problem(
             f"'{box.name}' of {tuple(box.shape)} {dtype}, which the checkpoint does not have",
             "tensors in the checkpoint",
-            f"'shardwise checkpoint inspect {checkpoint}' to see their names",
+            f"shardwise checkpoint inspect {shlex.quote(checkpoint)} --all, to see their names",
         )
     if tuple(saved.size) != tuple(box.shape):
         return Problem(

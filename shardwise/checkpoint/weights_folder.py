@@ -23,6 +23,7 @@ from torch import Tensor
 from shardwise.checkpoint.folder import as_path, sync
 from shardwise.checkpoint.writer import replace, settle, writing
 from shardwise.core.errors import InputError, bad
+from shardwise.core.tools.files import read_text
 from shardwise.core.tools.suggest import beside, suggest
 
 SINGLE: Final = "model.safetensors"
@@ -205,7 +206,7 @@ def _weight_map(file: Path) -> dict[str, str]:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(read_text(file, 2**26))
     except (OSError, ValueError, RecursionError) as error:
         raise _broken(file, str(error)) from None
     if not isinstance(found, dict):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.checkpoint.folder import CHECKPOINTS, all_in
+from shardwise.checkpoint.folder import CHECKPOINTS, all_in, step_of
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.arguments import parse_count
 from shardwise.train.config import Config
@@ -90,9 +90,9 @@ class Growth:
         self.folder, self.wait = folder, 1
         self.seen = self.newest()
 
-    def newest(self) -> str:
-        """The name of the newest checkpoint; names sort by step."""
-        return max((path.name for path in all_in(self.folder)), default="")
+    def newest(self) -> int:
+        """The step of the newest checkpoint; -1 if there is none."""
+        return max(map(step_of, all_in(self.folder)), default=-1)
 
     def due(self) -> bool:
         """Whether enough checkpoints have been saved; called several times a second."""
@@ -120,7 +120,7 @@ def train_elastic(
         growth.seen, growth.wait = before, wait
         whole = ranks == sizes[-1]
         ended = start(ranks, again, None if whole else growth.due)
-        moved = growth.newest() not in ("", before)
+        moved = growth.newest() not in (-1, before)
         again = again or moved or not overwrite
         tries = 0 if moved else tries + 1
         if ended.stopped:
@@ -130,6 +130,8 @@ def train_elastic(
             return ended.code
         else:
             left = [size for size in sizes if size <= ranks - ended.lost]
+            if not left and len(sizes) == 1:
+                return ended.code
             if not left:
                 _say(f"fewer than {sizes[0]} ranks are left: the run ends")
                 return ended.code

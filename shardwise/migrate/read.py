@@ -8,9 +8,10 @@ from typing import Any, Final
 
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.files import read_text
 from shardwise.migrate import accelerate, deepspeed, torchtitan
 from shardwise.migrate.draft import SAME, Draft, carry, flat
-from shardwise.train.config import MOST_CHARACTERS, build
+from shardwise.train.config import build
 
 _ALLOWED: Final = "DeepSpeed's JSON, accelerate's YAML, torchtitan's TOML"
 _EXAMPLE: Final = "shardwise plan --from ds_config.json"
@@ -177,8 +178,7 @@ def _room(section: str, name: str, value: Any) -> dict[str, Any]:
 def parsed(path: Path) -> dict[str, Any]:
     """The values in a file, by its ending."""
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            text = file.read(MOST_CHARACTERS)
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise bad(f"--from {path}, which cannot be read ({reason})", _ALLOWED, _EXAMPLE) from None

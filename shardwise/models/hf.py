@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.checkpoint.weights_folder import CONFIG, GENERATION, open_model, open_weights
 from shardwise.core.errors import InputError, bad
+from shardwise.core.tools.files import expanded
 from shardwise.core.tools.suggest import suggestions
 from shardwise.models.folder_sizes import check_sizes
 from shardwise.models.trainable import Loss, Trainable
@@ -71,8 +72,8 @@ def find(name: str, seed: int = 0) -> Trainable:
     no small model of the type can be made, and for a folder without a configuration.
     """
     require_transformers(f"hf:{name}")
-    if is_folder(name):
-        return _in_folder(Path(name))
+    if is_folder(folder := expanded(name)):
+        return _in_folder(Path(folder))
     name, plus, kept = name.partition("+")
     if not name:
         raise bad('the model "hf:" without a name', "hf: and a model type", "hf:gpt2 or hf:llama")

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.arguments import short_repr
+from shardwise.core.tools.files import expanded
 from shardwise.core.tools.suggest import suggest
 from shardwise.engine.options import own_loss
 from shardwise.models.trainable import Loss, Trainable
@@ -133,7 +134,7 @@ def _function(name: str, what: str = "the model", returns: str = RETURNS) -> Cal
 
 
 def _split(name: str, what: str) -> tuple[Path, str]:
-    path, _, function = name.rpartition(":")
+    path, _, function = expanded(name).rpartition(":")
     if not path.endswith(".py") or not function:
         file = name[: name.index(".py") + 3] if ".py" in name else "file.py"
         raise bad(f'{what} "{name}"', "a file and a function in it", f"{file}:build")

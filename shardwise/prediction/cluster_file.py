@@ -9,6 +9,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from shardwise.core.errors import Problem, bad, refusal
+from shardwise.core.tools.files import expanded, read_text
 from shardwise.core.tools.suggest import suggest
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.cluster_presets import PRESETS
@@ -23,10 +24,10 @@ def cluster_of(name: str | Path) -> Cluster:
     """
     if str(name) in PRESETS:
         return PRESETS[str(name)]
-    path, allowed = Path(name), f"{', '.join(PRESETS)}, or the file of a cluster"
+    path, allowed = Path(expanded(str(name))), f"{', '.join(PRESETS)}, or the file of a cluster"
     near = suggest(str(name), PRESETS, 0.3) or _EXAMPLE
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        values = tomllib.loads(read_text(path))
     except OSError as error:
         raise bad(f"the cluster '{name}' ({error.strerror})", allowed, near) from None
     except (ValueError, RecursionError) as error:  # 5000 brackets

@@ -14,12 +14,13 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from shardwise.core.errors import Problem, bad, refusal
+from shardwise.core.tools.files import read_text
 from shardwise.core.tools.suggest import suggest
 from shardwise.train.config_sections import (
     CLOSED,
@@ -31,8 +32,6 @@ from shardwise.train.config_sections import (
     SampleSection,
     TrainSection,
 )
-
-MOST_CHARACTERS: Final = 2**20  # of a configuration
 
 
 class Config(BaseModel):
@@ -68,9 +67,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     if path == Path():
         raise bad("no configuration: the name of its file is empty", "a TOML file", example)
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            text = file.read(MOST_CHARACTERS + 1)
-        values = tomllib.loads(text) if len(text) <= MOST_CHARACTERS else {}
+        values = tomllib.loads(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         given = f"the configuration {path}, which cannot be read ({reason})"
@@ -82,10 +79,8 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
             "[train] and under it steps = 1000, for example",
         ) from None
     if not values:
-        too_long = f"longer than {MOST_CHARACTERS} characters"
         raise bad(
-            f"the configuration {path}, which is "
-            f"{too_long if len(text) > MOST_CHARACTERS else 'empty'}",
+            f"the configuration {path}, which is empty",
             "a TOML file with at least one key",
             "[train] and under it steps = 1000, for example",
         )

@@ -2,11 +2,19 @@
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from shardwise.core.check_every import CHECK_EVERY, CheckEvery
 from shardwise.core.errors import InputError
+from shardwise.core.tools.files import expanded
 
 CLOSED: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 MOST: Final = 10**9  # of anything that is counted
@@ -21,6 +29,19 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
 
+def _expanded(text: str) -> str:
+    """A path, or what may have one after a colon, with `~` and variables replaced."""
+    kind, colon, rest = text.partition(":")
+    try:
+        return f"{kind}:{expanded(rest)}" if colon and kind == "hf" else expanded(text)
+    except InputError as error:
+        allowed = {"allowed": error.problems[0].allowed}
+        raise PydanticCustomError("path", "{allowed}", allowed) from None
+
+
+PathText = Annotated[Text, AfterValidator(_expanded)]
+
+
 class ModelSection(BaseModel):
     """The model: by default a GPT of a named size, whose numbers the other keys override.
 
@@ -31,7 +52,7 @@ class ModelSection(BaseModel):
 
     model_config = CLOSED
 
-    name: str = Field(
+    name: Annotated[str, AfterValidator(_expanded)] = Field(
         default="gpt:quickstart",
         description="a named size, `hf:./FOLDER` (a folder of transformers with its weights), or "
         "`file.py:build` (your own model)",
@@ -81,7 +102,7 @@ class DataSection(BaseModel):
 
     model_config = CLOSED
 
-    source: Text = Field(
+    source: PathText = Field(
         default="stdlib",
         description="`stdlib` (the source of Python's standard library), a file (`.txt`, `.jsonl`, "
         "`.parquet`), a folder of them, or a glob",
@@ -94,7 +115,7 @@ class DataSection(BaseModel):
         description="the encoding of `.txt` and `.jsonl` files, under any of Python's names; with "
         '`tokens = "bytes"` the bytes of a `.txt` are used unchanged',
     )
-    tokens: Text = Field(
+    tokens: PathText = Field(
         default="bytes",
         description="`bytes`, `bpe:SIZE` (trained on the data), or the path of a `tokenizer.json`; "
         "with the model `hf:./FOLDER` the one in that folder, if there is one",
@@ -102,7 +123,7 @@ class DataSection(BaseModel):
     validation: float = Field(
         default=0.05, gt=0, lt=1, description="the share of the sequences held out"
     )
-    cache: Text | None = Field(
+    cache: PathText | None = Field(
         default=None,
         description="folder of the tokenised data; unset: `tokens` beside the run's folder",
     )
@@ -170,7 +191,7 @@ class TrainSection(BaseModel):
         description="write checkpoints beside the next steps, from a copy in host memory; not with "
         "states on a disk",
     )
-    mirror: Text | None = Field(
+    mirror: PathText | None = Field(
         default=None,
         description="a second folder of checkpoints, on a shared disk: each is copied there when "
         "it is saved, and `--resume` takes the newest of both",
@@ -192,7 +213,7 @@ class PlanSection(BaseModel):
     model_config = CLOSED
 
     text: str = Field(default="", description="plan words; ranks that no word uses are data ranks")
-    table: Text | None = Field(
+    table: PathText | None = Field(
         default=None,
         description="a file of styles of tensor parallelism, as `shardwise table` prints it; "
         "unset: the model's own table, or a derived one",
@@ -235,7 +256,9 @@ class RunSection(BaseModel):
 
     model_config = CLOSED
 
-    folder: Text = Field(default="runs/default", description="the folder of all files of the run")
+    folder: PathText = Field(
+        default="runs/default", description="the folder of all files of the run, seen by all ranks"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
         description="`auto`, `cpu` or `cuda`; `auto` uses GPUs if every rank of the machine can "
@@ -245,14 +268,14 @@ class RunSection(BaseModel):
         default=("tensorboard",),
         description="what gets the metrics too: `tensorboard`, `wandb`, `mlflow`",
     )
-    callbacks: tuple[Text, ...] = Field(
+    callbacks: tuple[PathText, ...] = Field(
         default=(), description="callbacks of your own, each `file.py:function`"
     )
     trace: bool = Field(
         default=False,
         description="record the timeline of a pipeline, or of offloaded updates, in five steps",
     )
-    cluster: Text | None = Field(
+    cluster: PathText | None = Field(
         default=None,
         description="the cluster of the run, a file of `shardwise doctor --save` or a preset of "
         "`shardwise predict`: the report has the predicted time of a step beside the measured one",
@@ -292,7 +315,7 @@ class OffloadSection(BaseModel):
 
     model_config = CLOSED
 
-    folder: Text | None = Field(
+    folder: PathText | None = Field(
         default=None,
         description="the folder of states on a disk, required by `offload:optim@disk` and others",
     )

@@ -43,7 +43,7 @@ from shardwise.checkpoint.folder import (
 )
 from shardwise.checkpoint.lock import RUN_LOCK, SAVING_LOCK
 from shardwise.core.errors import InputError, bad
-from shardwise.core.tools.suggest import beside
+from shardwise.core.tools.suggest import beside, setting
 from shardwise.train.config import Config, dump, read
 from shardwise.train.data.packed import PROBE, unwritable_folder
 from shardwise.train.publish import publish
@@ -105,13 +105,13 @@ def check(config: Config, resume: bool, overwrite: bool) -> None:
             f"run.folder = '{folder}', where a run is already",
             "a new folder, --resume to continue that run (--resume auto: only if there is one), "
             "or --overwrite to replace it",
-            f"--set run.folder={beside(folder)}",
+            setting("run.folder", beside(folder)),
         )
     if copies and not (resume or overwrite):
         raise bad(
             f"train.mirror = '{config.train.mirror}', where checkpoints of a run are already",
             "a new folder, --resume to continue that run, or --overwrite to remove them",
-            f"--set train.mirror={beside(copies[0].parent)}",
+            setting("train.mirror", beside(copies[0].parent)),
         )
     _try_to_write(folder, "run.folder")
     if config.train.mirror:
@@ -150,7 +150,7 @@ def _copies(config: Config) -> list[Path]:
             raise bad(
                 f"train.mirror = '{mirror}', the folder of the run or of its own checkpoints",
                 "another folder, on a shared disk",
-                f"--set train.mirror={beside(mirror)}",
+                setting("train.mirror", beside(mirror)),
             )
         return all_in(mirror)
     except OSError as error:
@@ -316,7 +316,7 @@ def _foreign(folder: Path, found: Sequence[str]) -> InputError:
     return bad(
         f"run.folder = '{folder}', a folder with other files ({named}) and no run",
         "a new or empty folder, or a run's folder; --overwrite replaces only runs",
-        f"--set run.folder={folder / 'run'}",
+        setting("run.folder", folder / "run"),
     )
 
 

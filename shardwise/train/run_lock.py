@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from shardwise.checkpoint.lock import RUN_LOCK, LockedError, locked
 from shardwise.core.errors import bad
-from shardwise.core.tools.suggest import beside
+from shardwise.core.tools.suggest import beside, setting
 from shardwise.train import run_folder
 from shardwise.train.config import Config
 from shardwise.train.data.packed import unwritable_folder
@@ -33,8 +33,8 @@ def hold(config: Config, start: RunStart, patience_s: float = 0.0) -> Iterator[R
             raise bad(
                 f"run.folder = '{config.folder}', where another run is writing ({error})",
                 "a folder that no other run is using; nothing was changed",
-                f"--set run.folder={beside(config.folder)}, or the same command when that run has "
-                "ended",
+                f"{setting('run.folder', beside(config.folder))}, or the same command when that "
+                "run has ended",
             ) from None
         except OSError as error:
             raise unwritable_folder(config.folder, "run.folder", error) from None

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from shardwise.comm.tiers.host_memory import limit_bytes
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import STATE_BYTES, bytes_per_parameter
@@ -205,7 +206,7 @@ def require_disk(sizes: Sizes, plan: Plan, config: Config, share: float = 1.0) -
 
 def machine_bytes(device: str) -> int:
     """An upper bound of the memory of this machine, and of its GPUs if the run may use them."""
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host_bytes = limit_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     # counting GPUs does not initialise CUDA; reading their memory would
     return host_bytes + (0 if device == "cpu" else torch.cuda.device_count() * GPU_BYTES)
 

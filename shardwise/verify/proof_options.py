@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardwise.core.errors import InputError, bad
+from shardwise.core.tools.files import read_text
 from shardwise.observe.kernels import Kernels
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.tensor.tensor_table import Table
@@ -39,7 +40,7 @@ def table_in(path: Path, option: str = "--table") -> Table:
     has no table.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path)
         read = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise bad(f"{option} {path} ({error})", "a TOML or JSON file of styles", EXAMPLE) from None

@@ -95,7 +95,7 @@ def _of_one(file: Path, places: random.Random) -> Iterator[Damage]:
     size, tensor = len(content), TENSORS if file.suffix == ".distcp" else ""
     lengths = {0, 1, size // 2, size - 1, *(places.randrange(size) for _ in range(CUTS))}
     for length in lengths:
-        yield Damage(f"{name} cut to {length}", _write(name, content[:length]), [name], tensor)
+        yield Damage(f"{name} cut to {length}", _write(name, content[:length]), [name])
     for count in (1, size):
         yield Damage(f"{name}, {count} more", _write(name, content + content[:count]), [name])
     for start in (places.randrange(size) for _ in range(HOLES)):
@@ -103,27 +103,28 @@ def _of_one(file: Path, places: random.Random) -> Iterator[Damage]:
         torn = content[:start] + hole + content[start + 512 :]
         yield Damage(f"{name} torn at {start}", _write(name, torn), [name])
     yield Damage(f"{name} of zeros", _write(name, bytes(size)), [name], tensor)
-    yield Damage(f"{name} gone", lambda path: (path / name).unlink(), [name], tensor)
-    yield Damage(f"{name} renamed", lambda path: rename(path / name), [name], tensor)
-    yield Damage(f"{name} a folder", lambda path: to_folder(path / name), [name], tensor)
+    yield Damage(f"{name} gone", lambda path: (path / name).unlink(), [name])
+    yield Damage(f"{name} renamed", lambda path: rename(path / name), [name])
+    yield Damage(f"{name} a folder", lambda path: to_folder(path / name), [name])
 
 
 def _mixtures(names: Sequence[str], step: Path, run: Path) -> Iterator[Damage]:
     """Files of two checkpoints in one folder.
 
-    The manifest distinguishes two checkpoints of one step: if it and one other file come from the
-    other checkpoint, the error may name either.
+    The manifest distinguishes two checkpoints of one step: if it comes from the other checkpoint,
+    the error may name any file.
     """
     yield Damage("all of another step", _copies(step, names), [MANIFEST])
     for chosen in [*combinations(names, 1), *combinations(names, 2)]:
         rest = [name for name in names if name not in chosen]
-        either = names if len(chosen) == 2 and MANIFEST in chosen else chosen
+        either = names if MANIFEST in chosen else chosen
         yield Damage(f"{chosen} of another step", _copies(step, chosen), chosen)
         yield Damage(f"{chosen} of another run", _copies(run, chosen), either)
         yield Damage(f"all but {chosen} of another step", _copies(step, rest), rest)
     for name in names:
         rest = [other for other in names if other != name]
-        yield Damage(f"all but {name} of another run", _copies(run, rest), [name])
+        wrong = names if name == MANIFEST else [name]
+        yield Damage(f"all but {name} of another run", _copies(run, rest), wrong)
 
 
 def _manifests(right: Manifest) -> Iterator[Damage]:

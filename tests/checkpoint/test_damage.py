@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import errno
 import os
 import pickle
 import re
@@ -171,18 +172,37 @@ def test_special_files_are_refused(kind: str, saved: Path, tmp_path: Path):
         assert describe(tmp_path / "all").scalars["step"] == 2
 
 
-def test_a_foreign_file_is_named_with_its_own_checkpoint(saved: Path, tmp_path: Path):
-    """Files of another step have the same layout: the error says which checkpoint each is of."""
-    folder = tmp_path / "run"
-    for name in ("__1_0.distcp", "scalars.json"):
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(saved, folder)
-        shutil.copy(folder / "step-000001" / name, folder / "step-000002" / name)
-        message = (
-            rf"{name}', which does not belong to this checkpoint \(it is {name} of step-000001"
-        )
-        with pytest.raises(InputError, match=message):
-            sw.load(engine_of(alone(), "fp64"), folder)
+def test_a_file_without_permission_is_no_damaged_file(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any kind: the error says what the system said, and advises to remove nothing."""
+    opened = os.open
+    for name in sorted(each.name for each in (saved / "step-000002").iterdir()):
+
+        def refused(path: Any, *args: Any, name: str = name, **more: Any) -> int:
+            if Path(path).name == name:
+                raise PermissionError(errno.EACCES, "Permission denied")
+            return opened(path, *args, **more)
+
+        engine = engine_of(alone(), "fp64")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", refused)
+            with pytest.raises(InputError) as error:
+                sw.load(engine, saved)
+        said = str(error.value)
+        assert f"{name}', which cannot be read (Permission denied)" in said
+        assert "rm -r" not in said and "damaged" not in said
+
+
+def test_a_wrong_length_is_refused_before_anything_is_hashed(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of hundreds of gigabytes is not read to say that it is too short."""
+    path = shutil.copytree(saved / "step-000002", tmp_path / "step-000002")
+    (path / "__0_0.distcp").write_bytes(b"short")
+    monkeypatch.setattr("hashlib.file_digest", None)
+    with pytest.raises(InputError, match=r"it has 5 bytes and should have \d+"):
+        sw.load(engine_of(alone(), "fp64"), path)
 
 
 class Runs:

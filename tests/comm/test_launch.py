@@ -375,7 +375,7 @@ SLURM = {
         (TORCHRUN | SLURM | {"LOCAL_RANK": "1"}, Start(3, 8, 1, "a", 1)),
         (SLURM, Start(5, 8, 1, "gpu007", 15702)),
         (SLURM | {"MASTER_ADDR": "h", "MASTER_PORT": "9"}, Start(5, 8, 1, "h", 9)),
-        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, Start(0, 1, 0)),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
     ],
 )
 def test_the_environment_tells_how_a_process_was_started(variables: dict, start: Start | None):

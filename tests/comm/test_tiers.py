@@ -156,9 +156,17 @@ def test_a_containers_limit_counts(limit: str, used: str, stat: str, cache: str,
     (tmp_path / limit).write_text("1000\n")
     (tmp_path / used).write_text("700\n")
     (tmp_path / stat).write_text(f"anon 5\n{cache} 300\n")
-    assert host_memory._limits(tmp_path) == [(1000, 400)]
+    own = tmp_path / "own"
+    for process in ("", "0::/\n3:cpu,memory:/\n", "0::/job_7/step_0\n3:memory:/job_7/step_0\n"):
+        own.write_text(process)
+        assert host_memory._limits(tmp_path, own) == [(1000, 400)]
+    job = (tmp_path / limit).parent / "job_7"  # of Slurm, below the root, around the process
+    job.mkdir()
+    for name, text in ((limit, "800"), (used, "500"), (stat, f"{cache} 0")):
+        (job / Path(name).name).write_text(text)
+    assert host_memory._limits(tmp_path, own) == [(800, 300), (1000, 400)]
     (tmp_path / limit).write_text("max\n")
-    assert host_memory._limits(tmp_path) == []
+    assert host_memory._limits(tmp_path, own) == [(800, 300)]
 
 
 def test_free_memory_is_at_most_what_may_be_used():

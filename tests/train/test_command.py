@@ -25,11 +25,18 @@ def command(folder: Path, *argv: str, **train: object) -> list[str]:
 
 
 @pytest.mark.full
-def test_a_run_is_interrupted_and_resumed_under_another_plan(tmp_path: Path) -> None:
-    """SIGTERM ends two ranks with exit code 0 and a checkpoint; one rank continues the curve."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_run_is_interrupted_and_resumed_under_another_plan(number: int, tmp_path: Path) -> None:
+    """A signal to launcher and ranks, as of systemd or Slurm: exit code 0, and one checkpoint.
+
+    One rank continues the curve.
+    """
     started = command(tmp_path, "--nproc", "2", steps=100_000, eval_every=0, save_every=0)
-    with start_program(started) as program:
-        said = [line for line in program.stdout if _sent(line, program)]
+    pids = tmp_path / "pids.py"
+    pids.write_text(PIDS.format(folder=str(tmp_path)))
+    callbacks = ("--set", f"run.callbacks=['{pids}:make']")
+    with start_program([*started, *callbacks]) as program:
+        said = [line for line in program.stdout if _sent(line, program, number, tmp_path)]
     assert program.returncode == 0
     stopped = len(read(tmp_path / "run"))
     assert f"stopped by a signal after step {stopped}" in "".join(said)
@@ -55,7 +62,7 @@ def test_a_second_interrupt_is_no_failure(tmp_path: Path) -> None:
         complaint = program.stderr.read()
     assert program.returncode in (0, 130)  # the ranks may have left by then
     assert "failed" not in complaint
-    assert ("by a second signal" in complaint) == (program.returncode == 130)
+    assert ("by a second Ctrl-C" in complaint) == (program.returncode == 130)
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))) == 1
 
 
@@ -128,10 +135,29 @@ def test_ranks_that_fail_before_a_step_leave_no_run(
     assert left.exists() == resume
 
 
-def _sent(line: str, program: Program) -> bool:
-    """Ask the program to end once its first step is shown; True of every line."""
+#: A callback with which each rank leaves a file that is named after its process.
+PIDS = """
+import os, pathlib
+import shardwise as sw
+
+class Pids(sw.callbacks.Callback):
+    all_ranks = True
+
+    def run_began(self, run):
+        pathlib.Path({folder!r}, f"{{os.getpid()}}.pid").touch()
+
+def make():
+    return Pids()
+"""
+
+
+def _sent(line: str, program: Program, number: int, folder: Path) -> bool:
+    """Signal the program and its ranks once its first step is shown; True of every line."""
     if line.startswith("step 1/"):
-        program.send_signal(signal.SIGTERM)
+        ranks = [int(path.stem) for path in folder.glob("*.pid")]
+        assert len(ranks) == 2
+        for pid in (*ranks[:1], program.pid, *ranks[1:]):
+            os.kill(pid, number)
     return True
 
 

@@ -8,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.core.errors import InputError
+from shardwise.migrate.read import imported
+from shardwise.prediction.cluster_file import cluster_of
 from shardwise.train import config
 from shardwise.train.learning import learning_rate
+from shardwise.verify.proof_options import table_in
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
@@ -185,14 +188,37 @@ def test_a_file_that_is_missing_or_not_toml_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"broken\.toml, which is not TOML"):
             config.read(tmp_path / "broken.toml")
         assert config.override({}, [f"train.steps={broken[4:]}"])["train"]["steps"] == broken[4:]
-    (tmp_path / "long.toml").write_text("#" * 2**21)
-    with pytest.raises(InputError, match=r"long\.toml, which is longer than"):
-        config.read(tmp_path / "long.toml")
-    with pytest.raises(InputError, match=r"/dev/zero, which is longer than"):
-        config.read(Path("/dev/zero"))
+    (tmp_path / "long.toml").write_text("#" * 2**23)
+    for name, why in (("long.toml", "larger than 4 MiB"), ("/dev/zero", "it is no regular file")):
+        for read in (config.read, cluster_of, table_in, imported):
+            with pytest.raises(InputError, match=why):
+                read(tmp_path / name)
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match=r"bytes\.toml, which cannot be read"):
         config.read(tmp_path / "bytes.toml")
+
+
+def test_paths_have_variables_as_in_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key that is a path, and what names a folder or a file after a colon."""
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    monkeypatch.setenv("HOME", "/home/me")
+    keys = {
+        "model": ["name"],
+        "data": ["source", "tokens", "cache"],
+        "train": ["mirror"],
+        "plan": ["table"],
+        "run": ["folder", "cluster"],
+        "offload": ["folder"],
+    }
+    for text, path in (("~/a", "/home/me/a"), ("$SCRATCH/a", "/scratch/me/a")):
+        built = config.build({part: dict.fromkeys(names, text) for part, names in keys.items()})
+        found = {part: getattr(built, part).model_dump(include={*keys[part]}) for part in keys}
+        assert found == {part: dict.fromkeys(names, path) for part, names in keys.items()}
+    own = {"model": {"name": "hf:~/w"}, "run": {"callbacks": ["$SCRATCH/c.py:make"]}}
+    built = config.build(own)
+    assert (built.model.name, *built.run.callbacks) == ("hf:/home/me/w", "/scratch/me/c.py:make")
+    with pytest.raises(InputError, match=r"run\.folder = .*variables are set, and ABSENT is not"):
+        config.build({"run": {"folder": "${ABSENT}/a"}})
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.checkpoint.folder import all_in
 from shardwise.comm.ledger import Key
-from shardwise.comm.start.stop_signal import StopSignal
+from shardwise.comm.start.stop_signal import SIGNALS, StopSignal
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import RankError
 from shardwise.train import run_folder as folder
@@ -124,25 +124,43 @@ def test_agreement_is_in_the_ledger() -> None:
         assert lines == {Key("world", "all_reduce", "check"): 12}
 
 
-def test_a_signal_is_a_wish_and_a_second_one_is_an_end() -> None:
-    """The first sets the flag and gives the handlers back; so does leaving without any."""
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_comes_again_changes_nothing(number: int) -> None:
+    """A group of processes and a launcher send it twice; afterwards the handlers are as before."""
+    before = signal.getsignal(number)
     with StopSignal() as stop:
-        assert signal.getsignal(signal.SIGTERM) is not before
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.received
-        assert signal.getsignal(signal.SIGTERM) is before
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+        assert stop.received is True and stop.number == number
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_interrupt_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a person: a copy comes at once. SIGTERM and SIGINT of one request end nothing either."""
+    now = iter([10.0, 10.1, 20.0, 21.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
     with StopSignal() as stop:
-        pass
-    assert not stop.received
-    assert signal.getsignal(signal.SIGTERM) is before
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert stop.number == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_process_that_nobody_waits_for_leaves_at_once() -> None:
     """While it may leave alone, the signal ends what it is doing, and is remembered."""
-    before = signal.getsignal(signal.SIGTERM)
     with StopSignal(leaving=True) as stop:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
         assert stop.received
-        assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    """SIGHUP of a terminal that closes."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.received
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -25,6 +25,13 @@ def process(pid: int) -> tuple[str, float]:
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def usable_cores() -> int:
+    """The processor cores that this process may use: a batch system may give it some of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 class Reach:
     """Which hosts can be reached: one that has answered once and does so no more is lost."""
 

@@ -150,7 +150,7 @@ def launch(
         return Ended(1, killed=True)
     first = first_cause(failures)
     if stop.received and -(started.ranks[first.rank].process.exitcode or 0) in SIGNALS:
-        return Ended(128 + stop.received)
+        return Ended(128 + stop.number)
     if first.code is not None:  # it has printed its error; that of rank 0 is on the screen
         if not any(each.rank == 0 and each.code == first.code for each in failures):
             print(first.output or f"rank {first.rank} failed: {first.text}", file=sys.stderr)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
+from shardwise.comm.start.hosts import usable_cores
 from shardwise.core.errors import bad
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -196,11 +197,11 @@ def _seconds(variables: Mapping[str, str], field: str) -> float:
 
 def require_local(ranks: int) -> None:
     """Raise InputError if so many processes on this machine are surely a mistake."""
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     most = max(_PER_MACHINE, _PER_CORE * cores)
     if ranks > most:
         raise bad(
-            f"{ranks} processes on this machine, which has {cores} processor cores",
+            f"{ranks} processes on this machine, of which {cores} processor cores can be used",
             f"up to {most} processes here, and more on several machines with torchrun",
             "fewer ranks, such as dp2",
         )
@@ -211,7 +212,7 @@ def require_cores(ranks: int, plan: str) -> None:
 
     This keeps a plan for a cluster from starting on a laptop by accident.
     """
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     if ranks > cores:
         raise bad(
             f"the plan '{plan}', which needs {ranks} processes, on a machine with {cores} "

@@ -24,7 +24,7 @@ NOTHING: Final = "stopped by a signal before its first step: nothing was trained
 
 
 class StopSignal:
-    """Inside `with`, `received` is the number of the first signal instead of its usual effect.
+    """Inside `with`, `number` is that of the first signal, which has no other effect.
 
     A second SIGINT raises KeyboardInterrupt.  While `leaving` is true, any signal does.  Python
     handles signals only in the main thread; in other threads this does nothing.  SIGHUP that is
@@ -33,11 +33,16 @@ class StopSignal:
     """
 
     def __init__(self, leaving: bool = False, *, until_end: bool = False) -> None:
-        self.received = 0
+        self.number = 0
         self.leaving = leaving
         self.until_end = until_end
         self._interrupted_s = 0.0
         self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def received(self) -> bool:
+        """Whether a signal was received."""
+        return self.number > 0
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -58,7 +63,7 @@ class StopSignal:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         now, before = time.monotonic(), self._interrupted_s
-        self.received = self.received or number
+        self.number = self.number or number
         if number == signal.SIGINT and not before:
             self._interrupted_s = now
         if self.leaving or (number == signal.SIGINT and before and now - before > COPY_S):

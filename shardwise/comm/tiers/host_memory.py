@@ -1,21 +1,21 @@
 """The memory of a host: what its processes may use, and what is free of it.
 
-A container has a limit of its own, in the files of control groups (version 2, then version 1). The
+A container or a job of a batch system has a limit of its own, in the files of control groups
+(version 2, then version 1); so may the groups around it. The
 cache of files that it has read counts as used there, and is free for whoever needs it.
 """
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 _GROUPS: Final = Path("/sys/fs/cgroup")
+_OWN: Final = Path("/proc/self/cgroup")
 #: The files with the limit, the use, and the counts of which one is the cache of files.
 _FILES: Final = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    (
-        *("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-        *("memory/memory.stat", "total_inactive_file"),
-    ),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file"),
 )
 
 
@@ -32,15 +32,27 @@ def free_bytes() -> float:
     return min([math.inf, *free, *(limit - used for limit, used in _limits())])
 
 
-def _limits(groups: Path = _GROUPS) -> list[tuple[int, int]]:
+def _limits(groups: Path = _GROUPS, own: Path = _OWN) -> list[tuple[int, int]]:
     """The limit and the use of each control group that has a limit, in bytes, without the cache."""
     found: list[tuple[int, int]] = []
-    for limit, used, counts, cache in _FILES:
-        if not all((groups / name).exists() for name in (limit, used, counts)):
+    for folder, (limit, used, counts, cache) in _groups_of(groups, own):
+        if not all((folder / name).exists() for name in (limit, used, counts)):
             continue
-        text = (groups / limit).read_text().strip()
-        lines = map(str.split, (groups / counts).read_text().splitlines())
+        text = (folder / limit).read_text().strip()
+        lines = map(str.split, (folder / counts).read_text().splitlines())
         cached = sum(int(line[1]) for line in lines if line[0] == cache)
         if text.isdecimal():
-            found.append((int(text), max(0, int((groups / used).read_text()) - cached)))
+            found.append((int(text), max(0, int((folder / used).read_text()) - cached)))
     return found
+
+
+def _groups_of(groups: Path, own: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
+    """The control groups of this process, a batch system's too, with the names of their files."""
+    lines = own.read_text().splitlines() if own.exists() else []
+    for root, kind, files in ((groups, "", _FILES[0]), (groups / "memory", "memory", _FILES[1])):
+        paths = (line.split(":", 2) for line in lines)
+        inside = [path for _, kinds, path in paths if kind in kinds.split(",")]
+        folder = root / (inside[0].lstrip("/") if inside else "")
+        for each in dict.fromkeys((folder, *folder.parents, root)):
+            if each.is_relative_to(root):
+                yield each, files

@@ -1,5 +1,6 @@
 """Suggestions: the known words most similar to an unknown one."""
 
+import shlex
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -24,6 +25,11 @@ def suggestions(word: str, known: Iterable[str], count: int, cutoff: float = 0.0
         similarity.set_seq1(each)
         found.append((similarity.ratio(), each[:1] == word[:1], each))
     return [each for ratio, _, each in sorted(found, reverse=True)[:count] if ratio >= cutoff]
+
+
+def setting(key: str, path: Path) -> str:
+    """The option that sets a key of a configuration to a path, to paste into a shell."""
+    return f"--set {shlex.quote(f'{key}={path}')}"
 
 
 def beside(path: Path) -> Path:
