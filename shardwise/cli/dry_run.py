@@ -1,13 +1,14 @@
 """`shardwise train --dry-run`: everything that is checked before a run, and its prediction.
 
 It starts no rank and writes no file. Tokens that the cache does not have are made in a temporary
-folder.
+folder, of a large source for the first `MOST_BYTES` alone.
 """
 
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,12 +18,16 @@ from shardwise.cli.predict_command import answered, numbers_of
 from shardwise.cli.predict_table import show
 from shardwise.engine.predict import predict_with
 from shardwise.models import decoder
+from shardwise.prediction.cluster_file import cluster_of
 from shardwise.prediction.prediction import Prediction
 from shardwise.train.config import Config
+from shardwise.train.data.sources import find
 from shardwise.train.measure.progress import ranks_text
 from shardwise.train.model import Batch, largest_share, options_of_run
 from shardwise.train.prepare import PreparedRun, RunStart, prepare
 from shardwise.train.run_folder import finished_message
+
+MOST_BYTES = 64 * 2**20
 
 
 def dry_run(config: Config, ranks: int, start: RunStart) -> None:
@@ -32,19 +37,23 @@ def dry_run(config: Config, ranks: int, start: RunStart) -> None:
     """
     began, start = time.perf_counter(), start.resolve_auto(config)
     with _without_cache(config) as own:
-        prepared = prepare(own, ranks, start)
+        prepared = prepare(own, ranks, start, MOST_BYTES)
     if start.resume and (done := finished_message(config)):
         print(done)
         return
+    found_files = find(config.data.source, config.data.field, config.data.encoding)
+    source = replace(found_files, most_bytes=MOST_BYTES)
     train, share = config.train, largest_share(prepared)
     found = _predicted(prepared, share)
     print(
         f"{found.plan} on {ranks_text(ranks)}, {len(prepared.corpus.packed.stream):,} tokens of "
-        f"{config.data.source}, {train.steps} steps of {train.batch} sequences of "
-        f"{prepared.sizes.sequence}"
+        f"{'the first 64 MiB of ' * source.cut}{config.data.source}, {train.steps} steps of "
+        f"{train.batch} sequences of {prepared.sizes.sequence}"
     )
     numbers = numbers_of(found, config.model.name, began)
-    told = answered(found, share, rows=train.batch, device=config.run.device)
+    cluster = None if config.run.cluster is None else cluster_of(config.run.cluster)
+    size = None if cluster is None else cluster.device.memory_bytes
+    told = answered(found, share, size, rows=train.batch, device=config.run.device)
     show(numbers, told, Console(emoji=False, highlight=False, markup=False))
     for note in found.notes:
         print(f"Note: {note}.")
@@ -55,6 +64,9 @@ def _predicted(prepared: PreparedRun, share: Batch) -> Prediction:
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
     options = options_of_run(prepared.config, prepared.sizes, prepared.table)
+    cluster = prepared.config.run.cluster
+    if cluster is not None and cluster_of(cluster).device.asynchronous:
+        options = replace(options, kernels="cuda")
     return predict_with(model, prepared.plan, share, options)
 
 

@@ -7,6 +7,7 @@ shardwise plan --search ... --measure 3                               and run th
 """
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -14,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from shardwise.cli.configured import CONFIG
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan, words_table
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import integer
+from shardwise.core.tools.signs_of_life import signs_of_life
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,14 +88,19 @@ def plan_command(
         task = SearchTask(model, config, cluster, ranks, batch, sequence, measure)
         _search(task, why, as_json=as_json)
         return
-    if measure is not None:
+    searched = {"model": model, "config": config, "cluster": cluster, "ranks": ranks}
+    searched |= {"batch": batch, "sequence": sequence, "measure": measure}
+    given = [f"--{name} {value}" for name, value in searched.items() if value is not None]
+    if given:
         example = "--search --model gpt --cluster h100-sxm --ranks 2"
-        raise bad(f"--measure {measure} without --search", "both", f"{example} --measure {measure}")
-    _check(text, file, words=words)
+        raise bad(f"{' '.join(given)} without --search", "all of a search", example)
+    _check(text, file, words=words, as_json=as_json)
 
 
-def _check(text: str | None, file: Path | None, *, words: bool) -> None:
+def _check(text: str | None, file: Path | None, *, words: bool, as_json: bool) -> None:
     """Check a plan, print the words, or convert a file."""
+    if as_json and (text is None or words or file is not None):
+        raise bad("--json without a plan", "a plan, or --search", 'shardwise plan "dp2" --json')
     if file is not None:
         from shardwise.migrate.read import imported
 
@@ -109,6 +115,9 @@ def _check(text: str | None, file: Path | None, *, words: bool) -> None:
         return
     read = Plan.parse(text)
     require(read)
+    if as_json:
+        print(json.dumps({"plan": str(read), "ranks": read.size, "open": read.open}))
+        return
     needs = f"{read.size} rank{'s' * (read.size > 1)}"
     more = ", or a multiple: the others are data ranks" * read.open
     print(f"{read} ({needs}{more})")
@@ -137,7 +146,7 @@ def _search(task: SearchTask, why: str | None, *, as_json: bool) -> None:
     trainable, options, sample = _model(run, task.sequence)
     rows = task.batch or run.batch or task.ranks
     known = plan and _prediction(trainable, options, plan, rows, task.sequence)
-    with Console(stderr=True).status(Text(f"plans of {run.name} on {task.ranks} ranks")):
+    with signs_of_life(lambda: f"plans of {run.name} on {task.ranks} ranks"):
         found = search(trainable.plain(), cluster, task.ranks, sample, rows=rows, options=options)
     measured = _measured(found, task)
     if as_json:
@@ -261,6 +270,8 @@ def _show(
         _show_measured(measured)
         best = next(each for each in found.ranked if each.plan == measured[0].plan)
     rows = f"--batch {best.rows * best.plan.microbatches}"
+    rows += f" --cluster {shlex.quote(task.cluster)}"
+    rows += "" if task.sequence is None else f" --sequence {task.sequence}"
     line = f'shardwise predict "{best.plan}" --model {task.model or "gpt"} {rows}'
     if task.config is not None:
         line = f'shardwise train {task.config} --plan "{best.plan}"'

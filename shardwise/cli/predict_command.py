@@ -45,7 +45,7 @@ RANKS: Final = typer.Option(metavar="N,N", help="The time of an open plan on 8,6
 SVG: Final = typer.Option(metavar="FILE", help="Draw the curve of --ranks into this file.")
 TABLE: Final = typer.Option(metavar="FILE", help="Styles by module, TOML or JSON.")
 DEVICE: Final = typer.Option(
-    help="cpu, or cuda: whose kernels compute; measured on a GPU for each rank."
+    help="cpu or cuda: the device whose kernels are modelled. Default: that of the cluster, or cpu."
 )
 TIMELINE: Final = typer.Option(metavar="FILE", help="Draw the memory of a step, as .svg or .png.")
 
@@ -72,7 +72,8 @@ def predict_command(
     device_memory: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Memory of a device: 80GiB. Default: the plan's, or the GPU's."
+            metavar="SIZE",
+            help="Memory of a device: 80GiB. Default: the plan's, the cluster's, or the GPU's.",
         ),
     ] = None,
     config: Annotated[Path | None, CONFIG] = None,
@@ -80,7 +81,7 @@ def predict_command(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the memory of a step too, on local ranks.")
     ] = False,
-    device: Annotated[str, DEVICE] = "cpu",
+    device: Annotated[str | None, DEVICE] = None,
     zero_table: Annotated[
         str | None,
         typer.Option(metavar="PARAMETERS", help="Print ZeRO's table for 7.5e9,128e9 and so on."),
@@ -92,8 +93,9 @@ def predict_command(
     if zero_table is not None:
         print_zero_table(zero_table, _console(), as_json=as_json)
         return
-    choice("--device", device, ("cpu", "cuda"))
     timing = None if cluster is None else cluster_of(cluster)
+    device = device or ("cuda" if timing is not None and timing.device.asynchronous else "cpu")
+    choice("--device", device, ("cpu", "cuda"))
     require_cluster(timing, trace, ranks, svg)
     run = configured(config, plan, model)
     request = predict_request(run, batch, sequence, rank, table, device)
@@ -103,7 +105,7 @@ def predict_command(
     if ranks is not None and timing is not None:
         _print_curve(run, found, ranks, timing, svg, as_json=as_json)
         return
-    rows, size = run.batch if batch is None else None, _device_bytes(device_memory)
+    rows, size = run.batch if batch is None else None, _device_bytes(device_memory, timing)
     told = answered(found, request.batch, size, rows=rows, device=run.device)
     _print(numbers_of(found, run.name, began, timing), told, step, as_json=as_json)
     for note in found.notes:
@@ -251,10 +253,13 @@ def answered(
     return answer(found, rows, positions, device_bytes)
 
 
-def _device_bytes(text: str | None) -> int | None:
-    """The bytes of --device-memory. Raises InputError for what is no SIZE of a plan word."""
+def _device_bytes(text: str | None, cluster: "Cluster | None") -> int | None:
+    """The bytes of --device-memory, or of the cluster's devices.
+
+    Raises InputError for what is no SIZE of a plan word.
+    """
     if text is None:
-        return None
+        return None if cluster is None else cluster.device.memory_bytes
     try:
         plan = Plan.parse(f"device_memory:{text}")
     except InputError:

@@ -1,9 +1,12 @@
 """Errors of the command line (an unknown option, a wrong value), as a paragraph like any other."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import typer
+
+from shardwise.core.tools.suggest import suggest
 
 #: The library's error of this kind; typer brings its own click or uses the one that is installed.
 UsageError: Final[type[Exception]] = typer.BadParameter.__mro__[1]
@@ -34,6 +37,9 @@ def answer(error: Any, program: str, given: Sequence[str]) -> str:
     if type(error).__name__ == "NoArgsIsHelpError":
         return str(error.format_message())
     named = [EXAMPLES[word] for word in given if word in EXAMPLES]
+    if unknown := re.match(r"No such command '(.*?)'", message):
+        near = suggest(unknown[1], EXAMPLES)
+        message, named = unknown[0], [EXAMPLES[near]] * (near is not None)
     example = EXAMPLES.get(program) or [EXAMPLES["train"], *named][-1]
     context = error.ctx.command_path if error.ctx is not None else program
     return f"{message.rstrip('.?')}. Write instead: {example}. {context} --help lists all options."

@@ -5,6 +5,7 @@ starting them, so that a wrong input is one paragraph instead of one per rank, a
 tokenised when the ranks start.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -181,14 +182,19 @@ def check_same(before: "Sizes", now: "Sizes") -> None:
         )
 
 
-def prepare(config: Config, ranks: int, start: RunStart) -> PreparedRun:
-    """Check and prepare the inputs of a run on `ranks` ranks. Raises InputError for wrong ones."""
+def prepare(
+    config: Config, ranks: int, start: RunStart, most_bytes: float = math.inf
+) -> PreparedRun:
+    """Check and prepare the inputs of a run on `ranks` ranks. Raises InputError for wrong ones.
+
+    Of larger data only about `most_bytes` are tokenised, for a check without a run.
+    """
     plan = checked_plan(config, ranks)
     check_cluster(config, plan)
     run_folder.check(config, start.resume, start.overwrite)
     called = callbacks_of(config.run)
     source = find(config.data.source, config.data.field, config.data.encoding)
-    packed = tokenise(source, config.data.tokens, config.cache)
+    packed = tokenise(replace(source, most_bytes=most_bytes), config.data.tokens, config.cache)
 
     # imports torch, which takes seconds; the checks so far did not need it
     from shardwise.train.sizes import (

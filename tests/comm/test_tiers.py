@@ -164,9 +164,9 @@ def test_a_containers_limit_counts(limit: str, used: str, stat: str, cache: str,
     job.mkdir()
     for name, text in ((limit, "800"), (used, "500"), (stat, f"{cache} 0")):
         (job / Path(name).name).write_text(text)
-    assert host_memory._limits(tmp_path, own) == [(800, 300), (1000, 400)]
+    assert host_memory._limits(tmp_path, own) == [(800, 500), (1000, 400)]
     (tmp_path / limit).write_text("max\n")
-    assert host_memory._limits(tmp_path, own) == [(800, 300)]
+    assert host_memory._limits(tmp_path, own) == [(800, 500)]
 
 
 def test_free_memory_is_at_most_what_may_be_used():

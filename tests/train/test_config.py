@@ -31,7 +31,7 @@ def test_a_file_that_sets_nothing_is_refused(text: str | None, tmp_path: Path) -
     file = tmp_path / "empty.toml" if text is not None else Path("/dev/null")
     if text is not None:
         file.write_text(text)
-    with pytest.raises(InputError, match="which is empty"):
+    with pytest.raises(InputError, match="which is empty|it is no regular file"):
         config.read(file, ["train.steps=3"])
 
 
@@ -189,7 +189,8 @@ def test_a_file_that_is_missing_or_not_toml_is_refused(tmp_path: Path) -> None:
             config.read(tmp_path / "broken.toml")
         assert config.override({}, [f"train.steps={broken[4:]}"])["train"]["steps"] == broken[4:]
     (tmp_path / "long.toml").write_text("#" * 2**23)
-    for name, why in (("long.toml", "larger than 4 MiB"), ("/dev/zero", "it is no regular file")):
+    (tmp_path / "zero.toml").symlink_to("/dev/zero")
+    for name, why in (("long.toml", "larger than 4 MiB"), ("zero.toml", "it is no regular file")):
         for read in (config.read, cluster_of, table_in, imported):
             with pytest.raises(InputError, match=why):
                 read(tmp_path / name)

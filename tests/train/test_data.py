@@ -1,6 +1,9 @@
 """The batches: nothing lost, shuffled, resumable, and the same for any number of ranks."""
 
+import errno
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +225,64 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"data\.cache = .*nothing can be written"):
         packed.make_folder(tmp_path / "taken" / "inside", "data.cache")
     assert [file.name for file in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_cache_that_cannot_be_written_serves_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared and read-only: no lock and no hash can be written; only other text is refused."""
+    source = source_in(tmp_path / "in", "some text " * 50)
+    first = packed.tokenise(source, "bpe:280", tmp_path / "cache")
+    (tmp_path / "in" / "0.txt").touch()  # its hash is taken again
+
+    def read_only(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(packed.tempfile, "TemporaryFile", read_only)
+    monkeypatch.setattr("shardwise.checkpoint.lock._acquire", read_only)
+    for name in ("packed", "hashes"):
+        monkeypatch.setattr(f"shardwise.train.data.{name}.publish", read_only)
+    again = packed.tokenise(source, "bpe:280", tmp_path / "cache")
+    assert (again.key, again.stream.tolist()) == (first.key, first.stream.tolist())
+    for other in ("bytes", "bpe:290"):
+        with pytest.raises(InputError, match=r"data\.cache = .*Read-only file system"):
+            packed.tokenise(source, other, tmp_path / "cache")
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    """Up to the whole corpus, beside the tokens that the next one writes."""
+    source = source_in(tmp_path / "in", "ab")
+    kept = packed.tokenise(source, "bytes", tmp_path / "cache")
+    left = tmp_path / "cache" / f".{kept.key}.tokens.123"
+    left.write_text("half")
+    (tmp_path / "cache" / f"{kept.key}.json").unlink()
+    packed.tokenise(source, "bytes", tmp_path / "cache")
+    assert not left.exists()
+
+
+def test_tokenising_tells_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a terminal too."""
+    monkeypatch.setattr("shardwise.core.tools.signs_of_life.EVERY_S", 0.01)
+    source, read = source_in(tmp_path / "in", "ab"), sources.Source.documents
+
+    def slow(*args: Any, **more: Any) -> Any:
+        time.sleep(0.1)
+        return read(*args, **more)
+
+    monkeypatch.setattr(sources.Source, "documents", slow)
+    packed.tokenise(source, "bytes", tmp_path / "cache")
+    assert f"tokenising {tmp_path}/in, 0 MiB: 0 s" in capsys.readouterr().err
+
+
+def test_of_a_large_source_a_part_is_enough_for_a_check(tmp_path: Path) -> None:
+    """Of a file, of rows, and of several files; it is not hashed as a whole."""
+    part = replace(source_in(tmp_path / "in", "ab\u00e9" * 9, "c" * 9), most_bytes=12)
+    assert part.cut and not replace(part, most_bytes=50).cut
+    assert [*part.documents()] == ["ab\u00e9" * 3, "c" * 9]
+    assert part.digest(_never) == part.digest(_never)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "abcde"}\n' * 9)
+    found = replace(sources.find(str(rows), "text"), most_bytes=12)
+    assert [*found.documents()] == ["abcde"] * 3

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -308,6 +309,22 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path) -> No
     Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "t.json"))  # noqa: S106
     with pytest.raises(InputError, match="ends a document"):
         tokens.load_tokenizer(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize("eos", ["</end>", {"content": "</end>"}])
+def test_the_end_of_a_document_is_the_one_of_the_tokenizers_folder(
+    eos: Any, tmp_path: Path
+) -> None:
+    """`eos_token` of tokenizer_config.json, also beside a token that would be guessed."""
+    from tokenizers import Tokenizer, models
+
+    words = {"a": 0, "</s>": 1, "</end>": 2}
+    Tokenizer(models.WordLevel(words, unk_token="a")).save(str(tmp_path / "tokenizer.json"))  # noqa: S106
+    guessed = tokens.load_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    found = tokens.load_tokenizer(tmp_path / "tokenizer.json")
+    assert (guessed.separator, found.separator) == (1, 2)
+    assert guessed.name != found.name
 
 
 def test_a_vocabulary_that_does_not_fit_is_refused() -> None:

@@ -9,13 +9,14 @@ machine hash; the others wait and take its hashes.
 
 import hashlib
 import json
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from filelock import FileLock
-
+from shardwise.checkpoint.lock import locked
 from shardwise.train.publish import publish
 
 #: Younger changes can share their time with a later one: the coarsest clock of a file system.
@@ -32,7 +33,7 @@ def hashes(files: Sequence[Path], cache: Path) -> list[bytes]:
     paths = [str(file.absolute()) for file in files]
     name = hashlib.blake2b("\0".join(paths).encode(errors="replace"), digest_size=12).hexdigest()
     kept = cache / f"{name}.hashes.json"
-    with FileLock(cache / f"{name}.lock"):
+    with one_at_a_time(cache / f"{name}.lock"):
         known = _read(kept)
         found: Known = {}
         for path in paths:
@@ -40,8 +41,19 @@ def hashes(files: Sequence[Path], cache: Path) -> list[bytes]:
             unchanged = before is not None and before[0] == _state(path)
             found[path] = before if before is not None and unchanged else _hashed(path)
         if found != known:
-            publish(kept, lambda beside: beside.write_text(json.dumps(found), encoding="utf-8"))
+            text = json.dumps(found)
+            with suppress(OSError):  # a cache that cannot be written
+                publish(kept, lambda beside: beside.write_text(text, encoding="utf-8"))
     return [bytes.fromhex(found[path][1]) for path in paths]
+
+
+@contextmanager
+def one_at_a_time(file: Path) -> Iterator[None]:
+    """Wait for the lock `file`; nobody writes in a folder in which it cannot be made."""
+    with ExitStack() as held:
+        with suppress(OSError):
+            held.enter_context(locked(file, math.inf))
+        yield
 
 
 def _hashed(path: str) -> tuple[State | None, str]:

@@ -5,7 +5,7 @@
 
 The key is a hash of the content and of the vocabulary. The .json is written last, by a rename, so
 it exists only if the numbers are complete. A file lock lets the first process on a machine create
-the files; the others wait for it.
+the files; the others wait for it. A folder that cannot be written is enough if it has them.
 """
 
 import hashlib
@@ -13,13 +13,15 @@ import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from filelock import FileLock
 from numpy.typing import NDArray
 
 from shardwise.core.errors import InputError, bad
-from shardwise.train.data.hashes import hashes
+from shardwise.core.tools.signs_of_life import signs_of_life
+from shardwise.core.tools.suggest import setting
+from shardwise.train.data.hashes import hashes, one_at_a_time
 from shardwise.train.data.sources import Source, raw
 from shardwise.train.data.tokens import (
     ByteVocabulary,
@@ -54,14 +56,22 @@ class Packed:
 
 def tokenise(source: Source, tokens: str, cache: Path) -> Packed:
     """The source's tokens, from `cache` if it has them. Raises InputError for bad input."""
-    make_folder(cache, "data.cache")
+    refused: InputError | None = None
+    try:
+        make_folder(cache, "data.cache")
+    except InputError as error:
+        if not cache.is_dir():
+            raise
+        refused = error
     content = source.digest(lambda files: hashes(files, cache))
-    with FileLock(cache / f"{content}.lock"):
-        vocabulary = _vocabulary(source, tokens, cache, content)
+    with one_at_a_time(cache / f"{content}.lock"):
+        vocabulary = _vocabulary(source, tokens, cache, content, refused)
         mark = f"{FORMAT}/{content}/{vocabulary.name}"
         key = hashlib.blake2b(mark.encode(), digest_size=12).hexdigest()
         about = cache / f"{key}.json"
         if not about.exists():
+            if refused is not None:
+                raise refused
             _write(source, vocabulary, cache / f"{key}.tokens", about)
     facts = json.loads(about.read_text(encoding="utf-8"))
     stream = np.memmap(cache / f"{key}.tokens", dtype=facts["dtype"], mode="r")
@@ -84,11 +94,14 @@ def unwritable_folder(folder: Path, what: str, error: OSError) -> InputError:
     return bad(
         f"{what} = '{folder}', where nothing can be written ({error.strerror})",
         "a folder that you may write to",
-        f"--set {what}=runs/NAME",
+        setting(what, Path("runs/NAME")),
     )
 
 
-def _vocabulary(source: Source, tokens: str, cache: Path, content: str) -> Vocabulary:
+def _vocabulary(
+    source: Source, tokens: str, cache: Path, content: str, refused: InputError | None
+) -> Vocabulary:
+    """The vocabulary; trained if the cache lacks it. Raises `refused` if it cannot be written."""
     if tokens == "bytes":
         return ByteVocabulary()
     if not tokens.startswith("bpe:"):
@@ -96,13 +109,16 @@ def _vocabulary(source: Source, tokens: str, cache: Path, content: str) -> Vocab
     size = bpe_size(tokens)
     path = cache / f"{content}-bpe{size}.tokenizer.json"
     if not path.exists():
-        publish(path, train_bpe(source.documents(), size).save)
+        if refused is not None:
+            raise refused
+        with signs_of_life(lambda: f"training {tokens} on {source.name}"):
+            publish(path, train_bpe(source.documents(), size).save)
     return load_tokenizer(path)
 
 
 def _write(source: Source, vocabulary: Vocabulary, path: Path, about: Path) -> None:
     dtype = np.dtype(np.uint16 if vocabulary.size <= 2**16 else np.uint32)
-    facts = {"dtype": dtype.name, "documents": 0, "text_bytes": 0}
+    facts: dict[str, Any] = {"dtype": dtype.name, "documents": 0, "text_bytes": 0}
     separator = np.array([vocabulary.separator], dtype)
 
     def write(beside: Path) -> None:
@@ -114,7 +130,11 @@ def _write(source: Source, vocabulary: Vocabulary, path: Path, about: Path) -> N
                 facts["documents"] += 1
                 facts["text_bytes"] += len(raw(text))
 
-    publish(path, write)
+    for left in path.parent.glob(f".{path.name}.*"):  # of a process that was killed
+        left.unlink()
+    mib = 2**20
+    with signs_of_life(lambda: f"tokenising {source.name}, {facts['text_bytes'] / mib:,.0f} MiB"):
+        publish(path, write)
     if not facts["documents"]:
         path.unlink()
         raise bad(

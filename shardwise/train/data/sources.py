@@ -13,6 +13,7 @@ those that are not UTF-8 become lone surrogates (PEP 383), which `raw` converts 
 import glob
 import hashlib
 import json
+import math
 import os
 import re
 import sysconfig
@@ -40,25 +41,39 @@ LEFT_OUT = frozenset(
 class Source:
     """Files in reading order, the field of .jsonl and .parquet with the text, and the encoding.
 
-    .parquet files are always UTF-8.
+    .parquet files are always UTF-8. Of a larger source only about `most_bytes` are read.
     """
 
     name: str
     files: tuple[Path, ...]
     field: str
     encoding: str = "utf-8"
+    most_bytes: float = math.inf
+
+    @property
+    def cut(self) -> bool:
+        """Whether `most_bytes` leaves a part of the files out."""
+        return sum(file.stat().st_size for file in self.files) > self.most_bytes
 
     def documents(self, exact: bool = False) -> Iterator[str]:
         """The documents in order, without empty ones; see the top of the file for `exact`.
 
         Raises InputError for a file that cannot be read or decoded.
         """
+        left = self.most_bytes
         for file in self.files:
-            yield from (text for text in _read(file, self, exact) if text)
+            for text in _read(file, self, exact):
+                if text:
+                    yield text
+                left -= len(text)
+                if left <= 0:
+                    return
 
     def digest(self, hashes: Callable[[Sequence[Path]], list[bytes]]) -> str:
         """A hash of the files' contents in order, independent of their paths."""
         how = f"{self.field}/{self.encoding}"
+        if self.cut:  # it is not read as a whole for its hash either
+            return hashlib.blake2b(f"{how}/{self.files}".encode(), digest_size=16).hexdigest()
         total = hashlib.blake2b(how.encode(errors="replace"), digest_size=16)
         try:
             for file, content in zip(self.files, hashes(self.files), strict=True):
@@ -143,7 +158,12 @@ def _read(file: Path, source: Source, exact: bool) -> Iterator[str]:
         elif file.suffix == ".parquet":
             yield from _parquet(file, source.field)
         else:  # decoded from bytes, which preserves line endings
-            yield file.read_bytes().decode("utf-8" if exact else source.encoding, errors)
+            encoding, size = "utf-8" if exact else source.encoding, file.stat().st_size
+            if size <= source.most_bytes:
+                yield file.read_bytes().decode(encoding, errors)
+            else:  # it may end within a character
+                with file.open("rb") as stream:
+                    yield stream.read(int(source.most_bytes)).decode(encoding, errors="ignore")
     except OSError as error:
         raise _unreadable(file, error) from None
     except UnicodeError as error:

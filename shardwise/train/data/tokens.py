@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.core.errors import bad
+from shardwise.core.tools.files import read_text
 from shardwise.train.data.sources import raw
 
 if TYPE_CHECKING:
@@ -65,23 +66,29 @@ class ByteVocabulary:
 class TokenizerVocabulary:
     """A tokenizer.json of the `tokenizers` library."""
 
-    def __init__(self, tokenizer: "tokenizers.Tokenizer", where: str) -> None:
+    def __init__(
+        self, tokenizer: "tokenizers.Tokenizer", where: str, end: str | None = None
+    ) -> None:
+        """`end` is the text of the token that ends a document, if its files say so."""
         self._tokenizer = tokenizer
         entries = tokenizer.get_vocab(with_added_tokens=True)
         if not entries:
             raise bad(f"{where}, which has no tokens", "a trained tokenizer", "tokens = 'bytes'")
         # numbers may have gaps: the largest determines the size
         self.size = max(entries.values()) + 1
-        found = [text for text in KNOWN_SEPARATORS if text in entries]
+        found = [text for text in (end, *KNOWN_SEPARATORS) if text in entries]
         if not found:
             raise bad(
                 f"{where}, which has no token that ends a document",
-                f"a tokenizer with one of {', '.join(KNOWN_SEPARATORS)}",
+                f"an eos_token in tokenizer_config.json beside it, or one of "
+                f"{', '.join(KNOWN_SEPARATORS)}",
                 "tokens = 'bpe:4096', which trains one on the data",
             )
         self.separator_text = found[0]
         self.separator = entries[found[0]]
         text = json.dumps(json.loads(tokenizer.to_str()), sort_keys=True)
+        known = next((each for each in KNOWN_SEPARATORS if each in entries), None)
+        text += found[0] if found[0] != known else ""
         self.name = f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def encode(self, text: str) -> Numbers:
@@ -117,7 +124,17 @@ def load_tokenizer(path: Path) -> TokenizerVocabulary:
             "a file written by the tokenizers library",
             "tokens = 'bpe:4096', which trains one on the data",
         ) from None
-    return TokenizerVocabulary(tokenizer, f"tokens = '{path}'")
+    return TokenizerVocabulary(tokenizer, f"tokens = '{path}'", _end_of_sequence(path))
+
+
+def _end_of_sequence(path: Path) -> str | None:
+    """The `eos_token` in the tokenizer_config.json beside a tokenizer; None if there is none."""
+    try:
+        found = json.loads(read_text(path.with_name("tokenizer_config.json")))["eos_token"]
+        found = found["content"] if isinstance(found, dict) else found
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def bpe_size(text: str) -> int:
