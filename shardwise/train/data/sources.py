@@ -53,7 +53,8 @@ class Source:
     @property
     def cut(self) -> bool:
         """Whether `most_bytes` leaves a part of the files out."""
-        return sum(file.stat().st_size for file in self.files) > self.most_bytes
+        limited = self.most_bytes < math.inf
+        return limited and sum(file.stat().st_size for file in self.files) > self.most_bytes
 
     def documents(self, exact: bool = False) -> Iterator[str]:
         """The documents in order, without empty ones; see the top of the file for `exact`.
