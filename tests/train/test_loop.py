@@ -113,7 +113,6 @@ def test_a_run_leaves_its_report_pictures_and_sample(plan: str, tmp_path: Path) 
         "plots/loss.png",
         "plots/memory.png",
         "plots/bytes.png",
-        "plots/step.png",
     ):
         assert (given.folder / name).stat().st_size > 0
 

@@ -20,7 +20,7 @@ def expanded(name: str) -> str:
     Raises InputError for a variable that is not set.
     """
     found = os.path.expandvars(name)
-    if unset := re.search(r"\$(\w+|\{[^}]*\})", found):
+    if unset := re.search(r"\$([A-Za-z_]\w*|\{[^}]*\})", found):
         variable = unset[0].strip("${}")
         allowed = f"a path whose variables are set, and {variable} is not"
         raise bad(f"'{name}'", allowed, f"export {variable}=... before the command")
