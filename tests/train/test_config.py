@@ -31,7 +31,7 @@ def test_a_file_that_sets_nothing_is_refused(text: str | None, tmp_path: Path) -
     file = tmp_path / "empty.toml" if text is not None else Path("/dev/null")
     if text is not None:
         file.write_text(text)
-    with pytest.raises(InputError, match="which is empty|it is no regular file"):
+    with pytest.raises(InputError, match=r"which is empty|it is no regular file"):
         config.read(file, ["train.steps=3"])
 
 
