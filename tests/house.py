@@ -34,8 +34,8 @@ APPLIED = (
 #: with every file that need not know the technique any more; it never rises.
 FOREIGN = {
     "data": 52,
-    "tensor": 37,
-    "expert": 27,
+    "tensor": 36,
+    "expert": 25,
     "pipeline": 18,
     "recompute": 14,
     **dict.fromkeys(("layers", "offload"), 9),

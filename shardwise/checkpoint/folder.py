@@ -21,7 +21,7 @@ from pathlib import Path
 
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.arguments import integer
-from shardwise.core.tools.files import expanded
+from shardwise.core.tools.user_files import expanded
 
 METADATA, SCALARS, MANIFEST = ".metadata", "scalars.json", "manifest.json"
 LATEST = "latest"

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from shardwise import __version__
 from shardwise.checkpoint.failure import damaged, foreign, unread
 from shardwise.checkpoint.folder import MANIFEST, METADATA, SCALARS
 from shardwise.checkpoint.manifest import Manifest, read_manifest, require_files, require_sizes
@@ -21,7 +20,7 @@ from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.piece import Piece, pieces_of
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import is_count, short_repr
-from shardwise.core.tools.files import open_regular
+from shardwise.core.tools.user_files import open_regular
 
 #: The first entry of scalars.json.
 FORMAT = "shardwise 2"
@@ -98,7 +97,7 @@ def _scalars(path: Path) -> dict[str, Any]:
         saved = said.get("format") if isinstance(said, dict) else None
         raise bad(
             f"'{file}' in the format {short_repr(saved)}",
-            f"checkpoints in the format '{FORMAT}', which shardwise {__version__} reads",
+            f"checkpoints in the format '{FORMAT}', which this version of shardwise reads",
             "the version of shardwise that saved it, whose 'shardwise checkpoint export' writes "
             "its weights as safetensors for any version",
         )

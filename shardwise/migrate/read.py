@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
-from shardwise.core.tools.files import read_text
+from shardwise.core.tools.user_files import read_text
 from shardwise.migrate import accelerate, deepspeed, torchtitan
 from shardwise.migrate.draft import SAME, Draft, carry, flat
 from shardwise.train.config import build

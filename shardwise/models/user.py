@@ -33,8 +33,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.arguments import short_repr
-from shardwise.core.tools.files import expanded
 from shardwise.core.tools.suggest import suggest
+from shardwise.core.tools.user_files import expanded
 from shardwise.engine.options import own_loss
 from shardwise.models.trainable import Loss, Trainable
 

@@ -9,8 +9,8 @@ import tomli_w
 from pydantic import ValidationError
 
 from shardwise.core.errors import Problem, bad, refusal
-from shardwise.core.tools.files import expanded, read_text
 from shardwise.core.tools.suggest import suggest
+from shardwise.core.tools.user_files import expanded, read_text
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.cluster_presets import PRESETS
 

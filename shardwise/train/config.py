@@ -20,8 +20,8 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from shardwise.core.errors import Problem, bad, refusal
-from shardwise.core.tools.files import read_text
 from shardwise.core.tools.suggest import suggest
+from shardwise.core.tools.user_files import read_text
 from shardwise.train.config_sections import (
     CLOSED,
     DataSection,

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from shardwise.core.check_every import CHECK_EVERY, CheckEvery
 from shardwise.core.errors import InputError
-from shardwise.core.tools.files import expanded
+from shardwise.core.tools.user_files import expanded
 
 CLOSED: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 MOST: Final = 10**9  # of anything that is counted

@@ -158,17 +158,20 @@ def _read(file: Path, source: Source, exact: bool) -> Iterator[str]:
             yield from _jsonl(file, source, errors)
         elif file.suffix == ".parquet":
             yield from _parquet(file, source.field)
-        else:  # decoded from bytes, which preserves line endings
-            encoding, size = "utf-8" if exact else source.encoding, file.stat().st_size
-            if size <= source.most_bytes:
-                yield file.read_bytes().decode(encoding, errors)
-            else:  # it may end within a character
-                with file.open("rb") as stream:
-                    yield stream.read(int(source.most_bytes)).decode(encoding, errors="ignore")
+        else:
+            yield _text(file, "utf-8" if exact else source.encoding, errors, source.most_bytes)
     except OSError as error:
         raise _unreadable(file, error) from None
     except UnicodeError as error:
         raise _wrongly_encoded(file, source.encoding, error) from None
+
+
+def _text(file: Path, encoding: str, errors: str, most_bytes: float) -> str:
+    """The text of a file, or its beginning, decoded from bytes, which preserves line endings."""
+    if file.stat().st_size <= most_bytes:
+        return file.read_bytes().decode(encoding, errors)
+    with file.open("rb") as stream:  # the beginning may end within a character
+        return stream.read(int(most_bytes)).decode(encoding, errors="ignore")
 
 
 def _wrongly_encoded(file: Path, encoding: str, error: UnicodeError) -> InputError:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.core.errors import bad
-from shardwise.core.tools.files import read_text
+from shardwise.core.tools.user_files import read_text
 from shardwise.train.data.sources import raw
 
 if TYPE_CHECKING:
