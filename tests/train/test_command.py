@@ -155,7 +155,7 @@ def _sent(line: str, program: Program, number: int, folder: Path) -> bool:
     """Signal the program and its ranks once its first step is shown; True of every line."""
     if line.startswith("step 1/"):
         ranks = [int(path.stem) for path in folder.glob("*.pid")]
-        assert len(ranks) == 2
+        assert len(ranks) == 2 and program.pid is not None
         for pid in (*ranks[:1], program.pid, *ranks[1:]):
             os.kill(pid, number)
     return True

@@ -3,14 +3,14 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 EVERY_S = 10.0
 
 
 @contextmanager
-def signs_of_life(what: Callable[[], str]) -> Iterator[None]:
+def signs_of_life(what: Callable[[], str]) -> Generator[None]:
     """Print `what` and the time that it has taken, on standard error, inside `with`."""
     ended, began = threading.Event(), time.monotonic()
 
