@@ -109,7 +109,11 @@ class EngineOptions:
             return AdamW(lr=3e-4)
         if isinstance(optimizer, OptimizerSpec):
             return optimizer
-        shown = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else optimizer
+        found = type(optimizer) if isinstance(optimizer, Optimizer) else optimizer
+        shown: Any = optimizer
+        if isinstance(found, type):  # in full: sw.AdamW has the name of torch's
+            own = issubclass(found, Optimizer) and found.__module__.startswith("torch.optim.")
+            shown = f"{'torch.optim' if own else found.__module__}.{found.__qualname__}"
         allowed = "sw.AdamW, sw.Adam, sw.SGD, sw.Lion or sw.Optim with options, without parameters"
         instead = "optimizer=sw.AdamW(lr=3e-4), or sw.Optim(torch.optim.RMSprop, lr=3e-4)"
         raise bad(f"optimizer={short_repr(shown)}", allowed, instead)

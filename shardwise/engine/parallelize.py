@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.comm.world import World
+from shardwise.comm.world import World, init
 from shardwise.core.check_every import CHECK_EVERY
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
@@ -40,7 +40,7 @@ from shardwise.wrap.wrapper import no_wrapper
 def parallelize(
     model: nn.Module,
     plan: Plan | str,
-    world: World,
+    world: World | None = None,
     *,
     optimizer: OptimizerSpec | None = None,
     loss: Loss | None = None,
@@ -61,7 +61,8 @@ def parallelize(
 ) -> Engine:
     """Shard `model` in place according to `plan`, and return the engine that trains it.
 
-    The options are those of shardwise.engine.options.EngineOptions, where each is described.
+    Without a world it is that of `sw.init()`.  The options are those of
+    shardwise.engine.options.EngineOptions, where each is described.
 
     Raises:
         InputError: the plan or an argument cannot work or differs between ranks; nothing changed.
@@ -88,11 +89,12 @@ def parallelize(
 
 
 def build_engine(
-    model: nn.Module, plan: Plan | str, world: World, options: EngineOptions
+    model: nn.Module, plan: Plan | str, world: World | None, options: EngineOptions
 ) -> Engine:
     """The engine; all arguments are checked before anything changes."""
     validate.model(model, "sw.parallelize")
     validate.no_backward_optimizer(model, "sw.parallelize of a model")
+    world = init() if world is None else world
     validate.world(world)
     options = replace(options, kernels=kernels_of(world.device))
     plan = plan_of(plan)

@@ -85,12 +85,14 @@ def _twice(what: str, first: str, second: str) -> Problem:
 
 
 def _unknown(words: list[str]) -> Problem:
-    """One problem for all unknown words, since the list of allowed words is long."""
+    """One problem for all unknown words; the list of allowed words only where none is close."""
     given = " and ".join(f"'{word}'" for word in words)
-    allowed = f"the plan words, with spaces between them: {' '.join(word.form for word in WORDS)}"
     near = {word: _nearest(word) for word in words}
     instead = ", ".join(f"{near[word]} for '{word}'" for word in words if near[word])
     given += ", which is no plan word" if len(words) == 1 else ", which are no plan words"
+    allowed = "the words that `shardwise plan --words` prints, with spaces between them"
+    if not instead:
+        allowed += f": {' '.join(word.form for word in WORDS)}"
     return Problem(given, allowed, instead or "dp2 zero3, to shard all states over 2 ranks")
 
 
