@@ -194,14 +194,14 @@ class SameOnRanks:
         steps = self.facts.get(STEPS, {})
         self.facts[STEPS] = {**steps, kind: steps.get(kind, 0) + 1}
 
-    def difference(self, step: int, *, modes: bool = True) -> int | Tensor:
+    def difference(self, step: int, *, modes: bool = True, weights: bool = True) -> int | Tensor:
         """This rank's contribution in step `step`, from 0; a double on the device with tensors.
 
-        `modes`: whether the training flags of modules count.
+        `modes`: whether the training flags of modules count; `weights`: whether weights may.
         """
         self.sent = None if self.options is None else (self.options, self.facts)
         self.options, self.facts = None if self.options is None else {}, {}
-        self.weighs = self.every > 0 and step % self.every == 0
+        self.weighs = weights and self.every > 0 and step % self.every == 0
         self.hash = self._hash(repr(self.sent and [sorted(each.items()) for each in self.sent]))
         if not any(axis.transport.answered for axis in self.axes):
             return 0  # alone, or in a traced world, whose ranks are all this one
