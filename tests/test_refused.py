@@ -341,7 +341,7 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
             lambda: engine_of(
                 "dp1 offload:optim@disk", optimizer=sw.Optim(torch.optim.Adafactor, lr=0.1)
             ),
-            "means of rows and columns",
+            "Adafactor with offload:optim@disk: the update is made on a disk",
         ),
         (
             lambda: engine_of("dp1 offload:param tile:2", nn.Conv1d(2, 2, 1)),

@@ -258,7 +258,8 @@ class Engine:
         counted = round(tokens)
         loss, correction = loss_sum / max(1, counted), 1 / (max(1.0, parts) * weights.scale)
         self.consensus.apply(used, difference)
-        if counted and self.stages.size == 1 and not any(used[:-1]):  # the last is a checksum
+        late = self.updates.updater.by_schedule or self.stages.size > 1  # gradients are elsewhere
+        if counted and not late and not any(used[:-1]):  # the last is a checksum
             raise validate.no_gradient("a step")
         asked = self.training.clip is not None
         norm, skipped = None, not math.isfinite(loss)
