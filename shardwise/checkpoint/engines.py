@@ -48,7 +48,7 @@ from shardwise.engine.checks import validate
 from shardwise.engine.checks.consistency import require_same
 from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
-from shardwise.engine.state.full import entries, plain_of
+from shardwise.engine.state.full import entries, plain_key, plain_of
 from shardwise.engine.state.json_values import ALLOWED, pack, unpack
 from shardwise.wrap.plain_loop import PlainLoop
 
@@ -382,7 +382,8 @@ def _of_weights(engine: Engine, names: set[str]) -> list[Box]:
 def _require_all(trained: Engine | PlainLoop, opened: OpenCheckpoint) -> None:
     """Raise InputError for a checkpoint with tensors that the model does not have."""
     model = plain_of(trained) if isinstance(trained, Engine) else trained.plain
-    known = {f"{MODEL}{name}" for name, _ in (*entries(model), *model.named_buffers())}
+    named = (*entries(model), *model.named_buffers())
+    known = {f"{MODEL}{plain_key(name)}" for name, _ in named}
     saved = [name for name in opened.metadata.state_dict_metadata if name.startswith(MODEL)]
     more = [name.removeprefix(MODEL) for name in saved if name not in known]
     if more:

@@ -42,6 +42,7 @@ from shardwise.prediction.traffic import TrafficLine, by_kind
 from shardwise.techniques.data.apply import cast_whole
 from shardwise.techniques.data.inference import normal_mode
 from shardwise.techniques.data.units import Unit
+from shardwise.techniques.data.wrap_policy import plain_key
 from shardwise.techniques.layers.redistributed import plain
 from shardwise.techniques.offload.disk_states import open_disk
 
@@ -53,7 +54,9 @@ class Engine:
         self.model, self.plan, self.world, self.training = model, build.plan, build.world, training
         self.ledger: Ledger = build.world.ledger
         self.dtype, self.recompute = DTYPES[build.plan.precision], build.recompute
-        self.names = [name for name, _ in model.named_parameters()]  # those of all stages
+        self.names = [
+            plain_key(name) for name, _ in model.named_parameters()
+        ]  # those of all stages
         self.disk = open_disk(self.plan, training, self.world, model)
         by_unit = self.plan.states.moves().fetch is not None  # the model may not fit
         weights = RankZeroWeights.take(model, build.missing, self.world, self.dtype)
@@ -92,6 +95,7 @@ class Engine:
             over_stages=self._over_stages,
             clip=training.clip,
         )
+        self.follows = compiled.followed(self.plan)
         self.steps = self.steps_run = 0  # of the run; of these, the steps of this engine
         self.coming: state.Loading | None = None  # a checkpoint that is being loaded
         self.shares_compared = False  # whether data ranks have compared a batch
@@ -153,7 +157,8 @@ class Engine:
         self.world.background.report()
         validate.recording()
         self.data.structure.require_unchanged()
-        compiled.require_plain(self.model, self.plan)
+        if self.follows:
+            compiled.without_compiler(self.model, f"'{self.plan}'", self.world.rank)
         self.consensus.same.begin(self.steps + 1, self.optimizer.compared())
         batch = shares.on_device(batch, self.world.device)
         self.passes.require(batch, self.microbatches)

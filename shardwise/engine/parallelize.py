@@ -100,7 +100,9 @@ def build_engine(
     plan = plan_of(plan)
     require(plan, world.size)
     plan = _completed(plan, world)
-    compiled.require_plain(model, plan, options.loss)
+    if compiled.followed(plan):
+        model = compiled.without_compiler(model, f"'{plan}'", world.rank)
+        options = replace(options, loss=compiled.plain_loss(options.loss))
     spec = options.spec
     require_possible(spec, model, plan)
     objective = options.objective

@@ -15,14 +15,14 @@ from torch import nn
 
 from shardwise.core.errors import bad
 from shardwise.core.tools import arguments
+from shardwise.core.tools.graph_break import graph_break
 from shardwise.engine.checks import validate
-from shardwise.engine.checks.compiled import refuse
+from shardwise.engine.checks.compiled import without_compiler
 from shardwise.techniques.data.apply import drivers
 from shardwise.techniques.replicas.devices import Devices, as_devices
 from shardwise.techniques.replicas.replicate import replicate
 from shardwise.techniques.replicas.rows import gather, scatter
 from shardwise.techniques.replicas.threads import parallel_apply
-from shardwise.wrap.torch_options import DATA_PARALLEL_OPTIONS, refusing
 from shardwise.wrap.wrapper import Wrapper, no_wrapper
 
 
@@ -45,16 +45,15 @@ class DataParallel(nn.Module, Wrapper):
     `state_dict` has the plain module's keys; `.module`, or sw.unwrap, is the plain module.
 
     Raises:
-        InputError: wrong devices; a module that is wrapped, scripted or compiled; for a call, what
+        InputError: wrong devices; a module that is wrapped or scripted; for a call, what
             `scatter` and `gather` raise.
     """
 
     axis = None
 
-    @refusing("sw.DataParallel", DATA_PARALLEL_OPTIONS)
     def __init__(self, module: nn.Module, devices: Devices | None = None, dim: int = 0) -> None:
         super().__init__()
-        require_replicable(module)
+        module = require_replicable(module)
         arguments.integer("dim", dim, 0, 0)
         gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         if devices is None and not gpus:
@@ -67,6 +66,7 @@ class DataParallel(nn.Module, Wrapper):
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
 
+    @graph_break
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output for all rows, on the first device."""
         parts = scatter((args, kwargs), self.devices, self.dim)
@@ -84,13 +84,14 @@ class DataParallel(nn.Module, Wrapper):
         return set()
 
 
-def require_replicable(module: nn.Module) -> None:
-    """Raise InputError for a module of which no replicas can be made."""
+def require_replicable(module: nn.Module) -> nn.Module:
+    """The module without torch.compile.  Raises InputError if no replicas can be made of it."""
     validate.model(module, "sw.DataParallel")
-    refuse(module, "sw.DataParallel", "sw.DDP(module)")
+    module = without_compiler(module, "sw.DataParallel")
     no_wrapper(module)
     if any(drivers(part) for part in module.modules()):
         raise validate.already_wrapped(module)
+    return module
 
 
 _OWN = "module."

@@ -37,12 +37,13 @@ from shardwise.core.schedule.action import Token
 from shardwise.core.schedule.library import LIBRARY, MOST_FORWARDS, Size, build, entry
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.tools.arguments import integer, short_repr
+from shardwise.core.tools.graph_break import graph_break
 from shardwise.core.tools.hook import no_copy
 from shardwise.core.tools.structure import Structure
 from shardwise.core.tools.tree import leaves, mapped
 from shardwise.engine.batch import split
 from shardwise.engine.checks import consistency, validate
-from shardwise.engine.checks.compiled import refuse
+from shardwise.engine.checks.compiled import without_compiler
 from shardwise.engine.default_fill import default_fill
 from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
 from shardwise.observe.meta_buffers import materialise
@@ -94,8 +95,8 @@ def Pipe(  # noqa: N802
     no_wrapper(module)
     if any(drivers(part) for part in module.modules()):
         raise validate.already_wrapped(module)
-    refuse(module, "sw.Pipe", "sw.FSDP(module)")
     world = validate.leased_world(world)
+    module = without_compiler(module, "sw.Pipe", world.rank)
     asked = {"chunks": chunks, "stages": stages, "schedule": schedule}
     consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
     plan = Plan(axes=((PIPELINE, world.size),))
@@ -209,10 +210,11 @@ class Piped(Wrapper):
         """Tied parameters, on all but the first of their stages."""
         return {p for p, holders in self.tied.items() if holders.rank}
 
+    @graph_break
     @normal_mode()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the whole batch, on every rank."""
-        refuse(self.module, "sw.Pipe", "sw.FSDP(module)")
+        without_compiler(self.module, "sw.Pipe", self.world.rank)
         self.structure.require_unchanged()
         chunks = self.staged.schedule.microbatches
         validate.no_backward_optimizer(self.module, "sw.Pipe of a module")

@@ -52,7 +52,6 @@ from shardwise.techniques.data.pace import Pace
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.wrap import plain_optimizer
-from shardwise.wrap.torch_options import DDP_OPTIONS, FSDP_OPTIONS, refusing
 from shardwise.wrap.wrapper import no_wrapper, wrapper_of
 
 #: FSDP's names for the rows (arXiv 2304.11277).  Hybrid strategies shard inside groups of ranks.
@@ -65,7 +64,6 @@ STRATEGIES = {
 }
 
 
-@refusing("sw.DDP", DDP_OPTIONS)
 @normal_mode()
 def DDP(  # noqa: N802
     module: nn.Module,
@@ -98,7 +96,6 @@ def DDP(  # noqa: N802
     return _wrap(module, replace(how, broadcast_buffers=broadcast_buffers), world, precision)
 
 
-@refusing("sw.FSDP", FSDP_OPTIONS)
 @normal_mode()
 def FSDP(  # noqa: N802
     module: nn.Module,

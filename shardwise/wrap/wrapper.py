@@ -7,6 +7,7 @@ from torch import nn
 
 from shardwise.comm.world import Axis
 from shardwise.engine.checks import validate
+from shardwise.techniques.data.wrap_policy import uncompiled
 
 
 class Wrapper(ABC):
@@ -27,6 +28,7 @@ class Wrapper(ABC):
 
 def wrapper_of(module: nn.Module) -> Wrapper | None:
     """The wrapper of the module itself, not of a module inside it; None for any other module."""
+    module = uncompiled(module)
     forward = module if isinstance(module, Wrapper) else vars(module).get("forward")
     return forward if isinstance(forward, Wrapper) else None
 

@@ -1,6 +1,8 @@
 """torch.compile of models and blocks, before and after they are wrapped: the same training."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +10,9 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.world import World
-from shardwise.core.errors import InputError
 from tests.engine import loops
-from tests.engine.cases import difference, refusal, regression, settled
-from tests.pool import run_gloo, run_threads
+from tests.engine.cases import difference, regression, settled
+from tests.pool import run_gloo
 
 #: Ways to compile: on the plain module, and on the wrapped one.
 Change = Callable[[nn.Module, str], nn.Module]
@@ -185,42 +186,86 @@ def test_engines_train_compiled_models_under_data_parallelism(plan: str, when: s
 
 
 TABLE = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-FOLLOWED = ["tp2", "pp2 gpipe:2", "sw.Pipe"]
+LOOPS = ["sw.Pipe", "sw.DataParallel", "DDP", "FULL_SHARD"]
+FOLLOWED = [(how, when) for how in LOOPS for when in WHENS]
+FOLLOWED += [(how, when) for how in ("tp2", "pp2 gpipe:2") for when in list(WHENS)[:2]]
 
 
-def refused(world: World, how: str, when: str) -> str:
+def wrapped(world: World, how: str, when: str) -> dict[str, Tensor]:
+    """Two steps with what a loop calls: the norm of its gradients, and the weights of the others.
+
+    Of the weights, under the names of the checkpoint, after `sw.unwrap` too.
+    """
     before, after = WHENS[when]
-    x = loops.rows(0, 0)
-
-    def act() -> None:
-        module = before(model(), "eager")
-        if how == "sw.Pipe":
-            after(sw.Pipe(module, 3, world=world), "eager")(x)
-            return
-        engine = sw.parallelize(module, f"{how} fp64", world, loss=regression, table=TABLE)
-        after(engine.model, "eager")
-        engine.step((x, x))
-
-    return refusal(act)
-
-
-@pytest.mark.parametrize("when", ["model.compile() before", "blocks before", "blocks after"])
-@pytest.mark.parametrize("how", FOLLOWED)
-def test_compiled_models_are_refused_where_operations_are_followed(how: str, when: str):
-    """Before anything is changed or computed, with the name of what is compiled."""
-    for text in run_threads(2, refused, how, when):
-        what = "a Model" if "model" in when else "the module blocks."
-        assert text.startswith(f"Given: {what}")
-        assert "compiled by torch.compile under" in text
-        assert "Write instead: the model without torch.compile, or" in text
-
-
-def test_a_compiled_loss_is_refused_on_a_tensor_axis():
-    """It calls the model inside of its graph."""
-
-    def act(world: World) -> None:
+    module, shared = before(model(), "eager"), how in ("tp2", "pp2 gpipe:2", "sw.Pipe")
+    x = torch.cat([loops.rows(0, rank) for rank in range(2)])
+    if how in ("tp2", "pp2 gpipe:2"):
+        recipe, table = sw.SGD(lr=0.05), TABLE
         loss = torch.compile(regression, backend="eager")
-        with pytest.raises(InputError, match=r"a loss compiled by torch\.compile under 'tp2'"):
-            sw.parallelize(model(), "tp2", world, loss=loss, table=TABLE)
+        engine = sw.parallelize(
+            module, f"{how} fp64", world, optimizer=recipe, loss=loss, table=table, clip=0.1
+        )
+        after(engine.model, "eager")
+        for _ in range(2):
+            engine.step((x, x.cos()))
+        return sw.full_state_dict(engine)
+    if how == "sw.DataParallel":
+        module, shared = sw.DataParallel(module, ["cpu", "cpu"]), True
+    elif how == "sw.Pipe":
+        module = sw.Pipe(module, 2, world=world)
+    else:
+        module = sw.DDP(module, world) if how == "DDP" else sw.FSDP(module, how, world=world)
+    module = after(module, "eager") if "blocks" not in when or how != "sw.DataParallel" else module
+    optim = torch.optim.SGD(module.parameters(), lr=0.05)
+    own = x if shared else loops.rows(0, world.rank)
+    for _ in range(2):
+        with sw.no_sync(module) if how in ("DDP", "FULL_SHARD") else nullcontext():
+            (regression(module, (own, own.cos())) * 0).backward()
+        regression(module, (own, own.cos())).backward()
+        sw.clip_grad_norm(module, 0.1)
+        optim.step()
+        optim.zero_grad()
+    state = {} if how == "sw.DataParallel" else sw.full_state_dict(module)
+    plain = sw.unwrap(module).state_dict()
+    plain = {name.replace("_orig_mod.", ""): value for name, value in plain.items()}
+    assert all(torch.equal(state[name], plain[name]) for name in state)
+    return plain
 
-    run_threads(2, act)
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(("how", "when"), FOLLOWED)
+def test_compiled_models_train_in_every_wrapper(how: str, when: str):
+    """Compiled before or after; `no_sync`, clipping, `unwrap` and names are as without a compiler.
+
+    Where operations are followed, the compiler is not used.
+    """
+    alone, x = model(), torch.cat([loops.rows(0, rank) for rank in range(2)])
+    optim = torch.optim.SGD(alone.parameters(), lr=0.05)
+    for _ in range(2):
+        regression(alone, (x, x.cos())).backward()
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        optim.step()
+        optim.zero_grad()
+    expected = alone.state_dict()
+    state = run_gloo(1 if how == "sw.DataParallel" else 2, wrapped, how, when)[0]
+    assert list(state) == list(expected)
+    assert all(difference(state[name], expected[name]) <= 1e-8 for name in expected)
+
+
+def resumed(world: World, folder: str) -> dict[str, Tensor]:
+    """A checkpoint of compiled blocks, in a module that is not compiled."""
+    module = sw.FSDP(blocks(model(), "eager"), world=world)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.data = p.data * 2
+    sw.save(module, folder)
+    plain = sw.FSDP(model(), world=world)
+    sw.load(plain, folder)
+    return sw.full_state_dict(plain)
+
+
+def test_a_checkpoint_has_plain_names(tmp_path: Path):
+    """Whether or not blocks were compiled."""
+    state = run_gloo(2, resumed, str(tmp_path / "saved"))[0]
+    expected = model().state_dict()
+    assert all(torch.equal(state[n], v * (1 + (n != "shift"))) for n, v in expected.items())

@@ -25,6 +25,7 @@ from tests.engine.cases import (
     mean_square,
     ranks_of,
     rows_task,
+    settled,
     share,
     text,
     vectors,
@@ -336,3 +337,33 @@ def test_weights_of_16_bits_in_a_loop_are_reported(capfd):
     assert 'precision="bf16"' in capfd.readouterr().err
     with pytest.raises(sw.InputError, match=r"module.float\(\)"):
         sw.DDP(model.bfloat16(), world, precision="bf16")
+
+
+# --- autocast of a loss of one's own --------------------------------------------------------------
+
+
+def autocast_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Products in bf16, and the loss in fp32."""
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(batch["x"])
+    assert out.dtype == torch.bfloat16
+    return out.float().square().mean()
+
+
+def under_autocast(world: World, plan: str) -> list[float]:
+    """The losses of three steps, of rows that no bf16 holds."""
+    model = settled(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)))
+    table = {"0": "colwise", "2": "rowwise"}
+    made = sw.parallelize(
+        model, plan, world, optimizer=sw.SGD(lr=0.1), loss=autocast_loss, table=table
+    )
+    x = torch.linspace(-2, 2, 64).view(8, 8).chunk(made.data_ranks)[made.data_rank]
+    return [made.step({"x": x}).loss for _ in range(3)]
+
+
+@pytest.mark.parametrize("plan", ["dp2", "dp2 zero3", "tp2"])
+def test_a_loss_may_open_autocast_under_a_plan_in_fp32(plan: str):
+    """Its losses are those of one process under autocast, up to rounding in 16 bits."""
+    [expected] = run_threads(1, under_autocast, "fp32")
+    for losses in run_threads(2, under_autocast, plan):
+        assert losses == pytest.approx(expected, rel=2**-7)

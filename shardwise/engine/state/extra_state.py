@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.engine.optimizer.optimizer_state import Catalogue
 from shardwise.engine.state.box import Box
 from shardwise.engine.state.json_values import pack, unpack
-from shardwise.techniques.data.wrap_policy import COMPILED
+from shardwise.techniques.data.wrap_policy import plain_key
 
 #: Given to the modules when the boxes have been filled.
 Give = Callable[[], None]
@@ -86,7 +86,7 @@ def from_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield name.replace(f"{COMPILED}.", ""), module
+            yield plain_key(name), module
 
 
 def _box(name: str, path: str, value: Tensor, copy: int) -> Box:

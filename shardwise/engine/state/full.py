@@ -26,7 +26,7 @@ from shardwise.engine.state.box import Box, block
 from shardwise.techniques.data.apply import driver_of, flats_of
 from shardwise.techniques.data.inference import normal_mode
 from shardwise.techniques.data.unit_hooks import Data
-from shardwise.techniques.data.wrap_policy import COMPILED, uncompiled
+from shardwise.techniques.data.wrap_policy import plain_key, uncompiled
 from shardwise.techniques.pipeline.trace.placeholders import StandIn
 from shardwise.wrap.pipe import Piped, pipe_of
 
@@ -121,7 +121,7 @@ def _whole(
     kind: str, named: Iterable[tuple[str, Tensor]], replica: Callable[[str], int]
 ) -> list[Box]:
     """One box for each unsharded tensor."""
-    return [Box.full(f"{kind}/{name}", t.detach(), replica(name)) for name, t in named]
+    return [Box.full(f"{kind}/{plain_key(name)}", t.detach(), replica(name)) for name, t in named]
 
 
 # --- keys ------------------------------------------------------------------------------------
@@ -151,18 +151,11 @@ def is_extra(key: str) -> bool:
     return key.rpartition(".")[2] == EXTRA
 
 
-def plain_key(key: str) -> str:
-    """A key without the prefix that torch.compile adds."""
-    return key.replace(f"{COMPILED}.", "")
-
-
 def _full(whole: nn.Module, boxes: list[Box], axis: Axis, device: torch.device) -> dict[str, Any]:
     """The state of the module `whole` (real or on meta) from the boxes of all ranks."""
     arrived = collected(boxes, axis, device)
     if axis.rank:
         return {}
-    # the module may have been compiled in place since the boxes were named
-    found = {plain_key(key): value for key, value in arrived.items()}
     named = [(plain_key(key), value) for key, value in entries(whole)]
     extra = extra_state.from_boxes(arrived)  # of stages; elsewhere it is this rank's
     names: dict[int, list[str]] = defaultdict(list)
@@ -172,7 +165,7 @@ def _full(whole: nn.Module, boxes: list[Box], axis: Axis, device: torch.device) 
     return {
         key: extra.get(key[: -len(EXTRA)].removesuffix("."), value)
         if is_extra(key)
-        else found[next(n for n in names[id(value)] if n in found)]
+        else arrived[next(n for n in names[id(value)] if n in arrived)]
         for key, value in named
     }
 

@@ -38,6 +38,7 @@ from shardwise.engine.state import extra_state
 from shardwise.engine.state.box import Box
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.units import Units
+from shardwise.techniques.data.wrap_policy import plain_key
 
 #: The offsets of a box, its values, and the index of this rank among its holders.
 Part = tuple[tuple[int, ...], Tensor, int]
@@ -163,7 +164,10 @@ def held_parameter(
 
 def buffers(model: nn.Module, sharded: ShardedModel) -> list[Box]:
     """The model's buffers."""
-    return [Box.full(f"buffer/{name}", b, sharded.copy(name)) for name, b in model.named_buffers()]
+    return [
+        Box.full(f"buffer/{plain_key(name)}", b, sharded.copy(name))
+        for name, b in model.named_buffers()
+    ]
 
 
 def gradients(optimizer: ShardedOptimizer) -> list[Box]:

@@ -29,7 +29,7 @@ from shardwise.techniques.data.pace import Pace
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.unit_parts import UnitParts, WholeUnits
 from shardwise.techniques.data.units import Unit, Units
-from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, choose
+from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, choose, plain_key, uncompiled
 
 #: Neighbours smaller than this are one unit: below it a message costs more than what it carries.
 LEAST_BYTES = 2**21
@@ -177,7 +177,7 @@ def shard(how: Sharding, specs: Sequence[UnitSpec], held: Held) -> list[Unit]:
             )
             device = how.device or group[0][1].device
             groups.append(Flat(group, local, fill, device))
-            groups[-1].names = [how.tiling.plain(name) for name, _ in group]
+            groups[-1].names = [plain_key(how.tiling.plain(name)) for name, _ in group]
             how.weights.expect(groups[-1], [name for name, _ in group], fill)
         units.append(Unit(spec.name, spec.modules, groups))
     how.tiling.release(how.device)
@@ -229,7 +229,8 @@ def drivers(module: nn.Module) -> list[Data]:
 
 def driver_of(module: nn.Module) -> Data | None:
     """The Data of the module itself, not of a module inside it; None for a plain module."""
-    return next((data for data in drivers(module) if data.root is module), None)
+    roots = module, uncompiled(module)  # it may be compiled after it was wrapped
+    return next((data for root in roots for data in drivers(root) if data.root is root), None)
 
 
 def _groups(

@@ -172,6 +172,11 @@ def runs(module: nn.Module) -> bool:
     return type(uncompiled(module)).forward is not nn.Module.forward
 
 
+def plain_key(key: str) -> str:
+    """A name, or a key of a state_dict, without the prefix that torch.compile adds."""
+    return key.replace(f"{COMPILED}.", "")
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module itself, or the module inside the result of `torch.compile(module)`.
 
