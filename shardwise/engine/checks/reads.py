@@ -161,7 +161,7 @@ def _guarded(module: nn.Module) -> Parameters:
     return module._parameters
 
 
-def guard_shards(model: nn.Module, data: Data, *, together: bool = False) -> list[_Plain]:
+def guard_shards(model: nn.Module, data: Data, *, together: bool = False) -> list[Any]:
     """Let reads of the parameters that `data` shards gather them.  Handles undo it.
 
     together: ranks must make the same number of forward passes, also if nothing is sharded.
