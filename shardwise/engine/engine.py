@@ -25,6 +25,7 @@ from shardwise.comm.tiers.host_numbers import doubles_on
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.pool_size import pool_bytes
+from shardwise.core.tools.structure import plain_key
 from shardwise.engine import batch as shares
 from shardwise.engine import memory
 from shardwise.engine.build import lay_out
@@ -42,7 +43,6 @@ from shardwise.prediction.traffic import TrafficLine, by_kind
 from shardwise.techniques.data.apply import cast_whole
 from shardwise.techniques.data.inference import normal_mode
 from shardwise.techniques.data.units import Unit
-from shardwise.techniques.data.wrap_policy import plain_key
 from shardwise.techniques.layers.redistributed import plain
 from shardwise.techniques.offload.disk_states import open_disk
 

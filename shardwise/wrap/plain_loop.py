@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import short_repr
+from shardwise.core.tools.structure import uncompiled
 from shardwise.engine.checks import reads
 from shardwise.engine.optimizer import optimizer_state
 from shardwise.engine.optimizer.optimizer_groups import NAMING, put
@@ -29,7 +30,6 @@ from shardwise.engine.state.full import data_boxes, pipe_boxes, pipe_names
 from shardwise.engine.state.json_values import pack, unpack
 from shardwise.techniques.data.apply import driver_of, flats_of
 from shardwise.techniques.data.unit_hooks import Data
-from shardwise.techniques.data.wrap_policy import uncompiled
 from shardwise.wrap.pipe import Piped, pipe_of
 
 

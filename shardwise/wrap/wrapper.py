@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from shardwise.comm.world import Axis
+from shardwise.core.tools.structure import uncompiled
 from shardwise.engine.checks import validate
-from shardwise.techniques.data.wrap_policy import uncompiled
 
 
 class Wrapper(ABC):

@@ -22,6 +22,8 @@ BY_ENGINE = (
     "of the model, its load_state_dict(state, strict=False), and a new engine of it with "
     "sw.parallelize"
 )
+#: The name of the module inside the result of torch.compile.
+COMPILED = "_orig_mod"
 _ALLOWED = "the modules, parameters and requires_grad flags that it had when it was wrapped"
 
 
@@ -73,7 +75,7 @@ class Structure:
             prefix = self.names[number // 2]
             for key in dict.fromkeys([*before, *now]):
                 old, new = before.get(key), now.get(key)
-                if _plain(old) is _plain(new) or (old is not None and type(new) in lent):
+                if uncompiled(old) is uncompiled(new) or (old is not None and type(new) in lent):
                     continue
                 what = "new" if old is None else "gone" if new is None else "replaced"
                 yield f"{prefix}.{key} ({what})" if prefix else f"{key} ({what})"
@@ -88,9 +90,14 @@ class Structure:
         )
 
 
-def _plain(part: Any) -> Any:
+def uncompiled(part: Any) -> Any:
     """The part itself, or what is inside the result of torch.compile(part)."""
-    return getattr(part, "_modules", {}).get("_orig_mod") or part
+    return getattr(part, "_modules", {}).get(COMPILED) or part
+
+
+def plain_key(key: str) -> str:
+    """A name, or a key of a state_dict, without the prefix that torch.compile adds."""
+    return key.replace(f"{COMPILED}.", "")
 
 
 def _in_functional_call() -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.core.plan.plan import Plan
-from shardwise.techniques.data.wrap_policy import uncompiled
+from shardwise.core.tools.structure import uncompiled
 
 
 def followed(plan: Plan) -> bool:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.tools.structure import plain_key
 from shardwise.engine.optimizer.optimizer_state import Catalogue
 from shardwise.engine.state.box import Box
 from shardwise.engine.state.json_values import pack, unpack
-from shardwise.techniques.data.wrap_policy import plain_key
 
 #: Given to the modules when the boxes have been filled.
 Give = Callable[[], None]

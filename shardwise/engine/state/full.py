@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardwise.comm.move import receive, send
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
+from shardwise.core.tools.structure import plain_key, uncompiled
 from shardwise.engine.checks import validate
 from shardwise.engine.engine import Engine
 from shardwise.engine.state import extra_state, state
@@ -26,7 +27,6 @@ from shardwise.engine.state.box import Box, block
 from shardwise.techniques.data.apply import driver_of, flats_of
 from shardwise.techniques.data.inference import normal_mode
 from shardwise.techniques.data.unit_hooks import Data
-from shardwise.techniques.data.wrap_policy import plain_key, uncompiled
 from shardwise.techniques.pipeline.trace.placeholders import StandIn
 from shardwise.wrap.pipe import Piped, pipe_of
 

@@ -23,6 +23,7 @@ from shardwise.core.errors import bad
 from shardwise.core.layouts.boxes import Box1
 from shardwise.core.layouts.boxes import boxes as blocks_of
 from shardwise.core.layouts.param_layout import AxisLayout
+from shardwise.core.tools.structure import plain_key
 from shardwise.engine.build import ShardedModel
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
@@ -38,7 +39,6 @@ from shardwise.engine.state import extra_state
 from shardwise.engine.state.box import Box
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.units import Units
-from shardwise.techniques.data.wrap_policy import plain_key
 
 #: The offsets of a box, its values, and the index of this rank among its holders.
 Part = tuple[tuple[int, ...], Tensor, int]

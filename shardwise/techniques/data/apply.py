@@ -14,6 +14,7 @@ from shardwise.comm.tiers.tiers import Tiers
 from shardwise.comm.world import Axis, World
 from shardwise.core.layouts.param_layout import Groups, Layout
 from shardwise.core.tools.hook import Hook
+from shardwise.core.tools.structure import plain_key, uncompiled
 from shardwise.core.zero import Row
 from shardwise.engine.checks import validate
 from shardwise.engine.cut import fill_part
@@ -29,7 +30,7 @@ from shardwise.techniques.data.pace import Pace
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.unit_parts import UnitParts, WholeUnits
 from shardwise.techniques.data.units import Unit, Units
-from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, choose, plain_key, uncompiled
+from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, choose
 
 #: Neighbours smaller than this are one unit: below it a message costs more than what it carries.
 LEAST_BYTES = 2**21

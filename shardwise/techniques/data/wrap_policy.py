@@ -21,9 +21,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.core.errors import InputError, bad
-
-#: The prefix that torch.compile adds to names in the compiled module.
-COMPILED = "_orig_mod"
+from shardwise.core.tools.structure import uncompiled
 
 Rule = str | int | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
 
@@ -170,19 +168,6 @@ def _block_class(root: nn.Module) -> type[nn.Module] | None:
 def runs(module: nn.Module) -> bool:
     """Whether its class defines a forward: lists of modules or parameters are never called."""
     return type(uncompiled(module)).forward is not nn.Module.forward
-
-
-def plain_key(key: str) -> str:
-    """A name, or a key of a state_dict, without the prefix that torch.compile adds."""
-    return key.replace(f"{COMPILED}.", "")
-
-
-def uncompiled(module: nn.Module) -> nn.Module:
-    """The module itself, or the module inside the result of `torch.compile(module)`.
-
-    A unit begins at the outer one: its hooks run outside of the compiled graph.
-    """
-    return module._modules.get(COMPILED) or module
 
 
 def _read(module: nn.Module) -> Iterator[nn.Parameter]:

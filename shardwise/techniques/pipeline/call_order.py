@@ -130,14 +130,16 @@ class LossRun:
     def _guarded(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             """The output of the module, or what stands for everything."""
+            began = self.number
             self._note(module)
             try:
                 return forward(*args, **kwargs)
             except Exception:  # noqa: BLE001  # as above
                 inside = [part for part in module.modules() if part is not module]
                 self.stopped += bool(inside)
-                for part in (part for part in inside if not self.calls[part]):
-                    self._note(part)
+                for part in inside:
+                    if not self.calls[part] or self.calls[part][-1] < began:
+                        self._note(part)
                 return self.anything
 
         return call
