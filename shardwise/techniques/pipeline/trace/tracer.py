@@ -160,8 +160,8 @@ class Tracer:
                 f"after {self.last}; that stage began with {self.entered}",
                 "layers that are called in the order of the stages: those that a run of the loss "
                 "without a batch found, and the order of definition where it found none",
-                f"{of.name} defined after {self.last}, or called by the forward of the model; if the "
-                "loss calls the model twice, one call with all rows",
+                f"{of.name} defined after {self.last}, or called by the forward of the model; if "
+                "the loss calls the model twice, one call with all rows",
             )
         if torch.is_autocast_enabled(self.device.type):
             raise bad(
