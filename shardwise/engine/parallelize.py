@@ -100,9 +100,8 @@ def build_engine(
     plan = plan_of(plan)
     require(plan, world.size)
     plan = _completed(plan, world)
-    if compiled.followed(plan):
-        model = compiled.without_compiler(model, f"'{plan}'", world.rank)
-        options = replace(options, loss=compiled.plain_loss(options.loss))
+    model, loss = compiled.as_followed(plan, model, options.loss, world.rank)
+    options = replace(options, loss=loss)
     spec = options.spec
     require_possible(spec, model, plan)
     objective = options.objective

@@ -42,6 +42,9 @@ def without_compiler(model: nn.Module, where: str, rank: int = 0) -> nn.Module:
     return inner
 
 
-def plain_loss(loss: Any) -> Any:
-    """The function that torch.compile was given."""
-    return getattr(loss, "_torchdynamo_orig_callable", loss)
+def as_followed(plan: Plan, model: nn.Module, loss: Any, rank: int) -> tuple[nn.Module, Any]:
+    """The model and the loss, without torch.compile where the plan follows operations."""
+    if not followed(plan):
+        return model, loss
+    plain = getattr(loss, "_torchdynamo_orig_callable", loss)
+    return without_compiler(model, f"'{plan}'", rank), plain
