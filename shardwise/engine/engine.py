@@ -95,7 +95,6 @@ class Engine:
             over_stages=self._over_stages,
             clip=training.clip,
         )
-        self.follows = compiled.followed(self.plan)
         self.steps = self.steps_run = 0  # of the run; of these, the steps of this engine
         self.coming: state.Loading | None = None  # a checkpoint that is being loaded
         self.shares_compared = False  # whether data ranks have compared a batch
@@ -157,8 +156,7 @@ class Engine:
         self.world.background.report()
         validate.recording()
         self.data.structure.require_unchanged()
-        if self.follows:
-            compiled.without_compiler(self.model, f"'{self.plan}'", self.world.rank)
+        compiled.as_followed(self.plan, self.model, None, self.world.rank)
         self.consensus.same.begin(self.steps + 1, self.optimizer.compared())
         batch = shares.on_device(batch, self.world.device)
         self.passes.require(batch, self.microbatches)
