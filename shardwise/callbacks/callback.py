@@ -51,12 +51,14 @@ class Callback(Protocol):
     """Called as a run proceeds. Each method does nothing until a class of yours overrides it.
 
     `metrics` are finite numbers by name: "loss/train", "optimizer/lr". An exception of a callback
-    ends the run, and its text names the callback. After `run_began`, `run_ended` follows in any
-    case: `error` is what ended the run, None if it was not an error. An exception of `run_ended` is
-    printed and ends nothing. On rank 0 alone, `run_ended` has 60 seconds.
+    ends the run, and its text names the callback. With `optional = True`, as of the trackers, it is
+    printed once and ends nothing, except in `run_began`. After `run_began`, `run_ended` follows in
+    any case: `error` is what ended the run, None if it was not an error. An exception of
+    `run_ended` is printed and ends nothing. On rank 0 alone, `run_ended` has 60 seconds.
     """
 
     all_ranks: ClassVar[bool] = False
+    optional: ClassVar[bool] = False
 
     def run_began(self, run: RunFacts) -> None:
         """Called before the first step."""
@@ -98,6 +100,7 @@ class Callbacks:
             _require(each)
         self._rank, self._ranks = (world.rank, world.size) if world else (0, 1)
         self._called = [c for c in callbacks if self._rank == 0 or _on_all_ranks(c)]
+        self._failed: list[Callback] = []  # of the optional ones, those that have
 
     @contextmanager
     def run(
@@ -138,7 +141,15 @@ class Callbacks:
 
     def _tell(self, moment: str, *facts: Any) -> None:
         for callback in self._called:
-            _call(callback, moment, *facts)
+            try:
+                _call(callback, moment, *facts)
+            except RunError as error:
+                if not getattr(callback, "optional", False):
+                    raise
+                if callback not in self._failed:
+                    self._failed.append(callback)
+                    what = str(error).removesuffix(" The run was stopped.")
+                    print(f"shardwise: {what} The run goes on.", file=sys.stderr)
 
 
 def numbers(metrics: "Metrics | Mapping[str, float | None]") -> dict[str, float]:

@@ -1,9 +1,11 @@
 """Metrics as a run of MLflow.
 
-The store is the one that MLflow's own settings name: `MLFLOW_TRACKING_URI` and its neighbours.
+The store is the one that MLflow's own settings name: `MLFLOW_TRACKING_URI` and its neighbours. A
+thread of MLflow sends the metrics, so a server that does not answer holds no step.
 """
 
 import itertools
+import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +24,8 @@ class MLflow(Callback):
 
     `experiment` is made if it does not exist. Raises InputError if MLflow is not installed.
     """
+
+    optional = True
 
     def __init__(self, experiment: str = "shardwise") -> None:
         require_installed("mlflow")
@@ -49,8 +53,8 @@ class MLflow(Callback):
         number = found.experiment_id if found else self._client.create_experiment(self._experiment)
         tags = {"mlflow.runName": run.folder.name, FOLDER: str(Path(run.folder).absolute())}
         if run.step:
-            runs = self._client.search_runs([number])
-            for before in (each for each in runs if each.data.tags.get(FOLDER) == tags[FOLDER]):
+            quoted = json.dumps(tags[FOLDER])  # a page of runs is not all of them
+            for before in self._client.search_runs([number], f"tags.`{FOLDER}` = {quoted}"):
                 self._client.update_run(before.info.run_id, status="RUNNING")
                 return before.info.run_id
         made = self._client.create_run(number, tags=tags).info.run_id
@@ -70,13 +74,16 @@ class MLflow(Callback):
 
         now_ms = int(time.time() * 1000)
         logged = [Metric(name, value, now_ms, step) for name, value in metrics.items()]
-        self._client.log_batch(self._id, metrics=logged)
+        self._client.log_batch(self._id, metrics=logged, synchronous=False)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self.step_ended(step, metrics)
 
     def run_ended(self, error: BaseException | None) -> None:
         if self._id:
+            import mlflow
+
+            mlflow.flush_async_logging()
             self._client.set_terminated(self._id, "FINISHED" if error is None else "FAILED")
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 class TensorBoard(Callback):
     """Writes event files into `folder`; None: `tensorboard` in the run's folder."""
 
+    optional = True
+
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = folder
         self._board: SummaryWriter | None = None

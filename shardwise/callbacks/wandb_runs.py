@@ -19,6 +19,8 @@ class WandB(Callback):
     Raises InputError if wandb is not installed.
     """
 
+    optional = True
+
     def __init__(self, project: str | None = None) -> None:
         require_installed("wandb")
         self._project = project

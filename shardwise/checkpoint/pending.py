@@ -13,6 +13,7 @@ The ranks agree on the outcome when their main threads meet: in `result`, or in 
 
 import atexit
 import json
+import sys
 import threading
 import time
 import warnings
@@ -35,6 +36,8 @@ from shardwise.core.errors import RunError
 POLL_S: Final = 0.05
 #: How long rank 0 waits for the reports of other ranks after its program has ended.
 MOST_S: Final = 600.0
+#: How long a rank that has failed waits for what it writes, and for other ranks.
+FAILED_S: Final = 5.0
 #: Memory of a snapshot is allocated in blocks, each freed when its pieces are written.
 BLOCK_BYTES: Final = 4 * PIECE_BYTES
 ALIGN_BYTES: Final = 64
@@ -63,9 +66,9 @@ class PendingCheckpoint:
             save.planner.tensors.clear()
             self._fail(save, error)
         self.world.background.jobs[save.folder.absolute()] = self
-        atexit.register(self.report)  # after the interpreter has waited for the thread
+        atexit.register(self._at_exit)
         self._thread = threading.Thread(
-            target=self._run, args=(save, copies), name="shardwise-save"
+            target=self._run, args=(save, copies), name="shardwise-save", daemon=True
         )
         self._thread.start()
 
@@ -80,9 +83,14 @@ class PendingCheckpoint:
         """Whether this rank knows of a failure."""
         return bool(self._failure)
 
-    def wait(self) -> None:
-        """Wait until `done()`.  Raises nothing."""
-        self._thread.join()
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait until `done()`; with `limit_s` no longer than that, here and later.
+
+        Raises nothing.
+        """
+        self._thread.join(limit_s)
+        if limit_s is not None:
+            self._abandoned.set()
 
     def result(self) -> Path:
         """Wait until the checkpoint is published; its path.  All ranks must call it.
@@ -107,9 +115,18 @@ class PendingCheckpoint:
             failures = all_gather_object(self._failure, self.world)
         self._failure = next(filter(None, failures), "")
         self._settled = True
-        atexit.unregister(self.report)
+        atexit.unregister(self._at_exit)
         jobs = self.world.background.jobs
         jobs.pop(next(folder for folder, job in jobs.items() if job is self))
+
+    def _at_exit(self) -> None:
+        """Wait for the thread at the end of the program; a program that has failed ends soon."""
+        failed = getattr(sys, "last_value", None) is not None
+        if not self._abandoned.is_set():
+            self.wait(FAILED_S if failed else None)
+        if not self.done():
+            self._failure = f"The checkpoint '{self.path}' was not finished when the program failed"
+        self.report()
 
     def settle(self) -> None:
         """Wait for all ranks; rank 0 warns of a failure, unless `result` or a rank has said it."""

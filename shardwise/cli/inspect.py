@@ -18,12 +18,15 @@ def inspect_command(
         Path,
         typer.Argument(metavar="PATH", help="A checkpoint, a folder of them, or a run's folder."),
     ],
+    every: Annotated[
+        bool, typer.Option("--all", help="List every tensor, and print all scalars.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     deep: Annotated[
         bool, typer.Option("--deep", help="Read every byte, and compare it with what was saved.")
     ] = False,
 ) -> None:
-    """Show what a checkpoint holds: tensors with shapes, dtypes and bytes, and its scalars.
+    """Show what a checkpoint holds; with --all each tensor with its shape, dtype and bytes.
 
     Exit code 2 for a checkpoint that is damaged or has a file of another one in it.
     """
@@ -41,7 +44,7 @@ def inspect_command(
     else:
         for line in (f"Note: {note}",) * bool(note):
             typer.echo(line)
-        for line in _lines(contents):
+        for line in _lines(contents, every=every):
             typer.echo(line)
 
 
@@ -65,7 +68,7 @@ def _object(contents: Contents) -> dict[str, Any]:
     return asdict(contents) | sums
 
 
-def _lines(contents: Contents) -> Iterator[str]:
+def _lines(contents: Contents, *, every: bool) -> Iterator[str]:
     ranks = f"{contents.ranks} rank{'s' if contents.ranks > 1 else ''}"
     step, plan = contents.scalars.get("step"), contents.scalars.get("plan")
     head = f"{contents.path}  saved by {ranks}" + (f" under the plan '{plan}'" if plan else "")
@@ -75,6 +78,9 @@ def _lines(contents: Contents) -> Iterator[str]:
         f"{contents.bytes_of(MODEL):,} bytes of the model, "
         f"{contents.bytes_of(OPTIMIZER):,} bytes of the optimizer"
     )
+    if not every:
+        yield from _summed(contents)
+        return
     yield ""
     width = max((len(tensor.name) for tensor in contents.tensors), default=0)
     for tensor in contents.tensors:
@@ -83,3 +89,17 @@ def _lines(contents: Contents) -> Iterator[str]:
     yield f"{'':{width}}  {'':9} {'in all':>20} {contents.bytes:>16,} bytes"
     yield ""
     yield json.dumps(contents.scalars, indent=2)
+
+
+def _summed(contents: Contents) -> Iterator[str]:
+    """The tensors by kind and dtype, and the scalars that are numbers or text."""
+    groups = dict[tuple[str, str], list[int]]()
+    for tensor in contents.tensors:
+        kind = "/".join(tensor.name.split("/")[: 2 if tensor.name.startswith(OPTIMIZER) else 1])
+        groups.setdefault((kind, tensor.dtype), []).append(tensor.bytes)
+    for (kind, dtype), sizes in groups.items():
+        yield f"  {kind:24} {len(sizes):>6} in {dtype:9} {sum(sizes):>20,} bytes"
+    for name, value in contents.scalars.items():
+        if isinstance(value, int | float | str):
+            yield f"  {name}: {value}"
+    yield "--all lists every tensor and all scalars"

@@ -287,6 +287,7 @@ def _started(
     dry_run: bool,
 ) -> int:
     """Train, or check what would be trained; returns the exit code."""
+    from shardwise.cli.lossy_stream import LossyStream
     from shardwise.comm.start.rendezvous import environment, launched
     from shardwise.comm.start.stop_signal import NOTHING, StopSignal
     from shardwise.train.prepare import RunStart
@@ -298,6 +299,7 @@ def _started(
             "the number of processes in the command of torchrun or Slurm alone",
             f"torchrun --nproc-per-node {nproc} -m shardwise train {config}",
         )
+    sys.stdout, sys.stderr = LossyStream(sys.stdout), LossyStream(sys.stderr)
     # a single process may exit at a signal; one of several ranks may not
     with StopSignal(leaving=started is None, until_end=started is not None) as stop:
         try:

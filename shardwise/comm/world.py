@@ -25,7 +25,14 @@ from shardwise.comm.ledger import Ledger
 from shardwise.comm.start.connect import meet
 from shardwise.comm.start.excepthook import install_excepthook
 from shardwise.comm.start.peers import watch_peers
-from shardwise.comm.start.rendezvous import Limits, Start, environment, local_rank, read_limits
+from shardwise.comm.start.rendezvous import (
+    Limits,
+    Start,
+    environment,
+    local_rank,
+    read_limits,
+    require_interfaces,
+)
 from shardwise.comm.tiers.arena import Arenas
 from shardwise.comm.tiers.malloc import keep_freed_memory
 from shardwise.comm.tiers.tiers import Tiers
@@ -268,6 +275,7 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
             "world.close() as the program's last line",
         )
     limits = read_limits()
+    require_interfaces()
     install_excepthook(start.rank)  # for errors of the start itself
     store = _begin(start, where, limits)
     links = TorchLinks(ours=True, device_type=where.type, shared_memory=shared_memory)

@@ -24,10 +24,10 @@ from rich.console import Console
 
 from shardwise.callbacks.callback import Callbacks
 from shardwise.checkpoint.folder import all_in, find, passed_over
-from shardwise.comm.objects import on_all_ranks, on_rank_zero
+from shardwise.comm.objects import all_gather_object, on_all_ranks, on_rank_zero
 from shardwise.comm.start.stop_signal import NOTHING, StopSignal
 from shardwise.comm.world import World
-from shardwise.core.errors import NonFiniteError
+from shardwise.core.errors import NonFiniteError, bad
 from shardwise.engine.checks.out_of_memory import explained, ran_out
 from shardwise.engine.engine import Engine
 from shardwise.engine.training import Metrics as StepMetrics
@@ -59,6 +59,7 @@ from shardwise.train.saving import Position, RunSaves, load_run
 from shardwise.train.stop import Flags, any_rank
 
 LOCK_PATIENCE_S = 5.0  # for the ranks of torchrun and Slurm: a restart may come before an end
+SAME = ("model", "train", "plan")  # sections that all ranks have alike
 MEMORY_EVERY = 20  # steps between two measurements of memory, which visit all tensors
 
 
@@ -87,6 +88,7 @@ def train(
         if start.resume and (done := run_folder.finished_message(config)):
             return say(done, world, console)
         stop.leaving = False  # from here on, all ranks stop together
+        require_same_inputs(prepared, world)
         engine = build(prepared, world)
         at = load_run(prepared, engine) if start.resume else Position()
         # every rank has checked the folder and built the engine, before rank 0 changes the folder
@@ -105,6 +107,26 @@ def train(
             run.saves.close()
             run.note(run.saves.copy_failure())
         return None if stopped else finish(run, at, console)
+
+
+def require_same_inputs(prepared: PreparedRun, world: World) -> None:
+    """Raise InputError on all ranks unless they have read the same configuration and data.
+
+    Hosts may have other files under one name, or another Python with another `stdlib`.
+    """
+    config = prepared.config
+    own = {f"{part}.{k}": v for part in SAME for k, v in getattr(config, part).model_dump().items()}
+    own |= {"the tokens of data.source": prepared.corpus.packed.key}
+    found = all_gather_object(own, world)
+    for rank, other in enumerate(found):
+        names = [name for name in own if other[name] != found[0][name]]
+        if names:
+            here, there = found[0][names[0]], other[names[0]]
+            raise bad(
+                f"{names[0]} = {there!r} on rank {rank}, which is {here!r} on rank 0",
+                "the same configuration and data on all ranks",
+                "the same files on each host, or in a folder that all of them see",
+            )
 
 
 def claim(prepared: PreparedRun, *, overwrite: bool) -> None:
@@ -134,7 +156,7 @@ def begin(
     tracing = Tracing(engine, done, of, on=config.run.trace)
     writing = metrics.MetricsWriter(opened[0] if first else None, callbacks)
     saves = RunSaves(prepared, engine, writing.saved)
-    stack.callback(saves.close)
+    stack.push(lambda kind, *_: saves.close(failed=kind is not None))
     return Run(
         prepared=prepared,
         engine=engine,
@@ -219,6 +241,7 @@ def steps(run: Run, at: Position) -> bool:
         if last or flags.stop or due:
             run.note(run.saves.save(at, validation, wait=last or flags.stop))
         run.note(run.saves.copy_failure())
+        run.note(run.metrics.take_unwritten())
         if flags.stop and not last:
             run.progress.note(
                 f"stopped by a signal after step {at.step}; the checkpoint is saved, and --resume "

@@ -41,7 +41,9 @@ class Mirror:
         with self._lock:
             self._next = path
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="shardwise-mirror")
+                self._thread = threading.Thread(
+                    target=self._run, name="shardwise-mirror", daemon=True
+                )
                 self._thread.start()
 
     def take_failure(self) -> str:
@@ -49,11 +51,11 @@ class Mirror:
         said, self.failure = self.failure, ""
         return said
 
-    def wait(self) -> None:
-        """Wait for all copies.  Raises nothing."""
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait for all copies, at most `limit_s`.  Raises nothing."""
         thread = self._thread
         if thread is not None:
-            thread.join()
+            thread.join(limit_s)
 
     def _run(self) -> None:
         while True:

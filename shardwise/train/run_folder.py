@@ -218,10 +218,11 @@ def finished_message(config: Config) -> str:
     """
     latest = newest(config)
     step, steps = step_of(latest), config.train.steps
-    if step < steps or not has_report(config.folder):
+    without = "" if _is_record(config.folder / METRICS) else f", without its {METRICS}, or a report"
+    if step < steps or not (has_report(config.folder) or without):
         return ""
     return (
-        f"the run in {config.folder} is finished: step {step} of {steps}. Nothing was "
+        f"the run in {config.folder} is finished: step {step} of {steps}{without}. Nothing was "
         f"changed; to train on: --resume --set train.steps={step + max(1, min(step, steps))}"
     )
 

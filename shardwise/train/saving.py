@@ -14,7 +14,8 @@ from shardwise.checkpoint.engines import fill, planned_save
 from shardwise.checkpoint.failure import damaged
 from shardwise.checkpoint.folder import SCALARS, prune, step_of
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint
-from shardwise.checkpoint.pending import PendingCheckpoint
+from shardwise.checkpoint.pending import FAILED_S, PendingCheckpoint
+from shardwise.checkpoint.save import PlannedSave
 from shardwise.comm.objects import on_rank_zero
 from shardwise.core.errors import RunError, bad
 from shardwise.core.tools.arguments import is_count
@@ -59,7 +60,8 @@ class RunSaves:
     def save(self, at: Position, validation: float | None, *, wait: bool) -> str:
         """Save a checkpoint, and remove old ones.  Called by all ranks.
 
-        Without `wait`, a thread may write it.  Returns what to say of the one before, if it failed.
+        Without `wait`, a thread may write it.  Returns what to say of one that failed.  Raises
+        RunError with `wait`, since no step follows that could save again.
         """
         said, began_s = self.settle(), time.perf_counter()
         train, folder = self.prepared.config.train, checkpoints_of(self.prepared.config)
@@ -74,10 +76,21 @@ class RunSaves:
         if train.async_save and not wait:
             self.pending = PendingCheckpoint(planned)
         else:
-            self._published(planned.step, planned.finish())
+            said += self._finished(planned, wait=wait)
         held_s = time.perf_counter() - began_s
         self.costs = replace(self.costs, held_s=self.costs.held_s + held_s)
         return said
+
+    def _finished(self, planned: PlannedSave, *, wait: bool) -> str:
+        """Write a checkpoint now; what to say if that fails, on all ranks alike."""
+        try:
+            path = planned.finish()
+        except RunError as error:
+            if wait:
+                raise
+            return _goes_on(error)
+        self._published(planned.step, path)
+        return ""
 
     def settle(self) -> str:
         """Wait for the pending checkpoint; what to say if it failed.  Called by all ranks."""
@@ -87,7 +100,7 @@ class RunSaves:
         try:
             path = pending.result()
         except RunError as error:
-            return f"{str(error).removesuffix('.')}. Training goes on without this checkpoint"
+            return _goes_on(error)
         self.costs = replace(self.costs, write_s=self.costs.write_s + pending.write_s)
         self._published(step_of(path), path)
         return ""
@@ -96,11 +109,14 @@ class RunSaves:
         """What to say of a copy to the mirror that failed, once."""
         return "" if self.mirror is None else self.mirror.take_failure()
 
-    def close(self) -> None:
-        """Wait for what this rank writes.  Raises nothing."""
+    def close(self, *, failed: bool = False) -> None:
+        """Wait for what this rank writes, but not for long if the run has failed.  Raises nothing.
+
+        Other ranks may be gone, whose parts would never come.
+        """
         for each in (self.pending, self.mirror):
             if each is not None:
-                each.wait()
+                each.wait(FAILED_S if failed else None)
 
     def _published(self, step: int, path: Path) -> None:
         self.costs = replace(self.costs, saves=self.costs.saves + 1)
@@ -112,6 +128,10 @@ class RunSaves:
         train = self.prepared.config.train
         also = [] if self.mirror is None else self.mirror.sources
         prune(checkpoints_of(self.prepared.config), train.keep, best=train.keep_best, also=also)
+
+
+def _goes_on(error: RunError) -> str:
+    return f"{str(error).removesuffix('.')}. Training goes on without this checkpoint"
 
 
 def load_run(prepared: PreparedRun, engine: Engine) -> Position:

@@ -93,6 +93,19 @@ def test_an_error_of_a_callback_names_it_and_ends_the_others(moment: str) -> Non
     assert after.seen == [] or after.seen[-1] == ("run_ended", RunError)
 
 
+def test_an_optional_callback_that_fails_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """A tracker whose server is gone for a while: the others are called, and the run goes on."""
+    failing, after = Listed("step_ended"), Listed()
+    failing.optional = True
+    callbacks = Callbacks([failing, after])
+    with callbacks.run("x"):
+        for step in (1, 2):
+            callbacks.step_ended(step, {"loss": 1.0})
+    assert [moment for moment, *_ in after.seen].count("step_ended") == 2
+    said = capfd.readouterr().err
+    assert said.count("failed in step_ended: ValueError: no step_ended. The run goes on.") == 1
+
+
 def test_an_end_that_fails_or_hangs_is_said_and_left(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

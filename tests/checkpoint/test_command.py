@@ -47,8 +47,16 @@ def test_contents_are_told_without_reading_tensors(folder: Path):
 
 
 def test_inspect_shows_tensors_and_scalars(folder: Path):
-    """The command prints a line for each tensor, the sum of their bytes, and the scalars."""
-    said = shown(str(folder)).splitlines()
+    """With --all a line for each tensor, the sum of their bytes, and the scalars; else sums."""
+    short = [line.split() for line in shown(str(folder)).splitlines()[2:]]
+    assert short == [
+        ["model", "1", "in", "bfloat16", "6", "bytes"],
+        ["model", "1", "in", "float32", "48", "bytes"],
+        ["optim/step", "1", "in", "float64", "8", "bytes"],
+        ["step:", "7"],
+        ["--all", "lists", "every", "tensor", "and", "all", "scalars"],
+    ]
+    said = shown(str(folder), "--all").splitlines()
     assert said[0].endswith("step-000007  saved by 2 ranks after step 7")
     assert said[1] == ("3 tensors, 15 parameters: 54 bytes of the model, 8 bytes of the optimizer")
     assert [line.split() for line in said[3:7]] == [

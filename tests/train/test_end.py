@@ -84,7 +84,6 @@ def test_a_signal_after_the_last_step_ends_without_a_report(where: str, tmp_path
     [
         ("run_folder.publish_config", "InputError"),
         ("metrics.keep_until", "InputError"),
-        ("metrics.Record.line", "RunError"),
     ],
 )
 def test_a_full_disk_ends_all_ranks_in_one_paragraph(where: str, kind: str, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The record of a run, and what it shows: lines, a picture on a terminal, nothing of others."""
 
 import io
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,3 +144,40 @@ def test_the_peak_is_that_of_the_cluster_or_of_a_known_gpu(monkeypatch: pytest.M
         assert metrics.peak_flops(None, plan, cuda) == peak
     assert metrics.peak_flops("a100-80gb", Plan(), torch.device("cpu")) == 19.5e12
     assert metrics.peak_flops(None, plan, torch.device("cpu")) is None
+
+
+def test_a_full_disk_loses_records_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said once; records are written again when there is room."""
+    with metrics.writer(tmp_path, 0) as file:
+        kept = metrics.MetricsWriter(file, Callbacks([]))
+        with monkeypatch.context() as patch:
+            patch.setattr(Record, "line", _full)
+            kept.write(ONE)
+            said = kept.take_unwritten()
+            kept.write(replace(ONE, step=2))
+        assert "step 1 could not be recorded" in said and "No space left on device" in said
+        assert kept.take_unwritten() == kept.failure == ""
+        kept.write(replace(ONE, step=3))
+    assert [record.step for record in metrics.read(tmp_path)] == [3]
+
+
+def _full(_: Record) -> str:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("what", ["renamed", "removed", "replaced"])
+def test_a_folder_that_is_gone_ends_the_run(what: str, tmp_path: Path) -> None:
+    """Or the run would write its records into one folder and its checkpoints into another."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with metrics.writer(folder, 0) as file:
+        kept = metrics.MetricsWriter(file, Callbacks([]))
+        kept.write(ONE)
+        folder.rename(tmp_path / "other") if what != "removed" else shutil.rmtree(folder)
+        if what == "replaced":
+            folder.mkdir()
+            (folder / metrics.FILE).touch()
+        kept.write(replace(ONE, step=2))
+    assert "was renamed or removed" in kept.failure and "--resume" in kept.failure

@@ -30,7 +30,13 @@ from torch._C._distributed_c10d import TCPStore
 from shardwise.comm.start.excepthook import install_excepthook
 from shardwise.comm.start.first_cause import Failure, death_text, described, ended, first_cause
 from shardwise.comm.start.peers import reported_failure
-from shardwise.comm.start.rendezvous import LAUNCHER, read_limits, require_local
+from shardwise.comm.start.rendezvous import (
+    LAUNCHER,
+    read_limits,
+    require_interfaces,
+    require_local,
+    require_loopback,
+)
 from shardwise.comm.start.stop_signal import SIGNALS, StopSignal
 from shardwise.comm.start.worker import Work, run, run_command
 from shardwise.core.errors import InputError, RankError, bad
@@ -179,6 +185,9 @@ def require_ranks(ranks: int, device: str | None) -> None:
             f"ranks={gpus}, or {on_cpu}" if gpus else on_cpu,
         )
     require_local(ranks)
+    require_interfaces()
+    if ranks > 1:
+        require_loopback()
     read_limits()
 
 

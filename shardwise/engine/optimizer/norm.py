@@ -45,8 +45,8 @@ def counted_elsewhere(flat: Flat) -> Iterator[Tensor]:
         elsewhere = [
             shared
             for axis, on in layout.axes
-            if (shared := on.shared(flat.local.coordinates[axis]))
-            and shared.ranks[0] != flat.local.coordinates[axis]
+            if (shared := on.shared(flat.local.coordinates.get(axis, 0)))
+            and shared.ranks[0] != flat.local.coordinates.get(axis, 0)
         ]
         for dim, spans, _ in elsewhere:
             for first, length in spans:

@@ -208,7 +208,9 @@ def _pieces(flat: Flat, index: int, name: str, piece: Tensor) -> Iterator[Box]:
         parts: Iterable[Part] = [(box.offsets, values, copy)]
         for axis, on in layout.axes:
             parts = [
-                part for each in parts for part in _spread(on, flat.local.coordinates[axis], *each)
+                part
+                for each in parts
+                for part in _spread(on, flat.local.coordinates.get(axis, 0), *each)
             ]
         for offsets, part, replica in parts:
             yield Box(name, whole, offsets, tuple(part.shape), part, replica)

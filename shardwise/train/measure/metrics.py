@@ -7,6 +7,7 @@ which a crash leaves.
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -118,32 +119,56 @@ def _step_of(line: bytes) -> int:
 class MetricsWriter:
     """Writes records to the file, on rank 0, and passes them on to the callbacks.
 
-    `failure` says why that failed: the run ends, on all ranks.
+    `failure` says why the run has to end, on all ranks: a callback failed, or the run's folder is
+    gone. A full disk ends nothing: `unwritten` says once that records are missing.
     """
 
     def __init__(self, file: TextIO | None, callbacks: Callbacks) -> None:
         self._file = file
         self._callbacks = callbacks
-        self.failure = ""
+        self.failure = self.unwritten = ""
+        self._full = False
 
     def write(self, record: Record) -> None:
-        """Append the record and call the callbacks; sets `failure` if that fails."""
+        """Append the record and call the callbacks; may set `failure` or `unwritten`."""
         try:
             if self._file is not None:
-                self._file.write(record.line() + "\n")
-                self._file.flush()
+                self._append(self._file, record)
             self._callbacks.step_ended(record.step, tags(record))
             if record.validation is not None:
                 found = {"loss/validation": record.validation}
                 self._callbacks.evaluated(record.step, found)
-        except OSError as error:
-            self.failure = (
-                f"Step {record.step} could not be recorded in '{getattr(self._file, 'name', '')}' "
-                f"({error.strerror or error}). The run was stopped; --resume continues from its "
-                "last checkpoint."
-            )
         except (RunError, InputError) as error:
             self.failure = str(error)
+
+    def _append(self, file: TextIO, record: Record) -> None:
+        """Append a record. Raises RunError if the file is no longer where it was opened."""
+        try:
+            there = os.path.samestat(os.fstat(file.fileno()), Path(file.name).stat())
+        except FileNotFoundError:
+            there = False
+        except OSError:  # of a server that does not answer now
+            there = True
+        if not there:
+            raise RunError(
+                f"The run's folder '{Path(file.name).parent}' was renamed or removed while the run "
+                f"was writing there, before step {record.step} was recorded. The run was stopped. "
+                "Give the folder its name again, and continue with --resume."
+            )
+        try:
+            file.write(record.line() + "\n")
+            file.flush()
+            self._full = False
+        except OSError as error:
+            why = f"step {record.step} could not be recorded in '{file.name}'"
+            goes_on = "Training goes on; the report lacks such steps"
+            self.unwritten = "" if self._full else f"{why} ({error.strerror or error}). {goes_on}"
+            self._full = True
+
+    def take_unwritten(self) -> str:
+        """What to say of records that are missing, once."""
+        said, self.unwritten = self.unwritten, ""
+        return said
 
     def saved(self, step: int, path: Path) -> None:
         """Call the callbacks after a save; sets `failure` if one fails."""
@@ -153,7 +178,7 @@ class MetricsWriter:
             self.failure = str(error)
 
     def require_written(self) -> None:
-        """Raise RunError if a record could not be written, or a callback failed."""
+        """Raise RunError if the run has to end."""
         if self.failure:
             raise RunError(one_line(self.failure))
 
