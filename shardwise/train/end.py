@@ -4,8 +4,10 @@ Nothing here fails the run. What goes wrong is said in a line, and --resume make
 A signal ends it: on all ranks before the next token of the sample, on rank 0 at once after that.
 """
 
+import math
 import resource
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -36,9 +38,14 @@ from shardwise.train.saving import Position
 from shardwise.train.stop import any_rank
 
 NO_REPORT = "stopped by a signal after the last step, which is saved; --resume makes the report"
+SAMPLE_S = 60.0  # of a sample that was not asked for
 MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # the unit of getrusage's ru_maxrss
 
 T = TypeVar("T")
+
+
+class SlowSampleError(Exception):
+    """The default sample takes too long; raised on all ranks."""
 
 
 class StoppedError(Exception):
@@ -149,11 +156,15 @@ def require_no_signal(run: Run) -> None:
 def next_token_logits(run: Run) -> NextToken:
     """The trained model as a function to the next token's logits, the same on all ranks."""
     engine, size = run.engine, run.prepared.vocabulary.size
+    chosen = "tokens" in run.prepared.config.sample.model_fields_set
+    until_s = math.inf if chosen else time.monotonic() + SAMPLE_S
     # rows of the model beyond the vocabulary are never sampled
     like_V = torch.zeros(size, device=engine.world.device)
 
     def after(seen: Sequence[int]) -> Tensor:
         require_no_signal(run)
+        if any_rank(time.monotonic() > until_s, engine.world):
+            raise SlowSampleError
         seen_BT = torch.tensor([seen], device=like_V.device)
         return engine.outputs(
             lambda model: logits(model, seen_BT)[0, -1, :size].float(), like_V
@@ -178,7 +189,12 @@ def sample_text(run: Run, console: Console | None) -> str:
         say(f"{why}; --set sample.tokens=8 makes a short one", run.engine.world, console)
         return ""
     seed, window = prepared.config.train.seed, prepared.corpus.sequence
-    return visible(sample(next_token_logits(run), prepared.vocabulary, window, how, seed))
+    try:
+        return visible(sample(next_token_logits(run), prepared.vocabulary, window, how, seed))
+    except SlowSampleError:
+        why = f"no sample: its {how.tokens} tokens would take more than {SAMPLE_S:.0f} s"
+        say(f"{why}; --set sample.tokens=8 makes a short one", run.engine.world, console)
+        return ""
 
 
 def own_cost(run: Run) -> RankCost:

@@ -14,6 +14,7 @@ from shardwise.checkpoint.folder import find
 from shardwise.checkpoint.open_checkpoint import open_checkpoint
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World, alone
+from shardwise.core.errors import bad
 from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
 
@@ -27,13 +28,12 @@ def reload_engine(saved: Engine, fresh: Engine) -> Engine:
     All weights of `fresh` are overwritten before: it has the seed of `saved`, so that some would be
     right without a load.
 
-    The first rank makes the folder, so all ranks must be on one machine. It is removed at the end,
-    also if saving or loading fails on the first rank.
+    The first rank makes the folder, which is removed at the end, also if saving or loading fails on
+    the first rank.
     """
     _forget(fresh)
     world = saved.world
-    own = tempfile.mkdtemp(prefix="shardwise-verify-") if world.rank == 0 else ""
-    folder = Path(all_gather_object(own, world)[0])
+    folder = _shared_folder(world)
     try:
         if world.links.root.of_threads:
             _through_threads(saved, fresh, folder)
@@ -45,6 +45,26 @@ def reload_engine(saved: Engine, fresh: Engine) -> Engine:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
     return fresh
+
+
+def _shared_folder(world: World) -> Path:
+    """A temporary folder that all ranks see: the host's own, or one in the current folder.
+
+    Raises InputError if they see neither.
+    """
+    for place in (None, Path.cwd()):
+        own = tempfile.mkdtemp(prefix="shardwise-verify-", dir=place) if world.rank == 0 else ""
+        folder = Path(all_gather_object(own, world)[0])
+        if all(all_gather_object(folder.is_dir(), world)):
+            return folder
+        world.barrier()
+        if world.rank == 0:
+            folder.rmdir()
+    raise bad(
+        "a proof on several hosts, which see neither each other's temporary folder nor one here",
+        "a folder that all hosts share, for a checkpoint of the model",
+        "export TMPDIR=/a/shared/folder on rank 0, or the command in a shared folder",
+    )
 
 
 @torch.no_grad()

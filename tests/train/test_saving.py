@@ -56,9 +56,10 @@ def test_a_run_saves_beside_its_steps(tmp_path: Path, plan: str) -> None:
     assert "written beside" not in (sync.folder / "report.md").read_text()
 
 
-def test_a_checkpoint_that_is_lost_ends_no_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_checkpoint_that_is_lost_ends_no_run(beside: bool, tmp_path: Path) -> None:
     """A line names the rank and the folder; the run goes on, and later ones are whole."""
-    given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", keep=9, async_save=True)
+    given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", keep=9, async_save=beside)
     first, _ = run_gloo(2, failing, given)
     folder = given.folder / "checkpoints"
     said = f"The checkpoint of step 4 could not be saved in '{folder}': on rank 1, OSError"
