@@ -162,6 +162,7 @@ def next_token_logits(run: Run) -> NextToken:
     like_V = torch.zeros(size, device=engine.world.device)
 
     def after(seen: Sequence[int]) -> Tensor:
+        """The logits after these tokens. Raises SlowSampleError on all ranks after `SAMPLE_S`."""
         require_no_signal(run)
         if any_rank(time.monotonic() > until_s, engine.world):
             raise SlowSampleError
