@@ -203,7 +203,7 @@ def test_damage_is_answered_with_what_resume_can_follow(tmp_path: Path) -> None:
     before = contents(given.folder)
     with pytest.raises(InputError, match="it continues from step-000002") as refused:
         loop.train(more, alone(), RunStart(resume=True))
-    assert f"Write instead: rm -r '{damaged}', then the same command" in str(refused.value)
+    assert f"Write instead: rm -r {damaged}, then the same command" in str(refused.value)
     assert contents(given.folder) == before
     shutil.rmtree(damaged)
     assert len(runs.run(more, start=RunStart(resume=True))) == 6
