@@ -215,7 +215,11 @@ def planned_save(
 ) -> PlannedSave:
     """The save of the state with these scalars and further boxes.  Raises like PlannedSave."""
     trained.world.background.settle(folder)
-    trained.consensus.meet() if isinstance(trained, Engine) else trained.compare_ranks()
+    if isinstance(trained, Engine):
+        trained.wait()
+        trained.consensus.meet()
+    else:
+        trained.compare_ranks()
     boxes = [*trained.boxes(), *further]
     checked = _checked(trained, boxes, scalars["step"])
     scalars = scalars | {"model": described(trained)}

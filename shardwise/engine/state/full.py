@@ -52,6 +52,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
         engine.world.require_open()
         engine.data.structure.require_unchanged()
         engine.flush()
+        engine.wait()
         engine.consensus.meet()
         boxes = [
             *state.weights(engine.flats, engine.optimizer),

@@ -143,10 +143,7 @@ class Consensus:
         self.same.batch, self.same.facts["the number of steps"] = 0, self.rounds
         if not any(axis.transport.answered for axis in (*self.axes, *self.same.others)):
             return
-        # an update of pieces is gathered in the next forward: until then ranks hold older weights
-        current = not any(flat.split for flat in self.trained)
-        difference = self.same.difference(0, modes=False, weights=current)
-        own = doubles_on([0], self.device) + difference
+        own = doubles_on([0], self.device) + self.same.difference(0, modes=False)
         with self.axes[0].ledger.phase("check"):
             summed = self.agree(own if scaling is None else scaling.joined(own))
             if scaling is not None:

@@ -30,6 +30,7 @@ import math
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from typing import Any, Final, NamedTuple
@@ -44,7 +45,7 @@ from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.techniques.data.checksum import bits_sum
 from shardwise.techniques.data.computed import Reruns, Values, numbers_of, require_same, shown
-from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.techniques.data.flat.flat_parameter import Flat, State
 
 #: Steps between two comparisons of weights, unless an engine says otherwise.
 EVERY = 100
@@ -71,8 +72,11 @@ class _Copy(NamedTuple):
     of_parameters: Callable[[], Iterable[tuple[str, Tensor]]]
 
 
-def _weights(flat: Flat) -> Tensor:
-    return flat.full if flat.split and not flat.reshards else flat.shard
+def _weights(flat: Flat) -> list[Tensor]:
+    """What data ranks hold of it now; between two gathers of full parameters only the shard."""
+    if flat.split and not flat.reshards:
+        return [flat.full] if flat.state is State.UNSHARDED else []
+    return [flat.shard]
 
 
 def _named(what: str, flat: Flat, values: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -130,8 +134,10 @@ class SameOnRanks:
             for copy in self._copies(
                 flat,
                 flat.split and flat.reshards,
-                lambda flat=flat: [_weights(flat)],
-                lambda flat=flat: _named("", flat, _weights(flat)),
+                partial(_weights, flat),
+                lambda flat=flat: chain.from_iterable(
+                    _named("", flat, values) for values in _weights(flat)
+                ),
             )
         ]
 
@@ -194,14 +200,14 @@ class SameOnRanks:
         steps = self.facts.get(STEPS, {})
         self.facts[STEPS] = {**steps, kind: steps.get(kind, 0) + 1}
 
-    def difference(self, step: int, *, modes: bool = True, weights: bool = True) -> int | Tensor:
+    def difference(self, step: int, *, modes: bool = True) -> int | Tensor:
         """This rank's contribution in step `step`, from 0; a double on the device with tensors.
 
-        `modes`: whether the training flags of modules count; `weights`: whether weights may.
+        `modes`: whether the training flags of modules count.
         """
         self.sent = None if self.options is None else (self.options, self.facts)
         self.options, self.facts = None if self.options is None else {}, {}
-        self.weighs = weights and self.every > 0 and step % self.every == 0
+        self.weighs = self.every > 0 and step % self.every == 0
         self.hash = self._hash(repr(self.sent and [sorted(each.items()) for each in self.sent]))
         if not any(axis.transport.answered for axis in self.axes):
             return 0  # alone, or in a traced world, whose ranks are all this one
