@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from shardwise.comm.ledger import Key, Ledger, Tally, rank_bytes
 from shardwise.comm.move import begin_sum
 from shardwise.comm.random_state import kept
-from shardwise.comm.tiers.host_numbers import doubles_on
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.pool_size import pool_bytes
@@ -30,7 +29,7 @@ from shardwise.engine import batch as shares
 from shardwise.engine import memory
 from shardwise.engine.build import lay_out
 from shardwise.engine.checks import compiled, hint, validate
-from shardwise.engine.checks.consistency import ConsistencyCheck, share_checksum, warn_equal_shares
+from shardwise.engine.checks.consistency import ConsistencyCheck, share_sums
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.optimizer_state import Catalogue
 from shardwise.engine.optimizer.scale import LossScale, LossWeights
@@ -98,6 +97,7 @@ class Engine:
         self.steps = self.steps_run = 0  # of the run; of these, the steps of this engine
         self.coming: state.Loading | None = None  # a checkpoint that is being loaded
         self.shares_compared = False  # whether data ranks have compared a batch
+        self.weights: LossWeights | None = None  # of a step that has not ended, or raised
         self.last: dict[Key, Tally] = {}  # what the last step sent
         self.world.tiers.bound_device(self.plan.device_memory_bytes)
 
@@ -175,11 +175,8 @@ class Engine:
             raise
         self.guard.begin()
         self.data.begin_step()
-        size = self.staging.schedule.update if self.staging else 0
-        scale = self.scale.of_each(self.data_ranks * len(parts))
-        with self.ledger.phase("check"):
-            agree, device = self.consensus.begin_agree, self.world.device
-            weights = LossWeights(counts, size or len(counts), agree, device, scale)
+        # after an error the sums of that step: other ranks may still be in it
+        weights = self.weights = self.weights or self._loss_weights(counts)
         with hint.dtypes(self.dtype), hint.step(self.steps + 1):
             summed = self.passes.run(parts, counts, weights)
         del parts  # may be copies of parts of the batch
@@ -188,13 +185,19 @@ class Engine:
         with self.ledger.phase("update"):
             loss = summed / max(1, sum(counts))
             arriving = self.consistency.compare_gradients(self._arrivals(), loss, self.flats)
-            result = self._settle(summed, weights, arriving)
+            result = self._settle(summed, sum(counts), arriving)
         self.consistency.end(skipped=result.skipped)
         self.steps, self.steps_run = self.steps + 1, self.steps_run + 1
         self.data.in_step = False
         self.last = self.ledger.since(before, apart)
         sent_bytes, lr = rank_bytes(self.last), self.optimizer.lr
         return Metrics(result.loss, result.tokens, result.norm, result.skipped, lr, sent_bytes)
+
+    def _loss_weights(self, counts: Sequence[float]) -> LossWeights:
+        scale = self.scale.of_each(self.data_ranks * len(counts))
+        size = self.staging.schedule.update if self.staging else 0
+        with self.ledger.phase("check"):
+            return LossWeights(counts, size, self.consensus.begin_agree, self.world.device, scale)
 
     def _begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
         """A step or an evaluation begins; returns the parts of the batch to compute."""
@@ -214,12 +217,9 @@ class Engine:
             parts = shares.split(batch, self.microbatches, self.plan.cut, self.rows)
             counts = [self._count(part) for part in parts]
         except InputError as error:
-            if not self.shares_compared:
-                self._compare_shares(batch, 0, error)
+            self._compare_shares(batch, 0, error)
             raise
-        if not self.shares_compared:
-            self._compare_shares(batch, sum(counts))
-            self.shares_compared = True
+        self._compare_shares(batch, sum(counts))
         return parts, counts
 
     def _count(self, part: Any) -> int:
@@ -228,22 +228,23 @@ class Engine:
 
     def _compare_shares(self, batch: Any, mine: int, refused: InputError | None = None) -> None:
         """Compare the shares of the data ranks, and their numbers of tokens: in the first step."""
-        asked = self.rows is not None or self.training.tokens is not None
-        lists = 0 if asked else shares.list_entries(batch)
-        share = share_checksum(batch, self.world.device)
-        counted = [mine, refused is not None, lists, lists**2]
-        own = torch.cat([doubles_on(counted, self.world.device), share, share**2])
+        if self.shares_compared:
+            return
+        lists = 0 if self.rows or self.training.tokens else shares.list_entries(batch)
+        own = [mine, refused is not None, lists, lists**2]
+        warns = self.data_ranks > 1 and not self.world.rank
         with self.ledger.phase("check"):
-            summed = self.consensus.agree(own).cpu()
+            summed = share_sums(batch, own, self.consensus, warns=warns)
         shares.require_counted(summed[1], refused)
         shares.require_equal_lists(batch, summed[2:4], self.plan.data_size)
-        if self.world.rank == 0 and self.data_ranks > 1:
-            warn_equal_shares(batch, summed, self.plan.data_size)
+        self.shares_compared = True
 
-    def _settle(self, summed: Tensor, weights: LossWeights, arriving: Iterator[Unit]) -> StepResult:
+    def _settle(self, summed: Tensor, count: float, arriving: Iterator[Unit]) -> StepResult:
         """Finish the reductions, agree, update, and begin to gather for the next step."""
         reported = self.guard.reported_loss(summed).view(1)
-        own = torch.cat([reported, self.consensus.summary()])
+        own = torch.cat([reported, summed.new_full((1,), count), self.consensus.summary()])
+        assert self.weights is not None
+        factor, self.weights = self.weights.factor, None
         with self.ledger.phase("check"):
             agreed = self.consensus.begin_agree(own)
         first = [unit for unit in (next(arriving, None),) if unit is not None]
@@ -252,14 +253,14 @@ class Engine:
             own = torch.cat([sums[:1], self.consensus.differing(sums)])
             # the loss is known on the last stage
             sums[:1], differs = self.guard.over_tensors(*self._over_stages(own).split(1))
-            sums[1:] = self.passes.shared(self.optimizer.names, sums[1:])
+            sums[2:] = self.passes.shared(self.optimizer.names, sums[2:])
         by_norm = self.guard.by_norm
         squares, differs = self.updates.squares(differs) if by_norm else (sums[:1] * 0, differs)
         # the step's only wait for the device: from these numbers follows whether it updates
-        numbers = [weights.totals.sum(1), sums, squares, differs]
-        tokens, parts, loss_sum, *used, squared, difference = torch.cat(numbers).tolist()
+        numbers = [*factor, sums, squares, differs]
+        over, parts, loss_sum, tokens, *used, squared, difference = torch.cat(numbers).tolist()
         counted = round(tokens)
-        loss, correction = loss_sum / max(1, counted), 1 / (max(1.0, parts) * weights.scale)
+        loss, correction = loss_sum / max(1, counted), over / (max(1.0, tokens) * parts)
         self.consensus.apply(used, difference)
         late = self.updates.updater.by_schedule or self.stages.size > 1  # gradients are elsewhere
         if counted and not late and not any(used[:-1]):  # the last is a checksum

@@ -183,7 +183,7 @@ def step_bytes(
         tariff.agree(1 + sum(param.trainable for param in model.params), CONSENSUS_BYTES)
         tariff.move(TENSOR, S(0), R, tariff.size(TENSOR), CONSENSUS_BYTES, "check")
     _buffers(tariff, model, "forward", sent=buffers)
-    tariff.agree(2 + sum(param.trainable for param in model.params), CONSENSUS_BYTES)
+    tariff.agree(3 + sum(param.trainable for param in model.params), CONSENSUS_BYTES)
     if norm or plan.precision == "fp16":
         for axis in (*chain.from_iterable(norm_axes(plan)), PIPELINE):
             numbers = 2 if axis == TENSOR else 1  # the second says whether options are the same

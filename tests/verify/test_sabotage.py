@@ -90,8 +90,10 @@ def test_what_is_right_in_16_bits_holds_and_leaves_no_folder(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_moment_that_differs_is_refused(model: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_moment_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The optimizer's state is compared, though the weights are right for now."""
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.replace(".float()", ""))  # in fp64 throughout, so to 1e-10
     real = ShardedOptimizer.step
 
     def stepped(self: ShardedOptimizer, flats: Any = None, factor: float = 1.0) -> None:
@@ -100,7 +102,7 @@ def test_a_moment_that_differs_is_refused(model: str, monkeypatch: pytest.Monkey
             state["exp_avg_sq"].mul_(1 + 1e-6)
 
     monkeypatch.setattr(ShardedOptimizer, "step", stepped)
-    first = proved("dp2 zero1 fp64", model, 1).first_difference
+    first = proved("dp2 zero1 fp64", f"{path}:build", 1).first_difference
     assert first is not None and first.kind == "optimizer" and "exp_avg_sq" in first.name
 
 

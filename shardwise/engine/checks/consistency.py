@@ -40,12 +40,14 @@ from torch import Tensor, nn
 from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.move import all_gather
 from shardwise.comm.objects import all_gather_object
+from shardwise.comm.tiers.host_numbers import doubles_on
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import rank_names
 from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer.norm import squared_norm
 from shardwise.techniques.data.checksum import INTEGERS, exact_sum, fold, weighted, weighted_sum
+from shardwise.techniques.data.consensus import Consensus
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
 
@@ -355,20 +357,26 @@ def share_checksum(batch: Any, device: torch.device) -> Tensor:
     return (mixed % SHARE_CHECKSUMS).double().view(1)
 
 
-def warn_equal_shares(batch: Any, summed: Tensor, ranks: int) -> None:
-    """Print a line if all data ranks have the same rows.
+def share_sums(
+    batch: Any, numbers: Sequence[float], consensus: Consensus, *, warns: bool
+) -> Tensor:
+    """The sums of `numbers`, the first of which are tokens, over the data ranks.
 
-    `summed` is the sum over the ranks of the tokens, ..., of a checksum and of its square.
+    `warns`: print a line if all data ranks have the same rows.
     """
+    share, ranks = share_checksum(batch, consensus.device), consensus.ranks
+    own = torch.cat([doubles_on(numbers, consensus.device), share, share**2])
+    summed = consensus.agree(own).cpu()
     tokens, total, squares = summed[[0, -2, -1]].tolist()
     holds = any(x.numel() for x in leaves(batch, Tensor, objects=True))
-    if ranks > 1 and tokens and holds and ranks * squares == total**2:
+    if warns and tokens and holds and ranks * squares == total**2:
         print(
             f"shardwise: all {ranks} data ranks have the same rows in the first step, so that they "
             "compute the same gradient. Give each its own share: DistributedSampler(dataset, "
             "engine.data_ranks, engine.data_rank), or batch[engine.data_rank::engine.data_ranks].",
             file=sys.stderr,
         )
+    return summed
 
 
 def _same_batch(first: Tensor, second: Tensor) -> bool:

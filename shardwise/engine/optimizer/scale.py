@@ -24,7 +24,7 @@ from shardwise.comm.transport import Pending
 class LossWeights:
     """The factors of a step's microbatches, from numbers that are summed while the forward runs.
 
-    `counts` are the tokens of this rank's microbatches; an update uses `size` of them.
+    `counts` are the tokens of this rank's microbatches; an update uses `size` of them (0: all).
     `begin_sum` begins the sum over the data ranks; `scale` is the loss scale.
     """
 
@@ -36,7 +36,7 @@ class LossWeights:
         device: torch.device,
         scale: float = 1.0,
     ) -> None:
-        self.scale = scale
+        self.scale, size = scale, size or len(counts)
         parts = [counts[k : k + size] for k in range(0, len(counts), size)]
         own = [float(sum(part)) for part in parts]
         own += [float(sum(n > 0 for n in part)) for part in parts]
@@ -49,6 +49,15 @@ class LossWeights:
         if self._totals is None:  # no cached_property, on whose lock ranks in threads would wait
             self._totals = self._arriving.wait().view(2, -1)
         return self._totals
+
+    @property
+    def factor(self) -> tuple[Tensor, Tensor]:
+        """The update multiplies by the first, and divides by the second and the step's tokens.
+
+        Doubles [1] on the device: T, and P times the loss scale, of a synchronous schedule.
+        """
+        total, parts = self.totals.sum(1).clamp(min=1).split(1)
+        return total, parts * self.scale
 
     def of(self, tokens: float, update: int) -> Tensor:
         """The factor of the mean loss of a microbatch: a double on the device."""
