@@ -194,7 +194,7 @@ ABSURD: dict[str, tuple[Absurd, str]] = {
 #: Numbers and states of the engine, which only an engine reads.
 NUMBERS: dict[str, tuple[Absurd, str]] = {
     "a negative counter": (with_engine(since=-1), "without a number for since"),
-    "a counter beyond 64 bits": (with_engine(tokens=2**70), "without a number for tokens"),
+    "a counter beyond 64 bits": (with_engine(since=2**70), "without a number for since"),
     "a text as a step of the engine": (with_engine(step="2"), "without a number for step"),
     "an infinite loss scale": (with_engine(loss_scale=float("inf")), "number for loss_scale"),
     "groups in a list": (with_engine(groups=[1]), "of another form"),
