@@ -16,8 +16,9 @@ def specification(
     kind: type[Optimizer], options: dict[str, Any], decay: float, groups: dict[str, dict[str, Any]]
 ) -> OptimizerSpec:
     """The class with its options; parameters of `groups` do not decay, others by `decay`."""
-    options = {key: value for key, value in options.items() if key != "fused"}
-    return Optim(kind, groups=groups, **options | {"weight_decay": decay})
+    known = {key: value for key, value in options.items() if key != "fused"}
+    known["weight_decay"] = decay
+    return Optim(kind, groups=groups, **known)
 
 
 def without_decay(model: nn.Module, decayed: set[str]) -> dict[str, dict[str, Any]]:

@@ -39,9 +39,9 @@ class Record:
     tokens        tokens of the global batch that the loss is the mean over
     seconds       the time of the step, without evaluation and saving
     tokens_per_s  tokens over seconds
+    sent_bytes    bytes that rank 0 sent in the step
     mfu           the share of the device's peak that the model's operations used, on rank 0: of
                   `run.cluster`, or of a GPU that a preset describes; else absent
-    sent_bytes    bytes that rank 0 sent in the step
     grad_norm     the norm of the gradient before clipping
     skipped       whether the update was skipped: fp16 overflowed, or the step was not finite
     validation    the validation loss in nats a token, if an evaluation followed the step
