@@ -8,7 +8,7 @@ ARGS ?=
 # and repeats it.
 TESTS := $(BIN)/python -m pytest -n 3 --dist worksteal --max-worker-restart 1
 
-.PHONY: setup train train-moe test test-all soak mutants check docs format wheel clean
+.PHONY: setup train train-moe test nightly soak mutants check docs format wheel clean
 
 # The environment: made once, and again only when what it is made from has changed.
 setup: $(STAMP)
@@ -34,9 +34,11 @@ train-moe: setup
 test: setup
 	$(TESTS) $(ARGS)
 
-# The core of the tests, then the rest (tests/conftest.py). ARGS='-m ""' runs all combinations too.
-test-all: test
-	$(TESTS) -m "not core and not combination" $(ARGS)
+# All tests, not the core alone (tests/conftest.py), and a long soak. CI runs a part of them.
+# ARGS='-m ""' runs all combinations too.
+nightly: setup
+	$(TESTS) -m "not combination" $(ARGS)
+	$(BIN)/python -m tests.soak --minutes 30
 
 # Runs under a seeded schedule of faults, compared with undisturbed ones: make soak ARGS="--minutes 60"
 # Two ranks that must not grow in many tiny steps: make soak ARGS="--steps 100000"

@@ -1,11 +1,13 @@
-"""Which tests run when: those marked `core` under `make test`, the rest under `make test-all`.
+"""Which tests run when: those marked `core` under `make test`, the rest under `make nightly`.
 
 A test is core unless it is marked `full`: long, or of a fact that another test shows on fewer
 processes.  Of one with more than `CASES` parameter sets, core are those marked so by hand; else the
 first that is written, then the first of those that show the most values that none before has shown.
 The marker `cases(n)` sets their number.  Of a test marked `crossed`, whose cases are all
-combinations of several parameters, `make test-all` runs each value of each parameter once; the
+combinations of several parameters, `make nightly` runs each value of each parameter once; the
 others are marked `combination`, and run with `pytest -m ""`.
+
+Of the tests that are not core CI runs one part of several, by `--part`; `make nightly` runs all.
 """
 
 import gc
@@ -15,6 +17,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from zlib import crc32
 
 import pytest
 
@@ -32,6 +35,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Where the table of plans runs (tests/test_plans.py)."""
     text = "cuda: the plans of the table run on the GPUs of this machine, or share the first one"
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help=text)
+    text = "K/N: of the tests that are not core, part K of N alone; K counts on beyond N"
+    parser.addoption("--part", default="0/1", help=text)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say which tests that are not core run."""
+    k, n = _part(config)
+    return f"of the tests that are not core, if they are chosen: part {k} of {n}, counted from 0"
+
+
+def _part(config: pytest.Config) -> tuple[int, int]:
+    k, n = map(int, str(config.getoption("--part")).split("/"))
+    return k % n, n
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -64,8 +80,8 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is core, and the combinations that no run needs."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is core, and the combinations that no run needs; drop other parts."""
     tests: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
@@ -76,8 +92,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for case in cases:
             if case in chosen:
                 case.add_marker("core")
+                case.user_properties.append(("core", True))  # for tests/durations.py
             elif case not in first:
                 case.add_marker("combination")
+    k, n = _part(config)
+    other = [i for i in items if not _is(i, "core") and crc32(i.nodeid.encode()) % n != k]
+    config.hook.pytest_deselected(items=other)
+    left = set(other)
+    items[:] = [item for item in items if item not in left]
 
 
 def _is(case: pytest.Item, mark: str) -> bool:

@@ -87,7 +87,7 @@ CANONICAL: dict[str, list[str]] = {
         "dp2 zero2 | blocks.0: zero3 offload:param | embed: offload:optim",
         "dp2 zero3 | embed,head: tp2 | blocks.0: ddp recompute:full",
     ],
-    # long, most of them on four ranks and more: of these `make test-all` runs every one
+    # long, most of them on four ranks and more: of these `make nightly` runs every one
     LONG: [
         *("pp4 pipedream:8", "pp3 2bw:4", "pp2 dp2 zero1 pipedream:4", "pp2 dp2 zero2 pipedream:4"),
         "dp_replicate2 dp_shard2 zero3 | blocks.0: dp4 zero1 | head,embed: tp2 dp2",

@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 class Own(Optimizer):
     """The mean of the last two gradients, over the root of the number of steps."""
 
+    elementwise = True
+
     def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.5, 0.1)):
         super().__init__(params, {"lr": lr, "betas": betas, "seen": 0})
 

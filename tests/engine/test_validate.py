@@ -77,11 +77,11 @@ BAD: dict[str, tuple[Give, str]] = {
     "shard_size in words": (lambda m: sw.FSDP(m, shard_size="2"), "shard_size='2'"),  # type: ignore[arg-type]
     "an optimizer of torch": (
         lambda m: give(optimizer=plain_sgd(m))(m),
-        r"optimizer='SGD'.*sw\.Optim",
+        r"optimizer='torch.optim.SGD'.*sw\.Optim",
     ),
     "a class of torch": (
         give(optimizer=torch.optim.RMSprop),
-        r"optimizer=RMSprop.*sw\.Optim",
+        r"optimizer='torch.optim.RMSprop'.*sw\.Optim",
     ),
     "an optimizer by name": (give(optimizer="adam"), r"optimizer='adam'.*sw\.AdamW\(lr=3e-4\)"),
     "a loss by name": (give(loss="mse"), "loss='mse'.*a function of model and batch"),
@@ -252,7 +252,7 @@ def test_a_step_in_which_no_parameter_gets_a_gradient_is_refused(wrap: Any):
     loss: Any = lambda model, batch: regression(model, batch).detach() * other  # noqa: E731
     step = partial(engine_of(loss).step, vectors(0))
     if wrap is not None:
-        model = wrap(nn.Linear(6, 6).double(), world=alone())
+        model = wrap(nn.Sequential(nn.Linear(6, 6)).double(), world=alone())
         loss(model, vectors(0)).backward()
         step = torch.optim.SGD(model.parameters()).step
     with pytest.raises(InputError, match="in which no parameter of the model got a gradient"):

@@ -47,7 +47,7 @@ def step_over(optimizer: Optimizer, members: Sequence[list[nn.Parameter]]) -> No
 
 
 def even_out(optimizer: Optimizer) -> None:
-    """Give all momenta of a fused SGD their zeros, which is how they begin in any case.
+    """Give the momenta that a fused SGD is about to update their zeros, with which they begin.
 
     The kernel takes a list with all of them or none; which parameters have had a gradient
     differs.  (With dampening the first momentum is not the damped sum with zero: not fused.)
@@ -55,7 +55,7 @@ def even_out(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, torch.optim.SGD) or not optimizer.defaults.get("fused"):
         return
     for group in optimizer.param_groups:
-        for p in group["params"] if group["momentum"] else ():
+        for p in (p for p in group["params"] if group["momentum"] and p.grad is not None):
             state = optimizer.state[p]
             if state.get("momentum_buffer") is None:
                 state["momentum_buffer"] = torch.zeros_like(p)
