@@ -28,7 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 CASES = 2
 #: Files of which every case that is not `full` runs: it costs next to nothing, or is a fact.
-WHOLE = ("tests/test_house.py", "tests/test_plans.py", "tests/test_refused.py", "tests/core/")
+WHOLE = ("tests/test_house.py", "tests/test_plans.py", "tests/refused/", "tests/core/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
