@@ -23,7 +23,7 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor
 from shardwise.techniques.data.checksum import weighted
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
-from tests.engine.cases import refusal
+from tests.engine.cases import ranks_of, refusal
 from tests.engine.tensors import sent
 from tests.pool import run_threads
 
@@ -97,45 +97,41 @@ def told(world: World, act: Any) -> str:
     return refusal(lambda: act(world))
 
 
-GIVEN = [
-    ("model", lambda world: engine_of(world, Small(1 + world.rank), table=FIXED)),
-    ("table", lambda world: engine_of(world, Small(), table=[TABLE, FIXED][world.rank])),
-    ("option clip", lambda world: engine_of(world, Small(), table=FIXED, clip=1.0 + world.rank)),
-    (
-        "strategy",
-        lambda world: sw.FSDP(Small(), ["FULL_SHARD", "NO_SHARD"][world.rank], world=world),
-    ),
-    ("plan", lambda world: engine_of(world, Small(), ["dp2", "dp2 zero1"][world.rank])),
-    (
-        "optimizer",
-        lambda world: engine_of(world, Small(), table=FIXED, optimizer=sw.SGD(lr=1 + world.rank)),
-    ),
-    ("option loss", lambda world: engine_of(world, Small(), "dp2", loss=[loss, twice][world.rank])),
-    (
-        "option tokens",
-        lambda world: engine_of(world, Small(), "dp2", tokens=[None, len][world.rank]),
-    ),
-    (
-        "module",
-        lambda world: sw.DDP(nn.Sequential(Small(), nn.Dropout(0.5 + 0.1 * world.rank)), world),
-    ),
-    ("module", lambda world: sw.DDP(Small().train(world.rank == 0), world)),
-    ("argument folder of sw.save", lambda world: saved(world, f"folder{world.rank}")),
-    ("argument extra of sw.save", lambda world: saved(world, "folder", extra={"at": world.rank})),
-    ("argument missing_ok of sw.load", lambda world: loaded(world, missing_ok=world.rank == 0)),
-]
-
-
 def twice(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return 2 * loss(model, batch)
 
 
-def saved(world: World, folder: str, **options: Any) -> None:
-    sw.save(engine_of(world, Small(), "dp2"), folder, **options)
+def engine_with(world: World, plan: str = "tp2", depth: int = 1, **options: Any) -> sw.Engine:
+    """An engine with an option that may differ between ranks."""
+    table = FIXED if plan == "tp2" else None
+    return engine_of(world, Small(depth), plan, **({"table": table} | options))
 
 
-def loaded(world: World, **options: Any) -> None:
-    sw.load(engine_of(world, Small(), "dp2"), "folder", **options)
+def saved(world: World, folder: str = "folder", **options: Any) -> None:
+    sw.save(engine_with(world, "dp2"), folder, **options)
+
+
+#: What differs, and a call in which it does by the rank.
+GIVEN = [
+    ("model", lambda w: engine_with(w, depth=1 + w.rank)),
+    ("table", lambda w: engine_with(w, table=[TABLE, FIXED][w.rank])),
+    ("option clip", lambda w: engine_with(w, clip=1.0 + w.rank)),
+    ("strategy", lambda w: sw.FSDP(Small(), ["FULL_SHARD", "NO_SHARD"][w.rank], world=w)),
+    ("plan", lambda w: engine_with(w, ["dp2", "dp2 zero1"][w.rank])),
+    ("optimizer", lambda w: engine_with(w, optimizer=sw.SGD(lr=1 + w.rank))),
+    ("option loss", lambda w: engine_with(w, "dp2", loss=[loss, twice][w.rank])),
+    ("option tokens", lambda w: engine_with(w, "dp2", tokens=[None, len][w.rank])),
+    ("module", lambda w: sw.DDP(nn.Sequential(Small(), nn.Dropout(0.5 + 0.1 * w.rank)), w)),
+    ("module", lambda w: sw.DDP(Small().train(w.rank == 0), w)),
+    ("module", lambda w: sw.FSDP(Small(1 + w.rank), world=w)),
+    ("module", lambda w: sw.Pipe(Small(2 + w.rank), 2, ["blocks.1"], world=w)),
+    ("argument folder of sw.save", lambda w: saved(w, f"folder{w.rank}")),
+    ("argument extra of sw.save", lambda w: saved(w, extra={"at": w.rank})),
+    (
+        "argument missing_ok of sw.load",
+        lambda w: sw.load(engine_with(w, "dp2"), "folder", missing_ok=w.rank == 0),
+    ),
+]
 
 
 @pytest.mark.parametrize(("what", "act"), GIVEN)
@@ -152,9 +148,11 @@ def step(world: World, model: Any, plan: str, batch: Any, **options: Any) -> Non
 
 
 def test_ranks_that_are_given_the_same_train():
-    """Functions and what is made anew on each rank are no difference."""
+    """Functions and what is made anew on each rank are no difference; data ranks have batches."""
     same = partial(step, plan="tp2", batch=lambda _: text(), table=FIXED, units=Block)
     assert run_threads(2, partial(same, model=Small)) == [None, None]
+    act = partial(step, model=Small, plan="dp2 tp2", batch=lambda r: text(r // 2), table=FIXED)
+    assert run_threads(4, act) == [None] * 4
 
 
 def masked(rank: int, seed: int = 0) -> dict[str, Any]:
@@ -166,57 +164,40 @@ def masked(rank: int, seed: int = 0) -> dict[str, Any]:
 
 
 def test_batches_are_compared_by_what_can_be():
-    """The order of keys is no difference, nor is what is no tensor; what is beside a mask is."""
-    zero, one, other = (
-        consistency._batch_checksum(masked(*of), torch.device("cpu")) for of in [(0,), (1,), (1, 5)]
-    )
-    assert consistency._same_batch(zero, one) and not consistency._same_batch(one, other)
+    """The order of keys is no difference, nor is what is no tensor; what is beside a mask is.
 
-
-def test_a_batch_that_each_rank_makes_may_be_rounded_otherwise():
-    """Of numbers that are not whole the last digits are no difference; a single value is."""
+    Of numbers that are not whole the last digits are no difference; a single value is.
+    """
+    sums = partial(consistency._batch_checksum, device=torch.device("cpu"))
+    same = consistency._same_batch
+    zero, one, other = (sums(masked(*of)) for of in [(0,), (1,), (1, 5)])
+    assert same(zero, one) and not same(one, other)
     x = torch.randn(40, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    other = x.clone()
-    other[3, 4] += 1.0
-    rounded = x * (1 + 1e-15 * x.cos())
+    far, rounded = x.clone(), x * (1 + 1e-15 * x.cos())
+    far[3, 4] += 1.0
+    assert same(sums(x), sums(rounded)) and not same(sums(x), sums(far))
     ids = torch.randint(50_000, (40, 500), generator=torch.Generator().manual_seed(0))
-    one = ids.clone()
-    one[7, 8] += 1
-    base, near, far, ids, one = (
-        consistency._batch_checksum(x, x.device) for x in (x, rounded, other, ids, one)
-    )
-    assert (
-        consistency._same_batch(base, near)
-        and not consistency._same_batch(base, far)
-        and not consistency._same_batch(ids, one)
-    )
+    changed = ids.clone()
+    changed[7, 8] += 1
+    assert not same(sums(ids), sums(changed))
 
 
-@pytest.mark.parametrize("plan", ["tp2", "pp2 1f1b:2", "tp2 pp2 1f1b:2"])
-@pytest.mark.parametrize(
-    "batch",
-    [
-        lambda rank: text(seed=rank),
-        lambda rank: text(rows=4 + 4 * (rank % 2), length=8 - 4 * (rank % 2)),
-    ],
-    ids=["words", "shapes"],
-)
-def test_ranks_that_compute_a_step_together_have_one_batch(plan: str, batch: Any):
-    """Also where the shapes that differ have as many words."""
-    stages = ["blocks.0"] if "pp2" in plan else None
-    act = partial(step, model=Small, plan=plan, batch=batch, table=FIXED, stages=stages)
-    for said in run_threads(4 if "tp2 pp2" in plan else 2, told, act):
-        assert "that differs from that on rank 0" in said
-        assert "engine.data_rank" in said
+def differ(rank: int) -> dict[str, Tensor]:
+    """As many words, in other shapes."""
+    return text(rows=4 + 4 * (rank % 2), length=8 - 4 * (rank % 2))
 
 
-def test_data_ranks_have_batches_of_their_own():
-    """What is compared is what one data rank has."""
-    act = partial(step, model=Small, plan="dp2 tp2", batch=lambda r: text(r // 2), table=FIXED)
-    assert run_threads(4, act) == [None] * 4
-
-
+BATCH = r"that differs from that on rank 0.*engine\.data_rank"
 FAULTS = [
+    *(
+        (plan, Small, options | {"batch": batch}, BATCH)
+        for plan, options in (
+            ("tp2", {"table": FIXED}),
+            ("pp2 1f1b:2", {"table": FIXED, "stages": ["blocks.0"]}),
+            ("tp2 pp2 1f1b:2", {"table": FIXED, "stages": ["blocks.0"]}),
+        )
+        for batch in (text, differ)
+    ),
     ("tp2", Small, {"table": TABLE}, r"the gradient of blocks\.0\.act\.weight.*replicated"),
     ("dp2 tp2", Small, {"table": TABLE}, r"the gradient of blocks\.0\.act\.weight"),
     ("tp2 accumulate:2", Small, {"table": TABLE, "clip": 1.0}, r"of blocks\.0\.act\.weight"),
@@ -232,13 +213,12 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("plan", "model", "options", "match"), FAULTS)
-def test_what_every_rank_computes_by_itself_is_the_same(
+def test_what_ranks_take_or_compute_alike_is_compared(
     plan: str, model: Any, options: dict[str, Any], match: str
 ):
-    """A parameter whose gradient nobody sums, or a cut weight that is read: told, on all ranks."""
-    ranks = 4 if "dp2" in plan else 2
-    act = partial(step, model=model, plan=plan, batch=lambda _: text(), **options)
-    for said in run_threads(ranks, told, act):
+    """Another batch, a gradient that nobody sums, a cut weight that is read: told, on all ranks."""
+    act = partial(step, model=model, plan=plan, **({"batch": lambda _: text()} | options))
+    for said in run_threads(ranks_of(plan), told, act):
         assert re.search(match, said)
 
 
@@ -293,7 +273,7 @@ def steps(world: World, table: dict[str, str], plan: str, weight: float) -> list
 @pytest.mark.parametrize(("plan", "weight"), [("tp2", 1.0), ("dp2 tp2", 1.0), ("tp2 fp16", 3.0)])
 def test_a_gradient_that_says_nothing_is_compared_again(plan: str, weight: float):
     """Zeros in the first step, or an overflow of fp16: the fault is told when it can be seen."""
-    ranks = 4 if "dp2" in plan else 2
+    ranks = ranks_of(plan)
     assert run_threads(ranks, steps, FIXED, plan, weight) == [[True] * 8] * ranks
     for said in run_threads(ranks, told, partial(steps, table=TABLE, plan=plan, weight=weight)):
         assert "the gradient of blocks.0.act.weight" in said
@@ -351,20 +331,6 @@ def test_sums_with_weights_tell_tensors_apart(numel: int, at: int, seed: int):
         swapped[at], swapped[at + 1] = x[at + 1], x[at]
         assert weighted(swapped) != weighted(x)
     assert weighted(x.view(numel, 1)) == weighted(x)
-
-
-WRAPPED = [
-    lambda world: sw.DDP(Small(1 + world.rank), world),
-    lambda world: sw.FSDP(Small(1 + world.rank), world=world),
-    lambda world: sw.Pipe(Small(2 + world.rank), 2, ["blocks.1"], world=world),
-]
-
-
-@pytest.mark.parametrize("wrap", WRAPPED, ids=["DDP", "FSDP", "Pipe"])
-def test_modules_that_are_wrapped_are_the_same_on_all_ranks(wrap: Any):
-    """Told before anything is sent of them."""
-    for said in run_threads(2, told, wrap):
-        assert "the module of rank 1, which differs from that of rank 0" in said
 
 
 def other_batch(world: World, plan: str, every: int, last: int = 2) -> tuple[list[bool], str]:

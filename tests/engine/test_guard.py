@@ -1,6 +1,12 @@
-"""A step whose loss or gradient is not finite: raised by all ranks at once, before any update."""
+"""Steps that go wrong: not finite, computed wrong by one rank, out of memory.
 
+All ranks raise at once, before any update.
+"""
+
+import re
+import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,17 +15,21 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.core.errors import NonFiniteError
+from shardwise.core.check_every import CheckEvery
+from shardwise.core.errors import InputError, NonFiniteError
 from shardwise.engine.checks import guard
+from shardwise.engine.checks.out_of_memory import explained, ran_out
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import updating
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor
-from shardwise.prediction.traffic import TrafficLine
-from tests.engine.cases import ranks_of, regression, text, vectors
+from shardwise.techniques.data.flat.flat_gradient import FlatGradient
+from shardwise.train import loop
+from tests.engine.cases import ranks_of, regression, squares, text, vectors
 from tests.engine.pipelines import deep
-from tests.engine.tensors import ADAMW, Case, build, gpt_task, mine
+from tests.engine.tensors import ADAMW, Case, build, gpt_task, mine, sent
 from tests.pool import run_gloo, run_threads
+from tests.train.runs import settings
 
 #: Rows, hybrid sharding, accumulation, stages, a tensor axis, schedules that update by themselves.
 PLANS = [
@@ -29,7 +39,7 @@ PLANS = [
 ]
 #: On the tensor axis only one rank holds the columns with the bad gradient; the loss is one.
 TABLE = {"2": "colwise", "4": "rowwise"}
-STALE = ["pp2 2bw:4 fp64", "tp2 pp2 2bw:4 fp64", "pp2 pipedream:4 fp64", "pp2 dp2 zero1 2bw:4 fp64"]
+STALE = ["tp2 pp2 2bw:4 fp64", "pp2 pipedream:4 fp64", "pp2 dp2 zero1 2bw:4 fp64"]
 #: What is not finite: the loss itself, or one parameter's gradient alone.
 KINDS = ["loss", "gradient"]
 BAD = 2  # the step, counted from 0
@@ -65,8 +75,10 @@ def stepped(engine: Engine, step: int) -> sw.Metrics:
     return engine.step(mine(engine, vectors(step, rows=16)))
 
 
-def refused(world: World, plan: str, rank: int, kind: str, clip: float | None) -> tuple[str, bool]:
-    """What every rank raises in the bad step, and whether it left all as it was."""
+def refused(
+    world: World, plan: str, rank: int, kind: str, clip: float | None
+) -> tuple[str, bool, float]:
+    """What every rank raises in the bad step, whether it left all as it was, and the next loss."""
     engine = engine_of(world, plan, rank, kind, clip=clip)
     for step in range(BAD):
         stepped(engine, step)
@@ -75,22 +87,35 @@ def refused(world: World, plan: str, rank: int, kind: str, clip: float | None) -
         stepped(engine, BAD)
     engine.wait()
     same = all(map(torch.equal, before, state_of(engine)))
-    return str(caught.value), same
+    engine.steps += 1
+    return str(caught.value), same, stepped(engine, BAD + 1).loss
+
+
+@cache
+def straight(clip: float | None) -> float:
+    """The loss of the step after the bad one, in a run that never had the bad batch."""
+    named: dict[str, Any] = {"optimizer": sw.AdamW(lr=0.01), "clip": clip}
+    engine = sw.parallelize(deep(), "fp64", alone(), loss=regression, **named)
+    return [stepped(engine, step).loss for step in (*range(BAD), BAD + 1)][-1]
 
 
 def check(plan: str, kind: str, clip: float | None, run: Callable[..., Any] = run_threads) -> None:
-    """The last rank's fault is raised by all ranks in the same words, and nothing has changed."""
+    """The last rank's fault is raised by all ranks in the same words, and nothing has changed.
+
+    A program may catch it and go on.
+    """
     ranks = ranks_of(plan)
     last = ranks - 1 if kind == "loss" or "pp" not in plan else 0  # where the stage with HURT is
     found = run(ranks, refused, plan, last, kind, clip)
-    assert len({said for said, _ in found}) == 1
+    assert len({said for said, _, _ in found}) == 1
     said = found[0][0]
     what = "the loss is not finite" if kind == "loss" else "the gradient"
     assert said.startswith(f"Step {BAD + 1}: {what}") and f"on rank {last}" in said
     assert "the first parameter with a non-finite gradient is " in said
     if kind == "gradient":
         assert f"is {HURT}" in said
-    assert all(same for _, same in found)
+    for _, same, loss in found:
+        assert same and loss == pytest.approx(straight(clip), rel=1e-10)
 
 
 @pytest.mark.crossed
@@ -108,10 +133,9 @@ def test_all_ranks_raise_before_any_update(
     check(plan, kind, clip)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_processes_raise_before_any_update(kind: str):
+def test_all_processes_raise_before_any_update():
     """The same on real processes."""
-    check("dp2 zero3 fp64", kind, None, run_gloo)
+    check("dp2 zero3 fp64", "gradient", None, run_gloo)
 
 
 def by_itself(world: World, plan: str, kind: str) -> tuple[str, bool, str]:
@@ -141,58 +165,28 @@ def test_stages_that_update_by_themselves_stay_finite(plan: str, kind: str):
         assert "run of the schedule was interrupted" in after
 
 
-def skips(world: World, plan: str, kind: str, clip: float | None) -> list[Any]:
-    """Four steps, of which the bad one is skipped: losses, weights, and bytes as predicted."""
+def skips(world: World, plan: str, kind: str) -> list[tuple[bool, bool]]:
+    """Whether each of four steps was skipped and left the weights, bytes being as predicted."""
     rank = 1 if kind == "loss" else 0  # of two stages the last has the loss, the first HURT
-    engine = engine_of(world, plan, rank, kind, clip=clip, on_nonfinite="skip")
-    theory = Predictor(
-        deep(), plan, EngineOptions(loss=regression, units=1, clip=clip), rank=world.rank
-    )
-    found = []
+    engine = engine_of(world, plan, rank, kind, on_nonfinite="skip")
+    options = EngineOptions(loss=regression, units=1)
+    theory, found = Predictor(deep(), plan, options, rank=world.rank), []
     for step in range(4):
         before = state_of(engine) if step else []
-        metrics = stepped(engine, step)
+        skipped = stepped(engine, step).skipped
         engine.wait()
         same = bool(before) and all(map(torch.equal, before, state_of(engine)))
-        sent = {TrafficLine(*k): t.sent_bytes for k, t in engine.last.items() if t.sent_bytes}
-        told = theory.of(mine(engine, vectors(step, rows=16)))
-        assert sent == told.in_step(step)
-        found.append((metrics.skipped, same, metrics.loss))
+        assert sent(engine) == theory.of(mine(engine, vectors(step, rows=16))).in_step(step)
+        found.append((skipped, same))
     return found
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", ["dp2 fp64", "dp2 zero3 fp64", "pp2 1f1b:4 fp64"])
-def test_such_a_step_can_be_skipped(plan: str, clip: float | None):
+def test_such_a_step_can_be_skipped(plan: str, kind: str):
     """The weights stay for that step, the next one trains on; the bytes are those of any step."""
-    for kind in KINDS:
-        for found in run_threads(2, skips, plan, kind, clip):
-            assert [(skipped, same) for skipped, same, _ in found] == [
-                *[(False, False)] * BAD,
-                (True, True),
-                (False, False),
-            ]
-
-
-def goes_on(world: World) -> list[float]:
-    """Losses of a run that catches the error and gives the next batch."""
-    engine, losses = engine_of(world, "dp2 zero3 fp64", 0, "gradient"), list[float]()
-    for step in range(2 * BAD):
-        if step == BAD:
-            with pytest.raises(NonFiniteError):
-                stepped(engine, step)
-            engine.steps += 1
-        else:
-            losses.append(stepped(engine, step).loss)
-    return losses
-
-
-def test_a_program_may_catch_it_and_go_on():
-    """The engine is in order: the steps after are those of a run that never had the bad batch."""
-    engine = sw.parallelize(deep(), "fp64", alone(), loss=regression, optimizer=sw.AdamW(lr=0.01))
-    straight = [stepped(engine, step).loss for step in range(2 * BAD) if step != BAD]
-    for losses in run_threads(2, goes_on):
-        assert losses == pytest.approx(straight, rel=1e-12)
+    wanted = [*[(False, False)] * BAD, (True, True), (False, False)]
+    assert run_threads(2, skips, plan, kind) == [wanted] * 2
 
 
 def overflows(world: World) -> str:
@@ -213,3 +207,201 @@ def test_too_many_skips_in_a_row_are_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(guard, "MOST_SKIPS", 5)
     first, second = run_threads(2, overflows)
     assert first == second and "Step 5: 5 steps in a row" in first
+
+
+# --- the rerun -----------------------------------------------------------------------------------
+
+RERUN = [
+    *("dp2 fp64", "dp2 zero2 accumulate:2 bf16", "dp_replicate2 dp_shard2 zero3 accumulate:2 fp64"),
+    "dp2 zero3 recompute:inner fp16",
+]
+WRONG = 3  # the step, from 1, in which a rank computes something wrong
+
+
+class Net(nn.Module):
+    """Random numbers, buffers that change with each forward, and a parameter without a use."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(rate)
+        self.outer = nn.Linear(8, 4)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.drop(self.norm(self.inner(x))))
+
+
+def net(rate: float = 0.0) -> nn.Module:
+    found = Net(rate)
+    with torch.no_grad():
+        for number, p in enumerate(found.parameters()):
+            p.uniform_(-1, 1, generator=torch.Generator().manual_seed(number))
+    return found
+
+
+def rows(step: int, rank: int) -> Tensor:
+    """Ranks have different numbers of rows."""
+    return torch.randn(6 + rank, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def four_steps(world: World, plan: str, check_every: int | str) -> tuple[list[float], list[Tensor]]:
+    """The losses and the values of four steps, whose bytes are those predicted."""
+    torch.manual_seed(world.rank)
+    options: dict[str, Any] = {"loss": squares, "check_every": check_every}
+    theory = Predictor(net(), plan, EngineOptions(**options), rank=world.rank)
+    engine, losses = sw.parallelize(net(0.3), plan, world, **options), list[float]()
+    for step in range(4):
+        batch = rows(step, engine.data_rank)
+        losses.append(engine.step(batch).loss)
+        assert sent(engine) == theory.of(batch).in_step(step)
+    return losses, [box.tensor.clone() for box in engine.boxes()]
+
+
+@pytest.mark.parametrize("plan", RERUN)
+def test_a_rerun_reports_nothing_of_a_right_run_and_changes_no_bit_of_it(plan: str):
+    """Though passes draw random numbers and change buffers; its bytes are those of the formula."""
+    ranks = ranks_of(plan)
+    plain, checked = (run_gloo(ranks, four_steps, plan, every) for every in (0, "0 rerun:2"))
+    for (losses, tensors), (others, compared) in zip(plain, checked, strict=True):
+        assert losses == others
+        assert all(map(torch.equal, tensors, compared))
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> threading.local:
+    """A rank whose `act` is set computes the gradient of `outer.weight` wrong, before any sum."""
+
+    def collect(self: FlatGradient, index: int, scale: float) -> None:
+        real(self, index, scale)
+        act = getattr(own, "act", None)
+        if act is not None and self.names[index] == "outer.weight" and self.filled[index]:
+            act(self.grad_views[index])
+
+    own, real = threading.local(), FlatGradient.collect  # ranks are threads
+    monkeypatch.setattr(FlatGradient, "collect", collect)
+    return own
+
+
+def until_found(
+    world: World, broken: threading.local, plan: str, where: int, passes: set[int], bit: int
+) -> str:
+    """What is raised, and in which step; `passes` of step WRONG on one rank turn a bit over."""
+    engine = sw.parallelize(net(), plan, world, loss=squares, check_every="0 rerun:2")
+    for step in range(1, 5):
+        count = iter(range(100))
+
+        def act(gradient: Tensor, count: Any = count) -> None:
+            if next(count) in passes:
+                gradient.view(-1).view(torch.int64)[0] ^= 1 << bit
+
+        broken.act = act if world.rank == where and step == WRONG else None
+        try:
+            engine.step(rows(step, engine.data_rank))
+        except InputError as error:
+            return f"{step}: {error}"
+    return ""
+
+
+BOTH = "Write instead: a test of both machines"
+
+
+@pytest.mark.parametrize(
+    ("plan", "passes", "said"),
+    [
+        ("dp2 fp64", {1}, (r"on data rank 1: .* again on data rank 0", BOTH)),
+        ("dp2 zero3 fp64", {0}, (r"on data rank 0: .* again on data rank 1", BOTH)),
+        (
+            "dp3 zero2 accumulate:2 fp64",
+            {0, 1},
+            (r"on data rank 0: .* again on data rank 1", "another machine for data rank 1"),
+        ),
+        (
+            "dp_replicate2 dp_shard2 zero1 fp64",
+            {1},
+            (r"on data rank 1: .* again on data rank 0", BOTH),
+        ),
+    ],
+)
+def test_a_wrong_gradient_of_one_rank_is_named(
+    broken: threading.local, plan: str, passes: set[int], said: tuple[str, str]
+):
+    """With its step, before the update, on all ranks; the first pass of a rank is a repetition.
+
+    If a rank computes both passes wrong, the error names it and not one of the two others.
+    """
+    for found in run_threads(ranks_of(plan), until_found, broken, plan, 1, passes, 60):
+        assert found.startswith(f"{WRONG}: Given: the gradient of outer.weight in step {WRONG} ")
+        assert all(re.search(part, found) for part in said)
+
+
+def test_the_last_bit_of_a_gradient_is_a_warning(broken: threading.local):
+    """Kernels that add in no fixed order reach that. Tensor, step and ranks are named."""
+    name = rf"the gradient of outer.weight in step {WRONG} on data rank 1: .*by rounding"
+    with pytest.warns(UserWarning, match=name):
+        found = run_threads(2, until_found, broken, "dp2 fp64", 1, {1}, 0)
+    assert found == ["", ""]
+
+
+@pytest.mark.parametrize("value", ["", "50", "rerun", "50rerun:5", "rerun:5 50", -1, 1.5, True])
+def test_the_option_is_read(value: Any):
+    """Numbers and texts; the rest is refused."""
+    read = {7: (7, 0), "rerun:5": (100, 5), "50 rerun:5": (50, 5)}
+    assert all(CheckEvery.parse(text) == CheckEvery(*steps) for text, steps in read.items())
+    with pytest.raises(InputError, match=r"check_every=.*100 rerun:20"):
+        CheckEvery.parse(value)
+
+
+# --- out of memory --------------------------------------------------------------------------------
+
+
+def out_of_memory(world: World) -> tuple[str, dict[str, int]]:
+    """The error of a step in which memory runs out, and what the rank holds."""
+    task = gpt_task(rows=8)
+    named: dict[str, Any] = {"loss": task.loss, "optimizer": sw.AdamW(lr=1e-3)}
+    engine = sw.parallelize(task.make(), "dp2 fp32", world, tokens=task.tokens, **named)
+    engine.step(mine(engine, task.batch(0)))
+    predicted = sw.predict(task.make(), engine.plan, mine(engine, task.batch(1)), **named)
+    error = torch.OutOfMemoryError("out of memory. Tried to allocate 1.00 KiB")
+    return str(explained(error, engine, predicted)), engine.memory()
+
+
+def test_the_error_has_who_holds_what_and_what_would_help():
+    """A paragraph, the rank's bytes now and predicted, and a plan that stores less."""
+    for rank, (said, memory) in enumerate(run_threads(2, out_of_memory)):
+        assert said.startswith(
+            f"Given: a step of the plan 'dp2 fp32' for which rank {rank} has too"
+        )
+        assert "Write instead: --plan 'dp2 fp32 recompute:full', or a smaller model" in said
+        for category in ("parameters", "optimizer"):
+            assert re.search(
+                rf"(?m)^{category}  +{memory[category]:,} +{memory[category]:,}$", said
+            )
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] can't allocate memory: 8 bytes"), True),
+        (RuntimeError("The size of tensor a must match"), False),
+        (ValueError("no memory was allocated"), False),
+    ],
+)
+def test_what_counts_as_running_out(error: Exception, expected: bool):
+    """Errors of devices and of the host; others are raised as they are."""
+    assert ran_out(error) is expected
+
+
+def test_training_ends_with_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    """`shardwise train` answers with the tables, as bad input: exit code 2."""
+
+    def step(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    monkeypatch.setattr(sw.Engine, "step", step)
+    with pytest.raises(InputError, match=r"out of memory. Tried to allocate 2.00 GiB\)") as told:
+        loop.train(settings(tmp_path / "run", "fp32 device_memory:1MiB"), alone())
+    assert "rank 0 stores, bytes" in str(told.value)

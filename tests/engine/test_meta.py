@@ -14,7 +14,7 @@ from shardwise.core.errors import InputError
 from shardwise.engine.engine import Engine
 from shardwise.models import gpt
 from shardwise.models.initial import fill, initial
-from tests.engine.cases import CONFIG, PLANS, ranks_of, squares, text
+from tests.engine.cases import PLANS, ranks_of, squares, text
 from tests.engine.tensors import SHAPES, Piece, assert_pieces, full_parameters, mine, pieces
 from tests.engine.zoo import Block, Stack
 from tests.pool import run_gloo, run_threads
@@ -22,17 +22,20 @@ from tests.pool import run_gloo, run_threads
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def on_meta(plan: str, world: World, **options: Any) -> Engine:
+def born(world: World, plan: str, shape: str, units: Any = 1, **options: Any) -> Engine:
+    """An engine of a GPT on the meta device."""
     with torch.device("meta"):
-        model = gpt.GPT(CONFIG)
+        model = gpt.GPT(SHAPES[shape])
     assert all(p.is_meta for p in model.parameters())
-    return sw.parallelize(
-        model, plan, world, optimizer=sw.AdamW(lr=0.01), loss=gpt.loss, tokens=gpt.tokens, **options
-    )
+    named: dict[str, Any] = {"loss": gpt.loss, "tokens": gpt.tokens, "units": units}
+    return sw.parallelize(model, plan, world, **named, **options)
+
+
+FILL = {"fill": partial(initial, seed=5)}
 
 
 def filled_weights(world: World, plan: str, units: object) -> dict[str, Tensor]:
-    return full_parameters(on_meta(plan, world, fill=partial(initial, seed=5), units=units).flats)
+    return full_parameters(born(world, plan, "untied", units, **FILL).flats)
 
 
 @pytest.mark.crossed
@@ -40,23 +43,17 @@ def filled_weights(world: World, plan: str, units: object) -> dict[str, Tensor]:
 @pytest.mark.parametrize("plan", ["ddp", *PLANS])
 def test_weights_of_a_meta_model_do_not_depend_on_the_layout(plan, precision):
     """Any row on 1, 2 or 4 ranks begins with the weights that one process would have made."""
-    expected = gpt.GPT(CONFIG)
+    expected = gpt.GPT(SHAPES["untied"])
     fill(expected, seed=5)
-    ranks = 1 if plan == "ddp" else 2 if "dp2" in plan else 4
     for units in ("auto", 1):
-        for found in run_threads(ranks, filled_weights, f"{plan} {precision}", units):
+        for found in run_threads(ranks_of(plan), filled_weights, f"{plan} {precision}", units):
             for name, p in expected.named_parameters():
                 assert torch.equal(found[name], p.detach().to(PRECISIONS[precision])), name
 
 
-def born(world: World, plan: str, own: bool, shape: str) -> list[Piece]:
-    """The weights of a model made on the meta device, by a fill or by its own modules."""
-    with torch.device("meta"):
-        model = gpt.GPT(SHAPES[shape])
-    options: dict[str, Any] = {"seed": 5} if own else {"fill": partial(initial, seed=5)}
-    engine = sw.parallelize(
-        model, plan, world, loss=gpt.loss, tokens=gpt.tokens, units=1, **options
-    )
+def born_pieces(world: World, plan: str, own: bool, shape: str) -> list[Piece]:
+    """The weights of such a model, made by a fill or by its own modules; it takes a step."""
+    engine = born(world, plan, shape, **({"seed": 5} if own else FILL))
     found = pieces(engine.boxes(), "model/")
     engine.step(mine(engine, text(0, rows=8)))
     return found
@@ -74,10 +71,11 @@ BORN = [
 def test_parts_and_stages_of_a_meta_model_begin_as_in_one_process(plan: str, own: bool):
     """Each rank has what one process would have made for it, to the bit; and trains."""
     shape = "untied" if "tp" in plan or "tile" in plan else "tied"
-    whole = {piece.name: piece.values for piece in born(alone(), "fp32", own, shape)}
+    whole = {piece.name: piece.values for piece in born_pieces(alone(), "fp32", own, shape)}
     # modules draw from the state of their process, which threads would share
     on_ranks = run_gloo if own else run_threads
-    assert_pieces(on_ranks(ranks_of(plan), born, f"{plan} fp32", own, shape), whole, 0.0)
+    found = on_ranks(ranks_of(plan), born_pieces, f"{plan} fp32", own, shape)
+    assert_pieces(found, whole, 0.0)
 
 
 class Marked(nn.Parameter):
@@ -110,15 +108,8 @@ def odd_ones(world: World, how: str, folder: str) -> dict[str, Tensor]:
         sw.FSDP(model, units=1, world=world)(torch.ones(2, 6)).sum().backward()
         state = sw.full_state_dict(model)
     else:
-        engine = sw.parallelize(
-            model,
-            how,
-            world,
-            optimizer=sw.AdamW(),
-            loss=squares,
-            units=1,
-            least_unit_bytes=0,
-        )
+        named: dict[str, Any] = {"units": 1, "least_unit_bytes": 0}
+        engine = sw.parallelize(model, how, world, optimizer=sw.AdamW(), loss=squares, **named)
         engine.step(torch.ones(4, 6))
         sw.save(engine, folder)
         sw.load(engine, folder)
@@ -166,7 +157,10 @@ def own_weights(world: World, plan: str, seed: int) -> tuple[dict[str, Tensor], 
 
 
 def test_modules_make_their_own_weights_the_same_on_any_layout():
-    """Without a fill, each module's reset_parameters, keyed by seed and name, on 1, 2, 4 ranks."""
+    """Without a fill, each module's reset_parameters, keyed by seed and name, on 1, 2, 4 ranks.
+
+    Norms are ones, biases of attention zeros, matrices within torch's bounds, none alike.
+    """
     expected, _ = own_weights(alone(), "fp32", 1)
     for ranks, plan in ((2, "dp2"), (2, "dp2 zero3"), (4, "dp4 zero1")):
         for found, buffers in run_gloo(ranks, own_weights, plan, 1):
@@ -175,38 +169,12 @@ def test_modules_make_their_own_weights_the_same_on_any_layout():
             assert buffers["norm.num_batches_tracked"] == 0
     other, _ = own_weights(alone(), "fp32", 2)
     assert not torch.equal(other["head.weight"], expected["head.weight"])
-
-
-def test_the_weights_modules_make_are_those_of_their_class():
-    """Norms are ones, biases of attention zeros, matrices within torch's bounds, none alike."""
-    found, _ = own_weights(alone(), "fp32", 1)
-    assert torch.equal(found["norm.weight"], torch.ones(8))
-    assert torch.equal(found["layers.0.self_attn.in_proj_bias"], torch.zeros(24))
+    assert torch.equal(expected["norm.weight"], torch.ones(8))
+    assert torch.equal(expected["layers.0.self_attn.in_proj_bias"], torch.zeros(24))
     bound = 8**-0.5
-    assert 0.5 * bound < found["head.weight"].abs().max() <= bound
-    assert found["table.weight"].std() > 0.7
-    assert not torch.equal(found["layers.0.linear1.weight"], found["layers.1.linear1.weight"])
-
-
-class Bare(nn.Module):
-    """A parameter, and no rule for its value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.token
-
-
-def test_a_meta_parameter_without_a_rule_is_refused():
-    """The error names the parameter and the option that would fill it."""
-    with torch.device("meta"):
-        model = Stack(Bare(), Bare())
-    with pytest.raises(InputError, match=r"blocks.0.token .* its Bare initialises.*fill="):
-        sw.parallelize(model, "fp32", alone())
-    sw.parallelize(model, "fp32", alone(), fill=lambda _, tensor: tensor.fill_(2.0))
-    assert model.get_parameter("blocks.1.token").tolist() == [2.0] * 3
+    assert 0.5 * bound < expected["head.weight"].abs().max() <= bound
+    assert expected["table.weight"].std() > 0.7
+    assert not torch.equal(expected["layers.0.linear1.weight"], expected["layers.1.linear1.weight"])
 
 
 def live_bytes() -> int:
@@ -262,32 +230,30 @@ def test_wrapping_a_meta_module_makes_it_real(how):
 
 
 class Ramp(nn.Module):
-    """A weight, and a buffer whose value only the constructor knows."""
+    """A parameter without a rule for its value, and a buffer that only the constructor knows."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(4, 4)
+        self.token = nn.Parameter(torch.zeros(4))
         self.register_buffer("ramp", torch.arange(4.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + self.get_buffer("ramp")
+        return x + self.token + self.get_buffer("ramp")
 
 
-def test_a_buffer_that_nothing_sets_is_refused():
-    """It would be zero without a word."""
-    with torch.device("meta"):
-        model = Ramp()
-    with pytest.raises(InputError, match=r"the buffer ramp on the meta device.*reset_buffers"):
-        sw.parallelize(model, "fp32", alone())
-
-
-def test_a_buffer_beside_one_on_meta_keeps_its_value():
-    """Only the buffers on the meta device are made anew."""
+def test_what_nothing_sets_is_refused():
+    """It would be zero without a word; a buffer beside one on meta keeps its value."""
     with torch.device("meta"):
         model = Ramp()
         values = torch.arange(4.0, device="cpu")
-        vars(model)["reset_buffers"] = lambda: model.get_buffer("ramp").copy_(values)
+    with pytest.raises(InputError, match=r"token .* its Ramp initialises.*fill="):
+        sw.parallelize(model, "fp32", alone())
+    two: Any = {"fill": lambda _, tensor: tensor.fill_(2.0)}
+    with pytest.raises(InputError, match=r"the buffer ramp on the meta device.*reset_buffers"):
+        sw.parallelize(model, "fp32", alone(), **two)
+    vars(model)["reset_buffers"] = lambda: model.get_buffer("ramp").copy_(values)
     model.register_buffer("kept", torch.full((3,), 7.0))
-    found = dict(sw.parallelize(model, "fp32", alone()).model.named_buffers())
+    found = dict(sw.parallelize(model, "fp32", alone(), **two).model.named_buffers())
     assert found["kept"].tolist() == [7, 7, 7]
     assert found["ramp"].tolist() == [0, 1, 2, 3]
+    assert model.token.tolist() == [2.0] * 4

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.comm.ledger import Key
 from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError
+from shardwise.engine.optimizer.elementwise import ELEMENTWISE
 from shardwise.engine.optimizer.lion import Lion
 from shardwise.models import gpt
 from tests.engine.cases import (
@@ -22,15 +24,17 @@ from tests.engine.cases import (
     ranks_of,
     rows_task,
     settled,
+    share,
     small_gpt,
     text,
 )
+from tests.engine.loops import rows
 from tests.engine.tensors import assert_counted, equals_one, gpt_task, holds, mine, train
-from tests.engine.test_state import ADAFACTOR, LION, MUON, assembled, saved
-from tests.engine.zoo import DECAY, Gated, dims, gated
+from tests.engine.test_state import ADAFACTOR, LION, MUON
+from tests.engine.zoo import DECAY, Gated, dims, gated, make
 from tests.pool import run_gloo, run_threads
 
-TASK = Task()
+TASK, DIMS, STACK = Task(), rows_task(dims), rows_task(lambda: make("stack"))
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
     "SGD fused": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
@@ -80,23 +84,10 @@ def test_a_first_gradient_beside_momenta(words: str):
     equals_one(run_threads, task, case)
 
 
-@pytest.mark.parametrize("plan", ["dp2 zero1", "dp2 zero3"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.ASGD])
-def test_optimizers_over_pieces_of_all_dimensions(kind: Any, plan: str):
+def test_optimizers_over_pieces_of_all_dimensions(kind: Any):
     """The engine's own: states take the shapes of pieces, some of them empty or without dims."""
-    equals_one(run_threads, rows_task(dims), Case(plan, kind=kind, clip=1.0))
-
-
-@pytest.mark.parametrize("plan", ["dp2 zero1", "dp2 zero3", "dp4 zero3"])
-def test_a_checkpoint_has_the_state_of_every_parameter_once(plan: str):
-    """Of a parameter without dimensions the rank that holds it writes the moments."""
-    wanted, found = (
-        assembled(run_threads(ranks_of(one), saved, rows_task(dims), Case(one), 2))
-        for one in ("dp1", plan)
-    )
-    assert found.keys() == wanted.keys() and "optim/exp_avg/last.scale" in found
-    for name, array in wanted.items():
-        assert difference(torch.as_tensor(found[name]), torch.as_tensor(array)) <= 1e-9, name
+    equals_one(run_threads, DIMS, Case("dp2 zero3", kind=kind, clip=1.0))
 
 
 def test_lion_is_the_papers():
@@ -112,6 +103,37 @@ def test_lion_is_the_papers():
         m = second * m + (1 - second) * g
         assert weight.item() == pytest.approx(p, rel=1e-12)
     assert p == pytest.approx(0.5 * 0.98**3 - 0.1 * 0.98**2 + 0.1 * 0.98 + 0.1)
+
+
+# --- classes of a program -------------------------------------------------------------------------
+
+
+class Elementwise(Optimizer):
+    """A class that updates each element alone; `calls` counts its steps."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "calls": 0, "twice": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["calls"] += 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(p.grad.sign(), alpha=group["lr"] * (1 + group["twice"]) / group["calls"])
+
+
+class Clipped(Optimizer):
+    """A class that divides by the norm of all gradients."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            p.sub_(p.grad / total, alpha=self.param_groups[0]["lr"])
 
 
 class Lamb(Optimizer):
@@ -131,13 +153,98 @@ class Lamb(Optimizer):
                 p.sub_(mean * ratio, alpha=group["lr"] / group["calls"])
 
 
+def fsdp(world: World, of: Any, after: bool, said: bool) -> str:
+    """The weights after a first step in a plain loop, or the error.
+
+    The optimizer is made before the wrapping, or after it.
+    """
+    module = settled(nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)))
+    optim: Any = None if after else of(module.parameters(), lr=0.5)
+    module = sw.FSDP(module, world=world)
+    optim = optim or of(module.parameters(), lr=0.5)
+    if said:
+        optim.elementwise = True
+    module(rows(0, world.rank).float()).sum().backward()
+    try:
+        optim.step(lambda: 0.0)
+    except InputError as error:
+        return str(error)
+    return str(module.state_dict())
+
+
+@pytest.mark.parametrize("of", [torch.optim.Muon, torch.optim.Adafactor, Elementwise])
+def test_pieces_are_only_for_what_is_known_to_update_elements(of: type[Optimizer]):
+    """A piece of a matrix has two dimensions: Muon would take it, and compute something else.
+
+    The optimizer is made before the wrapping or after it; one that is known to, or said to, trains.
+    """
+    for after in (False, True):
+        for said in run_threads(2, fsdp, of, after, False):
+            assert f"a step of {of.__name__} on shards" in said
+            assert "optim.elementwise = True" in said
+    for good in (Elementwise, torch.optim.AdamW):
+        before, after = (run_threads(2, fsdp, good, late, True) for late in (False, True))
+        assert before == after and "tensor" in before[0]
+
+
+LOOKUPS = torch.tensor([[[0, 1, 3], [2, 2, 3]], [[5, 1, 3], [5, 2, 9]], [[7, 1, 3], [0, 0, 0]]])
+
+
+def looked_up(world: World, ddp: bool = True) -> Tensor:
+    """A table after steps of SparseAdam; rows with a gradient of zero have a step of their own."""
+    table = nn.Embedding(10, 4, padding_idx=3, sparse=True, dtype=torch.float64)
+    head = nn.Linear(4, 1, dtype=torch.float64)
+    model = settled(nn.Sequential(table, head, nn.ReLU()))
+    model = sw.DDP(model, world=world) if ddp else model
+    sparse = torch.optim.SparseAdam([table.weight], lr=0.1)
+    dense = torch.optim.SGD(head.parameters(), lr=0.1)
+    for step in range(6):
+        model(share(LOOKUPS[step % 3], world.rank, world.size)).mean().backward()
+        if step == 1:  # the gradients of two passes
+            continue
+        sparse.step()
+        dense.step()
+        if step != 3:  # as if a program had forgotten it
+            model.zero_grad()
+    return table.weight.detach().clone()
+
+
+def test_sparse_adam_updates_what_any_rank_looked_up():
+    """Under sw.DDP, as in one process."""
+    wanted = looked_up(alone(), ddp=False)
+    for found in run_threads(2, looked_up):
+        assert difference(found, wanted) <= 1e-10
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero2 bf16", "dp2 zero3 fp64", "dp2 offload:optim fp64"])
+def test_an_engine_calls_such_a_class_once_in_a_step(plan: str):
+    """Whatever the number of units; its pieces are sent to no owner."""
+    case = Case(plan, kind=Elementwise, options={"elementwise": True}, steps=2)
+    for held in run_threads(2, train, STACK, case):
+        assert not [key for key in held.lines if key.kind == "all_to_all"]
+    if "bf16" not in plan:
+        equals_one(run_threads, STACK, case)
+
+
+def test_a_class_has_groups_with_keys_of_its_own():
+    """What it understands in a group is its affair; ddp steps once over all parameters."""
+    spec = sw.Optim(Elementwise, elementwise=True, lr=0.25, groups={"*.bias": {"twice": True}})
+    model = make("stack")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = sw.parallelize(model, "fp64", alone(), optimizer=spec, loss=STACK.loss)
+    engine.step(STACK.batch(0))
+    for name, p in model.named_parameters():
+        moved = (p - before[name]).abs().max().item()
+        assert moved == pytest.approx(0.5 if name.endswith("bias") else 0.25)
+    equals_one(run_threads, STACK, Case("dp2 fp64", kind=Clipped, options={}))
+
+
 LAMB: dict[str, Any] = {"kind": Lamb, "options": {}}
 #: An optimizer of whole tensors beside one of pieces, one whose states are means, one of a program.
 WHOLE = [MUON, ADAFACTOR, LAMB]
 PLANS = [
     *((plan, LION) for plan in ("dp2", "dp2 zero1", "dp2 tp2 zero1", "pp2 dp2 zero3 1f1b:2")),
     *((f"dp2 {row}", which) for row in ("ddp", "zero1", "zero2", "zero3") for which in WHOLE),
-    *(("dp4 zero3", which) for which in WHOLE),
     *((plan, MUON) for plan in ("dp1 zero3", "dp4 zero1 accumulate:2", "pp2 gpipe:2")),
     *((plan, ADAFACTOR) for plan in ("pp2 dp2 zero3 1f1b:2", "dp2 row:R,R,S")),
     *((plan, LAMB) for plan in ("dp_replicate2 dp_shard2 zero2", "dp2 offload:optim")),
@@ -175,7 +282,9 @@ def test_owners_have_equally_much():
     assert max(sent) <= 1.3 * min(sent)
 
 
+CLIPPED = "its update of a parameter depends on the others"
 REFUSED = [
+    *((plan, {"kind": Clipped}, CLIPPED) for plan in ("dp2 zero1", "pp2 gpipe:2", "tp2")),
     ("tp2", MUON, r"Muon for embed.weight, of which each rank of the axis tp has a part"),
     ("dp2 zero3 tile:2", LAMB, "each rank of the axis tile has a part"),
     ("dp2 zero1 offload:optim", MUON, r"Muon with offload:optim .*it needs whole tensors"),
@@ -194,6 +303,11 @@ def test_where_whole_tensors_are_refused(plan: str, optimizer: dict[str, Any], m
         sw.parallelize(model, plan, world, optimizer=spec, loss=gpt.loss)
     with pytest.raises(InputError, match=match):
         sw.predict(small_gpt(), plan, text(0), optimizer=spec, loss=gpt.loss)
+
+
+def test_every_class_is_taken_without_options():
+    """Torch's own defaults are then the options."""
+    assert all(sw.Optim(getattr(torch.optim, name)).options == {} for name in ELEMENTWISE)
 
 
 # --- schedule-free ------------------------------------------------------------------------------

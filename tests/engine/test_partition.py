@@ -1,5 +1,8 @@
+"""Where stages begin: by weight, by hand, by a plan's count of blocks, by measured time."""
+
 import re
 import threading
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -19,41 +22,88 @@ def small(layers: int = 6, tied: bool = False, vocabulary: int = 8) -> gpt.GPT:
     return gpt.GPT(gpt.GPTConfig(vocabulary, layers, 8, 2, 2, 8, 8, tied))
 
 
-def test_stages_are_cut_between_blocks_of_equal_weight():
-    """Six equal blocks in three stages, with small ends: two each."""
-    assert starts(small(), 3) == ("blocks.2", "blocks.4")
+def linears(width: int, count: int) -> list[nn.Linear]:
+    return [nn.Linear(width, width) for _ in range(count)]
 
 
-def test_a_large_vocabulary_makes_the_ends_shorter():
-    """Embedding and head weigh three blocks each, so the middle stage has most of the blocks."""
-    model = small(vocabulary=200)  # 1600 weights, a block has 464
-    assert starts(model, 3) == ("blocks.1", "blocks.5")
+def of(**parts: nn.Module) -> nn.Module:
+    """A module of these parts."""
+    model = nn.Module()
+    for name, part in parts.items():
+        model.add_module(name, part)
+    return model
 
 
-def test_a_tied_head_weighs_in_both_stages_that_hold_it():
-    """Tied or not, the last stage holds the matrix."""
-    assert starts(small(vocabulary=200, tied=True), 3) == starts(small(vocabulary=200), 3)
+class Config:
+    model_type = "other"
+    base_model_pp_plan: ClassVar = {"embed": (), "blocks": (), "norm": ()}
 
 
-def test_one_stage_has_no_start():
-    """A world of one needs no cut."""
-    assert starts(small(), 1) == ()
+class Planned(nn.Module):
+    """`base_model_pp_plan` says which list is gone through, and the heavy one is not."""
+
+    base_model_prefix = "base"
+    config = Config()
+
+    def __init__(self) -> None:
+        super().__init__()
+        lists = {"heavy": nn.ModuleList(linears(40, 3)), "blocks": nn.ModuleList(linears(4, 3))}
+        self.base = of(norm=nn.Linear(4, 4), embed=nn.Linear(4, 4), **lists)
 
 
-def test_with_more_stages_than_blocks_any_layer_may_begin_one():
-    """Two blocks in four stages: the embedding alone, and the head; the norm where it is light."""
-    assert starts(small(layers=2, vocabulary=112), 4) == ("blocks.0", "blocks.1", "head")
+#: What is cut, in how many stages, and where.
+CUT: dict[str, tuple[Callable[[], nn.Module], int, tuple[str, ...]]] = {
+    "blocks of equal weight": (small, 3, ("blocks.2", "blocks.4")),
+    "heavy ends": (lambda: small(vocabulary=200), 3, ("blocks.1", "blocks.5")),
+    "a tied head weighs twice": (lambda: small(6, True, 200), 3, ("blocks.1", "blocks.5")),
+    "one stage": (small, 1, ()),
+    "more stages than blocks": (
+        lambda: small(2, vocabulary=112),
+        4,
+        ("blocks.0", "blocks.1", "head"),
+    ),
+    "a sequential": (
+        lambda: nn.Sequential(*[m for n in linears(4, 2) for m in (n, nn.ReLU())], nn.Linear(4, 4)),
+        3,
+        ("2", "4"),
+    ),
+    "lists in a list, which are not called": (
+        lambda: of(blocks=nn.ModuleList(nn.ModuleList(linears(4, 2)) for _ in range(2))),
+        4,
+        ("blocks.0.1", "blocks.1.0", "blocks.1.1"),
+    ),
+    "a small list goes with its neighbour": (
+        lambda: of(blocks=nn.ModuleList(linears(30, 2)), head=nn.Sequential(*linears(4, 2))),
+        2,
+        ("blocks.1",),
+    ),
+    "a plan of transformers": (Planned, 3, ("base.blocks.1", "base.blocks.2")),
+    "llama": (lambda: find("hf:llama").build(), 2, ("model.layers.1",)),
+    "gpt2": (lambda: find("hf:gpt2").build(), 2, ("transformer.h.1",)),
+    "bert": (lambda: find("hf:bert").build(), 2, ("bert.encoder.layer.1",)),
+    "an encoder and a decoder": (
+        lambda: find("hf:bart").build(),
+        4,
+        ("model.encoder.layers.1", "model.decoder.layers.0", "model.decoder.layers.1"),
+    ),
+}
 
 
-def test_a_sequential_is_cut_between_its_layers():
-    """Modules of one class in a list are what repeats."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    assert starts(model, 3) == ("2", "4")
+@pytest.mark.cases(20)
+@pytest.mark.parametrize("what", CUT)
+def test_where_stages_begin(what: str):
+    """Between what repeats, so that stages weigh as equally as they can."""
+    pytest.importorskip("transformers")
+    make, stages, wanted = CUT[what]
+    assert starts(make(), stages) == wanted
 
 
 def test_stages_by_hand_are_those_given():
-    """Any module that is called may begin a stage."""
+    """Any module that is called may begin a stage; more stages than layers are refused."""
     assert starts(small(), 3, ["blocks.1", "head"]) == ("blocks.1", "head")
+    text = r"6 stages for a GPT of 5 layers.*embed, blocks\.0, blocks\.1, norm, head.*pp5"
+    with pytest.raises(InputError, match=text):
+        starts(small(layers=2), 6)
 
 
 @pytest.mark.parametrize("counts", [(1, 3, 2), (4, 1, 1)])
@@ -69,80 +119,18 @@ def test_a_plan_counts_the_blocks_of_stages(counts: tuple[int, ...]):
         first += count
 
 
-def test_fewer_layers_than_stages_are_refused():
-    """The error says how many there are, and the degree to write."""
-    text = r"6 stages for a GPT of 5 layers.*embed, blocks\.0, blocks\.1, norm, head.*pp5"
-    with pytest.raises(InputError, match=text):
-        starts(small(layers=2), 6)
-
-
-@pytest.mark.parametrize(
-    ("name", "first"),
-    [("llama", "model.layers.1"), ("gpt2", "transformer.h.1"), ("bert", "bert.encoder.layer.1")],
-)
-def test_models_of_transformers_are_cut_between_their_layers(name: str, first: str):
-    """By the plan of the configuration where there is one, else by the repeated class."""
-    pytest.importorskip("transformers")
-    assert starts(find(f"hf:{name}").build(), 2) == (first,)
-
-
-def test_an_encoder_and_a_decoder_are_both_cut():
-    """Their blocks are of two classes; each list of repeated blocks is a place to cut."""
-    pytest.importorskip("transformers")
-    first = "model.encoder.layers.1", "model.decoder.layers.0", "model.decoder.layers.1"
-    assert starts(find("hf:bart").build(), 4) == first
-
-
 def test_what_transformers_defines_out_of_order_is_known():
     """A norm after the blocks that it stands before, a head before the blocks it stands on."""
     pytest.importorskip("transformers")
     other = "model.encoder.embed_positions"
     assert misplaced(find("hf:bart").build())["model.encoder.layernorm_embedding"] == other
     assert misplaced(find("hf:camembert").build()) == {"lm_head": "roberta"}
+    assert misplaced(Planned()) == {"base.norm": "base.blocks"}
     assert misplaced(small()) == misplaced(find("hf:llama").build()) == {}
 
 
-def test_lists_of_lists_are_cut_between_what_is_called():
-    """Blocks in lists in a list: their elements may begin stages, the lists themselves do not."""
-    pairs = (nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(2))
-    model = nn.Module()
-    model.blocks = nn.ModuleList(pairs)
-    assert starts(model, 4) == ("blocks.0.1", "blocks.1.0", "blocks.1.1")
-
-
-def test_a_small_list_is_no_place_to_cut():
-    """The layers of a head go with their neighbour, though there are two of them in a row."""
-    model = nn.Module()
-    model.blocks = nn.ModuleList(nn.Linear(30, 30) for _ in range(2))
-    model.head = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-    assert starts(model, 2) == ("blocks.1",)
-
-
-def test_a_plan_of_transformers_wins_over_the_repeated_class():
-    """`base_model_pp_plan` says which list is gone through."""
-
-    class Config:
-        model_type = "other"
-        base_model_pp_plan: ClassVar = {"embed": (), "blocks": (), "norm": ()}
-
-    class Planned(nn.Module):
-        base_model_prefix = "base"
-        config = Config()
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Module()
-            self.base.norm = nn.Linear(4, 4)
-            self.base.embed = nn.Linear(4, 4)
-            self.base.heavy = nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
-            self.base.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    assert starts(Planned(), 3) == ("base.blocks.1", "base.blocks.2")
-    assert misplaced(Planned()) == {"base.norm": "base.blocks"}
-
-
-class Clock:
-    """A clock that only layers move."""
+class Clock(threading.local):
+    """A clock that only layers move: one for each thread, that is each rank."""
 
     now = 0.0
 
@@ -160,32 +148,20 @@ class Slow(nn.Module):
         return x + self.weight
 
 
+def timed(world: World, clock: Clock) -> tuple[str, ...]:
+    """The cut by a clock that goes differently on every rank."""
+    model = nn.Sequential(*[Slow(clock, s) for s in [(1, 1, 9, 1), (9, 1, 1, 1)][world.rank]])
+    assert starts(model, 3) == ("1", "2")
+    found = balance_by_time(model, lambda m: m(torch.zeros(1)), 3, world=world)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model)
+    return found
+
+
 def test_stages_by_time_balance_what_layers_take(monkeypatch: pytest.MonkeyPatch):
-    """One slow layer of four is a stage of its own, though all have as many parameters."""
+    """One slow layer of four is a stage of its own; the first rank's times decide for all."""
     clock = Clock()
     monkeypatch.setattr("shardwise.techniques.pipeline.partition.time", clock)
-    model = nn.Sequential(*[Slow(clock, seconds) for seconds in (1, 1, 9, 1)])
-    assert starts(model, 3) == ("1", "2")
-    assert balance_by_time(model, lambda m: m(torch.zeros(1)), 3) == ("2", "3")
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model)
-
-
-class Clocks(Clock, threading.local):
-    """One for each thread, that is each rank."""
-
-
-def timed(world: World, clocks: Clocks) -> tuple[str, ...]:
-    """The cut by a clock that goes differently on every rank."""
-    seconds = [(1, 1, 9, 1), (9, 1, 1, 1)][world.rank]
-    model = nn.Sequential(*[Slow(clocks, each) for each in seconds])
-    return balance_by_time(model, lambda m: m(torch.zeros(1)), 3, world=world)
-
-
-def test_the_first_ranks_times_decide_for_all(monkeypatch: pytest.MonkeyPatch):
-    """Ranks that measure differently cut alike."""
-    clocks = Clocks()
-    monkeypatch.setattr("shardwise.techniques.pipeline.partition.time", clocks)
-    assert run_threads(2, timed, clocks) == [("2", "3")] * 2
+    assert run_threads(2, timed, clock) == [("2", "3")] * 2
 
 
 def test_a_model_without_memory_cannot_be_timed():

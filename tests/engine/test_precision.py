@@ -2,7 +2,6 @@
 
 import copy
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,100 +20,14 @@ from tests.engine.cases import (
     ROWS,
     Case,
     Task,
-    build,
     mean_square,
-    ranks_of,
-    rows_task,
     settled,
-    share,
-    text,
     vectors,
 )
 from tests.engine.tensors import run
-from tests.engine.zoo import make
 from tests.pool import run_gloo, run_threads
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-PLANS = [*(f"dp2 {row}" for row in ROWS), "dp_replicate2 dp_shard2 zero2"]
-
-
-def dtypes(world: World, plan: str) -> list[tuple[torch.dtype, ...]]:
-    """Of weight, gradient, master and the two moments, for each group after a step."""
-    engine = build(world, Task(), Case(plan))
-    engine.step(share(text(0), engine.data_rank, engine.data_ranks))
-    found = []
-    for k, flat in enumerate(engine.optimizer.flats):
-        assert flat.grads.gshard is not None
-        master = engine.optimizer.masters[k]
-        state = engine.optimizer.torch.state[engine.optimizer.targets[k][0]]
-        moments = state["exp_avg"].dtype, state["exp_avg_sq"].dtype
-        found.append((flat.shard.dtype, flat.grads.gshard.dtype, master.dtype, *moments))
-        assert torch.equal(flat.shard, master.to(flat.dtype))
-        assert master.numel() == flat.plan.share
-    return found
-
-
-@pytest.mark.parametrize("precision", HALF)
-@pytest.mark.parametrize("plan", PLANS)
-def test_half_precision_keeps_masters_of_this_ranks_part(plan, precision):
-    """2 + 2 + 12: weight and gradient in 16 bits, master and moments in fp32, of the block only."""
-    half, full = HALF[precision], torch.float32
-    for found in run_threads(ranks_of(plan), dtypes, f"{plan} {precision}"):
-        assert set(found) == {(half, half, full, full, full)}
-
-
-def ones() -> torch.nn.Module:
-    """Weights between which bf16 has nothing for a hundredth."""
-    model = make("stack")
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(1.0)
-    return model
-
-
-def tiny_updates(world: World) -> tuple[bool, float]:
-    """Steps too small to move a bf16 weight, one at a time."""
-    case = Case("dp2 zero1 bf16", kind=torch.optim.SGD, options={"lr": 1e-5})
-    engine = build(world, rows_task(ones), case)
-    before = [master.clone() for master in engine.optimizer.masters.values()]
-    first = [flat.shard.clone() for flat in engine.optimizer.flats]
-    engine.step(share(vectors(0), engine.data_rank, engine.data_ranks))
-    same = [torch.equal(a, f.shard) for a, f in zip(first, engine.optimizer.flats, strict=True)]
-    after = engine.optimizer.masters.values()
-    return all(same), max(
-        float((a - b).abs().max()) for a, b in zip(before, after, strict=True) if a.numel()
-    )
-
-
-def test_masters_add_up_what_bf16_would_lose():
-    """The weights do not move, the masters do."""
-    for still, moved in run_threads(2, tiny_updates):
-        assert still and moved > 0
-
-
-def from_the_top(world: World, plan: str) -> tuple[list[bool], list[float]]:
-    """From the usual first scale, on losses that overflow under it."""
-
-    def loud(model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return (model(batch[0]) - batch[1]).square().mean() * 64
-
-    task = Task(partial(make, "stack"), vectors, loud, None)
-    engine = build(world, task, Case(plan))
-    skipped, scales = [], []
-    for step in range(12):
-        skipped.append(engine.step(share(vectors(step), engine.data_rank, 2)).skipped)
-        scales.append(engine.scale.value)
-    return skipped, scales
-
-
-def test_the_scale_comes_down_until_gradients_fit():
-    """From 65536 on it is halved once for each skipped step, and then training goes on."""
-    one, two = run_threads(2, from_the_top, "dp2 zero3 fp16")
-    assert one == two
-    skipped, scales = one
-    count = sum(skipped)
-    assert 0 < count < 8 and skipped == [True] * count + [False] * (12 - count)
-    assert scales[-1] == 2.0 ** (16 - count)
 
 
 def test_the_scale_doubles_after_long_enough():
@@ -172,21 +85,11 @@ def picture_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return mean_square(model(batch["x"], batch["when"]), batch["target"])
 
 
-def of_pictures(
-    world: World | None, like: nn.Module, plan: str = ""
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and the state after five steps, in an engine or in one process."""
+def of_pictures(world: World, like: nn.Module, plan: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and the state after five steps of an engine."""
     model, losses = copy.deepcopy(like), []
-    if world is None:
-        optim = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(5):
-            optim.zero_grad()
-            loss = picture_loss(model, pictures(step))
-            loss.backward()
-            optim.step()
-            losses.append(loss.item())
-        return losses, model.state_dict()
-    engine = sw.parallelize(model, plan, world, optimizer=sw.SGD(lr=0.1), loss=picture_loss)
+    optimizer = sw.SGD(lr=0.1, momentum=0.9)
+    engine = sw.parallelize(model, plan, world, optimizer=optimizer, loss=picture_loss)
     for step in range(5):
         losses.append(engine.step(pictures(step)).loss)
         seen: Any = model.seen
@@ -201,7 +104,7 @@ def test_the_batch_is_not_rounded_and_batch_norm_trains(plan: str):
     """Time steps reach the model exactly; losses, weights and statistics are near those of fp32."""
     torch.manual_seed(1)  # the gradients of the first step do not overflow in fp16
     like = Pictures()
-    losses, state = of_pictures(None, like)
+    losses, state = looped(None, like, "", None)
     found = run_threads(2, of_pictures, like, plan)[0]
     assert found[0] == pytest.approx(losses, rel=0.02)
     assert found[1].keys() == state.keys()
@@ -243,17 +146,15 @@ def test_norms_are_those_of_the_values_in_double(dtype: torch.dtype):
     assert float(squared_norm(x)) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_fp16_and_bf16_run_every_row_alike():
-    """The four rows of one precision, on the same ranks, take the same steps to the bit."""
-    for precision in HALF:
-        runs = [
-            run_threads(2, train_masters, Case(f"dp2 {row} {precision}", steps=3)) for row in ROWS
-        ]
-        assert all(run == runs[0] for run in runs)
+def losses_of(world: World, plan: str) -> list[float]:
+    return run(world, Task(), Case(plan)).losses
 
 
-def train_masters(world: World, case: Case) -> list[float]:
-    return run(world, Task(), case).losses
+@pytest.mark.parametrize("precision", HALF)
+def test_a_precision_runs_every_row_alike(precision: str):
+    """The four rows, on the same ranks, take the same steps to the bit."""
+    first, *others = [run_threads(2, losses_of, f"dp2 {row} {precision}") for row in ROWS]
+    assert all(other == first for other in others)
 
 
 def looped(

@@ -105,24 +105,17 @@ def test_what_works_on_the_sequence_in_a_decoder():
     assert "model.layers.*.mlp" not in mixed
 
 
-def test_this_transformers_has_no_plan_for_the_sequence():
-    """No configuration's plan has its style `sequence_parallel`; one that had it would be read."""
+def test_plans_of_configurations_are_read():
+    """A style for the sequence would be read; one that we lack is refused, with the module.
+
+    A model without its head has the same table: the plan is the base model's.
+    """
     model = made("llama")
-    assert not [key for key in dir(model.config) if "sequence" in key and "plan" in key]
-    assert "sequence_parallel" not in model._tp_plan.values()
     model._tp_plan = model._tp_plan | {"model.norm": "sequence_parallel"}
     model.config.model_type = "unheard of"
     assert table_of(model).sequence == (("model.norm?", "sequence"),)
-
-
-def test_a_style_that_we_do_not_have_is_refused():
-    """A plan is not run without an entry that it needs: the style and the module are named."""
     with pytest.raises(InputError, match=r'"mla_kv_a_proj" for model.layers.\*.self_attn.kv_a'):
         table_of(made("deepseek_v2"))
-
-
-def test_a_model_without_its_head_has_the_same_table():
-    """The plan of the configuration is the base model's, and its names begin there."""
     model = made("mistral").model
     table, modules = table_of(model), shapes(model)
     assert dict(table.styles)["layers.*.self_attn.q_proj?"] == "colwise:heads"
@@ -151,7 +144,7 @@ class Two(nn.Module):
 
 
 def test_what_the_user_gives_comes_first():
-    """A Table as it is; a dict with the model's own number of heads, if it has one."""
+    """A Table as it is; a dict with the model's own number of heads; a part brings its table."""
     given = Table.of({"up": "colwise"}, heads=2)
     model: Any = Two()
     assert table_of(model, given) is given
@@ -160,19 +153,9 @@ def test_what_the_user_gives_comes_first():
     assert table_of(model) == Table.of({"down": "colwise"})
     assert table_of(model, {"up": "colwise"}) == Table.of({"up": "colwise"})
     assert table_of(GPT(CONFIG), {"blocks.*.attn.q": "colwise:heads"}).kv_heads == 2
-
-
-def test_a_part_of_a_model_brings_its_table():
-    """A wrapper around a model with a table has it too, under the name of the part."""
     outer = nn.ModuleDict({"policy": GPT(CONFIG), "value": nn.Linear(48, 1)})
     assert ("policy.blocks.*.attn.q", "colwise:heads") in table_of(outer).styles
     assert check(table_of(outer), shapes(outer), sp=False, ranks=2) == []
-
-
-def test_a_model_without_a_table_is_told_how_to_get_one():
-    """By derivation, or by hand."""
-    with pytest.raises(InputError, match=r"has no table of styles.*sw\.derive_table"):
-        table_of(Two())
 
 
 def test_modules_as_a_table_sees_them():
@@ -210,27 +193,20 @@ def test_every_style_of_the_library_is_one_of_ours_or_whole():
 # --- the page ----------------------------------------------------------------------------------
 
 HOW_TO = Path(__file__).parents[2] / "docs/how-to"
-PAGE = (HOW_TO / "tables.md").read_text()
 
 
-def test_the_model_on_the_page_has_a_table_that_fits():
-    """Its table is for any number of ranks up to its heads; the page's command trains it."""
-    (code,) = [
-        text
-        for text in re.findall(r"```python[^\n]*\n(.*?)```", PAGE, re.DOTALL)
-        if "class" in text
-    ]
+def test_the_page_has_every_style():
+    """Each style that a table takes has its row, each decoder its name; its model's table fits."""
+    page = (HOW_TO / "tables.md").read_text()
+    blocks = re.findall(r"```python[^\n]*\n(.*?)```", page, re.DOTALL)
+    (code,) = [text for text in blocks if "class" in text]
     names: dict[str, Any] = {}
     exec(code, names)  # noqa: S102
     model = names["Model"]().double()
     for ranks in range(1, 9):
         for sp in (False, True):
             assert check(table_of(model), shapes(model), sp, ranks) == []
-
-
-def test_the_page_has_every_style():
-    """Each style that a table takes has its row, and each decoder its name on its page."""
-    written = re.findall(r"`([a-z_]+(?::[a-z_]+|:2)?)`", PAGE)
+    written = re.findall(r"`([a-z_]+(?::[a-z_]+|:2)?)`", page)
     assert {style.replace("colwise:N", "colwise:2") for style in STYLES} <= set(written)
     decoders = (HOW_TO / "hugging-face.md").read_text()
     assert all(kind in decoders for kind in _DECODERS)

@@ -239,6 +239,30 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         ),
         (lambda: sw.Lion(beta=0.9), r"sw\.Lion\(beta=0\.9\).*lr, betas, weight_decay"),  # type: ignore[call-arg]
         (lambda: sw.Lion(betas=(1.5, 0.9)), r"Invalid betas: \(1\.5, 0\.9\)"),
+        (lambda: sw.AdamW(lr=-1), r"sw\.AdamW\(lr=-1\).*Invalid learning rate"),
+        (lambda: sw.SGD(lr="fast"), r"sw\.SGD\(lr='fast'\), which SGD refuses"),  # type: ignore[arg-type]
+        (lambda: sw.Adam(betas=0.9), "which Adam refuses"),  # type: ignore[arg-type]
+        (lambda: sw.SGD(lr=0.1, nesterov=True), "Nesterov momentum requires"),
+        (lambda: sw.SGD(lr=0.1, groups={"*": {"lr": -1}}), "Invalid learning rate: -1"),
+        (
+            lambda: sw.AdamW(groups={"*.bias": {"weight_deacy": 0}}),
+            r"the options of AdamW: lr, betas.*Write instead: sw\.AdamW\(weight_decay=0\)",
+        ),
+        (lambda: sw.AdamW(3e-4), "groups=0.0003"),  # type: ignore[arg-type]
+        (lambda: sw.AdamW(nn.Linear(2, 2).parameters()), "groups=<generator"),  # type: ignore[arg-type]
+        (lambda: sw.Optim(3), r"sw\.Optim\(3\).*torch\.optim\.RMSprop"),  # type: ignore[arg-type]
+        (lambda: sw.Optim(nn.Linear), r"sw\.Optim\(Linear\)"),  # type: ignore[arg-type]
+        (
+            lambda: sw.Optim(torch.optim.SGD([torch.zeros(1)], lr=0.5)),  # type: ignore[arg-type]
+            r"sw\.Optim\(SGD.*a subclass of torch\.optim\.Optimizer",
+        ),
+        (lambda: sw.Optim(torch.optim.RMSprop, alpha=-1), "Optim.RMSprop, alpha=-1"),
+        (lambda: sw.Optim(torch.optim.LBFGS), "computes the loss several times"),
+        (lambda: sw.Optim(torch.optim.SparseAdam), "SparseAdam, which takes sparse gradients"),
+        (
+            lambda: sw.SGD({"*": sw.AdamW({"*.bias": {"lr": 0.1}})}, lr=0.1),
+            "a specification without groups of its own",
+        ),
         (
             lambda: sw.derive_table(
                 nn.Sequential(nn.Linear(6, 6)), torch.ones(2, 6), 2, lambda m, x: m(x).sum()

@@ -1,5 +1,6 @@
-"""What all data ranks must have alike: options of the optimizer, and replicated weights."""
+"""Ranks that differ: in options, weights or states, in what they do, in that they raise."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,16 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor
 from shardwise.techniques.data import same_on_ranks
 from shardwise.techniques.data.checksum import WEIGHTS, bits_sum
-from tests.engine.cases import ranks_of, refusal
+from tests.engine.cases import (
+    Case,
+    build,
+    ranks_of,
+    refusal,
+    rows_task,
+    settled,
+    share,
+    vectors,
+)
 from tests.engine.cases import squares as loss
 from tests.engine.tensors import sent
 from tests.pool import run_gloo, run_threads
@@ -95,51 +105,41 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize("plan", AXES)
-@pytest.mark.parametrize(("what", "said"), [("lr", LR), ("betas", BETAS)])
-def test_engines_compare_options_in_each_step(plan: str, what: str, said: str):
-    """Option, rank and both values are named on all ranks, before the update."""
-    said = said.format(*(", ".join(f"{axis} rank {k}" for axis in AXES[plan]) for k in (1, 0)))
+def said_of(plan: str, said: str) -> str:
+    """The message with the coordinates of the last rank and of the first."""
+    return said.format(*(", ".join(f"{axis} rank {k}" for axis in AXES[plan]) for k in (1, 0)))
+
+
+HYBRID = "dp_replicate2 dp_shard2 zero3"
+#: Options are compared in each step, before the update; replicated weights, masters and states of
+#: the optimizer in a step of `check_every`, at no byte.
+CHANGES = [
+    *((plan, "lr", CHANGED, said_of(plan, LR)) for plan in AXES),
+    *((plan, "betas", CHANGED, said_of(plan, BETAS)) for plan in AXES),
+    *((plan, "weights", 4, "weight on data rank 1,") for plan in ("dp2", "dp2 offload:param")),
+    *((p, "weights", 4, "weight on data rank 3,") for p in (HYBRID, f"{HYBRID} offload:param")),
+    ("dp2 pp2 1f1b:2", "weights", 4, "weight on data rank 1, pp rank 1, whose norm is"),
+    ("dp2 bf16", "master", 4, "the fp32 master of 0.weight on data rank 1, whose norm is"),
+    ("dp2", "states", 4, "on data rank 1"),
+    ("dp3 bf16", "states", 4, "on data rank 2"),
+    (HYBRID, "states", 4, "on data rank 3"),
+    ("dp2 pp2 1f1b:2", "states", 4, "on data rank 1, pp rank 1"),
+]
+
+
+@pytest.mark.cases(8)
+@pytest.mark.parametrize(("plan", "what", "step", "said"), CHANGES)
+def test_engines_compare_what_ranks_replicate(plan: str, what: str, step: int, said: str):
+    """What differs, the rank and the values are named on all ranks."""
     for text in run_threads(ranks_of(plan), in_engine, plan, what):
-        assert text.startswith(f"step {CHANGED}: ") and said in text
+        assert text.startswith(f"step {step}: ") and said in text
+        assert what != "states" or "exp_avg_sq of " in text
 
 
 @pytest.mark.parametrize("plan", ["dp2 pp2 1f1b:2", "dp2 zero2 accumulate:2", "dp2 pp2 2bw:2"])
 def test_ranks_that_agree_train_on(plan: str):
     """Nothing is raised, and the bytes are those of any step."""
     assert run_threads(ranks_of(plan), in_engine, plan, "") == [""] * ranks_of(plan)
-
-
-HYBRID = "dp_replicate2 dp_shard2 zero3"
-REPLICATED = {
-    **dict.fromkeys(["dp2", "dp2 offload:param"], "weight on data rank 1"),
-    **dict.fromkeys([HYBRID, f"{HYBRID} offload:param"], "weight on data rank 3"),
-    "dp2 pp2 1f1b:2": "weight on data rank 1, pp rank 1",
-    "dp2 bf16": "the fp32 master of 0.weight on data rank 1",
-}
-
-
-@pytest.mark.parametrize("plan", REPLICATED)
-def test_engines_compare_the_weights_that_ranks_replicate(plan: str):
-    """In a step of `check_every`, at no byte; the parameter and the ranks are named."""
-    what = "master" if "bf16" in plan else "weights"
-    for text in run_threads(ranks_of(plan), in_engine, plan, what):
-        assert text.startswith("step 4: ") and f"{REPLICATED[plan]}, whose norm is" in text
-
-
-DAMAGED = {
-    "dp2": "on data rank 1",
-    "dp3 bf16": "on data rank 2",
-    HYBRID: "on data rank 3",
-    "dp2 pp2 1f1b:2": "on data rank 1, pp rank 1",
-}
-
-
-@pytest.mark.parametrize("plan", DAMAGED)
-def test_a_bit_that_flips_in_a_state_of_the_optimizer_is_found(plan: str):
-    """The state, its parameter and the rank are named on all ranks."""
-    for text in run_threads(ranks_of(plan), in_engine, plan, "states"):
-        assert text.startswith("step 4: ") and "exp_avg_sq of " in text and DAMAGED[plan] in text
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -159,14 +159,15 @@ def test_every_bit_counts(dtype: torch.dtype):
 def in_loop(world: World, how: str, what: str) -> str:
     """When a plain loop raises what."""
     size = 2 if "HYBRID" in how else None
-    wrapped = sw.DDP(model(), world) if how == "DDP" else None
-    wrapped = wrapped or sw.FSDP(model(), how, world=world, shard_size=size)
+    wrappers: dict[str, Any] = {"DDP": sw.DDP, "Pipe": partial(sw.Pipe, chunks=2)}
+    fsdp = partial(sw.FSDP, sharding_strategy=how, shard_size=size)
+    wrapped = wrappers.get(how, fsdp)(model(), world=world)
     optim = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
     for step in range(8):
         if step == CHANGED:
             change(world, what, wrapped, optim.param_groups[0])
         try:
-            loss(wrapped, rows(step, world.rank)).backward()
+            loss(wrapped, rows(step, world.rank * (how != "Pipe"))).backward()
         except InputError as error:
             return f"step {step}: {error}"
         if what != "step" or world.rank == 0 or step != CHANGED:
@@ -183,24 +184,30 @@ def numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
-@pytest.mark.parametrize("how", ["DDP", "FULL_SHARD", "HYBRID_SHARD"])
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("", ""),
-        ("lr", "lr of group 0 of the AdamW on data rank {}: 0.5; on data rank 0: 0.01"),
-        ("step", "the optimizer steps since the last backward pass on data rank 1: 'none'; on"),
-        ("weights", "weight on data rank {}, whose norm is"),
-    ],
-)
+RATE = "lr of group 0 of the AdamW on data rank {}: 0.5; on data rank 0: 0.01"
+LOOPS = [
+    *((how, "", "") for how in ("DDP", "FULL_SHARD", "HYBRID_SHARD", "Pipe")),
+    *((how, "lr", RATE) for how in ("DDP", "FULL_SHARD", "HYBRID_SHARD")),
+    ("Pipe", "lr", "lr of group 0 of the AdamW on pp rank {}: 0.5; on pp rank 0: 0.01"),
+    *(
+        (how, "step", "the optimizer steps since the last backward pass on data rank 1: 'none'; on")
+        for how in ("DDP", "FULL_SHARD", "HYBRID_SHARD")
+    ),
+    *((how, "weights", "weight on data rank {}, whose norm is") for how in ("DDP", "HYBRID_SHARD")),
+    ("FULL_SHARD", "weights", ""),  # each rank may change its own shard
+]
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize(("how", "what", "said"), LOOPS)
 def test_plain_loops_compare_them_too(how: str, what: str, said: str, numbers: str):
-    """Options of an optimizer with the next backward pass; where a GPU computes, one later."""
+    """Options of an optimizer with the next backward pass; where a GPU computes, one later.
+
+    The stages of a pipe sum a number in the second call of each EVERY.
+    """
     ranks = 4 if "HYBRID" in how else 2
-    found = run_threads(ranks, in_loop, how, what)
-    if what == "weights" and how == "FULL_SHARD":  # each rank may change its own shard
-        said = ""
-    step = CHANGED + 1 + (numbers == "late")
-    for text in found:
+    step = CHANGED + 1 + (how == "Pipe") + (numbers == "late")
+    for text in run_threads(ranks, in_loop, how, what):
         assert said.format(ranks - 1) in text
         assert text.startswith(f"step {step}: ") if said else not text
 
@@ -231,31 +238,6 @@ def test_a_gradient_scaler_skips_on_all_ranks_or_raises():
     """Torch's scaler for shards shares what overflows; the plain one is named where it did not."""
     assert run_gloo(2, scaled, ShardedGradScaler) == [[1, 2, 2, 3, 4]] * 2
     assert run_gloo(2, scaled, torch.amp.GradScaler) == [[1, 2, 2, -1], [1, 2, 3, -1]]
-
-
-def in_pipe(world: World, what: str) -> str:
-    """When a loop over the stages of a pipe raises what."""
-    piped = sw.Pipe(model(), chunks=2, world=world)
-    optim = torch.optim.AdamW(piped.parameters(), lr=0.01)
-    for step in range(8):
-        if step == CHANGED:
-            change(world, what, piped, optim.param_groups[0])
-        try:
-            loss(piped, rows(step, 0)).backward()
-        except InputError as error:
-            return f"step {step}: {error}"
-        optim.step()
-        optim.zero_grad()
-    return ""
-
-
-@pytest.mark.parametrize("what", ["", "lr"])
-def test_loops_over_a_pipe_compare_options_now_and_then(what: str, numbers: str):
-    """The stages sum a number in the second call of each EVERY; a GPU reads it in the next."""
-    said = "lr of group 0 of the AdamW on pp rank 1: 0.5; on pp rank 0: 0.01" if what else ""
-    for text in run_threads(2, in_pipe, what):
-        assert said in text
-        assert text.startswith(f"step {5 + (numbers == 'late')}: ") if what else not text
 
 
 def of_a_loop(world: World, odd: bool, what: str) -> None:
@@ -347,3 +329,60 @@ def rounded(world: World, factor: float) -> str:
 def test_weights_that_differ_by_rounding_are_a_warning():
     """Hosts with other processors round otherwise; that is no mistake of a program."""
     run_gloo(2, rounded, 1 + 1e-6)
+
+
+# --- other ways through a model, and errors of one rank -----------------------------------------
+
+
+class Skips(nn.Module):
+    """Blocks that are alike, one of which is left out, as the batch says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skipped = int(x[0, 0])
+        for number, block in enumerate(self.blocks):
+            if number != skipped:
+                x = x + block(x).tanh()
+        return x
+
+
+def skips(world: World, plan: str) -> str:
+    """What ranks that leave out different blocks are told."""
+    engine = build(world, rows_task(lambda: settled(Skips())), Case(f"{plan} fp64"))
+    x, y = vectors(0)
+    x[0, 0] = 1 + world.rank
+    try:
+        engine.step((x, y))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3", pytest.param("dp2 zero2", marks=pytest.mark.full)])
+def test_ranks_that_gather_other_units_are_told(plan: str):
+    """Blocks are alike, and one's weights in another's place are no error of shapes."""
+    for said in run_gloo(2, skips, plan):
+        assert ("in the units that they gathered" in said) == ("zero3" in plan)
+
+
+def goes_on(world: World) -> str:
+    """What ranks are told of which one has caught an error of its own, and gone on."""
+    engine = build(world, rows_task(lambda: settled(nn.Linear(6, 6))), Case("dp2 fp64"))
+    for step in range(4):
+        x, y = share(vectors(step), engine.data_rank, engine.data_ranks)
+        try:
+            engine.step((x[:, :3] if world.rank and step == 1 else x, y))
+        except RuntimeError:
+            continue
+        except InputError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_goes_on_after_an_error_of_its_own_is_told():
+    """It is a step ahead of the others from then on, and their gradients are of other batches."""
+    for said in run_gloo(2, goes_on):
+        assert "in the number of steps so far" in said

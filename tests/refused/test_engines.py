@@ -1,0 +1,401 @@
+"""What an engine, a wrapper or one of their functions is given and refuses, in one paragraph.
+
+A row is added here, not a test.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.checkpoint.load import load
+from shardwise.checkpoint.save import save
+from shardwise.comm.move import move
+from shardwise.comm.world import World, alone, traced
+from shardwise.core import R, S
+from shardwise.core.errors import InputError
+from shardwise.engine.state.box import Box
+from tests.engine.cases import refusal, regression, vectors
+from tests.engine.zoo import make
+from tests.pool import run_gloo
+
+X = torch.ones(2, 3)
+AXIS, MOVE = alone().axis("dp"), 'move(x, world.axis("dp"), P, S(0))'
+MOE = sw.MoE(8, 16, sw.Gate("topk", experts=4, k=2))
+WORDS = torch.zeros(2, dtype=torch.long)
+
+
+def given(**options: Any) -> Callable[[nn.Module], sw.Engine]:
+    """Call parallelize with these arguments in place of the usual ones."""
+    usual = {"plan": "bf16", "world": alone(), "loss": regression}
+    return lambda model: sw.parallelize(model, **{**usual, **options})
+
+
+def engine_of(loss: Any = None, **options: Any) -> sw.Engine:
+    """A small engine."""
+    return given(plan="fp64", loss=loss, **options)(nn.Linear(6, 6))
+
+
+class DeepSpeedEngine(nn.Sequential):
+    """Another library's wrapper, by its name."""
+
+
+class Tagged(Tensor):
+    """A tensor that another system laid out."""
+
+
+def odd(weight: Tensor) -> nn.Module:
+    """A module with one unusual parameter."""
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(weight)
+    return module
+
+
+def renormed() -> nn.Module:
+    return nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))
+
+
+#: Arguments of `parallelize`.
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"plan": 2}, r'Plan\.parse\(2\).*"dp2 zero3"'),
+    ({"plan": "dp2"}, "which needs 2 processes"),
+    ({"world": 2}, r"world=2.*sw\.init\(\)"),
+    ({"optimizer": torch.optim.RMSprop}, r"optimizer='torch\.optim\.RMSprop'.*sw\.Optim"),
+    ({"optimizer": "adam"}, r"optimizer='adam'.*sw\.AdamW\(lr=3e-4\)"),
+    ({"loss": "mse"}, "loss='mse'.*a function of model and batch"),
+    ({"loss": nn.MSELoss()}, r"MSELoss\(\), a module"),
+    ({"loss": functional.mse_loss}, "an output and a target"),
+    ({"loss": lambda out: out}, "cannot be called like this .*model and batch"),
+    ({"tokens": 3}, "tokens=3.*a function of batch"),
+    ({"tokens": lambda a, b: a + b}, "tokens=<lambda>, which cannot be called"),
+    *(({"clip": bad}, f"clip={bad}.*None for no bound") for bad in (0, -1.0, float("nan"), True)),
+    ({"seed": "x"}, "seed='x'.*whole number from 0 to"),
+    ({"prefetch": -1}, "prefetch=-1"),
+    ({"units": "layers.*"}, "matches no module"),
+    ({"fill": 3}, "fill=3.*a function of name and tensor"),
+    ({"fill": lambda t: t}, "fill=<lambda>, which cannot be called like this"),
+    ({"fill": lambda _, t: t.zero_()}, r'fill= for a .* whose weights exist.*device\("meta"\)'),
+    ({"seed": 3}, "seed=3 for a .* whose weights exist"),
+    ({"table": {"0": "foo"}}, "foo"),
+]
+#: Calls with a model, which stays as it is.
+MODELS: list[tuple[Callable[[nn.Module], Any], str]] = [
+    *((given(**options), said) for options, said in OPTIONS),
+    (lambda _: sw.parallelize(nn.Linear, "dp2", alone()), r"of Linear.*an nn\.Module instance"),
+    (lambda _: sw.FSDP(3), r"sw\.FSDP of 3.*sw\.FSDP\(nn\.Linear"),
+    (lambda _: sw.DDP("x"), r"sw\.DDP of 'x'"),
+    (lambda _: sw.no_sync(3).__enter__(), "sw.no_sync of 3"),
+    (lambda _: sw.clip_grad_norm(3, 1.0), "sw.clip_grad_norm of 3"),
+    (lambda m: sw.clip_grad_norm(sw.DDP(m), -1.0), "max_norm=-1.0"),
+    (lambda m: sw.DDP(m, 2), r"world=2"),
+    (lambda m: sw.FSDP(m, world=2), r"world=2"),
+    (lambda m: sw.DDP(m, alone(), 0), "bucket_bytes=0"),
+    (lambda m: sw.FSDP(m, ["FULL_SHARD"]), "sharding_strategy="),
+    (lambda m: sw.FSDP(m, units=1.5), "units=1.5"),
+    (lambda m: sw.FSDP(m, shard_size="2"), "shard_size='2'"),
+    (lambda m: given(optimizer=torch.optim.SGD(m.parameters()))(m), r"optim\.SGD'.*sw\.Optim"),
+    (lambda m: given()(m.requires_grad_(False)), "all frozen"),
+    (lambda m: given()(nn.DataParallel(m)), r"that is wrapped by DataParallel.*model\.module"),
+    (lambda m: sw.FSDP(nn.Sequential(DeepSpeedEngine(m))), "part 0 is wrapped by DeepSpeedEngine"),
+    (lambda _: sw.DDP(odd(torch.zeros(2, dtype=torch.cfloat)), alone()), "is complex"),
+    (lambda _: sw.FSDP(odd(torch.eye(2).to_sparse())), "of the layout sparse_coo"),
+    (lambda _: sw.Pipe(odd(Tagged(torch.eye(2)))), "is a Tagged"),
+    (lambda _: given()(renormed()), r"0 with max_norm=1\.0"),
+    (lambda m: given()(sw.DDP(m, alone())), "wrapped already"),
+    *(
+        (
+            lambda m, n=ranks: sw.FSDP(m, "HYBRID_SHARD", world=traced(0, n)),
+            rf"HYBRID_SHARD without shard_size in a world of {ranks}\..*shard_size={ranks}\)\.",
+        )
+        for ranks in (1, 4, 6)
+    ),
+    *(
+        (
+            lambda _, wrap=wrap: wrap(nn.Linear(2, 2).half(), precision="bf16"),
+            rf"sw\.{wrap.__name__}\(module\.float\(\)",
+        )
+        for wrap in (sw.DDP, sw.FSDP)
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), MODELS)
+def test_what_cannot_work_is_refused_and_changes_nothing(call: Any, said: str):
+    """The error says what would do; weights and their types are what they were."""
+    model, other = make("stack"), make("stack")
+    with pytest.raises(InputError, match=said) as error:
+        call(model)
+    assert "Write instead: " in str(error.value)
+    for (name, p), (wanted, q) in zip(
+        model.named_parameters(), other.named_parameters(), strict=True
+    ):
+        assert (name, p.dtype) == (wanted, q.dtype) and torch.equal(p, q)
+
+
+#: Calls of modules, loops and other libraries, and what to write instead.
+FOREIGN = [
+    (lambda engine: engine(X), "engine.step(batch), or engine.evaluate(batch)"),
+    (lambda engine: engine.backward(torch.ones(())), "engine.step(batch), which runs forward"),
+    (lambda engine: engine.state_dict(), "sw.full_state_dict(engine)"),
+    (lambda engine: torch.no_grad()(engine.step)(X), "engine.step(batch) outside of the block"),
+    (lambda engine: sw.no_sync(engine.model).__enter__(), "accumulate:4 in the engine's plan"),
+    (lambda engine: sw.clip_grad_norm(engine.model, 1.0), "accumulate:4 in the engine's"),
+]
+
+
+@pytest.mark.parametrize(("call", "instead"), FOREIGN)
+def test_calls_of_other_libraries_name_the_equivalent(call: Any, instead: str):
+    """One paragraph, which a program that asks with hasattr does not see."""
+    engine = engine_of()
+    with pytest.raises(InputError) as caught:
+        call(engine)
+    assert f"Write instead: {instead}" in str(caught.value)
+    assert not hasattr(engine, "backward") and getattr(engine, "train", None) is None
+
+
+TYPES = [
+    (lambda: sw.clip_grad_norm([X], 1.0), "of [tensor", "sw.clip_grad_norm(nn.Lin"),
+    (lambda: sw.full_state_dict(None), "full_state_dict of None", "sw.full_state_dict(nn.Lin"),
+    (lambda: sw.derive_table(None, X, 2), "derive_table of None", "sw.derive_table(nn.Lin"),
+    (lambda: sw.balance_by_time(None, str, 2), "time of None", "sw.balance_by_time(nn.Lin"),
+    (lambda: sw.balance_by_time(nn.Linear(1, 1), X, 2), "call=tensor", "balance_by_time(model"),
+    (lambda: sw.balance_by_time(nn.Linear(1, 1), str, 0), "stages=0", "stages=2"),
+    (lambda: sw.DDP(nn.Linear(1, 1), broadcast_buffers="no"), "'no'", "broadcast_buffers=True"),
+    (lambda: sw.init("cpu", shared_memory="no"), "shared_memory='no'", "shared_memory=True"),
+    (lambda: sw.load(engine_of(), "x", missing_ok="no"), "missing_ok='no'", "missing_ok=True"),
+    (lambda: alone().on("dp1"), "world.on('dp1')", 'world.on(sw.Mesh.parse("dp2"))'),
+    (lambda: alone().axis("dpp"), "axis='dpp'", 'axis="dp"'),
+    (lambda: move(3, AXIS, R, S(0)), "with x=3", MOVE),
+    (lambda: move(X, None, R, S(0)), "with axis=None", MOVE),
+    (lambda: move(X, AXIS, "R", S(0)), "with src='R'", MOVE),
+    (lambda: move(X, AXIS, R, S(2)), "2 dims with the placement S2", MOVE),
+    (lambda: sw.cross_entropy(X, None), "targets=None", "cross_entropy(model(tokens), targets)"),
+    (lambda: sw.cross_entropy(X[0, 0], X), "without dims", "logits.view(1, -1)"),
+    (lambda: sw.cross_entropy(X, WORDS, label_smoothing="x"), "label_smoothing='x'", "smoothing=0"),
+    (lambda: MOE(torch.ones(2, 7)), "width 8 with shape (2, 7)", "sw.MoE(width=8, ...)"),
+    (lambda: MOE(torch.ones(2, 8), torch.ones(5)), "target (5,)", "target of shape (2,)"),
+    (lambda: MOE(torch.ones(2, 8).long()), "width 8 with", "sw.MoE(width=8, ...)"),
+    (lambda: MOE("x"), "width 8 with 'x'", "sw.MoE(width=8, ...)"),
+    (lambda: sw.MoE(8, 16, MOE.gate, shared=3), "shared=3", "shared=nn.Linear(width, width)"),
+    (lambda: sw.Gate(3, experts=4), 'the gate "3"', "gate = "),
+    (lambda: sw.predict(nn.Linear(3, 3), "dp2", X, rank="0"), "rank='0'", "rank=0"),
+    (lambda: sw.spawn(str, 2, args=3), "args=3", "spawn(work, 2, args=(3,))"),
+    (lambda: sw.save(engine_of(), ""), "folder ''", '"runs/example"'),
+    (lambda: sw.save(engine_of(), "a\0b"), "folder 'a", '"runs/example"'),
+    (lambda: sw.replicas.parallel_apply([None], [X]), "of None", "parallel_apply(replicas, inputs"),
+    (lambda: S("x"), "S with dim 'x'", "S(0)"),
+]
+
+
+@pytest.mark.parametrize(("call", "phrase", "instead"), TYPES)
+def test_an_argument_of_another_type_is_one_paragraph(call: Any, phrase: str, instead: str):
+    """Where Python or torch would raise from inside, or one rank would notice nothing."""
+    with pytest.raises(InputError) as caught:
+        call()
+    (problem,) = caught.value.problems
+    assert phrase in problem.given and instead in problem.instead
+
+
+def test_names_that_do_not_exist():
+    """The package suggests its nearest public name; of an engine it is torch's plain error."""
+    with pytest.raises(AttributeError, match="no attribute 'parallelise'") as caught:
+        sw.parallelise  # noqa: B018
+    assert caught.value.name == "parallelise" and "parallelize" in dir(caught.value.obj)
+    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'xyzzy'"):
+        engine_of().xyzzy  # noqa: B018
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+class Answering(nn.Module):
+    """Returns what `answer` makes of the output."""
+
+    def __init__(self, answer: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.answer = nn.Linear(6, 6), answer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.answer(self.inner(x))
+
+
+def answering(answer: Callable[[Tensor], Any]) -> sw.Engine:
+    """An engine without loss= whose model returns this."""
+    return sw.parallelize(Answering(answer), "fp64", alone())
+
+
+def without_a_gradient(model: nn.Module, batch: Any) -> Tensor:
+    """A loss whose gradient is by something else alone."""
+    other = nn.Parameter(torch.ones((), dtype=torch.float64))
+    return regression(model, batch).detach() * other
+
+
+def wrapped_step(wrap: Any) -> None:
+    """An update of a wrapped module after such a loss."""
+    model = wrap(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double(), world=alone())
+    without_a_gradient(model, vectors(0)).backward()
+    torch.optim.SGD(model.parameters()).step()
+
+
+def on_meta(fill: Callable[[str, Tensor], Any]) -> sw.Engine:
+    with torch.device("meta"):
+        model = nn.Linear(6, 6)
+    return sw.parallelize(model, "fp64", alone(), loss=regression, fill=fill)
+
+
+def stepped(loss: Any = regression, batch: Any = None, **options: Any) -> Any:
+    """The metrics of the first step."""
+    return engine_of(loss, **options).step(vectors(0) if batch is None else batch)
+
+
+NO_GRADIENT = "in which no parameter of the model got a gradient"
+NO_ROWS = r"a batch without a tensor that has rows .* or rows=, a function"
+ROWLESS = ({"text": "a"}, ["a"], np.zeros((7, 6)), (torch.tensor(3.0), 4), 3)
+STEPS: list[tuple[Callable[[], Any], str]] = [
+    *(
+        (partial(stepped, lambda m, b, f=of: f(regression(m, b))), f"a loss that returns {what}")
+        for of, what in (
+            (Tensor.item, r"a float \("),
+            (lambda _: None, r"a NoneType \(None\)"),
+            (lambda x: x.repeat(7), r"a tensor of shape \(7,\)"),
+            (Tensor.detach, "a tensor without a grad"),
+            (Tensor.long, "a tensor of int64"),
+        )
+    ),
+    (lambda: stepped(without_a_gradient), NO_GRADIENT),
+    *(
+        (partial(wrapped_step, wrap), NO_GRADIENT)
+        for wrap in (sw.DDP, sw.FSDP, partial(sw.Pipe, chunks=2))
+    ),
+    *(
+        (lambda f=answer: answering(f).step(vectors(0)[0]), f"{said}.*instead: loss=lambda model")
+        for answer, said in (
+            (lambda out: (out, out), r"a model \(Answering\) that returns a tuple without a loss"),
+            (lambda _: SimpleNamespace(loss=None), "SimpleNamespace without a loss.*labels"),
+            (lambda out: out, r"a loss that returns a tensor of shape \(7, 6\)"),
+            (lambda out: SimpleNamespace(loss=out), r"returns a tensor of shape \(7, 6\)"),
+        )
+    ),
+    *((partial(stepped, batch=batch), NO_ROWS) for batch in ROWLESS),
+    (lambda: engine_of(regression).step(None), NO_ROWS),
+    (lambda: engine_of(regression).evaluate(["a"]), "a batch without a tensor that has rows"),
+    *(
+        (partial(stepped, tokens=lambda _, n=count: n), "tokens, which returns")
+        for count in (-1, 1.5, float("nan"), float("inf"))
+    ),
+    (lambda: on_meta(lambda _, t: torch.ones(t.shape)), "another tensor for the parameter weight"),
+    (
+        lambda: engine_of().outputs(lambda model: model(vectors(0)[0]), torch.zeros(2)),
+        r"shape \(7, 6\) for like=\(2,\).*zeros\(\(7, 6\)\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), STEPS)
+def test_a_step_that_would_train_on_nothing_is_refused(call: Callable[[], Any], said: str):
+    """What the user's functions, model or batch give is looked at, and named."""
+    with pytest.raises(InputError, match=said):
+        call()
+
+
+def test_what_is_nearly_right_is_taken():
+    """Losses of one element and of the model, counts of any type, batches that `tokens` counts."""
+    plain, batch = make("stack"), vectors(0)
+    answers: list[tuple[Any, Any, dict[str, Any]]] = [
+        (lambda m, b: regression(m, b).view(1), batch, {}),
+        *(
+            (regression, batch, {"tokens": lambda _, n=count: n})
+            for count in (7, 7.0, torch.tensor(7), np.int64(7))
+        ),
+        (lambda m, b: regression(m, vectors(b)), 0, {"tokens": lambda _: 7}),
+    ]
+    wanted = given(plan="fp64")(make("stack")).step(batch)
+    for loss, own, options in answers:
+        assert given(plan="fp64", loss=loss, **options)(make("stack")).step(own) == wanted
+    for answer in (Tensor.mean, lambda out: SimpleNamespace(loss=out.mean())):
+        assert answering(answer).step(batch[0]).tokens == 7
+    outputs = given(plan="fp64")(plain).outputs(lambda m: m(batch[0]), torch.zeros_like(batch[0]))
+    assert outputs.shape == batch[0].shape and outputs.any()
+    on_meta(lambda _, tensor: tensor.fill_(0.5)).step(batch)
+
+
+def test_an_engine_goes_on_after_a_refused_loss():
+    """The next step, with a good loss, is as the first."""
+    wrong = [True]
+    loss: Any = lambda m, b: None if wrong.pop() else regression(m, b)  # noqa: E731
+    engine = given(plan="fp64", loss=loss)(make("stack"))
+    with pytest.raises(InputError):
+        engine.step(vectors(0))
+    wrong += [False]
+    assert engine.step(vectors(0)) == given(plan="fp64")(make("stack")).step(vectors(0))
+
+
+def test_a_fill_that_fails_names_the_parameter():
+    """Its own error is raised, with a note."""
+    with pytest.raises(KeyError) as error:
+        on_meta(lambda name, _: {}[name])
+    assert error.value.__notes__ == ["in fill, for the parameter weight"]
+
+
+def closed(_: World) -> list[str]:
+    """What an engine of a world that has been left says."""
+    world = sw.init("cpu")
+    engine, batch = given(plan="dp2 fp64", world=world)(make("stack")), vectors(0, rows=4)
+    engine.step(batch)
+    world.close()
+    return [refusal(act) for act in (lambda: engine.step(batch), engine.boxes)]
+
+
+def test_an_engine_of_a_closed_world_says_so():
+    """Not torch's words of a group that is gone, or nothing where its messages are small."""
+    for found in run_gloo(2, closed):
+        assert all("after world.close()" in text for text in found)
+
+
+# --- boxes of a checkpoint ------------------------------------------------------------------------
+
+
+def box(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Box:
+    return Box(name, shape, (0,) * len(shape), shape, torch.ones(shape, dtype=dtype))
+
+
+BOXES = [
+    ([box("model/x", 4)], r"'model/x' of \(4,\) float32, which the checkpoint does not have"),
+    ([box("model/w", 3, 4)], r"'model/w' of shape \(3, 4\).*saved with, \(4, 3\)"),
+    ([box("model/w", 4, 3, dtype=torch.float64)], r"'model/w' in float64.*saved with, float32"),
+    ([Box("model/x", (4,), (0,), (0,), torch.zeros(0))], "which the checkpoint does not have"),
+    ([box(f"model/{i}", 1) for i in range(20)], "and 14 more tensors.*'model/0'.*'model/5'"),
+]
+
+
+@pytest.mark.parametrize(("boxes", "said"), BOXES)
+def test_boxes_that_do_not_fit_are_refused(boxes: list[Box], said: str, tmp_path: Path):
+    """A missing name, another shape or dtype: all that does not fit; no box is touched."""
+    save(tmp_path, [box("model/w", 4, 3), box("model/b", 3)], {"step": 1}, alone())
+    good = box("model/b", 3)
+    good.tensor.fill_(5)
+    with pytest.raises(InputError, match=f"(?s){said}"):
+        load(tmp_path, [good, *boxes], alone())
+    assert good.tensor.eq(5).all()
+
+
+def loads(world: World, folder: Path) -> str:
+    """What a rank says of a checkpoint of which rank 1 has a box of another shape."""
+    return refusal(lambda: load(folder, [box("model/w", 4, 3 + world.rank)], world))
+
+
+def test_what_one_rank_cannot_load_is_refused_by_all(tmp_path: Path):
+    """In the same words, and none waits for ever."""
+    save(tmp_path, [box("model/w", 4, 3)], {"step": 1}, alone())
+    first, second = run_gloo(2, loads, tmp_path)
+    assert first == second and "'model/w' of shape (4, 4)" in first
