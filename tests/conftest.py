@@ -20,11 +20,15 @@ from collections.abc import Iterator, Sequence
 from zlib import crc32
 
 import pytest
+from hypothesis import settings
 
 from tests.forks import JUDGED, fork_ranks
 
 #: Ranks are threads or processes, more than there are processors: each has one thread of torch's.
 os.environ["OMP_NUM_THREADS"] = "1"
+#: Property tests draw the same examples in every run, and are never judged by the clock.
+settings.register_profile("house", deadline=None, derandomize=True, database=None)
+settings.load_profile("house")
 
 CASES = 2
 #: Files of which every case that is not `full` runs: it costs next to nothing, or is a fact.

@@ -1,4 +1,9 @@
-"""Tables of tensor parallelism: what they say, which modules they match, and how those are cut."""
+"""Tables of tensor parallelism: what they say, which modules they match, how those are cut.
+
+And whether a table fits a model: what is found before anything runs, with module and remedy.
+"""
+
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -7,6 +12,7 @@ from hypothesis import strategies as st
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import Cut
 from shardwise.techniques.tensor.styles import STYLES, ModuleShape, Style
+from shardwise.techniques.tensor.table_check import check
 from shardwise.techniques.tensor.tensor_table import Table, assign, bias_cut, cuts, numbers
 
 WORDS = [*(style for style in STYLES if style != "colwise:N"), "colwise:2", "colwise:12"]
@@ -30,24 +36,17 @@ def test_styles_print_as_they_are_written(text: str):
     [
         ("colwize", "colwise"),
         ("rowwise:head", "rowwise:heads"),
-        ("Colwise", "colwise"),
-        ("rowise_split_input", "rowwise_split_input"),
-        ("replicated_with_grad_allreduce", "replicated"),
         ("colwise:1", "colwise"),
-        ("colwise:0", "colwise"),
-        ("colwise:N", "colwise"),
         ("sequence_parallel", "sequence"),
-        (None, "colwise"),
+        (None, ""),
     ],
 )
-def test_an_unknown_style_gets_the_nearest(text: str, near: str):
+def test_an_unknown_style_gets_the_nearest(text: Any, near: str):
     """The answer has all styles and the one that looks most like what was written."""
     with pytest.raises(InputError, match="Write instead:") as error:
         Style.parse(text)
-    told = str(error.value)
-    assert all(style in told for style in STYLES)
-    if text is not None:
-        assert told.endswith(f'Write instead: "{near}".')
+    assert all(style in str(error.value) for style in STYLES)
+    assert not near or str(error.value).endswith(f'Write instead: "{near}".')
 
 
 def full() -> Table:
@@ -61,15 +60,9 @@ def full() -> Table:
 
 
 def test_tables_are_values():
-    """Tables of the same words are equal and hash alike, and print as what makes them."""
-    assert full() == full()
+    """Of the same words they are equal and print as what makes them; under a name they move."""
     assert len({full(), full(), Table.of({})}) == 2
     assert eval(str(full())) == full()  # noqa: S307
-    assert eval(str(Table.of({"a": "colwise"}))) == Table.of({"a": "colwise"})  # noqa: S307
-
-
-def test_a_table_moves_with_its_model():
-    """Under a name, every pattern begins with it, and all else is as it was."""
     moved = full().under("net")
     assert moved.styles[0] == ("net.embed", "vocabulary")
     assert moved.sequence == (("net.embed", "vocabulary:sequence"),)
@@ -83,7 +76,6 @@ def test_a_table_moves_with_its_model():
     [
         ({"a": "colwis"}, {}, '"colwise"'),
         ({"a": "sequence"}, {}, 'sequence={"a": "sequence"}'),
-        ({"a": "colwise"}, {"heads": 0}, "heads=8"),
         ({"a": "colwise"}, {"heads": True}, "heads=8"),
         ({"a": "colwise"}, {"heads": 8, "kv_heads": 2.0}, "kv_heads=8"),
         ({"a": "colwise"}, {"kv_heads": 2}, "heads=2, kv_heads=2"),
@@ -98,8 +90,8 @@ def test_a_table_that_says_nothing_sensible_is_refused(styles: dict, more: dict,
     assert instead in str(error.value).split("Write instead:")[1]
 
 
-def test_the_first_pattern_that_matches_wins():
-    """Also where a later one says something else; * matches dots; "whole" exempts a module."""
+def test_which_pattern_of_a_module_counts():
+    """The first, "whole" exempts; ? may match nothing; entries of the sequence precede under sp."""
     table = Table.of({"blocks.0.up": "whole", "*up": "colwise", "blocks.*": "rowwise"})
     found = {name: str(style) for name, style in assign(table, NAMES, sp=False).items()}
     assert found == {
@@ -109,45 +101,31 @@ def test_the_first_pattern_that_matches_wins():
         "blocks.1.up": "colwise",
         "blocks.1.down": "rowwise",
     }
-
-
-def test_entries_for_the_sequence_stand_first_under_sp():
-    """They override the styles of the same modules, and are not there without sp."""
+    table = Table.of({"blocks.*.up?": "colwise", "blocks.*.gate?": "colwise"})
+    assert list(assign(table, NAMES, sp=False)) == ["blocks.0.up", "blocks.1.up"]
     assert str(assign(full(), NAMES, sp=True)["embed"]) == "vocabulary:sequence"
     assert str(assign(full(), NAMES, sp=False)["embed"]) == "vocabulary"
 
 
-def test_an_optional_pattern_may_match_nothing():
-    """A pattern that ends in ? is used where it matches and forgotten where not."""
-    table = Table.of({"blocks.*.up?": "colwise", "blocks.*.gate?": "colwise"})
-    assert list(assign(table, NAMES, sp=False)) == ["blocks.0.up", "blocks.1.up"]
-
-
 @pytest.mark.parametrize(
-    ("table", "sp", "told"),
+    ("table", "told"),
     [
-        (Table.of({"*": "whole", "blocks.*.upp": "colwise"}), False, ['"blocks.*.up"']),
-        (Table.of({"*": "whole", "blocks.0.dwn": "colwise"}), False, ['"blocks.*.down"']),
-        (Table.of({"*": "whole", "embd": "whole"}), False, ['"embed"', "embd?"]),
-        (
-            Table.of({"layers.*.fc": "colwise"}),
-            False,
-            ["without any pattern that matches", "blocks.*.down"],
-        ),
-        (Table.of({"gate?": "colwise"}), False, ["without any pattern that matches"]),
-        (Table.of({}), False, ["without any pattern that matches"]),
-        (Table.of({"*": "whole", "hed": "whole", "ebd": "whole"}), False, ["2 things", '"head"']),
+        (Table.of({"*": "whole", "blocks.*.upp": "colwise"}), ['"blocks.*.up"']),
+        (Table.of({"*": "whole", "blocks.0.dwn": "colwise"}), ['"blocks.*.down"']),
+        (Table.of({"*": "whole", "embd": "whole"}), ['"embed"', "embd?"]),
+        (Table.of({"layers.*.fc": "colwise"}), ["without any pattern that matches"]),
+        (Table.of({}), ["without any pattern that matches"]),
+        (Table.of({"*": "whole", "hed": "whole", "ebd": "whole"}), ["2 things", '"head"']),
         (
             Table.of({"*": "whole"}, 4, sets={"bloks.*": {"n": "heads"}}),
-            False,
             ['"bloks.*" in', '"blocks'],
         ),
     ],
 )
-def test_a_pattern_that_matches_nothing_gets_the_nearest(table: Table, sp: bool, told: list[str]):
+def test_a_pattern_that_matches_nothing_gets_the_nearest(table: Table, told: list[str]):
     """Every such pattern is named, with a name that the model has, all in one answer."""
     with pytest.raises(InputError) as error:
-        assign(table, NAMES, sp)
+        assign(table, NAMES, sp=False)
     assert [text for text in told if text not in str(error.value)] == []
 
 
@@ -155,12 +133,22 @@ LINEAR = ModuleShape("linear", 12, 32, bias=True)
 CONV1D = ModuleShape("linear", 12, 32, bias=True, transposed=True, numbers=(("nf", 32), ("nx", 12)))
 EMBED = ModuleShape("embedding", 10, 12)
 HEADS = Table.of({"a": "whole"}, heads=4, kv_heads=2)
+#: Equal parts of 32 features, of 10 and of 12, on 3 ranks.
+PARTS_32 = ((0, 10),), ((10, 21),), ((21, 32),)
+PARTS_10 = ((0, 3),), ((3, 6),), ((6, 10),)
+PARTS_12 = ((0, 4),), ((4, 8),), ((8, 12),)
+QKV = (
+    ((0, 8), (16, 20), (24, 28)),
+    ((8, 12), (20, 24), (28, 32)),
+    ((12, 16), (20, 24), (28, 32)),
+)
 
 
 @pytest.mark.parametrize(
     ("style", "shape", "cut"),
     [
-        ("colwise", LINEAR, Cut(0, 32, (((0, 10),), ((10, 21),), ((21, 32),)))),
+        ("colwise", LINEAR, Cut(0, 32, PARTS_32)),
+        ("colwise_gather_output", LINEAR, Cut(0, 32, PARTS_32)),
         (
             "colwise:2",
             LINEAR,
@@ -168,43 +156,21 @@ HEADS = Table.of({"a": "whole"}, heads=4, kv_heads=2)
         ),
         ("colwise:heads", LINEAR, Cut(0, 32, (((0, 16),), ((16, 24),), ((24, 32),)))),
         ("colwise:kv_heads", LINEAR, Cut(0, 32, (((0, 16),), ((16, 32),), ((16, 32),)))),
-        (
-            "colwise:qkv",
-            LINEAR,
-            Cut(
-                0,
-                32,
-                (
-                    ((0, 8), (16, 20), (24, 28)),
-                    ((8, 12), (20, 24), (28, 32)),
-                    ((12, 16), (20, 24), (28, 32)),
-                ),
-            ),
-        ),
-        ("rowwise", LINEAR, Cut(1, 12, (((0, 4),), ((4, 8),), ((8, 12),)))),
+        ("colwise:qkv", LINEAR, Cut(0, 32, QKV)),
+        ("rowwise", LINEAR, Cut(1, 12, PARTS_12)),
         ("rowwise:heads", LINEAR, Cut(1, 12, (((0, 6),), ((6, 9),), ((9, 12),)))),
-        ("rowwise_split_input", LINEAR, Cut(1, 12, (((0, 4),), ((4, 8),), ((8, 12),)))),
-        ("colwise_gather_output", LINEAR, Cut(0, 32, (((0, 10),), ((10, 21),), ((21, 32),)))),
-        ("vocabulary", LINEAR, Cut(0, 32, (((0, 10),), ((10, 21),), ((21, 32),)))),
-        ("vocabulary", EMBED, Cut(0, 10, (((0, 3),), ((3, 6),), ((6, 10),)))),
-        ("vocabulary:sequence", EMBED, Cut(0, 10, (((0, 3),), ((3, 6),), ((6, 10),)))),
+        ("rowwise_split_input", LINEAR, Cut(1, 12, PARTS_12)),
+        ("vocabulary", LINEAR, Cut(0, 32, PARTS_32)),
+        ("vocabulary", EMBED, Cut(0, 10, PARTS_10)),
+        ("vocabulary:sequence", EMBED, Cut(0, 10, PARTS_10)),
         ("replicated", LINEAR, None),
-        ("sequence", LINEAR, None),
-        ("gather", LINEAR, None),
     ],
 )
 def test_weights_are_cut_as_the_style_says(style: str, shape: ModuleShape, cut: Cut | None):
-    """On 3 ranks, for 4 query and 2 key heads: query heads 0 1 | 2 | 3, key heads 0 | 1 | 1."""
+    """On 3 ranks, for 4 query and 2 key heads; a Conv1D holds [in, out] and is cut on the other."""
     assert cuts(Style.parse(style), shape, HEADS, 3) == cut
-
-
-@pytest.mark.parametrize(
-    "style", ["colwise", "colwise:qkv", "colwise:2", "rowwise", "rowwise:heads"]
-)
-def test_transposed_weights_are_cut_along_the_other_dim(style: str):
-    """A Conv1D holds [in, out]: the ranges are those of an nn.Linear, of the other dim."""
-    plain, other = (cuts(Style.parse(style), shape, HEADS, 3) for shape in (LINEAR, CONV1D))
-    assert plain is not None and other == plain.on(1 - plain.dim)
+    if cut is not None and shape is LINEAR:
+        assert cuts(Style.parse(style), CONV1D, HEADS, 3) == cut.on(1 - cut.dim)
 
 
 def test_biases_are_cut_as_the_outputs_are():
@@ -240,11 +206,7 @@ def test_no_head_is_lost_or_torn(
 
 @pytest.mark.parametrize(
     ("rank", "attn"),
-    [
-        (0, {"h": 2, "k": 1, "g": 2, "q": 32}),
-        (1, {"h": 1, "k": 1, "g": 1, "q": 16}),
-        (2, {"h": 1, "k": 1, "g": 1, "q": 16}),
-    ],
+    [(0, {"h": 2, "k": 1, "g": 2, "q": 32}), (2, {"h": 1, "k": 1, "g": 1, "q": 16})],
 )
 def test_what_counts_heads_becomes_the_ranks_own(rank: int, attn: dict[str, int]):
     """`sets` names attributes and what they count; a cut Conv1D's width is found without it."""
@@ -261,3 +223,141 @@ def test_what_counts_heads_becomes_the_ranks_own(rank: int, attn: dict[str, int]
     )
     found = numbers(table, assign(table, list(modules), sp=False), modules, rank, 3)
     assert found == {"attn": attn, "attn.qkv": {"nf": 16 if rank == 0 else 12}}
+
+
+# --- whether a table fits a model -----------------------------------------------------------------
+
+NORM = ModuleShape("other", 64, type_name="LayerNorm")
+BLOCK = ModuleShape("other", parameters=False, type_name="Block", numbers=(("num_heads", 8),))
+LAYER: dict[str, ModuleShape] = {
+    "": BLOCK,
+    ".norm": NORM,
+    ".attn": BLOCK,
+    ".attn.q": ModuleShape("linear", 64, 64, bias=True),
+    ".attn.k": ModuleShape("linear", 64, 32, bias=True),
+    ".attn.v": ModuleShape("linear", 64, 32, bias=True),
+    ".attn.q_norm": ModuleShape("other", 8),
+    ".attn.o": ModuleShape("linear", 64, 64, bias=True),
+    ".mlp": BLOCK,
+    ".mlp.up": ModuleShape("linear", 64, 192),
+    ".mlp.down": ModuleShape("linear", 96, 64),
+}
+MODEL: dict[str, ModuleShape] = {
+    "embed": ModuleShape("embedding", 100, 64),
+    "blocks": ModuleShape("other", parameters=False, type_name="ModuleList"),
+    **{f"blocks.{i}{name}": shape for i in range(3) for name, shape in LAYER.items()},
+    "norm": NORM,
+    "head": ModuleShape("linear", 64, 100, tied="embed"),
+}
+FITTING = {
+    "embed": "vocabulary",
+    "blocks.*.attn.q": "colwise:heads",
+    "blocks.*.attn.[kv]": "colwise:kv_heads",
+    "blocks.*.attn.q_norm": "replicated",
+    "blocks.*.attn.o": "rowwise:heads",
+    "blocks.*.mlp.up": "colwise:2",
+    "blocks.*.mlp.down": "rowwise",
+    "head": "vocabulary",
+}
+SEQUENCE = {"embed": "vocabulary:sequence", "*norm": "sequence", "blocks.*.attn": "gather"}
+MORE: dict[str, Any] = {
+    "heads": 8,
+    "kv_heads": 4,
+    "sequence": SEQUENCE,
+    "sets": {"blocks.*.attn": {"num_heads": "heads"}},
+}
+
+
+def table(changes: dict[str, str] | None = None, without: str = "", **more: Any) -> Table:
+    """The table that fits, with entries of its styles changed or left out."""
+    styles = {key: style for key, style in FITTING.items() if key != without}
+    return Table.of((changes or {}) | styles | (changes or {}), **(MORE | more))
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("ranks", [1, 3, 4, 8])
+def test_a_table_that_fits_has_no_problem(sp: bool, ranks: int):
+    """Uneven cuts, ranks that share key heads, packed layers and a tied head are no problem."""
+    assert check(table(), MODEL, sp, ranks) == []
+
+
+UNFIT = [
+    # kinds
+    (table({"norm": "colwise"}), 'norm, of type LayerNorm, as "colwise"', '"norm": "whole"'),
+    (table({"blocks.*.mlp": "rowwise"}), "blocks.0.mlp (and 2 more", '"rowwise" for one in it'),
+    (table({"embed": "colwise"}), 'embed, of type embedding, as "colwise"', '"embed": "whole"'),
+    (
+        table({"blocks.*.attn": "replicated"}),
+        'includes blocks.*.attn.q, "colwise:heads"',
+        "an entry",
+    ),
+    # heads
+    (table(heads=None, kv_heads=None), "in a table without heads=", "heads=8, kv_heads=2"),
+    (table(kv_heads=3), "heads=8, kv_heads=3", "key and value heads"),
+    (table(heads=2, kv_heads=1), "tp4 for a model of 2 query heads", "tp2"),
+    # sizes and results
+    (table({"blocks.*.mlp.up": "colwise:5"}), "192 output features", '.mlp.up": "colwise"'),
+    (table({"blocks.*.mlp.up": "colwise"}), "96 input features are sharded", '"colwise:N" for N'),
+    (table({"blocks.*.mlp.up": "colwise:3"}), "differently from the output of up", '"colwise:N"'),
+    (table({"blocks.*.attn.o": "rowwise"}), "", ""),
+    (table({"blocks.*.attn.[kv]": "whole"}), "", ""),
+    # ties
+    (table({"head": "whole"}), "head, which is", '"embed": "vocabulary", "head": "vocabulary"'),
+    (table(without="embed"), 'embed, "whole"', '"embed": "vocabulary"'),
+    (table({"head": "colwise_gather_output"}), "", ""),
+    # sets
+    (table(sets={"blocks.*.attn": {"num_head": "heads"}}), "num_head that", '{"num_heads": '),
+    (table(sets={"blocks.*.attn": {"num_heads": "kv_heads"}}), "num_heads is 8", "heads=8"),
+    (
+        table(sets={"norm": {"num_heads": "heads"}}),
+        "no attribute num_heads",
+        '{"num_heads": "heads"}',
+    ),
+]
+UNFIT_FOR_THE_SEQUENCE = [
+    (table(sequence={}), "no entries for the sequence", '"embed": "vocabulary:sequence"'),
+    (table(sequence=SEQUENCE | {"norm": "whole"}), "", ""),
+    (table(sequence=SEQUENCE | {"embed": "split"}), "of type embedding", '"embed": "whole"'),
+    (table(sequence=SEQUENCE | {"blocks": "gather"}), "", ""),
+    (table(sequence=SEQUENCE | {"head": "vocabulary:sequence"}), "type linear", '"whole"'),
+    (table(sequence={"norm": "sequence:join", "head": "vocabulary:whole"} | SEQUENCE), "", ""),
+    (table(sequence={"blocks.0": "sequence"} | SEQUENCE), "includes blocks.*.norm", "each"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changed", "given", "instead", "sp"),
+    [*((*row, False) for row in UNFIT), *((*row, True) for row in UNFIT_FOR_THE_SEQUENCE)],
+)
+def test_what_does_not_fit_is_told_with_its_module(
+    changed: Table, given: str, instead: str, sp: bool
+):
+    """One problem, once for all layers, and a remedy; where the text is empty all is well."""
+    problems = check(changed, MODEL, sp=sp, ranks=4)
+    assert len(problems) == (1 if given else 0), [str(problem) for problem in problems]
+    for problem in problems:
+        assert given in problem.given
+        assert instead in problem.instead
+        assert "{name}" not in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("style", "module", "given", "instead"),
+    [
+        ("vocabulary", ModuleShape("embedding", 3, 64), "3 rows, on 4 ranks", "tp3"),
+        ("colwise_gather_output", ModuleShape("linear", 64, 2), "2 output features", "tp2"),
+        ("rowwise_split_input", ModuleShape("linear", 1, 64), "1 input features", "tp1"),
+        ("colwise:3", ModuleShape("linear", 64, 9), "9 output features, on 4", "tp3"),
+        ("colwise:qkv", ModuleShape("linear", 64, 15), "heads=4, kv_heads=2", "kv_heads="),
+        ("colwise:kv_heads", ModuleShape("linear", 64, 5), "kv_heads=2", "kv_heads="),
+        ("rowwise:heads", ModuleShape("linear", 18, 64), "18 input features", "heads="),
+    ],
+)
+def test_what_cannot_be_cut_over_the_ranks_is_told(
+    style: str, module: ModuleShape, given: str, instead: str
+):
+    """A rank without a feature, and heads or parts that do not divide the features."""
+    (problem,) = check(Table.of({"x": style}, 4, 2), {"x": module}, sp=False, ranks=4)
+    assert problem.given.startswith("x, ")
+    assert given in problem.given
+    assert instead in problem.instead

@@ -25,8 +25,7 @@ from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.measured import Measured, as_trace
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.techniques.pipeline.runtime import AHEAD, ActionRecorder, run
-from tests.core.schedule.as_text import read
-from tests.core.schedule.sizes import allowed
+from tests.core.schedule.schedules import allowed, read
 from tests.parallel.pipes import Layers, Ran, Size, in_one_process, piped
 from tests.pool import run_gloo, run_threads
 

@@ -28,7 +28,7 @@ from shardwise.core.zero import Row
 from shardwise.models import gpt, moe
 from shardwise.models.registry import find
 from shardwise.techniques.pipeline.partition import starts
-from tests.core.schedule.as_text import read
+from tests.core.schedule.schedules import read
 from tests.engine.cases import CONFIG, ranks_of, small_gpt
 from tests.engine.pipelines import deep
 from tests.engine.tensors import made

@@ -8,27 +8,27 @@ import pytest
 from shardwise.core.errors import InputError
 from shardwise.core.schedule.action import Action
 from shardwise.core.schedule.asynchronous import pipedream, two_buffered
-from shardwise.core.schedule.classic import dapple, one_f_one_b, one_stage_a_rank
+from shardwise.core.schedule.classic import dapple, one_stage_a_rank
 from shardwise.core.schedule.clock import ActionCosts, clock
-from shardwise.core.schedule.library import LIBRARY, Size, build, size
+from shardwise.core.schedule.library import LIBRARY, build, size
 from shardwise.core.schedule.live_tokens import peaks, versions
 from shardwise.core.schedule.lower import lower
-from tests.core.schedule.schedule_check import check, leftovers
-from tests.core.schedule.sizes import MOST, allowed, sizes
+from tests.core.schedule.schedules import MOST, allowed, check, read, sizes
 
 SQUARE = list(product(range(1, MOST + 1), repeat=2))
-
-
-def test_the_library_is_the_plan_words():
-    """There is a schedule for each plan word, and it takes the numbers that the word has."""
-    for name, one in LIBRARY.items():
-        word = f"{name}:{one.numbers}".replace("M", "8").replace("V", "2").rstrip(":")
-        assert build(word, 4).ranks == 4
+#: The papers' bubbles of p ranks, m microbatches and v chunks.
+BUBBLES = {
+    **dict.fromkeys(
+        ("gpipe", "1f1b", "dapple", "pipedream"), lambda p, m, _: (p - 1) / (m + p - 1)
+    ),
+    "interleaved": lambda p, m, v: (p - 1) / (v * m + p - 1),
+    "naive": lambda p, *_: (p - 1) / p,
+}
 
 
 @pytest.mark.parametrize("name", LIBRARY)
 def test_every_size_is_sound_and_meets_its_forms(name: str):
-    """No deadlock, no crossing, nothing left over; span, bubble and tapes as the forms say."""
+    """No deadlock, nothing left over; span, bubble and tapes as the forms say; each has a word."""
     entry = LIBRARY[name]
     for n in sizes(name):
         schedule = entry.build(n)
@@ -38,7 +38,27 @@ def test_every_size_is_sound_and_meets_its_forms(name: str):
         assert timeline.makespan == entry.span(n), n
         assert timeline.bubble == pytest.approx(entry.bubble(n), abs=1e-12), n
         assert peaks(whole) == entry.tapes(n), n
-        assert not any(leftovers(whole)), n
+        if name in BUBBLES:
+            assert timeline.bubble == pytest.approx(BUBBLES[name](n.p, n.m, n.v), abs=1e-12), n
+    word = f"{name}:{entry.numbers}".replace("M", "8").replace("V", "2").rstrip(":")
+    assert build(word, 4).ranks == 4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rank 0 F0 F0 B0",
+        "rank 0 F0 I0 B0 W0",
+        "home 0 1\nrank 0 F0.0 F1.0 B1.0 B0.0\nrank 1",
+        "rank 0 F0 B0 U0",
+        "update 1\nlag 0\nrank 0 F0 F1 B0 U0 B1",
+        "rank 0 F0 SEND:act0.0>1 RECV:grad1.0<1 B0\nrank 1 RECV:act0.0<0 F0 B0 SEND:grad1.0>0",
+    ],
+)
+def test_the_check_can_fail(text: str):
+    """Twice, in two ways, on another rank, an update too many, one too few; nothing reduced."""
+    with pytest.raises(AssertionError):
+        check(read(text))
 
 
 @pytest.mark.parametrize("name", LIBRARY)
@@ -55,45 +75,38 @@ def test_what_is_forbidden_is_refused_with_what_is_allowed(name: str):
             assert build(word, p).ranks == p
 
 
-def bubble(name: str, p: int, m: int, v: int = 1, costs: ActionCosts | None = None) -> float:
-    return clock(LIBRARY[name].build(Size(p, m, v)), costs).bubble
+def test_activations_in_memory():
+    """Under 1F1B rank r holds min(p-r, m), under GPipe m; zero-bubble schedules no more than 1F1B.
 
-
-def test_gpipe_and_1f1b_wait_p_minus_1_of_m_plus_p_minus_1():
-    """GPipe's and 1F1B's bubble is (p-1)/(m+p-1), whatever F and B cost."""
-    for (p, m), costs in product(SQUARE, (ActionCosts(), ActionCosts(F=1, B=1.5))):
-        for name in ("gpipe", "1f1b", "dapple", "pipedream"):
-            assert bubble(name, p, m, costs=costs) == pytest.approx(
-                (p - 1) / (m + p - 1), abs=1e-12
-            )
-
-
-def test_chunks_divide_the_bubble():
-    """Interleaved 1F1B's bubble is (p-1)/(v·m+p-1) for every multiple m of p."""
-    for n in sizes("interleaved"):
-        expected = (n.p - 1) / (n.v * n.m + n.p - 1)
-        assert bubble("interleaved", *n[:3]) == pytest.approx(expected, abs=1e-12)
-
-
-def test_one_rank_works_at_a_time_without_a_pipeline():
-    """The naive bubble is (p-1)/p."""
-    for p in range(1, MOST + 1):
-        assert bubble("naive", p, 1) == pytest.approx((p - 1) / p, abs=1e-12)
-
-
-def test_1f1b_holds_p_minus_r_activations_where_gpipe_holds_m():
-    """Rank r holds min(p-r, m) microbatches' activations under 1F1B, and m under GPipe."""
+    The 2p chunks of ZB-V are as much as 1F1B's p stages.
+    """
     for p, m in SQUARE:
-        assert peaks(build(f"1f1b:{m}", p)) == tuple(min(p - r, m) for r in range(p))
+        one = peaks(build(f"1f1b:{m}", p))
+        assert one == tuple(min(p - r, m) for r in range(p))
         assert peaks(build(f"gpipe:{m}", p)) == (m,) * p
+        assert max(peaks(build(f"zb-h1:{m}", p))) == max(one)
+        assert max(peaks(build(f"zb-v:{m}", p))) <= 2 * max(one)
 
 
-def test_zb_h1_takes_3m_plus_p_minus_1_in_the_memory_of_1f1b():
-    """ZB-H1 takes 3m+p-1 from p microbatches up, 2m+2p-1 below, and holds no more than 1F1B."""
+def test_spans_of_zero_bubble_schedules():
+    """ZB-H1 takes 3m+p-1 from p microbatches up, 2m+2p-1 below; ZB-V 6m+p-1 from p up.
+
+    No V is shorter: some rank has as much to do, after a time before which none can reach it.
+    """
     for p, m in SQUARE:
-        schedule = build(f"zb-h1:{m}", p)
-        assert clock(schedule).makespan == (3 * m + p - 1 if m >= p else 2 * m + 2 * p - 1)
-        assert max(peaks(schedule)) == max(peaks(build(f"1f1b:{m}", p)))
+        one, v = (clock(build(f"{name}:{m}", p)).makespan for name in ("zb-h1", "zb-v"))
+        assert one == (3 * m + p - 1 if m >= p else 2 * m + 2 * p - 1)
+        assert v == 6 * m + p - 1 if m >= p else v > 6 * m + p - 1
+        starts = [sorted(earliest(r, p, m)) for r in range(p)]
+        assert v == max(start + 6 * m - k for row in starts for k, start in enumerate(row))
+
+
+def earliest(r: int, p: int, m: int) -> list[int]:
+    """When each action of rank r in a V could start at the earliest, were no rank ever busy."""
+    down, up = (r, 4 * p - 1 - r), (2 * p - 1 - r, 2 * p + r)  # F and I of either chunk
+    return [
+        start + i for f, b in (down, up) for start in (f, b, b + 1) for i in range(m)
+    ]  # W comes one after its I
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 2), (3, 1)])
@@ -121,37 +134,6 @@ def orders(stage: int, m: int) -> list[list[Action]]:
     return found
 
 
-def test_zb_v_has_no_bubble_but_the_ramp_in_the_memory_of_1f1b():
-    """From p microbatches up ZB-V takes 6m+p-1; its 2p chunks are as much as 1F1B's p stages."""
-    for p, m in SQUARE:
-        schedule = build(f"zb-v:{m}", p)
-        span = clock(schedule).makespan
-        assert span == 6 * m + p - 1 if m >= p else span > 6 * m + p - 1
-        assert max(peaks(schedule)) <= 2 * max(peaks(build(f"1f1b:{m}", p)))
-
-
-def test_no_v_is_shorter_than_zb_v():
-    """Some rank has as much to do, after a time before which none of it can reach that rank."""
-    for p, m in SQUARE:
-        starts = [sorted(earliest(r, p, m)) for r in range(p)]
-        bound = max(start + 6 * m - k for row in starts for k, start in enumerate(row))
-        assert clock(build(f"zb-v:{m}", p)).makespan == bound
-
-
-def earliest(r: int, p: int, m: int) -> list[int]:
-    """When each action of rank r in a V could start at the earliest, were no rank ever busy."""
-    down, up = (r, 4 * p - 1 - r), (2 * p - 1 - r, 2 * p + r)  # F and I of either chunk
-    return [
-        start + i for f, b in (down, up) for start in (f, b, b + 1) for i in range(m)
-    ]  # W comes one after its I
-
-
-def test_a_v_begins_and_ends_on_the_first_rank():
-    """In a V stage s is on rank s on the way down, and on rank 2p-1-s on the way up."""
-    for name in ("zb-v", "dualpipe-v"):
-        assert build(f"{name}:8", 3).home == (0, 1, 2, 2, 1, 0)
-
-
 @pytest.mark.parametrize("policy", ["A", "B"])
 def test_dapple_warms_up_as_its_policy_says(policy: str):
     """Rank r does min(p-r, D) or min(2(p-r)-1, D) forwards before its first backward."""
@@ -164,30 +146,20 @@ def test_dapple_warms_up_as_its_policy_says(policy: str):
             assert ahead == min(policies[policy], most or m, m)
 
 
-def test_dapple_hides_a_hop_behind_more_activations():
-    """Where messages take long, policy B ends earlier than policy A and holds more."""
-    costs = ActionCosts(hop=1.0)
-    a, b = dapple(4, 12, "A"), dapple(4, 12, "B")
-    assert clock(b, costs).makespan < clock(a, costs).makespan
-    assert sum(peaks(b)) > sum(peaks(a))
-
-
 def test_pipedream_keeps_p_minus_s_versions():
-    """Stage s keeps p-s versions of its weights, and with vertical sync every stage keeps p."""
-    for p, m in SQUARE:
-        if m >= 2 * (p - 1):
-            assert versions(pipedream(p, m)) == tuple(p - s for s in range(p))
-            assert versions(pipedream(p, m, vertical=True)) == (p,) * p
+    """Stage s keeps p-s versions of its weights, and with vertical sync every stage keeps p.
 
-
-def test_pipedream_uses_the_newest_weights_on_the_way_forward():
-    """Each microbatch uses the version that is newest at its F: on its stage, or on the first."""
+    Each microbatch uses the version that is newest at its F: on its stage, or on the first.
+    """
+    assert versions(build("zb-v:4", 2)) == (1,) * 4  # of a synchronous schedule
     for p, m in SQUARE:
         newest = [newest_at_forward(pipedream(p, m), s) for s in range(p)]
         for vertical in (False, True):
             schedule = pipedream(p, m, vertical=vertical)
             found = [[schedule.version(s, i) for i in range(m)] for s in range(p)]
             assert found == (newest[:1] * p if vertical else newest)
+            if m >= 2 * (p - 1):
+                assert versions(schedule) == tuple(p - s * (not vertical) for s in range(p))
 
 
 def newest_at_forward(schedule, stage: int) -> list[int]:
@@ -202,7 +174,7 @@ def newest_at_forward(schedule, stage: int) -> list[int]:
 
 
 def test_2bw_keeps_two_versions_and_updates_once_a_batch():
-    """A batch uses the weights the batch before began with; no stage ever keeps more than two."""
+    """A batch uses the weights the batch before began with; batches follow without a drain."""
     for p, m in SQUARE:
         if m < p:
             continue
@@ -212,12 +184,7 @@ def test_2bw_keeps_two_versions_and_updates_once_a_batch():
         assert [schedule.version(0, i) for i in range(0, 3 * m, m)] == [0, 0, 1]
         ops = Counter(step.op for step in schedule.rows[0])
         assert (ops["U"], ops["B"]) == (3, 3 * m)
-
-
-def test_batches_of_2bw_follow_without_a_drain():
-    """Three batches in a row take less than three times one."""
-    one, three = (clock(two_buffered(4, 4, batches)).makespan for batches in (1, 3))
-    assert (one, three) == (3 * (4 + 3), 3 * (12 + 3))
+        assert clock(schedule).makespan == 3 * (3 * m + p - 1)
 
 
 def test_breadth_first_gathers_each_stage_twice():
@@ -227,31 +194,85 @@ def test_breadth_first_gathers_each_stage_twice():
     assert count == {stage: 2 - (stage >= 8) for stage in range(12)}
 
 
-def test_a_name_and_numbers_that_cannot_be_are_answered():
-    """An unknown name gets the nearest; numbers that are none or not its own are said."""
-    for word, phrase in [
+@pytest.mark.parametrize(
+    ("word", "phrase"),
+    [
         ("interleafed:8x2", "Write instead: interleaved"),
         ("1f1b:0", "0 microbatches"),
         ("bfs:4x0", "0 chunks"),
         ("1f1b:4x2", "1 of them with 1f1b, any number with interleaved or bfs"),
-        ("zb-v:4x3", "2 of them with zb-v"),
         ("1f1b:many", "a name, a colon, and M or MxV"),
         ("naive:2", "one microbatch"),
-    ]:
-        with pytest.raises(InputError, match="Write instead") as refused:
-            build(word, 4)
-        assert phrase in str(refused.value)
-    for p, batches in ((0, 1), (4, 0), (4, 2)):
-        with pytest.raises(InputError, match=f"{p if not p else batches} "):
-            size("1f1b", p, 4, batches=batches)
+    ],
+)
+def test_a_name_and_numbers_that_cannot_be_are_answered(word: str, phrase: str):
+    """An unknown name gets the nearest; numbers that are none or not its own are said."""
+    with pytest.raises(InputError, match="Write instead") as refused:
+        build(word, 4)
+    assert phrase in str(refused.value)
 
 
-def test_1f1b_is_the_order_of_the_paper():
-    """The figure of PipeDream-flush: p-r forwards, then one backward and one forward in turn."""
-    schedule = one_f_one_b(3, 4)
-    rows = [" ".join(f"{a.op}{a.microbatch}" for a in schedule.actions(r)) for r in range(3)]
-    assert rows == [
-        "F0 F1 F2 B0 F3 B1 B2 B3",
-        "F0 F1 B0 F2 B1 F3 B2 B3",
-        "F0 B0 F1 B1 F2 B2 F3 B3",
-    ]
+# --- the clock, against sums done by hand ---------------------------------------------------------
+
+ONE = "rank 0 F0 B0\nrank 1 F0 B0"
+
+
+def test_costs_by_stage_and_hop_add_up():
+    """F 1 and 2, B 3 and 5, and two hops: 1 + .5 + 2 + 5 + .5 + 3; without times no bubble."""
+    timeline = clock(read(ONE), ActionCosts(F=(1.0, 2.0), B=(3.0, 5.0), hop=0.5))
+    assert timeline.makespan == 12
+    assert timeline.idle == (8, 5)
+    assert timeline.bubble == 13 / 24
+    starts = [[span.start for span in row if span.end > span.start] for row in timeline.spans]
+    assert starts == [[0, 9], [1.5, 3.5]]
+    nothing = clock(read(ONE), ActionCosts(0, 0, 0))
+    assert (nothing.makespan, nothing.bubble, nothing.idle) == (0, 0, (0, 0))
+
+
+def test_what_actions_cost():
+    """B is I and W if not given; GATHER and REDUCE lengthen a row; a hop only who waits for it."""
+    costs = ActionCosts(I=(1.0, 2.0), W=4.0)
+    assert (costs.of("B", 0), costs.of("B", 1), costs.of("FREE", 0)) == (5, 6, 0)
+    schedule = lower(read("rank 0 F0 B0"), gather=True)
+    assert clock(schedule, ActionCosts(GATHER=2, REDUCE=0.5)).makespan == 5.5
+    timeline = clock(read("rank 0 F0 F1 B0 B1\nrank 1 F0 B0 F1 B1"), ActionCosts(hop=1.0))
+    assert [span.start for span in timeline.spans[0][:3]] == [0, 1, 6]
+    for word in ("zb-v:4", "interleaved:4x2"):  # stages of one rank have no hop
+        assert clock(build(word, 1), ActionCosts(hop=9)).bubble == 0
+    far = ActionCosts(hop=1.0)  # which policy B hides behind more activations
+    assert clock(dapple(4, 12, "B"), far).makespan < clock(dapple(4, 12, "A"), far).makespan
+
+
+def test_memory_in_bytes():
+    """Tapes and messages that each rank holds between two steps; a tape is held until its W."""
+
+    def held(schedule, **stage_bytes: tuple[float, ...]) -> tuple[float, ...]:
+        size = lambda t: stage_bytes[t.kind][t.stage] if t.kind in stage_bytes else 0.0  # noqa: E731
+        return peaks(schedule, size)
+
+    schedule = build("1f1b:4", 2)
+    assert held(schedule, tape=(4, 3)) == (8, 3)
+    # beside its two tapes rank 0 has the output that it is about to send
+    assert held(schedule, tape=(4, 3), act=(1, 1), grad=(0, 1)) == (9, 3)
+    assert peaks(read("rank 0 F0 I0 F1 W0 I1 W1")) == (2,)
+    assert peaks(read("rank 0 F0 I0 W0 F1 I1 W1")) == (1,)
+    assert held(read("rank 0 F0 I0 F1 W0 I1 W1"), tape=(4,), rest=(1,)) == (5,)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "rank 0 F0 B0 F1 B1\nrank 1 F1 B1 F0 B0",
+            "to do B0.0 for grad1.0 of B1.0 on rank 1; rank",
+        ),
+        ("rank 0 F0.0 F2.0 B2.0 B0.0\nrank 1 B1.0 F1.0", "and tape1.0 of F1.0 on its own row"),
+        ("rank 0 F0 GATHER:0 B0 REDUCE:0", "F0.0 for params0.0 of GATHER:0 on its own row"),
+        ("update 1\nlag 0\nrank 0 F0 F1 B0 U0 B1 U1", "to do F0.1 for weights0.1 of U0.0"),
+    ],
+)
+def test_a_deadlock_says_what_each_rank_waits_for(text: str, said: str):
+    """With the action that would make it, and its rank."""
+    with pytest.raises(InputError, match="Write instead: each action before its use") as refused:
+        clock(read(text))
+    assert said in str(refused.value)

@@ -1,0 +1,312 @@
+"""Where tensors lie: placements and their moves, meshes, boxes, flat tensors, and parameters."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.core.errors import InputError
+from shardwise.core.layouts.boxes import Box1, boxes
+from shardwise.core.layouts.flatten import ALIGN_BYTES, flatten
+from shardwise.core.layouts.layout import I, P, Placement, R, S
+from shardwise.core.layouts.lengths import Lengths
+from shardwise.core.layouts.param_layout import AxisLayout, Layout
+from shardwise.core.layouts.uneven import Cut, even, packed
+from shardwise.core.mesh import AXES, Mesh
+from shardwise.core.model_spec import ELEMENT_BYTES, ModelShape, ParamShape, UnitShape
+from shardwise.core.moves import price
+from shardwise.core.plan.plan import Plan
+from shardwise.core.zero import ROWS, Row
+from shardwise.prediction.stored_bytes import PLAIN, held_bytes
+from shardwise.prediction.traffic import by_kind, step_bytes
+
+# --- placements and moves -------------------------------------------------------------------------
+
+ALL = (R, I, P, S(0), S(1))
+
+
+def is_move(src: Placement, dst: Placement) -> bool:
+    try:
+        price(src, dst, 1, 2)
+    except ValueError:
+        return False
+    return True
+
+
+MOVES = [pair for pair in itertools.product(ALL, ALL) if is_move(*pair)]
+
+
+@pytest.mark.parametrize(
+    ("placement", "dual"), [(R, P), (I, I), (S(0), S(0)), (S(2), S(2)), (P, R)], ids=str
+)
+def test_dual(placement: Placement, dual: Placement):
+    """The gradient arrives where the table of placements says; it is what its text says."""
+    assert placement.dual == dual and dual.dual == placement
+    assert Placement.parse(str(placement)) == placement
+
+
+def test_which_moves_exist():
+    """Every pair but those that would change the value or hide a difference; on one rank too."""
+    missing = {(src, dst) for src in ALL for dst in ALL} - set(MOVES)
+    assert missing == {(R, I), (R, P), (I, P)}
+    with pytest.raises(ValueError, match="there is no move from R to P"):
+        price(R, P, 4, 1)
+
+
+@pytest.mark.parametrize(("src", "dst"), MOVES, ids=str)
+def test_backward_is_duality(src: Placement, dst: Placement):
+    """The adjoint of every move is a move, whose adjoint is the move; on one rank all are free."""
+    move = price(src, dst, 24, 4)
+    back = price(*move.adjoint, 24, 4)
+    assert back.adjoint == (src, dst)
+    assert price(*back.adjoint, 24, 4) == move
+    alone = price(src, dst, 24, 1)
+    assert (alone.what, alone.sent) == ("keep", 0)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "what", "adjoint"),
+    [
+        (P, R, "all_reduce", "all_reduce"),
+        (P, I, "all_reduce", "keep"),
+        (I, R, "keep", "all_reduce"),
+        (S(0), R, "all_gather", "reduce_scatter"),
+        (P, S(0), "reduce_scatter", "all_gather"),
+        (S(0), I, "all_gather", "take_block"),
+        (R, S(0), "take_block", "pad_block"),
+        (S(0), S(1), "all_to_all", "all_to_all"),
+        (S(1), S(1), "keep", "keep"),
+    ],
+    ids=str,
+)
+def test_what_is_done(src: Placement, dst: Placement, what: str, adjoint: str):
+    """Each pair of placements is the collective that the field knows, forward and backward."""
+    move = price(src, dst, 24, 4)
+    assert move.what == what
+    assert price(*move.adjoint, 24, 4).what == adjoint
+
+
+@given(st.integers(2, 64), st.integers(0, 10**9))
+def test_ring_bound(n: int, block: int):
+    """A gather sends its own block on n-1 times; a reduction to all costs a reduction and a gather.
+
+    With even blocks the prices are whole numbers, exactly.
+    """
+    numel = n * n * block
+    gather = price(S(0), R, numel, n).sent
+    assert gather == (n - 1) * n * block
+    assert price(P, S(0), numel, n).sent == gather
+    assert price(P, R, numel, n).sent == 2 * gather
+    assert price(S(0), S(1), numel, n).sent * n == gather
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+SIZES = st.dictionaries(st.sampled_from(AXES), st.integers(1, 4), max_size=4)
+
+
+def test_the_figure_of_a_mesh():
+    """The lines drawn in the module's figure are the lines of that mesh; an absent axis has one."""
+    mesh = Mesh.parse("pp2 dp2 tp2")
+    assert (mesh.line("dp", 1), mesh.line("tp", 4), mesh.line("pp", 6)) == ((1, 3), (4, 5), (2, 6))
+    assert mesh.lines("dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert mesh.coordinate(6) == {"pp": 1, "dp": 1, "tp": 0}
+    assert Mesh.parse("dp2 tp4").lines("tp") == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert Mesh.parse("dp2").size_of("tp") == 1
+    assert Mesh.parse("dp2").lines("tp") == [(0,), (1,)]
+
+
+@given(SIZES, st.randoms())
+def test_a_mesh_is_a_value(sizes: dict[str, int], random: Any):
+    """Its text says it, axes in any order are kept outermost first, coordinates are one to one."""
+    axes = list(sizes.items())
+    random.shuffle(axes)
+    mesh = Mesh(tuple(axes))
+    assert mesh == Mesh(tuple(sizes.items())) == Mesh.parse(str(mesh))
+    assert [name for name, _ in mesh.axes] == [n for n in AXES if n in sizes]
+    assert mesh.size == math.prod(sizes.values())
+    assert all(mesh.rank_at(mesh.coordinate(rank)) == rank for rank in range(mesh.size))
+
+
+@given(SIZES, st.sampled_from(AXES))
+def test_lines_cover_once(sizes: dict[str, int], name: str):
+    """The lines of an axis have its size and hold each rank once, at its own rank on the axis."""
+    mesh = Mesh(tuple(sizes.items()))
+    lines = mesh.lines(name)
+    assert {len(line) for line in lines} == {mesh.size_of(name)}
+    assert sorted(rank for line in lines for rank in line) == list(range(mesh.size))
+    for line in lines:
+        assert [mesh.coordinate(rank).get(name, 0) for rank in line] == list(range(len(line)))
+        assert all(mesh.line(name, rank) == line for rank in line)
+
+
+# --- boxes, flat tensors, lengths -----------------------------------------------------------------
+
+
+def flat_indices(shape: tuple[int, ...], box: Box1) -> list[int]:
+    """The flat index of every element of a box, by walking it, in row-major order."""
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    ranges = [range(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True)]
+    return [
+        sum(i * stride for i, stride in zip(index, strides, strict=True))
+        for index in itertools.product(*ranges)
+    ]
+
+
+@given(st.lists(st.integers(0, 5), max_size=4).map(tuple), st.data())
+def test_boxes_cover_an_interval_once(shape: tuple[int, ...], data: st.DataObject):
+    """In their order; each is one run of memory inside the tensor; 2 d - 1 at most."""
+    ends = st.integers(0, math.prod(shape))
+    start, stop = sorted((data.draw(ends), data.draw(ends)))
+    found = boxes(shape, start, stop)
+    walked = [index for box in found for index in flat_indices(shape, box)]
+    assert walked == list(range(start, stop))
+    assert len(found) <= max(2 * len(shape) - 1, 1)
+    for box in found:
+        assert flat_indices(shape, box) == list(range(box.start, box.start + box.numel))
+        for offset, size, dim in zip(box.offsets, box.sizes, shape, strict=True):
+            assert 0 <= offset < offset + size <= dim
+
+
+def test_the_figure_of_boxes():
+    """The figure in the module is what the function gives; a whole tensor is one box."""
+    assert boxes((4, 5), 3, 17) == [
+        Box1(offsets=(0, 3), sizes=(1, 2), start=3),
+        Box1(offsets=(1, 0), sizes=(2, 5), start=5),
+        Box1(offsets=(3, 0), sizes=(1, 2), start=15),
+    ]
+    assert boxes((2, 3, 4), 0, 24) == [Box1((0, 0, 0), (2, 3, 4), 0)]
+    assert (boxes((), 0, 1), boxes((3, 0), 0, 0)) == ([Box1((), (), 0)], [])
+    with pytest.raises(ValueError, match="is not inside the 6 elements"):
+        boxes((2, 3), 0, 7)
+
+
+@pytest.mark.parametrize(("element_bytes", "ranks"), [(2, 1), (4, 2), (8, 3)])
+def test_flat_parameters_and_shares_are_aligned(element_bytes: int, ranks: int):
+    """Each begins at the next multiple of 64 bytes behind the one before."""
+    flat = flatten([5, 64, 1, 33], element_bytes, ranks)
+    starts = [*flat.offsets, *(rank * flat.share for rank in range(ranks + 1))]
+    assert all(start * element_bytes % ALIGN_BYTES == 0 for start in starts)
+    ends = [offset + numel for offset, numel in zip(flat.offsets, flat.numels, strict=True)]
+    gaps = [(b - a) * element_bytes for a, b in zip(ends, [*starts[1:4], flat.padded], strict=True)]
+    assert all(0 <= gap < ALIGN_BYTES for gap in gaps[:-1])
+    assert 0 <= gaps[-1] < ALIGN_BYTES * ranks
+
+
+@given(ranks=st.integers(2, 5), lengths=st.lists(st.integers(1, 30)))
+def test_the_size_of_a_shard_tells_the_length(ranks: int, lengths: list[int]):
+    """Whatever is met with it: shards hold all of it, and its size stays while the pass goes on."""
+    known = Lengths(ranks)
+    sizes = {whole: known.shard(whole) for whole in lengths}
+    assert all(size * ranks >= whole for whole, size in sizes.items())
+    assert {known.full(size): size for size in sizes.values()} == sizes
+    assert all(known.shard(whole) == size for whole, size in sizes.items())
+
+
+def test_the_size_of_a_shard_is_the_smallest_that_is_free():
+    """A sequence alone is padded as little as may be; what is no shard has no length."""
+    known = Lengths(2)
+    assert [known.shard(whole) for whole in (8, 7, 10, 8)] == [4, 5, 6, 4]
+    with pytest.raises(InputError, match=r"of 9 positions that is no shard .* in this pass: 4 of"):
+        known.full(9)
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+#: Queries for four ranks, keys for pairs of them: packed in one weight.
+KEYS = Cut(0, 4, (((0, 2),), ((0, 2),), ((2, 4),), ((2, 4),)))
+QKV = packed(0, [even(0, 8, 4), KEYS])
+
+
+@pytest.mark.parametrize(
+    ("layout", "groups", "replicas"),
+    [
+        (AxisLayout(I, 4), (), [0, 1, 2, 3]),
+        (AxisLayout(R, 4), ((0, 1, 2, 3),), [0, 1, 2, 3]),
+        (AxisLayout(R, 4, holders=(1, 3)), ((1, 3),), [None, 0, None, 1]),
+        (AxisLayout.sharded(even(0, 10, 4)), (), [0, 0, 0, 0]),
+        (AxisLayout.sharded(KEYS), ((0, 1), (2, 3)), [0, 1, 0, 1]),
+    ],
+)
+def test_one_axis(layout: AxisLayout, groups: object, replicas: list[int | None]):
+    """R is summed over its holders, a cut over ranks that share ranges; each has a first rank."""
+    assert layout.groups == groups
+    holders = [rank for rank in range(4) if replicas[rank] is not None]
+    assert [layout.replica(rank) for rank in holders] == [replicas[r] for r in holders]
+    for rank in holders:
+        assert rank in layout.group(rank)
+
+
+def test_what_is_shared_in_part():
+    """Of a packed weight the keys are shared by pairs: their spans, and the ranks of the pair."""
+    layout = Layout(axes=(("tp", AxisLayout.sharded(QKV)),))
+    shared = layout.on("tp").shared(3)
+    assert shared is not None
+    assert (shared.dim, shared.spans, shared.ranks) == (0, ((2, 2),), (2, 3))
+    assert shared.includes(2)
+    assert not shared.includes(1)
+    assert layout.shared_numel("tp", {"tp": 3}, (4, 5)) == 10
+    assert layout.full_shape((4, 5)) == (12, 5)
+    assert layout.on("tp").groups == ()
+
+
+def coordinates(**sizes: int) -> Iterator[dict[str, int]]:
+    for place in itertools.product(*map(range, sizes.values())):
+        yield dict(zip(sizes, place, strict=True))
+
+
+def test_one_rank_is_the_first():
+    """Of all ranks that hold the same part one has replica 0; of all holders one is the first."""
+    axes = ("tp", AxisLayout.sharded(even(0, 6, 2))), ("pp", AxisLayout(R, 3, holders=(0, 2)))
+    layout = Layout(axes=axes)
+    here = [c for c in coordinates(tp=2, pp=3) if c["pp"] != 1]
+    assert [layout.replica(c) for c in here] == [0, 1, 0, 1]
+    assert sum(layout.holder(c) == 0 for c in here) == 1
+    assert layout.tied
+
+
+def test_kinds():
+    """Parameters cut in different ways may be laid end to end; not those summed in other ways."""
+    cut, other = even(0, 6, 2), even(1, 8, 2)
+    kinds = [
+        Layout(ROWS[row], "dp", "none", (("tp", on),)).kind
+        for row, on in [
+            ("zero1", AxisLayout.sharded(cut)),
+            ("zero1", AxisLayout.sharded(other)),
+            ("zero1", AxisLayout(I, 2)),
+            ("zero1", AxisLayout(R, 2)),
+            ("zero3", AxisLayout(R, 2)),
+        ]
+    ]
+    assert kinds[0] == kinds[1]
+    assert len(set(kinds)) == 4
+
+
+def test_a_layout_with_a_row_of_its_own():
+    """The row of a layout, and not the plan's, says what its unit holds and sends; an expert's."""
+    axes = (("ep", AxisLayout.sharded(even(0, 8, 4))),)
+    expert = Layout(ROWS["zero1"], "dp", "none", axes)
+    assert str(expert) == "ep=S0 zero1 over dp"
+    assert expert.on("ep").groups == ()  # each rank has all of its experts' gradient
+    assert expert.full_shape((2, 3, 5)) == (8, 3, 5)
+    rows = {"a": ROWS["zero3"], "b": Row(R, P, S(0))}
+    units = [
+        UnitShape(name, (ParamShape(name, (64, 64), layout=Layout(row, "dp")),))
+        for name, row in rows.items()
+    ]
+    numel, plan = 64 * 64, Plan.parse("dp2 zero2")
+    held = held_bytes(plan, ModelShape(tuple(units)), PLAIN)
+    assert held["parameters"] == (numel // 2 + numel) * 4
+    sent, one = (by_kind(step_bytes(plan, ModelShape(tuple(u)))) for u in (units, units[:1]))
+    assert (sent["dp reduce_scatter"], one["dp reduce_scatter"]) == (4 * numel, 2 * numel)
+
+
+@pytest.mark.parametrize("name", ELEMENT_BYTES)
+def test_element_bytes_are_torchs(name: str):
+    """The table of element sizes agrees with torch."""
+    torch = pytest.importorskip("torch")
+    assert getattr(torch, name).itemsize == ELEMENT_BYTES[name]
