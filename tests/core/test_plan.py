@@ -257,11 +257,13 @@ def test_plans_of_layers_round_trip_and_inherit():
 def test_names_and_axes_of_plans_of_layers():
     """A name belongs to the first plan that matches it or a module around it; axes have numbers."""
     plan = Plan.parse(LAYERS)
-    of = {0: ("blocks.3", "norm.weight", "embedding"), 1: ("embed", "embed.weight", "head.bias")}
-    of[2] = "blocks.0", "blocks.2.mlp.up.weight"
-    assert {n: tuple(plan.layer_of(name) for name in names) for n, names in of.items()} == {
-        n: (n,) * len(names) for n, names in of.items()
+    names = {
+        0: ("blocks.3", "norm.weight", "embedding"),
+        1: ("embed", "embed.weight", "head.bias"),
+        2: ("blocks.0", "blocks.2.mlp.up.weight"),
     }
+    for number, of in names.items():
+        assert {plan.layer_of(name) for name in of} == {number}
     assert [plan.size_of(axis) for axis in ("dp", "tp.1", "dp.2", "tp.2")] == [4, 4, 2, 2]
     here = plan.coordinate(3)
     assert [here[axis] for axis in ("dp", "tp.1", "dp.2", "tp.2")] == [3, 3, 1, 1]
