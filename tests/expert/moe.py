@@ -1,6 +1,5 @@
 """A MoE GPT whose sizes divide by nothing convenient, under any gate, and its batches."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -9,9 +8,7 @@ from torch import Tensor, nn
 from shardwise.models import gpt, moe
 from shardwise.models.initial import fill
 from shardwise.techniques.expert.gate import FIXED, GATES, Gate
-from tests.engine.cases import CONFIG, Case, Task, ranks_of, text
-from tests.engine.tensors import ADAMW, Held, assert_counted, assert_parity, train, whole_run
-from tests.pool import run_gloo
+from tests.engine.cases import CONFIG, Task, text
 
 LOSSES = {"balance": 0.3, "importance": 0.2, "z": 0.1}
 
@@ -46,12 +43,3 @@ def task(name: str, capacity: float | None = None, rows: int = 7, losses: bool =
     """The training of a MoE GPT on `rows` rows."""
     make = partial(model, name, capacity, losses=losses)
     return Task(make, partial(batch, name, rows), moe.loss, gpt.tokens)
-
-
-def holds(task: Task, plan: str, run: Callable[..., list[Held]] = run_gloo) -> list[Held]:
-    """Three steps, ranks begin with different weights, gradients are clipped: as one process."""
-    case = Case(f"{plan} fp64", clip=0.5, seeds=True, **ADAMW)
-    found = run(ranks_of(plan), train, task, case)
-    assert_parity(found, whole_run(task, case), 1e-10)
-    assert_counted(found)
-    return found
