@@ -345,8 +345,8 @@ def _of_positions(x: Tensor, parts: tuple[Any, ...], of: Sequences) -> Any:
 
 def _makes_a_mask() -> bool:
     """Whether the function that asks makes a mask for transformers, by indices of own positions."""
-    asks = sys._getframe(3)  # behind `_arange` and `__torch_function__`
-    return asks.f_globals.get("__name__") == "transformers.masking_utils"
+    names = (sys._getframe(n).f_globals.get("__name__") for n in range(4, 7))  # or behind a stage
+    return "transformers.masking_utils" in names
 
 
 def _text(part: Any) -> str:
