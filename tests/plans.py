@@ -130,7 +130,7 @@ EQUAL_16: dict[str, list[str]] = {
 }
 #: Words of no plan above, and where they are proved.
 ELSEWHERE = {
-    "offload:auto": "tests/engine/test_device_memory.py",  # chosen before any rank starts
+    "offload:auto": "tests/engine/test_disk.py",  # chosen before any rank starts
 }
 
 

@@ -1,12 +1,9 @@
-"""Offload: where states rest and are updated, on which thread, few units on a device at once."""
+"""Offload: on which thread and when states are updated, few units on the device at once."""
 
 import gc
-import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -17,41 +14,39 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload
 
 import shardwise as sw
-from shardwise.comm.world import World
+from shardwise.comm.world import World, alone
+from shardwise.core.plan.plan import Plan
+from shardwise.engine.engine import Engine
 from shardwise.observe.meter import Meter
 from shardwise.techniques.data import apply as shard
 from shardwise.techniques.data.apply import driver_of, flats_of
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.offload.updater import HostThread, NextStep
 from shardwise.techniques.offload.word import parse
-from tests.engine.cases import ROWS, Case, Task, build, oracle, ranks_of
+from shardwise.verify.oracles.oracle import Oracle
+from shardwise.verify.oracles.oracles import oracles_of
+from tests.engine.cases import Case, Task, build, difference, oracle, ranks_of
 from tests.engine.loops import rows
-from tests.engine.tensors import Held, assert_parity, mine, train
+from tests.engine.tensors import Held, assert_parity, full_parameters, mine
 from tests.engine.zoo import make
 from tests.pool import run_threads
 
 TASK = Task()
 
 
-#: By hand: the tiers on which parameters and optimizer states rest; counts of steps rest on the
-#: host beside states on a disk.
-RESTS = {
-    "dp2 zero2 offload:optim": ("device", "host"),
-    "dp2 zero2 offload:optim@disk": ("device", "host disk"),
-    "dp2 zero3 offload:param": ("host", "host"),
-    "dp2 zero3 offload:param@disk": ("disk", "host disk"),
-    "dp2 zero2 offload:optim=0.5": ("device", "device host"),
-}
+def step_of(engine: Engine, step: int) -> Any:
+    """One step on this rank's rows."""
+    return engine.step(mine(engine, TASK.batch(step)))
 
 
-@pytest.mark.parametrize("plan", RESTS)
-def test_where_states_rest(plan: str):
-    """After a step parameters and optimizer states are on the tiers of the word, and no other."""
-    for held in run_threads(2, train, TASK, Case(f"{plan} fp64")):
-        for what, tiers in zip(("parameters", "optimizer"), RESTS[plan], strict=True):
-            names = {"device": what, "host": f"{what} on the host", "disk": f"{what} on disk"}
-            found = [tier for tier, name in names.items() if held.memory[0].get(name)]
-            assert found == tiers.split()
+def test_the_last_units_go_to_the_other_tier():
+    """Those whose gradients come first, by whole units, until they have at least the fraction."""
+    fractions = {"0.1": 4, "0.2": 4, "0.21": 3, "0.5": 3, "0.61": 0, "1": 0}
+    for fraction, first in fractions.items():
+        tiers = parse(f"optim={fraction}").tiers([40, 10, 0, 30, 20])
+        assert tiers == ["device"] * first + ["host"] * (5 - first)
+
+
+# --- the host's thread ----------------------------------------------------------------------------
 
 
 def in_parts(world: World, words: str) -> tuple[list[bool], Held]:
@@ -70,23 +65,6 @@ def in_parts(world: World, words: str) -> tuple[list[bool], Held]:
     return [get_ident() == thread for thread in updates], held.ended(engine)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        *(f"dp2 zero2 offload:{what}" for what in ("optim", "optim=0.5")),
-        *(f"dp2 zero3 accumulate:2 offload:{what}" for what in ("optim", "param")),
-    ],
-)
-def test_several_updates_of_a_step_run_beside_arrivals(plan: str):
-    """fp64, unclipped, in parts of 4 KiB: several updates a step on the host's thread; parity."""
-    case = Case(f"{plan} fp64")
-    found = run_threads(2, in_parts, case.plan)
-    for here, _ in found:
-        assert len(here) >= 3 * 3
-        assert not any(here)
-    assert_parity([held for _, held in found], oracle(TASK, case), 1e-10)
-
-
 def set_slowly(flat: Flat, data: Sequence[Tensor]) -> None:
     """As Flat._set; in between, a thread that updates could take the pieces for assigned ones."""
     for p, tensor in zip(flat.params, data, strict=True):
@@ -95,23 +73,46 @@ def set_slowly(flat: Flat, data: Sequence[Tensor]) -> None:
     flat.data = list(data)
 
 
-@pytest.mark.parametrize("plan", ["dp2 zero1 offload:optim", "dp2 zero2 offload:optim"])
-def test_an_update_looks_at_no_parameter_that_becomes_a_piece(
-    plan: str, monkeypatch: pytest.MonkeyPatch
-):
-    """The main thread makes pieces of the next unit while the host's thread updates one."""
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *("dp2 zero1 offload:optim", "dp2 zero2 offload:optim=0.5"),
+        "dp2 zero3 accumulate:2 offload:param",
+    ],
+)
+def test_several_updates_of_a_step_run_beside_arrivals(plan: str, monkeypatch: pytest.MonkeyPatch):
+    """In parts of 4 KiB on the host's thread, while the main thread makes the next pieces."""
     monkeypatch.setattr(Flat, "_set", set_slowly)
-    assert all(run_threads(2, in_parts, f"{plan} fp64"))
+    case = Case(f"{plan} fp64")
+    found = run_threads(2, in_parts, case.plan)
+    for here, _ in found:
+        assert len(here) >= 3 * 3
+        assert not any(here)
+    assert_parity([held for _, held in found], oracle(TASK, case), 1e-10)
 
 
-def test_the_fewest_units_with_the_fraction():
-    """Units are taken from the last on, until they have at least the fraction."""
-    numels = [40, 10, 0, 30, 20]
-    first = {
-        text: parse(text).tiers(numels).index("host")
-        for text in ("optim=0.1", "optim=0.2", "optim=0.21", "optim=0.5", "optim=0.61", "optim=1")
-    }
-    assert list(first.values()) == [4, 4, 3, 3, 0, 0]
+def failing(plan: str) -> None:
+    """Steps of an optimizer whose second update fails, to the end of what waits."""
+    engine = build(alone(), TASK, Case(plan))
+    step_of(engine, 0)
+    engine.wait()
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no such state")
+
+    engine.optimizer.torch.step = fail  # type: ignore[method-assign]
+    step_of(engine, 1)
+    engine.flush()
+
+
+@pytest.mark.parametrize("word", ["optim", "optim-delayed=0"])
+def test_an_error_of_an_update_on_the_hosts_thread_is_raised(word: str):
+    """It ends the step, or the one in which the update is awaited."""
+    with pytest.raises(ValueError, match="no such state"):
+        failing(f"fp64 offload:{word}")
+
+
+# --- the device -----------------------------------------------------------------------------------
 
 
 def measured(world: World, plan: str, what: str) -> tuple[int, list[int], int, int, list[Any]]:
@@ -123,7 +124,7 @@ def measured(world: World, plan: str, what: str) -> tuple[int, list[int], int, i
     meter = Meter(engine)
     for step in range(3):
         with meter:
-            engine.step(mine(engine, TASK.batch(step)))
+            step_of(engine, step)
     units = [
         sum(group.plan.padded * group.shard.element_size() for group in unit.groups)
         for unit in engine.data.units.order
@@ -136,7 +137,7 @@ def measured(world: World, plan: str, what: str) -> tuple[int, list[int], int, i
 
 
 FEW = [(f"{plan} fp32 offload:param", "parameters", 3) for plan in ("dp1", "dp2 zero3")]
-FEW += [(f"dp2 {row} fp32 offload:optim", "gradients", 4) for row in ROWS]
+FEW += [(f"dp2 {row} fp32 offload:optim", "gradients", 4) for row in ("ddp", "zero1", "zero2")]
 
 
 @pytest.mark.cases(1)
@@ -148,160 +149,6 @@ def test_the_device_has_few_units_at_once(plan: str, what: str, most_units: int)
         assert (rests, growth, leaks) == (0, 0, [])
 
 
-class Numbers:
-    """An optimizer of numbers: 0 has 20 bytes, others 10, and the update of 7 fails."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, list[int], bool]] = []  # and whether on the thread of the test
-        self.here, self.go = get_ident(), threading.Event()
-
-    def note(self, what: str, items: Sequence[int]) -> None:
-        self.seen.append((what, list(items), get_ident() == self.here))
-
-    def step(self, items: Sequence[int], factor: float) -> None:
-        assert self.go.wait(10)
-        if 7 in items:
-            raise ValueError("no such state")
-        self.note("update", items)
-
-    def later(self, items: Sequence[int], factor: float) -> Callable[[], None]:
-        self.note("take", items)
-        return partial(self.step, items, factor)
-
-    def publish(self, items: Sequence[int]) -> None:
-        self.note("publish", items)
-
-    def clear(self, items: Sequence[int]) -> None:
-        self.note("clear", items)
-
-    def size_bytes(self, items: Sequence[int]) -> int:
-        return sum(10 if k else 20 for k in items)
-
-
-def test_updates_run_in_order_and_are_published_by_the_caller():
-    """On another thread, what waits together up to a size; what follows each runs on this one."""
-    work = Numbers()
-
-    def arriving() -> Iterator[list[int]]:
-        yield from ([k] for k in range(6))
-        work.go.set()
-
-    HostThread(work).update(arriving(), 1.0, 20)
-    parts = [[0], [1, 2], [3, 4], [5]]
-    for what, at_home in (("update", False), ("publish", True), ("clear", True)):
-        found = [one for one in work.seen if one[0] == what]
-        assert found == [(what, part, at_home) for part in parts]
-
-
-def test_an_error_of_an_update_is_raised():
-    """An error on the host's thread ends the step; updates that wait behind it are dropped."""
-    work = Numbers()
-    work.go.set()
-    with pytest.raises(ValueError, match="no such state"):
-        HostThread(work).update([[7], [1]], 1.0, 1)
-    assert ("publish", [1], True) not in work.seen
-
-
-def test_delayed_updates_are_published_in_order_when_finished():
-    """They run on another thread with gradients taken before; none is published before `finish`."""
-    work = Numbers()
-    step = NextStep(work, order=lambda: [0, 1], delays=lambda: True)
-    step.update([[1], [0]], 1.0, 1)
-    assert step.pending and work.seen == [("take", [0], True), ("take", [1], True)]
-    work.go.set()
-    step.finish()
-    assert not step.pending
-    for what, at_home in (("update", False), ("publish", True)):
-        found = [one for one in work.seen if one[0] == what]
-        assert found == [(what, [0], at_home), (what, [1], at_home)]
-    step = NextStep(work, order=lambda: [7], delays=lambda: True)
-    step.update([[7]], 1.0, 1)
-    with pytest.raises(ValueError, match="no such state"):
-        step.finish()
-    assert not step.pending
-
-
-def test_units_go_to_the_tiers_in_the_order_of_their_gradients():
-    """The last units, whose gradients come first, go furthest; by whole units."""
-    numels = [40, 10, 10, 10, 30]
-    assert parse("optim=0.5").tiers(numels) == ["device"] * 2 + ["host"] * 3
-    assert parse("optim=0.3").tiers(numels) == ["device"] * 4 + ["host"]
-
-
-class Scaled(nn.Module):
-    """Twelve layers, and a parameter without dims in the last unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        own = torch.Generator().manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
-        self.scale = nn.Parameter(torch.tensor(1.0))
-        for p in self.layers.parameters():
-            nn.init.normal_(p, std=0.2, generator=own)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, 64] to [N, 64]."""
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x * self.scale
-
-
-def scaled_engine(plan: str, folder: Path) -> sw.Engine:
-    """With groups of the optimizer, of which each unit has members."""
-    return sw.parallelize(
-        Scaled().double(),
-        f"fp64 {plan}",
-        sw.init(),
-        optimizer=sw.AdamW(lr=1e-2, groups={"*bias": {"weight_decay": 0.0}, "scale": {"lr": 0.1}}),
-        loss=lambda model, x: model(x).square().mean(),
-        offload_folder=str(folder),
-        least_unit_bytes=1,
-    )
-
-
-def steps_of(engine: sw.Engine, first: int, last: int) -> list[float]:
-    """The losses of some steps."""
-    rows = torch.randn(8, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return [engine.step(rows * (k + 1)).loss for k in range(first, last)]
-
-
-@pytest.mark.parametrize("words", ["offload:optim=0.5", "offload:optim@disk"])
-def test_groups_of_the_optimizer_change_no_bit(words: str, tmp_path: Path):
-    """Each unit has members of several groups, stepped on the host's thread or from the disk."""
-    wanted = steps_of(scaled_engine("", tmp_path), 0, 8)
-    for _ in range(3):
-        assert steps_of(scaled_engine(words, tmp_path), 0, 8) == wanted
-
-
-def test_a_parameter_without_dims_after_loading(tmp_path: Path):
-    """Its states stay in host memory, so that a loaded run goes on as the other does."""
-    words = "offload:optim@disk"
-    engine = scaled_engine(words, tmp_path)
-    steps_of(engine, 0, 2)
-    sw.save(engine, tmp_path / "saved")
-    again = scaled_engine(words, tmp_path)
-    sw.load(again, tmp_path / "saved")
-    assert steps_of(again, 2, 6) == steps_of(engine, 2, 6)
-
-
-@pytest.mark.parametrize("what", ["optim@disk", "param@disk"])
-def test_full_weights_while_the_disk_writes(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """`sw.full_state_dict` waits for writes that are under way."""
-    write = os.pwritev
-
-    def slow(*args: Any) -> int:
-        time.sleep(0.02)
-        return write(*args)
-
-    plain, engine = (scaled_engine(plan, tmp_path) for plan in ("", f"offload:{what}"))
-    monkeypatch.setattr(os, "pwritev", slow)
-    assert steps_of(plain, 0, 2) == steps_of(engine, 0, 2)
-    wanted, found = (sw.full_state_dict(each) for each in (plain, engine))
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
-
-
 @pytest.mark.parametrize("plan", ["offload:param", "dp2 zero3 offload:param", "tp2 offload:param"])
 def test_weights_go_to_the_device_unit_by_unit(plan: str, monkeypatch: pytest.MonkeyPatch):
     """Real weights stay where the program made them until their unit is laid out."""
@@ -310,14 +157,12 @@ def test_weights_go_to_the_device_unit_by_unit(plan: str, monkeypatch: pytest.Mo
         shard.cast_whole(model, dtype, torch.device("meta"), fill, **options)
         assert not any(p.is_meta for p in model.parameters())  # none has gone there
 
-    def losses(world: World) -> list[float]:
-        engine = build(world, TASK, Case(f"{plan} fp64"))
-        return [engine.step(mine(engine, TASK.batch(0))).loss]
+    def loss(world: World) -> float:
+        return step_of(build(world, TASK, Case(f"{plan} fp64")), 0).loss
 
-    ranks = ranks_of(plan)
-    want = run_threads(ranks, losses)
+    want = run_threads(ranks_of(plan), loss)
     monkeypatch.setattr("shardwise.engine.engine.cast_whole", cast)
-    assert run_threads(ranks, losses) == want
+    assert run_threads(ranks_of(plan), loss) == want
 
 
 def resting(world: World, asked: Any) -> tuple[set[str], int, set[str]]:
@@ -328,12 +173,8 @@ def resting(world: World, asked: Any) -> tuple[set[str], int, set[str]]:
     flats = flats_of(data.units.order)
     model(rows(0, world.rank)).square().mean().backward()
     held = [x.detach() for p in model.parameters() for x in (p, p.grad) if x is not None]
-    whole = sum(flat.full.untyped_storage().nbytes() for flat in flats)
-    return (
-        {flats[0].tiers.of(x) for x in held},
-        whole,
-        {k.kind for k in flats[0].tiers.ledger.copy()},
-    )
+    tiers, whole = flats[0].tiers, sum(flat.full.untyped_storage().nbytes() for flat in flats)
+    return {tiers.of(x) for x in held}, whole, {k.kind for k in tiers.ledger.copy()}
 
 
 @pytest.mark.parametrize("asked", [True, CPUOffload(offload_params=True)])
@@ -342,3 +183,91 @@ def test_fsdp_in_a_plain_loop(asked: Any):
     for places, whole, kinds in run_threads(2, resting, asked):
         assert (places, whole) == ({"host"}, 0)
         assert {"device_to_host", "host_to_device"} <= kinds
+
+
+# --- updates that are one step late ---------------------------------------------------------------
+
+STEPS, SAVED, EVALUATED = 6, 3, 5
+
+
+def trained(world: World, case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of a run that saves before a step, and evaluates before another."""
+    engine, losses = build(world, TASK, case), []
+    for step in range(STEPS):
+        if step == SAVED:
+            engine.boxes()
+        if step == EVALUATED:
+            engine.evaluate(mine(engine, TASK.batch(step)))
+        losses.append(step_of(engine, step).loss)
+    engine.flush()
+    return losses, full_parameters(engine.flats)
+
+
+def test_a_checkpoint_and_an_evaluation_apply_the_update_that_waits():
+    """A run with both in the middle is a simulation that uses the waiting gradient there."""
+    case = Case("dp2 zero2 fp64 offload:optim-delayed=1")
+    recipe, plan = sw.Optim(case.kind, **case.options), Plan.parse(case.plan)
+    one, expected = oracles_of(TASK.make, plan, recipe, TASK.loss, TASK.tokens).exact, []
+    assert isinstance(one, Oracle)
+    for step in range(STEPS):
+        if step in (SAVED, EVALUATED):
+            one.finish()
+        expected.append(one.step(TASK.batch(step)))
+    for losses, weights in run_threads(2, trained, case):
+        assert losses == pytest.approx(expected, rel=1e-10)
+        for name, weight in one.weights.values().items():
+            assert difference(weights[name], weight) <= 1e-10, name
+
+
+def test_an_update_has_the_rate_of_its_own_step():
+    """What a scheduler sets after a step is not what the update of that step uses, however late."""
+    case = Case("dp1 fp64 offload:optim-delayed=0", torch.optim.SGD, {"lr": 0.1})
+    engine, model = build(alone(), TASK, case), TASK.make().double()
+    engine.updates.updater.late = True
+    waiting: list[tuple[float, list[Tensor]]] = []
+    for step in range(4):
+        rate = 0.02 / (step + 1)
+        engine.set_lr(rate)
+        step_of(engine, step)
+        engine.set_lr(5.0)  # must be no rate of any update
+        gradients = torch.autograd.grad(TASK.loss(model, TASK.batch(step)), [*model.parameters()])
+        waiting.append((rate, [*gradients]))
+        while len(waiting) > (step < 3):
+            rate, gradients = waiting.pop(0)
+            for p, gradient in zip(model.parameters(), gradients, strict=True):
+                p.data -= rate * gradient
+    engine.flush()
+    weights = full_parameters(engine.flats)
+    for name, p in model.named_parameters():
+        assert difference(weights[name], p.detach()) <= 1e-10, name
+
+
+def test_a_load_drops_the_update_that_waits(tmp_path: Path):
+    """What has been loaded goes on as what was saved, to the last bit."""
+    engine = build(alone(), TASK, Case("fp64 offload:optim-delayed=0"))
+    engine.updates.updater.late = True
+    step_of(engine, 0)
+    sw.save(engine, tmp_path)
+    saved = [step_of(engine, step).loss for step in (1, 2)]
+    sw.load(engine, tmp_path)
+    assert [step_of(engine, step).loss for step in (1, 2)] == saved
+
+
+def late_overflow(world: World) -> list[tuple[bool, bool]]:
+    """Of four delayed steps, which were skipped, and after which an update was pending."""
+    words = "dp2 zero2 fp16 offload:optim-delayed=0"
+    engine = build(world, TASK, Case(words, options={"lr": 0.01, "eps": 1e-4}))
+    found = list[tuple[bool, bool]]()
+    for step in range(4):
+        before = [box.tensor.clone() for box in engine.boxes()] if step == 2 else []
+        engine.scale.value = 2.0**60 if step == 2 else 2.0**10
+        found.append((step_of(engine, step).skipped, engine.updates.updater.pending))
+        if step == 2:
+            assert all(map(torch.equal, before, [box.tensor for box in engine.boxes()]))
+    return found
+
+
+def test_an_overflow_of_a_delayed_step_is_skipped():
+    """The update of an overflowing step is never made, neither then nor one step later."""
+    for found in run_threads(2, late_overflow):
+        assert found == [(False, True), (False, True), (True, False), (False, True)]

@@ -210,6 +210,7 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
             "without a linear layer",
         ),
         (lambda: engine_of("dp1 activations:host"), "no class of modules repeats"),
+        (lambda: engine_of("offload:auto device_memory:1MiB"), "shardwise predict"),
     ],
     "wrapped modules and optimizers": [
         *(

@@ -1,0 +1,317 @@
+"""States on a disk, which may be slow or fail; a bound on a device's memory, and what fits it."""
+
+import gc
+import os
+import re
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.tiers.disk import THREADS, DiskError
+from shardwise.comm.tiers.disk_use import Used
+from shardwise.comm.tiers.tiers import Tiers
+from shardwise.comm.world import World, alone
+from shardwise.core.chunks import reserved_bytes
+from shardwise.core.errors import InputError
+from shardwise.core.plan.plan import Plan
+from shardwise.engine.checks.offload_choice import with_offload
+from shardwise.engine.parallelize import build_engine
+from shardwise.engine.predict import predict, predict_with
+from shardwise.models.registry import find
+from shardwise.observe.meter import Meter
+from shardwise.prediction.peak_memory import LEAST, MOST, device_peak_bytes
+from shardwise.prediction.prediction import Prediction
+from shardwise.train.measure.disk_line import disk_line
+from shardwise.verify.parity import build_options
+from shardwise.verify.proof_options import Options
+from tests.engine.cases import (
+    Case,
+    Task,
+    build,
+    oracle,
+    rows_task,
+    settled,
+    share,
+    squares,
+    tied_gpt,
+    vectors,
+)
+from tests.engine.pipelines import task as layers
+from tests.engine.tensors import Held, assert_parity, holds, mine
+from tests.pool import run_threads
+
+TASK = Task()
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> list[str]:
+    """Delay each read and write of a file; return a list that gets the name of each."""
+    made = list[str]()
+
+    def slow(name: str, real: Any, *given: Any) -> int:
+        made.append(name)
+        time.sleep(delay_s)
+        return real(*given)
+
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, name, partial(slow, name, getattr(os, name)))
+    return made
+
+
+class Scaled(nn.Module):
+    """Four layers, and a parameter without dims in the last unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.Tanh())
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 64] to [N, 64]."""
+        return self.layers(x) * self.scale
+
+
+@pytest.mark.parametrize("words", ["offload:optim@disk", "offload:param@disk"])
+def test_a_checkpoint_while_the_disk_writes(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Saving and `sw.full_state_dict` wait for the disk; a parameter without dims is loaded too."""
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    options: dict[str, Any] = {"loss": squares, "least_unit_bytes": 1}
+    plain, engine, again = (
+        sw.parallelize(
+            settled(Scaled()),
+            f"{plan} fp64",
+            alone(),
+            optimizer=sw.AdamW(lr=1e-2),
+            offload_folder=str(tmp_path),
+            **options,
+        )
+        for plan in ("", words, words)
+    )
+    slow_down(monkeypatch, 0.01)
+    assert [plain.step(x).loss for _ in range(2)] == [engine.step(x).loss for _ in range(2)]
+    wanted, found = (sw.full_state_dict(each) for each in (plain, engine))
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    sw.save(engine, tmp_path / "saved")
+    sw.load(again, tmp_path / "saved")
+    assert [again.step(x).loss for _ in range(3)] == [plain.step(x).loss for _ in range(3)]
+
+
+DELAY_S, PAGE_BYTES = 0.001, 4096
+
+
+def wide(width: int) -> nn.Module:
+    """Two linear layers, of `width` features between them."""
+    return settled(nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8)))
+
+
+def wide_task(width: int) -> Task:
+    return rows_task(partial(wide, width), partial(vectors, rows=6, width=8))
+
+
+def waiting(world: World, width: int, plan: str) -> tuple[Held, Used, int, str, int]:
+    """A training, its use of the disk, the rank's chunks, the words, the bytes in host memory."""
+    task = wide_task(width)
+    engine, held = build(world, task, Case(plan, clip=0.5)), Held()
+    meter, disk = Meter(engine), engine.disk
+    assert disk is not None
+    disk.sync()
+    before, peaks = disk.use.so_far, list[int]()
+    for step in range(3):
+        with meter:
+            metrics = engine.step(mine(engine, task.batch(step)))
+        held.note(engine, metrics)
+        peaks.append(sum(meter.host_peak.values()))
+    disk.sync()
+    used = disk.use.so_far - before
+    assert disk.free == disk.buffers - 1  # the one that widens gradients is kept
+    chunks = sum(extent.chunks for extent in disk.extents)
+    unused_bytes = os.fstat(disk.file).st_size - sum(engine.disk_memory().values())
+    assert 0 <= unused_bytes < PAGE_BYTES * len(disk.extents)
+    held.ended(engine)
+    world.barrier()
+    gc.collect()
+    assert meter.leaks() == []
+    on_host = sum(engine.host_memory().values())
+    assert sum(engine.disk_memory().values()) >= 4 * on_host
+    assert max(peaks[1:]) <= on_host + 2 * COUNTS  # in the first step torch makes states
+    return held, used, chunks, disk_line(engine), on_host
+
+
+COUNTS = 4 * 4  # bytes of the step counts of four parameters, which an update copies
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("plan", ["dp2 zero2 offload:optim@disk", "dp2 zero3 offload:param@disk"])
+def test_a_slow_disk_is_waited_for(plan: str, monkeypatch: pytest.MonkeyPatch):
+    """More chunks than buffers, all slow: parity, no deadlock, and the run says how it waited.
+
+    The file holds the states, each in whole pages, and nothing else; a model of twice the size
+    needs no more host memory.
+    """
+    monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 512)
+    made, buffers = slow_down(monkeypatch, DELAY_S), set[int]()
+    for width in (2048, 4096):
+        found = run_threads(2, waiting, width, f"{plan} fp64")
+        wanted = oracle(wide_task(width), Case("ddp", clip=0.5))
+        assert_parity([held for held, *_ in found], wanted, 1e-10)
+        for _, used, chunks, words, on_host in found:
+            assert used.busy_s >= 3 * chunks * DELAY_S / THREADS  # each chunk is read in each step
+            assert used.waited_s > 0 < used.updated_s
+            assert words == "" or re.search(r"they waited \d+\.\d s for it$", words)
+            buffers.add(on_host)
+    assert {*made} == {"preadv", "pwritev"}
+    assert buffers == {reserved_bytes(2, 8, 512) + COUNTS}
+
+
+CHUNKED = [
+    ("pp2 gpipe:2 offload:param@disk", Task(tied_gpt)),
+    ("dp2 zero3 offload:optim@disk", Task(tied_gpt)),
+    ("dp2 zero3 offload:param@disk", layers("half frozen")),
+]
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(("plan", "work"), CHUNKED)
+def test_several_chunks_and_frozen_weights(plan: str, work: Task, monkeypatch: pytest.MonkeyPatch):
+    """Chunks so short that each flat parameter has many; frozen weights are only read."""
+    monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 512)
+    for held in holds(run_threads, work, Case(f"{plan} fp64", clip=0.5)):
+        memory = held.memory[0]
+        assert memory["gradients"] == memory["optimizer"] == 0 < memory["optimizer on disk"]
+
+
+def failing(world: World, folder: str, plan: str) -> tuple[list[str], float]:
+    """A step, a checkpoint, then the disk fails: what is said, and the loss of a fresh engine."""
+    case, said = Case(plan), list[str]()
+    engine = build(world, TASK, case)
+
+    def step(k: int) -> Any:
+        return engine.step(mine(engine, TASK.batch(k)))
+
+    step(0)
+    sw.save(engine, folder)
+    assert engine.disk is not None
+    engine.disk.sync()
+    os.ftruncate(engine.disk.file, 0)
+    for act in (lambda: step(1), lambda: step(1), lambda: sw.save(engine, folder)):
+        try:
+            act()
+        except DiskError as error:
+            said.append(str(error))
+        world.barrier()
+    engine = build(world, TASK, case)
+    sw.load(engine, folder)
+    return said, step(1).loss
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero2 offload:optim@disk", "dp2 zero3 offload:param@disk"])
+def test_a_disk_that_fails(tmp_path: Path, plan: str):
+    """The step fails, and all later ones; no checkpoint is made of it; the last one is whole."""
+    wanted = oracle(TASK, Case("ddp", steps=2))
+    for rank, (said, loss) in enumerate(run_threads(2, failing, str(tmp_path), f"{plan} fp64")):
+        assert len(said) == 3
+        for text in said:
+            assert f"Rank {rank} cannot read chunk 0 of 1" in text and "the file ends" in text
+        assert loss == pytest.approx(wanted.losses[1], rel=1e-10)
+
+
+# --- a bound on the device's memory ---------------------------------------------------------------
+
+
+def predicted(plan: Plan, rank: int = 0) -> Prediction:
+    """The prediction of a rank for the rows of rank 0."""
+    rows = share(TASK.batch(0), 0, plan.completed(None).data_size)
+    return predict(TASK.make(), plan, rows, rank=rank, loss=TASK.loss, units=1)
+
+
+def peak_of_two_steps(world: World, plan: str) -> int:
+    """The most bytes that the rank stores on its device."""
+    engine = build(world, TASK, Case(plan))
+    with Meter(engine) as meter:
+        for step in range(2):
+            engine.step(mine(engine, TASK.batch(step)))
+    return meter.peak_bytes
+
+
+def test_the_allocator_of_cuda_has_the_bound(monkeypatch: pytest.MonkeyPatch):
+    """As a fraction of the device's memory, until the engine is freed; a CPU has no bound."""
+    seen: list[tuple[float, torch.device]] = []
+    total = SimpleNamespace(total_memory=2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: total)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *given: seen.append(given)
+    )
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.75)
+    device = torch.device("cuda", 1)
+    for most_bytes in (2**19, 2**30):
+        Tiers(device=device).bound_device(most_bytes)
+    assert seen == [(0.5, device), (0.75, device), (1.0, device), (0.75, device)]
+    assert run_threads(1, peak_of_two_steps, "dp1 fp32 device_memory:1KiB")[0] > 1024
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("row", ["dp1", pytest.param("dp2 zero3", marks=pytest.mark.full)])
+def test_the_least_offload_that_fits(row: str):
+    """A tighter bound takes more: nothing, some units, all of them, parameters; then a refusal."""
+    words = ("", "offload:optim=0.5", "offload:optim", "offload:param")
+    peaks = [device_peak_bytes(predicted(Plan.parse(f"{row} fp32 {word}"))) for word in words]
+    assert peaks == sorted(peaks, reverse=True)
+    chosen = []
+    for peak in peaks:
+        bound = f"offload:auto device_memory:{peak}B"
+        plan = with_offload(Plan.parse(f"{row} fp32 {bound}"), predicted)
+        assert device_peak_bytes(predicted(plan)) <= peak
+        chosen.append(plan.offload)
+    nothing, some, every, parameters = chosen
+    assert nothing is None and every.startswith("optim") and parameters == "param"
+    assert 0 < Plan.parse(f"offload:{some}").offloaded.share <= 0.6  # type: ignore[union-attr]
+    tight = Plan.parse(f"{row} fp32 offload:auto device_memory:{min(peaks) - 1}B")
+    with pytest.raises(InputError, match=f"{min(peaks):,} bytes or more"):
+        with_offload(tight, predicted)
+
+
+def test_it_fits_on_every_stage():
+    """The first stage keeps more activations, the last the head: the larger decides."""
+    plan = Plan.parse("pp2 1f1b:2 fp32")
+    peaks = [device_peak_bytes(predicted(plan, rank)) for rank in range(2)]
+    assert peaks[0] != peaks[1]
+    for rank in range(2):  # seen from either stage
+        for bound, expected in ((max(peaks), ""), (max(peaks) - 1, "optim")):
+            bounded = Plan.parse(f"{plan} offload:auto device_memory:{bound}B")
+            found = with_offload(bounded, partial(predicted, rank=rank))
+            assert (found.offload or "")[:5] == expected
+
+
+def peak_of_a_step(world: World, words: str) -> float:
+    """The peak of a rank's third step of verify's model, by its prediction."""
+    model, plan = find("gpt"), Plan.parse(words)
+    options = build_options(model, plan, Options())
+    engine = build_engine(model.build(), plan, world, replace(options, tokens=model.tokens))
+    batch = model.batch(2, 0)
+    for _ in range(3):
+        with Meter(engine) as meter:
+            engine.step(batch)
+    found = predict_with(model.build(), plan, batch, options, world.rank)
+    return meter.peak_bytes / device_peak_bytes(found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *("dp2 fp32", "dp2 zero3 fp32", "dp2 zero1 fp32 offload:optim-delayed=0"),
+        *("dp2 zero2 fp32 offload:optim=0.5", "dp2 zero3 fp32 recompute:full offload:param"),
+    ],
+)
+def test_the_predicted_peak_is_that_of_a_step(plan: str):
+    """A step stores 0.85 to 1.2 times the prediction at its peak, temporaries of kernels too."""
+    assert all(LEAST <= ratio <= MOST for ratio in run_threads(2, peak_of_a_step, plan))
