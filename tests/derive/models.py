@@ -4,24 +4,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-WIDTH, HEADS, WORDS, POSITIONS = 12, 4, 31, 6
+WIDTH, HEADS, HEAD, WORDS, POSITIONS = 12, 4, 3, 31, 6
 
 
 class Attention(nn.Module):
-    """Queries, keys and values of separate layers, with the heads read from an attribute."""
+    """Queries, keys and values of separate layers, with the heads read from attributes."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: int = HEADS) -> None:
         super().__init__()
-        self.heads = HEADS
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.heads, self.keys = HEADS, keys
+        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, keys * HEAD), nn.Linear(WIDTH, keys * HEAD)
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
         seen = x if seen is None else seen
-
-        def split(y: Tensor) -> Tensor:
-            return y.view(*y.shape[:2], self.heads, WIDTH // HEADS).transpose(1, 2)
-
-        q, k, v = split(self.q(x)), split(self.k(seen)), split(self.v(seen))
+        q = self.q(x).view(*x.shape[:2], self.heads, HEAD).transpose(1, 2)
+        k, v = (
+            layer(seen).view(*seen.shape[:2], self.keys, HEAD).transpose(1, 2)
+            for layer in (self.k, self.v)
+        )
         mixed = (q @ k.transpose(2, 3) / 2).softmax(-1) @ v
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -34,7 +35,7 @@ class Packed(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(2, (3, -1, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(2, (3, -1, HEAD)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -42,20 +43,39 @@ class Packed(nn.Module):
 class FeedForward(nn.Module):
     """A pair of layers around a feature-by-feature function."""
 
-    def __init__(self) -> None:
+    def __init__(self, between: nn.Module | None = None) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
+        self.between = between or nn.GELU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(x)))
+        return x + self.down(self.between(self.up(x)))
+
+
+class Shifted(nn.Module):
+    """Adds a constant of one value and of a fixed length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() + torch.ones(20, dtype=x.dtype)
+
+
+class Scaled(nn.Module):
+    """Multiplies each feature by a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() * self.scale
 
 
 class Words(nn.Module):
     """An embedding, a body, and a head of the same weight or of its own."""
 
-    def __init__(self, body: nn.Module, *, tied: bool = False) -> None:
+    def __init__(self, *body: nn.Module, tied: bool = False) -> None:
         super().__init__()
-        self.embed, self.body = nn.Embedding(WORDS, WIDTH), body
+        self.embed, self.body = nn.Embedding(WORDS, WIDTH), nn.Sequential(*body)
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
         if tied:
             self.head.weight = self.embed.weight
@@ -76,25 +96,25 @@ class Residual(nn.Module):
 
 
 class Convolution(nn.Module):
-    """A convolution over the positions, before a pair of layers."""
+    """A convolution over the positions."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix, self.after = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), FeedForward()
+        self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.mix(x.transpose(1, 2)).relu().transpose(1, 2))
+        return self.mix(x.transpose(1, 2)).relu().transpose(1, 2)
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer, before a pair of layers."""
+    """A recurrent layer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cell, self.after = nn.GRU(WIDTH, WIDTH, batch_first=True), FeedForward()
+        self.cell = nn.GRU(WIDTH, WIDTH, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.cell(x)[0])
+        return self.cell(x)[0]
 
 
 class EncoderDecoder(nn.Module):
@@ -120,11 +140,11 @@ def batch(rows: int, seed: int) -> Tensor:
 
 
 def convolution():
-    return Words(Convolution()), loss, batch
+    return Words(Convolution(), FeedForward()), loss, batch
 
 
 def recurrent():
-    return Words(Recurrent()), loss, batch
+    return Words(Recurrent(), FeedForward()), loss, batch
 
 
 def encoder_decoder():
@@ -132,60 +152,27 @@ def encoder_decoder():
 
 
 def packed():
-    return Words(nn.Sequential(Residual(Packed()), FeedForward())), loss, batch
+    return Words(Residual(Packed()), FeedForward()), loss, batch
 
 
 def tied():
     return Words(FeedForward(), tied=True), loss, batch
 
 
-def chain():
-    """Five layers in a row: pairs, and one that is left over; no cross-entropy."""
-    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(5)]
-    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
-
-
 def shifted():
-    """A constant of one value and of a fixed length is added between a pair of layers."""
-    return Words(nn.Sequential(Residual(Shifted()), FeedForward())), loss, batch
-
-
-class Shifted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x).relu() + torch.ones(20, dtype=x.dtype))
+    return Words(FeedForward(Shifted()), FeedForward()), loss, batch
 
 
 def one_key():
     """Heads that share one key and one value: no rank may hold a part of the queries alone."""
-    return Words(Residual(OneKey())), loss, batch
-
-
-class OneKey(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.k, self.v = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.q(x).unflatten(2, (-1, 3)).transpose(1, 2)
-        scores = q @ self.k(x).unsqueeze(1).transpose(2, 3)
-        return self.out((scores.softmax(-1) @ self.v(x).unsqueeze(1)).transpose(1, 2).flatten(2))
+    return Words(Residual(Attention(1))), loss, batch
 
 
 def scaled():
-    """A feature that a whole gate multiplies, and a scale of each feature."""
-    return Words(Residual(Scaled())), loss, batch
+    return Words(FeedForward(Scaled())), loss, batch
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
-        self.scale, self.gate = nn.Parameter(torch.ones(20)), nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x).relu() * self.scale * self.gate(x).sigmoid())
+def chain():
+    """Five layers in a row: pairs, and one that is left over; no cross-entropy."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(5)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))

@@ -1,6 +1,6 @@
 """Tables that are derived hold, send no more than those that are shipped, and say what is whole."""
 
-import re
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +10,49 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.cli.main import main
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError
+from shardwise.core.plan.plan import Plan
 from shardwise.derive.table import Derived, derive_table
 from shardwise.engine.predict import predict
 from shardwise.models.registry import find
 from shardwise.techniques.tensor.source import own_table
-from shardwise.techniques.tensor.tensor_table import matches
+from shardwise.techniques.tensor.tensor_table import Table, matches
+from shardwise.train import config
+from shardwise.train.prepare import RunStart, prepare
 from shardwise.verify.proof_options import Options, table_in
-from shardwise.verify.report import Report
+from tests.derive import models
+from tests.pool import run_gloo
+from tests.train.runs import run
+from tests.train.test_pretrained import configured, folder
 from tests.verify.test_command import shortly
 
 HAND = Path(__file__).with_name("models.py")
-MODELS = ["convolution", "recurrent", "encoder_decoder", "packed", "tied"]
 TYPES = [
     *("gpt2", "bloom", "bert", "t5", "llama", "mistral", "qwen3", "gemma2", "phi3", "opt"),
     "gpt_neox",
 ]
-#: Those that tests/derive/test_sequence.py proves under sp, with the same styles.
+#: Those whose tables are proved under sp, with the same styles.
 SEQUENCE = ["gpt2", "bert", "llama", "mistral", "qwen3", "gemma2", "gpt_neox"]
 #: Modules that are sharded of each: every pair of layers, and the vocabulary.
 MODULES = {
-    "convolution": "embed, body.after.up, body.after.down, head",
-    "recurrent": "embed, body.after.up, body.after.down, head",
+    "convolution": "embed, body.1.up, body.1.down, head",
+    "recurrent": "embed, body.1.up, body.1.down, head",
     "packed": "embed, body.0.inner.qkv, body.0.inner.out, body.1.up, body.1.down, head",
-    "tied": "embed, body.up, body.down, head",
+    "tied": "embed, body.0.up, body.0.down, head",
+}
+EMBED = {"embed": "vocabulary:sequence", "norm": "sequence"}
+#: Entries for sp: the embedding or a module splits the stream, norms act on shards, attention
+#: gathers.
+ENTRIES = {
+    "tied": EMBED,
+    "packed": {"body.*.inner": "gather", **EMBED},
+    "convolution": {"body.1": "split", "norm": "sequence"},
+    "gpt": {
+        **{f"blocks.*.{part}": "gather" for part in ("attn", "mlp")},
+        **{f"blocks.*.{part}_norm": "sequence" for part in ("attn", "mlp")},
+        **EMBED,
+    },
 }
 
 
@@ -41,95 +61,107 @@ def derived(name: str, ranks: int = 2, *, sp: bool = False) -> Derived:
     return derive_table(found.build(), found.batch(2, 0), ranks, found.loss, sp=sp)
 
 
-def proved(name: str, table: sw.Table, ranks: int = 2) -> Report:
-    return shortly(f"tp{ranks} fp64", name, Options(table=table))
+def named(name: str) -> str:
+    """A model of models.py, or the registry's."""
+    return f"{HAND}:{name}" if hasattr(models, name) else name
+
+
+def holds(name: str, plan: str, table: sw.Table) -> bool:
+    return shortly(f"{plan} fp64", name, Options(table=table)).holds
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("name", MODELS)
-def test_the_table_of_a_model_written_by_hand_holds(name: str):
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        *((name, "tp2") for name in (*MODULES, "encoder_decoder")),
+        *(("packed", plan) for plan in ("tp4", "dp2 tp2 zero3", "tp2 pp2 1f1b:2")),
+        ("encoder_decoder", "tp3"),  # which does not divide the heads: the table counts them
+    ],
+)
+def test_the_table_of_a_model_written_by_hand_holds(name: str, plan: str):
     """Parity, bytes and memory; and every layer that can be sharded is."""
-    found = derived(f"{HAND}:{name}")
-    assert proved(f"{HAND}:{name}", found.table).holds
+    table = derived(named(name), Plan.parse(plan).mesh.size_of("tp")).table
+    assert holds(named(name), plan, table)
+    modules = [module for module, _ in find(named(name)).build().named_modules()]
     if name in MODULES:
-        modules = [module for module, _ in find(f"{HAND}:{name}").build().named_modules()]
-        assert {*matches(found.table, modules, sp=False)} == {*MODULES[name].split(", ")}
+        assert {*matches(table, modules, sp=False)} == {*MODULES[name].split(", ")}
+    if plan == "tp3":
+        assert table.heads == 4
+        assert table.sets
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind in ("gpt2", "t5", "llama") else pytest.param(kind, marks=pytest.mark.full)
-        for kind in TYPES
-    ],
-)
+@pytest.mark.parametrize("name", ENTRIES)
+def test_the_entries_for_sequence_parallelism_hold(name: str):
+    """Parity, bytes and memory of tp2 sp."""
+    table = derived(named(name), sp=True).table
+    assert dict(table.sequence) == ENTRIES[name]
+    assert holds(named(name), "tp2 sp", table)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", TYPES)
 def test_the_table_of_an_architecture_holds_and_sends_no_more_than_its_own(kind: str):
     """Of models of transformers; those with a plan of the library's or ours are compared."""
     pytest.importorskip("transformers")
-    found = derived(f"hf:{kind}")
-    trainable = find(f"hf:{kind}")
+    found, trainable = derived(f"hf:{kind}"), find(f"hf:{kind}")
     model = trainable.build()
     own = own_table(model)
     if own is not None:
         shipped = predict(model, "tp2", trainable.batch(2, 0), loss=trainable.loss, table=own)
         assert found.sent_bytes <= sum(n for line, n in shipped.sent().items() if line.axis == "tp")
     if kind in SEQUENCE:
-        assert found.table.styles == derived(f"hf:{kind}", sp=True).table.styles
+        of_shards = derived(f"hf:{kind}", sp=True).table
+        assert found.table.styles == of_shards.styles
+        assert holds(f"hf:{kind}", "tp2 sp", of_shards)
     else:
-        assert proved(f"hf:{kind}", found.table).holds
+        assert holds(f"hf:{kind}", "tp2", found.table)
 
 
 @pytest.mark.full
 def test_the_table_of_the_gpt_is_as_good_as_our_own():
-    """It shards the same weights, and sends the same bytes."""
+    """It sends the same bytes, and shards all weights but those of norms."""
     trainable = find("gpt")
     model, batch = trainable.build(), trainable.batch(2, 0)
     found = derive_table(model, batch, 2, trainable.loss)
     own = predict(model, "tp2", batch, loss=trainable.loss, table=own_table(model))
     assert found.sent_bytes == sum(n for line, n in own.sent().items() if line.axis == "tp")
-    whole = {name for name, _ in model.named_parameters() if "norm" in name}
     assert {each.name for each in found.whole} == {
-        re.sub(r"\d+", "*", name.removesuffix(".weight")) for name in whole
+        *("blocks.*.attn_norm", "blocks.*.mlp_norm", "norm")
     }
 
 
-@pytest.mark.full
-def test_layers_in_a_row_are_paired():
-    """Of five in a row two pairs are sharded; what is left over is named with its bytes."""
-    name = f"{HAND}:chain"
-    found = derived(name)
-    assert [style for _, style in found.table.styles].count("colwise") == 2
-    (left,) = [each for each in found.whole if each.bytes > 100]
-    assert left.bytes == 4 * (12 * 12 + 12)
-    assert proved(name, found.table).holds
+WHOLE = [
+    ("one_key", "body.0.inner.q", "a replicated tensor is combined with it"),
+    ("scaled", "body.0.up", "a replicated tensor is combined with it"),
+    ("shifted", "body.0.up", "a constant or the batch has its size"),
+    ("convolution", "body.0.mix", "no layer of features in and out"),
+    ("chain", "8", ""),  # of five layers in a row two pairs are sharded
+]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "layer", "why"),
-    [
-        ("one_key", "body.inner.q", "a replicated tensor is combined with it"),
-        ("scaled", "body.inner.up", "a replicated tensor is combined with it"),
-        ("shifted", "body.*.inner.up", "a constant or the batch has its size"),
-        ("convolution", "body.mix", "no layer of features in and out"),
-    ],
-)
+@pytest.mark.parametrize(("name", "layer", "why"), WHOLE)
 def test_what_is_not_understood_stays_whole(name: str, layer: str, why: str):
     """It is named with the reason, and the rest of the table holds."""
-    found = derived(f"{HAND}:{name}")
+    found = derived(named(name))
     assert why in {each.name: each.why for each in found.whole}[layer]
-    assert proved(f"{HAND}:{name}", found.table).holds
+    assert holds(named(name), "tp2", found.table)
 
 
-@pytest.mark.full
-def test_heads_that_ranks_do_not_divide():
-    """Three ranks and four heads: the table counts heads, and attributes with them."""
-    name = f"{HAND}:encoder_decoder"
-    found = derived(name, 3)
-    assert found.table.heads == 4
-    assert found.table.sets
-    assert proved(name, found.table, 3).holds
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("encoder_decoder", "flip in body.0 mixes positions between the sharded layers"),
+        ("recurrent", "no pair of sharded layers is given the positions"),
+        ("chain", "no embedding shows which dim has the positions"),
+    ],
+)
+def test_sequence_parallelism_of_what_is_not_understood_is_refused(name: str, why: str):
+    """With the operation or the module that is in the way."""
+    with pytest.raises(InputError, match=f"^Given: sp of a .*{why}"):
+        derived(named(name), sp=True)
 
 
 def test_the_model_stays_as_it_was():
@@ -145,25 +177,73 @@ def test_the_model_stays_as_it_was():
     assert all(p.grad is None for p in model.parameters())
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
+def step(world: World, plan: str, folder: str, table: sw.Table | None) -> float:
+    """Save after a step under a table; without one, load, and evaluate."""
+    model, loss, batch = models.packed()
+    engine = sw.parallelize(model, plan, world, loss=loss, table=table)
+    if table is None:
+        sw.load(engine, folder)
+    else:
+        engine.step(batch(4, 0))
+        sw.save(engine, folder)
+    return engine.evaluate(batch(4, 1))[0]
+
+
+def test_a_checkpoint_is_loaded_without_tensor_ranks(tmp_path: Path):
+    """What two ranks saved under a derived table, one rank evaluates to the same loss."""
+    folder = str(tmp_path / "run")
+    saved = run_gloo(2, step, "tp2 fp64", folder, derived(named("packed")).table)
+    assert run_gloo(1, step, "fp64", folder, None)[0] == pytest.approx(saved[0], rel=1e-10)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
     with pytest.raises(SystemExit) as end:
         main(argv)
-    return int(end.value.code or 0), capsys.readouterr()
+    assert not end.value.code
+    return capsys.readouterr().out
 
 
 @pytest.mark.full
-def test_the_command_prints_a_table_to_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """What it prints is a file for --table."""
-    code, printed = run(capsys, "table", f"{HAND}:encoder_decoder")
-    (tmp_path / "table.toml").write_text(printed.out)
-    assert code == 0
-    assert table_in(tmp_path / "table.toml") == derived(f"{HAND}:encoder_decoder").table
-    assert "bytes stay whole on every rank:" in printed.out
-    code, printed = run(capsys, "table", "gpt", "--tp", "1")
-    assert (code, printed.err.count("\n")) == (2, 1)
+def test_commands_derive_the_table_or_take_it_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """`table` prints a file; `predict` and `verify` need none, and predict the same with it."""
+    name, file = named("tied"), tmp_path / "table.toml"
+    file.write_text(printed(capsys, "table", name, "--tp", "2", "--sp"))
+    assert table_in(file) == derived(name, sp=True).table
+    assert '[sequence]\n"embed" = "vocabulary:sequence"\n"norm" = "sequence"\n' in file.read_text()
+    assert "bytes stay whole on every rank:" in file.read_text()
+
+    def memory(plan: str, *argv: str) -> dict[str, int]:
+        text = printed(capsys, "predict", plan, "--model", name, *argv, "--json")
+        return json.loads(text)["memory"]
+
+    whole = memory("tp2 sp")
+    assert whole == memory("tp2 sp", "--table", str(file))
+    assert whole["parameters"] < memory("dp1")["parameters"]
+    assert "It holds." in printed(capsys, "verify", "tp2 sp", "--model", name)
 
 
 @pytest.mark.full
-def test_verify_derives_the_table_of_a_model_without_one(capsys: pytest.CaptureFixture[str]):
-    """`verify tp2` needs no table."""
-    assert run(capsys, "verify", "tp2", "--model", f"{HAND}:tied")[0] == 0
+def test_a_run_derives_the_table(tmp_path: Path):
+    """`train` of a folder of opt, which has no table: the losses are those of one process."""
+    weights = folder("opt", tmp_path / "w")
+    expected = [each.loss for each in run(configured(tmp_path / "one", weights, "fp64", steps=3))]
+    given = configured(tmp_path / "two", weights, "tp2 zero1 fp64", steps=3)
+    assert [each.loss for each in run(given, ranks=2)] == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_run_takes_a_table_from_a_file(tmp_path: Path):
+    """`plan.table` replaces what would be derived; a file without a table is refused."""
+    weights, file = folder("opt", tmp_path / "w"), tmp_path / "table.toml"
+    styles = {"model.decoder.layers.*.fc1": "colwise", "model.decoder.layers.*.fc2": "rowwise"}
+    file.write_text("\n".join(f'"{name}" = "{style}"' for name, style in styles.items()))
+    base = configured(tmp_path / "run", weights, "tp2", steps=2)
+    table = prepare(base, 2, RunStart()).table
+    assert isinstance(table, Table) and table.derived
+    given = config.build(base.model_dump() | {"plan": {"text": "tp2", "table": str(file)}})
+    table = prepare(given, 2, RunStart(overwrite=True)).table
+    assert isinstance(table, Table) and dict(table.styles) == styles
+    file.write_text("")
+    with pytest.raises(InputError, match=r"plan\.table = .*which has no styles"):
+        prepare(given, 2, RunStart(overwrite=True))

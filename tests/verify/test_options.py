@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,14 +28,6 @@ from shardwise.verify.parity import theory_of
 from shardwise.verify.proof_options import table_in
 
 STYLES = {"0": "colwise", "2": "rowwise"}
-MODEL = """
-import torch
-from torch import nn
-
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
-"""
 
 
 @pytest.mark.parametrize(
@@ -71,24 +64,6 @@ def test_a_file_that_has_no_table_is_refused(text: str, said: str, tmp_path: Pat
     with pytest.raises(InputError, match=said) as error:
         table_in(tmp_path / "table.toml")
     assert "table.toml" in str(error.value)
-
-
-@pytest.mark.full
-def test_a_table_is_derived_or_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Under sp, a model whose sequence no embedding shows is refused."""
-    (tmp_path / "model.py").write_text(MODEL)
-    (tmp_path / "table.json").write_text('{"0": "colwise", "2": "rowwise"}')
-    options = ["--model", f"{tmp_path / 'model.py'}:build"]
-    own = ["--table", str(tmp_path / "table.json")]
-    ends = []
-    for command in (["tp2 sp"], ["tp2"], ["tp2", *own]):
-        with pytest.raises(SystemExit) as leaving:
-            main(["verify", *command, *options])
-        ends.append(leaving.value.code)
-    said = capsys.readouterr()
-    assert ends == [2, 0, 0], said.err
-    assert "no embedding shows which dim has the positions" in said.err
-    assert said.out.count("It holds.") == 2
 
 
 ROWS = torch.arange(12.0).reshape(6, 2)
@@ -217,53 +192,123 @@ def test_what_is_given_replaces_what_the_model_has() -> None:
     assert model_of("gpt", None, None, None) == "gpt"
 
 
+def row_each(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).sum(1)
+
+
+def number(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).sum().item()  # pyright: ignore[reportReturnType]
+
+
+def single(model: nn.Module, batch: Tensor) -> Tensor:
+    """A loss that rounds the batch to single precision."""
+    return model(batch.float()).mean()
+
+
 @pytest.mark.parametrize(
-    ("build", "batch", "said"),
+    ("build", "batch", "loss", "said"),
     [
-        (nn.Linear(2, 3), ROWS, "a Linear .* as the model of sw.verify.*def build"),
-        (3, ROWS, "a int .3. as the model of sw.verify"),
-        (linear, {"x": ROWS, "y": ROWS[:4]}, "rows"),
-        (linear, ROWS[:0], "tensors have no rows"),
-        (linear, 5, "batch=, an example batch"),
-        (linear, lambda _: ROWS, "make_batch of the model .*Write instead: def make_batch"),
-        (linear, lambda *_: ROWS[:1], "returns 1 rows.*make_batch.rows, seed."),
-        (
-            linear,
-            lambda rows, _: torch.ones(rows // 0),
-            "make_batch.2, .*ZeroDivisionError.*test_options.py",
-        ),
-        (linear, lambda rows, _: torch.rand(rows, 2), "which ignores its seed"),
-        (gpt, ROWS, 'the model "gpt", whose step in fp64 on one process gives'),
+        (nn.Linear(2, 3), ROWS, mean, "a Linear .* as the model of sw.verify.*def build"),
+        (3, ROWS, mean, "a int .3. as the model of sw.verify"),
+        (lambda: linear().requires_grad_(False), ROWS, mean, "all frozen"),
+        (linear, {"x": ROWS, "y": ROWS[:4]}, mean, "rows"),
+        (linear, ROWS[:0], mean, "tensors have no rows"),
+        (linear, 5, mean, "batch=, an example batch"),
+        (linear, lambda _: ROWS, mean, "make_batch of the model .*Write instead: def make_batch"),
+        (linear, lambda *_: ROWS[:1], mean, "returns 1 rows.*make_batch.rows, seed."),
+        (linear, lambda rows, _: torch.ones(rows // 0), mean, "ZeroDivisionError.*test_options.py"),
+        (linear, lambda rows, _: torch.rand(rows, 2), mean, "which ignores its seed"),
+        (linear, ROWS, single, "step in fp64 .* must have the same dtype"),
+        (linear, ROWS, row_each, r"a loss that returns a tensor of shape \(2,\)"),
+        (linear, ROWS, number, "a loss that returns a float"),
+        (gpt, ROWS, mean, 'the model "gpt", whose step in fp64 on one process gives'),
     ],
 )
 def test_what_is_no_model_or_batch_is_refused_in_a_paragraph(
-    build: object, batch: object, said: str
+    build: Any, batch: object, loss: Loss, said: str
 ) -> None:
-    """Before any rank starts, with what to write instead."""
+    """Before any rank starts, with what to write instead, or with its own error and line."""
     with pytest.raises(InputError, match=said) as error:
-        sw.verify(build, "dp2", batch=batch, loss=mean)  # pyright: ignore[reportArgumentType]
+        sw.verify(build, "dp2", batch=batch, loss=loss)
     assert len(str(error.value).splitlines()) == 1
 
 
-def answer(share: float) -> str:
-    """What verify says of a bound that is this share of the predicted peak."""
-    model, plan = find("gpt"), Plan.parse("dp1 fp32")
-    theory = theory_of(model, plan, 0)(model.batch(2, 0))
-    bound = int(share * device_peak_bytes(theory))
-    with pytest.raises(InputError, match="a bound above that") as caught:
-        verify(f"{plan} device_memory:{bound}B", steps=1)
-    return str(caught.value)
+ASKS = """
+import torch
+from torch import nn
+
+def batch(rows, seed):
+    return torch.ones(rows, 6)
+
+class Asks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.second(hidden) * hidden.sum().item()
+
+def mean(model, x):
+    return model(x).mean()
+
+def asks():
+    return Asks(), mean, batch
+
+def narrow():
+    return Asks(), mean, lambda rows, seed: torch.ones(rows, 7)
+
+def words():
+    return Asks(), mean, lambda rows, seed: "words"
+
+def one_feature():
+    model = nn.Sequential(nn.Linear(6, 1), nn.Linear(1, 6))
+    model.tensor_table = {"0": "colwise", "1": "rowwise"}
+    return model, mean, batch
+"""
+
+
+@pytest.mark.parametrize(
+    ("plan", "build", "said"),
+    [
+        ("dp2", "narrow", r"shapes cannot be multiplied \(2x7 and 6x6\) \(own\.py, line 14\)"),
+        ("tp2", "one_feature", "0, which has 1 output features, on 2 ranks"),
+        ("dp2", "words", "which returns no tensor of rows, but 'words'"),
+    ],
+)
+def test_an_error_of_a_file_is_answered_with_its_line(
+    plan: str, build: str, said: str, tmp_path: Path
+) -> None:
+    """Before any rank starts."""
+    (tmp_path / "own.py").write_text(ASKS)
+    with pytest.raises(InputError, match=said):
+        verify(plan, f"{tmp_path}/own.py:{build}")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("share", [0.01, 0.8])
-def test_a_bound_that_a_step_exceeds_is_one_paragraph_with_one_that_can_be_met(share: float):
+def test_what_only_a_rank_finds_is_answered_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each rank refuses the model: the command says it once, without traceback, and ends with 2."""
+    (tmp_path / "own.py").write_text(ASKS)
+    with pytest.raises(SystemExit) as leaving:
+        main(["verify", "pp2", "--model", f"{tmp_path}/own.py:asks"])
+    said = capsys.readouterr().err.strip()
+    assert leaving.value.code == 2
+    assert re.match(
+        r"Given: item of a tensor that comes from sum after .*, in own\.py:15: it reads values",
+        said,
+    )
+    assert said.count("Write instead:") == 1
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.full
+def test_a_bound_that_a_step_exceeds_is_one_paragraph_with_one_that_can_be_met():
     """Before ranks start, by prediction."""
-    assert re.search(r"Write instead: 'dp1 fp32 device_memory:\d+MiB'", answer(share))
-
-
-@pytest.mark.full
-def test_the_proposed_bound_is_met():
-    """The plan that the error proposes holds."""
-    (plan,) = re.findall(r"'([^']+)'", answer(0.01).partition("Write instead: ")[2])
-    assert verify(plan, steps=1).holds
+    model, plan = find("gpt"), Plan.parse("dp1 fp32")
+    peak_bytes = device_peak_bytes(theory_of(model, plan, 0)(model.batch(2, 0)))
+    with pytest.raises(InputError, match="a bound above that") as caught:
+        verify(f"{plan} device_memory:{peak_bytes // 100}B", steps=1)
+    (found,) = re.findall(r"Write instead: '(dp1 fp32 device_memory:\d+MiB)'", str(caught.value))
+    assert verify(found, steps=1).holds
