@@ -34,6 +34,7 @@ from tests.engine.cases import Case, Task, build, predictor, share
 from tests.engine.tensors import ADAMW, Piece, gpt_task, mine, pieces, sent
 from tests.engine.test_state import assembled, saved
 from tests.expert.moe import task as moe_task
+from tests.plans import ON_PROCESSES
 from tests.pool import run_gloo, run_gpu, run_threads
 
 STEPS = 3
@@ -403,11 +404,11 @@ def run_threads_or_gloo(ranks: int, function: Callable[..., Any], *args: Any) ->
     return (run_gloo if ranks > 4 else run_threads)(ranks, function, *args)
 
 
-#: Who runs plans under `--device`: the canonical ones, and all others.
-RUNNERS: dict[str, tuple[OnRanks, OnRanks]] = {
-    "cpu": (run_gloo, run_threads_or_gloo),
-    "cuda": (run_gpu, run_gpu),
-}
+def runner(device: str, text: str) -> OnRanks:
+    """Who runs a plan under `--device`."""
+    if device == "cuda":
+        return run_gpu
+    return run_gloo if text in ON_PROCESSES else run_threads_or_gloo
 
 
 def device_of(on_ranks: OnRanks) -> str:

@@ -1,7 +1,8 @@
 """The table of plans that are proved: a technique adds rows here, not files of tests.
 
-`CANONICAL` has the plans of each technique, which run on real processes; `covering.read()` those
-of the covering array, in which every two words that may meet do meet.
+`CANONICAL` has the plans of each technique; `covering.read()` those of the covering array, in which
+every two words that may meet do meet. Ranks are threads; those of `ON_PROCESSES` are processes, as
+those of all canonical plans under `make test-all`.
 """
 
 ROWS = ("ddp", "zero1", "zero2", "zero3")
@@ -127,6 +128,15 @@ EQUAL_16: dict[str, list[str]] = {
     "dp2 fp16 | head: tp2 zero1": [],
     "pp2 dp2 zero3 gpipe:2 fp16": [],
     "dp2 zero2 fp16 offload:optim-delayed=9": [],
+}
+#: One plan for each way in which ranks send to each other, or to the host and its disk.
+ON_PROCESSES = {
+    *("dp2 ddp", "dp2 zero1", "dp2 zero3 bucket:4KiB", "dp_replicate2 dp_shard2 zero2"),
+    *("dp2 tp2 sp zero3", "tp2 recompute:partitioned", "cp2", "cp2:ulysses", "dp2 ep2"),
+    *("pp2 1f1b:4", "pp2 zb-v:4", "pp2 2bw:4", "dp2 zero1 offload:optim-delayed=1"),
+    *("dp2 zero3 offload:param@disk", "dp2 zero3 activations:host"),
+    "dp2 zero3 | embed,head: tp2 | blocks.0: ddp recompute:full",
+    "dp_replicate2 dp_shard2 zero2 bf16",
 }
 #: Words of no plan above, and where they are proved.
 ELSEWHERE = {

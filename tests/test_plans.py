@@ -1,6 +1,7 @@
 """Every plan of the table: parity, bytes, memory, leaks and checkpoints, from one run of each."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from shardwise.techniques.recompute.word import PARTITIONED_WORDS
 from shardwise.verify.oracles.oracles import is_asynchronous
 from tests import covering
 from tests.engine.tensors import Piece, assert_pieces
-from tests.plan_runs import RUNNERS, SAVED, STEPS, Run, Trained, run_in_16_bits, run_of
-from tests.plans import CANONICAL, ELSEWHERE, EQUAL_16, LONG, every_plan
+from tests.plan_runs import SAVED, STEPS, Run, Trained, run_in_16_bits, run_of, runner
+from tests.plans import CANONICAL, ELSEWHERE, EQUAL_16, LONG, ON_PROCESSES, every_plan
+from tests.pool import run_gloo
 
 IN_16_BITS = [
     p for plan, words in EQUAL_16.items() for p in (plan, *(f"{plan} {w}" for w in words))
@@ -30,21 +32,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     device = str(metafunc.config.getoption("--device"))
     if device == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda on a machine without a GPU that PyTorch sees")
-    first, others = RUNNERS[device]
+    run_by = partial(runner, device)
     pairs = [(plan, word) for plan, words in EQUAL_16.items() for word in words]
+    table = [plan for name, plans in CANONICAL.items() if name != LONG for plan in plans]
+    again = [plan for plan in [*table, *CANONICAL[LONG]] if plan not in ON_PROCESSES]
+    slow = [(f"{plan}, gloo", (run_gloo, plan)) for plan in again]
+    if device == "cuda":
+        slow = [(plan, (run_by(plan), plan)) for plan in CANONICAL[LONG]]
+    slow += [(plan, (run_by(plan), plan)) for plan in covering.read()]
     cases: dict[str, list[tuple[str, Any, list[Any]]]] = {
         "run": [
-            *(
-                (plan, (first, plan), [pytest.mark.full] if name == LONG else [])
-                for name, plans in CANONICAL.items()
-                for plan in plans
-            ),
-            *((plan, (others, plan), [pytest.mark.full]) for plan in covering.read()),
+            *((plan, (run_by(plan), plan), []) for plan in table),
+            *((*named, [pytest.mark.full]) for named in slow),
         ],
-        "half": [(plan, (others, plan), []) for plan in IN_16_BITS],
-        "scaled": [(plan, (others, plan), []) for plan in IN_16_BITS if "fp16" in plan],
+        "half": [(plan, (run_by(plan), plan), []) for plan in IN_16_BITS],
+        "scaled": [(plan, (run_by(plan), plan), []) for plan in IN_16_BITS if "fp16" in plan],
         "two": [
-            (f"{p} {word}", (others, p, f"{p} {word}"), [HOSTS] if device == "cuda" else [])
+            (f"{p} {word}", (run_by(p), p, f"{p} {word}"), [HOSTS] if device == "cuda" else [])
             for p, word in pairs
         ],
     }
