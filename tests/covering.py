@@ -23,8 +23,8 @@ from shardwise.core.errors import InputError
 from shardwise.core.plan.plan_check import problems
 from shardwise.core.schedule.library import LIBRARY
 from tests.engine.cases import build
-from tests.plan_runs import ROWS, Proof
-from tests.plans import CANONICAL
+from tests.plan_runs import Proof
+from tests.plans import BATCH_ROWS, CANONICAL
 
 SEED = 20261
 MOST_RANKS = 8
@@ -86,7 +86,7 @@ def runs(text: str) -> bool:
         proof = Proof(text)
         ranks = proof.plan.size
         pieces = proof.plan.shares * proof.plan.microbatches  # each has a row at least
-        if ranks > MOST_RANKS or pieces > ROWS or problems(proof.plan, ranks):
+        if ranks > MOST_RANKS or pieces > BATCH_ROWS or problems(proof.plan, ranks):
             return False
         build(traced(0, ranks), proof.task, proof.case)
     except InputError:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import shardwise as sw
@@ -22,80 +21,38 @@ from shardwise.core.mesh import CONTEXT, TENSOR
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.model_structure import shapes_of
+from shardwise.engine.state.box import Box
+from shardwise.engine.training import Metrics
 from shardwise.observe.kernels import kernels_of
 from shardwise.observe.meter import Leak, Meter
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.expert.expert_moves import Loads
+from shardwise.verify.costs import Costs
+from shardwise.verify.difference import Wholes, scalar
+from shardwise.verify.finding import BoxPlace, Errors, Finding, Parts, renamed
+from shardwise.verify.oracles.async_oracle import AsyncOracle
 from shardwise.verify.oracles.batches import Division
 from shardwise.verify.oracles.loads import Choices
 from shardwise.verify.oracles.oracle import Oracle, Weights
 from shardwise.verify.oracles.oracles import is_asynchronous, oracles_of
+from shardwise.verify.records import (
+    KINDS,
+    OracleStep,
+    Step,
+    oracle_state,
+    step_errors,
+    tensor_errors,
+)
+from shardwise.verify.report import Report, report
 from tests.engine.cases import Case, Task, build, predictor, share
-from tests.engine.tensors import ADAMW, Piece, gpt_task, mine, pieces, sent
-from tests.engine.test_state import assembled, saved
-from tests.expert.moe import task as moe_task
-from tests.plans import ON_PROCESSES
+from tests.engine.tensors import ADAMW, mine
+from tests.plans import ON_PROCESSES, TASKS, kind_of
 from tests.pool import run_gloo, run_gpu, run_threads
 
 STEPS = 3
 SAVED = 2  # the steps after which one process saves what the plan then loads
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
-ROWS = 17  # of each global batch
-#: The training of each kind of model: GPTs whose sizes divide by nothing convenient, and a mixture
-#: whose experts drop tokens.
-TASKS = {
-    "mixture": moe_task("topk-renormalised", 1.0, rows=ROWS),
-    "mixture without a capacity": moe_task("topk", rows=ROWS),
-    "untied": gpt_task("untied", rows=ROWS),
-    "tied": gpt_task("tied", rows=ROWS),
-}
 
-
-class Adds(torch.autograd.Function):
-    """Adds a gradient of its own to that of `term`, as routers of transformers do."""
-
-    @staticmethod
-    def forward(_: Any, *of: Tensor) -> Tensor:
-        return of[0].view_as(of[0])
-
-    @staticmethod
-    def backward(_: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], grads[0].new_ones(())
-
-
-def with_gradients_of_its_own(task: Task) -> Task:
-    """A hook, and a function in the forward of a block, add numbers to gradients of weights."""
-
-    def make() -> nn.Module:
-        model = task.make()
-        model.get_parameter("blocks.0.mlp.up.weight").register_hook(lambda grad: grad + 0.01)
-
-        def added(module: nn.Module, args: Any, x: Tensor) -> Any:
-            return Adds.apply(x, 0.02 * module.get_parameter("weight").sum())
-
-        model.get_submodule("blocks.1.mlp.up").register_forward_hook(added)
-        return model
-
-    return replace(task, make=make)
-
-
-TASKS |= {f"{kind}, hooks": with_gradients_of_its_own(TASKS[kind]) for kind in ("untied", "tied")}
-
-
-def kind_of(text: str) -> str:
-    """The kind of model that the plan trains: a mixture where experts are spread, else a GPT."""
-    plan = Plan.parse(text)
-    if plan.ep > 1:
-        return "mixture" if plan.cp == 1 else "mixture without a capacity"
-    own_head = plan.sp or plan.layers or "head" in (plan.tile or "")
-    stale = (plan.pipeline or "").startswith("pipedream")  # whose stages share no weight
-    kind = "untied" if own_head or stale else "tied"
-    # layers with a mesh of their own compute several microbatches at once; tiles have no `weight`
-    seen = plan.precision in (None, "fp64", "fp32") and not (plan.layers or plan.tile)
-    return f"{kind}, hooks" if seen else kind
-
-
-Pair = tuple[dict[Any, int], dict[Any, int]]  # measured and predicted
 Arrays = dict[str, np.ndarray]
 
 
@@ -119,11 +76,6 @@ class Proof:
     @property
     def precision(self) -> str:
         return self.plan.precision or ""
-
-    @property
-    def tolerance(self) -> float:
-        """Relative, of all that is compared with one process."""
-        return 1e-10 if self.precision == "fp64" else 1e-5
 
     @property
     def kind(self) -> str:
@@ -152,20 +104,18 @@ class Proof:
 
 @dataclass
 class Trained:
-    """One rank's training: its values, and pairs of what was measured and predicted."""
+    """One rank's training: its records, and what it sent and held beside the predictions."""
 
-    losses: list[float] = field(default_factory=list)
-    norms: list[float | None] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    gradients: list[list[Piece]] = field(default_factory=list)
-    bytes: list[Pair] = field(default_factory=list)
-    memory: list[Pair] = field(default_factory=list)
-    leaks: list[Leak] = field(default_factory=list)
-    evaluated: float = 0.0
-    state: list[Piece] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    evaluated: tuple[float, int] = (0.0, 0)
+    state: list[Box] = field(default_factory=list)
+    resumed: list[Step] = field(default_factory=list)
+    resumed_state: list[Box] = field(default_factory=list)
     resumed_steps: int = 0
-    resumed_loss: float = 0.0
-    resumed_state: list[Piece] = field(default_factory=list)
+    costs: Costs = field(default_factory=Costs)
+    measured: dict[str, int] = field(default_factory=dict)
+    predicted: dict[str, int] = field(default_factory=dict)
+    leaks: list[Leak] = field(default_factory=list)
     overflow: tuple[bool, float, bool] | None = None
 
 
@@ -173,15 +123,13 @@ class Trained:
 class Expected:
     """The same in one process, in plain PyTorch; `loads` are those of the experts."""
 
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    steps: list[OracleStep] = field(default_factory=list)
+    evaluated: tuple[float, int] = (0.0, 0)
+    state: Wholes = field(default_factory=dict)
+    resumed: list[OracleStep] = field(default_factory=list)
+    resumed_state: Wholes = field(default_factory=dict)
     loads: list[tuple[Loads, ...]] = field(default_factory=list)
-    evaluated: float = 0.0
-    state: dict[str, Tensor] = field(default_factory=dict)
-    resumed_loss: float = 0.0
     resumed_loads: tuple[Loads, ...] = ()
-    resumed_state: dict[str, Tensor] = field(default_factory=dict)
 
 
 def foretell(proof: Proof, expected: Expected, on_ranks: "OnRanks") -> list[list[Prediction]]:
@@ -229,24 +177,24 @@ def trained(
         with meter if step == STEPS - 1 else nullcontext():
             before = engine.ledger.copy()
             metrics = engine.step(mine(engine, task.batch(step)))
-        if (
-            "tp" not in proof.text and "cp" not in proof.text
-        ):  # whose ranks compare batches, which no step counts
-            lines = engine.ledger.since(before), engine.last
-            every, counted = (sum(t.sent_bytes for t in each.values()) for each in lines)
-            found.bytes.append(({"in all": every}, {"in all": counted}))
-        found.losses.append(metrics.loss)
-        found.norms.append(metrics.grad_norm)
-        found.tokens.append(metrics.tokens)
-        found.gradients.append(pieces(engine.gradients(), "grad/"))
-        compare(found, engine, told[step], {"loads": expected.loads[step]})
+        lines = engine.ledger.since(before), engine.last
+        every, counted = (sum(t.sent_bytes for t in each.values()) for each in lines)
+        found.steps.append(kept_step(engine, metrics))
+        found.costs = found.costs.after(engine, told[step], loads=expected.loads[step])
+        if "tp" not in proof.text and "cp" not in proof.text:  # whose ranks compare batches
+            found.costs = replace(found.costs, hold=found.costs.hold and every == counted)
+        note_memory(found, engine, told[step], f"after step {step + 1}")
     engine.world.barrier()  # ranks in threads read each other's tensors until here
     gc.collect()
     # under these, versions of weights replace others in each step, which `memory` counts
     own = {"parameters"} if is_asynchronous(proof.plan) else set[str]()
     found.leaks = [leak for leak in meter.leaks() if leak.place.category not in own]
-    found.state = pieces(engine.boxes(), "")
-    found.evaluated = evaluate(engine, told[STEPS], task.batch(STEPS), expected.loads[STEPS], found)
+    found.state = kept(engine.boxes())
+    engine.wait()
+    before, batch = engine.ledger.copy(), mine(engine, task.batch(STEPS))
+    found.evaluated = engine.evaluate(batch)
+    sent = engine.ledger.since(before)
+    found.costs = found.costs.of_evaluation(sent, told[STEPS], expected.loads[STEPS])
     return found
 
 
@@ -264,13 +212,23 @@ def train_and_go_on(
     found = trained(engine, told, proof, expected)
     found.overflow = overflowing(engine, task) if proof.precision == "fp16" else None
     load(engine, arrays, scalars)
-    batch, done = task.batch(SAVED), engine.steps - engine.steps_run
-    found.resumed_loss = engine.step(mine(engine, batch)).loss
-    how = {"loads": expected.resumed_loads, "done": done, "flushed": True}
-    compare(found, engine, told[-1], how)
-    found.resumed_steps = engine.steps
-    found.resumed_state = pieces(engine.boxes(), "")
+    metrics = engine.step(mine(engine, task.batch(SAVED)))
+    found.resumed.append(kept_step(engine, metrics))
+    found.costs = found.costs.after(engine, told[-1], flushed=True, loads=expected.resumed_loads)
+    note_memory(found, engine, told[-1], "after loading")
+    found.resumed_steps, found.resumed_state = engine.steps, kept(engine.boxes())
     return found
+
+
+def kept_step(engine: Engine, metrics: Metrics) -> Step:
+    """The record of a step, which the next one does not change."""
+    step = Step.last(engine, metrics)
+    return replace(step, gradients=kept(step.gradients))
+
+
+def kept(boxes: Sequence[Box]) -> list[Box]:
+    """Boxes with copies of their tensors on the host."""
+    return [replace(box, tensor=box.tensor.detach().to("cpu", copy=True)) for box in boxes]
 
 
 def overflowing(engine: Engine, task: Task) -> tuple[bool, float, bool]:
@@ -278,38 +236,24 @@ def overflowing(engine: Engine, task: Task) -> tuple[bool, float, bool]:
 
     Returns whether it was skipped, the factor of the loss scale, and whether all states stayed.
     """
-    before, scale = pieces(engine.boxes(), ""), engine.scale.value
+    before, scale = kept(engine.boxes()), engine.scale.value
     norms = [p for name, p in engine.model.named_parameters() if "norm" in name]
     last = engine.world.rank == engine.world.size - 1
     hook = norms[-1].register_hook(lambda g: g * torch.inf if last else g)
     skipped = engine.step(mine(engine, task.batch(STEPS))).skipped
     hook.remove()
-    after = pieces(engine.boxes(), "")
-    same = all(torch.equal(a.values, b.values) for a, b in zip(before, after, strict=True))
+    after = kept(engine.boxes())
+    same = all(torch.equal(a.tensor, b.tensor) for a, b in zip(before, after, strict=True))
     return skipped, engine.scale.value / scale, same
 
 
-def compare(found: Trained, engine: Engine, told: Prediction, how: dict[str, Any]) -> None:
-    """Add bytes and memory after a step beside the prediction."""
-    found.bytes.append((sent(engine), told.in_step(engine.steps_run - 1, **how)))
+def note_memory(found: Trained, engine: Engine, told: Prediction, when: str) -> None:
+    """Add what an engine holds beside the prediction, and all that is alive on its host."""
     held = by_tier(engine.memory(), engine.host_memory(), engine.disk_memory())
-    found.memory.append((held, told.memory_by_tier))
-    listed, alive = sum(engine.host_memory().values()), engine.world.tiers.host_bytes
-    found.memory.append(({"host": alive}, {"host": listed}))  # all that is alive there
-
-
-def evaluate(
-    engine: Engine, told: Prediction, batch: Any, loads: Sequence[Loads], found: Trained
-) -> float:
-    """The loss of an evaluation, whose bytes are compared too."""
-    engine.wait()
-    before, own = engine.ledger.copy(), mine(engine, batch)
-    loss, tokens = engine.evaluate(own)
-    found.tokens.append(tokens)
-    counted = {key: t.sent_bytes for key, t in engine.ledger.since(before).items() if t.sent_bytes}
-    predicted = {tuple(line): count for line, count in told.in_evaluation(loads).items()}
-    found.bytes.append(({tuple(key): count for key, count in counted.items()}, predicted))
-    return loss
+    found.measured |= {f"{name}, {when}": count for name, count in held.items()}
+    found.predicted |= {f"{name}, {when}": n for name, n in told.memory_by_tier.items()}
+    found.measured[f"on the host, {when}"] = engine.world.tiers.host_bytes
+    found.predicted[f"on the host, {when}"] = sum(engine.host_memory().values())
 
 
 def load(engine: Engine, arrays: Arrays, scalars: Any) -> None:
@@ -328,8 +272,13 @@ def load(engine: Engine, arrays: Arrays, scalars: Any) -> None:
 @cache
 def checkpoint(kind: str, precision: str) -> tuple[Arrays, Any]:
     """What one process saved after two steps of a kind of model."""
-    states = [saved(alone(), TASKS[kind], Proof(f"dp1 {precision}").case, SAVED)]
-    return assembled(states), states[0][1]
+    task = TASKS[kind]
+    engine = build(alone(), task, Proof(f"dp1 {precision}").case)
+    for step in range(SAVED):
+        engine.step(task.batch(step))
+    scalars, boxes = engine.scalars(), kept(engine.boxes())
+    assert all(box.sizes == box.shape for box in boxes)
+    return {box.name: box.tensor.numpy() for box in boxes}, scalars
 
 
 @cache
@@ -341,23 +290,28 @@ def trained_alone(kind: str, exact: str, device: str = "cpu") -> Expected:
     choices = Choices(oracle.model)
     for step in range(STEPS):
         batch = task.batch(step)
-        found.losses.append(oracle.step(batch, clip))
-        found.norms.append(oracle.weights.norm)
+        found.steps.append(kept_alone(oracle, batch, clip))
         found.loads.append(choices.loads(batch, plan))
-        found.gradients.append({n: on_host(g) for n, g in oracle.weights.used.items()})
-    found.state = state_of(oracle.weights)
+    found.state = on_host(oracle_state(oracle))
     last = task.batch(STEPS)
-    found.evaluated = float(oracle.evaluate(lambda m: oracle.task.loss_of(m, last, oracle.dtype)))
+    loss = float(oracle.evaluate(lambda m: oracle.task.loss_of(m, last, oracle.dtype)))
+    found.evaluated = loss, oracle.task.tokens(last)
     found.loads.append(choices.loads(last, plan, Division(plan.shares, 1), trained=False))
     resumed = oracle_of(proof, task)
     load_alone(resumed.weights, checkpoint(kind, proof.precision)[0])
     if isinstance(resumed, Oracle):
         resumed.steps = SAVED
     choices, batch = Choices(resumed.model), task.batch(SAVED)
-    found.resumed_loss = resumed.step(batch, clip)
+    found.resumed.append(kept_alone(resumed, batch, clip))
     found.resumed_loads = choices.loads(batch, plan)
-    found.resumed_state = state_of(resumed.weights)
+    found.resumed_state = on_host(oracle_state(resumed))
     return found
+
+
+def kept_alone(oracle: Oracle | AsyncOracle, batch: Any, clip: float | None) -> OracleStep:
+    """A step of the oracle, which the next one does not change."""
+    step = OracleStep.of(oracle, batch, clip)
+    return replace(step, gradients=on_host(step.gradients))
 
 
 def on_device(task: Task, device: str) -> Task:
@@ -369,20 +323,14 @@ def on_device(task: Task, device: str) -> Task:
     return replace(task, make=lambda: task.make().to(device), batch=batch)
 
 
-def oracle_of(proof: Proof, task: Task) -> Any:
+def oracle_of(proof: Proof, task: Task) -> Oracle | AsyncOracle:
     recipe = sw.Optim(proof.case.kind, **proof.case.options)
     return oracles_of(task.make, proof.plan, recipe, task.loss, task.tokens).exact
 
 
-def state_of(weights: Weights) -> dict[str, Tensor]:
-    """Copies of the weights and of the optimizer's state, by the names of checkpoints."""
-    found = {f"model/{n}": on_host(t) for n, t in weights.values().items()}
-    return found | {f"optim/{n}": on_host(t) for n, t in weights.state().items()}
-
-
-def on_host(x: Tensor) -> Tensor:
-    """A copy on the host."""
-    return x.detach().to("cpu", copy=True)
+def on_host(wholes: Wholes) -> Wholes:
+    """Copies on the host."""
+    return {name: x.detach().to("cpu", copy=True) for name, x in wholes.items()}
 
 
 def load_alone(weights: Weights, arrays: Arrays) -> None:
@@ -423,6 +371,45 @@ class Run:
     proof: Proof
     ranks: list[Trained]
     expected: Expected
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The results of the ranks, as those of a proof."""
+        return [self._finding(*each) for each in enumerate(self.ranks)]
+
+    @property
+    def report(self) -> Report:
+        """The first difference from one process, and what no rank compared."""
+        return report(self.proof.plan, self.proof.kind, self.findings)
+
+    def _finding(self, number: int, rank: Trained) -> Finding:
+        """A rank beside one process: steps, states, an evaluation; and the same after loading."""
+        wanted = self.expected
+        before = self._errors(rank.steps, wanted.steps, rank.state, wanted.state)
+        after = self._errors(rank.resumed, wanted.resumed, rank.resumed_state, wanted.resumed_state)
+        errors = [found for found, _ in before]
+        for name, *pair in zip(("loss", "tokens"), rank.evaluated, wanted.evaluated, strict=True):
+            errors.append(scalar("evaluation", name, pair[0], pair[1:]))
+        errors += [renamed(found, "after loading") for found, _ in after]
+        facts = {"number of steps": rank.resumed_steps == SAVED + 1}
+        errors.append(Errors.of_facts("after loading", facts))
+        whole = {**wanted.steps[0].gradients, **wanted.state}
+        return Finding(
+            *(number, tuple(errors), rank.costs, rank.measured, rank.predicted),
+            pieces=tuple((e.kind, pieces) for e, pieces in [*before, *after] if e.kind in KINDS),
+            whole=tuple((name, tuple(x.shape)) for name, x in whole.items()),
+        )
+
+    def _errors(
+        self, steps: Sequence[Step], alone: Sequence[OracleStep], state: Sequence[Box], end: Wholes
+    ) -> list[tuple[Errors | Parts, frozenset[BoxPlace]]]:
+        """The errors of steps and of the state at their end, and the pieces that they are of."""
+        found = tensor_errors(state, [end])
+        for number, (step, wanted) in enumerate(zip(steps, alone, strict=True), 1):
+            found += [(error, frozenset()) for error in step_errors(number, step, [wanted])]
+            if not is_asynchronous(self.proof.plan):  # whose stages have their own gradients
+                found += tensor_errors(step.gradients, [wanted.gradients])
+        return found
 
 
 def run_of(on_ranks: OnRanks, text: str) -> Run:

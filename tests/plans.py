@@ -5,6 +5,17 @@ every two words that may meet do meet. Ranks are threads; those of `ON_PROCESSES
 those of all canonical plans under `make test-all`.
 """
 
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.plan.plan import Plan
+from tests.engine.cases import Task
+from tests.engine.tensors import gpt_task
+from tests.expert.moe import task as moe_task
+
 ROWS = ("ddp", "zero1", "zero2", "zero3")
 
 LONG = "long"
@@ -148,3 +159,60 @@ def every_plan() -> list[str]:
     """The plans of the table that a hand wrote."""
     pairs = [[plan, *(f"{plan} {word}" for word in words)] for plan, words in EQUAL_16.items()]
     return [plan for plans in [*CANONICAL.values(), *pairs] for plan in plans]
+
+
+# --- what they train ---------------------------------------------------------------------------
+
+BATCH_ROWS = 17  # of each global batch
+#: The training of each kind of model: GPTs whose sizes divide by nothing convenient, and a mixture
+#: whose experts drop tokens.
+TASKS = {
+    "mixture": moe_task("topk-renormalised", 1.0, rows=BATCH_ROWS),
+    "mixture without a capacity": moe_task("topk", rows=BATCH_ROWS),
+    "untied": gpt_task("untied", rows=BATCH_ROWS),
+    "tied": gpt_task("tied", rows=BATCH_ROWS),
+}
+
+
+class Adds(torch.autograd.Function):
+    """Adds a gradient of its own to that of `term`, as routers of transformers do."""
+
+    @staticmethod
+    def forward(_: Any, *of: Tensor) -> Tensor:
+        return of[0].view_as(of[0])
+
+    @staticmethod
+    def backward(_: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0].new_ones(())
+
+
+def with_gradients_of_its_own(task: Task) -> Task:
+    """A hook, and a function in the forward of a block, add numbers to gradients of weights."""
+
+    def make() -> nn.Module:
+        model = task.make()
+        model.get_parameter("blocks.0.mlp.up.weight").register_hook(lambda grad: grad + 0.01)
+
+        def added(module: nn.Module, args: Any, x: Tensor) -> Any:
+            return Adds.apply(x, 0.02 * module.get_parameter("weight").sum())
+
+        model.get_submodule("blocks.1.mlp.up").register_forward_hook(added)
+        return model
+
+    return replace(task, make=make)
+
+
+TASKS |= {f"{kind}, hooks": with_gradients_of_its_own(TASKS[kind]) for kind in ("untied", "tied")}
+
+
+def kind_of(text: str) -> str:
+    """The kind of model that the plan trains: a mixture where experts are spread, else a GPT."""
+    plan = Plan.parse(text)
+    if plan.ep > 1:
+        return "mixture" if plan.cp == 1 else "mixture without a capacity"
+    own_head = plan.sp or plan.layers or "head" in (plan.tile or "")
+    stale = (plan.pipeline or "").startswith("pipedream")  # whose stages share no weight
+    kind = "untied" if own_head or stale else "tied"
+    # layers with a mesh of their own compute several microbatches at once; tiles have no `weight`
+    seen = plan.precision in (None, "fp64", "fp32") and not (plan.layers or plan.tile)
+    return f"{kind}, hooks" if seen else kind

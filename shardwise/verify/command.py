@@ -28,8 +28,7 @@ from shardwise.verify.not_comparable import batch_norm_note, dropout_note
 from shardwise.verify.parity import prove
 from shardwise.verify.proof_options import Options
 from shardwise.verify.report import Report, may_be_chance, report
-from shardwise.verify.room import require_bound
-from shardwise.verify.smoke_test import smoke_test
+from shardwise.verify.smoke_test import require_bound, smoke_test
 
 MOST_STEPS = 1000
 MOST_MICROBATCHES = 512  # of two rows each

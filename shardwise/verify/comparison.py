@@ -7,7 +7,7 @@ engine has one pending when it loads.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.verify.costs import Costs, Theory
-from shardwise.verify.difference import Expected, compared, ratio, scalar
+from shardwise.verify.difference import Wholes, compared, ratio, scalar
 from shardwise.verify.finding import NEVER, BoxPlace, Errors, Finding, Parts, renamed
 from shardwise.verify.model_outputs import expected_outputs, returned
 from shardwise.verify.oracles import textbook
@@ -34,6 +34,13 @@ from shardwise.verify.oracles.oracles import LOSS_SCALE, Oracles
 from shardwise.verify.oracles.recipe import factor_of
 from shardwise.verify.oracles.replay import Replay, published
 from shardwise.verify.oracles.routes import Routes
+from shardwise.verify.records import (
+    OracleStep,
+    Step,
+    oracle_state,
+    step_errors,
+    tensor_errors,
+)
 from shardwise.verify.reloading import reload_engine
 
 #: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
@@ -77,25 +84,23 @@ class Comparison:
             self.rate(engine, factor_of(step))
         idle = division.idle
         with bounded(engine, step) as clip:
-            mine = drawn(step, lambda: engine.step(own))
+            metrics = drawn(step, lambda: engine.step(own))
         self.routes.follow()
-        losses = [drawn(step, lambda o=o: o.step(whole, clip, idle)) for o in self.oracles.all]
+        expected = [
+            drawn(step, lambda o=o: OracleStep.of(o, whole, clip, idle)) for o in self.oracles.all
+        ]
         self.errors += self.routes.errors()
-        self.alone.append(losses[0])
-        self.number("loss", f"loss of step {step + 1}", mine.loss, losses)
-        tokens = [float(self.oracles.exact.task.tokens(whole))] * len(losses)
-        self.number("loss", f"tokens of step {step + 1}", float(mine.tokens), tokens)
-        if mine.grad_norm is not None:
-            norms = [o.weights.norm for o in self.oracles.all]
-            self.number("loss", f"norm of step {step + 1}", mine.grad_norm, norms)
+        self.alone.append(expected[0].loss)
+        mine = Step.last(engine, metrics)
+        self.errors += step_errors(step + 1, mine, expected, self.oracles.unit)
         loads = self.choices.loads(whole, engine.plan, division)
         theory = self.theory(own, division.counts(whole), loads)
         told = {"flushed": self.flushed, "skipped": skipped, "loads": loads}
         self.costs, self.flushed = self.costs.after(engine, theory, **told), False
-        if mine.skipped:
+        if metrics.skipped:
             self.errors.append(Errors("gradients", ("none: the update was skipped",), (NEVER,)))
         else:
-            self.tensors("gradients", engine.gradients(), lambda o: o.weights.used)
+            self.tensors(mine.gradients, [one.gradients for one in expected])
 
     def rate(self, engine: Engine, factor: float) -> None:
         """Set the rates of run and oracles to so many times those of the specification."""
@@ -147,29 +152,16 @@ class Comparison:
         rows = rows_of_step(engine.plan, division, step)
         return self.batch(rows, SEED + step, engine.world.device)
 
-    def number(self, kind: str, name: str, found: float, of_oracles: list[float]) -> None:
-        """Compare one number."""
-        alone = of_oracles[1] if len(of_oracles) > 1 else None
-        self.errors.append(scalar(kind, name, found, of_oracles[0], alone, self.oracles.unit))
-
-    def tensors(self, kind: str, boxes: list[Box], of: Callable[[Any], Any]) -> None:
-        """Compare boxes with the tensors `of(oracle)` of each oracle."""
-        exact, *more = [of(oracle) for oracle in self.oracles.all]
-        start = self.oracles.start if kind == "weights" else None
-        expected = Expected(exact, more[0] if more else None, start)
-        self.errors.append(compared(kind, boxes, expected, self.oracles.unit))
-        if kind != "outputs":
-            self.pieces.append((kind, BoxPlace.of(boxes)))
+    def tensors(self, boxes: Sequence[Box], of_oracles: Sequence[Wholes]) -> None:
+        """Compare gradients, or weights and the optimizer's state, with those of each oracle."""
+        unit, start = self.oracles.unit, self.oracles.start
+        for errors, pieces in tensor_errors(boxes, of_oracles, unit, start):
+            self.errors.append(errors)
+            self.pieces.append((errors.kind, pieces))
 
     def state(self, engine: Engine) -> None:
         """Compare weights and the optimizer's state."""
-        boxes = engine.boxes()
-        weights = [box for box in boxes if box.name.startswith("model/")]
-        self.tensors("weights", weights, lambda o: o.weights.values())
-        moments = [box for box in boxes if box.name.startswith("optim/")]
-        # a parameter without any gradient has zeros
-        none = {box.name.partition("/")[2]: torch.zeros(box.shape) for box in moments}
-        self.tensors("optimizer", moments, lambda o: none | o.weights.state())
+        self.tensors(engine.boxes(), [oracle_state(oracle) for oracle in self.oracles.all])
         self.buffers(engine)
         if self.oracles.unit:
             self.errors.append(published(engine))
@@ -206,9 +198,10 @@ class Comparison:
         self.routes.follow()
         losses = [drawn(step, lambda o=o: evaluated(o)) for o in self.oracles.all]
         self.errors += self.routes.errors()
-        self.number("evaluation", f"loss{name}", found[0], losses)
         tokens = [float(self.oracles.exact.task.tokens(whole))] * len(losses)
-        self.number("evaluation", f"tokens{name}", float(found[1]), tokens)
+        for what, number, wanted in zip(("loss", "tokens"), found, (losses, tokens), strict=True):
+            unit = self.oracles.unit
+            self.errors.append(scalar("evaluation", what + name, float(number), wanted, unit))
 
     def reload(self, saved: Engine, engine: Engine, step: int) -> None:
         """Load a checkpoint of `saved` into `engine`, and compare a step of it."""
@@ -313,8 +306,8 @@ class Comparison:
         self.errors += self.routes.errors()
         shape = tuple(found.shape)
         box = Box("outputs/outputs", shape, (0,) * found.dim(), shape, found)
-        values = dict(zip(map(id, self.oracles.all), wanted, strict=True))
-        self.tensors("outputs", [box], lambda o: {"outputs": values[id(o)]})
+        outputs = [{"outputs": values} for values in wanted]
+        self.errors.append(compared("outputs", [box], outputs, self.oracles.unit))
 
 
 def compare(
@@ -372,16 +365,9 @@ def compare(
 
 def whole_of(oracle: Oracle | AsyncOracle) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The names and shapes of all tensors that the ranks together must compare."""
-    every = {
-        "model": oracle.weights.values(),
-        "grad": oracle.weights.masters,
-        "optim": oracle.weights.state(),
-    }
-    return tuple(
-        (f"{kind}/{name}", tuple(t.shape))
-        for kind, found in every.items()
-        for name, t in found.items()
-    )
+    gradients = {f"grad/{name}": x for name, x in oracle.weights.masters.items()}
+    every = {**oracle_state(oracle), **gradients}
+    return tuple((name, tuple(x.shape)) for name, x in every.items())
 
 
 @contextmanager

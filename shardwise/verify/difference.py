@@ -10,7 +10,6 @@ thousandth instead: noise relative to noise would be 1. For squared gradients it
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,28 +20,26 @@ from shardwise.verify.finding import NEVER, Errors, Part, Parts
 LEAST = 1e-3
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Full tensors by name that a run is compared with.
-
-    `exact` are the oracle's. In 16 bits they are those of an fp64 run, `alone` those of one process
-    in the same 16 bits, and `start` the initial ones if only the change is compared.
-    """
-
-    exact: Mapping[str, Tensor]
-    alone: Mapping[str, Tensor] | None = None
-    start: Mapping[str, Tensor] | None = None
+#: Whole tensors of one process by name.
+Wholes = Mapping[str, Tensor]
 
 
 @torch.no_grad()
-def compared(kind: str, boxes: Sequence[Box], expected: Expected, unit: float) -> Errors | Parts:
-    """The errors of `boxes`, whose names end in a name of `expected` after their first word.
+def compared(
+    kind: str,
+    boxes: Sequence[Box],
+    oracles: Sequence[Wholes],
+    unit: float = 0.0,
+    start: Wholes | None = None,
+) -> Errors | Parts:
+    """The errors of `boxes`, whose names end in a name of an oracle's after their first word.
 
-    `unit` is the unit roundoff of a 16-bit precision; other precisions ignore it.
+    In 16 bits, whose unit roundoff is `unit`, the oracles are one in fp64 and one in the same 16
+    bits; with a `start` the change since then is compared.
     """
-    if expected.alone is None:
-        return _relative(kind, boxes, expected.exact)
-    return Parts(kind, tuple(_part(box, expected, unit) for box in boxes))
+    if len(oracles) == 1:
+        return _relative(kind, boxes, oracles[0])
+    return Parts(kind, tuple(_part(box, oracles, unit, start) for box in boxes))
 
 
 def _relative(kind: str, boxes: Sequence[Box], exact: Mapping[str, Tensor]) -> Errors:
@@ -59,14 +56,12 @@ def _relative(kind: str, boxes: Sequence[Box], exact: Mapping[str, Tensor]) -> E
     return Errors(kind, tuple(found), tuple(found.values()))
 
 
-def _part(box: Box, expected: Expected, unit: float) -> Part:
+def _part(box: Box, oracles: Sequence[Wholes], unit: float, start: Wholes | None) -> Part:
     name = _name(box)
-    assert expected.alone is not None
-    exact = _within(expected.exact[name], box).double()
-    parallel = _beside(box, exact) - exact
-    alone = _within(expected.alone[name], box).double() - exact
-    if expected.start is not None:
-        exact = exact - _within(expected.start[name], box).double()
+    exact, alone = (_within(wholes[name], box).double() for wholes in oracles)
+    parallel, alone = _beside(box, exact) - exact, alone - exact
+    if start is not None:
+        exact = exact - _within(start[name], box).double()
     twice = 2 if _key(name).endswith("_sq") else 1  # a square has twice the error
     return Part(
         name,
@@ -101,10 +96,11 @@ def independent(errors: Tensor) -> float:
 
 
 def scalar(
-    kind: str, name: str, found: float, exact: float, alone: float | None, unit: float
+    kind: str, name: str, found: float, oracles: Sequence[float], unit: float = 0.0
 ) -> Errors | Parts:
     """The error of one number, as in `compared`."""
-    if alone is None:
+    exact, alone = oracles[0], oracles[-1]
+    if len(oracles) == 1:
         return Errors(kind, (name,), (ratio(abs(found - exact), abs(exact)),))
     return Parts(
         kind,

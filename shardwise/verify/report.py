@@ -22,6 +22,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.verify.coverage import uncovered
 from shardwise.verify.finding import Errors, Finding, Parts
 from shardwise.verify.oracles import rounding
+from shardwise.verify.records import KINDS
 
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": rounding.MOST, "fp16": rounding.MOST}
 #: The columns of the report, and the source of their numbers.
@@ -217,13 +218,12 @@ def _first(errors: Errors, rank: int, bound: float) -> list[Difference]:
 
 def _uncovered(plan: Plan, findings: Sequence[Finding]) -> str:
     """The first tensor that the ranks did not compare exactly once, in any comparison."""
-    kinds = {"gradients": "grad/", "weights": "model/", "optimizer": "optim/"}
     seen = set()
     for by_rank in zip(*(finding.pieces for finding in findings), strict=True):
         if by_rank in seen:
             continue
         seen.add(by_rank)
-        begins = kinds[by_rank[0][0]]
+        begins = KINDS[by_rank[0][0]]
         whole = {name: shape for name, shape in findings[0].whole if name.startswith(begins)}
         problem = uncovered(plan, whole, [pieces for _, pieces in by_rank])
         if problem:

@@ -15,19 +15,21 @@ from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
 from shardwise.derive.chosen_table import table_or_derived
+from shardwise.engine.checks.device_room import require_room
 from shardwise.engine.options import EngineOptions
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.models.user import place_of
+from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.data.wrap_policy import choose
 from shardwise.techniques.pipeline import stage_module, weight_stashing
 from shardwise.techniques.recompute import apply as recomputation
 from shardwise.techniques.tensor import apply as tensor_parallel
-from shardwise.verify.oracles.batches import SEED
-from shardwise.verify.parity import engine_of
+from shardwise.verify.not_comparable import without_dropout
+from shardwise.verify.oracles.batches import ROWS, ROWS_16, SEED
+from shardwise.verify.parity import engine_of, theory_of
 from shardwise.verify.proof_options import Options
 
-ROWS = 2  # batch normalisation needs more than one
 TENSORS = 4  # of the size of a parameter, on one process: it, its gradient, two states of AdamW
 
 
@@ -95,3 +97,16 @@ def _require_seeded(trainable: Trainable) -> None:
             "batches that depend only on rows and seed, because each rank makes its own",
             "torch.randn(rows, ..., generator=torch.Generator().manual_seed(seed))",
         )
+
+
+def require_bound(model: str | Trainable, plan: Plan, options: Options) -> None:
+    """Raise InputError if steps of a proof of `plan` on `model` exceed its bound, by prediction."""
+    require_room(plan, partial(_predicted, model, options))
+
+
+def _predicted(model: str | Trainable, options: Options, plan: Plan) -> Prediction:
+    """The prediction for the largest batch of the first rank."""
+    trainable = without_dropout(find(model))
+    fewest = ROWS_16 if plan.precision in ("bf16", "fp16") else ROWS
+    rows = plan.microbatches * max(ROWS, fewest // plan.microbatches)
+    return theory_of(trainable, plan, 0, options=options)(trainable.batch(rows, SEED))
