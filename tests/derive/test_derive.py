@@ -133,11 +133,11 @@ def test_the_table_of_the_gpt_is_as_good_as_our_own():
 
 
 WHOLE = [
-    ("one_key", "body.0.inner.q", "a replicated tensor is combined with it"),
-    ("scaled", "body.0.up", "a replicated tensor is combined with it"),
-    ("shifted", "body.0.up", "a constant or the batch has its size"),
-    ("convolution", "body.0.mix", "no layer of features in and out"),
-    ("chain", "8", ""),  # of five layers in a row two pairs are sharded
+    ("one_key", "body.*.inner.q", "a replicated tensor is combined with it"),
+    ("scaled", "body.*.up", "the parameter body.0.between.scale has it"),
+    ("shifted", "body.*.up", "a constant or the batch has its size"),
+    ("convolution", "body.*.mix", "no layer of features in and out"),
+    ("chain", "8", "no other layer reads its output"),  # of five in a row
 ]
 
 
