@@ -62,44 +62,10 @@ from tests.verify.mutations.mutation import (
 
 ROWS = Rows()
 
-# --- bytes ------------------------------------------------------------------------------------
-
 
 def a_sum_more(engine: Engine, *_: Any) -> None:
     if engine.axes[0].size > 1:
         engine.axes[0].transport.all_reduce(torch.zeros(2)).wait()
-
-
-ROWS |= {
-    "an all-reduce at half its price [dp2] bytes": result(
-        traffic,
-        "price",
-        lambda move, *_: replace(move, sent=move.sent / (2 if move.what == "all_reduce" else 1)),
-    ),
-    "half of an all-reduce counted [dp2] bytes": arguments(
-        transport, "volume", lambda kind, n, *of: (kind, n // (1 + (kind == "all_reduce")), *of)
-    ),
-    "one more all-reduce [dp2 zero1] bytes": before(Engine, "_settle", a_sum_more),
-    "an all-reduce between steps [dp2 zero2] bytes": before(Engine, "step", a_sum_more),
-}
-
-
-@ROWS.around("dp2 zero3", flat_parameter, "start", "bytes")
-def each_gather_sent_twice(real, x: Any, axis: Any, src: Any, dst: Any, out: Any, **how: Any):
-    if src != P and dst == R:
-        real(x, axis, src, dst, torch.empty_like(out), **how).wait()
-    return real(x, axis, src, dst, out, **how)
-
-
-@ROWS.around("dp2 zero3", Flat, "unshard", "bytes")
-def units_freed_and_gathered_again(real, flat: Flat) -> None:
-    real(flat)
-    if flat.reshards:
-        flat.reshard()
-        real(flat)
-
-
-# --- memory -----------------------------------------------------------------------------------
 
 
 def keep(owner: Any, value: Any) -> None:
@@ -110,7 +76,77 @@ def keep_weights(engine: Engine) -> None:
     keep(engine, [flat.shard.clone() for flat in engine.flats])
 
 
+def shown(name: str, act: Act) -> Change:
+    """`act(boxes, rank)` for what a rank shows."""
+    return result(Engine, name, lambda boxes, engine: act(boxes, engine.world.rank))
+
+
+def all_the_first(boxes: list[Any], _: int) -> list[Any]:
+    return [replace(box, replica=0) for box in boxes]
+
+
+def first_moment_zero(boxes: list[Any], _: int) -> list[Any]:
+    at = next(k for k, box in enumerate(boxes) if box.name.startswith("optim/exp_avg/"))
+    zero_box = replace(boxes[at], tensor=torch.zeros_like(boxes[at].tensor))
+    return [*boxes[:at], zero_box, *boxes[at + 1 :]]
+
+
+def forgotten(which: Act) -> Change:
+    """What is loaded over those of the optimizer's states is not kept."""
+
+    def loaded(engine: Engine) -> None:
+        for value in filter(which, leaves([*engine.optimizer.state.values()], Tensor)):
+            value.zero_()
+
+    return after(Engine, "loaded", loaded)
+
+
+def second_copy(every: int) -> Change:
+    """Of what is gathered, until it is freed; of each gather, or of every second one."""
+
+    def gathered(flat: Flat) -> None:
+        flat.__dict__["gathers"] = flat.__dict__.get("gathers", 0) + 1
+        if flat.reshards and flat.__dict__["gathers"] % every == 0:
+            flat.__dict__["second"] = flat.full.clone()
+
+    freed = after(Flat, "reshard", lambda flat: flat.__dict__.pop("second", None))
+    return all_of(after(Flat, "unshard", gathered), freed)
+
+
+def kept_in_a_step(owner: Any, name: str, value: Act) -> Change:
+    """`value(result, *args)` of a function stays alive until the step of any rank ends."""
+
+    def apply(patch: Patch) -> None:
+        kept: list[Any] = []
+        seen = result(owner, name, lambda x, *of: (kept.append(value(x, *of)), x)[1])
+        all_of(seen, after(Engine, "_settle", lambda *_: kept.clear()))(patch)
+
+    return apply
+
+
+def zero2_as_zero1(patch: Patch) -> None:
+    patch.setitem(zero.ROWS, "zero2", zero.ROWS["zero1"])
+
+
+def one_f_one_b_as_gpipe(patch: Patch) -> None:
+    gpipe = replace(library.LIBRARY["1f1b"], build=library.LIBRARY["gpipe"].build)
+    patch.setitem(library.LIBRARY, "1f1b", gpipe)
+    patch.setattr(plan_schedule, "_lowered", plan_schedule._lowered.__wrapped__)  # without a cache
+
+
 ROWS |= {
+    # --- bytes ------------------------------------------------------------------------------------
+    "an all-reduce at half its price [dp2] bytes": result(
+        traffic,
+        "price",
+        lambda move, *_: replace(move, sent=move.sent / (2 if move.what == "all_reduce" else 1)),
+    ),
+    "half of an all-reduce counted [dp2] bytes": arguments(
+        transport, "volume", lambda kind, n, *of: (kind, n // (1 + (kind == "all_reduce")), *of)
+    ),
+    "one more all-reduce [dp2 zero1] bytes": before(Engine, "_settle", a_sum_more),
+    "an all-reduce between steps [dp2 zero2] bytes": before(Engine, "step", a_sum_more),
+    # --- memory -----------------------------------------------------------------------------------
     "a clone of each unit kept [dp2 zero1] memory": after(
         Flat, "__init__", lambda flat, *_: keep(flat, flat.shard.clone())
     ),
@@ -147,45 +183,7 @@ ROWS |= {
             ),
         ),
     ),
-}
-
-
-@ROWS.around("recompute:full arenas of gpt", _Slot, "tensor", "memory")
-def a_slot_is_never_free_again(real, slot: Any, *args: Any) -> Any:
-    found = real(slot, *args)
-    slot.user = StorageWeakRef(slot.memory.untyped_storage())
-    return found
-
-
-# --- coverage, checkpoints --------------------------------------------------------------------
-
-
-def shown(name: str, act: Act) -> Change:
-    """`act(boxes, rank)` for what a rank shows."""
-    return result(Engine, name, lambda boxes, engine: act(boxes, engine.world.rank))
-
-
-def all_the_first(boxes: list[Any], _: int) -> list[Any]:
-    return [replace(box, replica=0) for box in boxes]
-
-
-def first_moment_zero(boxes: list[Any], _: int) -> list[Any]:
-    at = next(k for k, box in enumerate(boxes) if box.name.startswith("optim/exp_avg/"))
-    zero_box = replace(boxes[at], tensor=torch.zeros_like(boxes[at].tensor))
-    return [*boxes[:at], zero_box, *boxes[at + 1 :]]
-
-
-def forgotten(which: Act) -> Change:
-    """What is loaded over those of the optimizer's states is not kept."""
-
-    def loaded(engine: Engine) -> None:
-        for value in filter(which, leaves([*engine.optimizer.state.values()], Tensor)):
-            value.zero_()
-
-    return after(Engine, "loaded", loaded)
-
-
-ROWS |= {
+    # --- coverage, checkpoints --------------------------------------------------------------------
     "a rank that shows no boxes [dp2 zero1] coverage": shown(
         "gradients", lambda boxes, rank: [] if rank else boxes
     ),
@@ -198,43 +196,7 @@ ROWS |= {
     "step counts forgotten in a load [dp2 zero1]": forgotten(lambda value: value.dim() == 0),
     "copies not refreshed after a load [dp2 zero1] error": drop(state, "refresh"),
     "a snapshot of views [dp1] late writer": instead(pending, "snapshot", lambda *_: []),
-}
-
-
-@ROWS.around("dp2 zero1", Loading, "__init__")
-def frozen_weights_are_not_loaded(real, loading: Any, model: Any, sharded: Any, *of: Any) -> None:
-    real(loading, model, sharded, *of)
-    frozen = {f"model/{n}" for flat in sharded.flats if not flat.trained for n in flat.names}
-    loading.boxes = [box for box in loading.boxes if box.name not in frozen]
-
-
-# --- within a step ----------------------------------------------------------------------------
-
-
-def second_copy(every: int) -> Change:
-    """Of what is gathered, until it is freed; of each gather, or of every second one."""
-
-    def gathered(flat: Flat) -> None:
-        flat.__dict__["gathers"] = flat.__dict__.get("gathers", 0) + 1
-        if flat.reshards and flat.__dict__["gathers"] % every == 0:
-            flat.__dict__["second"] = flat.full.clone()
-
-    freed = after(Flat, "reshard", lambda flat: flat.__dict__.pop("second", None))
-    return all_of(after(Flat, "unshard", gathered), freed)
-
-
-def kept_in_a_step(owner: Any, name: str, value: Act) -> Change:
-    """`value(result, *args)` of a function stays alive until the step of any rank ends."""
-
-    def apply(patch: Patch) -> None:
-        kept: list[Any] = []
-        seen = result(owner, name, lambda x, *of: (kept.append(value(x, *of)), x)[1])
-        all_of(seen, after(Engine, "_settle", lambda *_: kept.clear()))(patch)
-
-    return apply
-
-
-ROWS |= {
+    # --- within a step ----------------------------------------------------------------------------
     "a second copy of what is gathered [dp2 zero3 of gpt] moments": second_copy(1),
     "a second copy in backward [dp2 zero3 of gpt] moments": second_copy(2),
     "inputs kept whole [tp2 recompute:partitioned of gpt] moments": before(Inputs, "_keep", keep),
@@ -250,37 +212,7 @@ ROWS |= {
     "the offset of a view lost [dp2 activations:host of fused]": after(
         Kept, "__init__", lambda kept, *_: setattr(kept, "view", (*kept.view[:2], 0))
     ),
-}
-
-
-@ROWS.around("dp2 activations:host of deep", HostedBlock, "begin_backward", "moments")
-def all_blocks_fetched_at_once(real, block: HostedBlock) -> None:
-    earlier = block
-    while not block.begun and earlier is not None:
-        block.kept += [ref for ref in earlier.kept if ref not in block.kept]
-        earlier = None if earlier.before is None else earlier.before()
-    real(block)
-
-
-@ROWS.around("dp2 zero3 offload:param of gpt", Data, "__init__", "moments")
-def all_units_gathered_ahead(real, data: Data, root: Any, units: Any, pace: Any, *of: Any, **how):
-    real(data, root, units, replace(pace, ahead=len(units.order)), *of, **how)
-
-
-# --- what the words of a plan say -------------------------------------------------------------
-
-
-def zero2_as_zero1(patch: Patch) -> None:
-    patch.setitem(zero.ROWS, "zero2", zero.ROWS["zero1"])
-
-
-def one_f_one_b_as_gpipe(patch: Patch) -> None:
-    gpipe = replace(library.LIBRARY["1f1b"], build=library.LIBRARY["gpipe"].build)
-    patch.setitem(library.LIBRARY, "1f1b", gpipe)
-    patch.setattr(plan_schedule, "_lowered", plan_schedule._lowered.__wrapped__)  # without a cache
-
-
-ROWS |= {
+    # --- what the words of a plan say -------------------------------------------------------------
     "zero2 as zero1 [dp2 zero2] memory": zero2_as_zero1,
     "1f1b as gpipe [pp2 1f1b:4] memory": one_f_one_b_as_gpipe,
     "all states offloaded [dp2 zero1 offload:optim=0.5] memory": instead(
@@ -310,3 +242,46 @@ ROWS |= {
         tiling, "even", lambda first, last, ranks: (first, last, max(1, ranks // 2))
     ),
 }
+
+
+@ROWS.around("dp2 zero3", flat_parameter, "start", "bytes")
+def each_gather_sent_twice(real, x: Any, axis: Any, src: Any, dst: Any, out: Any, **how: Any):
+    if src != P and dst == R:
+        real(x, axis, src, dst, torch.empty_like(out), **how).wait()
+    return real(x, axis, src, dst, out, **how)
+
+
+@ROWS.around("dp2 zero3", Flat, "unshard", "bytes")
+def units_freed_and_gathered_again(real, flat: Flat) -> None:
+    real(flat)
+    if flat.reshards:
+        flat.reshard()
+        real(flat)
+
+
+@ROWS.around("recompute:full arenas of gpt", _Slot, "tensor", "memory")
+def a_slot_is_never_free_again(real, slot: Any, *args: Any) -> Any:
+    found = real(slot, *args)
+    slot.user = StorageWeakRef(slot.memory.untyped_storage())
+    return found
+
+
+@ROWS.around("dp2 zero1", Loading, "__init__")
+def frozen_weights_are_not_loaded(real, loading: Any, model: Any, sharded: Any, *of: Any) -> None:
+    real(loading, model, sharded, *of)
+    frozen = {f"model/{n}" for flat in sharded.flats if not flat.trained for n in flat.names}
+    loading.boxes = [box for box in loading.boxes if box.name not in frozen]
+
+
+@ROWS.around("dp2 activations:host of deep", HostedBlock, "begin_backward", "moments")
+def all_blocks_fetched_at_once(real, block: HostedBlock) -> None:
+    earlier = block
+    while not block.begun and earlier is not None:
+        block.kept += [ref for ref in earlier.kept if ref not in block.kept]
+        earlier = None if earlier.before is None else earlier.before()
+    real(block)
+
+
+@ROWS.around("dp2 zero3 offload:param of gpt", Data, "__init__", "moments")
+def all_units_gathered_ahead(real, data: Data, root: Any, units: Any, pace: Any, *of: Any, **how):
+    real(data, root, units, replace(pace, ahead=len(units.order)), *of, **how)

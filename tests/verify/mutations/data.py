@@ -42,8 +42,6 @@ from tests.verify.mutations.mutation import (
 ROWS = Rows()
 HYBRID = "dp_replicate2 dp_shard2"
 
-# --- the optimizer ----------------------------------------------------------------------------
-
 
 def counted_again(optimizer: ShardedOptimizer, *_: Any) -> None:
     """The optimizer's own count of steps is one more."""
@@ -60,7 +58,43 @@ def options(**values: Any) -> Change:
     return result(OptimizerSpec, "build", set_in)
 
 
+def after_sums(act: Act, first: Act = nothing) -> Change:
+    """`act(axis, x, out)` once a sum of gradients is there, `first(x)` before it begins."""
+
+    def start(real: Act, x: Any, axis: Any, src: Any, dst: Any, out: Any, **how: Any) -> Any:
+        if src != P:
+            return real(x, axis, src, dst, out, **how)
+        first(x)
+        pending = real(x, axis, src, dst, out, **how)
+        return Pending([pending.wait, lambda: act(axis, x, out)])
+
+    return around(flat_gradient, "start", start)
+
+
+def counting(act: Act) -> Change:
+    """`act(count, engine)` for what a rank counts of a batch."""
+    return around(Engine, "_count", lambda real, engine, *of: act(real(engine, *of), engine))
+
+
+def after_gathers(act: Act) -> Change:
+    """`act(blocks)` once the blocks of all ranks are there."""
+
+    def start(real: Act, x: Any, axis: Any, src: Any, dst: Any, out: Any, **how: Any) -> Any:
+        pending = real(x, axis, src, dst, out, **how)
+        if dst != R or src == P:
+            return pending
+        return Pending([pending.wait, lambda: act(out.view(axis.size, -1))])
+
+    return around(flat_parameter, "start", start)
+
+
+def truncated(master: Any) -> Any:
+    """A master without the digits that bf16 does not have."""
+    return (master.view(torch.int32) & -(2**16)).view(torch.float32)
+
+
 ROWS |= {
+    # --- the optimizer ----------------------------------------------------------------------------
     "gradients 1.0001 times as large [dp2 zero1]": around(
         ShardedOptimizer, "step", lambda real, o, flats, f=1.0: real(o, flats, f * 1.0001)
     ),
@@ -77,6 +111,61 @@ ROWS |= {
     "a frozen parameter trained [dp2] error": before(
         Flat, "__init__", lambda _, params, *__: [p.requires_grad_(True) for _, p in params]
     ),
+    # --- gradients and their sums -----------------------------------------------------------------
+    "a mean of ranks for a sum [dp2]": after_sums(lambda axis, _, out: out.div_(axis.size)),
+    "gradients summed in fp32 [dp2 zero3]": after_sums(
+        nothing, lambda x: x.copy_(x.float().double())
+    ),
+    f"replicas not summed [{HYBRID} zero2]": drop(FlatGradient, "begin_further"),
+    f"replicas summed over the shard axis [{HYBRID} zero3]": arguments(
+        FlatGradient,
+        "_sum_over",
+        lambda grads, axes: (grads, axes and [grads.local.axis(grads.moves.sums[0])]),
+    ),
+    "an earlier microbatch's sum lost [dp2 zero2 accumulate:2]": before(
+        FlatGradient, "_arrived", lambda g, *_: setattr(g, "valid", [False] * len(g.valid))
+    ),
+    "gradients that are not finite used [dp2 zero1]": drop(Guard, "see"),
+    "gradients of a rerun kept [dp2 zero2] rerun": beside(Rerun, "_collected", counts=True),
+    # --- tokens -----------------------------------------------------------------------------------
+    "ranks weigh the same [dp2 zero1]": counting(lambda count, _: min(1, count)),
+    "a token too many on a rank [dp2 zero2]": counting(lambda n, engine: n + engine.data_rank % 2),
+    "a rank without rows counts one [dp2 zero2]": counting(lambda count, _: max(1, count)),
+    "not divided by the tokens [dp2 zero3]": arguments(
+        Updates, "by_norm", lambda updates, norm, _: (updates, norm, 1.0)
+    ),
+    "every microbatch weighs the same [dp2]": instead(
+        LossWeights, "of", lambda weights, *_: weights.totals.new_ones(())
+    ),
+    "the mean over idle ranks too [dp2 zero3]": arguments(
+        LossWeights, "__init__", lambda s, counts, *of: (s, [n or 9 for n in counts], *of)
+    ),
+    "an empty microbatch leaves its rank out [dp2 accumulate:2]": arguments(
+        OneStage,
+        "run",
+        lambda one, parts, counts, *of: (one, parts, [n * all(counts) for n in counts], *of),
+    ),
+    "stand-ins count in an evaluation [dp2 zero2]": arguments(
+        Engine, "evaluate", lambda engine, batch: (engine, filled(batch))
+    ),
+    # --- parameters -------------------------------------------------------------------------------
+    "a lost block of weights [dp2 zero3]": after_gathers(lambda blocks: blocks[-1].zero_()),
+    "blocks in another order [dp2 zero1]": after_gathers(lambda b: b.copy_(b.flip(0))),
+    "a buffer not sent [dp2 zero1] bytes": drop(Buffers, "refresh"),
+    # --- precision --------------------------------------------------------------------------------
+    "the loss scale left in [dp2 zero1 fp16 of gpt]": arguments(
+        Updates, "by_norm", lambda u, norm, factor: (u, norm, factor * u.scale.value)
+    ),
+    "unscaled in 16 bits [dp2 zero1 fp16 of gpt]": instead(
+        memory_states,
+        "_in_32_bits",
+        lambda gradients, factor: [None if g is None else (g * factor).float() for g in gradients],
+    ),
+    # --- the loss scale ---------------------------------------------------------------------------
+    "the loss scale never rises [dp2 fp16]": before(
+        LossScale, "update", lambda scale, _: setattr(scale, "good", 0)
+    ),
+    "a skipped step is counted [dp2 fp16]": after(ShardedOptimizer, "skip", counted_again),
 }
 
 
@@ -97,40 +186,6 @@ def a_bit_of_a_moment_flips(real, optimizer: ShardedOptimizer, *args: Any) -> No
     if optimizer.flats[0].shard_axis.rank == 1:
         moment = optimizer.state[next(pieces)]["exp_avg"].view(-1)[:1]
         moment.copy_(moment.view(torch.int64).bitwise_xor(1 << 54).view(moment.dtype))
-
-
-# --- gradients and their sums -----------------------------------------------------------------
-
-
-def after_sums(act: Act, first: Act = nothing) -> Change:
-    """`act(axis, x, out)` once a sum of gradients is there, `first(x)` before it begins."""
-
-    def start(real: Act, x: Any, axis: Any, src: Any, dst: Any, out: Any, **how: Any) -> Any:
-        if src != P:
-            return real(x, axis, src, dst, out, **how)
-        first(x)
-        pending = real(x, axis, src, dst, out, **how)
-        return Pending([pending.wait, lambda: act(axis, x, out)])
-
-    return around(flat_gradient, "start", start)
-
-
-ROWS |= {
-    "a mean of ranks for a sum [dp2]": after_sums(lambda axis, _, out: out.div_(axis.size)),
-    "gradients summed in fp32 [dp2 zero3]": after_sums(
-        nothing, lambda x: x.copy_(x.float().double())
-    ),
-    f"replicas not summed [{HYBRID} zero2]": drop(FlatGradient, "begin_further"),
-    f"replicas summed over the shard axis [{HYBRID} zero3]": arguments(
-        FlatGradient,
-        "_sum_over",
-        lambda grads, axes: (grads, axes and [grads.local.axis(grads.moves.sums[0])]),
-    ),
-    "an earlier microbatch's sum lost [dp2 zero2 accumulate:2]": before(
-        FlatGradient, "_arrived", lambda g, *_: setattr(g, "valid", [False] * len(g.valid))
-    ),
-    "gradients that are not finite used [dp2 zero1]": drop(Guard, "see"),
-}
 
 
 @ROWS.around("dp2", FlatGradient, "begin_reduce")
@@ -171,61 +226,6 @@ def only_the_last_microbatch(real, straight: Any, parts: Any, *args: Any) -> Any
         handle.remove()
 
 
-ROWS |= {"gradients of a rerun kept [dp2 zero2] rerun": beside(Rerun, "_collected", counts=True)}
-
-# --- tokens -----------------------------------------------------------------------------------
-
-
-def counting(act: Act) -> Change:
-    """`act(count, engine)` for what a rank counts of a batch."""
-    return around(Engine, "_count", lambda real, engine, *of: act(real(engine, *of), engine))
-
-
-ROWS |= {
-    "ranks weigh the same [dp2 zero1]": counting(lambda count, _: min(1, count)),
-    "a token too many on a rank [dp2 zero2]": counting(lambda n, engine: n + engine.data_rank % 2),
-    "a rank without rows counts one [dp2 zero2]": counting(lambda count, _: max(1, count)),
-    "not divided by the tokens [dp2 zero3]": arguments(
-        Updates, "by_norm", lambda updates, norm, _: (updates, norm, 1.0)
-    ),
-    "every microbatch weighs the same [dp2]": instead(
-        LossWeights, "of", lambda weights, *_: weights.totals.new_ones(())
-    ),
-    "the mean over idle ranks too [dp2 zero3]": arguments(
-        LossWeights, "__init__", lambda s, counts, *of: (s, [n or 9 for n in counts], *of)
-    ),
-    "an empty microbatch leaves its rank out [dp2 accumulate:2]": arguments(
-        OneStage,
-        "run",
-        lambda one, parts, counts, *of: (one, parts, [n * all(counts) for n in counts], *of),
-    ),
-    "stand-ins count in an evaluation [dp2 zero2]": arguments(
-        Engine, "evaluate", lambda engine, batch: (engine, filled(batch))
-    ),
-}
-
-# --- parameters -------------------------------------------------------------------------------
-
-
-def after_gathers(act: Act) -> Change:
-    """`act(blocks)` once the blocks of all ranks are there."""
-
-    def start(real: Act, x: Any, axis: Any, src: Any, dst: Any, out: Any, **how: Any) -> Any:
-        pending = real(x, axis, src, dst, out, **how)
-        if dst != R or src == P:
-            return pending
-        return Pending([pending.wait, lambda: act(out.view(axis.size, -1))])
-
-    return around(flat_parameter, "start", start)
-
-
-ROWS |= {
-    "a lost block of weights [dp2 zero3]": after_gathers(lambda blocks: blocks[-1].zero_()),
-    "blocks in another order [dp2 zero1]": after_gathers(lambda b: b.copy_(b.flip(0))),
-    "a buffer not sent [dp2 zero1] bytes": drop(Buffers, "refresh"),
-}
-
-
 @ROWS.around("dp2 zero3", Flat, "begin_unshard", "bytes")
 def a_gather_left_out(real, flat: Flat) -> None:
     """Of one unit a rank has its own block and zeros."""
@@ -251,26 +251,6 @@ def a_bit_of_a_replica(real, engine: Engine, batch: Any) -> Any:
     if engine.world.rank == 1 and not engine.steps_run:
         engine.flats[0].full.view(torch.int64)[0] ^= torch.iinfo(torch.int64).min
     return real(engine, batch)
-
-
-# --- precision --------------------------------------------------------------------------------
-
-
-def truncated(master: Any) -> Any:
-    """A master without the digits that bf16 does not have."""
-    return (master.view(torch.int32) & -(2**16)).view(torch.float32)
-
-
-ROWS |= {
-    "the loss scale left in [dp2 zero1 fp16 of gpt]": arguments(
-        Updates, "by_norm", lambda u, norm, factor: (u, norm, factor * u.scale.value)
-    ),
-    "unscaled in 16 bits [dp2 zero1 fp16 of gpt]": instead(
-        memory_states,
-        "_in_32_bits",
-        lambda gradients, factor: [None if g is None else (g * factor).float() for g in gradients],
-    ),
-}
 
 
 @ROWS.around("dp2 zero1 bf16 of gpt", MemoryStates, "_update")
@@ -328,20 +308,10 @@ def masters_not_assigned(_, optimizer: ShardedOptimizer) -> None:
         flat.assigned.clear()
 
 
-# --- the loss scale ---------------------------------------------------------------------------
-
-
 @ROWS.around("dp2 fp16", LossScale, "update")
 def the_loss_scale_is_not_lowered(real, scale: LossScale, overflow: bool) -> None:
     if not overflow:
         real(scale, False)
-
-
-ROWS |= {
-    "the loss scale never rises [dp2 fp16]": before(
-        LossScale, "update", lambda scale, _: setattr(scale, "good", 0)
-    )
-}
 
 
 @ROWS.around("dp2 fp16", LossScale, "update")
@@ -349,6 +319,3 @@ def the_scale_doubles_after_each_good_step(real, scale: LossScale, overflow: boo
     if not overflow:
         scale.good = scale.patience - 1
     real(scale, overflow)
-
-
-ROWS |= {"a skipped step is counted [dp2 fp16]": after(ShardedOptimizer, "skip", counted_again)}

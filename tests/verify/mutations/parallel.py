@@ -50,8 +50,6 @@ from tests.verify.mutations.mutation import (
 
 ROWS = Rows()
 
-# --- tensor and sequence parallelism ----------------------------------------------------------
-
 
 def cut_of_words(act: Act) -> Change:
     """`act(first, last)` for the words that a rank has."""
@@ -69,7 +67,60 @@ def begin(entry: InputGradient) -> None:
     entry.pending = Pending([lambda: grad])
 
 
+always_counted = instead(optimizer_file, "counts", lambda _: True)
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """The results of two blocks are added as if their sums of exponentials were equal."""
+    first = lse.isneginf().all()
+    out.copy_(more if first else (out + more) / 2)
+    lse.copy_(torch.logaddexp(lse, more_lse))
+
+
+def twice(_: Data, p: torch.nn.Parameter) -> None:
+    p.grad = None if p.grad is None else 2 * p.grad
+
+
+def balanced(model: Any, plan: Any, *of: Any, real: Act = stage_module.stage_starts) -> Any:
+    return real(model, replace(plan, stages=None), *of)
+
+
+def another_stages_input(patch: Any) -> None:
+    """Every stage of a rank but the first gets what the rank's first stage got."""
+    got: dict[tuple[int, int], list[Tensor]] = {}
+
+    def first(real: Any, work: StageWork, stage: int, i: int, given: Any) -> Any:
+        place = id(work), i
+        earlier = got.setdefault(place, [x.detach().clone() for x in given]) if given else given
+        like = [tuple(x.shape) for x in earlier] == [tuple(x.shape) for x in given]
+        return real(work, stage, i, [x.clone() for x in earlier] if stage >= 2 and like else given)
+
+    around(StageWork, "forward", first)(patch)
+
+
+def chosen(act: Act) -> Change:
+    """`act(choice, gate)` for what a gate chooses."""
+    return result(Gate, "choose", lambda choice, gate, *_: act(choice, gate))
+
+
+def in_the_weights(found: Choice, logits: Tensor, k: int, bias: Tensor) -> Choice:
+    top = (logits.sigmoid() + bias.to(logits)).gather(-1, found.experts)
+    return replace(found, weights=top / top.sum(-1, keepdim=True))
+
+
+def first_to_the_next(choice: Choice, gate: Gate) -> Choice:
+    experts = choice.experts.clone()
+    experts[:1] = (experts[:1] + 1) % gate.experts
+    return replace(choice, experts=experts)
+
+
+without_a_gradient = chosen(lambda choice, _: replace(choice, weights=choice.weights.detach()))
+one_more = result(routing, "capacity_of", lambda n, factor, *_: n if factor is None else n + 1)
+next_expert = chosen(lambda c, gate: replace(c, experts=(c.experts + 1) % gate.experts))
+
+
 ROWS |= {
+    # --- tensor and sequence parallelism ----------------------------------------------------------
     "rows not summed [tp2 of gpt] error": instead(Stream, "sum", lambda _, y, *__: y),
     "columns not summed backward [tp2 of gpt] error": instead(InputGradient, "begin", begin),
     "a bias added by every rank [tp2]": drop(_Bias, "remove"),
@@ -102,36 +153,8 @@ ROWS |= {
         "all_gather_along",
         lambda found, _, axis, dim: torch.cat(found.chunk(axis.size, dim)[::-1], dim),
     ),
-}
-always = instead(optimizer_file, "counts", lambda _: True)
-ROWS |= {"equal copies in the norm twice [tp2 of gpt]": always}
-
-
-@ROWS.around("tp2 of gpt", InputGradient, "add")
-def one_readers_gradient_forgotten(real, entry: InputGradient, grad: Tensor, weight: Tensor) -> Any:
-    """Queries, keys and values read one input: of their gradients the last one is dropped."""
-    last = entry.grad is not None and entry.waiting == 1
-    return real(entry, grad * 0.0 if last else grad, weight)
-
-
-@ROWS.around("tp2 of gpt", layout_file, "part")
-def the_heads_of_the_next_rank(real, whole: Tensor, cut: Any, rank: int) -> Tensor:
-    """Each rank begins with the part of the weights that the next one should have."""
-    equal = len({cut.size(each) for each in range(cut.ranks)}) == 1
-    return real(whole, cut, (rank + 1) % cut.ranks if equal else rank)
-
-
-# --- context parallelism ----------------------------------------------------------------------
-
-
-def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """The results of two blocks are added as if their sums of exponentials were equal."""
-    first = lse.isneginf().all()
-    out.copy_(more if first else (out + more) / 2)
-    lse.copy_(torch.logaddexp(lse, more_lse))
-
-
-ROWS |= {
+    "equal copies in the norm twice [tp2 of gpt]": always_counted,
+    # --- context parallelism ----------------------------------------------------------------------
     # every rank rotates as if it had the first positions
     "the first positions on every rank [cp2 of gpt]": instead(
         Sequences,
@@ -153,28 +176,7 @@ ROWS |= {
     "heads in another order [cp2:ulysses of gpt]": result(
         ulysses, "_to_positions", lambda found, *_: found.flip(1)
     ),
-}
-
-
-@ROWS.around("cp2 of gpt", block, "backward")
-def gradients_of_keys_dropped(real, *args: Any, **how: Any) -> Any:
-    """What other ranks add to the gradients of keys and values does not arrive."""
-    dq, dk, dv = real(*args, **how)
-    return dq, dk * how["causal"], dv
-
-
-# --- pipelines: what crosses, in which order, with which weights ------------------------------
-
-
-def twice(_: Data, p: torch.nn.Parameter) -> None:
-    p.grad = None if p.grad is None else 2 * p.grad
-
-
-def balanced(model: Any, plan: Any, *of: Any, real: Act = stage_module.stage_starts) -> Any:
-    return real(model, replace(plan, stages=None), *of)
-
-
-ROWS |= {
+    # --- pipelines: what crosses, in which order, with which weights ------------------------------
     "zeros sent back [pp2 zb-v:4]": result(
         StageWork, "_grads_back", lambda sent, *_: [torch.zeros_like(x) for x in sent]
     ),
@@ -214,84 +216,9 @@ ROWS |= {
         "stage_starts",
         lambda model, plan, *of: (model, replace(plan, stages=plan.stages[::-1]), *of),
     ),
-}
-
-
-@ROWS.around("pp2 1f1b:4", StageWork, "forward")
-def another_microbatchs_targets(real, work: StageWork, stage: int, i: int, given: Any) -> Any:
-    own = work.microbatches
-    if stage < work.stages.count - 1 or i > 1 or len(own) < 3:
-        return real(work, stage, i, given)
-    swapped = [replace(each, part=own[each.index ^ 1].part) for each in own]
-    with replaced(work, microbatches=swapped):
-        return real(work, stage, i, given)
-
-
-def another_stages_input(patch: Any) -> None:
-    """Every stage of a rank but the first gets what the rank's first stage got."""
-    got: dict[tuple[int, int], list[Tensor]] = {}
-
-    def first(real: Any, work: StageWork, stage: int, i: int, given: Any) -> Any:
-        place = id(work), i
-        earlier = got.setdefault(place, [x.detach().clone() for x in given]) if given else given
-        like = [tuple(x.shape) for x in earlier] == [tuple(x.shape) for x in given]
-        return real(work, stage, i, [x.clone() for x in earlier] if stage >= 2 and like else given)
-
-    around(StageWork, "forward", first)(patch)
-
-
-ROWS |= {"another stage's input [pp2 interleaved:2x2]": another_stages_input}
-
-
-@ROWS.around("pp2 gpipe:4", _Post, "receive")
-def the_message_before(real, post: Any, transfer: Any) -> list[Tensor]:
-    """A rank takes each bundle a message late."""
-    bundle = real(post, transfer)
-    kept = post.__dict__.setdefault("kept", {})
-    key = transfer.token.kind, transfer.token.stage
-    earlier, kept[key] = kept.get(key, bundle), [x.clone() for x in bundle]
-    return earlier if [x.shape for x in earlier] == [x.shape for x in bundle] else bundle
-
-
-@ROWS.around("pp2 dualpipe-v:4", _Post, "send", "error")
-def a_message_sent_twice(real, post: Any, transfer: Any, bundle: list[Tensor]) -> None:
-    real(post, transfer, bundle)
-    first = post.outbox[transfer.token]
-    real(post, transfer, bundle)
-    post.outbox[transfer.token] += first
-
-
-@ROWS.around("pp2 2bw:2", ScheduledUnits, "update")
-def updates_divided_by_all_tokens(real, units: ScheduledUnits, stage: int, microbatches: Any):
-    """Each update divides by the tokens of the whole step, not by those of its microbatches."""
-    total = sum(each.tokens for each in microbatches)
-    real(units, stage, [replace(each, tokens=total) for each in microbatches])
-
-
-# --- mixtures of experts, in the layer that one process has too -------------------------------
-
-
-def chosen(act: Act) -> Change:
-    """`act(choice, gate)` for what a gate chooses."""
-    return result(Gate, "choose", lambda choice, gate, *_: act(choice, gate))
-
-
-def in_the_weights(found: Choice, logits: Tensor, k: int, bias: Tensor) -> Choice:
-    top = (logits.sigmoid() + bias.to(logits)).gather(-1, found.experts)
-    return replace(found, weights=top / top.sum(-1, keepdim=True))
-
-
-def first_to_the_next(choice: Choice, gate: Gate) -> Choice:
-    experts = choice.experts.clone()
-    experts[:1] = (experts[:1] + 1) % gate.experts
-    return replace(choice, experts=experts)
-
-
-without_a_gradient = chosen(lambda choice, _: replace(choice, weights=choice.weights.detach()))
-one_more = result(routing, "capacity_of", lambda n, factor, *_: n if factor is None else n + 1)
-next_expert = chosen(lambda c, gate: replace(c, experts=(c.experts + 1) % gate.experts))
-# in 16 bits the oracle follows the choices of the run
-ROWS |= {
+    "another stage's input [pp2 interleaved:2x2]": another_stages_input,
+    # --- mixtures of experts, in the layer that one process has too -------------------------------
+    # in 16 bits the oracle follows the choices of the run
     "the next expert [dp2 ep2 bf16 of moe]": next_expert,
     "the next expert of one [dp2 ep2 bf16 of moe]": chosen(first_to_the_next),
     "a capacity of one more, in bf16 [dp2 ep2 bf16 of moe]": one_more,
@@ -319,6 +246,62 @@ ROWS |= {
         gates, "expert_choice", lambda scores, capacity: (scores, max(1, capacity - 1))
     ),
 }
+
+
+@ROWS.around("tp2 of gpt", InputGradient, "add")
+def one_readers_gradient_forgotten(real, entry: InputGradient, grad: Tensor, weight: Tensor) -> Any:
+    """Queries, keys and values read one input: of their gradients the last one is dropped."""
+    last = entry.grad is not None and entry.waiting == 1
+    return real(entry, grad * 0.0 if last else grad, weight)
+
+
+@ROWS.around("tp2 of gpt", layout_file, "part")
+def the_heads_of_the_next_rank(real, whole: Tensor, cut: Any, rank: int) -> Tensor:
+    """Each rank begins with the part of the weights that the next one should have."""
+    equal = len({cut.size(each) for each in range(cut.ranks)}) == 1
+    return real(whole, cut, (rank + 1) % cut.ranks if equal else rank)
+
+
+@ROWS.around("cp2 of gpt", block, "backward")
+def gradients_of_keys_dropped(real, *args: Any, **how: Any) -> Any:
+    """What other ranks add to the gradients of keys and values does not arrive."""
+    dq, dk, dv = real(*args, **how)
+    return dq, dk * how["causal"], dv
+
+
+@ROWS.around("pp2 1f1b:4", StageWork, "forward")
+def another_microbatchs_targets(real, work: StageWork, stage: int, i: int, given: Any) -> Any:
+    own = work.microbatches
+    if stage < work.stages.count - 1 or i > 1 or len(own) < 3:
+        return real(work, stage, i, given)
+    swapped = [replace(each, part=own[each.index ^ 1].part) for each in own]
+    with replaced(work, microbatches=swapped):
+        return real(work, stage, i, given)
+
+
+@ROWS.around("pp2 gpipe:4", _Post, "receive")
+def the_message_before(real, post: Any, transfer: Any) -> list[Tensor]:
+    """A rank takes each bundle a message late."""
+    bundle = real(post, transfer)
+    kept = post.__dict__.setdefault("kept", {})
+    key = transfer.token.kind, transfer.token.stage
+    earlier, kept[key] = kept.get(key, bundle), [x.clone() for x in bundle]
+    return earlier if [x.shape for x in earlier] == [x.shape for x in bundle] else bundle
+
+
+@ROWS.around("pp2 dualpipe-v:4", _Post, "send", "error")
+def a_message_sent_twice(real, post: Any, transfer: Any, bundle: list[Tensor]) -> None:
+    real(post, transfer, bundle)
+    first = post.outbox[transfer.token]
+    real(post, transfer, bundle)
+    post.outbox[transfer.token] += first
+
+
+@ROWS.around("pp2 2bw:2", ScheduledUnits, "update")
+def updates_divided_by_all_tokens(real, units: ScheduledUnits, stage: int, microbatches: Any):
+    """Each update divides by the tokens of the whole step, not by those of its microbatches."""
+    total = sum(each.tokens for each in microbatches)
+    real(units, stage, [replace(each, tokens=total) for each in microbatches])
 
 
 @ROWS.around("dp2 of sigmoid", MoE, "_remember")

@@ -46,8 +46,6 @@ from tests.verify.mutations.mutation import (
 ROWS = Rows()
 DELAYED = "dp2 zero1 offload:optim-delayed=0"
 
-# --- rates and groups -------------------------------------------------------------------------
-
 
 def of_the_second_group(*names: str) -> Change:
     """Options that all groups take from the spec."""
@@ -59,26 +57,6 @@ def of_the_second_group(*names: str) -> Change:
         return made
 
     return around(OptimizerSpec, "build", build)
-
-
-ROWS |= {
-    "one rate for all groups [dp2 zero1]": of_the_second_group("lr"),
-    "one weight decay for all groups [dp2 zero2]": of_the_second_group("weight_decay"),
-    "a new rate of one group alone [dp2]": instead(
-        ShardedOptimizer, "set_lr", lambda o, lr: o.param_groups[0].update(lr=lr)
-    ),
-    "rates that are not loaded [dp2]": drop(ShardedOptimizer, "load_changed"),
-}
-
-
-@ROWS.around("dp2 zero3", ShardedOptimizer, "set_lr")
-def a_new_rate_a_step_late(real, optimizer: ShardedOptimizer, lr: float) -> None:
-    earlier = optimizer.__dict__.setdefault("asked", lr)
-    optimizer.__dict__["asked"] = lr
-    real(optimizer, earlier)
-
-
-# --- a skipped step, ranks without rows -------------------------------------------------------
 
 
 def gradients_of_a_skipped_step_stay(patch: Any) -> None:
@@ -94,11 +72,6 @@ def gradients_of_a_skipped_step_stay(patch: Any) -> None:
     skip(FlatGradient, "clear", lambda _: getattr(own, "skips", False))(patch)
 
 
-ROWS |= {"gradients of a skipped step stay [dp2 zero1 fp16]": gradients_of_a_skipped_step_stay}
-
-# --- recomputation ----------------------------------------------------------------------------
-
-
 @contextmanager
 def replay(generators: Generators, states: Any) -> Iterator[None]:
     """The generators go on from where the recomputation has left them."""
@@ -106,7 +79,31 @@ def replay(generators: Generators, states: Any) -> Iterator[None]:
     yield
 
 
+late = instead(
+    Offload, "delays", lambda word, step: word.undelayed is not None and step > word.undelayed
+)
+
+
+def returned(real: Any, order: UnitOrder, unit: int, **how: Any) -> list[UnitAct]:
+    """What an evaluation frees, it frees at its end."""
+    acts = real(order, unit, **how)
+    return acts if how.get("recorded", True) or order.in_backward else []
+
+
+in_training = arguments(Engine, "_made", lambda engine, call: (engine, lambda m: call(m.train())))
+
+
 ROWS |= {
+    # --- rates and groups -------------------------------------------------------------------------
+    "one rate for all groups [dp2 zero1]": of_the_second_group("lr"),
+    "one weight decay for all groups [dp2 zero2]": of_the_second_group("weight_decay"),
+    "a new rate of one group alone [dp2]": instead(
+        ShardedOptimizer, "set_lr", lambda o, lr: o.param_groups[0].update(lr=lr)
+    ),
+    "rates that are not loaded [dp2]": drop(ShardedOptimizer, "load_changed"),
+    # --- a skipped step, ranks without rows -------------------------------------------------------
+    "gradients of a skipped step stay [dp2 zero1 fp16]": gradients_of_a_skipped_step_stay,
+    # --- recomputation ----------------------------------------------------------------------------
     "other masks in a recomputation [recompute:full of gpt] masks": after(
         Generators, "set", lambda *_: torch.rand(1)
     ),
@@ -114,14 +111,7 @@ ROWS |= {
     "numbers after a recomputation [recompute:full of gpt] masks": instead(
         Generators, "replay", replay
     ),
-}
-
-# --- delayed updates --------------------------------------------------------------------------
-
-late = instead(
-    Offload, "delays", lambda word, step: word.undelayed is not None and step > word.undelayed
-)
-ROWS |= {
+    # --- delayed updates --------------------------------------------------------------------------
     f"the first delay a step late [{DELAYED}]": late,
     "the first delay late after 40 steps [dp2 zero1 offload:optim-delayed] memory": late,
     f"a delayed update without buffers of its own [{DELAYED}]": drop(FlatGradient, "swap"),
@@ -131,7 +121,72 @@ ROWS |= {
     "evaluated before the update [dp2 offload:optim-delayed=0] late evaluation": beside(
         Engine, "_made", flush=nothing
     ),
+    # --- chunks of a disk -------------------------------------------------------------------------
+    # the pieces of one parameter share its count of steps, and each adds to it
+    "a step for each chunk [dp2 zero1 offload:optim@disk of wide]": instead(
+        disk_states, "_copied", lambda value: value
+    ),
+    "a chunk published in the place of another [dp2 zero3 offload:optim@disk of wide]": arguments(
+        DiskStates,
+        "_publish_chunk",
+        lambda s, job, *of: (s, type(job)(job.key, job.chunk - (job.chunk == 1), job.extents), *of),
+    ),
+    # of every chunk the parameters of the first one are updated
+    "pieces of the first chunk [dp2 zero1 offload:optim@disk of wide]": arguments(
+        DiskStates, "_inside", lambda s, flat, first, last: (s, flat, 0, last - first)
+    ),
+    "the last chunk not updated [dp2 zero3 offload:optim@disk of wide]": skip(
+        DiskStates,
+        "_update_chunk",
+        lambda s, job, *_: 0 < job.chunk == s.masters[job.key].chunks - 1,
+    ),
+    # --- evaluation, outputs ----------------------------------------------------------------------
+    "an evaluation in training mode [dp2 zero1 of training]": in_training,
+    "outputs in training mode [tp2 of training]": in_training,
+    "modes not restored [dp2 zero3 of training]": after(
+        Engine, "_made", lambda engine, _: engine.model.eval()
+    ),
+    "an evaluation without a flush [dp2 zero2 offload:optim-delayed=0]": beside(
+        Engine, "_made", flush=nothing
+    ),
+    "evaluation as a mean of means [dp2]": beside(Engine, "evaluate", _count=lambda *_: 1),
+    "tokens of a rank's own rows [dp2 zero1]": result(
+        Engine, "evaluate", lambda found, engine, batch: (found[0], engine._count(batch))
+    ),
+    "one more sum in an evaluation [dp2] bytes": before(
+        Engine,
+        "evaluate",
+        lambda e, _: begin_sum(torch.zeros(2, dtype=torch.float64), e.axes[-1]).wait(),
+    ),
+    "an evaluation frees its units at its end [dp2 zero3 of gpt] moments": all_of(
+        around(UnitOrder, "returned", returned),
+        result(
+            UnitOrder,
+            "end_evaluation",
+            lambda found, order: [*found, *(UnitAct("free", unit) for unit in order.forward)],
+        ),
+    ),
+    "outputs of a rank's own stages [pp2 1f1b:2]": beside(
+        Engine, "outputs", _over_stages=lambda x: x
+    ),
+    # tokens reach no expert on a rank whose last batch had no rows
+    "outputs of stand-ins [dp2 ep2 of moe]": before(
+        Engine,
+        "outputs",
+        lambda e, *_: setattr(e.sharded.of(ExpertLayout), "absent", e.data_rank == 1),
+    ),
+    # --- what is loaded ---------------------------------------------------------------------------
+    "the steps not loaded [dp2 zero3]": after(
+        Engine, "load_scalars", lambda engine, _: setattr(engine, "steps", 0)
+    ),
 }
+
+
+@ROWS.around("dp2 zero3", ShardedOptimizer, "set_lr")
+def a_new_rate_a_step_late(real, optimizer: ShardedOptimizer, lr: float) -> None:
+    earlier = optimizer.__dict__.setdefault("asked", lr)
+    optimizer.__dict__["asked"] = lr
+    real(optimizer, earlier)
 
 
 @ROWS.around(DELAYED, ShardedOptimizer, "later")
@@ -172,33 +227,6 @@ def a_load_over_a_pending_update(real, engine: Engine, *args: Any) -> Any:
     return found
 
 
-# --- chunks of a disk -------------------------------------------------------------------------
-
-
-ROWS |= {
-    # the pieces of one parameter share its count of steps, and each adds to it
-    "a step for each chunk [dp2 zero1 offload:optim@disk of wide]": instead(
-        disk_states, "_copied", lambda value: value
-    ),
-    "a chunk published in the place of another [dp2 zero3 offload:optim@disk of wide]": arguments(
-        DiskStates,
-        "_publish_chunk",
-        lambda s, job, *of: (s, type(job)(job.key, job.chunk - (job.chunk == 1), job.extents), *of),
-    ),
-    # of every chunk the parameters of the first one are updated
-    "pieces of the first chunk [dp2 zero1 offload:optim@disk of wide]": arguments(
-        DiskStates, "_inside", lambda s, flat, first, last: (s, flat, 0, last - first)
-    ),
-    "the last chunk not updated [dp2 zero3 offload:optim@disk of wide]": skip(
-        DiskStates,
-        "_update_chunk",
-        lambda s, job, *_: 0 < job.chunk == s.masters[job.key].chunks - 1,
-    ),
-}
-
-# --- evaluation, outputs ----------------------------------------------------------------------
-
-
 @ROWS.around("dp2 zero3", flat_parameter, "start", "bytes")
 def gathers_twice_in_an_evaluation(real, x: Any, axis: Any, src: Any, dst: Any, out: Any, **how):
     if dst == R and not torch.is_grad_enabled():
@@ -206,59 +234,11 @@ def gathers_twice_in_an_evaluation(real, x: Any, axis: Any, src: Any, dst: Any, 
     return real(x, axis, src, dst, out, **how)
 
 
-def returned(real: Any, order: UnitOrder, unit: int, **how: Any) -> list[UnitAct]:
-    """What an evaluation frees, it frees at its end."""
-    acts = real(order, unit, **how)
-    return acts if how.get("recorded", True) or order.in_backward else []
-
-
-in_training = arguments(Engine, "_made", lambda engine, call: (engine, lambda m: call(m.train())))
-ROWS |= {
-    "an evaluation in training mode [dp2 zero1 of training]": in_training,
-    "outputs in training mode [tp2 of training]": in_training,
-    "modes not restored [dp2 zero3 of training]": after(
-        Engine, "_made", lambda engine, _: engine.model.eval()
-    ),
-    "an evaluation without a flush [dp2 zero2 offload:optim-delayed=0]": beside(
-        Engine, "_made", flush=nothing
-    ),
-    "evaluation as a mean of means [dp2]": beside(Engine, "evaluate", _count=lambda *_: 1),
-    "tokens of a rank's own rows [dp2 zero1]": result(
-        Engine, "evaluate", lambda found, engine, batch: (found[0], engine._count(batch))
-    ),
-    "one more sum in an evaluation [dp2] bytes": before(
-        Engine,
-        "evaluate",
-        lambda e, _: begin_sum(torch.zeros(2, dtype=torch.float64), e.axes[-1]).wait(),
-    ),
-    "an evaluation frees its units at its end [dp2 zero3 of gpt] moments": all_of(
-        around(UnitOrder, "returned", returned),
-        result(
-            UnitOrder,
-            "end_evaluation",
-            lambda found, order: [*found, *(UnitAct("free", unit) for unit in order.forward)],
-        ),
-    ),
-    "outputs of a rank's own stages [pp2 1f1b:2]": beside(
-        Engine, "outputs", _over_stages=lambda x: x
-    ),
-    # tokens reach no expert on a rank whose last batch had no rows
-    "outputs of stand-ins [dp2 ep2 of moe]": before(
-        Engine,
-        "outputs",
-        lambda e, *_: setattr(e.sharded.of(ExpertLayout), "absent", e.data_rank == 1),
-    ),
-}
-
-
 @ROWS.around("dp2 zero1", Engine, "evaluate")
 def evaluation_of_own_rows(real, engine: Engine, batch: Any) -> Any:
     """The lengths of lists, behind the loss and the tokens, agree."""
     with replaced(engine.consensus, agree=lambda x: torch.cat([x[:2], 2 * x[2:]])):
         return real(engine, batch)
-
-
-# --- what is loaded ---------------------------------------------------------------------------
 
 
 @ROWS.around("dp2 fp16", Engine, "load_scalars")
@@ -274,10 +254,3 @@ def buffers_not_loaded(real, engine: Engine, *args: Any) -> Any:
         replace(box, tensor=box.tensor.clone()) if box.name.startswith("buffer/") else box
         for box in real(engine, *args)
     ]
-
-
-ROWS |= {
-    "the steps not loaded [dp2 zero3]": after(
-        Engine, "load_scalars", lambda engine, _: setattr(engine, "steps", 0)
-    )
-}
