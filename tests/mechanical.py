@@ -24,6 +24,8 @@ from pathlib import Path
 from zlib import crc32
 
 PACKAGE = Path(__file__).parents[1] / "shardwise"
+#: Environment variables: a fault of this process, and where it writes what tests call.
+VARIABLE, RECORD = "SHARDWISE_TESTS_MUTATION", "SHARDWISE_TESTS_RECORD"
 SEED = 49
 #: How many are drawn of each folder.
 DRAWN = {

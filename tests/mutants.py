@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,7 @@ OPTIONS = ["-q", "-p", "no:cacheprovider", "--tb=no", "-p", "tests.mutated", "-m
 #: Tests that put mutations of their own into the package.
 OWN = "tests/verify/test_mutations.py"
 #: What the process that forks has imported.
-IMPORTED = ("pytest", "hypothesis", "torch._dynamo", "torch.distributed.run", "jinja2")
+IMPORTED = ("pytest", "torch._dynamo", "torch.distributed.run", "jinja2")
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ def _run(function: Any, args: tuple[Any, ...], output: int) -> NoReturn:
     code = 70
     try:
         code = int(function(*args) or 0)
+    except BaseException:  # noqa: BLE001 nothing of the parent may go on here
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(code)
@@ -112,9 +115,7 @@ def _run(function: Any, args: tuple[Any, ...], output: int) -> NoReturn:
 def _pytest(fault: str, arguments: list[str]) -> int:
     import pytest
 
-    from tests import mutated
-
-    os.environ[mutated.VARIABLE] = fault
+    os.environ[mechanical.VARIABLE] = fault
     return pytest.main(arguments)
 
 
@@ -128,7 +129,7 @@ def recorded(folder: Path, jobs: int) -> list[Test]:
     """What each core test calls, the quickest test first; they run unless the folder has it."""
     if not [*folder.glob("*.calls")]:
         command = [*(sys.executable, "-m", "pytest", "-n", str(jobs), "--dist", "worksteal")]
-        variables = os.environ | {"SHARDWISE_TESTS_RECORD": str(folder)}
+        variables = os.environ | {mechanical.RECORD: str(folder)}
         command += [*OPTIONS, "core", f"--deselect={OWN}"]
         subprocess.run(command, check=False, env=variables)
     lines = {line for file in folder.glob("*.calls") for line in file.open()}

@@ -20,9 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.mechanical import FLAGS, PACKAGE, watched, with_fault
-
-VARIABLE, RECORD = "SHARDWISE_TESTS_MUTATION", "SHARDWISE_TESTS_RECORD"
+from tests.mechanical import FLAGS, PACKAGE, RECORD, VARIABLE, watched, with_fault
 
 
 class Loader:

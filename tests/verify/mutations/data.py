@@ -302,8 +302,8 @@ def buffers_in_16_bits(real, model: Any, *args: Any, **how: Any) -> None:
 
 
 @ROWS.around("dp2 zero1 bf16", ShardedOptimizer, "follow", "assigned weights")
-def masters_not_assigned(_, optimizer: ShardedOptimizer) -> None:
-    for flat in optimizer.flats:
+def masters_not_assigned(_, __: ShardedOptimizer, flats: Any) -> None:
+    for flat in flats:
         flat.take_assigned()
         flat.assigned.clear()
 
