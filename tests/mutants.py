@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -60,6 +61,7 @@ class Known:
 
     def __init__(self) -> None:
         self.said: dict[str, list[str]] = {}
+        self.lock = Lock()
         for line in FILE.read_text().splitlines() if FILE.exists() else []:
             if line.startswith(" "):
                 self.said[[*self.said][-1]].append(line.strip())
@@ -79,8 +81,9 @@ class Known:
         """Note which tests notice a fault; `every` test, or one more. One case of each function."""
         before = [] if every or not tests else self.said[fault]
         functions = {test.partition("[")[0]: test for test in [*tests, *before]}
-        self.said[fault] = sorted(functions.values())
-        self.write()
+        with self.lock:
+            self.said[fault] = sorted(functions.values())
+            self.write()
 
     def write(self) -> None:
         """Write the file."""
@@ -198,23 +201,24 @@ def judged(
 ) -> Iterator[str]:
     """The faults that no test notices. Those that are known to notice one run first."""
 
+    def noted(fault: str, found: list[str]) -> list[str]:
+        if found:
+            print(f"{fault}: {', '.join(found)}", flush=True)
+            known.add(fault, found, every)
+        return found
+
     def by_known(fault: str) -> list[str]:
         said = known.said[fault]
-        return failing(fault, said, every) if said and not every else []
+        return noted(fault, failing(fault, said, every)) if said and not every else []
 
     def by_all(fault: str) -> list[str]:
-        return notices(fault, tests.of(fault), every)
+        return noted(fault, notices(fault, tests.of(fault), every))
 
     left = list(chosen)
-    with ThreadPoolExecutor(jobs) as pool:
-        for judge in (by_known, by_all):
-            faults, left = left, []
-            for fault, found in zip(faults, pool.map(judge, faults), strict=True):
-                if found:
-                    print(f"{fault}: {', '.join(found)}", flush=True)
-                    known.add(fault, found, every)
-                else:
-                    left.append(fault)
+    for judge in (by_known, by_all):
+        with ThreadPoolExecutor(jobs) as pool:
+            found = dict(zip(left, pool.map(judge, left), strict=True))
+        left = [fault for fault in left if not found[fault]]
     for fault in left:
         print(f"SURVIVES {fault}")
         known.add(fault, [], every)
