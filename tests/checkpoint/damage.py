@@ -1,24 +1,31 @@
-"""Checkpoints on disk that are damaged on purpose."""
+"""Checkpoints on disk that are damaged on purpose, or absurd behind right hashes."""
 
 import io
+import json
+import os
+import pickle
 import random
-import shutil
+import resource
+import signal
+import socket
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from shardwise.checkpoint.folder import MANIFEST
-from shardwise.checkpoint.manifest import Manifest, Seal, read_manifest, seal, write_manifest
+from shardwise.checkpoint.folder import MANIFEST, METADATA, SCALARS
+from shardwise.checkpoint.manifest import Manifest, read_manifest, seal, write_manifest
+from shardwise.checkpoint.metadata import read_metadata
 
+Act = Callable[[Path], object]
 #: What an error about a file of tensors says before it names those that are damaged.
 TENSORS = "damaged tensors: "
-#: Damages of one kind at places of the seed.
-FLIPS, CUTS, HOLES = 60, 4, 4
 
 
 class Damage(NamedTuple):
@@ -29,133 +36,74 @@ class Damage(NamedTuple):
     """
 
     name: str
-    act: Callable[[Path], object]
+    act: Act
     files: Sequence[str]
     tensor: str = ""
 
 
-class Values(NamedTuple):
-    """The bytes of a file that are the values of one tensor, as torch finds them."""
-
-    file: str
-    start: int
-    stop: int
-    tensor: str
-
-
-def damages(whole: Path, step: Path, run: Path, seed: int) -> Iterator[Damage]:
+def damages(whole: Path, others: Sequence[Path], seed: int) -> Iterator[Damage]:
     """Every kind of damage to every file, at places of the seed.
 
-    `step` is the checkpoint of another step beside this one; `run` is that of the same step of
-    another run.
+    `others` are the checkpoints of another step of this run, and of the same step of another one.
     """
     places = random.Random(seed)
     names = sorted(path.name for path in whole.iterdir())
-    yield from _bits(whole, names, places)
     for name in names:
-        yield from _of_one(whole / name, places)
-    for name, other in permutations(names, 2):
-        yield Damage(f"{other} in place of {name}", _copy(whole / other, name), [name])
-    for pair in combinations(names, 2):
-        yield Damage(f"{pair} exchanged", lambda path, p=pair: exchange(path, *p), pair)
-        yield Damage(f"{pair} gone", lambda path, p=pair: [(path / n).unlink() for n in p], pair)
-    yield from _mixtures(names, step, run)
+        content, values = (whole / name).read_bytes(), list(values_of(whole, name))
+        size = len(content)
+        bits = [places.randrange(8 * size) for _ in range(30)]
+        bits += [places.randrange(8 * start, 8 * stop) for _, start, stop in values]
+        for bit in bits:
+            hit = (f"{TENSORS}{t}" for t, start, stop in values if start <= bit // 8 < stop)
+            act = lambda path, name=name, bit=bit: flip(path / name, bit)  # noqa: E731
+            yield Damage(f"{name} bit {bit}", act, [name], next(hit, ""))
+        at = places.randrange(size)
+        torn = content[:at] + bytes(~byte & 255 for byte in content[at : at + 512])
+        cuts = [content[:length] for length in {0, 1, size // 2, size - 1, places.randrange(size)}]
+        foreign = [(whole / other).read_bytes() for other in names if other != name]
+        for text in (*cuts, content + b"x", 2 * content, torn + content[at + 512 :], *foreign):
+            yield Damage(f"{name} is {text[:9]}, {len(text)}", _write(name, text), [name])
+        yield Damage(f"{name} of zeros", _write(name, bytes(size)), [name], TENSORS * bool(values))
+        yield Damage(f"{name} gone", lambda path, name=name: (path / name).unlink(), [name])
+        for other in others:
+            # two checkpoints of one step differ by the manifest: the error may name any file
+            wrong = names if name == MANIFEST and other.name == whole.name else [name]
+            text = (other / name).read_bytes()
+            yield Damage(f"{name} of {other}", _write(name, text), wrong)
     yield from _manifests(read_manifest(whole))
 
 
-def _bits(whole: Path, names: Sequence[str], places: random.Random) -> Iterator[Damage]:
-    """Single bits of every file, and of every tensor in every file."""
-    every = list(values_of(whole))
-    bits = [
-        (n, places.randrange(8 * (whole / n).stat().st_size)) for n in names for _ in range(FLIPS)
-    ]
-    bits += [(v.file, places.randrange(8 * v.start, 8 * v.stop)) for v in every]
-    for name, bit in bits:
-        hit = (v.tensor for v in every if v.file == name and v.start <= bit // 8 < v.stop)
-        tensor = next((TENSORS + name for name in hit), "")
-        yield Damage(f"{name} bit {bit}", lambda p, n=name, b=bit: flip(p / n, b), [name], tensor)
-
-
-def values_of(path: Path) -> Iterator[Values]:
-    """Where the values of tensors are."""
+def values_of(path: Path, file: str) -> Iterator[tuple[str, int, int]]:
+    """The tensors in a file, each with the bytes that are its values, as torch finds them."""
     index = FileSystemReader(path).read_metadata()
     for piece, place in index.storage_data.items():
-        with (path / place.relative_path).open("rb") as stream:
-            stream.seek(place.offset)
-            reader: Any = torch._C.PyTorchFileReader
-            archive = reader(io.BytesIO(stream.read(place.length)))
-        start = place.offset + archive.get_record_offset("data/0")
-        size = len(archive.get_record("data/0"))
-        yield Values(place.relative_path, start, start + size, piece.fqn)
-
-
-def _of_one(file: Path, places: random.Random) -> Iterator[Damage]:
-    """Of one file: its length, its bytes, its kind, and that it is missing."""
-    name, content = file.name, file.read_bytes()
-    size, tensor = len(content), TENSORS if file.suffix == ".distcp" else ""
-    lengths = {0, 1, size // 2, size - 1, *(places.randrange(size) for _ in range(CUTS))}
-    for length in lengths:
-        yield Damage(f"{name} cut to {length}", _write(name, content[:length]), [name])
-    for count in (1, size):
-        yield Damage(f"{name}, {count} more", _write(name, content + content[:count]), [name])
-    for start in (places.randrange(size) for _ in range(HOLES)):
-        hole = bytes(~byte & 255 for byte in content[start : start + 512])
-        torn = content[:start] + hole + content[start + 512 :]
-        yield Damage(f"{name} torn at {start}", _write(name, torn), [name])
-    yield Damage(f"{name} of zeros", _write(name, bytes(size)), [name], tensor)
-    yield Damage(f"{name} gone", lambda path: (path / name).unlink(), [name])
-    yield Damage(f"{name} renamed", lambda path: rename(path / name), [name])
-    yield Damage(f"{name} a folder", lambda path: to_folder(path / name), [name])
-
-
-def _mixtures(names: Sequence[str], step: Path, run: Path) -> Iterator[Damage]:
-    """Files of two checkpoints in one folder.
-
-    The manifest distinguishes two checkpoints of one step: if it comes from the other checkpoint,
-    the error may name any file.
-    """
-    yield Damage("all of another step", _copies(step, names), [MANIFEST])
-    for chosen in [*combinations(names, 1), *combinations(names, 2)]:
-        rest = [name for name in names if name not in chosen]
-        either = names if MANIFEST in chosen else chosen
-        yield Damage(f"{chosen} of another step", _copies(step, chosen), chosen)
-        yield Damage(f"{chosen} of another run", _copies(run, chosen), either)
-        yield Damage(f"all but {chosen} of another step", _copies(step, rest), rest)
-    for name in names:
-        rest = [other for other in names if other != name]
-        wrong = names if name == MANIFEST else [name]
-        yield Damage(f"all but {name} of another run", _copies(run, rest), wrong)
+        if place.relative_path == file:
+            content = (path / file).read_bytes()[place.offset : place.offset + place.length]
+            archive: Any = torch._C.PyTorchFileReader(io.BytesIO(content))
+            start = place.offset + archive.get_record_offset("data/0")
+            yield piece.fqn, start, start + len(archive.get_record("data/0"))
 
 
 def _manifests(right: Manifest) -> Iterator[Damage]:
     """Manifests with a right hash of their own that say something wrong."""
     wrong = {"save": replace(right, save="0" * 32), "step": replace(right, step=right.step + 1)}
-    for what, manifest in wrong.items():
-        files = [MANIFEST, "scalars.json"]
-        yield Damage(f"another {what}", lambda p, m=manifest: write_manifest(p, m), files)
     for name, sealed in right.files.items():
-        less = {other: each for other, each in right.files.items() if other != name}
         for what, changed in {
-            "no": less,
-            "another hash of": {**right.files, name: replace(sealed, sha256="0" * 64)},
-            "another length of": {**right.files, name: replace(sealed, bytes=sealed.bytes + 1)},
-            "a second": {**right.files, f"_{name}": Seal(sealed.bytes, sealed.sha256)},
+            "no": {},
+            "another hash of": {name: replace(sealed, sha256="0" * 64)},
+            "another length of": {name: replace(sealed, bytes=sealed.bytes + 1)},
+            "a second": {name: sealed, f"_{name}": sealed},
         }.items():
-            manifest = replace(right, files=changed)
-            files = [MANIFEST, name, f"_{name}"]
-            yield Damage(f"{what} {name}", lambda p, m=manifest: write_manifest(p, m), files)
+            rest = {other: each for other, each in right.files.items() if other != name}
+            wrong[f"{what} {name}"] = replace(right, files=rest | changed)
+    for what, manifest in wrong.items():
+        name = what.split()[-1]
+        named = [MANIFEST, SCALARS, name, f"_{name}"]
+        yield Damage(what, lambda path, m=manifest: write_manifest(path, m), named)
 
 
-def _write(name: str, content: bytes) -> Callable[[Path], object]:
+def _write(name: str, content: bytes) -> Act:
     return lambda path: (path / name).write_bytes(content)
-
-
-def _copy(file: Path, name: str) -> Callable[[Path], object]:
-    return lambda path: shutil.copy(file, path / name)
-
-
-def _copies(source: Path, names: Sequence[str]) -> Callable[[Path], object]:
-    return lambda path: [shutil.copy(source / name, path / name) for name in names]
 
 
 def flip(file: Path, bit: int) -> None:
@@ -165,24 +113,217 @@ def flip(file: Path, bit: int) -> None:
     file.write_bytes(content)
 
 
-def to_folder(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
-def rename(file: Path) -> None:
-    file.rename(file.with_name(f"{file.name}.old"))
-
-
-def exchange(path: Path, name: str, other: str) -> None:
-    """The content of each in the place of the other."""
-    content = (path / name).read_bytes()
-    (path / name).write_bytes((path / other).read_bytes())
-    (path / other).write_bytes(content)
-
-
 def reseal(path: Path) -> None:
     """Make the manifest fit the files, as somebody would who means harm."""
     manifest = read_manifest(path)
     files = {name: seal(path / name) for name in manifest.files}
     write_manifest(path, Manifest(manifest.save, manifest.step, files))
+
+
+# --- absurd contents ----------------------------------------------------------------------------
+
+#: A tensor of the saved model that one piece holds.
+TENSOR = "model/0.bias"
+MANY = 2**42  # elements: 16 TB and more
+
+
+def index(change: Callable[[Metadata, Any, MetadataIndex], object]) -> Act:
+    """Change the index: the whole of it, one tensor in it, and the name of its first piece."""
+
+    def act(path: Path) -> None:
+        metadata = read_metadata(path)
+        tensor: Any = metadata.state_dict_metadata[TENSOR]
+        change(metadata, tensor, MetadataIndex(TENSOR, tensor.chunks[0].offsets))
+        (path / METADATA).write_bytes(pickle.dumps(metadata))
+        reseal(path)
+
+    return act
+
+
+def placed(**values: Any) -> Act:
+    """Say another place of the piece."""
+    return index(lambda metadata, _, piece: place(metadata, piece, **values))
+
+
+def place(metadata: Any, piece: MetadataIndex, **values: Any) -> None:
+    metadata.storage_data[piece] = replace(metadata.storage_data[piece], **values)
+
+
+def shaped(size: int) -> Act:
+    """Another number of elements, in one piece."""
+
+    def change(_: Metadata, tensor: Any, __: MetadataIndex) -> None:
+        tensor.size = torch.Size((size,))
+        tensor.chunks[:] = [replace(tensor.chunks[0], sizes=tensor.size)]
+
+    return index(change)
+
+
+def holding(make: Callable[[torch.Tensor], Any]) -> Act:
+    """Put other bytes, or what torch.save makes, in the place of a piece of the given tensor."""
+
+    def act(path: Path) -> None:
+        metadata = read_metadata(path)
+        tensor: Any = metadata.state_dict_metadata[TENSOR]
+        piece = MetadataIndex(TENSOR, tensor.chunks[0].offsets)
+        content = make(torch.zeros(tensor.chunks[0].sizes, dtype=tensor.properties.dtype))
+        content = content if isinstance(content, bytes) else stored(content)
+        file = path / metadata.storage_data[piece].relative_path
+        place(metadata, piece, offset=file.stat().st_size, length=len(content))
+        file.write_bytes(file.read_bytes() + content)
+        (path / METADATA).write_bytes(pickle.dumps(metadata))
+        reseal(path)
+
+    return act
+
+
+def stored(value: Any) -> bytes:
+    """The value as torch.save writes it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def archive(pickled: bytes) -> bytes:
+    """An archive of torch with this pickle, and no values."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as records:
+        records.writestr("archive/data.pkl", pickled)
+    return file.getvalue()
+
+
+def packed(content: bytes, length: int) -> bytes:
+    """The archive with its records packed, and with `length` zeros as values."""
+    file = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(content)) as old,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            plain = zipfile.ZIP_STORED if name.endswith("data.pkl") else None
+            values = bytes(length) if name.endswith("data/0") else old.read(name)
+            new.writestr(name, values, plain)
+    return file.getvalue()
+
+
+def scalars(change: Callable[[dict[str, Any]], object]) -> Act:
+    """Change scalars.json."""
+
+    def act(path: Path) -> None:
+        said = json.loads((path / SCALARS).read_text())
+        change(said)
+        (path / SCALARS).write_text(json.dumps(said))
+        reseal(path)
+
+    return act
+
+
+def numbered(**values: Any) -> Act:
+    """Other numbers of the engine."""
+    return scalars(lambda said: said["scalars"]["engine"].update(values))
+
+
+def stepped(step: Any) -> Act:
+    return scalars(lambda said: said["scalars"].update(step=step))
+
+
+def without(metadata: Any, tensor: Any, piece: MetadataIndex) -> None:
+    """Remove a piece."""
+    del metadata.storage_data[piece], tensor.chunks[0]
+
+
+BYTEARRAY = b"\x80\x02c__builtin__\nbytearray\n\x8a\x06\0\0\0\0\0\1\x85R."  # of 1 TB
+#: Each with what the error says of it.
+ABSURD: dict[str, tuple[Act, str]] = {
+    "a shape of 16 TB": (shaped(MANY), "a piece of"),
+    "a shape beyond 64 bits": (shaped(2**62), "a piece of"),
+    "an offset beyond the file": (placed(offset=2**50), r"should have \d+"),
+    "a length beyond the file": (placed(length=2**50), r"in \d+ bytes|same bytes"),
+    "a negative offset": (placed(offset=-1), "no whole numbers"),
+    "an offset that is text": (placed(offset="9"), "no whole"),
+    "a device as a file": (placed(relative_path="/dev/zero"), "outside the checkpoint's folder"),
+    "the piece twice": (
+        index(lambda _, t, __: t.chunks.append(t.chunks[0])),
+        "two boxes hold the element",
+    ),
+    "no piece": (index(without), "boxes hold 0 elements"),
+    "no place": (index(lambda m, _, p: m.storage_data.pop(p)), "do not agree"),
+    "two pieces in one place": (
+        index(lambda m, *_: [place(m, other, offset=0) for other in m.storage_data or {}]),
+        "in the same bytes",
+    ),
+    "another dtype in the index": (
+        index(lambda _, t, __: setattr(t.properties, "dtype", torch.int8)),
+        r"another shape or dtype|in \d+ bytes|was saved with, int8",
+    ),
+    "another dtype": (holding(lambda x: x.to(torch.int64)), "another shape or dtype"),
+    "another shape": (holding(lambda x: x[None]), "another shape or dtype"),
+    "one value 2^42 times": (
+        holding(lambda x: x[:1].clone().expand(MANY)),
+        "another shape or dtype",
+    ),
+    "a sparse tensor": (holding(lambda x: x.to_sparse()), "it names"),
+    "a tensor without values": (holding(lambda x: x.to("meta")), "it names"),
+    "a dict": (holding(lambda x: {"w": x}), "no plain tensor"),
+    "32 MB when unpacked": (holding(lambda x: packed(stored(x), 2**25)), "is packed"),
+    "1 TB": (holding(lambda _: archive(BYTEARRAY)), "it names __builtin__.bytearray"),
+    "far longer than its values": (holding(lambda x: stored(x) + bytes(2**17)), "a piece of"),
+    "no pickle": (holding(lambda _: archive(b"")[:90]), "not a zip file"),
+    **{
+        f"step {step!r}": (stepped(step), "its step is|of another step")
+        for step in (-1, 10**30, "7", None, 2.0, 3)
+    },
+    "no ranks": (scalars(lambda said: said.update(ranks=-4)), "ranks or scalars"),
+}
+#: Numbers and states of the engine, which only an engine reads.
+NUMBERS: dict[str, tuple[Act, str]] = {
+    "a negative counter": (numbered(since=-1), "without a number for since"),
+    "a counter beyond 64 bits": (numbered(since=2**70), "without a number for since"),
+    "a text as a step of the engine": (numbered(step="2"), "without a number for step"),
+    "no step of the engine": (numbered(step=None), "without a number for step"),
+    "an infinite loss scale": (numbered(loss_scale=float("inf")), "number for loss_scale"),
+    "groups in a list": (numbered(groups=[1]), "of another form"),
+    "groups of numbers": (numbered(groups={"default": {"lr": 1}}), "of another form"),
+    "states in a list": (numbered(states=[]), "of another form"),
+    "a state that is a number": (numbered(states={"0.bias": 7}), "scalars.json', which is damaged"),
+}
+
+
+# --- special files ------------------------------------------------------------------------------
+
+
+def special(file: Path, kind: str) -> None:
+    """Put a special file in place of a file."""
+    file.unlink()
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            here = Path.cwd()
+            os.chdir(file.parent)  # the name of a socket has at most 107 bytes
+            made.bind(file.name)
+            os.chdir(here)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to({"loop": file.name, "device": "/dev/zero", "dangling": "nowhere"}[kind])
+
+
+@contextmanager
+def limits(seconds: int = 20) -> Iterator[None]:
+    """Nothing in the block allocates much, less than any absurd size, and nothing waits."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"not refused in {seconds} seconds")
+
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    handler = signal.signal(signal.SIGALRM, late)
+    resource.setrlimit(resource.RLIMIT_AS, (held + 2**28, before[1]))
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, before)

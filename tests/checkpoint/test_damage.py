@@ -1,6 +1,5 @@
 """Damaged, foreign and malicious checkpoints: refused in one paragraph, and nothing is changed."""
 
-import builtins
 import contextlib
 import errno
 import os
@@ -8,6 +7,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,16 @@ from shardwise.cli.main import main
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.state.box import Box
-from tests.checkpoint.absurd import ABSURD, NUMBERS, limits, special
-from tests.checkpoint.cuts import save_by_all
-from tests.checkpoint.damage import damages, flip, reseal
-from tests.checkpoint.test_engines import engine_of, steps
+from tests.checkpoint.damage import (
+    ABSURD,
+    NUMBERS,
+    damages,
+    flip,
+    limits,
+    reseal,
+    special,
+)
+from tests.checkpoint.support import engine_of, save_by_all, steps
 from tests.pool import run_threads
 
 State = tuple[dict[str, Any], dict[str, Tensor]]
@@ -35,17 +41,13 @@ State = tuple[dict[str, Any], dict[str, Tensor]]
 
 def state_of(engine: sw.Engine) -> State:
     """All that a checkpoint would hold of an engine, copied."""
-    boxes = {box.name: box.tensor.clone() for box in engine.boxes()}
-    return engine.scalars(), boxes
+    return engine.scalars(), {box.name: box.tensor.clone() for box in engine.boxes()}
 
 
 def same(a: State, b: State) -> bool:
     """Whether two states are the same, bit for bit."""
-    return (
-        a[0] == b[0]
-        and a[1].keys() == b[1].keys()
-        and all(torch.equal(a[1][name], b[1][name]) for name in a[1])
-    )
+    alike = a[0] == b[0] and a[1].keys() == b[1].keys()
+    return alike and all(torch.equal(a[1][name], b[1][name]) for name in a[1])
 
 
 def kept(world: World) -> list[tuple[list[Box], dict[str, Any]]]:
@@ -53,10 +55,7 @@ def kept(world: World) -> list[tuple[list[Box], dict[str, Any]]]:
     engine, found = engine_of(world, "dp2 zero3 fp64"), []
     for step in range(2):
         steps(engine, step, 1)
-        boxes = [
-            Box(b.name, b.shape, b.offsets, b.sizes, b.tensor.detach().clone(), b.replica)
-            for b in engine.boxes()
-        ]
+        boxes = [replace(box, tensor=box.tensor.detach().clone()) for box in engine.boxes()]
         found.append((boxes, engine.scalars()))
     return found
 
@@ -70,10 +69,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "run"
     ranks = run_threads(2, kept)
     for run, number, step in (("run", 0, 1), ("run", 1, 2), ("another", 0, 2)):
-        boxes = [rank[number][0] for rank in ranks]
-        numbers = ranks[0][number][1]
-        scalars = {"step": step, "engine": numbers, "extra": {}}
-        save_by_all(folder.with_name(run), boxes, scalars)
+        scalars = {"step": step, "engine": ranks[0][number][1], "extra": {}}
+        save_by_all(folder.with_name(run), [rank[number][0] for rank in ranks], scalars)
     return folder
 
 
@@ -89,24 +86,24 @@ def outcome(engine: sw.Engine, path: Path, expected: State) -> str:
     return said
 
 
-@pytest.mark.parametrize("nth", [12, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("nth", [9, pytest.param(1, marks=pytest.mark.full)])
 def test_no_damage_is_loaded_and_none_changes_the_engine(
     nth: int, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """More than 500 ways: bits, lengths, files missing, exchanged and of other checkpoints.
+    """More than 250 ways: bits, lengths, files missing, exchanged and of other checkpoints.
 
     `sw.load` refuses each in one paragraph that names the file, and the tensor if its values are
     damaged, and leaves the engine as it was; `checkpoint inspect --deep` refuses each with exit
     code 2.
     """
     whole = shutil.copytree(saved, tmp_path / "run") / "step-000002"
-    step, run = saved / "step-000001", saved.with_name("another") / whole.name
+    others = [saved / "step-000001", saved.with_name("another") / whole.name]
     engine, expected = engine_of(alone(), "fp64"), engine_of(alone(), "fp64")
     sw.load(expected, whole)
     steps(engine, 0, 1)
     content = content_of(whole)
-    every = [*damages(whole, step, run, seed=7)]
-    assert len(every) >= 500
+    every = [*damages(whole, others, seed=7)]
+    assert len(every) >= 250
     for damage in every[::nth]:
         damage.act(whole)
         assert content != content_of(whole), damage.name
@@ -125,13 +122,24 @@ def test_no_damage_is_loaded_and_none_changes_the_engine(
     describe(whole, deep=True)
 
 
-@pytest.mark.parametrize("file", [".metadata", "scalars.json", "manifest.json"])
-def test_a_missing_file_is_no_missing_checkpoint(file: str, saved: Path, tmp_path: Path):
-    """`missing_ok` starts anew without a checkpoint; one that lacks a file is refused."""
+def test_a_missing_file_is_no_missing_checkpoint(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`missing_ok` starts anew without a checkpoint; one that lacks a file is refused.
+
+    A file of hundreds of gigabytes is not read to say that it is too short.
+    """
+    engine = engine_of(alone(), "fp64")
+    for file in (".metadata", "scalars.json", "manifest.json"):
+        path = shutil.copytree(saved / "step-000002", tmp_path / file / "step-000002")
+        (path / file).unlink()
+        with pytest.raises(InputError, match=rf"{file}', which is damaged \(it is not there"):
+            sw.load(engine, path, missing_ok=True)
     path = shutil.copytree(saved / "step-000002", tmp_path / "step-000002")
-    (path / file).unlink()
-    with pytest.raises(InputError, match=rf"{file}', which is damaged \(it is not there"):
-        sw.load(engine_of(alone(), "fp64"), path, missing_ok=True)
+    (path / "__0_0.distcp").write_bytes(b"short")
+    monkeypatch.setattr("hashlib.file_digest", None)
+    with pytest.raises(InputError, match=r"it has 5 bytes and should have \d+"):
+        sw.load(engine, path)
 
 
 def content_of(path: Path) -> dict[str, bytes | None]:
@@ -194,17 +202,6 @@ def test_a_file_without_permission_is_no_damaged_file(
         assert "rm -r" not in said and "damaged" not in said
 
 
-def test_a_wrong_length_is_refused_before_anything_is_hashed(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file of hundreds of gigabytes is not read to say that it is too short."""
-    path = shutil.copytree(saved / "step-000002", tmp_path / "step-000002")
-    (path / "__0_0.distcp").write_bytes(b"short")
-    monkeypatch.setattr("hashlib.file_digest", None)
-    with pytest.raises(InputError, match=r"it has 5 bytes and should have \d+"):
-        sw.load(engine_of(alone(), "fp64"), path)
-
-
 class Runs:
     """An object whose pickle calls a function that leaves a mark."""
 
@@ -217,16 +214,11 @@ class Runs:
 
 def harms(mark: Path) -> list[bytes]:
     """Pickles that would each make the file `mark`: by themselves, or inside what looks right."""
-    calls = [
-        Runs(os.system, f"touch {mark}"),
-        Runs(builtins.exec, f"open({str(mark)!r}, 'w')"),
-        Runs(builtins.open, str(mark), "w"),
-        Runs(Path.touch, mark),
-        Runs(torch.save, 1, str(mark)),
-        {"state_dict_metadata": Runs(os.mkdir, str(mark))},
-    ]
+    calls = [Runs(Path.touch, mark), Runs(os.system, f"touch {mark}"), Runs(torch.save, 1, mark)]
+    inside = {"state_dict_metadata": Runs(os.mkdir, str(mark))}
     dotted = b"\x80\x04\x8c\x05torch\x8c\x0aos.system\x93\x8c" + bytes([len(f"touch {mark}")])
-    return [*map(pickle.dumps, calls), dotted + f"touch {mark}".encode() + b"\x85R."]
+    dotted += f"touch {mark}".encode() + b"\x85R."
+    return [*map(pickle.dumps, (*calls, inside)), dotted]
 
 
 def test_a_checkpoint_runs_no_code(saved: Path, tmp_path: Path):
@@ -242,7 +234,7 @@ def test_a_checkpoint_runs_no_code(saved: Path, tmp_path: Path):
             with pytest.raises(InputError, match=r"\.metadata', which is damaged"):
                 use(path)
         assert not mark.exists()
-    pickle.loads(harms(mark)[3])  # noqa: S301 - and this is what it would have done
+    pickle.loads(harms(mark)[0])  # noqa: S301 - and this is what it would have done
     assert mark.exists()
 
 
@@ -250,7 +242,7 @@ def test_a_bit_of_metadata_is_never_a_traceback(saved: Path, tmp_path: Path):
     """Behind a manifest that was made to fit, too: an InputError, or a valid index."""
     whole, path = saved / "step-000002" / METADATA, tmp_path / METADATA
     refused = 0
-    for bit in range(0, 8 * whole.stat().st_size, 397):
+    for bit in range(0, 8 * whole.stat().st_size, 197):
         shutil.copy(whole, path)
         flip(path, bit)
         with contextlib.suppress(InputError):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 
 import shardwise as sw
@@ -20,10 +20,11 @@ from shardwise.core.errors import InputError
 from shardwise.models import hf
 from shardwise.models.registry import find
 from shardwise.train.prepare import RunStart
-from tests.engine.cases import regression, vectors
-from tests.engine.tensors import mine
+from tests.checkpoint.support import squares, steps
 from tests.pool import run_gloo, run_threads
 from tests.train.runs import run, settings
+
+SGD = sw.SGD(lr=0.1)
 
 
 class Model(nn.Module):
@@ -37,23 +38,26 @@ class Model(nn.Module):
         self.register_buffer("passing", torch.ones(3), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.enter.weight)
         return self.leave(self.inner(self.enter(x)).tanh() + self.ramp.to(x))
 
 
 def trained(world: World, plan: str, folder: str) -> dict[str, Any]:
     """Two steps, and a checkpoint; the full state on rank 0."""
     torch.manual_seed(0)
-    engine = sw.parallelize(Model(), plan, world, optimizer=sw.SGD(lr=0.01), loss=regression)
-    for step in range(2):
-        engine.step(mine(engine, vectors(step, rows=8)))
+    engine = sw.parallelize(Model(), plan, world, optimizer=SGD, loss=squares)
+    steps(engine, 0, 2)
     sw.save(engine, folder)
     return sw.full_state_dict(engine)
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    state = run_gloo(2, trained, "dp2 zero3 fp32", str(tmp_path / "run"))[0]
-    return tmp_path / "run", state
+Saved = tuple[Path, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    return folder, run_gloo(2, trained, "dp2 zero3 fp32", str(folder))[0]
 
 
 @pytest.mark.parametrize("plan", ["dp2 bf16", "pp2 1f1b:2 fp32"])
@@ -61,15 +65,13 @@ def test_the_names_are_those_of_the_plain_model(plan: str, tmp_path: Path):
     """The library loads the folder into the plain model; tied weights are written once."""
     state = run_gloo(2, trained, plan, str(tmp_path / "run"))[0]
     done = export(tmp_path / "run", tmp_path / "weights")
-    assert sorted(load_file(done.path / "model.safetensors")) == sorted(
-        key for key in state if key != "leave.weight"
-    )
+    assert {*load_file(done.path / "model.safetensors")} == state.keys() - {"leave.weight"}
     model = Model()
     load_model(model, done.path / "model.safetensors")
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
-def test_several_files_have_an_index(saved: tuple[Path, dict[str, Any]], tmp_path: Path):
+def test_several_files_have_an_index(saved: Saved, tmp_path: Path):
     """As Hugging Face writes it: the bytes of all tensors, and the file of each."""
     done = export(saved[0], tmp_path / "weights", file_bytes=150)
     index = json.loads((done.path / "model.safetensors.index.json").read_text())
@@ -82,18 +84,16 @@ def test_several_files_have_an_index(saved: tuple[Path, dict[str, Any]], tmp_pat
 def begun(world: World, plan: str, run_folder: str) -> dict[str, Any]:
     """An engine with other weights, after loading."""
     torch.manual_seed(1)
-    engine = sw.parallelize(Model(), plan, world, optimizer=sw.AdamW(lr=0.01), loss=regression)
+    engine = sw.parallelize(Model(), plan, world, optimizer=sw.AdamW(lr=0.01), loss=squares)
     assert sw.load(engine, Path(run_folder) / "checkpoints") == {}
     assert engine.steps == 0
     state = sw.full_state_dict(engine)
-    engine.step(mine(engine, vectors(0, rows=8)))
+    steps(engine, 0, 1)
     return state
 
 
 @pytest.mark.parametrize("plan", ["dp2 zero1 bf16", "pp2 1f1b:2 fp64"])
-def test_imported_weights_begin_a_run_under_any_plan(
-    plan: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path
-):
+def test_imported_weights_begin_a_run_under_any_plan(plan: str, saved: Saved, tmp_path: Path):
     """Every rank takes its part of each tensor, in the dtype of its own."""
     export(saved[0], tmp_path / "weights")
     import_weights(tmp_path / "weights", tmp_path / "begun")
@@ -101,32 +101,39 @@ def test_imported_weights_begin_a_run_under_any_plan(
     assert all(torch.equal(value, saved[1][key].to(value)) for key, value in state.items())
 
 
+# --- models on the meta device ------------------------------------------------------------------
+
+
+def layers(count: int, size: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(size, size) for _ in range(count)))
+
+
 def filled(world: World, folder: str) -> dict[str, Any]:
     """A model on the meta device, filled unit by unit."""
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        model = layers(2, 6)
     fill = sw.fill_from(folder)
-    engine = sw.parallelize(model, "dp2 zero3 fp32", world, loss=regression, fill=fill)
+    engine = sw.parallelize(model, "dp2 zero3 fp32", world, loss=squares, fill=fill)
     return sw.full_state_dict(engine)
 
 
 def test_a_model_on_the_meta_device_is_filled_from_a_folder(tmp_path: Path):
     """No rank makes the model: each unit is read as it is built."""
-    state = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).state_dict()
-    (tmp_path / "w").mkdir()
-    exporting.save_file(state, tmp_path / "w" / "model.safetensors")
-    found = run_threads(2, filled, str(tmp_path / "w"))[0]
+    state = layers(2, 6).state_dict()
+    save_file(state, tmp_path / "model.safetensors")
+    found = run_threads(2, filled, str(tmp_path))[0]
     assert all(torch.equal(value, state[key]) for key, value in found.items())
+    fill = sw.fill_from(tmp_path)
     with pytest.raises(InputError, match=r"the weight 2\.weight, which is not in"):
-        sw.fill_from(tmp_path / "w")("2.weight", torch.ones(6, 6))
+        fill("2.weight", torch.ones(6, 6))
     with pytest.raises(InputError, match=r"the weight 0\.weight of shape \(3, 6\)"):
-        sw.fill_from(tmp_path / "w")("0.weight", torch.ones(3, 6))
+        fill("0.weight", torch.ones(3, 6))
 
 
 def peak(world: World, folder: str) -> tuple[int, int, int]:
     """The most bytes of tensors while a model is filled; those of the model, and of a unit."""
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+        model = layers(12, 64)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model]
     read, seen = sw.fill_from(folder), list[int]()
 
@@ -141,58 +148,32 @@ def peak(world: World, folder: str) -> tuple[int, int, int]:
         read(name, tensor)
         seen.append(held())
 
-    before = held()
-    sw.parallelize(
-        model, "dp2 zero3 fp32", world, loss=regression, fill=fill, least_unit_bytes=0, units="*"
-    )
+    before, units = held(), {"least_unit_bytes": 0, "units": "*"}
+    sw.parallelize(model, "dp2 zero3 fp32", world, loss=squares, fill=fill, **units)
     return max(seen) - before, sum(sizes), sizes[0]
 
 
 def test_no_rank_holds_the_whole_while_it_is_filled(tmp_path: Path):
     """At most its half of the model and two units more, of twelve."""
-    state = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))).state_dict()
-    (tmp_path / "w").mkdir()
-    exporting.save_file(state, tmp_path / "w" / "model.safetensors")
-    for most, whole, unit in run_gloo(2, peak, str(tmp_path / "w")):
+    save_file(layers(12, 64).state_dict(), tmp_path / "model.safetensors")
+    for most, whole, unit in run_gloo(2, peak, str(tmp_path)):
         assert unit < most <= whole // 2 + 2 * unit
 
 
-def test_weights_of_single_experts_are_refused(tmp_path: Path):
-    """Transformers stacks them as it loads, so no run has parameters of these names."""
-    pytest.importorskip("transformers")
-    model: Any = hf.find("mixtral").build()
-    model.save_pretrained(tmp_path / "w")
-    with pytest.raises(InputError, match=r"\.experts\.0\..* --model hf:.*w\."):
-        import_weights(tmp_path / "w", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+# --- models of transformers ---------------------------------------------------------------------
 
 
-def test_an_index_of_several_files_is_loaded(tmp_path: Path):
-    """`from_pretrained` of many small files gives the logits of the trained model."""
-    transformers = pytest.importorskip("transformers")
-    found = hf.find("gpt2")
-    model = found.build()
-    engine = sw.parallelize(model, "fp32", alone(), optimizer=sw.SGD(lr=0.1), loss=found.loss)
-    engine.step(found.batch(2, 0))
-    sw.save(engine, tmp_path / "run" / "checkpoints")
-    done = export(tmp_path / "run", tmp_path / "weights", file_bytes=50_000)  # the run's folder
-    assert done.files > 3
-    plain = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "weights").eval()
-    tokens = found.batch(2, 1)["inputs"]
-    with torch.no_grad():
-        assert torch.equal(model.eval()(tokens).logits, plain(tokens).logits)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_transformers_loads_what_is_exported(name: str, tmp_path: Path):
-    """`from_pretrained` of the folder gives the logits of the trained model."""
+@pytest.mark.parametrize(("name", "file_bytes"), [("gpt2", 50_000), ("t5", 2**30)])
+def test_transformers_loads_what_is_exported(name: str, file_bytes: int, tmp_path: Path):
+    """`from_pretrained` of the folder, of many small files too, is the trained model."""
     transformers = pytest.importorskip("transformers")
     found = hf.find(name)
     model = found.build()
-    engine = sw.parallelize(model, "fp32", alone(), optimizer=sw.SGD(lr=0.1), loss=found.loss)
+    engine = sw.parallelize(model, "fp32", alone(), optimizer=SGD, loss=found.loss)
     engine.step(found.batch(2, 0))
-    sw.save(engine, tmp_path / "run")
-    export(tmp_path / "run", tmp_path / "weights")
+    sw.save(engine, tmp_path / "run" / "checkpoints")
+    done = export(tmp_path / "run", tmp_path / "weights", file_bytes=file_bytes)
+    assert (done.files > 3) == (name == "gpt2")
     plain = getattr(transformers, type(model).__name__).from_pretrained(tmp_path / "weights")
     with torch.no_grad():
         ours, theirs = (found.loss(one.eval(), found.batch(2, 1)) for one in (model, plain))
@@ -201,19 +182,11 @@ def test_transformers_loads_what_is_exported(name: str, tmp_path: Path):
 
 def losses(world: World, name: str, folder: str, plan: str) -> list[float]:
     """Two steps of a model of transformers that was made on the meta device."""
-    found, weights = hf.find(name), hf.find(folder)
+    found, fill = hf.find(name), sw.fill_from(folder)
     with torch.device("meta"):
-        model = weights.make()
-    fill = sw.fill_from(folder)
-    engine = sw.parallelize(
-        model,
-        plan,
-        world,
-        optimizer=sw.SGD(lr=0.1),
-        loss=found.loss,
-        tokens=found.tokens,
-        fill=fill,
-    )
+        model = hf.find(folder).make()
+    counts = {"loss": found.loss, "tokens": found.tokens}
+    engine = sw.parallelize(model, plan, world, optimizer=SGD, fill=fill, **counts)
     rows = found.batch(4, 1)
     part = {k: v.chunk(engine.data_ranks)[engine.data_rank] for k, v in rows.items()}
     return [engine.step(part).loss for _ in range(2)]
@@ -226,10 +199,28 @@ def test_a_model_of_transformers_is_filled_from_a_folder(name: str, tmp_path: Pa
     found = hf.find(name)
     model: Any = found.build()
     model.save_pretrained(tmp_path / "w")
-    engine = sw.parallelize(model, "fp32", alone(), optimizer=sw.SGD(lr=0.1), loss=found.loss)
+    engine = sw.parallelize(model, "fp32", alone(), optimizer=SGD, loss=found.loss)
     expected = [engine.step(found.batch(4, 1)).loss for _ in range(2)]
     for got in run_gloo(2, losses, name, str(tmp_path / "w"), "dp2 zero3 fp32"):
         assert got == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_folder_of_transformers_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`hf:./folder` has the weights of the folder; those of single experts are stacked there."""
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    model: Any = hf.find("llama").build()
+    model.save_pretrained("w")
+    made = find("hf:./w").build()
+    assert all(map(torch.equal, model.parameters(), made.parameters()))
+    Path("w/config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"without config\.json of a model of transformers"):
+        find("hf:./w")
+    experts: Any = hf.find("mixtral").build()
+    experts.save_pretrained("experts")
+    with pytest.raises(InputError, match=r"\.experts\.0\..* --model hf:.*experts\."):
+        import_weights(tmp_path / "experts", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.full
@@ -244,6 +235,9 @@ def test_a_run_of_train_begins_with_exported_weights(tmp_path: Path):
     assert second[0].loss < first[0].loss
 
 
+# --- the commands -------------------------------------------------------------------------------
+
+
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     with pytest.raises(SystemExit) as end:
         main(["checkpoint", *argv])
@@ -251,47 +245,48 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     return int(end.value.code or 0), (printed.out + printed.err).strip()
 
 
-def test_the_commands(
-    saved: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_commands(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Export in bf16, import; a folder that exists is replaced only with --overwrite."""
     folder, other = str(tmp_path / "w"), str(tmp_path / "other")
     for more in ([], ["--overwrite", "--dtype", "bf16"]):
         code, text = said(capsys, "export", str(saved[0]), "--to", folder, *more)
         assert (code, "6 tensors, " in text) == (0, True)
     assert {t.dtype for t in load_file(f"{folder}/model.safetensors").values()} == {torch.bfloat16}
-    assert said(capsys, "import", folder, "--to", other)[0] == 0
-    assert said(capsys, "import", folder, "--to", other, "--overwrite")[0] == 0
-    assert "5 tensors" not in said(capsys, "inspect", other)[1]
+    for more in ([], ["--overwrite"]):
+        assert said(capsys, "import", folder, "--to", other, *more)[0] == 0
+    assert "6 tensors" in said(capsys, "inspect", other)[1]
 
 
 @pytest.mark.parametrize(
-    ("argv", "phrase"),
+    ("line", "phrase"),
     [
-        (["export", "run"], "Missing option '--to'.* instead: shardwise checkpoint export"),
-        (["import", "there"], "Missing option '--to'.* instead: shardwise checkpoint import"),
-        (["export", "run", "--to", "there"], "the folder '.*there', which exists"),
-        (["export", "run", "--to", "there", "--overwrite"], r"which has other files \(mine"),
-        (["export", "run", "--to", "run/latest/x"], "which cannot be written"),
-        (["export", "absent", "--to", "new"], "no such folder"),
-        (["export", "run", "--to", "new", "--dtype", "int8"], "--dtype int8"),
-        (["import", "absent", "--to", "new"], "no such folder"),
-        (["import", "there", "--to", "new"], "no weights in it"),
-        (["import", "broken", "--to", "new"], "model.safetensors', which is damaged"),
-        (["import", "index", "--to", "new"], "without a.safetensors, which its index names"),
-        (["import", "wrong", "--to", "new"], "it has no weight_map"),
+        ("export run", "Missing option '--to'.* instead: shardwise checkpoint export"),
+        ("import there", "Missing option '--to'.* instead: shardwise checkpoint import"),
+        ("export run --to there", "the folder '.*there', which exists"),
+        ("export run --to there --overwrite", r"which has other files \(mine"),
+        ("export run --to . --overwrite", r"which exists\. Allowed: a new folder.*--to /"),
+        ("export run --to / --overwrite", r"which exists\. Allowed: a new folder.*--to /"),
+        ("export run --to run/latest/x", "which cannot be written"),
+        ("export absent --to new", "no such folder"),
+        ("export run --to new --dtype int8", "--dtype int8"),
+        ("import absent --to new", "no such folder"),
+        ("import there --to new", "no weights in it"),
+        ("import broken --to new", "model.safetensors', which is damaged"),
+        ("import index --to new", "without a.safetensors, which its index names"),
+        ("import wrong --to new", "it has no weight_map"),
     ],
 )
 def test_bad_input_is_one_paragraph(
-    argv: list[str],
+    line: str,
     phrase: str,
-    saved: tuple[Path, dict[str, Any]],
+    saved: Saved,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Exit code 2; and nothing is written."""
     monkeypatch.chdir(tmp_path)
+    Path("run").symlink_to(saved[0])
     for name in ("there", "broken", "index", "wrong"):
         Path(name).mkdir()
     Path("there/mine").touch()
@@ -300,37 +295,21 @@ def test_bad_input_is_one_paragraph(
     Path("index/model.safetensors.index.json").write_text(json.dumps(index))
     Path("wrong/model.safetensors.index.json").write_text("{}")
     before = sorted(map(str, tmp_path.rglob("*")))
-    code, text = said(capsys, *argv)
-    assert code == 2
-    assert "\n" not in text
-    assert re.search(phrase, text)
+    code, text = said(capsys, *line.split())
+    assert code == 2 and "\n" not in text
+    assert re.search(phrase, text), text
     assert sorted(map(str, tmp_path.rglob("*"))) == before
 
 
-def test_a_failed_export_leaves_nothing(
-    saved: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_export_that_ends_early_leaves_nothing(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A disk that is full, an interrupt: no folder under the final name, no partial one."""
+    """An interrupt: no folder under the final name, no partial one."""
 
-    def full(*_: Any) -> None:
+    def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(exporting, "save_file", full)
+    monkeypatch.setattr(exporting, "save_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         export(saved[0], tmp_path / "weights")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_a_folder_of_transformers_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`hf:./folder` has the weights of the folder."""
-    pytest.importorskip("transformers")
-    model = hf.find("llama").build()
-    model.save_pretrained(tmp_path / "weights")  # type: ignore[operator]
-    monkeypatch.chdir(tmp_path)
-    made = find("hf:./weights").build()
-    assert all(map(torch.equal, model.parameters(), made.parameters()))
-    (tmp_path / "weights/config.json").write_text("{}")
-    with pytest.raises(InputError, match=r"without config\.json of a model of transformers"):
-        find("hf:./weights")
-    with pytest.raises(InputError, match="no such folder"):
-        find("hf:./absent")
+    assert [*tmp_path.iterdir()] == []

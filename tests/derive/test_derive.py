@@ -23,8 +23,7 @@ from shardwise.train.prepare import RunStart, prepare
 from shardwise.verify.proof_options import Options, table_in
 from tests.derive import models
 from tests.pool import run_gloo
-from tests.train.runs import run
-from tests.train.test_pretrained import configured, folder
+from tests.train.runs import model_folder, pretrained, run
 from tests.verify.test_command import shortly
 
 HAND = Path(__file__).with_name("models.py")
@@ -227,18 +226,18 @@ def test_commands_derive_the_table_or_take_it_from_a_file(
 @pytest.mark.full
 def test_a_run_derives_the_table(tmp_path: Path):
     """`train` of a folder of opt, which has no table: the losses are those of one process."""
-    weights = folder("opt", tmp_path / "w")
-    expected = [each.loss for each in run(configured(tmp_path / "one", weights, "fp64", steps=3))]
-    given = configured(tmp_path / "two", weights, "tp2 zero1 fp64", steps=3)
+    weights = model_folder("opt", tmp_path / "w")
+    expected = [each.loss for each in run(pretrained(tmp_path / "one", weights, "fp64", steps=3))]
+    given = pretrained(tmp_path / "two", weights, "tp2 zero1 fp64", steps=3)
     assert [each.loss for each in run(given, ranks=2)] == pytest.approx(expected, rel=1e-10)
 
 
 def test_a_run_takes_a_table_from_a_file(tmp_path: Path):
     """`plan.table` replaces what would be derived; a file without a table is refused."""
-    weights, file = folder("opt", tmp_path / "w"), tmp_path / "table.toml"
+    weights, file = model_folder("opt", tmp_path / "w"), tmp_path / "table.toml"
     styles = {"model.decoder.layers.*.fc1": "colwise", "model.decoder.layers.*.fc2": "rowwise"}
     file.write_text("\n".join(f'"{name}" = "{style}"' for name, style in styles.items()))
-    base = configured(tmp_path / "run", weights, "tp2", steps=2)
+    base = pretrained(tmp_path / "run", weights, "tp2", steps=2)
     table = prepare(base, 2, RunStart()).table
     assert isinstance(table, Table) and table.derived
     given = config.build(base.model_dump() | {"plan": {"text": "tp2", "table": str(file)}})

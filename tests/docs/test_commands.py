@@ -17,7 +17,7 @@ from shardwise.cli.main import main
 from tests.docs.pages import PAGES, ROOT, blocks, file_of
 from tests.migrate.test_migrate import DEEPSPEED, LAUNCHED, TITAN, titan, written
 from tests.programs import run_program
-from tests.train.test_pretrained import folder as small_model
+from tests.train.runs import model_folder as small_model
 
 #: What a page has for other machines, and what stands for it here.
 HERE = {

@@ -15,7 +15,7 @@ from shardwise.core.errors import InputError
 from shardwise.models import hf, pretrained
 from shardwise.models.registry import find
 from shardwise.prediction.prediction import Prediction
-from tests.checkpoint.absurd import limits, special
+from tests.checkpoint.damage import limits, special
 
 pytest.importorskip("transformers")
 

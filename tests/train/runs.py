@@ -1,28 +1,31 @@
 """Small runs for the tests of the loop: worlds of one and of several gloo processes."""
 
+import importlib
 import io
-import operator
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from shardwise.cli import main as cli
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RunError
 from shardwise.engine.engine import Engine
-from shardwise.models import gpt
-from shardwise.train import config, end, loop
+from shardwise.models import gpt, hf
+from shardwise.train import config, loop
 from shardwise.train.measure.metrics import Record, read
 from shardwise.train.prepare import PreparedRun, RunStart
 from shardwise.train.report.summary import RankCost
 from tests.pool import run_gloo
 
-Change = Callable[[World], None]
+Capture = pytest.CaptureFixture[str]
 
 
 def settings(folder: Path, plan: str = "fp64", **train: Any) -> config.Config:
@@ -47,6 +50,43 @@ def settings(folder: Path, plan: str = "fp64", **train: Any) -> config.Config:
     )
 
 
+def changed(given: config.Config, section: str, **values: Any) -> config.Config:
+    """The same run with other values of a section."""
+    return given.model_copy(update={section: getattr(given, section).model_copy(update=values)})
+
+
+def pretrained(at: Path, weights: Path, plan: str, **train: Any) -> config.Config:
+    """A run of the model in a folder of transformers."""
+    base = settings(at, plan, **train).model_dump()
+    return config.build(base | {"model": {"name": f"hf:{weights}", "sequence": 13}})
+
+
+def model_folder(kind: str, at: Path, **sizes: Any) -> Path:
+    """A small model of transformers, with a word for every byte, in a folder."""
+    transformers = pytest.importorskip("transformers")
+    made = hf.small_config(kind)
+    made.update({"vocab_size": 257} | sizes)
+    torch.manual_seed(0)
+    family = "AutoModelForMaskedLM" if kind == "bert" else "AutoModelForCausalLM"
+    getattr(transformers, family).from_config(made).save_pretrained(at)
+    return at
+
+
+def ended(capture: Capture, *argv: str) -> tuple[Any, str, str]:
+    """The exit code of a command, its output and its error output."""
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(argv)
+    out, err = capture.readouterr()
+    return leaving.value.code or 0, out, err
+
+
+def printed(capture: Capture, *argv: str) -> str:
+    """What a command prints that ends with 0."""
+    code, out, err = ended(capture, *argv)
+    assert code == 0, err
+    return out
+
+
 def run(given: config.Config, ranks: int = 1, start: RunStart | None = None) -> list[Record]:
     """Train; the records of the run's folder."""
     if ranks == 1:
@@ -56,16 +96,16 @@ def run(given: config.Config, ranks: int = 1, start: RunStart | None = None) -> 
     return read(given.folder)
 
 
-def trained(world: World, given: config.Config, start: RunStart | None) -> str:
+def trained(world: World, given: config.Config, start: RunStart | None = None) -> str:
     """Train; the sample on rank 0."""
     summary = loop.train(given, world, start)
     return summary.sample if summary else ""
 
 
-def said(world: World, given: config.Config) -> str:
-    """Resume; what was said, and nothing was trained."""
+def shown(world: World, given: config.Config, start: RunStart | None = None) -> str:
+    """Train; what is shown on rank 0."""
     out = io.StringIO()
-    assert loop.train(given, world, RunStart(resume=True), Console(file=out, width=300)) is None
+    loop.train(given, world, start, Console(file=out, width=300))
     return out.getvalue()
 
 
@@ -77,19 +117,51 @@ def costed(world: World, given: config.Config, start: RunStart | None) -> RankCo
 
 def signalled(world: World, given: config.Config, rank: int, step: int) -> bool:
     """Train, with SIGTERM sent to one rank in one step; whether that rank's run ended with it."""
-    told = loop.tell
 
-    def tell(run: loop.Run, record: Record) -> None:
-        told(run, record)
+    def told(run: loop.Run, record: Record) -> None:
         if world.rank == rank and record.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    loop.tell = tell
-    try:
+    with before("loop.tell", told):
         loop.train(given, world)
-    finally:
-        loop.tell = told
     return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def stopped(
+    world: World, given: config.Config, rank: int, where: str, start: RunStart | None = None
+) -> str:
+    """Train, with SIGTERM sent to one rank in a function; what is shown, without a summary."""
+    out = io.StringIO()
+    interrupt = lambda *_: world.rank == rank and os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    with before(where, interrupt):
+        assert loop.train(given, world, start, Console(file=out, width=200)) is None
+    return out.getvalue()
+
+
+def on_a_full_disk(world: World, given: config.Config, where: str) -> tuple[str, str]:
+    """Train, with a disk that is full in a function that rank 0 calls; the error of each rank."""
+    with before(where, full_disk), pytest.raises((InputError, RunError)) as caught:
+        loop.train(given, world)
+    return caught.type.__name__, str(caught.value)
+
+
+def full_disk(*_: object, **__: object) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+@contextmanager
+def before(where: str, act: Callable[..., object]) -> Iterator[None]:
+    """Call `act` before each call of a function of the package `train`."""
+    place, _, name = f"shardwise.train.{where}".rpartition(".")
+    called = getattr(importlib.import_module(place), name)
+
+    def both(*args: Any, **options: Any) -> Any:
+        act(*args, **options)
+        return called(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{place}.{name}", both)
+        yield
 
 
 def poisoned(
@@ -109,66 +181,11 @@ def poisoned(
         engines.append(built(prepared, world))
         return engines[0]
 
-    gpt.loss, loop.build = poison, build
-    try:
-        loop.train(given, world)
-    except RunError as error:
-        return str(error)
-    finally:
-        gpt.loss, loop.build = called, built
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt, "loss", poison)
+        patch.setattr(loop, "build", build)
+        try:
+            loop.train(given, world)
+        except RunError as error:
+            return str(error)
     return ""
-
-
-def on_a_full_disk(world: World, given: config.Config, where: str) -> tuple[str, str]:
-    """Train, with a disk that is full in a function that rank 0 calls; the error of each rank."""
-    base, _, name = where.rpartition(".")
-    place = operator.attrgetter(base)(loop)
-    called = getattr(place, name)
-
-    def full(*_: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    setattr(place, name, full)
-    try:
-        loop.train(given, world)
-    except (InputError, RunError) as error:
-        return type(error).__name__, str(error)
-    finally:
-        setattr(place, name, called)
-    return "", ""
-
-
-def stopped_early(
-    world: World, given: config.Config, rank: int, where: str, start: RunStart | None
-) -> tuple[bool, str]:
-    """Train, with SIGTERM sent to one rank in a function of the loop; no summary, what was said."""
-    called = getattr(loop, where)
-
-    def signalled_in(*args: Any) -> Any:
-        if world.rank == rank:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return called(*args)
-
-    said = io.StringIO()
-    setattr(loop, where, signalled_in)
-    try:
-        summary = loop.train(given, world, start, Console(file=said, width=200))
-    finally:
-        setattr(loop, where, called)
-    return summary is None, said.getvalue()
-
-
-def stopped_at_the_end(world: World, given: config.Config, rank: int, where: str) -> None:
-    """Train, with SIGTERM sent to one rank at the beginning of a function of the run's end."""
-    called = getattr(end, where)
-
-    def signalled_in(*args: Any) -> Any:
-        if world.rank == rank:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return called(*args)
-
-    setattr(end, where, signalled_in)
-    try:
-        assert loop.train(given, world) is None
-    finally:
-        setattr(end, where, called)

@@ -1,139 +1,203 @@
-"""`shardwise train` as a user runs it: started, interrupted, resumed, and failing."""
+"""The commands as a user runs them: what they refuse; `train` by signals and failures."""
 
-import json
 import os
+import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from shardwise.cli import main as cli
+from shardwise.cli.usage import EXAMPLES
 from shardwise.comm.start.launch import Ended
 from shardwise.comm.start.stop_signal import NOTHING
+from shardwise.core.plan.plan import words_table
 from shardwise.train import config
 from shardwise.train.measure.metrics import read
-from shardwise.train.measure.progress import size_text
+from tests import surface
 from tests.programs import Program, run_program, start_program
-from tests.train.runs import run, settings
+from tests.train.runs import Capture, ended, printed, settings
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "quickstart.toml"
 
 
-def command(folder: Path, *argv: str, **train: object) -> list[str]:
-    given = settings(folder / "run", "dp2 zero3", **train)
+def configured(folder: Path, *argv: str, plan: str = "dp2 zero3", **train: object) -> list[str]:
+    """The command line of a small run."""
     file = folder / "config.toml"
-    file.write_text(config.dump(given))
-    return ["-W", "error", "-m", "shardwise", "train", str(file), *argv]
+    file.write_text(config.dump(settings(folder / "run", plan, **train)))
+    return ["train", str(file), *argv]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_a_run_is_interrupted_and_resumed_under_another_plan(number: int, tmp_path: Path) -> None:
-    """A signal to launcher and ranks, as of systemd or Slurm: exit code 0, and one checkpoint.
+# --- command lines and bad input ----------------------------------------------------------------
 
-    One rank continues the curve.
-    """
-    started = command(tmp_path, "--nproc", "2", steps=100_000, eval_every=0, save_every=0)
-    pids = tmp_path / "pids.py"
-    pids.write_text(PIDS.format(folder=str(tmp_path)))
-    callbacks = ("--set", f"run.callbacks=['{pids}:make']")
-    with start_program([*started, *callbacks]) as program:
-        said = [line for line in program.stdout if _sent(line, program, number, tmp_path)]
-    assert program.returncode == 0
-    stopped = len(read(tmp_path / "run"))
-    assert f"stopped by a signal after step {stopped}" in "".join(said)
 
-    more = ("--resume", "--plan", "fp32", "--set", f"train.steps={stopped + 2}")
-    done = run_program(command(tmp_path, *more))
+@pytest.mark.parametrize("name", surface.commands())
+def test_every_command_has_an_example(name: str) -> None:
+    """A command line that cannot be read is answered with one of its command that works."""
+    assert name.rpartition(" ")[2] in EXAMPLES
+
+
+def test_help_needs_no_torch() -> None:
+    """Torch and the other heavy packages are not imported for help, the version, the words."""
+    code = """
+import sys
+from shardwise.cli.main import main
+for line in ("--help", "--version", "train --help", "plan --words", "schedule 1f1b"):
+    try:
+        main(line.split())
+    except SystemExit as leaving:
+        assert not leaving.code, leaving.code
+heavy = {"torch", "matplotlib", "tokenizers", "tensorboard", "pyarrow"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"resumed after step {stopped}" in done.stdout
-    steps = [record.step for record in read(tmp_path / "run")]
-    assert steps == list(range(1, stopped + 3))
 
 
-@pytest.mark.full
-def test_a_second_interrupt_is_no_failure(tmp_path: Path) -> None:
-    """The first saves, the second does not wait for the ranks to leave: nothing has failed."""
-    started = command(tmp_path, "--nproc", "2", steps=100_000, eval_every=0, save_every=0)
-    with start_program(started) as program:
-        for line in program.stdout:
-            if line.startswith("step 1/"):
-                program.send_signal(signal.SIGINT)
-            if "the checkpoint is saved" in line:
-                program.send_signal(signal.SIGINT)
-        complaint = program.stderr.read()
-    assert program.returncode in (0, 130)  # the ranks may have left by then
-    assert "failed" not in complaint
-    assert ("by a second Ctrl-C" in complaint) == (program.returncode == 130)
-    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))) == 1
+@pytest.mark.parametrize(
+    "keep",
+    [
+        "import atexit; atexit.register(time.sleep, 60)",
+        "threading.Thread(target=time.sleep, args=(60,)).start()",
+    ],
+)
+def test_a_process_that_outlives_its_command_is_ended(keep: str) -> None:
+    """By an exit handler or a thread of a library; the command's exit code stands."""
+    code = (
+        f"import sys, threading, time\n{keep}\nfrom shardwise.cli import main as cli\n"
+        "cli.LINGER_S, sys.argv = 0.5, ['shardwise', 'plan', 'dp2 zero4']\ncli.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30
+    )
+    assert done.returncode == 2 and "kept alive" in done.stderr, done
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_signal_in_start_up_ends_the_command_with_exit_code_0(
-    ranks: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("line", "phrase"),
+    [
+        # command lines that cannot be read
+        ("--nope", "Write instead: shardwise train examples/quickstart.toml"),
+        ("verifi dp2", "No such command 'verifi'. Write instead: shardwise verify"),
+        ("train", "'CONFIG'"),
+        ("train x.toml --nprc 2", "--nproc)"),
+        ("train x.toml --resume=3", "'--resume'"),
+        ("verify dp2 zero3", "extra argument(s) (zero3)"),
+        ("checkpoint inspct x", "Write instead: shardwise checkpoint inspect runs/default"),
+        # runs
+        ("train absent.toml", "absent.toml"),
+        ("train ''", "no configuration: the name of its file is empty"),
+        ("train EXAMPLE --set train.step=3", "train.steps"),
+        ("train EXAMPLE --set stesp=9", "Write instead: --set train.steps=9."),
+        ("train EXAMPLE --set tokens=9", "--set data.tokens=9 or --set sample.tokens=9"),
+        ("train EXAMPLE --plan 'dp2 zero9'", "zero9"),
+        ("train EXAMPLE --nproc 3", "needs 2 processes"),
+        ("train EXAMPLE --plan tp63", "tp63 for a model of 4 query heads"),
+        ("train EXAMPLE --plan tp5 --nproc 5", "the degrees 1 to 4"),
+        ("train EXAMPLE --nproc 99999999", "99999999 processes on this machine"),
+        ("train EXAMPLE --resume", "no checkpoint"),
+        ("train EXAMPLE --set model.width=1000000000", "of memory. Allowed"),
+        ("train EXAMPLE --plan 'pp2 pipedream:4'", "--set train.clip=0 (in Python: clip=None)."),
+        ("train EXAMPLE --set run.trace=true", "which has no pipeline"),
+        ("train EXAMPLE --plan 'pp2 1f1b:9'", "Write instead: train.batch = 9"),
+        ("train EXAMPLE --dry-run --set train.batch=1", "train.batch = 1 under the plan"),
+        ("train EXAMPLE --dry-run --plan tp64 --nproc 64", "tp64"),
+        # proofs and predictions
+        ("verify dp2 --model nonsense", "Write instead: gpt"),
+        ("verify dp2 --model absent.py", "Write instead: absent.py:build"),
+        ("verify", "Given: no plan"),
+        ("verify dp99 --device cuda", "99 ranks on cuda, with"),
+        ("predict", "Given: no plan"),
+        ("predict 'dp2 zero3' --rank 2", "--rank 2"),
+        ("predict dp2 --batch 1000000000", "1000000000 rows"),
+        ("predict dp2 --sequence 1000000000", "--sequence 1000000000"),
+        ("predict dp2 --device-memory 80GB", "Write instead: --device-memory 80GiB"),
+        ("predict --zero-table many", "7.5e9"),
+        ("predict --zero-table 1e300", "1e+18"),
+        ("predict dp2 --timeline /no/such/folder/x.svg", "a picture that cannot be written"),
+        ("predict dp2 --timeline x.doc", ".svg or .png"),
+        ("predict 'dp2 activations:host' --timeline x.svg", "--measure"),
+        ("plan cp4:3x2", "a ring of R times Ulysses of U ranks, with R * U = 4"),
+        # schedules
+        ("schedule", "no schedule"),
+        ("schedule interleafed", "Write instead: interleaved"),
+        ("schedule 1f1b --stages 0", "0 stages for 1f1b"),
+        ("schedule zb-v --chunks 3", "2 of them with zb-v"),
+        ("schedule 1f1b --batches 2", "2bw alone"),
+        ("schedule 1f1b:4x", "M or MxV"),
+        ("schedule 1f1b:8 --microbatches 4", "its numbers again"),
+        ("schedule 1f1b --costs X=1", "the costs 'X=1'"),
+        ("schedule 1f1b --costs F=1/2", "one for each of 4 stages"),
+        ("schedule 1f1b --costs F=1,W", "W has no time"),
+        ("schedule 1f1b --costs F=1,F=2", "F occurs twice"),
+        ("schedule 1f1b --costs hop=nan", "'nan' is no time for hop"),
+        ("schedule 1f1b --costs F=0,B=0", "by which no action takes any time"),
+        ("schedule naive --stages=99999999", "at most 32768 forwards"),
+        ("schedule 1f1b --svg /no/such/folder/a.svg", "cannot be written"),
+    ],
+)
+def test_bad_input_is_a_paragraph_and_exit_code_2(
+    line: str, phrase: str, tmp_path: Path, capfd: Capture
 ) -> None:
-    """While the data is being prepared, before any rank is started: a line, and no run folder."""
-    started = command(tmp_path, "--nproc", ranks, "--plan", f"dp{ranks}")
-
-    def interrupted(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise AssertionError("the signal was not heard")
-
-    monkeypatch.setattr("shardwise.train.prepare.prepare", interrupted)
-    with pytest.raises(SystemExit) as leaving:
-        cli.main(started[started.index("train") :])
-    assert leaving.value.code == 0
-    assert capsys.readouterr() == (f"{NOTHING}\n", "")
+    """No traceback, nothing on the output, no run folder left behind."""
+    argv = shlex.split(line.replace("EXAMPLE", str(EXAMPLE)))
+    own = ["--set", f"run.folder={tmp_path / 'run'}"] if "EXAMPLE" in line else []
+    code, out, err = ended(capfd, *argv, *own)
+    assert (code, out) == (2, ""), err
+    assert phrase in err
+    assert "Write instead" in err and "Traceback" not in err
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("trained", "code"), [(False, 0), (True, 143)])
-def test_ranks_that_a_signal_ended_before_they_listened_have_trained_nothing(
-    trained: bool,
-    code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_help_says_how_options_are_given(capsys: Capture) -> None:
+    """A flag is no <bool>, --set can be repeated, and the folder is named."""
+    said = " ".join(printed(capsys, "train", "--help").split())
+    assert "<bool>" not in said + printed(capsys, "--help")
+    assert "Can be given several times." in said
+    assert said.count("run in run.folder") == 2
+
+
+def test_the_words_are_printed(capsys: Capture) -> None:
+    """What `shardwise plan --words` prints is the table of plan words."""
+    assert printed(capsys, "plan", "--words").strip() == words_table().strip()
+
+
+def test_more_processes_than_cores_are_started_only_where_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    """The launcher's 128 + 15 is a clean end where no step was recorded, and only there."""
-    started = command(tmp_path, "--nproc", "2")
-
-    def launched(*_: object, **__: object) -> Ended:
-        if trained:
-            (tmp_path / "run").mkdir(exist_ok=True)
-            (tmp_path / "run" / "metrics.jsonl").write_text("{}")
-        return Ended(143)
-
-    monkeypatch.setattr("shardwise.comm.start.launch.launch", launched)
-    with pytest.raises(SystemExit) as leaving:
-        cli.main(started[started.index("train") :])
-    assert leaving.value.code == code
-    assert (NOTHING in capsys.readouterr().out) != trained
+    """Four heads fit three ranks: the machine's cores are the reason, and --nproc the way."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    code, _, said = ended(capsys, "train", str(EXAMPLE), "--plan", "tp3")
+    assert code == 2
+    assert "the plan 'tp3', which needs 3 processes, on a machine with 2 processor cores" in said
+    assert said.strip().endswith("Write instead: --nproc 3.")
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_ranks_that_fail_before_a_step_leave_no_run(
-    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rank that would remove it may have been ended; what can be resumed is never removed."""
-    left = tmp_path / "run" / "config.toml"
-    monkeypatch.setattr("shardwise.train.run_folder.finished_message", lambda _: "")
-    monkeypatch.setattr("shardwise.train.prepare.prepare", lambda *_: None)
-    monkeypatch.setattr("shardwise.train.run_folder.check", lambda *_: None)
+def test_a_program_that_is_given_bad_input_says_one_paragraph() -> None:
+    """As a process of its own, in which every warning is an error."""
+    done = run_program(["-W", "error", "-m", "shardwise.cli.main", "train", "absent.toml"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "absent.toml" in done.stderr and len(done.stderr.splitlines()) == 1
 
-    def launched(*_: object, **__: object) -> Ended:
-        left.parent.mkdir(exist_ok=True)
-        left.write_text("")
-        return Ended(1)
 
-    monkeypatch.setattr("shardwise.comm.start.launch.launch", launched)
-    given = command(tmp_path, "--nproc", "2", *["--resume"] * resume)
-    with pytest.raises(SystemExit) as leaving:
-        cli.main(given[given.index("train") :])
-    assert leaving.value.code == 1
-    assert left.exists() == resume
+@pytest.mark.parametrize(
+    ("line", "read_as"),
+    [
+        ("train x --resume", "train x --resume=always"),
+        ("train x --resume auto --nproc 2", "train x --resume=auto --nproc 2"),
+        ("train --resume auto auto", "train --resume=auto auto"),
+        ("train x", "train x"),
+    ],
+)
+def test_resume_takes_a_word_or_none(line: str, read_as: str) -> None:
+    """`auto` behind it is its value; anything else is an argument of its own."""
+    assert cli.with_resume_value(line.split()) == read_as.split()
 
+
+# --- signals and failures -----------------------------------------------------------------------
 
 #: A callback with which each rank leaves a file that is named after its process.
 PIDS = """
@@ -151,93 +215,117 @@ def make():
 """
 
 
-def _sent(line: str, program: Program, number: int, folder: Path) -> bool:
+def _sent(line: str, program: Program, folder: Path) -> bool:
     """Signal the program and its ranks once its first step is shown; True of every line."""
     if line.startswith("step 1/"):
         ranks = [int(path.stem) for path in folder.glob("*.pid")]
         assert len(ranks) == 2 and program.pid is not None
         for pid in (*ranks[:1], program.pid, *ranks[1:]):
-            os.kill(pid, number)
+            os.kill(pid, signal.SIGUSR1)
     return True
+
+
+@pytest.mark.full
+def test_a_run_is_interrupted_and_resumed_under_another_plan(tmp_path: Path) -> None:
+    """A signal to launcher and ranks, as of Slurm: exit code 0, and one checkpoint.
+
+    One rank continues the curve.
+    """
+    endless = configured(tmp_path, "--nproc", "2", steps=100_000, eval_every=0, save_every=0)
+    pids = tmp_path / "pids.py"
+    pids.write_text(PIDS.format(folder=str(tmp_path)))
+    callbacks = ("--set", f"run.callbacks=['{pids}:make']")
+    with start_program(["-W", "error", "-m", "shardwise", *endless, *callbacks]) as program:
+        said = [line for line in program.stdout if _sent(line, program, tmp_path)]
+    assert program.returncode == 0
+    stopped = len(read(tmp_path / "run"))
+    assert f"stopped by a signal after step {stopped}" in "".join(said)
+
+    more = ("--resume", "--plan", "fp32", "--set", f"train.steps={stopped + 2}")
+    done = run_program(["-W", "error", "-m", "shardwise", *configured(tmp_path, *more)])
+    assert done.returncode == 0, done.stderr
+    assert f"resumed after step {stopped}" in done.stdout
+    assert [record.step for record in read(tmp_path / "run")] == [*range(1, stopped + 3)]
+
+
+@pytest.mark.full
+def test_a_second_interrupt_is_no_failure(tmp_path: Path) -> None:
+    """The first saves, the second does not wait for the ranks to leave: nothing has failed."""
+    endless = configured(tmp_path, "--nproc", "2", steps=100_000, eval_every=0, save_every=0)
+    with start_program(["-W", "error", "-m", "shardwise", *endless]) as program:
+        for line in program.stdout:
+            if line.startswith("step 1/"):
+                program.send_signal(signal.SIGINT)
+            if "the checkpoint is saved" in line:
+                program.send_signal(signal.SIGINT)
+        complaint = program.stderr.read()
+    assert program.returncode in (0, 130)  # the ranks may have left by then
+    assert "failed" not in complaint
+    assert ("by a second Ctrl-C" in complaint) == (program.returncode == 130)
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))) == 1
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_signal_in_start_up_ends_the_command_with_exit_code_0(
+    ranks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """While the data is being prepared, before any rank is started: a line, and no run folder."""
+
+    def interrupted(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal was not heard")
+
+    monkeypatch.setattr("shardwise.train.prepare.prepare", interrupted)
+    argv = configured(tmp_path, "--nproc", ranks, "--plan", f"dp{ranks}")
+    assert ended(capsys, *argv) == (0, f"{NOTHING}\n", "")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("trained", "code"), [(False, 0), (True, 143)])
+def test_ranks_that_a_signal_ended_before_they_listened_have_trained_nothing(
+    trained: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The launcher's 128 + 15 is a clean end where no step was recorded, and only there."""
+
+    def launched(*_: object, **__: object) -> Ended:
+        if trained:
+            (tmp_path / "run").mkdir(exist_ok=True)
+            (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+        return Ended(143)
+
+    monkeypatch.setattr("shardwise.comm.start.launch.launch", launched)
+    found, out, _ = ended(capsys, *configured(tmp_path, "--nproc", "2"))
+    assert (found, NOTHING in out) == (code, not trained)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_ranks_that_fail_before_a_step_leave_no_run(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The rank that would remove it may have been ended; what can be resumed is never removed."""
+    left = tmp_path / "run" / "config.toml"
+    monkeypatch.setattr("shardwise.train.run_folder.finished_message", lambda _: "")
+    monkeypatch.setattr("shardwise.train.prepare.prepare", lambda *_: None)
+    monkeypatch.setattr("shardwise.train.run_folder.check", lambda *_: None)
+
+    def launched(*_: object, **__: object) -> Ended:
+        left.parent.mkdir(exist_ok=True)
+        left.write_text("")
+        return Ended(1)
+
+    monkeypatch.setattr("shardwise.comm.start.launch.launch", launched)
+    argv = configured(tmp_path, "--nproc", "2", *["--resume"] * resume)
+    assert ended(capsys, *argv)[0] == 1
+    assert left.exists() == resume
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loss_that_is_not_a_number_ends_with_exit_code_1(
-    ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ranks: int, tmp_path: Path, capfd: Capture
 ) -> None:
     """A rate beyond all measure: one paragraph that names the step, no traceback."""
-    plan = "dp2 zero3" if ranks == 2 else "fp32"
-    started = command(tmp_path, "--nproc", str(ranks), "--plan", plan, lr=1e30, warmup=0, clip=0)
-    with pytest.raises(SystemExit) as leaving:
-        cli.main(started[started.index("train") :])
-    said = capfd.readouterr().err
-    assert leaving.value.code == 1, said
+    plan = ("--nproc", str(ranks), "--plan", "dp2 zero3" if ranks == 2 else "fp32")
+    code, _, said = ended(capfd, *configured(tmp_path, *plan, lr=1e30, warmup=0, clip=0))
+    assert code == 1, said
     assert said.count("The run was stopped") == 1
-    assert "Step " in said
-    assert "Traceback" not in said
-
-
-def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What a command prints that ends with 0."""
-    with pytest.raises(SystemExit) as leaving:
-        cli.main(argv)
-    said = capsys.readouterr()
-    assert leaving.value.code == 0, said.err
-    return said.out
-
-
-@pytest.mark.parametrize("plan", ["dp2 zero3", "pp2 offload:auto device_memory:9MiB"])
-def test_what_is_predicted_for_a_configuration_is_what_its_run_holds_and_sends(
-    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By `predict --config` and by `train --dry-run`, which starts and writes nothing."""
-    given = settings(tmp_path / "run", plan, optimizer="lion", batch=5, clip=0)
-    file = tmp_path / "run.toml"
-    file.write_text(config.dump(given))
-    before = sorted(tmp_path.rglob("*"))
-    found = json.loads(printed(capsys, "predict", "--config", str(file), "--json"))
-    checked = printed(capsys, "train", str(file), "--dry-run")
-    assert sorted(tmp_path.rglob("*")) == before
-    assert found["model"] == "gpt:quickstart of run.toml"
-    assert found["rows_a_step"] == 5  # of which one of two data ranks has three
-    assert "A step trains on 5 rows" in checked
-    assert checked.startswith(f"{found['plan']} on 2 ranks, ")
-    record = run(given, 2)[-1]
-    assert record.memory_bytes is not None
-    held = {name: record.memory_bytes.get(name) for name in found["memory"]}
-    assert held == found["memory"]
-    for name, count in found["memory"].items():
-        assert name in checked
-        assert size_text(count) in checked
-    assert record.sent_bytes == sum(found["bytes"].values())
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        ("--set train.batch=1", "train.batch = 1 under the plan"),
-        ("--plan pp2_2bw:2", "clip=1.0 with 2bw:2, whose stages update at different times"),
-        ("--set data.source=absent.txt", "absent.txt"),
-        ("--plan tp64 --nproc 64", "tp64"),
-    ],
-)
-def test_a_dry_run_refuses_what_the_run_would(
-    argv: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The same paragraph, and the exit code 2."""
-    started = command(tmp_path, "--dry-run", *(word.replace("_", " ") for word in argv.split()))
-    with pytest.raises(SystemExit) as leaving:
-        cli.main(started[started.index("train") :])
-    assert leaving.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-def test_the_model_of_a_configuration_is_proved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Under its own plan, which a plan on the command line replaces."""
-    file = command(tmp_path)[-1]
-    for plan, proved in (((), "dp2 zero3"), (("dp2 zero1",), "dp2 zero1")):
-        found = json.loads(printed(capsys, "verify", *plan, "--config", file, "--json"))
-        assert (found["plan"], found["holds"]) == (f"{proved} fp64", True)
-        assert found["model"] == "gpt:quickstart of config.toml"
+    assert "Step " in said and "Traceback" not in said

@@ -14,8 +14,6 @@ from shardwise.train import config
 from shardwise.train.learning import learning_rate
 from shardwise.verify.proof_options import table_in
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.toml"
-
 
 def test_every_key_has_a_default(tmp_path: Path) -> None:
     """A file says only what it wants otherwise: a section without keys is enough."""
@@ -23,6 +21,9 @@ def test_every_key_has_a_default(tmp_path: Path) -> None:
     file = tmp_path / "short.toml"
     file.write_text("[train]\n")
     assert config.read(file) == config.Config()
+    for steps, warmup in ((10, 10), (60, 50)):  # 50 steps, or all of them
+        assert config.build({"train": {"steps": steps}}).train.warmup == warmup
+    assert config.build({"train": {"steps": 10, "warmup": 3}}).train.warmup == 3
 
 
 @pytest.mark.parametrize("text", ["", "# nothing but a remark\n", None])
@@ -33,14 +34,6 @@ def test_a_file_that_sets_nothing_is_refused(text: str | None, tmp_path: Path) -
         file.write_text(text)
     with pytest.raises(InputError, match=r"which is empty|it is no regular file"):
         config.read(file, ["train.steps=3"])
-
-
-def test_the_quickstart_is_sharded_over_two_ranks() -> None:
-    """The example that make train runs says dp2 zero3 on the standard library's source."""
-    quickstart = config.read(EXAMPLE)
-    assert quickstart.plan.text == "dp2 zero3"
-    assert quickstart.data.source == "stdlib"
-    assert quickstart.run.folder == "runs/quickstart"
 
 
 @settings(deadline=None, max_examples=40)
@@ -71,14 +64,11 @@ def test_what_is_written_reads_back(
     ("override", "expected"),
     [
         ("train.steps=7", 7),
-        ("train.steps = 7", 7),
         ("train.decay=linear", "linear"),
         ("plan.text=dp2 zero3", "dp2 zero3"),
         ("train.betas=[0.8, 0.9]", (0.8, 0.9)),
         ("run.folder=a=b", "a=b"),
         ("run.folder=2024", "2024"),
-        ('run.folder="2024"', "2024"),
-        ("plan.text=2", "2"),
         ("train.lr=1", 1.0),
         ("run.trackers=wandb, mlflow", ("wandb", "mlflow")),
         ("run.trackers=[]", ()),
@@ -95,7 +85,6 @@ def test_an_override_sets_one_key(override: str, expected: object) -> None:
     ("values", "phrases"),
     [
         ({"train": {"step": 3}}, ["unknown key train.step", "train.steps"]),
-        ({"trian": {"steps": 3}}, ["unknown key trian", "train"]),
         ({"steps": 3}, ["unknown key steps", "train.steps"]),
         ({"model": {"lr": 3}}, ["unknown key model.lr", "train.lr"]),
         ({"train": {"steps": 0}}, ["train.steps = 0", "greater than or equal to 1"]),
@@ -104,18 +93,13 @@ def test_an_override_sets_one_key(override: str, expected: object) -> None:
         ({"train": {"lr": float("nan")}}, ["train.lr = NaN", "finite"]),
         ({"train": 3}, ["train = 3", "a section [train]"]),
         ({"train": {"steps": 7.0}}, ["train.steps = 7.0", "a valid integer", "train.steps = 1000"]),
-        ({"train": {"batch": "8"}}, ['train.batch = "8"', "a valid integer", "train.batch = 16"]),
         ({"run": {"folder": 8}}, ["run.folder = 8", "a valid string"]),
         ({"run": {"folder": "a\0b"}}, ["run.folder", "match pattern"]),
         ({"sample": {"prompt": "\udcff"}}, ["sample.prompt", "unicode"]),
-        ({"run": {"trace": 1}}, ["run.trace = 1", "a valid boolean"]),
         ({"run": {"trackers": ["wnb"]}}, ['run.trackers = ["wnb"]', "'wandb' or 'mlflow'"]),
-        ({"run": {"callbacks": [3]}}, ["run.callbacks = [3]", "a valid string"]),
-        ({"sample": {"tokens": 10**6}}, ["sample.tokens", "less than or equal to 100000"]),
         ({"train": {"betas": [1.5, 2]}}, ["train.betas = [1.5, 2]", "less than 1", "[0.9, 0.95]"]),
-        ({"train": {"betas": [0.9]}}, ["train.betas = [0.9]", "required"]),
         ({"train": {"warmup": 60, "steps": 50}}, ["train.steps = 50", "train.warmup = 5."]),
-        ({"train": {"warmup": 1001}}, ["train.steps = 1000", "train.warmup = 100."]),
+        ({"train": {"steps": -1}, "data": {"sauce": "x"}}, ["data.sauce", "train.steps"]),
     ],
 )
 def test_a_bad_value_is_answered_with_its_remedy(
@@ -148,28 +132,11 @@ def test_a_number_is_a_number_in_its_range(key: tuple[str, str], value: object) 
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_without_a_warmup_a_short_run_rises_to_its_end() -> None:
-    """The default is 50 steps, or all of them; one that is given is never changed."""
-    assert config.build({"train": {"steps": 10}}).train.warmup == 10
-    assert config.build({"train": {"steps": 60}}).train.warmup == 50
-    assert config.build({"train": {"steps": 10, "warmup": 3}}).train.warmup == 3
-
-
-def test_everything_wrong_is_said_at_once() -> None:
-    """Two mistakes give two answers."""
-    with pytest.raises(InputError, match=r"(?s)data\.sauce.*train\.steps"):
-        config.build({"train": {"steps": -1}, "data": {"sauce": "x"}})
-
-
-@pytest.mark.parametrize("text", ["steps", "train.steps", "steps=3", ".steps=3", "train.=3"])
-def test_an_override_without_its_parts_is_refused(text: str) -> None:
-    """--set wants a section, a key and a value."""
-    with pytest.raises(InputError, match=r"section\.key=value"):
-        config.override({}, [text])
-
-
-def test_an_override_that_names_a_section_is_told_a_key_of_it() -> None:
-    """Not whatever key of another section is written nearly so."""
+def test_an_override_without_its_parts_is_refused() -> None:
+    """--set wants a section, a key and a value; one that names a section is told a key of it."""
+    for text in ("steps", "train.steps", "steps=3", ".steps=3", "train.=3"):
+        with pytest.raises(InputError, match=r"section\.key=value"):
+            config.override({}, [text])
     with pytest.raises(InputError, match=r"Write instead: --set train\.steps=3"):
         config.override({}, ["train=3"])
 

@@ -1,7 +1,12 @@
-"""The batches: nothing lost, shuffled, resumable, and the same for any number of ranks."""
+"""From text to batches: sources, tokenizers, the cache of tokens, and the order of sequences."""
 
 import errno
+import hashlib
+import json
+import os
+import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -11,18 +16,37 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
 from shardwise.core.errors import InputError
-from shardwise.train.data import data, packed, sources, tokens
+from shardwise.train.data import data, hashes, packed, sources, tokens
 
 quick = settings(deadline=None, max_examples=40)  # no test asserts a time
+BYTES = tokens.ByteVocabulary()
 
 
 def corpus_of(count: int, sequence: int, validation: float = 0.1) -> data.Corpus:
     """A corpus over the stream 0, 1, 2, ..., count - 1."""
     stream = np.arange(count, dtype=np.uint16)
-    kept = packed.Packed("key", stream, count, 1, tokens.ByteVocabulary())
-    return data.split(kept, sequence, validation)
+    return data.split(packed.Packed("key", stream, count, 1, BYTES), sequence, validation)
+
+
+def source_in(folder: Path, *texts: str) -> sources.Source:
+    folder.mkdir(exist_ok=True)
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_text(text)
+    return sources.find(str(folder), "text")
+
+
+def texts_of(source: object, field: str = "text", encoding: str = "utf-8") -> list[str]:
+    return list(sources.find(str(source), field, encoding).documents())
+
+
+def digest(source: sources.Source, cache: Path) -> str:
+    return source.digest(lambda files: hashes.hashes(files, cache))
+
+
+# --- sequences ----------------------------------------------------------------------------------
 
 
 @quick
@@ -36,8 +60,8 @@ def test_the_shuffle_is_a_permutation(count: int, seed: int, epoch: int) -> None
 
 def test_the_shuffle_changes_with_seed_and_epoch_and_leaves_little_in_place() -> None:
     """Two epochs and two seeds are three orders; none keeps neighbours together."""
-    orders = [data.shuffle(np.arange(1000), 1000, seed, epoch) for seed, epoch in
-              ((0, 0), (0, 1), (1, 0))]  # fmt: skip
+    seeds = ((0, 0), (0, 1), (1, 0))
+    orders = [data.shuffle(np.arange(1000), 1000, *each) for each in seeds]
     for order in orders:
         assert (np.abs(np.diff(order)) == 1).sum() < 15
         assert abs(np.corrcoef(np.arange(1000), order)[0, 1]) < 0.15
@@ -52,37 +76,20 @@ def test_the_shuffle_changes_with_seed_and_epoch_and_leaves_little_in_place() ->
     ranks=st.integers(1, 9),
     seed=st.integers(0, 99),
 )
-def test_batches_are_the_same_for_any_number_of_ranks(
+def test_an_epoch_takes_every_sequence_once_on_any_number_of_ranks(
     count: int, sequence: int, batch: int, ranks: int, seed: int
 ) -> None:
-    """Step by step for two epochs, the ranks' blocks end to end are the one-rank batch."""
+    """The ranks' even blocks end to end are the batch; the last one of an epoch is smaller."""
     corpus = corpus_of(count, sequence)
-    batches = data.Batches(corpus, batch, seed)
-    consumed = 0
-    while consumed < 2 * len(corpus.training):
-        alone = batches.numbers(consumed)
+    batches, epochs = data.Batches(corpus, batch, seed), list[int]()
+    while len(epochs) < 2 * len(corpus.training):
+        alone = batches.numbers(len(epochs))
         blocks = [data.block(alone, rank, ranks) for rank in range(ranks)]
         assert np.concatenate(blocks).tolist() == alone.tolist()
         assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
-        consumed += len(alone)
-
-
-@quick
-@given(count=st.integers(30, 120), sequence=st.integers(1, 9), batch=st.integers(1, 17))
-def test_an_epoch_takes_every_sequence_once(count: int, sequence: int, batch: int) -> None:
-    """The last batch of an epoch is smaller, not dropped, and the next epoch has another order."""
-    corpus = corpus_of(count, sequence)
-    batches = data.Batches(corpus, batch, seed=3)
-    epoch: list[int] = []
-    while len(epoch) < len(corpus.training):
-        epoch += batches.numbers(len(epoch)).tolist()
-    assert sorted(epoch) == corpus.training.tolist()
-
-
-def test_eight_over_three_is_three_three_two() -> None:
-    """Uneven shares differ by one, and a rank may have none."""
-    assert [len(data.block(np.arange(8), rank, 3)) for rank in range(3)] == [3, 3, 2]
-    assert [len(data.block(np.arange(1), rank, 3)) for rank in range(3)] == [1, 0, 0]
+        epochs += alone.tolist()
+    each = len(corpus.training)
+    assert sorted(epochs[:each]) == sorted(epochs[each:]) == corpus.training.tolist()
 
 
 @quick
@@ -98,56 +105,33 @@ def test_the_parts_are_disjoint_and_hold_every_token(
     assert len(set(both.tolist())) == len(both)
     assert len(corpus.training) and len(corpus.validation)
     rows = corpus.rows(np.sort(both))
-    assert rows.targets[rows.targets != data.IGNORED].tolist() == list(range(1, count))
     asked = rows.targets != data.IGNORED
+    assert rows.targets[asked].tolist() == list(range(1, count))
     assert (rows.inputs[asked] + 1 == rows.targets[asked]).all()
+    more = data.padded(rows, len(both) + 2)
+    assert (len(more.inputs), more.tokens) == (len(both) + 2, rows.tokens)
+    assert data.padded(rows, 1) is rows
 
 
 def test_validation_is_spread_over_the_stream() -> None:
     """A twentieth of the sequences, from the beginning, the middle and the end alike."""
     corpus = corpus_of(10_001, 2, 0.05)
     assert len(corpus.validation) / 5000 == pytest.approx(0.05, abs=0.01)
-    quarters = np.histogram(corpus.validation, bins=4, range=(0, 5000))[0]
-    assert quarters.min() > 0
-
-
-def test_padding_asks_for_nothing() -> None:
-    """Padded rows have no target, and the token count does not change."""
-    rows = corpus_of(100, 5).rows(np.array([0, 1]))
-    more = data.padded(rows, 4)
-    assert more.inputs.shape == more.targets.shape == (4, 5)
-    assert more.tokens == rows.tokens == 10
-    assert data.padded(rows, 1) is rows
-
-
-def test_too_little_data_is_refused() -> None:
-    """One sequence cannot be both trained on and held out."""
-    with pytest.raises(InputError, match="at least two sequences"):
-        corpus_of(5, 10)
+    assert np.histogram(corpus.validation, bins=4, range=(0, 5000))[0].min() > 0
 
 
 def test_the_unigram_entropy_of_two_even_tokens_is_one_bit() -> None:
     """Nats: the logarithm of 2, for a stream that alternates."""
     stream = np.tile(np.array([65, 66], np.uint16), 500)
-    kept = packed.Packed("key", stream, 1000, 1, tokens.ByteVocabulary())
-    corpus = data.split(kept, 10, 0.5)
+    corpus = data.split(packed.Packed("key", stream, 1000, 1, BYTES), 10, 0.5)
     assert data.unigram_entropy(corpus) == pytest.approx(np.log(2), rel=1e-3)
 
 
-def source_in(folder: Path, *texts: str) -> sources.Source:
-    folder.mkdir(exist_ok=True)
-    for number, text in enumerate(texts):
-        (folder / f"{number}.txt").write_text(text)
-    return sources.find(str(folder), "text")
+# --- the cache of tokens ------------------------------------------------------------------------
 
 
-def test_documents_are_ended_by_the_separator(tmp_path: Path) -> None:
-    """The stream is the documents in order, each followed by one separator."""
-    kept = packed.tokenise(source_in(tmp_path / "in", "ab", "c"), "bytes", tmp_path / "cache")
-    assert kept.stream.tolist() == [97, 98, 256, 99, 256]
-    assert (kept.text_bytes, kept.documents) == (3, 2)
-    assert kept.stream.dtype == np.uint16
-    assert isinstance(kept.stream, np.memmap)
+def _never(_: Any) -> Any:
+    raise AssertionError("read again")
 
 
 def test_the_second_reading_comes_from_the_cache(
@@ -166,22 +150,13 @@ def test_the_second_reading_comes_from_the_cache(
     assert other.key != first.key
 
 
-def _never(_: Any) -> Any:
-    raise AssertionError("read again")
-
-
 def test_of_several_that_ask_at_once_one_does_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four ranks of a machine start together: the text is tokenised once, and all four have it."""
     source = source_in(tmp_path / "in", "some text " * 50)
     write, calls = packed._write, []
-
-    def counted(*args: Any) -> None:
-        calls.append(args)
-        write(*args)
-
-    monkeypatch.setattr(packed, "_write", counted)
+    monkeypatch.setattr(packed, "_write", lambda *args: (calls.append(args), write(*args)))
     with ThreadPoolExecutor(4) as ranks:
         asked = [ranks.submit(packed.tokenise, source, "bytes", tmp_path / "c") for _ in range(4)]
         streams = [job.result().stream.tolist() for job in asked]
@@ -192,8 +167,8 @@ def test_of_several_that_ask_at_once_one_does_the_work(
 def test_a_broken_off_writing_leaves_nothing_that_is_taken_for_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the reading fails half way, the next try starts over and is right."""
-    source = source_in(tmp_path / "in", "ab", "c")
+    """When the reading fails half way, the next try is right, and removes what a kill has left."""
+    source, cache = source_in(tmp_path / "in", "ab", "c"), tmp_path / "cache"
 
     def half(_: sources.Source, exact: bool) -> Any:
         yield "ab"
@@ -202,29 +177,16 @@ def test_a_broken_off_writing_leaves_nothing_that_is_taken_for_whole(
     with monkeypatch.context() as patch:
         patch.setattr(sources.Source, "documents", half)
         with pytest.raises(KeyboardInterrupt):
-            packed.tokenise(source, "bytes", tmp_path / "cache")
-    assert not [
-        file
-        for file in (tmp_path / "cache").iterdir()
-        if not file.name.endswith((".lock", ".hashes.json"))
-    ]
-    kept = packed.tokenise(source, "bytes", tmp_path / "cache")
-    assert kept.stream.tolist() == [97, 98, 256, 99, 256]
-
-
-def test_documents_without_text_are_refused(tmp_path: Path) -> None:
-    """A file whose every row is empty is empty data."""
-    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(InputError, match="all empty"):
-        packed.tokenise(sources.find(str(tmp_path), "text"), "bytes", tmp_path / "cache")
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    """A file where the folder should be is answered with the key to change."""
-    (tmp_path / "taken").write_text("")
-    with pytest.raises(InputError, match=r"data\.cache = .*nothing can be written"):
-        packed.make_folder(tmp_path / "taken" / "inside", "data.cache")
-    assert [file.name for file in tmp_path.iterdir()] == ["taken"]
+            packed.tokenise(source, "bytes", cache)
+    assert {"".join(file.suffixes[-2:]) for file in cache.iterdir()} <= {".lock", ".hashes.json"}
+    kept = packed.tokenise(source, "bytes", cache)
+    assert kept.stream.tolist() == [97, 98, 256, 99, 256]  # a separator ends each document
+    assert (kept.text_bytes, kept.documents, kept.stream.dtype) == (3, 2, np.uint16)
+    left = cache / f".{kept.key}.tokens.123"
+    left.write_text("half")
+    (cache / f"{kept.key}.json").unlink()
+    packed.tokenise(source, "bytes", cache)
+    assert not left.exists()
 
 
 def test_a_cache_that_cannot_be_written_serves_what_it_has(
@@ -249,31 +211,95 @@ def test_a_cache_that_cannot_be_written_serves_what_it_has(
             packed.tokenise(source, other, tmp_path / "cache")
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    """Up to the whole corpus, beside the tokens that the next one writes."""
-    source = source_in(tmp_path / "in", "ab")
-    kept = packed.tokenise(source, "bytes", tmp_path / "cache")
-    left = tmp_path / "cache" / f".{kept.key}.tokens.123"
-    left.write_text("half")
-    (tmp_path / "cache" / f"{kept.key}.json").unlink()
-    packed.tokenise(source, "bytes", tmp_path / "cache")
-    assert not left.exists()
-
-
 def test_tokenising_tells_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a terminal too."""
     monkeypatch.setattr("shardwise.core.tools.signs_of_life.EVERY_S", 0.01)
-    source, read = source_in(tmp_path / "in", "ab"), sources.Source.documents
-
-    def slow(*args: Any, **more: Any) -> Any:
-        time.sleep(0.1)
-        return read(*args, **more)
-
+    source, documents = source_in(tmp_path / "in", "ab"), sources.Source.documents
+    slow = lambda *args, **more: (time.sleep(0.1), documents(*args, **more))[1]  # noqa: E731
     monkeypatch.setattr(sources.Source, "documents", slow)
     packed.tokenise(source, "bytes", tmp_path / "cache")
     assert f"tokenising {tmp_path}/in, 0 MiB: 0 s" in capsys.readouterr().err
+
+
+def test_a_file_is_hashed_again_only_if_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the next start; but with the same length and time of change, and while it is young."""
+    found, cache = source_in(tmp_path / "data", "one"), tmp_path / "cache"
+    cache.mkdir()
+    (file,) = found.files
+    read, real = list[str](), hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda f, k: (read.append(f.name), real(f, k))[1])
+    first = digest(found, cache)
+    assert digest(found, cache) == first and len(read) == 2
+    monkeypatch.setattr(hashes, "SETTLED_S", 0.0)
+    os.utime(file, ns=(0, 0))
+    time.sleep(0.02)
+    assert [digest(found, cache) for _ in range(3)] == [first] * 3 and len(read) == 3
+    file.write_text("two")
+    os.utime(file, ns=(0, 0))
+    time.sleep(0.02)
+    other = digest(found, cache)
+    assert other != first and len(read) == 4
+    for damage in ("", "[1]", json.dumps({str(file): [[3, 0, 0, 0], "zz"]})):
+        next(cache.glob("*.hashes.json")).write_text(damage)
+        assert digest(found, cache) == other
+
+
+# --- sources ------------------------------------------------------------------------------------
+
+
+def test_the_standard_library_is_program_text_without_tests() -> None:
+    """Megabytes of Python in sorted order, nothing installed, no tests."""
+    found = sources.find("stdlib", "text")
+    names = [file.parts for file in found.files]
+    assert names == sorted(names)
+    assert not any({"site-packages", "test", "tests"} & set(parts) for parts in names)
+    assert sum(file.stat().st_size for file in found.files) > 4_000_000
+    assert any(file.name == "argparse.py" for file in found.files)
+
+
+def test_a_folder_and_a_glob_are_read_in_sorted_order(tmp_path: Path) -> None:
+    """Every known file, whatever the order in which they were made; others are left alone."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "2.txt").write_text("two")
+    (tmp_path / "c.jsonl").write_text('{"text": "three"}\n\n{"text": "four"}\n')
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "notes.md").write_text("no")
+    assert texts_of(tmp_path) == ["one", "two", "three", "four"]
+    assert texts_of(f"{tmp_path}/**/*.txt") == ["one", "two"]
+    assert texts_of(tmp_path / "a.txt") == ["one"]
+
+
+def test_parquet_is_read_by_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One document a row; a row without text is none.  Without pyarrow: what to install."""
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    words = {"words": [["one"], [], ["two"]]}  # lists of text are no text
+    pq.write_table(pa.table({**words, "n": [1, 2, 3], "body": ["one", None, "two"]}), path)
+    assert texts_of(path, "body") == ["one", "two"]
+    for field in ("n", "words"):
+        with pytest.raises(InputError, match=f"no text in the field '{field}'.*= 'body'"):
+            texts_of(path, field)
+    path.write_bytes(path.read_bytes()[:-9] + b"?" * 5 + b"PAR1")
+    with pytest.raises(InputError, match=r"Parquet|cannot be read"):
+        texts_of(path, "body")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(InputError, match=r"pip install pyarrow"):
+        texts_of(path)
+
+
+def test_the_digest_is_of_content_and_encoding_and_not_of_place(tmp_path: Path) -> None:
+    """The same files elsewhere have the same digest; one changed letter does not."""
+    found = [source_in(tmp_path / name, name[0]) for name in ("one", "other", "two")]
+    digests = [digest(source, tmp_path) for source in found]
+    assert digests[0] == digests[1] != digests[2]
+    other = sources.find(str(tmp_path / "one"), "text", "cp1250")
+    assert digest(other, tmp_path) != digests[0]
 
 
 def test_of_a_large_source_a_part_is_enough_for_a_check(tmp_path: Path) -> None:
@@ -282,7 +308,142 @@ def test_of_a_large_source_a_part_is_enough_for_a_check(tmp_path: Path) -> None:
     assert part.cut and not replace(part, most_bytes=50).cut
     assert [*part.documents()] == ["ab\u00e9" * 3, "c" * 9]
     assert part.digest(_never) == part.digest(_never)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"text": "abcde"}\n' * 9)
-    found = replace(sources.find(str(rows), "text"), most_bytes=12)
+    (tmp_path / "rows.jsonl").write_text('{"text": "abcde"}\n' * 9)
+    found = replace(sources.find(str(tmp_path / "rows.jsonl"), "text"), most_bytes=12)
     assert [*found.documents()] == ["abcde"] * 3
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_bytes_are_bytes_under_the_byte_vocabulary(tmp_path: Path, name: str) -> None:
+    """A file that is not UTF-8 is one token a byte, with the values that the file has."""
+    line_end, around = (b"\r\n", b"%b") if name == "a.txt" else (b"", b'{"text": "%b"}\n')
+    content = "déjà vu, naïve café".encode("latin-1") + line_end + bytes(range(128, 256))
+    (tmp_path / name).write_bytes(around % content)
+    found = packed.tokenise(sources.find(str(tmp_path), "text"), "bytes", tmp_path / "cache")
+    assert found.stream.tolist() == [*content, 256]
+    assert found.text_bytes == len(content)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "shift_jis"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_the_encoding_that_is_named_is_read(tmp_path: Path, name: str, encoding: str) -> None:
+    """Documents are the text that was written in that encoding, line endings included."""
+    text = "one two 日本" if encoding == "shift_jis" else "déjà vu"
+    written = json.dumps({"text": text}, ensure_ascii=False) + "\n" if name == "a.jsonl" else text
+    (tmp_path / name).write_bytes(written.encode(encoding))
+    assert texts_of(tmp_path / name, encoding=encoding) == [text]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "phrase"),
+    [
+        ("absent.txt", None, "where no .txt, .jsonl, .parquet file is"),
+        ("a.csv", b"x", "Write instead: the same text in a .txt file."),
+        ("a" * 300 + ".txt", None, "cannot be read (File name too long)"),
+        ("empty.txt", b"", "Write instead: --set data.source=stdlib, or the path of your own"),
+        ("a.jsonl", b'{"text": ""}\n', "all empty"),
+        ("a.jsonl", b"{nonsense", "line 1, which is not JSON"),
+        ("a.jsonl", b"[" * 100_000, "line 1, which is not JSON"),
+        ("a.jsonl", b'{"text": null}', 'Write instead: {"text": "..."}'),
+        ("a.jsonl", b'{"text": 3, "id": 4, "body": "x"}', "Write instead: data.field = 'body'"),
+        (
+            "a.txt",
+            b"caf\xe9 au lait",
+            "a.txt, which is not utf-8 ('utf-8' codec can't decode byte 0xe9",
+        ),
+        ("a.jsonl", b'{"text": "ok"}\n{"text": "\xff"}\n', "byte 0xff in position 25"),
+    ],
+)
+def test_bad_data_is_refused(tmp_path: Path, name: str, content: Any, phrase: str) -> None:
+    """Missing, empty, of another kind or encoding, without the field: each has its answer."""
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    os.mkfifo(tmp_path / "absent.txt")
+    with pytest.raises(InputError) as error:
+        packed.tokenise(sources.find(str(tmp_path / name), "text"), "bpe:260", tmp_path / "cache")
+    assert phrase in str(error.value)
+
+
+def test_a_file_that_is_gone_when_it_is_read_is_named(tmp_path: Path) -> None:
+    """Between the look at the folder and the reading: an answer, by the hash and by the text."""
+    found = source_in(tmp_path / "in", "one")
+    (tmp_path / "in" / "0.txt").unlink()
+    for read in (lambda: digest(found, tmp_path), lambda: list(found.documents())):
+        with pytest.raises(InputError, match=r"0\.txt, which cannot be read \(No such file"):
+            read()
+
+
+# --- vocabularies -------------------------------------------------------------------------------
+
+CODE = ["def f(x):\n    return x + 1\n", "class A:\n    x = 'é €'\n", "import os, sys\n"] * 20
+TRAINED = tokens.train_bpe(CODE, 290)
+
+
+@quick
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_any_text_comes_back(text: str) -> None:
+    """Byte tokens and a BPE trained on little text lose nothing; the separator is no byte."""
+    numbers = BYTES.encode(text).tolist()
+    assert (BYTES.decode(numbers), len(numbers)) == (text, len(text.encode()))
+    assert TRAINED.decode(TRAINED.encode(text).tolist()) == text
+    assert (BYTES.size, BYTES.separator) == (257, 256)
+
+
+def test_a_trained_bpe_shortens_and_loads_to_the_same_vocabulary(tmp_path: Path) -> None:
+    """It has the size asked for; its name holds a hash of the content."""
+    assert TRAINED.size == 290
+    assert len(TRAINED.encode("return")) < len("return")
+    TRAINED.save(tmp_path / "tokenizer.json")
+    loaded = tokens.load_tokenizer(tmp_path / "tokenizer.json")
+    assert (loaded.name, loaded.size) == (TRAINED.name, TRAINED.size)
+    assert loaded.separator == TRAINED.separator
+
+
+@pytest.mark.parametrize("eos", ["</end>", {"content": "</end>"}])
+def test_the_end_of_a_document_is_the_one_of_the_tokenizers_folder(
+    eos: Any, tmp_path: Path
+) -> None:
+    """`eos_token` of tokenizer_config.json, also beside a token that would be guessed."""
+    words = {"a": 0, "</s>": 1, "</end>": 2}
+    Tokenizer(models.WordLevel(words, unk_token="a")).save(str(tmp_path / "tokenizer.json"))  # noqa: S106
+    guessed = tokens.load_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    found = tokens.load_tokenizer(tmp_path / "tokenizer.json")
+    assert (guessed.separator, found.separator) == (1, 2)
+    assert guessed.name != found.name
+
+
+@pytest.mark.parametrize(
+    ("call", "phrase"),
+    [
+        (lambda _: corpus_of(5, 10), "at least two sequences"),
+        *(
+            (lambda _, word=word: sources.find("stdlib", "text", word), r"data\.encoding = .*lat")
+            for word in ("utf8000", "rot13", "a\x00b")
+        ),
+        *(
+            (lambda _, size=size: tokens.bpe_size(f"bpe:{size}"), "a whole number above 256")
+            for size in ("", "256", "many", "1048577", "9" * 5000)
+        ),
+        (lambda at: tokens.load_tokenizer(at / "absent.json"), "which does not exist"),
+        (tokens.load_tokenizer, r"a folder.*instead: .*/tokenizer\.json'"),
+        (lambda at: tokens.load_tokenizer(at.parent), r"a folder.*Write instead: tokens = 'bytes'"),
+        (lambda at: tokens.load_tokenizer(at / "tokenizer.json"), r"not a tokenizer\.json"),
+        (lambda at: tokens.load_tokenizer(at / "no_end.json"), "ends a document"),
+        (lambda _: tokens.check_fits(BYTES, 256, "gpt:small"), r"model\.vocabulary = 257"),
+        (lambda _: tokens.check_fits(BYTES, 256, "hf:./w"), r"= 'PATH/tokenizer\.json'"),
+        (lambda at: packed.make_folder(at / "taken" / "in", "data.cache"), "nothing can be wri"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    call: Callable[[Path], object], phrase: str, tmp_path: Path
+) -> None:
+    """Sizes, encodings, tokenizers and folders."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "tokenizer.json").write_text("[1, 2]")
+    (tmp_path / "in" / "taken").touch()
+    words = models.WordLevel({"a": 0, "b": 1}, unk_token="a")  # noqa: S106
+    Tokenizer(words).save(str(tmp_path / "in" / "no_end.json"))
+    with pytest.raises(InputError, match=phrase):
+        call(tmp_path / "in")
+    tokens.check_fits(BYTES, 257, "gpt:quickstart")

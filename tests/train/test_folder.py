@@ -1,46 +1,64 @@
-"""The run's folder: never written over by accident, and only what a run wrote is removed."""
+"""The run's folder: what is in it, never written over by accident; its records and checkpoints."""
 
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shardwise.checkpoint.folder import METADATA, SCALARS
+from shardwise.callbacks import Callbacks
+from shardwise.checkpoint.contents import describe
+from shardwise.checkpoint.folder import METADATA, all_in, best_in
+from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.train import config
-from shardwise.train import run_folder as folder
-from shardwise.train import run_lock as lock
-from shardwise.train.prepare import RunStart
+from shardwise.train import config, loop, run_folder, run_lock
+from shardwise.train.measure import metrics
+from shardwise.train.measure.metrics import Record
+from shardwise.train.prepare import RunStart, prepare
+from tests.checkpoint.support import refuse, writing
+from tests.pool import run_gloo
+from tests.train import runs
+from tests.train.test_report import ONE
 
 
 def made(path: Path) -> config.Config:
     return config.build({"run": {"folder": str(path)}})
 
 
+def check(path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+    run_folder.check(made(path), resume=resume, overwrite=overwrite)
+
+
+def files(path: Path) -> list[str]:
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+
+
+# --- the folder ---------------------------------------------------------------------------------
+
+
 def test_a_new_folder_is_made_with_the_configuration_in_it(tmp_path: Path) -> None:
-    """config.toml reads back to what ran."""
+    """Looking makes none.  config.toml reads back; what is there is refused with both ways on."""
     run = made(tmp_path / "new" / "run")
-    folder.check(run, resume=False, overwrite=False)
-    folder.claim(run, overwrite=False)
+    check(run.folder)
+    assert list(tmp_path.iterdir()) == []
+    run_folder.claim(run, overwrite=False)
     assert config.read(run.folder / "config.toml") == run
-
-
-def test_a_run_that_is_there_is_refused(tmp_path: Path) -> None:
-    """The answer names both ways on."""
-    folder.claim(made(tmp_path), overwrite=False)
     with pytest.raises(InputError, match=r"--resume .* --overwrite"):
-        folder.check(made(tmp_path), resume=False, overwrite=False)
-    folder.check(made(tmp_path), resume=False, overwrite=True)
+        check(run.folder)
+    check(run.folder, overwrite=True)
 
 
 def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path: Path) -> None:
     """A file of the user's own in the folder stays."""
-    folder.claim(made(tmp_path), overwrite=False)
+    run_folder.claim(made(tmp_path), overwrite=False)
     (tmp_path / "metrics.jsonl").write_text("{}")
     (tmp_path / "plots" / "loss.png").write_bytes(b"")
     (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
@@ -48,12 +66,8 @@ def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path: Path) ->
     mine = ("thesis.txt", "plots/a.png", "checkpoints/mymodel.pt", "checkpoints/step-best")
     for name in mine:
         (tmp_path / name).write_text("mine")
-    folder.claim(made(tmp_path), overwrite=True)
+    run_folder.claim(made(tmp_path), overwrite=True)
     assert files(tmp_path) == sorted([*mine, "config.toml"])
-
-
-def files(path: Path) -> list[str]:
-    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -61,82 +75,75 @@ def files(path: Path) -> list[str]:
     "name", ["report.md", "plots/a.png", "checkpoints/mymodel.pt", "config.toml", "metrics.jsonl"]
 )
 def test_a_folder_of_somebody_else_is_refused_in_any_case(
-    name: str, overwrite: bool, tmp_path: Path
+    name: str, overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names that a run uses do not make a run of it: refused and untouched."""
+    """Names that a run uses do not make a run of it: refused and untouched, as the root is."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text('[model]\nname = "mine"\n')
-    with pytest.raises(InputError, match=r"a folder with other files \(.*\) and no run"):
-        folder.check(made(tmp_path), resume=False, overwrite=overwrite)
-    assert files(tmp_path) == [name]
-
-
-@pytest.mark.parametrize("path", ["/", "~", "."])
-def test_folders_that_a_run_never_made_are_refused(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The root, the home folder, the folder one is in: by the same rule."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "thesis.txt").write_text("mine")
-    for overwrite in (False, True):
-        with pytest.raises(InputError, match="a folder with other files"):
-            folder.check(made(Path(path).expanduser()), resume=False, overwrite=overwrite)
+    for path in (tmp_path, Path(), Path("/")):
+        with pytest.raises(InputError, match=r"a folder with other files \(.*\) and no run"):
+            check(path, overwrite=overwrite)
+    with pytest.raises(InputError, match="a folder with other files"):
+        settled(made(tmp_path))
+    assert files(tmp_path) == [name]
 
 
 def test_tokens_that_are_kept_in_the_runs_folder_are_nobodys(tmp_path: Path) -> None:
     """The ranks look again after the first process has tokenised."""
-    key = "0" * 24
     for cache in (tmp_path, tmp_path / "tokens"):
         values = {"run": {"folder": str(tmp_path)}, "data": {"cache": str(cache)}}
         cache.mkdir(exist_ok=True)
-        (cache / f"{key}.tokens").write_text("")
-        folder.check(config.build(values), resume=False, overwrite=False)
-        (cache / f"{key}.tokens").unlink()
-
-
-def test_looking_makes_no_folder(tmp_path: Path) -> None:
-    """A start that is refused later leaves nothing behind."""
-    folder.check(made(tmp_path / "new" / "run"), resume=False, overwrite=False)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_without_a_step_is_forgotten_and_another_is_kept(tmp_path: Path) -> None:
-    """Its folder too, unless somebody has put something there."""
-    run = made(tmp_path / "run")
-    folder.claim(run, overwrite=False)
-    folder.forget(run)
-    assert list(tmp_path.iterdir()) == []
-    folder.claim(run, overwrite=False)
-    (run.folder / "metrics.jsonl").write_text('{"step": 1}')
-    folder.forget(run)
-    assert files(run.folder) == ["config.toml", "metrics.jsonl"]
+        tokens = cache / f"{'0' * 24}.tokens"
+        tokens.write_text("")
+        run_folder.check(config.build(values), resume=False, overwrite=False)
+        tokens.unlink()
 
 
 @pytest.mark.parametrize("name", ["plots/experts.png", "thesis.txt", ".report.md.1234"])
 def test_a_replaced_run_that_ends_before_its_first_step_can_be_started_again(
     name: str, tmp_path: Path
 ) -> None:
-    """A picture of experts, the user's own file, and what a killed process has left."""
+    """A picture, the user's own file, and what a killed process has left; a step is kept."""
     run = made(tmp_path / "run")
-    folder.claim(run, overwrite=False)
+    run_folder.claim(run, overwrite=False)
     (run.folder / name).write_text("")
-    folder.claim(run, overwrite=True)
-    folder.forget(run)
-    folder.check(run, resume=False, overwrite=True)
+    run_folder.claim(run, overwrite=True)
+    run_folder.forget(run)
+    check(run.folder, overwrite=True)
     assert (run.folder / "thesis.txt").exists() == (name == "thesis.txt") == run.folder.exists()
+    run_folder.claim(run, overwrite=True)
+    (run.folder / "metrics.jsonl").write_text('{"step": 1}')
+    run_folder.forget(run)
+    assert {"config.toml", "metrics.jsonl"} <= {*files(run.folder)}
 
 
-def test_auto_refuses_a_run_whose_checkpoint_lacks_a_file(tmp_path: Path) -> None:
-    """As --resume does: it is not replaced as if nothing had been saved."""
-    run = made(tmp_path)
-    folder.claim(run, overwrite=False)
-    checkpoint(tmp_path)
-    (tmp_path / "checkpoints" / "step-000001" / METADATA).unlink()
-    start = RunStart(auto=True).resolve_auto(run)
-    assert start == RunStart(resume=True)
-    with pytest.raises(InputError, match=rf"step-000001 lacks {METADATA}\).*does not replace"):
-        folder.check(run, start.resume, start.overwrite)
+def settled(given: config.Config) -> RunStart:
+    """What `--resume auto` comes to, after the checks of any start."""
+    start = RunStart(auto=True).resolve_auto(given)
+    run_folder.check(given, start.resume, start.overwrite)
+    return start
+
+
+def test_auto_begins_continues_or_begins_again(tmp_path: Path) -> None:
+    """No run; a run that saved nothing; a run with a checkpoint, finished or not."""
+    given = runs.settings(tmp_path / "run", steps=2)
+    assert settled(given) == RunStart()
+    run_folder.claim(given, overwrite=False)
+    assert settled(given) == RunStart(overwrite=True)
+    with pytest.raises(InputError, match="where no checkpoint is"):
+        check(given.folder, resume=True)
+    first = runs.run(given, start=RunStart(auto=True))
+    assert settled(given) == RunStart(resume=True)
+    again = runs.run(runs.changed(given, "train", steps=4), start=RunStart(auto=True))
+    assert [r.loss for r in again[:2]] == [r.loss for r in first] and len(again) == 4
+    both = RunStart(overwrite=True, auto=True).resolve_auto(given)
+    with pytest.raises(InputError, match="both --resume and --overwrite"):
+        prepare(given, 1, both)
+    for path in all_in(given.folder / "checkpoints"):
+        (path / METADATA).unlink()
+    with pytest.raises(InputError, match=rf"step-000004 lacks {METADATA}.*does not replace"):
+        settled(given)
 
 
 @pytest.mark.parametrize("start", [RunStart(), RunStart(resume=True), RunStart(overwrite=True)])
@@ -144,34 +151,34 @@ def test_a_folder_in_which_a_run_writes_is_refused(start: RunStart, tmp_path: Pa
     """By name, in any way of starting, until that run ends; then the folder is as it was."""
     run = made(tmp_path / "run")
     who = rf"process {os.getpid()} on {socket.gethostname()}, since \d+"
-    with lock.hold(run, RunStart()):
-        folder.claim(run, overwrite=False)
+    with run_lock.hold(run, RunStart()):
+        run_folder.claim(run, overwrite=False)
         with (
             pytest.raises(InputError, match=rf"another run is writing \({who}"),
-            lock.hold(run, start),
+            run_lock.hold(run, start),
         ):
             pass
         assert files(run.folder) == ["config.toml", "run.lock"]
     assert files(run.folder) == ["config.toml"]
-    with lock.hold(run, RunStart(overwrite=True)):
+    with run_lock.hold(run, RunStart(overwrite=True)):
         pass
 
 
 def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     """The kernel releases it, so a restart gets it; a refused start removes what it made."""
     program = (
-        "import os, sys; from shardwise.train import config, run_lock as lock; "
+        "import os, sys; from shardwise.train import config, run_lock; "
         "from shardwise.train.prepare import RunStart\n"
         "run = config.build({'run': {'folder': sys.argv[1]}})\n"
-        "with lock.hold(run, RunStart()): os.kill(os.getpid(), 9)"
+        "with run_lock.hold(run, RunStart()): os.kill(os.getpid(), 9)"
     )
     run = made(tmp_path / "a" / "run")
     subprocess.run([sys.executable, "-c", program, str(run.folder)], check=False)
     assert files(run.folder) == ["run.lock"]
-    with lock.hold(run, RunStart()):
+    with run_lock.hold(run, RunStart()):
         pass
     assert files(run.folder) == []
-    with pytest.raises(ZeroDivisionError), lock.hold(made(tmp_path / "b" / "run"), RunStart()):
+    with pytest.raises(ZeroDivisionError), run_lock.hold(made(tmp_path / "b" / "run"), RunStart()):
         _ = 1 / 0
     assert not (tmp_path / "b").exists()
 
@@ -187,26 +194,9 @@ def test_a_file_system_without_locks_is_said(
     monkeypatch.setattr(fcntl, "flock", refuses)
     with (
         pytest.warns(UserWarning, match=r"file system without locks \(No locks available\)"),
-        lock.hold(made(tmp_path / "run"), RunStart()) as start,
+        run_lock.hold(made(tmp_path / "run"), RunStart()) as start,
     ):
         assert start == RunStart()
-
-
-def checkpoint(run: Path) -> None:
-    saved = run / "checkpoints" / "step-000001"
-    saved.mkdir(parents=True)
-    for name in (METADATA, SCALARS):
-        (saved / name).write_text("{}")
-
-
-def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
-    """Without a checkpoint --resume is refused; with one it is not."""
-    with pytest.raises(InputError, match="where no checkpoint is"):
-        folder.check(made(tmp_path), resume=True, overwrite=False)
-    checkpoint(tmp_path)
-    folder.check(made(tmp_path), resume=True, overwrite=False)
-    with pytest.raises(InputError, match="both --resume and --overwrite"):
-        folder.check(made(tmp_path), resume=True, overwrite=True)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -214,4 +204,183 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name in ("file", "file/run", "a" * 300):
         with pytest.raises(InputError, match=r"run\.folder = .*nothing can be written"):
-            folder.check(made(tmp_path / name), resume=False, overwrite=False)
+            check(tmp_path / name)
+
+
+# --- records ------------------------------------------------------------------------------------
+
+
+def write(folder: Path, first: int, last: int) -> None:
+    with metrics.writer(folder, first - 1) as file:
+        kept = metrics.MetricsWriter(file, Callbacks([]))
+        for step in range(first, last + 1):
+            kept.write(replace(ONE, step=step, consumed=8 * step))
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [record.step for record in metrics.read(folder)]
+
+
+def test_a_resumed_run_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    """Each step once, also after a crash in the middle of a line, which costs that line only."""
+    write(tmp_path, 1, 5)
+    write(tmp_path, 4, 7)
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+    path = tmp_path / metrics.FILE
+    path.write_text(path.read_text()[:-20])
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6]
+    write(tmp_path, 7, 8)
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]
+    evaluated = replace(ONE, validation=3.25, memory_bytes={"parameters": 12})
+    path.write_text(f"{ONE.line()}\n{evaluated.line()}\n")
+    assert metrics.read(tmp_path) == [ONE, evaluated]
+    assert "validation" not in ONE.line()
+
+
+def test_lines_that_are_no_records_are_kept(tmp_path: Path) -> None:
+    """Of another version, damaged, not UTF-8: a resumed run removes only later steps."""
+    lines = [replace(ONE, step=step).line().encode() for step in range(1, 6)]
+    lines[1] = lines[1].replace(b"{", b'{"later": 1, ', 1)
+    other = [b"\xff\xfe", b'{"step": "3"}', b"[" * 10**5, lines[3][:20], b""]
+    text = b"\n".join([*lines[:3], *other, *lines[3:], b""])
+    (tmp_path / metrics.FILE).write_bytes(text)
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
+    metrics.keep_until(tmp_path, 5)
+    assert (tmp_path / metrics.FILE).read_bytes() == text
+    metrics.keep_until(tmp_path, 3)
+    assert (tmp_path / metrics.FILE).read_bytes() == b"\n".join([*lines[:3], *other, b""])
+
+
+def test_a_full_disk_loses_records_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said once; records are written again when there is room."""
+    with metrics.writer(tmp_path, 0) as file:
+        kept = metrics.MetricsWriter(file, Callbacks([]))
+        with monkeypatch.context() as patch:
+            patch.setattr(Record, "line", runs.full_disk)
+            kept.write(ONE)
+            said = kept.take_unwritten()
+            kept.write(replace(ONE, step=2))
+        assert "step 1 could not be recorded" in said and "No space left on device" in said
+        assert kept.take_unwritten() == kept.failure == ""
+        kept.write(replace(ONE, step=3))
+    assert steps_in(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("what", ["renamed", "removed", "replaced"])
+def test_a_folder_that_is_gone_ends_the_run(what: str, tmp_path: Path) -> None:
+    """Or the run would write its records into one folder and its checkpoints into another."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with metrics.writer(folder, 0) as file:
+        kept = metrics.MetricsWriter(file, Callbacks([]))
+        kept.write(ONE)
+        folder.rename(tmp_path / "other") if what != "removed" else shutil.rmtree(folder)
+        if what == "replaced":
+            folder.mkdir()
+            (folder / metrics.FILE).touch()
+        kept.write(replace(ONE, step=2))
+    assert "was renamed or removed" in kept.failure and "--resume" in kept.failure
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in all_in(folder)]
+
+
+def shown(world: World, given: config.Config) -> str:
+    """Train; what is shown. No thread outlives the run."""
+    text = runs.shown(world, given)
+    assert not [each for each in threading.enumerate() if each.name.startswith("shardwise-")]
+    return text
+
+
+def failing(world: World, given: config.Config) -> str:
+    """Train, with a disk that is full for rank 1 at step 4; what is shown."""
+    with writing(lambda save: refuse(1, save) if save.step == 4 else None):
+        return shown(world, given)
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3 fp64", "pp2 1f1b:2 fp64"])
+def test_a_run_saves_beside_its_steps(tmp_path: Path, plan: str) -> None:
+    """The curve, the checkpoints and their tensors are those of a run that saves synchronously."""
+    sync = runs.settings(tmp_path / "sync", plan, keep=9, steps=5)
+    given = runs.settings(tmp_path / "async", plan, keep=9, steps=5, async_save=True)
+    assert runs.run(given, 2)[-1].loss == runs.run(sync, 2)[-1].loss
+    places = [each.folder / "checkpoints" for each in (sync, given)]
+    assert names(places[0]) == names(places[1]) == [f"step-00000{n}" for n in (2, 4, 5)]
+    for one, other in zip(*map(all_in, places), strict=True):
+        assert describe(one, deep=True).tensors == describe(other, deep=True).tensors
+        assert describe(one).scalars == describe(other).scalars
+    report = (given.folder / "report.md").read_text()
+    assert "3 saved, which held the steps for" in report and "written beside them in" in report
+    assert "written beside" not in (sync.folder / "report.md").read_text()
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_checkpoint_that_is_lost_ends_no_run(beside: bool, tmp_path: Path) -> None:
+    """A line names the rank and the folder; the run goes on, and later ones are whole."""
+    given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", keep=9, async_save=beside)
+    first, _ = run_gloo(2, failing, given)
+    folder = given.folder / "checkpoints"
+    said = f"The checkpoint of step 4 could not be saved in '{folder}': on rank 1, OSError"
+    assert first.count(said) == 1 and first.count("Training goes on without this checkpoint") == 1
+    assert names(folder) == ["step-000002", "step-000006", "step-000007"]
+    assert "3 saved" in (given.folder / "report.md").read_text()
+
+
+def test_a_run_keeps_the_best_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one with the lowest validation loss stays beside the newest; each save has a loss."""
+    losses = iter([3.0, 1.0, 2.0, 4.0, 5.0])
+    monkeypatch.setattr(loop, "evaluate", lambda _: next(losses))
+    given = runs.settings(tmp_path / "run", keep=1, keep_best=True, eval_every=0)
+    said = shown(alone(), given)
+    assert names(given.folder / "checkpoints") == ["step-000004", "step-000007"]
+    assert best_in(given.folder / "checkpoints") == given.folder / "checkpoints" / "step-000004"
+    assert "step-000004, by the validation loss" in said
+    found = [record.validation for record in metrics.read(given.folder)]
+    assert found == [None, 3.0, None, 1.0, None, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_run_goes_on_from_its_mirror(tmp_path: Path, async_save: bool) -> None:
+    """After the local disk is lost, as if it were not; the mirror keeps as many checkpoints."""
+    mirror = tmp_path / "shared" / "run"
+    own: dict[str, Any] = {"async_save": async_save, "decay": "constant", "mirror": str(mirror)}
+    straight = runs.run(runs.settings(tmp_path / "straight", decay="constant"))
+    given = runs.settings(tmp_path / "run", **own)
+    stopped = runs.run(runs.changed(given, "train", steps=5))
+    assert names(mirror)[-1] == "step-000005" and not [*mirror.glob(".*")]
+    assert (mirror / "latest").read_text() == "step-000005\n"
+    assert describe(mirror, deep=True) == describe(mirror / "step-000005")
+    shutil.rmtree(given.folder)
+    with pytest.raises(InputError, match=r"train\.mirror = .*where checkpoints of a run are"):
+        prepare(given, 1, RunStart())
+    assert RunStart(auto=True).resolve_auto(given) == RunStart(resume=True)
+    found = runs.run(given, start=RunStart(resume=True))
+    assert [(r.step, r.loss) for r in found] == [(r.step, r.loss) for r in straight[5:]]
+    assert len(stopped) == 5 and names(mirror)[-1] == "step-000007"
+    again = runs.changed(given, "train", steps=2, save_every=0)
+    runs.run(again, start=RunStart(overwrite=True))
+    assert names(mirror) == names(given.folder / "checkpoints") == ["step-000002"]
+
+
+def test_a_copy_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line names the folder, and the mirror has no half of it; the next copy is whole."""
+    copy, mirror = shutil.copyfile, tmp_path / "mirror"
+
+    def full(source: Path, to: Path) -> object:
+        if source.parent.name == "step-000002" and source.name.endswith(".distcp"):
+            to.write_bytes(b"half")
+            runs.full_disk()
+        return copy(source, to)
+
+    monkeypatch.setattr("shardwise.train.mirror.shutil.copyfile", full)
+    given = runs.settings(tmp_path / "run", mirror=str(mirror), steps=3)
+    said = shown(alone(), given)
+    assert said.count(f"step-000002 could not be copied to '{mirror}'") == 1
+    assert names(mirror) == ["step-000003"] and not [*mirror.glob(".*")]
+    assert names(given.folder / "checkpoints") == ["step-000002", "step-000003"]

@@ -1,17 +1,30 @@
-"""A model and callbacks of the user's own in `shardwise train`: `file.py:function`."""
+"""A model, weights and callbacks of the user's own: `file.py:function`, `hf:./folder`."""
 
 import json
+import re
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from shardwise.cli import main as cli
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, RankError
+from shardwise.models import pretrained
+from shardwise.models.hf import causal_loss
 from shardwise.train import config, loop
+from shardwise.train.data.tokens import load_tokenizer, train_bpe
 from shardwise.train.measure.metrics import read
+from shardwise.train.prepare import RunStart, prepare
+from shardwise.train.sizes import model_sizes
+from tests.comm.test_start import free_port
 from tests.docs.pages import file_of
-from tests.train.runs import run, settings, trained
+from tests.programs import start_program
+from tests.train import runs
+from tests.train.runs import model_folder, printed, run, settings
+
+ROOT = Path(__file__).parents[2]
 
 MODEL = """
 import torch
@@ -53,85 +66,193 @@ def with_loss():
 
 
 def own(
-    folder: Path, function: str = "build", plan: str = "fp64", text: str = MODEL
+    folder: Path, function: str = "build", plan: str = "fp64", text: str = MODEL, **train: Any
 ) -> config.Config:
-    """The run of runs.py with the model of a file."""
+    """A run of three steps with the model of a file."""
+    folder.mkdir(exist_ok=True)
     file = folder / "net.py"
     file.write_text(text)
-    made = settings(folder / "run", plan).model_dump()
+    made = settings(folder / "run", plan, steps=3, **train).model_dump()
     made["model"] = {"name": f"{file}:{function}", "sequence": 13}
     return config.build(made)
 
 
+def losses(given: config.Config, ranks: int = 1) -> list[float]:
+    return [record.loss for record in run(given, ranks)]
+
+
 @pytest.mark.parametrize(
-    ("plan", "model"),
-    [
-        ("tp2", ""),
-        ("dp2 zero3", "docs/tutorials/your-model.md"),
-    ],
+    ("plan", "page"), [("tp2", ""), ("dp2 zero3", "docs/tutorials/your-model.md")]
 )
-def test_ranks_train_it_as_one_process_does(plan: str, model: str, tmp_path: Path) -> None:
+def test_ranks_train_it_as_one_process_does(plan: str, page: str, tmp_path: Path) -> None:
     """The losses of each step in fp64, with its own table under tp; the model of the page too."""
-    text = file_of(model, "model.py") if model else MODEL
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    wanted = [record.loss for record in run(own(tmp_path / "one", text=text))]
+    text = file_of(page, "model.py") if page else MODEL
+    wanted = losses(own(tmp_path / "one", text=text))
+    assert len(wanted) == 3 and wanted[-1] < wanted[0]
     two = own(tmp_path / "two", plan=f"{plan} fp64", text=text)
-    found = [record.loss for record in run(two, 2)]
-    assert len(wanted) == 7 and wanted[-1] < wanted[0]
-    assert found == pytest.approx(wanted, rel=1e-10)
+    assert losses(two, 2) == pytest.approx(wanted, rel=1e-10)
 
 
-def test_its_own_loss_and_no_logits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_own_loss_and_no_logits(tmp_path: Path, capsys: runs.Capture) -> None:
     """A loss with the model is the run's; a model that returns no logits writes no sample."""
-    wanted = run(own(tmp_path))
-    (tmp_path / "loss").mkdir()
-    assert trained(alone(), own(tmp_path / "loss", "with_loss"), None) == ""
+    wanted = losses(own(tmp_path / "one"))
+    given = own(tmp_path / "loss", "with_loss")
+    assert runs.trained(alone(), given) == ""
     assert "no sample: the model does not return logits" in capsys.readouterr().out
-    report = (tmp_path / "loss/run/report.md").read_text()
-    assert f"{wanted[-1].loss:.4f}" in report
+    assert f"{wanted[-1]:.4f}" in (given.folder / "report.md").read_text()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", ["predict", "verify", "train"])
-def test_the_commands_take_it(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_take_it(command: str, tmp_path: Path, capsys: runs.Capture) -> None:
     """With --config, and `train --dry-run`."""
     file = tmp_path / "run.toml"
     file.write_text(config.dump(own(tmp_path, plan="dp2 zero3 fp64")))
     given = {"train": [str(file), "--dry-run"]}.get(command, ["--config", str(file), "--json"])
-    with pytest.raises(SystemExit) as left:
-        cli.main([command, *given])
-    out, err = capsys.readouterr()
-    assert left.value.code == 0, err
+    out = printed(capsys, command, *given)
     assert "dp2 zero3 fp64" in out
     assert command == "train" or json.loads(out)
 
 
+# --- models of transformers ---------------------------------------------------------------------
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("change", "phrase"),
+    ("kind", "plan"), [("llama", "tp2 zero1"), ("gpt2", "dp2 zero3"), ("mixtral", "pp2 1f1b:2")]
+)
+def test_every_plan_trains_the_weights_of_the_folder(kind: str, plan: str, tmp_path: Path) -> None:
+    """The losses are those of one process, and the first that of transformers itself."""
+    weights = model_folder(kind, tmp_path / "w")
+    given = runs.pretrained(tmp_path / "one", weights, "fp64", steps=3)
+    expected = losses(given)
+    rows = prepare(given, 1, RunStart(overwrite=True))
+    batch = rows.corpus.rows(rows.batches.numbers(0))
+    arrays = {"inputs": batch.inputs, "targets": batch.targets}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    with torch.no_grad():
+        first = float(causal_loss(loaded(weights).double(), tensors))
+    assert expected[0] == pytest.approx(first, rel=1e-10)
+    two = runs.pretrained(tmp_path / "two", weights, f"{plan} fp64", steps=3)
+    assert losses(two, 2) == pytest.approx(expected, rel=1e-10)
+
+
+def loaded(folder: Path) -> Any:
+    """The model that transformers has in a folder."""
+    return pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "plan", "ranks"),
+    [("folder", "fp64", 1), ("bpe:300", "pp2 1f1b:2 fp64", 2), ("bytes", "dp2 zero3 fp64", 2)],
+)
+def test_an_export_has_what_transformers_loads(
+    tokens: str, plan: str, ranks: int, tmp_path: Path, capsys: runs.Capture
+) -> None:
+    """Trained weights; tokenizer and generation of the model's folder or the run; or a line."""
+    transformers = pytest.importorskip("transformers")
+    weights = model_folder("llama", tmp_path / "w", vocab_size=300)
+    words = transformers.GenerationConfig(max_new_tokens=3, eos_token_id=256, do_sample=True)
+    words.save_pretrained(weights)
+    if tokens == "folder":
+        train_bpe(["some text", "and more"], 300).save(weights / "tokenizer.json")
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 77}
+        (weights / "tokenizer_config.json").write_text(json.dumps(about))
+        tokens = str(weights / "tokenizer.json")
+    given = runs.pretrained(tmp_path / "run", weights, plan, steps=2)
+    given = runs.changed(given, "data", tokens=tokens)
+    run(given, ranks)
+    assert len(run(runs.changed(given, "train", steps=3), ranks, RunStart(resume=True))) == 3
+    said = printed(capsys, "checkpoint", "export", str(given.folder), "--to", str(tmp_path / "out"))
+    before, made = loaded(weights).state_dict(), loaded(tmp_path / "out")
+    assert before.keys() == made.state_dict().keys()
+    assert not any(torch.equal(before[name], x) for name, x in made.state_dict().items())
+    assert (made.generation_config.max_new_tokens, made.generation_config.do_sample) == (3, True)
+    if tokens == "bytes":
+        assert "no tokenizer: the run's tokens are bytes" in said
+        return
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    vocabulary = load_tokenizer(given.folder / "tokenizer" / "tokenizer.json")
+    assert read("some more text")["input_ids"] == vocabulary.encode("some more text").tolist()
+    assert read.model_max_length == 77 or read.eos_token_id == vocabulary.separator
+    assert "generation_config.json, the run's tokenizer" in said
+
+
+def test_operations_and_parameters_are_counted(tmp_path: Path) -> None:
+    """By hand: of four experts two are used; embeddings are not multiplied, a tied head is."""
+    found = pretrained.read(model_folder("mixtral", tmp_path / "m"), None)
+    attention = 64 * 16 * (4 + 2 + 2 + 4)
+    layer = attention + 4 * 64 + 2 * 3 * 64 * 96 + 2 * 64
+    assert found.multiplied == 2 * layer + 64 + 64 * 257
+    assert found.parameters == found.multiplied + 2 * 2 * 3 * 64 * 96 + 64 * 257
+    assert found.sequence == 64
+    tied = pretrained.read(model_folder("llama", tmp_path / "t", tie_word_embeddings=True), 8)
+    assert tied.multiplied == tied.parameters
+    assert pretrained.flops_per_token(tied) == 6 * tied.parameters + 12 * 2 * 64 * 8
+
+
+def test_the_folders_tokenizer_is_the_runs(tmp_path: Path) -> None:
+    """Unless the configuration names other tokens."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    model = {"name": f"hf:{tmp_path}"}
+    assert config.build({"model": model}).data.tokens == str(tmp_path / "tokenizer.json")
+    assert config.build({"model": model, "data": {"tokens": "bytes"}}).data.tokens == "bytes"
+
+
+@pytest.mark.parametrize(
+    ("model", "phrase"),
     [
-        ({"sequence": None}, r"without model\.sequence.*model\.sequence = 128"),
-        ({"width": 16}, r"model\.width with model\.name"),
-        ({"name": "{0}:small"}, r"numbers below 257 gives IndexError.*\(net\.py, line \d+\)"),
-        ({"name": "{0}:bild"}, r"no function \"bild\".*Write instead: .*net\.py:build"),
+        ({"name": "hf:llama"}, r"model\.name = 'hf:\./llama'"),
+        ({"name": "hf:./absent"}, "no such folder"),
+        ({"name": "hf:./w", "layers": 3}, r"leave model\.layers out"),
+        ({"name": "hf:./w", "sequence": 65}, "at most its 64 positions"),
+        ({"name": "hf:./bert"}, "a causal language model"),
+        ({"name": "hf:./part"}, "which lacks 1 weights of its LlamaForCausalLM, the first lm_head"),
+        ({"name": "hf:./bare"}, "the folder 'bare' without config.json"),
+        ({"name": "net.py:build"}, r"without model\.sequence.*model\.sequence = 128"),
+        ({"name": "net.py:build", "sequence": 13, "width": 16}, r"model\.width with model\.name"),
+        ({"name": "net.py:small", "sequence": 13}, r"below 257 gives IndexError.*\(net\.py, line"),
+        ({"name": "net.py:bild", "sequence": 13}, r"no function \"bild\".*instead: net\.py:build"),
     ],
 )
-def test_a_model_that_cannot_be_trained_on_the_text(
-    change: dict[str, object], phrase: str, tmp_path: Path
+def test_a_model_that_cannot_be_trained_is_refused(
+    model: dict[str, Any], phrase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One paragraph before anything starts, with the line of the user's file."""
-    given = own(tmp_path)
-    values = given.model_dump()
-    change = {
-        k: v.format(tmp_path / "net.py") if isinstance(v, str) else v for k, v in change.items()
-    }
-    values["model"] = {"name": given.model.name, "sequence": 13, **change}
-    with pytest.raises(InputError, match=phrase):
-        loop.train(config.build(values), alone())
-    assert not given.folder.exists()
+    """In one paragraph before anything is written."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(MODEL)
+    kind = re.match(r"hf:\./(w|bert|part|bare)", model["name"])
+    if kind is not None:
+        at = model_folder("bert" if kind[1] == "bert" else "llama", tmp_path / kind[1])
+        if kind[1] in ("part", "bare"):
+            drop_head(at)
+        if kind[1] == "bare":
+            (at / "config.json").unlink()
+    values = settings(tmp_path / "run").model_dump() | {"model": model}
 
+    def begin() -> None:
+        given = config.build(values)
+        if kind is None:
+            loop.train(given, alone())
+        sizes = model_sizes(given.model, 257)
+        assert isinstance(sizes, pretrained.FolderConfig)
+        pretrained.fill(sizes)("lm_head.weight", torch.empty(257, 64))
+
+    with pytest.raises(InputError, match=phrase) as found:
+        begin()
+    assert "\n\n" not in str(found.value)
+    assert not (tmp_path / "run").exists()
+
+
+def drop_head(folder: Path) -> None:
+    """Remove the weight of the head."""
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(folder / "model.safetensors")
+    save_file({k: t for k, t in state.items() if "lm_head" not in k}, folder / "model.safetensors")
+
+
+# --- callbacks ----------------------------------------------------------------------------------
 
 MINE = """
 import shardwise as sw
@@ -172,9 +293,7 @@ def called(folder: Path, function: str, *, fails: bool = False) -> config.Config
     """A run of seven steps with a callback from a file."""
     file = folder / "mine.py"
     file.write_text(MINE.replace("FAILS", str(fails)))
-    given = settings(folder / "run")
-    own = given.run.model_copy(update={"callbacks": (f"{file}:{function}",)})
-    return given.model_copy(update={"run": own})
+    return runs.changed(settings(folder / "run"), "run", callbacks=(f"{file}:{function}",))
 
 
 def test_a_callback_of_ones_own_is_called_as_the_run_proceeds(tmp_path: Path) -> None:
@@ -213,3 +332,50 @@ def test_a_function_that_makes_no_callback_is_refused(
     with pytest.raises(InputError, match=text):
         run(called(tmp_path, function))
     assert not (tmp_path / "run").exists()
+
+
+# --- the page of migration ----------------------------------------------------------------------
+
+#: Runs a program and prints the sum and the norm of the trained weights on rank 0.
+AROUND = """
+import json, os, sys, torch
+torch.manual_seed(0)
+program = sys.argv[1]
+names = {}
+exec(program, names)
+import shardwise as sw
+model = names["model"]
+if "import shardwise" in program:
+    state = sw.full_state_dict(model)
+else:
+    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    state = dict(enumerate(whole))
+if os.environ["RANK"] == "0":
+    weights = torch.cat([x.detach().flatten() for x in state.values()]).double()
+    sys.stdout.write(json.dumps([weights.sum().item(), weights.norm().item()]))
+"""
+
+
+def migrated(name: str, sign: str) -> list[float]:
+    """What the lines of a block with `sign` and without any train on two ranks, on processors."""
+    page = (ROOT / "docs/how-to/migrate.md").read_text(encoding="utf-8")
+    block = page.split(f"**{name}**")[1].split("```diff\n")[1].split("```")[0]
+    other = "-" if sign == "+" else "+"
+    lines = [line[2:] for line in block.splitlines() if not line.startswith(other)]
+    code = "\n".join(lines).replace(".cuda()", "").replace('"nccl"', '"gloo"')
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    shared["ACCELERATE_USE_CPU"] = "true"
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    ranks = [start_program(["-c", AROUND, code], variables=shared | each) for each in own]
+    found = [each.communicate(timeout=120) for each in ranks]
+    assert [each.returncode for each in ranks] == [0, 0], found
+    return json.loads(found[0][0])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["DistributedDataParallel", "fully_shard", "accelerate"])
+def test_programs_of_the_page_train_the_same(name: str) -> None:
+    """The page's program for the other system, and the one that replaces it."""
+    if name == "accelerate" and find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed")
+    assert migrated(name, "-") == pytest.approx(migrated(name, "+"), rel=1e-5)

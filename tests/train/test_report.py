@@ -1,37 +1,55 @@
-"""The report: the numbers and the pictures of a run."""
+"""What a run shows: its lines, its report as text and as a page, its sample."""
 
+import io
 import json
-import math
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.axes import Axes
+from rich.console import Console
+from torch import Tensor
+from torch.nn.functional import one_hot
 
 import shardwise as sw
-from shardwise.comm.world import World
+from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.models.gpt import GPT, SIZES, loss, random_text
 from shardwise.prediction.time.step_time import StepTime
-from shardwise.train import config
+from shardwise.train import config, end, loop, run_folder
+from shardwise.train import sample as sampling
 from shardwise.train.config import TrainSection
+from shardwise.train.config_sections import SampleSection
 from shardwise.train.data.packed import Packed
 from shardwise.train.data.tokens import ByteVocabulary
+from shardwise.train.measure import metrics, progress
 from shardwise.train.measure.baseline import Baseline, ddp_baseline
+from shardwise.train.measure.metrics import Record
 from shardwise.train.measure.time_cost import time_cost
 from shardwise.train.model import optimizer_of
-from shardwise.train.report import markdown, plots
+from shardwise.train.report import html, markdown
 from shardwise.train.report.files import write
-from shardwise.train.report.report_contents import contents_of, smooth
-from shardwise.train.report.section import Bars
+from shardwise.train.report.report_contents import contents_of
 from shardwise.train.report.summary import RankCost, Summary
 from tests.pool import run_threads
 from tests.train import runs
-from tests.train.test_metrics import ONE
 
-PACKED = Packed("key", np.zeros(2000, np.uint16), 1000, 3, ByteVocabulary())
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+BYTES = ByteVocabulary()
+PACKED = Packed("key", np.zeros(2000, np.uint16), 1000, 3, BYTES)
+MIB = 2**20
+ONE = Record(
+    step=1, consumed=8, loss=3.5, lr=1e-3, tokens=64, seconds=0.5, tokens_per_s=128.0, mfu=0.25,
+    sent_bytes=1000,
+)  # fmt: skip
 
 
 def summary(folder: Path, *costs: RankCost) -> Summary:
@@ -45,57 +63,129 @@ def summary(folder: Path, *costs: RankCost) -> Summary:
     )  # fmt: skip
 
 
+def whole(path: Path) -> Summary:
+    """A run with each section of a report."""
+    held = {"parameters": 3 * MIB, "gradients": 3 * MIB, "optimizer": 6 * MIB}
+    sent = {"dp all_reduce": 6 * MIB, "pp send": MIB}
+    cost = RankCost(
+        held, held, sent | {"ep all_to_all": MIB}, sent, {"ep all_to_all": (0, 2 * MIB)}
+    )
+    path.mkdir()
+    given = summary(path, *[cost] * 4)
+    loads = {f"blocks.{n}.moe": [9, 7, 1, 15] for n in range(2)}
+    return replace(
+        given,
+        plan="dp2 pp2 ep2 1f1b:4 | head: zero2",
+        records=[replace(record, expert_loads=loads) for record in given.records],
+        baseline=Baseline(held, {"dp all_reduce": 12 * MIB}),
+        sample="<b>def</b> f(a & b):\n" + "x" * 300,
+    )
+
+
+# --- lines of a run -----------------------------------------------------------------------------
+
+
+def console(terminal: bool) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, force_terminal=terminal, width=100, highlight=False), file
+
+
+def test_a_log_gets_plain_lines() -> None:
+    """The first step, evaluations and the last have a line; other ranks write none."""
+    texts: list[list[str]] = []
+    for first in (True, False):
+        out, file = console(terminal=False)
+        with progress.display(100, first=first, console=out) as shown:
+            shown.step(ONE)
+            shown.step(replace(ONE, step=2))
+            shown.step(replace(ONE, step=3, validation=3.25, memory_bytes={"parameters": 2048}))
+            shown.step(replace(ONE, step=100, mfu=None))
+            shown.note("saved")
+        texts.append(file.getvalue().splitlines())
+    lines, others = texts
+    heads = ["step 1/100", "step 3/100", "step 100/100", "saved"]
+    assert [line.split("  ")[0] for line in lines] == heads and others == []
+    assert lines[0] == "step 1/100  loss 3.5000  128 tokens/s  MFU 25.0%  rank 0 sends 1000 B/step"
+    assert "validation 3.2500" in lines[1] and "holds parameters 2.0 KiB" in lines[1]
+    assert "MFU" not in lines[2]
+    routed = replace(ONE, expert_loads={"moe": [3, 1]}, dropped=0.25, gate_entropy=0.5)
+    said = "busiest expert 1.50x the mean, 25.0% dropped, gate entropy 0.50"
+    assert said in progress.line(routed, 9)
+
+
+def test_a_terminal_gets_one_picture_with_everything() -> None:
+    """Bar, loss, validation, speed, MFU, bytes and memory by category; the latest of each stays."""
+    out, file = console(terminal=True)
+    with progress.display(100, first=True, console=out) as shown:
+        shown.step(replace(ONE, validation=3.25, memory_bytes={"parameters": 2048}))
+        shown.step(replace(ONE, step=2))
+    last = file.getvalue().rpartition("step 2/100")[2]
+    for part in ("3.5000", "3.2500", "128", "25.0%", "1000 B", "parameters 2.0 KiB"):
+        assert part in last
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_note_is_text_in_one_line(terminal: bool) -> None:
+    """A path may have brackets, which are no markup, and line ends."""
+    out, file = console(terminal)
+    with progress.display(100, first=True, console=out) as shown:
+        shown.note("tokens of data/[ab]/[/x]\n*.txt")
+    assert "tokens of data/[ab]/[/x]\\n*.txt" in file.getvalue()
+
+
+def test_the_peak_is_that_of_the_cluster_or_of_a_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preset by the name that CUDA gives, by precision; no other device has an MFU."""
+    cuda, plan = torch.device("cuda"), Plan.parse("dp2 bf16")
+    for name, peak in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", None), ("L4", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert metrics.peak_flops(None, plan, cuda) == peak
+    assert metrics.peak_flops("a100-80gb", Plan(), torch.device("cpu")) == 19.5e12
+    assert metrics.peak_flops(None, plan, torch.device("cpu")) is None
+
+
+# --- the report ---------------------------------------------------------------------------------
+
+
 def written(given: Summary) -> str:
     """The text of report.md, in the run's folder."""
     assert write(contents_of(given), given.config.folder) == []
     return (given.config.folder / "report.md").read_text()
 
 
-def text_of(given: Summary) -> str:
-    return markdown.text(contents_of(given))
-
-
 def test_the_report_holds_the_numbers_and_the_pictures(tmp_path: Path) -> None:
     """Loss, baseline and its distance, measured beside predicted, the sample; three PNG files."""
-    cost = RankCost(
-        {"parameters": 4096}, {"parameters": 4096}, {"all_gather": 10}, {"all_gather": 12}
-    )
+    held = {"parameters": 4096}
+    cost = RankCost(held, held, {"all_gather": 10}, {"all_gather": 12})
     text = written(summary(tmp_path, cost, cost))
     for part in (
         "dp2 zero3 on 2 ranks",
         "1,234 parameters",
         "50% below the unigram baseline",
+        "1.5000 nats a token, 4.328 bits a byte",  # of which each has two tokens
         "    def f():",
+        "| training loss | 3.2000 nats a token in the last step, 3.4953 smoothed |",
+        "4.0 KiB (4,096 bytes, as predicted) by each rank",
+        "10 B (10 bytes, predicted 12 B, 12 bytes) by each rank",
+        "| all_gather | 10 | 12 |",
     ):
         assert part in text
-    assert "| training loss | 3.2000 nats a token in the last step, 3.4953 smoothed |" in text
-    assert "4.0 KiB (4,096 bytes, as predicted) by each rank" in text
-    assert "10 B (10 bytes, predicted 12 B, 12 bytes) by each rank" in text
-    assert "| all_gather | 10 | 12 |" in text
     for name in ("loss", "memory", "bytes"):
-        picture = tmp_path / "plots" / f"{name}.png"
-        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert f"plots/{name}.png" in text
 
 
-def test_the_rank_with_most_is_told(tmp_path: Path) -> None:
-    """Of a pipeline the ranks hold and send different things: the most, and whose that is."""
+def test_the_rank_with_most_is_named(tmp_path: Path) -> None:
+    """Of a pipeline the ranks hold and send different things; one rank alone sends nothing."""
     costs = [RankCost({"x": n}, {"x": n}, {"send": m}, {"send": m}) for n, m in ((8, 9), (9, 8))]
-    text = text_of(summary(tmp_path, *costs))
-    assert (
-        "| sent in a step | 9 B (9 bytes, as predicted) by rank 0, the most of any rank |" in text
-    )
-    assert "| held between steps | 9 B (9 bytes, as predicted) by rank 1, the most" in text
+    text = markdown.text(contents_of(summary(tmp_path, *costs)))
+    most = "9 B (9 bytes, as predicted) by rank"
+    assert f"| sent in a step | {most} 0, the most of any rank |" in text
+    assert f"| held between steps | {most} 1, the most" in text
     assert "| rank 1, bytes | measured | predicted |" in text
-
-
-def test_one_rank_sends_nothing(tmp_path: Path) -> None:
-    """A sentence, and neither a table without rows nor a picture with an empty axis."""
-    given = summary(tmp_path, RankCost({"x": 8}, {"x": 8}, {}, {}))
-    text = written(given)
+    text = written(summary(tmp_path, RankCost({"x": 8}, {"x": 8}, {}, {})))
     assert "| sent in a step | nothing: there is one rank |" in text
-    assert "No bytes: there is no other rank." in text.partition("## Bytes")[2]
-    assert "bytes | measured" not in text.partition("## Bytes")[2]
+    sent = text.partition("## Bytes")[2]
+    assert "No bytes: there is no other rank." in sent and "bytes | measured" not in sent
 
 
 def test_speed_is_that_of_the_steps_made_since_the_run_was_resumed(tmp_path: Path) -> None:
@@ -103,36 +193,9 @@ def test_speed_is_that_of_the_steps_made_since_the_run_was_resumed(tmp_path: Pat
     given = summary(tmp_path, RankCost({}, {}, {}, {}))
     slow = [replace(r, tokens_per_s=1.0, mfu=0.9) for r in given.records[:6]]
     fast = [replace(r, mfu=0.5) for r in given.records[6:]]
-    text = text_of(replace(given, records=[*slow, *fast], began=6))
+    text = markdown.text(contents_of(replace(given, records=[*slow, *fast], began=6)))
     assert "| speed | 128 tokens/s (median) |" in text
     assert "| MFU | 50.0% of the device's peak |" in text
-
-
-def test_bars_are_labelled_in_units_that_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eight bytes are '8 B' beside megabytes, and the axis has the unit of the largest."""
-    labels: list[str] = []
-    drawn = Axes.bar_label
-    monkeypatch.setattr(
-        Axes, "bar_label", lambda *a, **k: labels.extend(k["labels"]) or drawn(*a, **k)
-    )
-    series = {"measured": {"steps": 8}, "predicted": {"steps": 3 * 2**20}}
-    plots.bars(tmp_path / "a.png", Bars("title", series))
-    assert labels == [" 8 B", " 3.0 MiB"]
-
-
-def test_nats_a_token_become_bits_a_byte(tmp_path: Path) -> None:
-    """With two tokens a byte, ln 2 nats a token are two bits a byte."""
-    given = summary(tmp_path, RankCost({}, {}, {}, {}))
-    assert given.bits(math.log(2)) == pytest.approx(2.0)
-
-
-def test_smoothing_starts_at_the_first_value_and_keeps_a_constant() -> None:
-    """The moving mean is not pulled to zero at its start."""
-    assert smooth([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
-    assert smooth([5.0, 1.0])[0] == pytest.approx(5.0)
-    assert 1.0 < smooth([5.0, 1.0])[1] < 5.0
 
 
 def test_ddp_on_the_same_ranks_stands_beside(
@@ -145,23 +208,13 @@ def test_ddp_on_the_same_ranks_stands_beside(
         Axes, "bar_label", lambda *a, **k: labels.extend(k["labels"]) or drawn(*a, **k)
     )
     cost = RankCost({"x": 4, "y": 5}, {"x": 4, "y": 5}, {"dp gather": 1}, {"dp gather": 1})
-    ddp = Baseline({"x": 8, "y": 10}, {"dp all_reduce": 7})
+    ddp = Baseline({"x": 8, "y": 3 * MIB}, {"dp all_reduce": 7})
     text = written(replace(summary(tmp_path, cost, cost), baseline=ddp))
     assert "| rank 0, bytes | measured | predicted | ddp on the same ranks |" in text
     assert "| x | 4 | 4 | 8 |" in text
-    assert "| total | 9 | 9 | 18 |" in text
+    assert "| total | 9 | 9 | 3,145,736 |" in text
     assert "| dp all_reduce | - | - | 7 |" in text
-    assert labels[:9] == [" 4 B", " 5 B", " 9 B"] * 2 + [" 8 B", " 10 B", " 18 B"]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_baseline_is_what_ddp_holds_and_sends(precision: str) -> None:
-    """The numbers of a `dp2 ddp` engine after a step, which has a few bytes of padding besides."""
-    baseline = ddp_baseline(SIZES["tiny"], Plan.parse(f"dp2 zero3 {precision}"))
-    assert baseline is not None
-    for memory, sent in run_threads(2, one_step, f"dp2 {precision}"):
-        assert memory == {k: pytest.approx(v, rel=1e-3) for k, v in baseline.memory.items()}
-        assert sent == {k: pytest.approx(v, rel=1e-3) for k, v in baseline.sent.items()}
+    assert labels[:9] == [" 4 B", " 5 B", " 9 B"] * 2 + [" 8 B", " 3.0 MiB", " 3.0 MiB"]
 
 
 def one_step(world: World, plan: str) -> tuple[dict[str, int], dict[str, int]]:
@@ -173,19 +226,19 @@ def one_step(world: World, plan: str) -> tuple[dict[str, int], dict[str, int]]:
     return engine.memory(), engine.measured_bytes()
 
 
-@pytest.mark.parametrize("plan", ["dp4", "dp1", "", "dp2 bf16"])
-def test_ddp_itself_has_no_baseline(plan: str) -> None:
-    """Nor has a run on one rank."""
-    assert ddp_baseline(SIZES["tiny"], Plan.parse(plan)) is None
-
-
-@pytest.mark.parametrize(("name", "states"), [("adamw", 2), ("lion", 1)])
-def test_the_baseline_has_the_optimizer_of_the_run(name: str, states: int) -> None:
-    """Under ddp each rank keeps the states of the optimizer that [train] names."""
-    kind = optimizer_of(TrainSection.model_validate({"optimizer": name}))
-    baseline = ddp_baseline(SIZES["tiny"], Plan.parse("dp2 zero3 fp32"), kind)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_baseline_is_what_ddp_holds_and_sends(precision: str) -> None:
+    """Of a `dp2 ddp` engine, which has a few bytes of padding besides; with the run's optimizer."""
+    baseline = ddp_baseline(SIZES["tiny"], Plan.parse(f"dp2 zero3 {precision}"))
     assert baseline is not None
-    assert baseline.memory["optimizer"] // baseline.memory["parameters"] == states
+    for memory, sent in run_threads(2, one_step, f"dp2 {precision}"):
+        assert memory == {k: pytest.approx(v, rel=1e-3) for k, v in baseline.memory.items()}
+        assert sent == {k: pytest.approx(v, rel=1e-3) for k, v in baseline.sent.items()}
+    lion = optimizer_of(TrainSection.model_validate({"optimizer": "lion"}))
+    other = ddp_baseline(SIZES["tiny"], Plan.parse("dp2 zero3 fp32"), lion)
+    assert other is not None and other.memory["optimizer"] // other.memory["parameters"] == 1
+    for plan in ("dp4", "dp1", "dp2 bf16"):  # ddp itself, and one rank
+        assert ddp_baseline(SIZES["tiny"], Plan.parse(plan)) is None
 
 
 def test_the_time_of_a_step_stands_beside_its_prediction(tmp_path: Path) -> None:
@@ -205,11 +258,170 @@ def test_the_time_of_a_step_stands_beside_its_prediction(tmp_path: Path) -> None
 
 def test_a_run_with_a_cluster_is_timed(tmp_path: Path) -> None:
     """After the last step; a cluster that cannot be is refused before the first."""
-    given = runs.settings(tmp_path / "run")
-    timed = given.run.model_copy(update={"cluster": "h100-sxm"})
-    runs.run(given.model_copy(update={"run": timed}))
+    given = runs.settings(tmp_path / "run", steps=5)
+    runs.run(runs.changed(given, "run", cluster="h100-sxm"))
     told = json.loads((given.folder / "step_time.json").read_text())
-    assert told["steps"] == 4 and 0 < told["predicted"]["step_s"] < told["measured_s"]
-    wrong = given.run.model_copy(update={"cluster": "h100", "folder": str(tmp_path / "other")})
+    assert told["steps"] == 2 and 0 < told["predicted"]["step_s"] < told["measured_s"]
+    wrong = runs.changed(given, "run", cluster="h100", folder=str(tmp_path / "other"))
     with pytest.raises(InputError, match=r"the cluster 'h100'.*Write instead: h200"):
-        runs.run(given.model_copy(update={"run": wrong}))
+        runs.run(wrong)
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Summary:
+    """A run whose name is markup, with its report."""
+    given = whole(tmp_path_factory.mktemp("runs") / "a<script>alert(1)<script>")
+    assert write(contents_of(given), given.config.folder) == []
+    return given
+
+
+@pytest.fixture
+def page(run: Summary) -> str:
+    return (run.config.folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_loads_nothing_and_escapes_text(page: str) -> None:
+    """No script, no address but places in the page and its own pictures."""
+    links = re.findall(r"""(?:src|href|srcset|action|data)=["']([^"']*)""", page)
+    assert links and all(link.startswith(("#section-", "data:")) for link in links)
+    assert not re.search(r"<script|<iframe|<object|@import|url\(", page)
+    assert "default-src 'none'" in page
+    assert "a&lt;script&gt;alert(1)&lt;script&gt;" in page
+    assert "&lt;b&gt;def&lt;/b&gt; f(a &amp; b):" in page
+
+
+SECTIONS = ["Loss", "Memory", "Bytes", "Timeline", "Experts", "Plan", "Sample", "Run"]
+
+
+def test_the_page_and_the_markdown_say_the_same(run: Summary, page: str) -> None:
+    """Each section, sentence and cell of the one is in the other; the answer comes first."""
+    contents = contents_of(run)
+    text = markdown.text(contents)
+    assert re.findall(r"<h2>(.*)</h2>", page) == SECTIONS
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SECTIONS[:-1]
+    plain = re.sub("<code>|</code>", "`", page)
+    for section in contents.sections:
+        rows = section.table.rows if section.table else ()
+        for said in (*section.sentences, *(cell for row in rows for cell in row)):
+            assert said.replace("'", "&#39;") in plain
+            assert said.replace("|", "\\|") in text or said in text
+    assert contents.headline in page.partition("<h1>")[2].partition("</h1>")[0]
+    checks = ["memory between steps: as predicted", "bytes sent: as predicted"]
+    assert [str(check) for check in contents.checks] == checks
+    assert all(f"✓ {check}" in page for check in checks)
+    # every word of the plan is explained, and the default of what no word says
+    (table,) = (each.table for each in contents.sections if each.title == "Plan")
+    assert table is not None
+    assert [word for word, _ in table.rows] == [
+        *("`pp2`", "`dp2`", "`ep2`", "`1f1b:4`", "`ddp`", "`zero2`")
+    ]
+    assert table.rows[-1][1].endswith("gradients (only layers head)")
+
+
+def test_the_end_says_how_to_open_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line with both files; without the page if it cannot be made.  A difference is said."""
+    run = whole(tmp_path / "run")
+    wrong = replace(run.costs[3], predicted_sent=run.costs[3].sent | {"pp send": MIB + 1})
+    run = replace(run, costs=[*run.costs[:3], wrong])
+    said = io.StringIO()
+    end.publish_report(run, Console(file=said, width=300))
+    line = f"report: {run.config.folder}/report.md"
+    assert f"{line}; open {run.config.folder}/report.html in a browser\n" in said.getvalue()
+    assert run_folder.has_report(run.config.folder)
+    assert "✗ bytes sent: not as predicted" in (tmp_path / "run/report.html").read_text()
+
+    def broken(*_: object) -> str:
+        raise ValueError("no page")
+
+    (run.config.folder / "report.html").unlink()
+    monkeypatch.setattr(html, "page", broken)
+    end.publish_report(run, Console(file=said, width=300))
+    assert f"{line}\n" in said.getvalue()
+    assert "report.html could not be made (ValueError: no page)" in said.getvalue()
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    """Headless Chromium; the test is skipped where it is not installed."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not (chromium := Path("/usr/bin/chromium")).exists():
+        pytest.skip(f"{chromium} is not installed (Debian's package chromium)")
+    quiet = ["--no-sandbox", "--disable-gpu", "--disable-sync", "--disable-background-networking"]
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=str(chromium), args=quiet)
+        yield opened
+        opened.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_shown_without_errors(scheme: Any, run: Summary, browser: "Browser") -> None:
+    """On a phone's width too: each section and figure in sight, no scrolling to the side."""
+    tab = browser.new_page(viewport={"width": 360, "height": 740}, color_scheme=scheme)
+    errors, requests = list[str](), list[str]()
+    tab.on("console", lambda message: errors.append(message.text))
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.on("request", lambda request: requests.append(request.url))
+    address = (run.config.folder / "report.html").as_uri()
+    tab.goto(address)
+    background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall("[0-9]+", background))) > 3 * 128) == (scheme == "light")
+    for width in (360, 1200):
+        tab.set_viewport_size({"width": width, "height": 740})
+        shown = [section for section in tab.locator("section").all() if section.is_visible()]
+        assert [section.locator("h2").inner_text() for section in shown] == SECTIONS
+        boxes = [figure.bounding_box() for figure in tab.locator("figure").all()]
+        assert len(boxes) == 5
+        assert all(box and min(box["width"], box["height"]) > 50 for box in boxes)
+        wide = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
+        assert not tab.evaluate(wide)
+    assert (errors, requests) == ([], [address])
+    tab.close()
+
+
+# --- the sample ---------------------------------------------------------------------------------
+
+
+def test_the_likeliest_tokens_continue_the_prompt() -> None:
+    """At temperature 0 a model that counts, counts on; a pass a token, within the window."""
+    passes: list[int] = []
+
+    def counting(seen: Sequence[int]) -> Tensor:
+        passes.append(len(seen))
+        return 50.0 * one_hot(torch.tensor((seen[-1] + 1) % BYTES.size), BYTES.size)
+
+    how = SampleSection(tokens=9, prompt="ab", temperature=0.0)
+    assert sampling.sample(counting, BYTES, 5, how, seed=0) == "abcdefghijk"
+    assert (max(passes), len(passes)) == (5, 9)
+
+
+def test_the_draw_is_of_the_seed_and_of_the_k_likeliest() -> None:
+    """With top_k = 2 of four tokens two never come; near temperature zero only the likeliest."""
+    how = SampleSection(tokens=40, temperature=1.0, top_k=0)
+    even = lambda _: torch.zeros(BYTES.size)  # noqa: E731
+    texts = [sampling.sample(even, BYTES, 8, how, seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.0, 3.0, 1.0, 3.1])
+    assert {sampling.draw(logits, 5.0, 2, generator) for _ in range(200)} == {1, 3}
+    assert {sampling.draw(logits, 5.0, 0, generator) for _ in range(400)} == {0, 1, 2, 3}
+    logits = torch.tensor([0.0, 30.0, -1e30, 31.0])
+    for temperature in (1e-3, 1e-45, 1e-300, 1e-320):
+        for top_k in (0, 2):
+            assert {sampling.draw(logits, temperature, top_k, generator) for _ in range(9)} == {3}
+
+
+def test_what_a_terminal_would_obey_is_escaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control characters and other line ends, on the screen, in sample.txt and in report.md."""
+    shown = "a\\rb\\x1b[2J\tc\n\\x85é\\u2028"
+    assert sampling.visible("a\rb\x1b[2J\tc\n\x85é\u2028") == shown
+    monkeypatch.setattr(end, "sample", lambda *_: "left\rright")
+    given = runs.settings(tmp_path / "run", steps=1, warmup=0)
+    said = io.StringIO()
+    loop.train(given, alone(), console=Console(file=said, width=80))
+    files = [(given.folder / name).read_text() for name in ("sample.txt", "report.md")]
+    assert all("left\\rright" in text for text in (said.getvalue(), *files))

@@ -4,15 +4,14 @@ import gc
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwise as sw
@@ -23,40 +22,22 @@ from shardwise.checkpoint.manifest import read_manifest
 from shardwise.checkpoint.save import PlannedSave
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from tests.engine.cases import Case, Task, build
-from tests.engine.tensors import mine
+from tests.checkpoint.support import chain, engine_of, refuse, rows, steps, writing
 from tests.pool import run_gloo, run_threads
 from tests.programs import run_program, start_program
-
-TASK = Task()
-
-
-@contextmanager
-def writing(act: Callable[[PlannedSave], object]) -> Iterator[None]:
-    """Call `act` before each rank of this process writes."""
-    write = PlannedSave.write
-
-    def after(save: PlannedSave) -> Any:
-        act(save)
-        return write(save)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PlannedSave, "write", after)
-        yield
 
 
 def trained(world: World, plan: str) -> tuple[Any, dict[str, Any], Callable[[int], object]]:
     """A model under a plan, what else `save` needs, and a step; "fsdp" is a loop of its own."""
     if plan != "fsdp":
-        engine = build(world, TASK, Case(plan))
-        return engine, {}, lambda step: engine.step(mine(engine, TASK.batch(step)))
-    torch.manual_seed(0)
-    model = sw.FSDP(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3)).double(), world=world)
+        engine = engine_of(world, plan)
+        return engine, {}, lambda number: steps(engine, number, 1)
+    model = sw.FSDP(chain(), world=world)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(number: int) -> None:
         optimizer.zero_grad()
-        model(torch.full((2, 6), float(number), dtype=torch.float64)).square().mean().backward()
+        model(rows(number)).square().mean().backward()
         optimizer.step()
 
     return model, {"optimizer": optimizer, "step": 2}, step
@@ -120,17 +101,17 @@ def assert_same(folder: Path, found: list[set[str]]) -> None:
     assert not [*(folder / "async").glob(".saving*")]
 
 
-PLANS = [
-    *("dp1 fp64", "dp2 fp64", "dp2 zero1 bf16", "dp2 zero3 fp64", "tp2 fp32", "dp2 zero2 fp16"),
-    *("pp2 1f1b:2 fp64", "pp2 pipedream:4 fp64", "pp2 2bw:4 fp64", "dp2 zero2 offload:optim"),
-    *("dp1 offload:optim-delayed=1 fp64", "dp2 zero3 offload:param fp64", "fsdp"),
-]
-
-
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *("dp2 zero3 fp64", "fsdp", "dp2 zero1 bf16", "tp2 fp32", "dp2 zero2 fp16"),
+        *("pp2 1f1b:2 fp64", "pp2 pipedream:4 fp64", "pp2 2bw:4 fp64", "dp2 zero2 offload:optim"),
+        *("dp1 offload:optim-delayed=1 fp64", "dp2 zero3 offload:param fp64"),
+    ],
+)
 def test_the_checkpoint_is_that_of_its_moment(tmp_path: Path, plan: str):
     """The files are those of `save` at that step, bit for bit, and no memory is left."""
-    folder, size = str(tmp_path), 2 if plan == "fsdp" else sw.Plan.parse(plan).size
+    size = 2 if plan == "fsdp" else sw.Plan.parse(plan).size
     storages: list[Any] = []
 
     def wait(save: PlannedSave) -> None:
@@ -140,20 +121,14 @@ def test_the_checkpoint_is_that_of_its_moment(tmp_path: Path, plan: str):
             until(tmp_path / "go")
 
     with writing(wait):
-        assert_same(tmp_path, run_threads(size, saved_both_ways, folder, plan))
+        assert_same(tmp_path, run_threads(size, saved_both_ways, str(tmp_path), plan))
     gc.collect()
     assert storages and all(storage.expired() for storage in storages)
 
 
-@pytest.mark.parametrize("plan", ["dp2 zero3 fp64", "pp2 1f1b:2 fp32"])
-def test_processes_save_beside_their_steps(tmp_path: Path, plan: str):
+def test_processes_save_beside_their_steps(tmp_path: Path):
     """The same with ranks that are processes."""
-    assert_same(tmp_path, run_gloo(2, slowly, str(tmp_path), plan))
-
-
-def refuse(rank: int, save: PlannedSave) -> None:
-    if save.world.rank == rank:
-        raise OSError(28, "No space left on device")
+    assert_same(tmp_path, run_gloo(2, slowly, str(tmp_path), "pp2 1f1b:2 fp32"))
 
 
 def unreported(save: Any, report: dict[str, str]) -> None:
@@ -165,12 +140,12 @@ def failing(world: World, folder: str, rank: int, silent: bool) -> list[list[str
 
     By `result`; and in another save by the next step, then by the next save.
     """
-    engine, _, step = trained(world, "dp2 zero3 fp64")
-    step(0)
+    engine = engine_of(world, "dp2 zero3 fp64")
+    steps(engine, 0, 1)
     sw.save(engine, folder)
 
     def begin() -> Any:
-        step(engine.steps)
+        steps(engine, engine.steps, 1)
         with pytest.MonkeyPatch.context() as patch, writing(partial(refuse, rank)):
             if silent and world.rank == rank:
                 patch.setattr(pending, "_report", unreported)
@@ -183,7 +158,10 @@ def failing(world: World, folder: str, rank: int, silent: bool) -> list[list[str
     with pytest.raises(sw.RunError) as caught:
         begin().result()
     begin()
-    later = [said_in(lambda: step(2)), said_in(lambda: sw.async_save(engine, folder, keep=1))]
+    later = [
+        said_in(lambda: steps(engine, 2, 1)),
+        said_in(lambda: sw.async_save(engine, folder, keep=1)),
+    ]
     sw.load(engine, folder)
     return [[str(caught.value)], *later]
 
@@ -214,17 +192,20 @@ def test_a_write_that_fails_is_said_and_ends_nothing(tmp_path: Path, rank: int, 
 
 
 def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path):
-    """It is said as a failed write is: by the next step, the next save, or `result`."""
-    engine, _, step = trained(alone(), "dp1 fp64")
-    step(0)
+    """It is said as a failed write is; states on a disk, of which no snapshot fits, are refused."""
+    engine = engine_of(alone(), "fp64")
+    steps(engine, 0, 1)
     (tmp_path / "file").write_text("")
     what = f"step 1 could not be saved in '{tmp_path / 'file'}': on rank 0, "
     with pytest.raises(sw.RunError, match=what):
         sw.async_save(engine, tmp_path / "file").result()
     sw.async_save(engine, tmp_path / "file")
     with pytest.warns(UserWarning, match=what):
-        step(1)
+        steps(engine, 1, 1)
     assert sw.async_save(engine, tmp_path / "folder").result() == find(tmp_path / "folder")
+    engine = engine_of(alone(), "offload:optim@disk", offload_folder=tmp_path)
+    with pytest.raises(InputError, match=r"on a disk.*sw\.save\(engine, folder\)"):
+        sw.async_save(engine, tmp_path / "folder")
 
 
 PROGRAM = """
@@ -276,21 +257,10 @@ def test_a_kill_during_the_write_leaves_the_checkpoint_before(tmp_path: Path):
         program.send_signal(signal.SIGKILL)
         program.wait(30)
     assert [*tmp_path.glob(".saving*")]
-    model = nn.Linear(64, 64)
+    model = torch.nn.Linear(64, 64)
     engine = sw.parallelize(model, "zero3", alone(), loss=lambda m, x: m(x).square().mean())
     sw.load(engine, tmp_path)
     assert engine.steps == 1
     sw.async_save(engine, tmp_path)
     sw.load(engine, tmp_path)  # waits for it
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001"]
-
-
-def test_states_on_a_disk_are_saved_synchronously(tmp_path: Path):
-    """A snapshot would bring them to host memory: the error says what to call."""
-    options: dict[str, Any] = {"offload_folder": tmp_path}
-    engine = sw.parallelize(
-        nn.Linear(4, 4), "offload:optim@disk", alone(), loss=lambda m, x: m(x).sum(), **options
-    )
-    with pytest.raises(InputError, match=r"on a disk.*sw\.save\(engine, folder\)"):
-        sw.async_save(engine, tmp_path / "checkpoints")
-    assert sw.save(engine, tmp_path / "checkpoints") == find(tmp_path / "checkpoints")

@@ -1,0 +1,279 @@
+"""Writers of folders: killed at any moment, on full disks, two at once."""
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import shardwise as sw
+from shardwise.checkpoint import open_checkpoint
+from shardwise.checkpoint.export import export, import_weights
+from shardwise.checkpoint.folder import all_in, find, prune
+from shardwise.checkpoint.load import load
+from shardwise.checkpoint.lock import locked
+from shardwise.checkpoint.save import save
+from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError, RunError
+from shardwise.engine.state.box import Box
+from tests.checkpoint.support import dies, engine_of, files, steps
+from tests.pool import run_gloo
+
+
+def run_of(folder: Path, value: float, step: int = 7) -> Path:
+    """A run with a checkpoint of one weight `w` of this value."""
+    weight = Box.full("model/w", torch.full((4,), value))
+    save(folder / "checkpoints", [weight], {"step": step}, alone())
+    return folder
+
+
+def weights_of(folder: Path, value: float) -> Path:
+    folder.mkdir()
+    save_file({"w": torch.full((4,), value)}, folder / "model.safetensors")
+    return folder
+
+
+def value_in(folder: Path) -> float:
+    """The value in a folder of weights, or in the newest checkpoint of a run."""
+    if (folder / "model.safetensors").is_file():
+        return load_file(folder / "model.safetensors")["w"][0].item()
+    tensor = torch.empty(4)
+    load(folder / "checkpoints", [Box.full("model/w", tensor)], alone())
+    return tensor[0].item()
+
+
+Writer = Callable[[Path], tuple[Path, Callable[[], object]]]
+
+
+def export_over(place: Path) -> tuple[Path, Callable[[], object]]:
+    """A folder of weights 1, and what replaces them by those of a run with 2."""
+    run, to = run_of(place / "run", 2.0), weights_of(place / "to", 1.0)
+    return to, lambda: export(run, to, overwrite=True)
+
+
+def import_over(place: Path) -> tuple[Path, Callable[[], object]]:
+    """A run with two checkpoints of 1, and what replaces them by weights of 2."""
+    folder, to = weights_of(place / "weights", 2.0), run_of(place / "to", 1.0)
+    run_of(to, 1.0, step=0)
+    return to, lambda: import_weights(folder, to, overwrite=True)
+
+
+def save_over(place: Path) -> tuple[Path, Callable[[], object]]:
+    """A run with a checkpoint of 1, and the save of the same step again, of 2."""
+    to = run_of(place / "to", 1.0)
+    return to, lambda: run_of(to, 2.0)
+
+
+def save_beside(place: Path) -> tuple[Path, Callable[[], object]]:
+    """As `save_over`, of a later step."""
+    to = run_of(place / "to", 1.0)
+    return to, lambda: run_of(to, 2.0, step=8)
+
+
+WRITERS = (save_beside, save_over, export_over, import_over)
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("over", WRITERS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork beside threads: the child is brief
+def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path, over: Writer):
+    """The old weights or the new ones are there, whole; the same command then cleans up."""
+    seen: set[float] = set()
+    count, killed = 0, True
+    while killed:
+        count += 1
+        place = tmp_path / str(count)
+        place.mkdir()
+        to, act = over(place)
+        killed = dies(act, count, place)
+        seen.add(value_in(to if to.exists() else place / ".replaced-to"))
+        act()
+        assert value_in(to) == 2.0
+        left = [name.replace(".metadata", "") for name in files(place)]
+        assert not [name for name in left if "/." in f"/{name}" or name.endswith(".again")]
+    assert seen == {1.0, 2.0}
+    assert count > 5
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_crash_while_pruning_leaves_no_half_checkpoint(tmp_path: Path):
+    """What pruning was stopped in removing is never taken for a checkpoint."""
+    count, killed = 0, True
+    while killed:
+        count += 1
+        folder = run_of(run_of(tmp_path / str(count), 1.0, 1), 2.0, 2) / "checkpoints"
+        killed = dies(lambda at=folder: prune(at, 1), count, folder)
+        for path in all_in(folder):
+            tensor = torch.empty(4)
+            load(path, [Box.full("model/w", tensor)], alone())
+            assert tensor.eq(int(path.name[-1])).all()
+    assert count > 3
+
+
+@pytest.mark.parametrize("over", WRITERS)
+def test_a_file_that_cannot_grow_leaves_what_was_there(tmp_path: Path, over: Writer):
+    """As of a quota: one paragraph with the system's reason; no half of anything is left."""
+    to, act = over(tmp_path)
+    before = files(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(RunError, match=r"could not be (saved|written)") as caught:
+            act()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = str(caught.value)
+    assert "File too large" in said and "\n" not in said
+    assert "enforce" not in said and ".cc" not in said
+    assert files(tmp_path) == before
+    assert value_in(to) == 1.0
+
+
+def outcome(place: Path, over: Writer, pages: int) -> str:
+    """What an act comes to with so much room on a disk; an error for half of a result."""
+    place.mkdir()
+    to, act = over(place)
+    before, ballast = files(place), place / "ballast"
+    ballast.write_bytes(bytes(4096 * max(0, os.statvfs(place).f_bavail - pages)))
+    try:
+        act()
+    except RunError as error:
+        said = str(error)
+        assert "\n" not in said and "No space left on device" in said, said
+        ballast.unlink()
+        assert (files(place), value_in(to)) == (before, 1.0)
+        return "refused"
+    finally:
+        ballast.unlink(missing_ok=True)
+    assert value_in(to) == 2.0
+    return "done"
+
+
+def fill(disk: str) -> None:
+    """The outcomes of all writers, with more and more room; for a process of its own."""
+    for over in WRITERS:
+        found: list[str] = []
+        for pages in range(24):  # of 4 KiB each: more than any act writes
+            place = Path(disk, f"{over.__name__}-{pages}")
+            found.append(outcome(place, over, pages))
+            shutil.rmtree(place)
+        print(over.__name__, *found)
+
+
+@pytest.mark.full
+def test_a_disk_that_fills_at_any_write_loses_nothing(tmp_path: Path):
+    """A RunError of one paragraph, and the folder as it was; or all was written."""
+    mount = f"mount -t tmpfs -o size=512k none '{tmp_path}'"
+    enter = ["unshare", "-rm", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*enter, mount], check=False).returncode:
+        pytest.skip("no mount namespaces here")
+    program = f"from tests.checkpoint.test_crash import fill; fill('{tmp_path}')"
+    command = f'{mount} && exec "{sys.executable}" -c "{program}"'
+    done = subprocess.run([*enter, command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    outcomes = [line.split()[1:] for line in done.stdout.splitlines()]
+    assert len(outcomes) == 4
+    for found in outcomes:
+        assert found == sorted(found, reverse=True) and {*found} == {"refused", "done"}, found
+
+
+def save_where_one_cannot(world: World, folder: str) -> str:
+    engine = engine_of(world, "dp2 zero3 fp64")
+    steps(engine, 0, 1)
+    sw.save(engine, folder)
+    steps(engine, 1, 1)
+
+    def no_space(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(Path, "open", no_space)
+        with pytest.raises(RunError) as caught:
+            sw.save(engine, folder)
+    return str(caught.value)
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all(tmp_path: Path):
+    """When one rank cannot write, every rank raises its error; the checkpoint of before stays."""
+    first, second = run_gloo(2, save_where_one_cannot, str(tmp_path))
+    assert first == second and "step 2 could not be saved" in first
+    assert "on rank 1, OSError: [Errno 28] No space left on device" in first
+    assert find(tmp_path) == tmp_path / "step-000001"
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "step-000001"}
+
+
+# --- two at once --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("over", [export_over, import_over])
+def test_a_second_writer_is_refused_by_name(tmp_path: Path, over: Writer):
+    """While one process writes the folder, another is told which; nothing is changed."""
+    to, act = over(tmp_path)
+    lock = to / "run.lock" if over is import_over else to.with_name(f".writing-{to.name}.lock")
+    with locked(lock):
+        before = files(tmp_path)
+        message = rf"{to}', where another process is writing \(process {os.getpid()} on"
+        with pytest.raises(InputError, match=message):
+            act()
+        assert files(tmp_path) == before
+    act()
+    assert value_in(to) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "lock"),
+    [
+        *((kind, "checkpoints/saving.lock") for kind in ("boxes", "engine", "import")),
+        *((kind, "run.lock") for kind in ("engine", "import")),
+    ],
+)
+def test_a_save_beside_another_is_refused(tmp_path: Path, kind: str, lock: str):
+    """A save, an import and a run exclude each other; files of the other stay, readers read."""
+    run, weights = run_of(tmp_path / "run", 1.0), weights_of(tmp_path / "weights", 3.0)
+    acts: dict[str, Callable[[], object]] = {
+        "boxes": lambda: run_of(run, 3.0),
+        "engine": lambda: sw.save(engine_of(alone(), "fp64"), run / "checkpoints", keep=1),
+        "import": lambda: import_weights(weights, run, overwrite=True),
+    }
+    (run / "checkpoints" / ".saving-step-000007").mkdir()
+    with locked(run / lock):
+        before = files(run)
+        with pytest.raises(InputError, match=rf"writing \(process {os.getpid()} on .*, since"):
+            acts[kind]()
+        assert files(run) == before
+        assert value_in(run) == 1.0
+
+
+def test_old_checkpoints_that_stay_do_not_fail_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The new checkpoint is saved, and a warning says why the others are still there."""
+    run_of(run_of(tmp_path, 1.0, step=6), 1.0, step=7)
+
+    def busy(*_: object, **__: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr("shardwise.checkpoint.folder.remove", busy)
+    with pytest.warns(UserWarning, match="could not be removed .*busy.*the new one is saved"):
+        sw.save(engine_of(alone(), "fp64"), tmp_path / "checkpoints", keep=1)
+    assert len(all_in(tmp_path / "checkpoints")) == 3
+
+
+def test_export_looks_up_pieces_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The table of pieces is made once, whatever their number: the time is linear in it."""
+    boxes = [Box.full(f"model/w{i}", torch.ones(2)) for i in range(40)]
+    save(tmp_path / "run", boxes, {"step": 1}, alone())
+    tables: list[object] = []
+    table = open_checkpoint.pieces_of
+    monkeypatch.setattr(open_checkpoint, "pieces_of", lambda *of: tables.append(0) or table(*of))
+    assert export(tmp_path / "run", tmp_path / "to").tensors == 40
+    assert len(tables) == 1

@@ -1,0 +1,274 @@
+"""What a run measures: loads of experts, bytes of its disk, timelines."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError
+from shardwise.core.plan.plan import Plan
+from shardwise.models import decoder
+from shardwise.models.gpt import GPT, SIZES, loss, parameters
+from shardwise.models.initial import initial
+from shardwise.techniques.expert.apply import layers_of
+from shardwise.train import config, loop
+from shardwise.train.config_sections import SampleSection
+from shardwise.train.measure import experts
+from shardwise.train.measure.disk_line import disk_line
+from shardwise.train.measure.metrics import read
+from shardwise.train.prepare import RunStart
+from shardwise.train.sizes import disk_bytes, state_bytes
+from tests.pool import run_gloo
+from tests.train import runs
+
+# --- experts ------------------------------------------------------------------------------------
+
+
+def settings(folder: Path, plan: str, model: dict[str, Any], **train: Any) -> config.Config:
+    dense = runs.settings(folder, f"{plan} fp64", eval_every=2, decay="constant", **train)
+    return runs.changed(dense, "model", **{"experts": 4, "experts_per_token": 2} | model)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("plan", "model"),
+    [
+        ("dp2 ep2 zero2", {"capacity": 1.0}),
+        ("dp2 ep2 zero2", {"gate": "cluster"}),
+        ("pp2 1f1b:2", {"gate": "cluster"}),
+    ],
+)
+def test_loads_do_not_depend_on_the_plan(plan: str, model: dict[str, Any], tmp_path: Path) -> None:
+    """Two ranks record what one rank does, resumed after two steps, with the clusters of before.
+
+    A batch of the third step has one row, which leaves a rank of two without any.
+    """
+    one = runs.run(settings(tmp_path / "one", "dp1", model, batch=8, steps=3))
+    runs.run(settings(tmp_path / "two", plan, model, batch=8, steps=2), 2)
+    given = settings(tmp_path / "two", plan, model, batch=8, steps=3)
+    two = runs.run(given, 2, RunStart(resume=True))
+    assert [r.loss for r in one] == pytest.approx([r.loss for r in two], rel=1e-10)
+    assert [r.expert_loads for r in one] == [r.expert_loads for r in two]
+    assert [r.dropped for r in one] == [r.dropped for r in two]
+    assert any(record.dropped for record in one) == ("capacity" in model)
+    if "gate" in model:  # fitted before the first step, on its batch
+        loads = one[0].expert_loads or {}
+        assert len(loads) == 2
+        assert all(max(own) - min(own) < one[0].tokens // 4 for own in loads.values())
+    else:
+        entropy = pytest.approx([r.gate_entropy for r in two], rel=1e-10)
+        assert [r.gate_entropy for r in one] == entropy
+
+
+def skewed(name: str, tensor: Tensor) -> None:
+    """Initial weights; the logits of the first expert are five times as large as the others'."""
+    initial(name, tensor, 0)
+    if name.endswith("router.weight"):
+        with torch.no_grad():
+            tensor[0] *= 5.0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("gate", ["switch", "sigmoid"])
+def test_a_badly_balanced_gate(
+    gate: str, balanced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss or the bias brings the busiest expert below 1.5 times the mean; else it stays."""
+    monkeypatch.setattr(decoder, "fill", lambda *_: skewed)
+    if not balanced:
+        build = loop.build
+
+        def without_bias(*args: Any) -> Any:
+            engine = build(*args)
+            for layer in layers_of(engine.model).values():
+                layer.bias_rate = 0.0
+            return engine
+
+        monkeypatch.setattr(loop, "build", without_bias)
+    sizes = {"layers": 1, "width": 32, "heads": 2, "hidden": 32, "sequence": 64}
+    by_loss = balanced and gate == "switch"
+    own = {"experts": 8, "gate": gate} | ({} if by_loss else {"balance": 0.0})
+    steps = {"steps": 160, "batch": 32, "lr": 3e-3, "warmup": 1, "decay": "constant"}
+    values = {
+        "model": sizes | own,
+        "data": {"source": "stdlib", "cache": str(tmp_path)},
+        "train": steps | {"eval_every": 0, "save_every": 0, "eval_sequences": 2},
+        "plan": {"text": "fp32"},
+        "sample": {"tokens": 0},
+        "run": {"folder": str(tmp_path / "run"), "trackers": [], "device": "cpu"},
+    }
+    loop.train(config.build(values), alone())
+    found = read(tmp_path / "run")
+    first, last = (experts.sum_loads(part) for part in experts.first_and_last(found))
+    at_start, ended = experts.busiest(experts.sum_loads(found[:1])), experts.busiest(last)
+    print(f"{gate}: {at_start:.2f} at first, {experts.busiest(first):.2f}, {ended:.2f} at the end")
+    assert at_start > 1.9
+    assert experts.busiest(first) > 2.0
+    assert (ended <= 1.5) == balanced
+
+
+# --- disk ---------------------------------------------------------------------------------------
+
+
+def used(world: World, folder: str, words: str) -> tuple[list[Any], str]:
+    """Bytes read and written: predicted of two steps, in the steps, and in an evaluation.
+
+    And what rank 0 says of the disk.
+    """
+    engine: Any = sw.parallelize(
+        torch.nn.Linear(300, 300),
+        f"zero3 fp32 {words}",
+        world,
+        loss=lambda model, x: model(x).square().mean(),
+        offload_folder=folder,
+    )
+    uses: list[tuple[int, int]] = []
+    for act in (None, engine.step, engine.step, engine.evaluate):
+        if act is not None:
+            act(torch.ones(2, 300))
+        if words:
+            engine.disk.sync()
+            so_far = engine.disk.use.so_far
+            uses.append((so_far.read_bytes, so_far.written_bytes))
+    sent = engine.measured_bytes()
+    counted = [2 * sent.get(f"tier {way}", 0) for way in ("disk_to_host", "host_to_disk")]
+    return [counted, *uses], disk_line(engine)
+
+
+def test_the_disk_counts_what_the_ledger_counts(tmp_path: Path) -> None:
+    """The same bytes in steps; an evaluation writes nothing; rank 0 says the bandwidth of both."""
+    found = run_gloo(2, used, str(tmp_path), "offload:param@disk")
+    for (expected, start, _, steps, evaluation), _ in found:
+        assert [b - a for a, b in zip(start, steps, strict=True)] == expected
+        assert evaluation[0] > steps[0] and evaluation[1] == steps[1]
+    (_, first), (_, second) = found
+    assert re.match(
+        rf"disk .*{tmp_path}.*: 2 ranks read \d+ MiB at \d+ MiB/s and wrote \d+ MiB at \d+ MiB/s; "
+        r"they waited \d+\.\d s for it$",
+        first,
+    )
+    assert second == ""
+    assert [line for _, line in run_gloo(2, used, str(tmp_path), "")] == ["", ""]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.full
+def test_a_sample_from_parameters_on_a_disk_is_made_only_if_asked_for(
+    tmp_path: Path, capsys: runs.Capture
+) -> None:
+    """Without sample.tokens the run says why there is none; with it the sample is printed."""
+    for section in (SampleSection(), SampleSection(tokens=2)):
+        given = runs.settings(tmp_path / f"run{section.tokens}", "offload:param@disk", steps=2)
+        given = runs.changed(given, "offload", folder=str(tmp_path))
+        sample = runs.trained(alone(), given.model_copy(update={"sample": section}))
+        said = capsys.readouterr().out
+        assert ("no sample: each of its 240 tokens" in said) == (section.tokens == 240)
+        assert bool(sample) == (section.tokens == 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "each"),
+    [
+        ("dp2 zero2 offload:optim", 2 * 4 + 4 + 8),
+        ("dp2 zero2 offload:optim@disk", 2 * 4),
+        ("dp2 zero3 offload:param@disk", 0),
+        ("dp1 bf16 offload:param@disk", 0),
+        ("dp2 zero3 bf16 offload:param@disk", 0),
+    ],
+)
+def test_what_a_run_needs_is_known_before_it_starts(words: str, each: int) -> None:
+    """Bytes in memory, those that rest on a disk left out, and of the disk, without padding."""
+    sizes, plan = SIZES["tiny"], Plan.parse(words)
+    assert state_bytes(sizes, plan) == each * parameters(sizes)
+    with torch.device("meta"):
+        model = GPT(sizes)
+    batch = dict.fromkeys(("inputs", "targets"), torch.zeros(1, 8, dtype=torch.int64))
+    found = sw.predict(model, plan, batch, loss=loss)
+    rests = plan.size * sum(found.disk_memory.values())
+    assert disk_bytes(sizes, plan) == pytest.approx(rests, rel=1e-3)
+
+
+def test_a_disk_that_is_too_small_is_named_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The paragraph has the bytes that are free, and those that the run needs."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 8, 1))
+    given = runs.settings(tmp_path / "run", "fp32 offload:optim@disk")
+    with pytest.raises(InputError, match=r"whose disk has 1 B free.*take \d+\.\d KiB"):
+        loop.train(runs.changed(given, "offload", folder=str(tmp_path)), alone())
+    assert not given.folder.exists()
+
+
+# --- timelines ----------------------------------------------------------------------------------
+
+
+def traced(given: config.Config, ranks: int) -> list[dict[str, Any]]:
+    """The events of a run's trace."""
+    run_gloo(ranks, runs.trained, runs.changed(given, "run", trace=True))
+    return json.loads((given.folder / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.full
+def test_every_rank_of_every_pipeline_is_recorded(tmp_path: Path) -> None:
+    """Steps 3 to 7 of two pipelines: each action of each rank, its messages, and both bubbles."""
+    given = runs.settings(tmp_path / "run", "pp2 dp2 zero1 1f1b:2", save_every=0)
+    events = traced(given, 4)
+    for pipeline in (0, 1):  # ranks 0 and 2 of the world, and 1 and 3
+        of = [e for e in events if e["pid"] == pipeline]
+        for rank in (0, 1):
+            done = [e for e in of if e["tid"] == rank and e["ph"] == "X"]
+            names = [e["name"] for e in done]
+            for action in (f"F{rank}.0", f"F{rank}.1", f"B{rank}.0", f"B{rank}.1"):
+                assert names.count(action) == 5
+            assert [e["ts"] for e in done] == sorted(e["ts"] for e in done)
+        tracks = {e["tid"]: e["args"]["name"] for e in of if e["name"] == "thread_name"}
+        stages = {rank: f"stage {rank}, rank {pipeline + 2 * rank}" for rank in (0, 1)}
+        assert tracks == stages | {2: "steps"}
+        bands = [e for e in of if e.get("cat") == "step"]
+        assert [e["name"] for e in bands] == [f"step {step}" for step in range(3, 8)]
+        for band in bands:
+            end = band["ts"] + band["dur"]
+            inside = [e for e in of if e["ph"] != "M" and e["args"] == band["args"]]
+            assert len(inside) == 1 + 8 + 2 + 4 * 4  # the band, F and B, REDUCE, messages
+            assert all(band["ts"] <= e["ts"] <= end + 1e-3 for e in inside)
+    begun = [e["id"] for e in events if e["ph"] == "s"]
+    assert sorted(begun) == sorted(e["id"] for e in events if e["ph"] == "f")
+    assert len(set(begun)) == len(begun) == 2 * 5 * 4
+    report = (given.folder / "report.md").read_text()
+    assert "![timeline](timeline.svg)" in report and report.count("% measured, ") == 1
+    assert all(f"| {pipeline} | {step} | " in report for pipeline in (0, 1) for step in range(3, 8))
+    drawn = (given.folder / "timeline.svg").read_text()
+    assert drawn.count(", measured: ") == drawn.count(">predicted: ") == 1
+    assert drawn in (given.folder / "report.html").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "what", ["zero2 offload:optim", "zero2 offload:optim-delayed=0", "zero3 offload:optim@disk"]
+)
+def test_updates_of_offloaded_states_are_recorded(tmp_path: Path, what: str) -> None:
+    """Passes of the main thread, updates on the host's thread and from the disk, on each rank."""
+    given = runs.settings(
+        tmp_path / "run", f"dp2 fp32 {what}", save_every=0, eval_every=0, clip=0.0
+    )
+    given = runs.changed(given, "model", width=256, hidden=512)  # units of 2 MiB and more
+    events = traced(runs.changed(given, "offload", folder=str(tmp_path)), 2)
+    for rank in (0, 1):
+        seen = [e for e in events if e["pid"] == rank and e["ph"] == "X"]
+        tracks = ("steps", "main thread", "host thread", "disk")
+        steps, passes, updates, disk = ([e for e in seen if e["cat"] == t] for t in tracks)
+        assert [e["name"] for e in steps] == [f"step {step}" for step in range(3, 8)]
+        assert [e["name"] for e in passes if e["name"][0] in "FB"] == ["F0.0", "B0.0"] * 5
+        assert len(updates) >= 5 * ("disk" not in what)
+        assert all(e["name"].startswith("update ") for e in updates + disk)
+        assert len(disk) == 5 * ("disk" in what)
+        if "delayed" in what:  # the update of a step begins after its passes
+            assert updates[0]["ts"] >= passes[1]["ts"] + passes[1]["dur"]

@@ -1,0 +1,431 @@
+"""The loop: one curve for any plan and any interruption, and a stop that loses nothing."""
+
+import itertools
+import math
+import os
+import resource
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.checkpoint.folder import all_in
+from shardwise.comm.ledger import Key
+from shardwise.comm.start.stop_signal import NOTHING, SIGNALS, StopSignal
+from shardwise.comm.world import World, alone, traced
+from shardwise.core.errors import InputError, RankError, RunError
+from shardwise.train import config, loop, run_folder, run_lock
+from shardwise.train.measure.metrics import Record, read
+from shardwise.train.model import build
+from shardwise.train.prepare import RunStart, prepare
+from shardwise.train.stop import any_rank, ranks_with
+from tests.pool import run_gloo, run_threads
+from tests.train import runs
+
+RESUME = RunStart(resume=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
+    """The run that nothing interrupts, on one rank: what every other has to equal."""
+    return runs.run(runs.settings(tmp_path_factory.mktemp("whole") / "run"))
+
+
+def same(one: list[Record], other: list[Record]) -> None:
+    assert [record.step for record in one] == [record.step for record in other]
+    for a, b in zip(one, other, strict=True):
+        assert (a.consumed, a.tokens, a.lr) == (b.consumed, b.tokens, b.lr)
+        assert a.loss == pytest.approx(b.loss, rel=1e-10)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-9)
+        assert (a.validation is None) == (b.validation is None)
+        assert (a.validation or 0.0) == pytest.approx(b.validation or 0.0, rel=1e-10)
+
+
+def names(given: config.Config) -> list[str]:
+    return [path.name for path in all_in(given.folder / "checkpoints")]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- stopped and resumed ------------------------------------------------------------------------
+
+
+def test_the_run_reads_the_text_more_than_once_and_learns(whole: list[Record]) -> None:
+    """What others are compared with has smaller last batches, and a loss that falls."""
+    sizes = [b.consumed - a.consumed for a, b in itertools.pairwise(whole)]
+    assert len(set(sizes)) > 1
+    assert whole[-1].loss < whole[0].loss - 0.1
+    assert [record.step for record in whole if record.validation is not None] == [3, 6, 7]
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(
+    ("plan", "ranks", "saves"),
+    [
+        ("fp64", 1, {"save_every": 1, "keep": 1, "async_save": True}),
+        ("pp2 1f1b:4 fp64", 2, {"save_every": 0}),  # the last batch has rows for two microbatches
+    ],
+)
+def test_a_stopped_run_goes_on_under_another_plan(
+    plan: str, ranks: int, saves: dict[str, int], whole: list[Record], tmp_path: Path
+) -> None:
+    """SIGTERM to one of two ranks stops both after that step; the resumed curve has no seam."""
+    given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", **saves)
+    assert run_gloo(2, runs.signalled, given, 1, 3) == [True, True]
+    assert names(given) == ["step-000003"]
+    assert not (given.folder / "report.md").exists()
+    resumed = runs.settings(tmp_path / "run", plan)
+    same(runs.run(resumed, ranks, RESUME), whole)
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("where", ["prepare", "build", "opening"])
+def test_a_signal_before_the_first_step_leaves_no_trace(where: str, tmp_path: Path) -> None:
+    """Heard by one of two ranks in start-up, it ends both; the same command can be given again."""
+    given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", steps=2)
+    said = run_gloo(2, runs.stopped, given, 1, f"loop.{where}")
+    assert said[0].endswith(f"{NOTHING}\n")
+    assert not (tmp_path / "run").exists()
+    assert len(runs.run(given, 2)) == 2
+
+
+@pytest.mark.full
+def test_a_signal_before_a_resumed_run_goes_on_keeps_it(tmp_path: Path) -> None:
+    """What was trained and saved stays, and can be resumed as before."""
+    given = runs.settings(tmp_path / "run", save_every=0)
+    assert run_gloo(1, runs.signalled, given, 0, 3) == [True]
+    [said] = run_gloo(1, runs.stopped, given, 0, "loop.build", RESUME)
+    assert said.endswith(f"{NOTHING}\n")
+    assert len(runs.run(given, start=RESUME)) == 7
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", ["sample_text", "publish_report"])
+def test_a_signal_after_the_last_step_ends_without_a_report(where: str, tmp_path: Path) -> None:
+    """Rank 0 alone or all ranks: the checkpoint is there, and --resume makes the report."""
+    given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", steps=2)
+    run_gloo(2, runs.stopped, given, 0, f"end.{where}")
+    assert not (given.folder / "report.md").exists()
+    assert names(given) == ["step-000002"]
+    assert len(runs.run(given, 2, RESUME)) == 2
+    assert run_folder.has_report(given.folder)
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3", "pp2 1f1b:2"])
+def test_a_run_leaves_its_report_pictures_and_sample(plan: str, tmp_path: Path) -> None:
+    """Everything the summary promises is there, the sample too where no rank has all stages."""
+    given = runs.settings(tmp_path / "run", plan, steps=2)
+    texts = run_gloo(2, runs.trained, given)
+    assert texts[0] == (given.folder / "sample.txt").read_text()
+    pictures = [f"plots/{name}.png" for name in ("loss", "memory", "bytes")]
+    for name in ("report.md", "report.html", "config.toml", *pictures):
+        assert (given.folder / name).stat().st_size > 0
+
+
+@pytest.mark.full
+def test_a_resumed_run_sends_what_is_predicted(tmp_path: Path) -> None:
+    """After a last batch of two sequences, and in the third step after a checkpoint."""
+    for plan, steps in (("dp2 zero1", 4), ("tp2", 7)):
+        given = runs.settings(tmp_path / "run", plan, steps=steps)
+        cost, _ = run_gloo(2, runs.costed, given, RunStart(resume=steps > 4))
+        assert cost.memory == cost.predicted_memory
+        assert cost.sent == cost.predicted_sent
+
+
+def test_a_run_that_has_made_its_steps_says_so(tmp_path: Path) -> None:
+    """Resumed once more, under another plan, no byte of it changes."""
+    runs.run(runs.settings(tmp_path / "run", steps=2))
+    given = runs.settings(tmp_path / "run", "dp1 zero3", steps=2)
+    before = contents(given.folder)
+    assert runs.shown(alone(), given, RESUME) == (
+        f"the run in {given.folder} is finished: step 2 of 2. Nothing was changed; to train on: "
+        "--resume --set train.steps=4\n"
+    )
+    assert contents(given.folder) == before
+
+
+def test_other_data_or_another_model_cannot_be_resumed_with(tmp_path: Path) -> None:
+    """What differs is named where the run says its own; the run stays as it was."""
+    given = runs.settings(tmp_path / "run", steps=2)
+    runs.run(given)
+    before = contents(given.folder)
+    longer = runs.changed(given, "train", steps=3)
+    other = runs.changed(longer, "model", width=24, layers=1)
+    sizes = (
+        r"--resume with model\.layers = 1 \(was 2\), model\.width = 24 \(was 16\)\..*"
+        r"Write instead: model\.layers = 2, model\.width = 16, or --overwrite"
+    )
+    seed = r"train\.seed = 0 \(now 5\)"
+    for wrong, said in ((runs.changed(longer, "train", seed=5), seed), (other, sizes)):
+        with pytest.raises(InputError, match=said):
+            loop.train(wrong, alone(), RESUME)
+    assert contents(given.folder) == before
+    (given.folder / "config.toml").unlink()
+    with pytest.raises(InputError, match=r"'model/embed\.weight' of shape \(257, 24\)"):
+        loop.train(other, alone(), RESUME)
+
+
+def test_damage_is_answered_with_what_resume_can_follow(tmp_path: Path) -> None:
+    """The folder to remove is named; without it the same command goes on from the one before."""
+    given = runs.settings(tmp_path / "run", steps=4)
+    runs.run(given)
+    more = runs.settings(tmp_path / "run", steps=6)
+    damaged = given.folder / "checkpoints" / "step-000004"
+    for file in damaged.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:-9])
+    before = contents(given.folder)
+    with pytest.raises(InputError, match="it continues from step-000002") as refused:
+        loop.train(more, alone(), RESUME)
+    assert f"Write instead: rm -r {damaged}, then the same command" in str(refused.value)
+    assert contents(given.folder) == before
+    shutil.rmtree(damaged)
+    said = runs.shown(alone(), more, RESUME)
+    assert "names step-000004, which is no complete checkpoint: step-000002 is" in said
+    assert len(read(given.folder)) == 6
+
+
+# --- failures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["report.plots.loss", "end.metrics.read", "end.prediction_of"])
+def test_nothing_fails_a_run_after_its_last_save(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: runs.Capture
+) -> None:
+    """A picture, the report or a prediction fails: a line says so; --resume makes the report."""
+    given = runs.settings(tmp_path / "run", steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"shardwise.train.{where}", runs.full_disk)
+        runs.trained(alone(), given)
+    said = capfd.readouterr()
+    assert (said.out + said.err).replace("\n", " ").count("No space left on device") == 1
+    assert (given.folder / "report.md").exists() == ("metrics" not in where)
+    shutil.rmtree(given.folder / "plots")
+    runs.run(given, start=RESUME)
+    assert run_folder.has_report(given.folder)
+    assert "2 of 2" in (given.folder / "report.md").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", ["run_folder.publish_config", "measure.metrics.keep_until"])
+def test_a_full_disk_ends_all_ranks_in_one_paragraph(where: str, tmp_path: Path) -> None:
+    """What rank 0 alone writes: every rank raises rank 0's error, and the run can be repeated."""
+    given = runs.settings(tmp_path / "run", "dp2 ddp fp64", steps=1, warmup=0)
+    first, second = run_gloo(2, runs.on_a_full_disk, given, where)
+    assert first == second and first[0] == "InputError"
+    assert "(No space left on device)" in first[1] and "\n" not in first[1]
+    assert len(runs.run(given, 2)) == 1
+
+
+def test_what_fails_before_its_first_step_is_over_leaves_no_run(tmp_path: Path) -> None:
+    """Nothing of it could be resumed, so the same command can be given again."""
+    given = runs.settings(tmp_path / "run", steps=2)
+    with runs.before("loop.first_pass", runs.full_disk), pytest.raises(OSError, match="No space"):
+        loop.train(given, alone())
+    assert not given.folder.exists()
+    with run_lock.hold(given, RunStart()), pytest.raises(InputError, match="another run is writ"):
+        loop.train(given, alone(), RunStart(overwrite=True))
+    assert len(runs.run(given)) == 2
+
+
+@pytest.mark.parametrize(
+    ("plan", "gradient", "said"),
+    [
+        ("dp2 zero2", False, "the loss is not finite, on rank 1; the first parameter"),
+        ("pp2 1f1b:2", False, "the loss is not finite, on rank 1; the first parameter"),
+        ("pp2 1f1b:2", True, "the gradient's norm is nan, not finite, on rank 0, 1; the first"),
+    ],
+)
+def test_what_is_not_a_number_names_step_and_ranks(
+    plan: str, gradient: bool, said: str, tmp_path: Path
+) -> None:
+    """Rank 1's loss or gradient is NaN in step 4: both ranks stop, the checkpoint of 2 stays.
+
+    Of a pipeline it is the last rank that has a loss, and no loss on meta is taken for one; a
+    gradient spoils the stages before it.
+    """
+    given = runs.settings(tmp_path / "run", f"{plan} fp64", save_every=2)
+    errors = run_gloo(2, runs.poisoned, given, 1, 4, gradient)
+    assert errors[0] == errors[1]
+    assert f"Step 4: {said}" in errors[0]
+    assert str(given.folder / "checkpoints" / "step-000002") in errors[0]
+    assert names(given) == ["step-000002"]
+
+
+def test_a_step_can_be_left_out(tmp_path: Path) -> None:
+    """With train.on_nonfinite = "skip": the run ends, and its record and report say which step."""
+    given = runs.settings(tmp_path / "run", "dp2 zero1 fp64", on_nonfinite="skip", steps=5)
+    assert run_gloo(2, runs.poisoned, given, 1, 4) == ["", ""]
+    records = read(given.folder)
+    assert [record.skipped for record in records] == [record.step == 4 for record in records]
+    assert len(records) == given.train.steps
+    assert [math.isfinite(record.loss) for record in records] == [r.step != 4 for r in records]
+    assert '"loss": null' in (given.folder / "metrics.jsonl").read_text()
+    assert "nan" not in (given.folder / "report.md").read_text()
+
+
+# --- refused at the start -----------------------------------------------------------------------
+
+
+def test_a_refused_start_leaves_nothing_behind(tmp_path: Path) -> None:
+    """What the engine refuses is refused before the folder is there; mended, it trains."""
+    given = runs.settings(tmp_path / "run", "pp2 pipedream:4 fp64")
+    with pytest.raises(RankError, match=r"Write instead: --set train\.clip=0"):
+        run_gloo(2, runs.trained, given)
+    assert not given.folder.exists()
+    assert len(runs.run(runs.settings(tmp_path / "run", given.plan.text, clip=0, steps=2), 2)) == 2
+
+
+def test_memory_that_is_not_there_is_a_paragraph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the machine seems large enough and its allocator refuses: what was to be kept."""
+    monkeypatch.setattr("shardwise.train.sizes.machine_bytes", lambda _: 2**80)
+    given = runs.settings(tmp_path / "run")
+    large = runs.changed(given, "model", vocabulary=10**9, width=10**7, heads=1)
+    with pytest.raises(RunError, match=r"Rank 0 ran out of memory .* parameters, whose state take"):
+        loop.train(large, alone())
+    assert not given.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("plan", "section", "values", "phrase"),
+    [
+        ("tp2", "model", {"sequence": 10**9}, r"\d+ tokens with sequences of 1000000000"),
+        (
+            "accumulate:1000000000",
+            "train",
+            {"batch": 10**9},
+            r"1 x 1000000000 microbatches, with \d+ training",
+        ),
+        ("", "train", {"batch": 10**9}, r"train.batch = 1000000000 with \d+ training sequences"),
+        ("pp1 1f1b:8", "train", {}, r"1 x 8 microbatches\. Allowed: 8 or more.*batch = 8"),
+        ("accumulate:2", "train", {"batch": 1}, r"train\.batch = 1 under the plan"),
+        ("", "model", {"vocabulary": 100}, r"model\.vocabulary = 100 for bytes"),
+        ("", "model", {"name": "gpt:smal"}, r"Write instead: model\.name = 'gpt:small'"),
+        ("", "model", {"width": 15, "heads": 2}, "width = 15"),
+        ("", "model", {"gate": "switch"}, r"model\.gate = .*model\.experts = 8"),
+        ("", "model", {"capacity": 1.25}, r"model\.capacity = .*model\.experts = 8"),
+        ("pp2 1f1b:2 stages:1,1", "plan", {"stages": "time"}, r"plan\.stages = 'time' under .*'pa"),
+        ("offload:optim@disk", "train", {"async_save": True}, r"async_save = true .* on a disk"),
+        ("", "train", {"mirror": "run/checkpoints"}, "the run or of its own checkpoints"),
+        ("", "train", {"mirror": "run"}, "the run or of its own checkpoints"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused_before_memory_is_allocated(
+    plan: str,
+    section: str,
+    values: dict[str, Any],
+    phrase: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process stays as large as it was, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    given = runs.changed(runs.settings(tmp_path / "run", plan), section, **values)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InputError, match=phrase):
+        prepare(given, 2 if "p2" in plan else 1, RunStart())
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
+    assert not given.folder.exists()
+
+
+# --- stages -------------------------------------------------------------------------------------
+
+
+def staged(folder: Path, stages: str) -> config.Config:
+    """A run of two stages that are cut as `stages` says."""
+    return runs.changed(runs.settings(folder, "pp2 1f1b:2 fp64"), "plan", stages=stages)
+
+
+def test_stages_are_cut_where_the_configuration_says(tmp_path: Path) -> None:
+    """With what is allowed and the nearest of it where they are none."""
+    no_stages = {
+        "block.1": "of which block.1 is no module.*plan.stages = 'blocks.1'",
+        "Time": "parameters, time, or the modules.*plan.stages = 'time'",
+        ",": "parameters, time, or the modules",
+        "blocks.1, norm": "2 starts .* for 2 stages",
+    }
+
+    def begins(stages: str) -> Any:
+        engine = build(prepare(staged(tmp_path / "run", stages), 2, RunStart()), traced(0, 2))
+        assert engine.staging is not None
+        return engine.staging.begins
+
+    for stages in ("blocks.1", "norm"):
+        assert begins(stages) == [stages]
+    for stages, said in no_stages.items():
+        with pytest.raises(InputError, match=said):
+            begins(stages)
+    listed = config.build({"plan": {"text": "pp3 1f1b:4", "stages": ["blocks.1", "blocks.3"]}})
+    assert listed.plan.stages == "blocks.1, blocks.3"
+
+
+@pytest.mark.full
+def test_a_run_balanced_by_time_is_the_same_run(tmp_path: Path, whole: list[Record]) -> None:
+    """It says where it has cut, and its curve is that of one process."""
+    given = staged(tmp_path / "run", "time")
+    text, nothing = run_gloo(2, runs.shown, given)
+    cuts = [f"stages begin at {name}, by time" for name in ("blocks.1", "norm", "head")]
+    assert any(cut in text for cut in cuts) and nothing == ""
+    same(read(given.folder), whole)
+
+
+# --- signals ------------------------------------------------------------------------------------
+
+
+def agreed(world: World, wishing: list[int]) -> tuple[bool, list[int], dict[Key, int]]:
+    flag = world.rank in wishing
+    found = any_rank(flag, world), ranks_with(flag, world)
+    return *found, {key: tally.sent_bytes for key, tally in world.ledger.lines.items()}
+
+
+def test_one_rank_is_enough() -> None:
+    """All four ranks know of the one that was asked; twice an all-reduce of four bytes."""
+    sent = {Key("world", "all_reduce", "check"): 2 * 2 * 4 * 3 // 4}
+    assert run_threads(4, agreed, [2]) == [(True, [2], sent)] * 4
+    assert run_threads(4, agreed, []) == [(False, [], sent)] * 4
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_comes_again_changes_nothing(number: int) -> None:
+    """A group of processes and a launcher send it twice; afterwards the handlers are as before."""
+    before = signal.getsignal(number)
+    with StopSignal() as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+        assert stop.received is True and stop.number == number
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_interrupt_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a person: a copy comes at once. SIGTERM and SIGINT of one request end nothing either.
+
+    While a process may leave alone, the first signal ends what it is doing, and is remembered.
+    """
+    now = iter([10.0, 10.1, 20.0, 21.0, 30.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    with StopSignal() as stop:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert stop.number == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    with StopSignal(leaving=True) as stop:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.received
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    """SIGHUP of a terminal that closes."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.received
+    finally:
+        signal.signal(signal.SIGHUP, before)
