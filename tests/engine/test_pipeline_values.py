@@ -1,7 +1,5 @@
 """Pipelines over models that look at numbers: those of the batch, and those of activations."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +9,7 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import RankError
 from tests.engine.cases import settled
-from tests.pool import run_gloo, run_threads
+from tests.pool import run_threads
 
 RARE = 3  # a token of two of the four microbatches
 
@@ -131,94 +129,3 @@ def test_a_pipe_in_a_plain_loop(how: str):
     """`sw.Pipe` gives the outputs of the module on each microbatch."""
     for found in run_threads(2, piped, how, True):
         torch.testing.assert_close(found, piped(alone(), how, False), rtol=1e-12, atol=1e-12)
-
-
-# --- transformers ----------------------------------------------------------------------------
-
-SMALL: dict[str, dict[str, Any]] = {
-    "Llama": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4},
-    "GPT2": {"n_embd": 16, "n_layer": 4, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1},
-    "Bert": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4},
-    "T5": {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4},
-    "Bart": {
-        "d_model": 16,
-        **{f"{half}_layers": 2 for half in ("encoder", "decoder")},
-        **{f"{half}_attention_heads": 4 for half in ("encoder", "decoder")},
-        **{f"{half}_ffn_dim": 24 for half in ("encoder", "decoder")},
-    },
-}
-KINDS = {"Llama": "ForCausalLM", "GPT2": "LMHeadModel", "Bert": "ForMaskedLM"}
-
-
-def built(name: str) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    heads = {"num_attention_heads": 4} if name in ("Llama", "Bert") else {}
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=32, decoder_start_token_id=0, pad_token_id=0, **SMALL[name], **heads
-    )
-    kind = KINDS.get(name, "ForConditionalGeneration")
-    return getattr(transformers, f"{name}{kind}")(config)
-
-
-def padded(which: str) -> dict[str, Tensor]:
-    """Eight sequences; those of some microbatches have padding, or all, on the right or left."""
-    ids = torch.randint(2, 32, (8, 10), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    for row in (5,) if which == "some" else range(8):
-        mask[row, : row % 4 + 1] = int(which != "left")
-        mask[row, 9 - row % 4 :] = int(which == "left")
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask.bool(), -100)}
-
-
-def counted(batch: dict[str, Tensor]) -> int:
-    return int((batch["labels"] != -100).sum())
-
-
-def hf_losses(world: World, name: str, which: str, plan: str) -> list[float]:
-    torch.set_num_threads(1)
-    model = settled(built(name)).eval()
-    engine = sw.parallelize(model, plan, world, optimizer=sw.SGD(lr=0.1), tokens=counted)
-    return [engine.step(padded(which)).loss for _ in range(2)]
-
-
-@pytest.mark.parametrize("which", ["right", "left", "some"])
-@pytest.mark.parametrize("name", SMALL)
-def test_transformers_with_padding(name: str, which: str):
-    """Masks that a stage looks at, inside of an encoder that is one layer too."""
-    expected = pytest.approx(hf_losses(alone(), name, which, "accumulate:4 fp64"), rel=1e-9)
-    for found in run_threads(2, hf_losses, name, which, "pp2 1f1b:4 fp64"):
-        assert found == expected
-
-
-def hf_piped(world: World, name: str) -> Tensor:
-    torch.set_num_threads(1)
-    model = sw.Pipe(settled(built(name)).eval(), 4, world=world)
-    batch = padded("some")
-    del batch["labels"]
-    return model(**batch, use_cache=False).logits
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_pipe_of_transformers(name: str):
-    """`sw.Pipe` with padding in one microbatch: the logits of the plain model."""
-    batch = padded("some")
-    plain = settled(built(name)).eval()
-    expected = plain(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    for found in run_threads(2, hf_piped, name):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
-def on_meta(world: World, name: str, plan: str) -> list[float]:
-    torch.set_num_threads(1)
-    with torch.device("meta"):
-        model = built(name)
-    engine = sw.parallelize(model.eval(), plan, world, optimizer=sw.SGD(lr=0.1), tokens=counted)
-    return [engine.step(padded("right")).loss for _ in range(2)]
-
-
-@pytest.mark.parametrize("name", ["Llama", "Bert"])
-def test_a_model_of_transformers_on_meta(name: str):
-    """Its own initial weights, the same under stages as in one process."""
-    expected = on_meta(alone(), name, "accumulate:4")
-    for found in run_gloo(2, on_meta, name, "pp2 1f1b:4"):
-        assert found == pytest.approx(expected, rel=1e-4)

@@ -1,0 +1,377 @@
+"""Models of transformers in pipelines, adapters of peft, and torch.compile: the same training."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError
+from shardwise.models import hf, user
+from shardwise.techniques.tensor.source import shapes, table_of
+from shardwise.techniques.tensor.tensor_table import assign
+from tests.engine import loops
+from tests.engine.cases import difference, regression, settled
+from tests.pool import run_gloo, run_threads
+from tests.verify.test_command import shortly
+
+# --- transformers ---------------------------------------------------------------------------------
+
+SMALL: dict[str, dict[str, Any]] = {
+    "Llama": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4},
+    "GPT2": {"n_embd": 16, "n_layer": 4, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1},
+    "Bert": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4},
+    "T5": {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4},
+    "Bart": {
+        "d_model": 16,
+        **{f"{half}_layers": 2 for half in ("encoder", "decoder")},
+        **{f"{half}_attention_heads": 4 for half in ("encoder", "decoder")},
+        **{f"{half}_ffn_dim": 24 for half in ("encoder", "decoder")},
+    },
+}
+KINDS = {"Llama": "ForCausalLM", "GPT2": "LMHeadModel", "Bert": "ForMaskedLM"}
+
+
+def built(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    heads = {"num_attention_heads": 4} if name in ("Llama", "Bert") else {}
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=32, decoder_start_token_id=0, pad_token_id=0, **SMALL[name], **heads
+    )
+    kind = KINDS.get(name, "ForConditionalGeneration")
+    return getattr(transformers, f"{name}{kind}")(config)
+
+
+def padded(which: str) -> dict[str, Tensor]:
+    """Eight sequences; those of some microbatches have padding, or all, on the right or left."""
+    ids = torch.randint(2, 32, (8, 10), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row in (5,) if which == "some" else range(8):
+        mask[row, : row % 4 + 1] = int(which != "left")
+        mask[row, 9 - row % 4 :] = int(which == "left")
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask.bool(), -100)}
+
+
+def counted(batch: dict[str, Tensor]) -> int:
+    return int((batch["labels"] != -100).sum())
+
+
+def hf_losses(world: World, name: str, which: str, plan: str) -> list[float]:
+    """The losses of two steps, of a model on the meta device too."""
+    torch.set_num_threads(1)
+    with torch.device("meta" if which == "meta" else "cpu"):
+        model = built(name).eval()
+    model = model if which == "meta" else settled(model)
+    engine = sw.parallelize(model, plan, world, optimizer=sw.SGD(lr=0.1), tokens=counted)
+    return [engine.step(padded(which)).loss for _ in range(2)]
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("which", ["right", "left", "some"])
+@pytest.mark.parametrize("name", SMALL)
+def test_transformers_with_padding(name: str, which: str):
+    """Masks that a stage looks at, inside of an encoder that is one layer too."""
+    expected = pytest.approx(hf_losses(alone(), name, which, "accumulate:4 fp64"), rel=1e-9)
+    for found in run_threads(2, hf_losses, name, which, "pp2 1f1b:4 fp64"):
+        assert found == expected
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bert"])
+def test_a_model_of_transformers_on_meta(name: str):
+    """Its own initial weights, the same under stages as in one process."""
+    expected = hf_losses(alone(), name, "meta", "accumulate:4")
+    for found in run_gloo(2, hf_losses, name, "meta", "pp2 1f1b:4"):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def hf_piped(world: World, name: str) -> Tensor:
+    torch.set_num_threads(1)
+    model: nn.Module = settled(built(name)).eval()
+    model = model if world.size == 1 else sw.Pipe(model, 4, world=world)
+    batch = padded("some")
+    del batch["labels"]
+    return model(**batch, use_cache=False).logits.detach()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bert", "GPT2"])
+def test_a_pipe_of_transformers(name: str):
+    """`sw.Pipe` with padding in one microbatch: the logits of the plain model."""
+    for found in run_threads(2, hf_piped, name):
+        torch.testing.assert_close(found, hf_piped(alone(), name), rtol=1e-9, atol=1e-9)
+
+
+# --- adapters of peft -----------------------------------------------------------------------------
+
+LAYERS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+
+
+def adapted(name: str, **options: Any) -> Any:
+    """A small model of transformers with adapters whose weights are not zero."""
+    peft, transformers = (pytest.importorskip(library) for library in ("peft", "transformers"))
+    model = transformers.AutoModelForCausalLM.from_config(hf.small_config(name))
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **options))
+
+
+def loss_fn(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The mean over all predicted tokens."""
+    logits = model(input_ids=tokens, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def text(rows: int, seed: int) -> torch.Tensor:
+    """Random tokens [rows, positions]."""
+    return torch.randint(32, (rows, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def build(name: str, options: dict[str, Any]) -> Any:
+    return adapted(name, **options), loss_fn, text
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("plan", ["tp2 sp", "dp2 zero3"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"target_modules": LAYERS, "lora_dropout": 0.1, "layers_to_transform": [1]}),
+        ("llama", {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}),
+        ("qwen2", {"target_modules": ["o_proj", "lm_head", "embed_tokens"]}),
+        ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"]}),
+        ("gpt2", {"target_modules": ["c_fc"], "modules_to_save": ["lm_head"]}),
+    ],
+    ids=["one layer", "some", "vocabulary", "gpt2", "head of gpt2"],
+)
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
+def test_adapters_train_as_on_one_process(name: str, options: dict[str, Any], plan: str):
+    """Loss, gradients, weights, bytes and memory hold under tensor parallelism, sp and zero3."""
+    found = shortly(f"{plan} fp64", user.of_function("adapted", partial(build, name, options)))
+    assert found.holds, found
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_the_table_names_the_layers_in_a_wrapped_layer():
+    """W and B are sharded by columns, W and A by rows; a layer without adapters keeps its style."""
+    model = adapted("llama", target_modules=LAYERS, layers_to_transform=[1])
+    found = assign(table_of(model), list(shapes(model)), sp=False)
+    styles = {name: str(style) for name, style in found.items()}
+    layers = "base_model.model.model.layers"
+    wanted = {
+        "1.self_attn.q_proj.base_layer": "colwise:heads",
+        "1.self_attn.q_proj.lora_B.default": "colwise:heads",
+        "1.self_attn.q_proj.lora_A.default": None,
+        "1.self_attn.o_proj.base_layer": "rowwise:heads",
+        "1.self_attn.o_proj.lora_A.default": "rowwise:heads",
+        "1.self_attn.k_proj": "colwise:kv_heads",
+        "0.self_attn.q_proj": "colwise:heads",
+    }
+    assert {name: styles.get(f"{layers}.{name}") for name in wanted} == wanted
+    with pytest.raises(InputError, match=r"use_dora=True.*use_dora=False"):  # norms of a whole
+        table_of(adapted("llama", target_modules=["q_proj"], use_dora=True))
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+#: Ways to compile: on the plain module, and on the wrapped one.
+Change = Callable[[nn.Module, str], nn.Module]
+
+
+class Block(nn.Module):
+    """Large enough that its linear layers are computed by nodes of ours where nothing compiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 4200), nn.Linear(4200, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Three blocks, a buffer and a parameter of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(6, 16), nn.Linear(16, 6)
+        self.register_buffer("shift", torch.linspace(0, 1, 16))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x) * self.scale + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+def model() -> nn.Module:
+    return settled(Model()).double()
+
+
+def kept(module: nn.Module, backend: str) -> nn.Module:
+    return module
+
+
+def outer(module: nn.Module, backend: str) -> nn.Module:
+    return torch.compile(module, backend=backend)  # type: ignore[return-value]
+
+
+def inner(module: nn.Module, backend: str) -> nn.Module:
+    module.compile(backend=backend)
+    return module
+
+
+def blocks(module: nn.Module, backend: str) -> nn.Module:
+    found = module.get_submodule("blocks")
+    for name, block in list(found.named_children()):
+        setattr(found, name, torch.compile(block, backend=backend))
+    return module
+
+
+def blocks_inner(module: nn.Module, backend: str) -> nn.Module:
+    for block in module.get_submodule("blocks").children():
+        block.compile(backend=backend)
+    return module
+
+
+WHENS: dict[str, tuple[Change, Change]] = {
+    "model before": (outer, kept),
+    "model.compile() before": (inner, kept),
+    "model after": (kept, outer),
+    "blocks before": (blocks, kept),
+    "block.compile() before": (blocks_inner, kept),
+    "blocks after": (kept, blocks),
+}
+
+
+def started() -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def graphs() -> tuple[int, int]:
+    """Graphs that were made, and how often a frame was broken into several."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+SHARED = ("tp2", "pp2 gpipe:2", "sw.Pipe", "sw.DataParallel")  # whose ranks have the same rows
+SKIPPING = ("DDP", "FULL_SHARD", "SHARD_GRAD_OP")
+TABLE = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+
+def in_engine(module: nn.Module, after: Change, world: World, how: str, x: Tensor) -> sw.Engine:
+    options: dict[str, Any] = {"table": TABLE} if how == "tp2" else {}
+    loss = torch.compile(regression, backend="eager") if how in SHARED else regression
+    engine = sw.parallelize(
+        module, f"{how} fp64", world, optimizer=sw.SGD(lr=0.05), loss=loss, clip=0.1, **options
+    )
+    after(engine.model, "eager")
+    for _ in range(2):
+        engine.step((x, x.cos()))
+    return engine
+
+
+def wrapped(world: World, how: str, module: nn.Module) -> nn.Module:
+    if how == "sw.DataParallel":
+        return sw.DataParallel(module, ["cpu", "cpu"])
+    if how == "sw.Pipe":
+        return sw.Pipe(module, 2, world=world)
+    if how == "DDP":
+        return sw.DDP(module, world)
+    return sw.FSDP(module, how, units=Block, world=world)
+
+
+def compiled(world: World, how: str, when: str, backend: str) -> tuple[dict[str, Tensor], Any]:
+    """Two steps with what a loop calls: no_sync, clipping, unwrap; and the graphs of them.
+
+    The weights have the names of the checkpoint, after `sw.unwrap` too.
+    """
+    started()
+    before, after = WHENS[when]
+    module, x = before(model(), backend), torch.cat([loops.rows(0, rank) for rank in range(2)])
+    own = x if how in SHARED else loops.rows(0, world.rank)
+    if " " in how or how == "tp2":
+        engine = in_engine(module, after, world, how, own)
+        return sw.full_state_dict(engine), graphs()
+    module = wrapped(world, how, module)
+    module = after(module, backend) if "blocks" not in when or how != "sw.DataParallel" else module
+    optim = torch.optim.SGD(module.parameters(), lr=0.05)
+    for _ in range(2):
+        with sw.no_sync(module) if how in SKIPPING else nullcontext():
+            (regression(module, (own, own.cos())) * 0).backward()
+        regression(module, (own, own.cos())).backward()
+        sw.clip_grad_norm(module, 0.1)
+        optim.step()
+        optim.zero_grad()
+    state = {} if how == "sw.DataParallel" else sw.full_state_dict(module)
+    plain = sw.unwrap(module).state_dict()
+    plain = {name.replace("_orig_mod.", ""): value for name, value in plain.items()}
+    assert all(torch.equal(state[name], plain[name]) for name in state)
+    return plain, graphs()
+
+
+COMPILED = [
+    *(("FULL_SHARD", when, "eager") for when in WHENS),
+    ("SHARD_GRAD_OP", "block.compile() before", "aot_eager"),
+    *(("DDP", when, "eager") for when in ("model before", "blocks after")),
+    *((how, when, "eager") for how in SHARED for when in list(WHENS)[:2]),
+    *(("sw.DataParallel", when, "eager") for when in list(WHENS)[2:]),
+    *(("dp2 zero3", when, "eager") for when in ("model.compile() before", "blocks before")),
+    ("dp2 ddp accumulate:2", "block.compile() before", "eager"),
+]
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(("how", "when", "backend"), COMPILED)
+def test_compiled_models_train_as_plain_ones(how: str, when: str, backend: str):
+    """Compiled before or after; `no_sync`, clipping, `unwrap` and names are as without a compiler.
+
+    Blocks share a graph, which breaks nowhere; of a whole model, a graph ends where a unit begins
+    and ends. Where operations are followed, the compiler is not used.
+    """
+    alone, x = model(), torch.cat([loops.rows(0, rank) for rank in range(2)])
+    optim = torch.optim.SGD(alone.parameters(), lr=0.05)
+    for _ in range(2):
+        regression(alone, (x, x.cos())).backward()
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        optim.step()
+        optim.zero_grad()
+    expected = alone.state_dict()
+    state, (made, breaks) = run_gloo(1 + (how != "sw.DataParallel"), compiled, how, when, backend)[
+        0
+    ]
+    assert list(state) == list(expected)
+    assert all(difference(state[name], expected[name]) <= 1e-8 for name in expected)
+    assert how in SHARED or made >= 1
+    if how in SKIPPING:
+        assert made <= 8
+        assert breaks == 0 if "block" in when else breaks <= 5
+
+
+def resumed(world: World, folder: str) -> dict[str, Tensor]:
+    """A checkpoint of compiled blocks, in a module that is not compiled."""
+    module = sw.FSDP(blocks(model(), "eager"), world=world)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.data = p.data * 2
+    sw.save(module, folder)
+    plain = sw.FSDP(model(), world=world)
+    sw.load(plain, folder)
+    return sw.full_state_dict(plain)
+
+
+def test_a_checkpoint_has_plain_names(tmp_path: Path):
+    """Whether or not blocks were compiled."""
+    state = run_gloo(2, resumed, str(tmp_path / "saved"))[0]
+    expected = model().state_dict()
+    assert all(torch.equal(state[n], v * (1 + (n != "shift"))) for n, v in expected.items())
