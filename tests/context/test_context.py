@@ -154,14 +154,14 @@ def run(world: World, case: Case) -> Ran:
     q, k, v, grad = (shard(x, case.cut, world.rank, 2) for x in tensors)
     if mask is not None and mask.shape[-2] > 1:
         mask = shard(mask, case.cut, world.rank, mask.dim() - 2)
-    qkv = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v))
     kept: list[Tensor] = []
     sizes: Any = {"ring_axis": outer, "ulysses_axis": inner, "cut": case.cut}
     note = saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x)
     with world.ledger.phase("forward"), note:
-        out = attention(*qkv, mask, causal=case.causal, scale=SCALE, **sizes)
+        out = attention(q, k, v, mask, causal=case.causal, scale=SCALE, **sizes)
     with world.ledger.phase("backward"):
-        values = [out.detach(), *torch.autograd.grad(out, qkv, grad)]
+        values = [out.detach(), *torch.autograd.grad(out, [q, k, v], grad)]
     sent: dict[tuple[str, str], int] = {}
     for key, tally in world.ledger.lines.items():
         sent[key.axis, key.phase] = sent.get((key.axis, key.phase), 0) + tally.sent_bytes
@@ -211,18 +211,17 @@ def test_heads_that_ulysses_cannot_divide(heads: tuple[int, int, int]):
 @pytest.mark.parametrize("mask", ["distance", "by head"])
 def test_plain_operations_are_the_kernel(mask: str, key_heads: int):
     """What CUDA uses with masks and in fp32 has the same output, lse and gradients."""
-    (*qkv, grad), bias = Case("cp1", 7, mask=mask, key_heads=key_heads).inputs()
+    (q, k, v, grad), bias = Case("cp1", 7, mask=mask, key_heads=key_heads).inputs()
     assert bias is not None
     bias = bias[(None,) * (4 - bias.dim())].clone()
     bias[:, :, 2] = -torch.inf
-    tensors: Any = qkv
-    out, lse = block.forward(*tensors, bias, False, SCALE)
-    torch.testing.assert_close(block.math_forward(*tensors, bias, SCALE), (out, lse))
+    out, lse = block.forward(q, k, v, bias, False, SCALE)
+    torch.testing.assert_close(block.math_forward(q, k, v, bias, SCALE), (out, lse))
     assert lse[:, :, 2].eq(-torch.inf).all()
     assert out[:, :, 2].eq(0).all()
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    kernel = block.backward(grad, tensors, bias, out, lse, causal=False, scale=SCALE)
-    torch.testing.assert_close(block.math_backward(grad, tensors, bias, out, lse, SCALE), kernel)
+    kernel = block.backward(grad, (q, k, v), bias, out, lse, causal=False, scale=SCALE)
+    torch.testing.assert_close(block.math_backward(grad, (q, k, v), bias, out, lse, SCALE), kernel)
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.bfloat16])

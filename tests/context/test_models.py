@@ -220,7 +220,7 @@ def test_an_encoder_of_transformers(plan: str):
 
 # --- refused --------------------------------------------------------------------------------------
 
-sdpa = F.scaled_dot_product_attention
+sdpa: Any = F.scaled_dot_product_attention
 CHANGES: dict[str, Change] = {
     "recurrent": lambda x: nn.GRU(WIDTH, WIDTH, batch_first=True).double()(x)[0],
     "a convolution over positions": lambda x: (

@@ -280,7 +280,8 @@ def most_kept(world: World, words: str) -> tuple[int, int]:
     layers = list(layers_of(engine.model).values())
     seen: list[int] = []
     for each in layers:
-        each.register_forward_hook(lambda m, *_: seen.append(len(m.pass_records.values)))
+        records = each.pass_records
+        each.register_forward_hook(lambda *_, r=records: seen.append(len(r.values)))
     for step in range(2):
         engine.step(moe.batch("sigmoid", 4, step))
     return max(seen), sum(len(each.pass_records.values) for each in layers)
@@ -396,10 +397,10 @@ def test_which_products_are_grouped(monkeypatch: pytest.MonkeyPatch):
 
 def counted(experts: int) -> tuple[int, int]:
     """What torch counts of a forward and backward pass, and what its routers take of that."""
-    sizes = {"vocabulary": 64, "layers": 1, "width": 64, "heads": 2, "kv_heads": 2}
-    config = MoEConfig(
-        GPTConfig(**sizes, hidden=1024, sequence=16), sw.Gate("topk", experts=experts, k=2)
+    sizes = GPTConfig(
+        vocabulary=64, layers=1, width=64, heads=2, kv_heads=2, hidden=1024, sequence=16
     )
+    config = MoEConfig(sizes, sw.Gate("topk", experts=experts, k=2))
     model = MoEGPT(config)
     with FlopCounterMode(display=False) as flops:
         moe_loss(model, moe_batch(4, config, 0)).backward()
