@@ -4,7 +4,8 @@ torch.distributed.checkpoint collects a plan from every rank, lets rank 0 change
 has every rank execute its own.
 
     save   every rank offers its boxes, split into pieces of at most PIECE_BYTES.  A piece that
-           several ranks hold is written by the one with the least to write so far.
+           several ranks hold is written by the one with the least to write so far; of buffers,
+           in which ranks may count apart, rank 0's, with which the next step begins.
     load   every rank reads the overlaps of its boxes with the saved pieces.
 """
 
@@ -149,6 +150,8 @@ class BoxSavePlanner(SavePlanner):
         first: dict[tuple[str, Block], WriteItem] = {}
         for rank, plan in enumerate(all_plans):
             for item, replica in zip(plan.items, plan.planner_data, strict=True):
+                if replica and item.index.fqn.startswith("buffer/"):
+                    continue
                 holders.setdefault(_key(item), []).append(rank)
                 if replica == 0:
                     first.setdefault(_key(item), item)

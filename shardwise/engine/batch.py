@@ -8,6 +8,7 @@
 Tensors are found wherever they are: in containers, and in attributes of objects (core/tools/tree).
 """
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -143,6 +144,16 @@ def split(batch: Any, parts: int, word: str = "", count: Count | None = None) ->
     if not found or set(found) != {asked} or (count is None and _is_of_samples(batch)):
         raise _not_cut(batch, word or f"accumulate:{parts}", found)
     return [_over_rows(partial(_part, k=k, parts=parts), batch, samples) for k in range(parts)]
+
+
+def warn_of_few(rows: int, microbatches: int) -> None:
+    """Print a line if microbatches of the first step have no rows."""
+    if 0 < rows < microbatches:
+        print(
+            f"shardwise: {rows} rows are fewer than {microbatches} microbatches, of which some are "
+            f"empty. Write accumulate:{rows}, or pass more rows.",
+            file=sys.stderr,
+        )
 
 
 def _part(x: Any, *, k: int, parts: int) -> Any:

@@ -237,6 +237,7 @@ class Engine:
             summed = share_sums(batch, own, self.consensus, warns=warns)
         shares.require_counted(summed[1], refused)
         shares.require_equal_lists(batch, summed[2:4], self.plan.data_size)
+        shares.warn_of_few(shares.rows(batch, self.rows), self.microbatches)
         self.shares_compared = True
 
     def _settle(self, summed: Tensor, count: float, arriving: Iterator[Unit]) -> StepResult:
@@ -262,8 +263,7 @@ class Engine:
         counted = round(tokens)
         loss, correction = loss_sum / max(1, counted), over / (max(1.0, tokens) * parts)
         self.consensus.apply(used, difference)
-        late = self.updates.updater.by_schedule or self.stages.size > 1  # gradients are elsewhere
-        if counted and not late and not any(used[:-1]):  # the last is a checksum
+        if counted and not self.passes.trains and not any(used[:-1]):  # the last is a checksum
             raise validate.no_gradient("a step")
         asked = self.training.clip is not None
         norm, skipped = None, not math.isfinite(loss)
@@ -307,15 +307,14 @@ class Engine:
     def evaluate(self, batch: Any) -> tuple[float, int]:
         """The mean loss over the global batch and its number of tokens, in eval mode.
 
-        Called by all ranks; nothing is trained, and the default generators continue as before.
+        Called by all ranks; nothing is trained.
         """
         batch = shares.on_device(batch, self.world.device)
         self.consistency.require_batch(batch)
         count = self._count(batch)
         (part,) = self._begin(batch, [batch], trains=False)
         count = self._weight(count, part)
-        with kept(self.world.device):
-            found = self._made(partial(self._objective, part=part))
+        found = self._made(partial(self._objective, part=part))
         found = torch.zeros((), dtype=torch.float64, device="cpu") if found is None else found
         loss = found.to(self.world.device, torch.float64)
         own = torch.stack([loss * count, loss.new_tensor(count)])
@@ -347,7 +346,8 @@ class Engine:
         with self.ledger.phase("check"):
             own = self.consensus.buffers.lend()
         try:
-            return plain(self.passes.evaluate(call))  # whose rows are forgotten at the end
+            with kept(self.world.device):
+                return plain(self.passes.evaluate(call))  # whose rows are forgotten at the end
         finally:
             for each in self.sharded.applied:
                 each.end(trains=False)

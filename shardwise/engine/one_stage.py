@@ -40,6 +40,8 @@ class OneStage:
     compute tokens of other ranks.  `rerun_every`: as in Rerun.
     """
 
+    trains = False  # not known before gradients arrive
+
     def __init__(
         self,
         model: nn.Module,

@@ -306,13 +306,26 @@ class Counting(nn.Module):
         return self.down(functional.dropout(self.norm(self.up(x)), 0.1, training=True))
 
 
+def regression_or_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Raises after the forward pass of a microbatch whose targets are small."""
+    loss = regression(model, batch)
+    if bool((batch[1] < -100).any()):
+        raise ZeroDivisionError
+    return loss
+
+
 def left_by_calls(world: World, plan: str, folder: str, sends: bool) -> dict[str, list[object]]:
     """What each rank has after calls that do not train, and after a step of uneven shares."""
     model = settled(Counting())
     assert isinstance(model, Counting)
     model.norm.requires_grad_(False).eval()
     engine = sw.parallelize(
-        model, plan, world, loss=regression, optimizer=sw.SGD(lr=0.1), broadcast_buffers=sends
+        model,
+        plan,
+        world,
+        loss=regression_or_error,
+        optimizer=sw.SGD(lr=0.1),
+        broadcast_buffers=sends,
     )
 
     def facts() -> list[object]:
@@ -328,14 +341,18 @@ def left_by_calls(world: World, plan: str, folder: str, sends: bool) -> dict[str
     calls: dict[str, Callable[[], object]] = {
         "step": lambda: engine.step(rows(0)),
         "evaluate": lambda: engine.evaluate(rows(1)),
+        "outputs": lambda: engine.outputs(lambda m: m(rows(1)[0]), like=rows(1)[1]),
         "save": lambda: sw.save(engine, folder),
         "state": lambda: sw.full_state_dict(engine),
         "refused": lambda: engine.step((rows(2)[0], rows(2)[1][1:])),
         "again": lambda: engine.step(rows(3)),
+        "load": lambda: sw.load(engine, folder),
+        "raises": lambda: engine.step((rows(4)[0], rows(4)[1] - 1e9)),
     }
     found: dict[str, list[object]] = {}
     for name, call in calls.items():
-        with pytest.raises(InputError) if name == "refused" else nullcontext():
+        errors = {"refused": InputError, "raises": ZeroDivisionError}
+        with pytest.raises(errors[name]) if name in errors else nullcontext():
             call()
         found[name] = facts()
     return found
@@ -355,6 +372,9 @@ def test_a_call_leaves_the_model_as_it_found_it(plan, sends, counts, tmp_path):
     A step counts in all its microbatches, from what rank 0 had counted before.
     """
     for rank, found in enumerate(run_gloo(2, left_by_calls, plan, str(tmp_path), sends)):
-        for name in ("evaluate", "save", "state", "refused"):
+        for name in ("evaluate", "outputs", "save", "state", "refused"):
             assert found[name] == found["step"], name
         assert found["again"] == [found["step"][0], counts[rank], *found["again"][2:]]
+        flags, _, dtype, _ = found["step"]
+        assert found["load"][:3] == [flags, 7, dtype]  # what rank 0 had counted
+        assert found["raises"][::2] == [flags, dtype]

@@ -23,11 +23,11 @@ from shardwise.checkpoint.save import save
 from shardwise.comm.move import move
 from shardwise.comm.world import World, alone, traced
 from shardwise.core import R, S
-from shardwise.core.errors import InputError
+from shardwise.core.errors import InputError, RankError
 from shardwise.engine.state.box import Box
 from tests.engine.cases import refusal, regression, vectors
 from tests.engine.zoo import make
-from tests.pool import run_gloo
+from tests.pool import run_gloo, run_threads
 
 X = torch.ones(2, 3)
 AXIS, MOVE = alone().axis("dp"), 'move(x, world.axis("dp"), P, S(0))'
@@ -306,6 +306,18 @@ def test_a_step_that_would_train_on_nothing_is_refused(call: Callable[[], Any], 
     """What the user's functions, model or batch give is looked at, and named."""
     with pytest.raises(InputError, match=said):
         call()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b:2", "pipedream:2"])
+def test_a_pipeline_whose_loss_is_cut_off_from_the_model_is_refused(schedule: str):
+    """The earlier stages receive gradients of zeros, which are none."""
+
+    def step(world: World) -> None:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
+        sw.parallelize(model, f"pp2 {schedule}", world, loss=without_a_gradient).step(vectors(0))
+
+    with pytest.raises(RankError, match=NO_GRADIENT):
+        run_threads(2, step)
 
 
 def test_what_is_nearly_right_is_taken():

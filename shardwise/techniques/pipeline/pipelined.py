@@ -8,7 +8,7 @@ Each step, microbatch, stage and share of the data has its own random seed, so s
 dropout masks, which do not depend on the rank that has the stage.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -41,10 +41,14 @@ from shardwise.techniques.tensor.tensor_state import Tensors
 
 
 class _Traced(NamedTuple):
-    """The trace of a forward, and the lengths of its sharded sequences."""
+    """The trace of a forward, the lengths of its sharded sequences, whether its loss has gradients.
+
+    `trains`: whether the loss is computed from a parameter of the model that trains.
+    """
 
     trace: StageTrace
     lengths: Mapping[int, int]
+    trains: bool = False
 
 
 class Pipelined:
@@ -65,6 +69,7 @@ class Pipelined:
         self.known = ByShape[_Traced]()
         self.share = _place(data.consensus.axes)
         self.interrupted = False  # whether a run has begun and not ended
+        self.trains = False  # whether a loss of the step is computed from parameters that train
         open_channels(staging.schedule, staging.axis, self.device)
 
     def require(self, batch: Any, microbatches: int) -> None:
@@ -96,6 +101,7 @@ class Pipelined:
             int(torch.randint(2**61, (), dtype=torch.int64, device="cpu"))
             + 2_147_483_647 * self.share
         )
+        self.trains = False
         for first in range(0, len(parts), self.microbatches):
             these = range(first, first + self.microbatches)
             microbatches = [
@@ -110,12 +116,16 @@ class Pipelined:
             self.data.end_run()
         if self.stale is None:
             self.data.reduce_last()
+        for flat in () if self.trains else self.data.consensus.trained:
+            flat.grads.has_grad = [False] * len(flat.params)  # earlier stages received zeros
         return loss.summed
 
     def _microbatch(self, index: int, part: Any, tokens: float, seed: int) -> Microbatch:
         size = self.staging.schedule.update
         place, update = index % self.microbatches, index // size if size else 0
-        return Microbatch(place, part, tokens, update, *self._trace(part), seed)
+        traced = self._trace(part)
+        self.trains |= traced.trains
+        return Microbatch(place, part, tokens, update, traced.trace, traced.lengths, seed)
 
     @contextmanager
     def _whole_run(self) -> Iterator[None]:
@@ -155,7 +165,9 @@ class Pipelined:
         """What crosses for a microbatch of these shapes; traced once for each shape."""
 
         def make() -> _Traced:
-            return self._trace_call(lambda model: self.objective(model, part))
+            losses: list[Tensor] = []
+            traced = self._trace_call(lambda model: losses.append(self.objective(model, part)))
+            return traced._replace(trains=reaches(losses[-1], stages.layers.numbers))
 
         def fits(known: _Traced) -> bool:
             return stages.fits(known.trace, lambda model: self.objective(model, part))
@@ -178,6 +190,20 @@ class Pipelined:
         for stage, own in self.staging.stages.layers.own.items():
             self.data.read_outside(p for n, p in own.items() if n in trace.read[stage])
         return _Traced(trace, stream.lengths.known)
+
+
+def reaches(loss: Tensor, numbers: Container[int]) -> bool:
+    """Whether the graph of the loss ends in a tensor whose id is in `numbers`."""
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if id(getattr(node, "variable", None)) in numbers:
+            return True
+        seen.add(node)
+        nodes += [each for each, _ in node.next_functions]
+    return False
 
 
 class ScheduledUnits:
