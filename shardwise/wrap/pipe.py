@@ -221,7 +221,7 @@ class Piped(Wrapper):
         _enough((args, kwargs), chunks)
         graded = torch.is_grad_enabled()
         if graded and self.trained:
-            self.options.compare()
+            self.options.compare((args, kwargs))
         inputs = [x for x in _tensors((args, kwargs)) if graded and x.requires_grad]
         parts = split((args, kwargs), chunks, f"sw.Pipe(module, chunks={chunks})")
         parts = [mapped(_leaf, part, Tensor, objects=True) for part in parts]
@@ -331,6 +331,7 @@ class _Pass:
             p.grad = all_reduce(own, holders)
             if old is not None:
                 p.grad += old
+        self.piped.options.note(grads)
         return [self._input(k) for k in range(inputs)]
 
     def _input(self, k: int) -> Tensor:

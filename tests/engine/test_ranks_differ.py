@@ -166,10 +166,14 @@ def in_loop(world: World, how: str, what: str) -> str:
     for step in range(8):
         if step == CHANGED:
             change(world, what, wrapped, optim.param_groups[0])
+        odd = world.rank * (step >= CHANGED)
+        own = odd * (what == "batch") if how == "Pipe" else world.rank
         try:
-            loss(wrapped, rows(step, world.rank * (how != "Pipe"))).backward()
+            (loss(wrapped, rows(step, own)) * (1 + odd * (what == "loss"))).backward()
         except InputError as error:
             return f"step {step}: {error}"
+        if what == "clip" and step >= CHANGED:
+            torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1e-3)
         if what != "step" or world.rank == 0 or step != CHANGED:
             optim.step()
         optim.zero_grad()
@@ -189,6 +193,9 @@ LOOPS = [
     *((how, "", "") for how in ("DDP", "FULL_SHARD", "HYBRID_SHARD", "Pipe")),
     *((how, "lr", RATE) for how in ("DDP", "FULL_SHARD", "HYBRID_SHARD")),
     ("Pipe", "lr", "lr of group 0 of the AdamW on pp rank {}: 0.5; on pp rank 0: 0.01"),
+    ("Pipe", "batch", "a batch on rank {} of the pp axis that differs from that on rank 0"),
+    ("Pipe", "loss", "a gradient of the output of a pipe that differs between ranks"),
+    ("Pipe", "clip", "gradients that each rank scaled by another factor before the last"),
     *(
         (how, "step", "the optimizer steps since the last backward pass on data rank 1: 'none'; on")
         for how in ("DDP", "FULL_SHARD", "HYBRID_SHARD")
@@ -203,7 +210,7 @@ LOOPS = [
 def test_plain_loops_compare_them_too(how: str, what: str, said: str, numbers: str):
     """Options of an optimizer with the next backward pass; where a GPU computes, one later.
 
-    The stages of a pipe sum a number in the second call of each EVERY.
+    The stages of a pipe sum numbers in the second call of each EVERY.
     """
     ranks = 4 if "HYBRID" in how else 2
     step = CHANGED + 1 + (how == "Pipe") + (numbers == "late")
