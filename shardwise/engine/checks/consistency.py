@@ -31,7 +31,7 @@ from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, takewhile
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -125,15 +125,31 @@ def _text_of(part: object) -> str:
 
 
 def _function_text(function: Any) -> str:
-    """The name of a function and a hash of its code, without what it closes over."""
+    """The name of a function, a hash of its code, and the floats that it reads."""
     inner: Any = function
+    floats: dict[str, float] = {}
     while inner is not None:
         function = inner
+        floats |= _floats_of(function)
         found = (getattr(inner, name, None) for name in ("__wrapped__", "__func__", "func"))
         inner = next((each for each in found if callable(each)), None)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"the function {name} (code {_hash(_code_text(code)):014x})"
+    return f"the function {name} (code {_hash(_code_text(code)):014x}){floats or ''}"
+
+
+def _floats_of(function: Any) -> dict[str, float]:
+    """The floats that a function closes over or reads from its module, by name.
+
+    Other values may differ between ranks: a device, a file, a rank that prints.
+    """
+    if not isinstance(function, FunctionType):
+        return {}
+    names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+    read = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    with suppress(ValueError):  # a name that has no value yet
+        read |= {name: cell.cell_contents for name, cell in names}
+    return {name: value for name, value in read.items() if type(value) is float}
 
 
 def _code_text(code: Any) -> str:
@@ -188,7 +204,7 @@ class ConsistencyCheck:
             self.require_batch(batch)
         elif self.axes and self.every:
             exact = self.same.floats
-            self.same.batch = _batch_hash(batch, self.same.hashes, self.device, floats=exact)
+            self.same.batch = batch_hash(batch, self.same.hashes, self.device, floats=exact)
             self.same.recheck = partial(self.require_batch, batch)
         if self.before_first is None:
             return {}
@@ -329,7 +345,7 @@ def _batch_checksum(batch: Any, device: torch.device) -> Tensor:
     )
 
 
-def _batch_hash(batch: Any, hashes: int, device: torch.device, *, floats: bool) -> Tensor:
+def batch_hash(batch: Any, hashes: int, device: torch.device, *, floats: bool) -> Tensor:
     """A whole number below `hashes` of the shapes and bits of a batch's tensors, on the device.
 
     A few kernels for each tensor: it is computed in each step.
