@@ -115,6 +115,8 @@ def build_engine(
     recomputed = recompute_budget.recomputation(model, plan, world.rank, objective, options, begin)
     clip = weight_stashing.require(model, plan, begin, options)
     rerun.require(plan, options.checks)
+    if world.rank == 0 and options.optimizer is None:
+        print("shardwise: without optimizer=, it is sw.AdamW(lr=3e-4)", file=sys.stderr)
     if world.rank == 0:
         spec.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])
     how = Training(

@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import shardwise as sw
 from shardwise.comm.start import excepthook
 from shardwise.core.errors import InputError, RankError, bad
 from tests.programs import run_program
@@ -121,6 +123,24 @@ def test_several_problems_keep_their_lines(hook: list[str], capsys: pytest.Captu
     said = capsys.readouterr().err
     assert said.startswith("shardwise: test_excepthook.py, line ")
     assert said.endswith(": 2 things are wrong\n1. this\n2. that\n")
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda: getattr(0.5, "backward"), "Given: .backward() of a number"),  # noqa: B009
+        (lambda: sw.parallelize(lr=0.1), "optimizer=sw.AdamW(lr=1e-3)"),  # type: ignore[call-arg]
+    ],
+)
+def test_habits_from_other_libraries_are_explained(
+    act: Callable[[], Any], said: str, hook: list[str], capsys: pytest.CaptureFixture[str]
+):
+    """Python's error of `metrics.loss.backward()`, and of a learning rate without an optimizer."""
+    with pytest.raises((AttributeError, TypeError)) as caught:
+        act()
+    with pytest.raises(SystemExit):
+        sys.excepthook(caught.type, caught.value, caught.value.__traceback__)
+    assert said in capsys.readouterr().err
 
 
 def test_what_torchrun_reports_points_to_the_paragraph(

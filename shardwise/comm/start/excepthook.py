@@ -31,7 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.core.errors import InputError, OtherCallError, RankError
+from shardwise.core.errors import InputError, OtherCallError, RankError, bad
 
 #: How long another rank waits for rank 0 to print.
 _GRACE_S = 2.0
@@ -47,6 +47,9 @@ _PACKAGE = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 #: Where code is that is not the user's script: ours, torch's, Python's.
 _NOT_SCRIPT = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+)', re.MULTILINE)
+
+_NO_RATE = "parallelize() got an unexpected keyword argument 'lr'"
+_OF_TENSORS = ("backward", "detach", "item")
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -74,6 +77,7 @@ def _excepthook(
     ranks would lose theirs and fail, and torchrun would kill this process before it returned its
     exit code.
     """
+    error = _explained(error)
     refused, trace = isinstance(error, InputError), "".join(traceback.format_tb(frames))
     if not refused and LOST_CONNECTION.search(str(error)) and _printed(0):
         return
@@ -100,6 +104,17 @@ def _excepthook(
     if size > 1:
         os._exit(code)
     raise SystemExit(code)
+
+
+def _explained(error: BaseException) -> BaseException:
+    """An InputError in place of Python's own, for two habits from other libraries."""
+    if isinstance(error, TypeError) and str(error).endswith(_NO_RATE):
+        options = "options of the engine; the learning rate is one of its optimizer"
+        return bad("sw.parallelize(..., lr=)", options, "optimizer=sw.AdamW(lr=1e-3)")
+    if isinstance(error, AttributeError) and type(error.obj) is float and error.name in _OF_TENSORS:
+        done = "engine.step(batch), which has run forward, backward and the update"
+        return bad(f".{error.name}() of a number, as a step's loss is", done, "metrics.loss alone")
+    return error
 
 
 def _end_program() -> None:
