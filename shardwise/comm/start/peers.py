@@ -1,7 +1,8 @@
 """Ranks that watch each other's heartbeats: signs of life, with the place where the program is.
 
     rank 0  <---->  rank 1, rank 2, ...       the first rank that has not left watches all others,
-                                              and they watch it
+                                              and they watch it, and the ranks beside them, whose
+                                              processes they see where they share a host
 
 A monitor ends the run in these cases:
 
@@ -250,7 +251,8 @@ class Peers:
         if self.store.check([_REPORT]) and not self.launched:
             self._end_together(self.store.get(_REPORT))
         watches_all = self.first == self.rank
-        beats = self._heartbeats(range(self.size) if watches_all else [self.first])
+        beside = {self.first, self.rank - 1, (self.rank + 1) % self.size}
+        beats = self._heartbeats(range(self.size) if watches_all else sorted(beside))
         if not watches_all and beats and beats[self.first].left:
             self.first += 1
             return
