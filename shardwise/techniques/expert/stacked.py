@@ -16,7 +16,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,6 @@ from shardwise.techniques.expert.expert_moves import ExpertMove
 from shardwise.techniques.expert.global_batch import Record, phase
 from shardwise.techniques.expert.moe_layer import ExpertPlace
 from shardwise.techniques.expert.routing import Routing
-
-#: The names that transformers gives to routers.
-ROUTERS: Final = ("gate", "router")
 
 
 def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -48,15 +45,6 @@ def _stacks(module: nn.Module) -> bool:
         and arguments[1] == "hidden_states"
         and choices_of(module) > 0
     )
-
-
-def router_beside(model: nn.Module, name: str) -> nn.Module | None:
-    """The router of the experts `name`: the module `gate` or `router` beside them, if there is one.
-
-    Its first output are the logits [N, E].
-    """
-    beside = dict(model.get_submodule(name.rpartition(".")[0]).named_children())
-    return next((beside[key] for key in ROUTERS if key in beside), None)
 
 
 def experts_of(module: nn.Module) -> int:
