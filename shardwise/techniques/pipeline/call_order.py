@@ -105,9 +105,19 @@ def _unpacked(frame: FrameType | None) -> int:
 
 
 class LossRun:
-    """One pass over a copy of the model: the calls of each module, and how many stopped."""
+    """One pass over a copy of the model: the calls of each module, and how many stopped.
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, answer: bool) -> None:
+    `pair`: the batch is a pair, which `torch.cat(batch)` takes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Any] | None,
+        *,
+        answer: bool = False,
+        pair: bool = False,
+    ) -> None:
         self.anything, self.stopped = Anything.answering(answer), 0
         self.calls = {module: list[int]() for module in model.modules()}
         self.number = 0
@@ -115,10 +125,10 @@ class LossRun:
             vars(module)["forward"] = self._guarded(module, module.forward)
         try:
             if loss is not None:
-                loss(model, self.anything)
+                loss(model, (self.anything,) * 2 if pair else self.anything)
         except Exception:  # noqa: BLE001  # of the program's code, which meets what is not its batch
             self.stopped += 1
-        if not self.number:
+        if not (self.number or pair):
             model(*self._inputs(type(model)))
 
     def _inputs(self, kind: type[nn.Module]) -> list[Any]:
@@ -156,11 +166,16 @@ def call_order(model: nn.Module, loss: Callable[..., Any] | None = None) -> Call
     """
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            found = LossRun(twin(model), loss, answer=False)
+            found = LossRun(twin(model), loss)
         except InputError:  # it cannot be copied, so no pipeline can be cut from it
             return defined(model)
         if found.stopped:
-            found = min(found, LossRun(twin(model), loss, answer=True), key=lambda p: p.stopped)
+            other, pair = (
+                LossRun(twin(model), loss, answer=True),
+                LossRun(twin(model), loss, pair=True),
+            )
+            found = min(found, other, key=lambda run: run.stopped)
+            found = max(found, pair, key=lambda run: run.number)
     calls = dict(zip(model.modules(), found.calls.values(), strict=True))
     places: dict[str, tuple[int, ...]] = {}
     last = 0
