@@ -146,14 +146,15 @@ def split(batch: Any, parts: int, word: str = "", count: Count | None = None) ->
     return [_over_rows(partial(_part, k=k, parts=parts), batch, samples) for k in range(parts)]
 
 
-def warn_of_few(rows: int, microbatches: int) -> None:
-    """Print a line if microbatches of the first step have no rows."""
-    if 0 < rows < microbatches:
-        print(
-            f"shardwise: {rows} rows are fewer than {microbatches} microbatches, of which some are "
-            f"empty. Write accumulate:{rows}, or pass more rows.",
-            file=sys.stderr,
-        )
+def warn_of_few(batch: Any, count: Count | None, microbatches: int, rank: int) -> None:
+    """On rank 0, print a line if microbatches of the first step have no rows."""
+    if rank or microbatches == 1 or not 0 < (found := rows(batch, count)) < microbatches:
+        return
+    print(
+        f"shardwise: {found} rows are fewer than {microbatches} microbatches, of which some are "
+        f"empty. Write accumulate:{found}, or pass more rows.",
+        file=sys.stderr,
+    )
 
 
 def _part(x: Any, *, k: int, parts: int) -> Any:

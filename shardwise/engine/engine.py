@@ -237,7 +237,7 @@ class Engine:
             summed = share_sums(batch, own, self.consensus, warns=warns)
         shares.require_counted(summed[1], refused)
         shares.require_equal_lists(batch, summed[2:4], self.plan.data_size)
-        shares.warn_of_few(shares.rows(batch, self.rows), self.microbatches)
+        shares.warn_of_few(batch, self.rows, self.microbatches, self.world.rank)
         self.shares_compared = True
 
     def _settle(self, summed: Tensor, count: float, arriving: Iterator[Unit]) -> StepResult:
