@@ -246,22 +246,35 @@ def test_a_plan_holds_on_gpus():
     assert verify("dp2 zero3 fp32", steps=1, device="cuda").holds
 
 
-def changed(inner: nn.Module) -> Trainable:
-    """A module between two layers, in a model that is trained on ones."""
-    made = nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 6))
-    return Trainable("own", lambda: deepcopy(made), lambda m, x: m(x).mean(), ones)
+OWN = """
+import torch
+from torch import nn
+
+def between(inner):
+    model = nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 6))
+    return model, lambda model, x: model(x).mean(), lambda rows, _: torch.ones(rows, 6)
+
+def norm():
+    return between(nn.BatchNorm1d(6))
+
+def drop():
+    return between(nn.Dropout(0.5))
+"""
 
 
-def ones(rows: int, _: int) -> Tensor:
-    return torch.ones(rows, 6)
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return str(path)
 
 
 def test_dropout_is_set_to_zero_and_the_report_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    own: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """A model with dropout holds without it; the note stands under the table, beside the JSON."""
     said = "Dropout (1) was set to 0 on both sides of the comparison"
-    found = verify("dp1", changed(nn.Dropout(0.5)), 1)
+    found = verify("dp1", f"{own}:drop", 1)
     monkeypatch.setattr("shardwise.cli.verify.verify", lambda *_, **_more: found)
     for json_too in (False, True):
         with pytest.raises(typer.Exit) as leaving:
@@ -272,24 +285,14 @@ def test_dropout_is_set_to_zero_and_the_report_says_so(
 
 
 @pytest.mark.full
-def test_a_rank_that_batch_norm_refuses_is_told_why(tmp_path: Path):
+def test_a_rank_that_batch_norm_refuses_is_told_why(own: str):
     """With one row on a rank torch has no statistics: the reason is given, and no traceback."""
-    path = tmp_path / "own.py"
-    path.write_text(BATCH_NORM)
     with pytest.raises(RunError, match=r"has batch norm \(1\), whose statistics") as error:
-        verify("dp2", f"{path}:norm", 1)
+        verify("dp2", f"{own}:norm", 1)
     assert "Rank 1 could not continue: ValueError: Expected more than 1 value" in str(error.value)
     assert "Traceback" not in str(error.value)
 
 
-BATCH_NORM = """
-import torch
-from torch import nn
-
-def norm():
-    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
-    return model, lambda model, x: model(x).mean(), lambda rows, _: torch.ones(rows, 6)
-"""
 NORMS = {
     "": nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Dropout(), nn.LSTM(2, 2)),
     "batch norm (the model itself)": nn.BatchNorm2d(3),

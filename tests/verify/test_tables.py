@@ -133,7 +133,7 @@ def test_a_result_that_stays_sharded_is_refused_by_torch_with_a_note():
 
     def halved() -> nn.Module:
         model = settled(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)))
-        model.tensor_table = {"0": "colwise"}  # pyright: ignore[reportAttributeAccessIssue]
+        model.tensor_table = {"0": "colwise"}  # pyright: ignore[reportArgumentType]
         return model
 
     said = "(?s)shapes cannot be multiplied.*a colwise without the rowwise that takes its result"
