@@ -1,5 +1,6 @@
-"""Logits that stay cut compute what whole ones do, on the columns where that is enough."""
+"""Logits in columns of ranks, or in tiles, do what those of one process do."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -8,33 +9,43 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import shardwise as sw
 from shardwise.comm.move import part
-from shardwise.comm.world import World, alone
-from shardwise.core.errors import InputError, RankError
-from shardwise.core.layouts.uneven import even
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError
+from shardwise.core.layouts.uneven import Cut, even
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.logits import Logits
 from shardwise.techniques.tensor.sharded_logits import sharded_logits
+from shardwise.techniques.tile.tiled_layer import Tile, into_tiles
 from tests.pool import run_gloo, run_threads
 
-V = 7
+V, F64 = 7, torch.float64
 ROWS = torch.tensor([[0, 2, 1], [1, 1, 0]])
 MASK = torch.tensor([[True, False, True], [False, False, True]])
-SEVEN = torch.arange(V)
 Function = Callable[[Any], Any]
 
 
-def sample() -> Tensor:
-    """Logits [2, 3, V] in fp64."""
-    seed = torch.Generator().manual_seed(0)
-    return torch.randn(2, 3, V, generator=seed, dtype=torch.float64)
+def sample(*shape: int, seed: int = 0) -> Tensor:
+    """Logits in fp64."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(*(shape or (2, 3, V)), generator=draw, dtype=F64)
 
 
-def held(world: World, x: Tensor) -> tuple[Tensor, Logits]:
+def on_rank(world: World, x: Tensor, cut: Cut | None = None) -> tuple[Tensor, Logits]:
     """This rank's columns of `x`, and the logits that they are of."""
-    cut = even(0, V, world.size)
+    cut = cut or even(0, x.shape[-1], world.size)
     local = part(x, cut.on(x.dim() - 1), world.rank).requires_grad_()
     return local, sharded_logits(local * 1, world.everyone, cut)
+
+
+def columns(world: World, x: Tensor, cut: Cut | None = None) -> Tensor:
+    """This rank's columns of a tensor."""
+    return part(x, (cut or even(0, x.shape[-1], world.size)).on(x.dim() - 1), world.rank)
+
+
+def near(found: Any, wanted: Any, rtol: float = 1e-12, atol: float = 1e-15) -> None:
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def gathers(world: World) -> int:
@@ -42,37 +53,10 @@ def gathers(world: World) -> int:
     return sum(t.calls for key, t in world.ledger.lines.items() if key.kind == "all_gather")
 
 
-def same(world: World, function: Function, on_columns: bool) -> None:
-    """`function` of logits that are cut, and the gradient, against that of the whole."""
-    x = sample().requires_grad_()
-    local, logits = held(world, x.detach())
-    before = gathers(world)
-    ours, theirs = listed(function(logits)), listed(function(x * 1))
-    total, expected = torch.zeros(()).double(), torch.zeros(()).double()
-    for one, other in zip(ours, theirs, strict=True):
-        assert isinstance(one, Logits) == on_columns
-        assert one.shape == other.shape and one.dtype == other.dtype
-        columns = part(other, even(0, V, world.size).on(other.dim() - 1), world.rank) \
-            if on_columns else other  # fmt: skip
-        mine = one.local if isinstance(one, Logits) else one
-        torch.testing.assert_close(mine, columns, rtol=1e-13, atol=1e-15)
-        if other.requires_grad:
-            total = total + (mine * mine.cos()).sum()
-            expected = expected + (other * other.cos()).sum()
-    assert (gathers(world) == before) == on_columns
-    if expected.requires_grad:
-        total.backward()
-        expected.backward()
-        assert x.grad is not None
-        columns = part(x.grad, even(2, V, world.size), world.rank)
-        torch.testing.assert_close(local.grad, columns, rtol=1e-12, atol=1e-14)
+# --- functions of logits --------------------------------------------------------------------------
 
 
-def listed(out: Any) -> list[Tensor]:
-    return list(out) if isinstance(out, (tuple, list)) else [out]
-
-
-def changed(change: Callable[[Any], Any]) -> Function:
+def changed(change: Function) -> Function:
     """The logits after `change` was made to them."""
 
     def function(x: Any) -> Any:
@@ -84,32 +68,23 @@ def changed(change: Callable[[Any], Any]) -> Function:
 
 ON_COLUMNS: dict[str, Function] = {
     "float": lambda x: x.float(),
-    "to dtype": lambda x: x.to(torch.float32),
-    "to the same": lambda x: x.to(torch.float64),
     "to device": lambda x: x.to("cpu", torch.float32),
     "type": lambda x: x.type(torch.float32),
     "contiguous": lambda x: x.transpose(0, 1).contiguous(),
     "clone": lambda x: x.clone(),
     "detach": lambda x: x.detach(),
     "data": lambda x: x.data,
-    "view": lambda x: x.view(-1, V),
     "view by its own size": lambda x: x.view(-1, x.size(-1)),
-    "view as a tuple": lambda x: x.view((3, 2, V)),
-    "view by one unknown": lambda x: x.view(2, -1, 1, V),
-    "reshape": lambda x: torch.reshape(x, (6, V)),
-    "reshape of what is not contiguous": lambda x: x[:, :-1].reshape(-1, x.shape[-1]),
-    "flatten": lambda x: x.flatten(0, 1),
+    "view by one unknown": lambda x: x.view((2, -1, 1, V)),
+    "reshape of what is not contiguous": lambda x: torch.reshape(x[:, :-1], (-1, x.shape[-1])),
     "flatten by names": lambda x: torch.flatten(x, start_dim=0, end_dim=-2),
     "transpose": lambda x: x.transpose(0, -2),
-    "unbind": lambda x: x.unbind(),
-    "iteration": list,
+    "iteration": lambda x: [*x, *x.unbind()],
     "all but the last": lambda x: x[..., :-1, :],
     "the last": lambda x: x[:, -1],
-    "a row": lambda x: x[1, 2],
     "every other": lambda x: x[:, ::2, :],
     "new dims": lambda x: x[None, :, None],
     "an ellipsis at the end": lambda x: x[1, ...],
-    "all": lambda x: x[...],
     "soft-capping": lambda x: torch.tanh(x / 30.0) * 30.0,
     "from the left": lambda x: 2.0 / (3.0 - 2 * (1 + -x)),
     "bounds": lambda x: x.clamp(-1, max=1),
@@ -117,50 +92,32 @@ ON_COLUMNS: dict[str, Function] = {
     "a number as a tensor": lambda x: x * torch.tensor(3.0) + torch.ones(2, 1, 1),
     "padding cleared": lambda x: x.masked_fill(MASK.unsqueeze(-1), 0.0),
     "in place: scaled": changed(lambda x: x.mul_(3.0).sub_(1).div_(2)),
-    "in place: in a view": changed(lambda x: x[0].neg_()),
     "in place: in a reshape": changed(lambda x: x.view(-1, V)[2:4].tanh_()),
 }
 ON_THE_WHOLE: dict[str, Function] = {
-    "log_softmax": lambda x: x.log_softmax(-1),
-    "softmax": lambda x: F.softmax(x, dim=-1, dtype=torch.float64),
+    "softmax": lambda x: F.softmax(x, dim=-1, dtype=F64),
     "entropy": lambda x: torch.distributions.Categorical(logits=x).entropy(),
-    "kl": lambda x: F.kl_div(x.log_softmax(-1), torch.full_like(x, 1 / V), reduction="sum"),
-    "argmax": lambda x: x.argmax(-1),
     "topk": lambda x: x.topk(2),
-    "logsumexp": lambda x: torch.logsumexp(x, -1),
     "sum": lambda x: x.sum(),
-    "mean of the rest": lambda x: x.mean((0, 1)),
     "a bias": lambda x: x + torch.arange(V),
     "logits": lambda x: x.exp() - x,
-    "a comparison": lambda x: x > 0,
     "where": lambda x: torch.where(x > 0, x, 0.0),
     "stack": lambda x: torch.stack([x, x[:, [2, 1, 0]]]),
-    "cat of a list": lambda x: torch.cat([x, torch.zeros(2, 1, V)], dim=1),
-    "a product": lambda x: x @ torch.ones(V, 2, dtype=torch.float64),
+    "a product": lambda x: x @ torch.ones(V, 2, dtype=F64),
     "gather": lambda x: x.gather(-1, ROWS.unsqueeze(-1)),
-    "select": lambda x: x.select(1, 2),
     "narrow": lambda x: x.narrow(dim=1, start=1, length=2),
     "a mask": lambda x: x[MASK],
-    "rows by number": lambda x: x[:, torch.tensor([2, 0])],
     "rows by number, apart": lambda x: x[:, None][ROWS.clamp(max=1), :, ROWS],
     "a number of the last dim, then an ellipsis": lambda x: x[0, 0, 1, ...],
-    "a column": lambda x: x[..., 3],
     "some columns": lambda x: x[:, :, 1:5],
     "columns by number": lambda x: x[0, :, torch.tensor([6, 0])],
-    "a mask of all": lambda x: x[torch.ones(2, 3, V, dtype=torch.bool)],
     "a dim after the columns": lambda x: x[..., None],
-    "columns by list": lambda x: x[:, [0, 2]],
     "flatten all": lambda x: x.flatten(),
     "view otherwise": lambda x: x.view(V, -1),
     "view as bytes": lambda x: x.detach().view(torch.int64),
-    "unsqueeze last": lambda x: x.unsqueeze(-1),
-    "transpose of columns": lambda x: x.transpose(1, 2),
-    "mT": lambda x: x.mT,
+    "transpose of columns": lambda x: x.mT,
     "split of columns": lambda x: x.split(3, -1),
-    "unflatten": lambda x: x.unflatten(1, (3, 1)),
     "unsqueeze": lambda x: x.unsqueeze(0).unsqueeze(-2),
-    "squeeze": lambda x: x[:1].squeeze(0),
-    "split": lambda x: x.split(2, dim=1),
     "chunk": lambda x: x.chunk(2),
     "probabilities": lambda x: F.cross_entropy(x.flatten(0, 1), torch.full((6, V), 1 / V)),
     "weighted": lambda x: F.cross_entropy(
@@ -168,11 +125,9 @@ ON_THE_WHOLE: dict[str, Function] = {
     ),
     "classes in dim 1": lambda x: F.cross_entropy(x.transpose(1, 2), ROWS),
     "positions in the last dim": lambda x: F.cross_entropy(x, torch.arange(2 * V).view(2, V) % 3),
-    "as many classes as words": lambda x: F.cross_entropy(x[:, SEVEN % 3], SEVEN.repeat(2, 1)),
 }
 IN_PLACE: dict[str, Function] = {
     "a row": changed(lambda x: x.__setitem__((0, 1), 5.0)),
-    "a tensor added": changed(lambda x: x.add_(torch.arange(V))),
     "+=": changed(lambda x: x.__iadd__(torch.arange(V))),
     "columns masked": changed(lambda x: x.__setitem__((..., slice(5, None)), -9.0)),
     "a column of a row": changed(lambda x: x[0, 1].__setitem__(3, 7.0)),
@@ -183,198 +138,234 @@ IN_PLACE: dict[str, Function] = {
 }
 
 
-@pytest.mark.parametrize("name", ON_COLUMNS)
-def test_what_leaves_columns_apart_is_done_on_the_columns(name):
-    """Values, shapes, dtypes and gradients are the whole's, and nothing is gathered."""
-    for ranks in (1, 2, 4):
-        run_threads(ranks, same, ON_COLUMNS[name], True)
-
-
-@pytest.mark.parametrize("name", ON_THE_WHOLE)
-def test_everything_else_is_done_on_the_whole(name):
-    """Right, plain and gathered: also where others use log_softmax (pytorch#190746)."""
-    run_threads(3, same, ON_THE_WHOLE[name], False)
-
-
-def test_logits_are_gathered_once_for_one_function():
-    """However often they are among its arguments; others are gathered each."""
-
-    def counted(world: World) -> tuple[int, int]:
-        logits = held(world, sample())[1]
-        torch.stack([logits, logits])
-        once = gathers(world)
-        torch.stack([logits, logits.detach()])
-        return once, gathers(world) - once
-
-    assert run_threads(2, counted) == [(1, 2)] * 2
-
-
-def everything(world: World) -> None:
-    for function in ON_COLUMNS.values():
-        same(world, function, on_columns=True)
-    for function in ON_THE_WHOLE.values():
-        same(world, function, on_columns=False)
-
-
-def test_processes_agree_on_what_they_gather():
-    """The same functions, on the columns and on the whole, between processes."""
-    run_gloo(2, everything)
-
-
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_whatever_is_done_in_place_changes_the_logits(name):
-    """Also what needs all columns: they are gathered, changed, and taken apart again."""
-
-    def done(world: World) -> None:
-        x = sample().requires_grad_()
-        local, logits = held(world, x.detach())
-        expected = IN_PLACE[name](x * 1)
-        assert IN_PLACE[name](logits) is logits
-        torch.testing.assert_close(logits.full(), expected, rtol=1e-13, atol=0.0)
-        logits.full().cos().sum().backward()
-        expected.cos().sum().backward()
+def same(world: World, function: Function, on_columns: bool | None) -> None:
+    """`function` of logits on ranks, and the gradient, against that of all; None: in place."""
+    x = sample().requires_grad_()
+    local, logits = on_rank(world, x.detach())
+    before = gathers(world)
+    ours, theirs = function(logits), function(x * 1)
+    assert on_columns is None or (gathers(world) == before) == on_columns
+    ours, theirs = ([*out] if isinstance(out, tuple | list) else [out] for out in (ours, theirs))
+    total, expected = torch.zeros(()).double(), torch.zeros(()).double()
+    for one, other in zip(ours, theirs, strict=True):
+        assert isinstance(one, Logits) == (on_columns is not False)
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        kept = isinstance(one, Logits)
+        mine = one.local if isinstance(one, Logits) else one
+        near(mine, columns(world, other) if kept else other, rtol=1e-13)
+        if other.requires_grad:
+            total = total + (mine * mine.cos()).sum()
+            expected = expected + (other * other.cos()).sum()
+    if expected.requires_grad:
+        total.backward()
+        expected.backward()
         assert x.grad is not None
-        columns = part(x.grad, even(2, V, world.size), world.rank)
-        torch.testing.assert_close(local.grad, columns, rtol=1e-12, atol=1e-14)
-
-    run_threads(1, done)
-    run_threads(3, done)
+        near(local.grad, columns(world, x.grad), atol=1e-14)
 
 
-def test_it_tells_the_shape_of_the_whole():
-    """What a program asks of a tensor's shape is that of all columns; the rest is its own."""
-
-    def asked(world: World) -> None:
-        local, logits = held(world, sample())
-        assert isinstance(logits, Tensor) and logits.requires_grad and not logits.is_leaf
-        assert logits.shape == logits.size() == (2, 3, V) and len(logits) == 2
-        assert logits.size(-1) == logits.size(dim=2) == logits.shape[2] == V
-        assert logits.numel() == torch.numel(logits) == logits.nelement() == 6 * V
-        assert logits.dim() == logits.ndim == 3
-        assert logits.dtype == torch.float64 and logits.device.type == "cpu"
-        assert logits.is_floating_point() and logits.element_size() == 8
-        assert logits.local.shape == local.shape
-        assert gathers(world) == 0
-
-    run_threads(4, asked)
+def every(world: World) -> None:
+    for functions, where in ((ON_COLUMNS, True), (ON_THE_WHOLE, False), (IN_PLACE, None)):
+        for function in functions.values():
+            same(world, function, where)
 
 
-def test_it_prints_as_the_whole():
-    """Every rank that prints it prints all of it."""
-
-    def printed(world: World) -> tuple[str, Any]:
-        _, logits = held(world, sample())
-        return repr(logits.detach()), logits.tolist()
-
-    expected = repr(sample()), sample().tolist()
-    assert run_threads(3, printed) == [expected] * 3
+@pytest.mark.cases(4)
+@pytest.mark.parametrize(
+    ("run", "ranks"), [(run_threads, 1), (run_threads, 3), (run_threads, 4), (run_gloo, 2)]
+)
+def test_functions_of_logits(run: Any, ranks: int):
+    """On columns, without a gather, where these are apart; else of all columns (pytorch#190746)."""
+    run(ranks, every)
 
 
-def test_a_number_that_learns_has_its_whole_gradient():
-    """A temperature that asks for a gradient meets all columns, not this rank's alone."""
-    x, expected = sample(), torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    (x * expected).cos().sum().backward()
-
-    def learned(world: World) -> Tensor | None:
-        temperature = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-        _, logits = held(world, x)
-        (logits * temperature).cos().sum().backward()
-        with torch.no_grad():
-            assert isinstance(logits * temperature, Logits)
-        return temperature.grad
-
-    for grad in run_threads(3, learned):
-        torch.testing.assert_close(grad, expected.grad, rtol=1e-12, atol=0.0)
-
-
-def test_gathered_logits_have_the_plain_loss():
-    """Megatron-LM#7452: what was gathered is whole, and its loss is not off by log n."""
-    x, targets = sample().flatten(0, 1), ROWS.flatten()
-    expected = F.cross_entropy(x, targets)
-
-    def lost(world: World) -> list[Tensor]:
-        logits = held(world, x)[1]
-        plain = logits + torch.zeros(V)
-        assert type(plain) is Tensor and type(logits.full()) is Tensor
-        return [F.cross_entropy(plain, targets), cross_entropy(logits.full(), targets)]
-
-    for losses in run_threads(4, lost):
-        for loss in losses:
-            torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0.0)
-
-
-def test_hooks_of_logits_see_this_rank_s_columns():
-    """`register_hook` and `retain_grad` have the gradient of the columns."""
-    x = sample().flatten(0, 1).requires_grad_()
-    expected = torch.autograd.grad(F.cross_entropy(x, ROWS.flatten()), x)[0]
-
-    def hooked(world: World) -> None:
-        _, logits = held(world, x.detach())
-        seen: list[Any] = []
-        logits.register_hook(seen.append)
-        logits.retain_grad()
-        F.cross_entropy(logits, ROWS.flatten()).backward()
-        mine = part(expected, even(1, V, world.size), world.rank)
-        assert isinstance(logits.grad, Logits)
-        for grad in (seen[0], logits.grad.local):
-            torch.testing.assert_close(grad, mine, rtol=1e-12, atol=1e-15)
-
-    run_threads(3, hooked)
-
-
-REFUSED: dict[str, Function] = {
-    "out": lambda x: torch.add(x, 1, out=x),
-    "lists in place": lambda x: torch._foreach_add_([x], 1.0),  # pyright: ignore[reportPrivateImportUsage]
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_done_to_logits_that_are_cut_is_refused(name):
-    """Rather than done to a copy that nobody sees."""
-
-    def done(world: World) -> None:
-        with torch.no_grad(), pytest.raises(InputError, match="into sharded logits"):
-            REFUSED[name](held(world, sample())[1])
-
-    run_threads(2, done)
-
-
-def test_errors_of_torch_are_torchs():
-    """What is no shape of the whole is refused as for any tensor."""
-    logits = held(alone(), sample())[1]
+def told(world: World) -> None:
+    """What a program asks of a shape is that of all columns, and it prints as the whole."""
+    local, logits = on_rank(world, sample())
+    assert isinstance(logits, Tensor)
+    assert logits.shape == logits.size() == (2, 3, V)
+    assert logits.size(-1) == logits.size(dim=2) == logits.shape[2] == V
+    assert logits.numel() == torch.numel(logits) == logits.nelement() == 6 * V
+    assert (len(logits), logits.dim(), logits.dtype, logits.device.type) == (2, 3, F64, "cpu")
+    assert logits.local.shape == local.shape
+    assert gathers(world) == 0
+    assert (repr(logits.detach()), logits.tolist()) == (repr(sample()), sample().tolist())
+    before = gathers(world)
+    torch.stack([logits, logits])
+    assert gathers(world) - before == 1  # once for one function
     for wrong in (lambda: logits.view(5, V), lambda: logits.view(-1, -1, V), lambda: logits[9]):
         with pytest.raises((RuntimeError, IndexError)):
             wrong()
+    foreach: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+    for into in (lambda: torch.add(logits, 1, out=logits), lambda: foreach([logits], 1.0)):
+        with torch.no_grad(), pytest.raises(InputError, match="into sharded logits"):
+            into()
 
 
-def as_transformers_does(logits: Tensor, labels: Tensor) -> Tensor:
-    """The steps of a causal language model's loss: cast, shift, flatten, sum, divide."""
-    logits = torch.tanh(logits / 30.0) * 30.0
-    logits = logits.float()
-    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
-    logits = logits.view(-1, V)
-    return nn.functional.cross_entropy(logits, shifted.view(-1), reduction="sum") / 4
+def test_logits_are_a_tensor():
+    """Shape, size, text and errors are the whole's; what nobody would see is refused."""
+    run_threads(4, told)
 
 
-def test_the_loss_of_a_language_model_gathers_nothing():
-    """From the head to the loss, as the library's models have it, with soft-capping."""
-    expected = as_transformers_does(sample(), ROWS)
+def learned(world: World, x: Tensor) -> None:
+    """A temperature that asks for a gradient meets all columns; hooks see this rank's."""
+    expected, found = (torch.tensor(2.0, dtype=F64, requires_grad=True) for _ in range(2))
+    (x * expected).cos().sum().backward()
+    (on_rank(world, x)[1] * found).cos().sum().backward()
+    near(found.grad, expected.grad)
+    whole, targets, seen = x.flatten(0, 1).requires_grad_(), ROWS.flatten(), list[Any]()
+    (grad,) = torch.autograd.grad(F.cross_entropy(whole, targets), whole)
+    _, logits = on_rank(world, whole.detach())
+    logits.register_hook(seen.append)
+    logits.retain_grad()
+    F.cross_entropy(logits, targets).backward()
+    assert isinstance(logits.grad, Logits)
+    for each in (seen[0], logits.grad.local):
+        near(each, columns(world, grad))
+    plain = logits + torch.zeros(V)  # Megatron-LM#7452: what was gathered is not off by log n
+    assert type(plain) is Tensor
+    near(F.cross_entropy(plain, targets), F.cross_entropy(whole, targets))
 
-    def lost(world: World) -> Tensor:
-        loss = as_transformers_does(held(world, sample())[1], ROWS)
-        assert gathers(world) == 0
-        return loss
 
-    for loss in run_threads(4, lost):
-        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0.0)
+def test_numbers_that_learn_and_hooks():
+    """They have the gradients of one process."""
+    run_threads(3, learned, sample())
 
 
-def test_an_error_on_one_rank_is_that_of_its_line():
-    """A wrong number of columns names the rank, and what it should hold."""
+# --- tiles ----------------------------------------------------------------------------------------
 
-    def wrong(world: World) -> None:
-        cut = even(0, V, world.size)
-        sharded_logits(torch.zeros(2, 3), world.everyone, cut)
+TARGETS = torch.tensor([[0, 10, -100, 4], [7, 7, 3, 1], [9, 2, 6, -100]])
 
-    with pytest.raises(RankError, match=r"3 columns on rank 1 of axis world.*the 4 columns of 7"):
-        run_threads(2, lambda w: wrong(w) if w.rank else None)
+
+def layers(bias: bool = True) -> tuple[nn.Linear, nn.Linear, list[Tile]]:
+    """The same layer plain and in tiles, and the tiles."""
+    plain = nn.Linear(6, 11, bias=bias).double()
+    tiled = copy.deepcopy(plain)
+    return plain, tiled, into_tiles(tiled, even(0, 11, 4), logits=True)
+
+
+IN_TILES: dict[str, Function] = {
+    "flatten": lambda y: F.cross_entropy(y.flatten(0, 1), TARGETS.flatten()),
+    "view": lambda y: F.cross_entropy(y.view(-1, 11), TARGETS.view(-1), reduction="sum"),
+    "shifted": lambda y: F.cross_entropy(y[:, :-1].reshape(-1, 11), TARGETS[:, 1:].reshape(-1)),
+    "last": lambda y: F.cross_entropy(y[..., 1:, :].flatten(0, -2), TARGETS[:, 1:].flatten()),
+    "row": lambda y: nn.CrossEntropyLoss(ignore_index=7)(y[1].to(F64), TARGETS[1]),
+    "none": lambda y: F.cross_entropy(y.flatten(0, 1), TARGETS.flatten(), reduction="none")[::2],
+    "one position": lambda y: F.cross_entropy(y[0, 1], TARGETS[0, 1]),
+    "positions first": lambda y: sw.cross_entropy(y, TARGETS, z_loss=0.1, label_smoothing=0.2),
+    "each": lambda y: sw.cross_entropy(y.transpose(0, 1), TARGETS.T, reduction="none"),
+    "rows": lambda y: F.cross_entropy([*y][2], TARGETS[2]) + F.cross_entropy(y[-3], TARGETS[0]),
+}
+ALL_LOGITS: dict[str, Function] = {
+    "classes first": lambda y: F.cross_entropy(y.transpose(1, 2), TARGETS),
+    "soft": lambda y: F.cross_entropy(y.flatten(0, 1), torch.full((12, 11), 1 / 11).double()),
+    "flat": lambda y: y.flatten().sum() + y.view(-1).sum() + (y / 3).tanh().max(),
+}
+
+
+@pytest.mark.cases(26)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", [*IN_TILES, *ALL_LOGITS])
+def test_losses_in_tiles(name: str, bias: bool, monkeypatch: pytest.MonkeyPatch):
+    """Values and gradients; a cross-entropy makes no tensor with all columns."""
+    plain, tiled, tiles = layers(bias)
+    x = sample(3, 4, 6).requires_grad_()
+    loss = (IN_TILES | ALL_LOGITS)[name]
+    if name in IN_TILES:
+        monkeypatch.setattr(Logits, "full", None)
+    wanted, found = loss(plain(x)), loss(tiled(x))
+    near(found, wanted, rtol=1e-10, atol=0.0)
+    expected = torch.autograd.grad(wanted.sum(), [x, *plain.parameters()])
+    owns: list[Any] = [tile.own for tile in tiles]
+    params = [own[key] for key in ("weight", "bias")[: 1 + bias] for own in owns]
+    into_x, *others = torch.autograd.grad(found.sum(), [x, *params])
+    found = [into_x, torch.cat(others[:4]), *([torch.cat(others[4:])] if bias else [])]
+    near(found, [*expected], rtol=1e-10, atol=1e-14)
+
+
+def test_logits_in_tiles_can_be_written_to():
+    """What is written to logits or to a view is in all views, also earlier ones, and in no copy."""
+    losses: list[list[Tensor]] = []
+    for layer in layers()[:2]:
+        y = layer(sample(3, 4, 6))
+        flat, copies = y.view(-1, 11), (y.float(), y.transpose(0, 1).contiguous().transpose(0, 1))
+        y[..., 3] = -5.0
+        y[1].view(-1, 11)[2:].mul_(0.5)
+        every = (y.flatten(0, 1), flat, *(each.flatten(0, 1) for each in copies))
+        losses.append([F.cross_entropy(one, TARGETS.flatten()) for one in every])
+    torch.testing.assert_close(*losses)
+
+
+def test_gradients_are_recorded_where_the_layer_was_called():
+    """A metric under no_grad does not take the loss's gradient; a layer under no_grad has none."""
+    plain, tiled, tiles = layers()
+    losses = []
+    for y in (plain(sample(3, 4, 6)), tiled(sample(3, 4, 6))):
+        with torch.no_grad():
+            assert (y.argmax(-1) == TARGETS).sum() >= 0
+            assert not F.cross_entropy(y.flatten(0, 1), TARGETS.flatten()).requires_grad
+        losses.append(F.cross_entropy(y.flatten(0, 1), TARGETS.flatten()))
+    owns: list[Any] = [tile.own for tile in tiles]
+    found = torch.autograd.grad(losses[1], [own["weight"] for own in owns])
+    near(torch.cat(found), torch.autograd.grad(losses[0], plain.weight)[0], rtol=1e-10)
+    with torch.no_grad():
+        teacher = tiled(sample(3, 4, 6))
+    assert not (teacher / 2).requires_grad
+    assert not F.cross_entropy(teacher.flatten(0, 1), TARGETS.flatten()).requires_grad
+
+
+class Custom(torch.autograd.Function):
+    """A loss that torch does not show to tensor subclasses."""
+
+    @staticmethod
+    def forward(ctx, y):
+        ctx.save_for_backward(y)
+        return y.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.expand(ctx.saved_tensors[0].shape)
+
+
+def test_what_would_be_silently_wrong_is_refused():
+    """A gradient that the tiles would not see, an input that was changed, a target of no tile."""
+    tiled, x = layers()[1], sample(3, 4, 6)
+    with pytest.raises(InputError, match=r"torch.autograd.Function.*logits.clone\(\)"):
+        Custom.apply(tiled(x)).backward()
+    Custom.apply(tiled(x).clone()).backward()
+    with torch.no_grad():
+        logits = tiled(x)
+        x.zero_()
+        with pytest.raises(InputError, match="changed in place before its logits"):
+            logits.argmax(-1)
+
+
+@pytest.mark.parametrize("wrong", [-1, 11])
+def test_a_target_outside_the_vocabulary_is_an_error(wrong: int):
+    """It is in no tile and on no rank, and would be a logit of 0; as torch says."""
+    plain, tiled, _ = layers()
+
+    def on_ranks(world: World) -> None:
+        logits = on_rank(world, sample(3, 11))[1]
+        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
+            cross_entropy(logits, torch.tensor([0, wrong, -100]))
+
+    run_threads(2, on_ranks)
+    for logits in (plain(sample(2, 6)), tiled(sample(2, 6))):
+        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
+            F.cross_entropy(logits, torch.tensor([3, wrong]))
+
+
+def test_autocast_is_that_of_the_layer():
+    """Logits have the types and the values that they have without tiles."""
+    plain, tiled, tiles = layers()
+    plain, x, found = plain.float(), sample(12, 6).float(), list[list[Tensor]]()
+    for tile in tiles:
+        tile.own = {key: p.float() for key, p in tile.own.items()}  # type: ignore[union-attr]
+    for layer in (plain, tiled):
+        outside = layer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            inside = layer(x)
+            assert inside.dtype == torch.bfloat16
+            losses = [F.cross_entropy(y, TARGETS.flatten()) for y in (inside, outside)]
+        found.append([*losses, F.cross_entropy(inside, TARGETS.flatten())])
+    torch.testing.assert_close(found[1], found[0])
