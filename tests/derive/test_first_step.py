@@ -47,37 +47,6 @@ def trained(
     return [engine.step(x).loss for _ in range(2)]
 
 
-class Attention(nn.Module):
-    """One layer of attention, whose code has a number of heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
-        self.heads = 4
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
-        return x + self.out(mixed.transpose(1, 2).flatten(2))
-
-
-def attended(world: World, heads: int | None) -> list[float]:
-    """The losses of two steps; with `heads` the table sets those of each rank."""
-    own = torch.Generator().manual_seed(0)
-    model, x = nn.Sequential(Attention()), torch.randn(4, 3, 16, generator=own)
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.25, generator=own)
-    styles = dict.fromkeys(("0.q", "0.k", "0.v"), "colwise") | {"0.out": "rowwise"}
-    sets = {"0": {"heads": "heads"}} if heads else None
-    table = sw.Table.of(styles, heads=heads, sets=sets)
-    plan = f"tp{world.size}" if world.size > 1 else "dp1"
-    engine = sw.parallelize(model, plan, world, optimizer=sw.SGD(lr=0.1), loss=loss, table=table)
-    return [engine.step(x).loss for _ in range(2)]
-
-
 @pytest.mark.parametrize("derived", [True, False])
 @pytest.mark.parametrize("plan", ["tp2", "tp2 dp2 zero3 accumulate:2", "tp2 pp2 1f1b:2"])
 def test_a_length_of_sharded_features_is_found(plan: str, derived: bool):
@@ -87,17 +56,6 @@ def test_a_length_of_sharded_features_is_found(plan: str, derived: bool):
     with pytest.raises(RankError, match=said) as error:
         run_threads(ranks, trained, plan, True, derived)
     assert "in the first step" in error.value.text
-
-
-@pytest.mark.parametrize("heads", [None, 4], ids=["a fixed number of heads", "each rank's heads"])
-def test_a_given_table_that_is_wrong_for_the_code_is_found(heads: int | None):
-    """Queries, keys and values cut by columns train only where a module knows its own heads."""
-    if heads is None:
-        with pytest.raises(RankError, match="a table of styles under 'tp2', by which the model"):
-            run_threads(2, attended, None)
-        return
-    sharded, _ = run_threads(2, attended, heads)
-    assert sharded == pytest.approx(run_threads(1, attended, heads)[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
