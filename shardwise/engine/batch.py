@@ -135,8 +135,8 @@ def split(batch: Any, parts: int, word: str = "", count: Count | None = None) ->
     Raises:
         InputError: tensors or lists with different numbers of rows, or none with rows.
     """
-    if parts == 1:
-        return [batch]
+    if parts == 1 or is_empty(batch, count):
+        return [batch] * parts
     samples = None if count is None else _samples(batch, count)
     found: list[int] = []
     _over_rows(lambda x: found.append(len(x)) or x, batch, samples)

@@ -57,7 +57,7 @@ def _after_rows(
     if y is None:  # the layer raised an error
         return None
     y = stream.leave(y, fresh)
-    return y if bias is None else y + bias
+    return y if bias is None else y + bias.to(y.dtype)  # 16 bits under autocast
 
 
 def gather_output(module: nn.Module, stream: Stream, cut: Cut) -> None:
