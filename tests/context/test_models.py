@@ -229,7 +229,9 @@ CHANGES: dict[str, Change] = {
     "'mean' over positions": lambda x: x - x.mean(1, keepdim=True),
     "'cumsum' over positions": lambda x: x.cumsum(dim=1),
     "'flip' over positions": lambda x: x.flip(1),
-    "a difference of neighbours": lambda x: x + torch.diff(x[..., :1].long(), dim=1).sum(),
+    "a difference of neighbours": lambda x: (
+        x + torch.diff(x[..., 0].long(), prepend=x.new_zeros(len(x), 1).long()).unsqueeze(-1)
+    ),
     "nn.MultiheadAttention under cp2 that returns weights": lambda x: nn.MultiheadAttention(
         WIDTH, HEADS, batch_first=True
     ).double()(x, x, x)[0],
