@@ -89,6 +89,17 @@ def test_a_layer_is_in_the_stage_of_its_call() -> None:
     check(model, regression, [rows(3)], TWO, calls=calls_of(model, regression))
 
 
+def test_two_passes_over_a_pair_are_found() -> None:
+    """A loss that concatenates its batch calls the first block again, after the last one."""
+
+    def loss(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
+        policy, reference = model(torch.cat(pair)), model(torch.cat(pair)).detach()
+        return (policy - reference).square().mean()
+
+    calls = calls_of(Stack(), loss)
+    assert len(calls["blocks.0"]) == 2 and calls["blocks.0"][1] > calls["blocks.3"][0]
+
+
 #: Of llama, gpt2 and t5 tests/verify/test_command.py tells.
 HF = ["qwen3", "gemma2", "phi3", "mixtral", "bert", "opt", "bart"]
 
