@@ -30,7 +30,8 @@ from tests.programs import run_program, start_program
 def trained(world: World, plan: str) -> tuple[Any, dict[str, Any], Callable[[int], object]]:
     """A model under a plan, what else `save` needs, and a step; "fsdp" is a loop of its own."""
     if plan != "fsdp":
-        engine = engine_of(world, plan)
+        table = {"0": "colwise", "2": "rowwise"} if "tp" in plan else None
+        engine = engine_of(world, plan, table=table)
         return engine, {}, lambda number: steps(engine, number, 1)
     model = sw.FSDP(chain(), world=world)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -212,7 +212,10 @@ def test_the_folders_tokenizer_is_the_runs(tmp_path: Path) -> None:
         ({"name": "net.py:build"}, r"without model\.sequence.*model\.sequence = 128"),
         ({"name": "net.py:build", "sequence": 13, "width": 16}, r"model\.width with model\.name"),
         ({"name": "net.py:small", "sequence": 13}, r"below 257 gives IndexError.*\(net\.py, line"),
-        ({"name": "net.py:bild", "sequence": 13}, r"no function \"bild\".*instead: net\.py:build"),
+        (
+            {"name": "net.py:bild", "sequence": 13},
+            r"no function \"bild\".*instead: .*net\.py:build",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused(
@@ -248,8 +251,10 @@ def drop_head(folder: Path) -> None:
     """Remove the weight of the head."""
     from safetensors.torch import load_file, save_file
 
-    state = load_file(folder / "model.safetensors")
-    save_file({k: t for k, t in state.items() if "lm_head" not in k}, folder / "model.safetensors")
+    file = folder / "model.safetensors"
+    state = {k: t.clone() for k, t in load_file(file).items() if "lm_head" not in k}
+    file.unlink()  # which tensors that were read may map
+    save_file(state, file)
 
 
 # --- callbacks ----------------------------------------------------------------------------------
