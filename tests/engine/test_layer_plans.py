@@ -1,5 +1,6 @@
 """Layers with a plan of their own: rows that do not divide, bytes by hand, dropout, refusals."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,12 +9,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import shardwise as sw
-from shardwise.comm.world import World, alone
+from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.models import gpt
 from shardwise.techniques.layers.apply import exchange_of
-from shardwise.techniques.layers.exchange import RowExchange, between
 from shardwise.techniques.layers.redistributed import Redistributed
 from tests.engine.cases import Case, Task, settled, small_gpt, text
 from tests.engine.tensors import equals_one
@@ -23,26 +23,7 @@ from tests.verify import micro
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def test_the_ranks_between_two_degrees():
-    """Between tp1 and tp2 of 4 ranks are pairs of neighbours; between tp2 and tp4 those 2 apart."""
-    assert between(1, 2, 4) == [[0, 1], [2, 3]]
-    assert between(4, 2, 4) == [[0, 2], [1, 3]]
-    assert between(1, 4, 4, stages=2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-@pytest.mark.parametrize(
-    ("base", "degree", "place", "rows"),
-    [(1, 1, 2, 4), (1, 2, 2, 9), (1, 4, 2, 12), (2, 2, 1, 7), (2, 1, 1, 4), (2, 4, 1, 10)],
-)
-def test_the_rows_of_a_rank(base: int, degree: int, place: int, rows: int):
-    """A rank has the rows of the data ranks in its tp group, or an equal part of its own."""
-    counts = {1: (1, 2, 4, 5), 2: (7, 3)}[base]
-    exchange = RowExchange({}, base, place, 4, alone(), len, counts)
-    assert exchange.held(degree) == rows
-
-
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("rows", [1, 3, 5, 7])
+@pytest.mark.parametrize("rows", [1, 3, 7])
 @pytest.mark.parametrize(
     "plan",
     [
@@ -53,20 +34,6 @@ def test_the_rows_of_a_rank(base: int, degree: int, place: int, rows: int):
 def test_ranks_with_different_rows(plan: str, rows: int):
     """Also with one row, and with none, on some ranks."""
     equals_one(run_threads, Task(batch=lambda step: text(step, rows)), Case(plan, clip=0.5))
-
-
-def stored(world: World, plan: str) -> int:
-    """The bytes of parameters on a rank after a step."""
-    engine = sw.parallelize(small_gpt(), plan, world, loss=gpt.loss, tokens=gpt.tokens)
-    engine.step(tree_map(lambda x: x.chunk(2)[world.rank], text(0, 8)))
-    return engine.memory()["parameters"]
-
-
-def test_a_layer_stores_what_its_words_say():
-    """Of a block under zero3 each of 2 ranks has half, under ddp all."""
-    whole, part = (run_threads(2, stored, f"dp2 fp32{of}")[0] for of in ("", " | blocks.1: zero3"))
-    block = 4 * sum(p.numel() for p in small_gpt().get_submodule("blocks.1").parameters())
-    assert whole - part == pytest.approx(block / 2, abs=128)  # but for the padding of units
 
 
 def sent(world: World, plan: str) -> dict[str, int]:
@@ -204,17 +171,6 @@ class Odd(nn.Module):
         return self.a(x) * (self.scale if self.how == "weight" else 1.0)
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [("part", "without a call of a"), ("weight", "which has parameters of its own")],
-)
-def test_layers_that_hooks_do_not_see(how: str, said: str):
-    """A part of a layer that is called alone, and a layer in the unit of another plan."""
-    batch = micro.vectors(4, 0)
-    with pytest.raises(InputError, match=said):
-        sw.predict(Odd(how).double(), "dp2 | a: tp2", batch, loss=micro.error)
-
-
 class Flattening(nn.Module):
     """An embedding of all words of a batch, in one dim."""
 
@@ -223,30 +179,13 @@ class Flattening(nn.Module):
         self.embed = nn.Embedding(7, 6)
         self.tensor_table = sw.Table.of({"embed": "vocabulary"})
 
-    def forward(self, words: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        words = (x > 0).long()
         return self.embed(words.flatten()).view(*words.shape, 6).sum(1)
 
 
-def test_inputs_whose_rows_are_flattened():
-    """They are refused: no dim counts the rows that the layer's ranks share."""
-    batch = torch.randint(7, (4, 5)), torch.randn(4, 6)
-    with pytest.raises(InputError, match="no dim 0 counts the rows"):
-        sw.predict(Flattening(), "dp2 | embed: tp2", batch, loss=micro.error)
-
-
-class Biased(nn.Module):
-    """A layer that takes a tensor with a gradient and without rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift, self.block = nn.Linear(3, 6, bias=False), Shifted()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x, self.shift(torch.ones(3, 3, dtype=x.dtype)))
-
-
 class Shifted(nn.Module):
-    """A linear layer of an input and a shift."""
+    """A linear layer of an input and a shift, a tensor with a gradient and without rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,8 +196,26 @@ class Shifted(nn.Module):
         return self.linear(x + shift.sum(0))
 
 
-def test_an_input_with_a_gradient_and_without_rows():
-    """It is refused: its gradient would be that of the rows of several ranks."""
-    batch = micro.vectors(4, 0)
-    with pytest.raises(InputError, match="does not count the rows of the batch"):
-        sw.predict(Biased().double(), "dp2 | block: tp2", batch, loss=micro.error)
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.block = nn.Linear(3, 6, bias=False), Shifted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x, self.shift(torch.ones(3, 3, dtype=x.dtype)))
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize(
+    ("make", "layer", "said"),
+    [
+        (partial(Odd, "part"), "a", "without a call of a"),
+        (partial(Odd, "weight"), "a", "which has parameters of its own"),
+        (Flattening, "embed", "no dim 0 counts the rows"),
+        (Biased, "block", "does not count the rows of the batch"),
+    ],
+)
+def test_layers_that_cannot_have_a_mesh_of_their_own(make: Any, layer: str, said: str):
+    """A part that is called alone, a layer in another's unit, inputs whose rows cannot be seen."""
+    with pytest.raises(InputError, match=said):
+        sw.predict(make().double(), f"dp2 | {layer}: tp2", micro.vectors(4, 0), loss=micro.error)

@@ -1,4 +1,4 @@
-"""sw.Pipe: a plain loop on a plain module, whose layers are on several ranks."""
+"""sw.Pipe in a plain loop; pipelines of models that look at numbers, and of transformers."""
 
 import gc
 import re
@@ -17,7 +17,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.comm import world as worlds
 from shardwise.comm.world import World, alone, traced
-from shardwise.core.errors import InputError
+from shardwise.core.errors import InputError, RankError
 from tests.engine.cases import settled
 from tests.pool import run_gloo, run_threads
 
@@ -36,30 +36,6 @@ def deep() -> nn.Module:
     for _ in range(4):
         layers += [nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16)]
     return settled(nn.Sequential(*layers).double())
-
-
-@dataclass
-class Found:
-    """An output that torch's pytree does not take apart."""
-
-    out: Tensor
-    more: SimpleNamespace
-
-
-class Skips(nn.Module):
-    """A forward of one's own: two inputs, the first used again at the end, two outputs in objects,
-    and one weight in its first and last layer.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor, mask: Tensor, scale: float = 2.0) -> Found:
-        hidden = torch.tanh(self.embed(x)) * mask
-        out = self.head(torch.tanh(self.body(hidden)) + x) * scale
-        return Found(out, SimpleNamespace(places=mask.argmax(-1)))
 
 
 def rows(count: int, seed: int = 0) -> Tensor:
@@ -107,9 +83,9 @@ def assert_same(found: list[dict[str, Any]], whole: dict[str, Any]) -> None:
 
 
 PIPED: list[tuple[Any, int, dict[str, Any]]] = [
-    # the well-known example: two linear layers in 8 chunks
-    *((known_example, n, {"chunks": 8, "schedule": word}) for n in (1, 2) for word in SCHEDULES),
     *((deep, 2, {"chunks": 8, "schedule": word}) for word in (*SCHEDULES, *LOOPED)),
+    # the well-known example: two linear layers in 8 chunks
+    *((known_example, n, {"chunks": 8, "schedule": "gpipe"}) for n in (1, 2)),
     # rows that chunks do not divide, one chunk, one row a chunk
     *((deep, n, {"chunks": m, "count": rows}) for n, m, rows in ((4, 5, 13), (3, 1, 2), (2, 3, 3))),
 ]
@@ -121,29 +97,6 @@ def test_a_pipe_trains_as_the_plain_module(make: Any, ranks: int, options: dict[
     """Losses, outputs, gradients and weights of the plain loop under every synchronous schedule."""
     found = run_threads(ranks, lambda w: piped(w, make, **options))
     assert_same(found, trained(make(), count=options.get("count", 16)))
-
-
-def norms(world: World) -> float:
-    model = sw.Pipe(deep(), world=world)
-    model(rows(16, 0)).square().mean().backward()
-    return float(sw.clip_grad_norm(model, 1e9))
-
-
-def test_the_norm_of_a_pipe_is_that_of_all_stages():
-    """Every rank would clip by the norm of its own stages."""
-    plain = deep()
-    plain(rows(16, 0)).square().mean().backward()
-    wanted = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
-    assert run_threads(2, norms) == pytest.approx([wanted, wanted], rel=1e-12)
-
-
-def gloo(world: World) -> Any:
-    return piped(world, known_example)
-
-
-def test_between_processes():
-    """The example between processes."""
-    assert_same(run_gloo(2, gloo), trained(known_example()))
 
 
 def page(world: World) -> list[tuple[str, list[int]]]:
@@ -162,11 +115,35 @@ def page(world: World) -> list[tuple[str, list[int]]]:
 
 
 def test_the_page():
-    """The page's example runs alone and on two ranks, of which each has one layer."""
+    """The page's example runs alone and on two processes, of which each has one layer."""
     first = [("0.weight", [8, 16]), ("0.bias", [8])]
     second = [("1.weight", [4, 8]), ("1.bias", [4])]
     assert run_threads(1, page) == [first + second]
     assert run_gloo(2, page) == [first, second]
+
+
+@dataclass
+class Found:
+    """An output that torch's pytree does not take apart."""
+
+    out: Tensor
+    more: SimpleNamespace
+
+
+class Skips(nn.Module):
+    """A forward of one's own: two inputs, the first used again at the end, two outputs in objects,
+    and one weight in its first and last layer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor, mask: Tensor, scale: float = 2.0) -> Found:
+        hidden = torch.tanh(self.embed(x)) * mask
+        out = self.head(torch.tanh(self.body(hidden)) + x) * scale
+        return Found(out, SimpleNamespace(places=mask.argmax(-1)))
 
 
 def skipping(model: nn.Module) -> tuple[Tensor, Tensor, list[Tensor | None]]:
@@ -188,9 +165,9 @@ def test_a_forward_of_ones_own():
     def on_rank(world: World) -> Any:
         model = sw.Pipe(settled(Skips().double()), 4, ["body", "head"], world=world)
         held = {"embed.weight", "embed.bias"}, {"body.weight", "body.bias"}, {"head.weight"}
-        own = {name for name, _ in model.named_parameters()}
-        assert held[world.rank] <= own
-        return skipping(model), list(own and dict(model.named_parameters()))
+        own = [name for name, _ in model.named_parameters()]
+        assert held[world.rank] <= {*own}
+        return skipping(model), own
 
     for (found, where, (before, *grads)), own in run_threads(3, on_rank):
         torch.testing.assert_close(found, out)
@@ -201,25 +178,19 @@ def test_a_forward_of_ones_own():
             torch.testing.assert_close(grad, whole[names.index(known)])
 
 
-def test_without_gradients():
-    """In eval mode and without gradients it gives the same, saves nothing, and hangs on nothing."""
+def test_norms_evaluation_and_what_is_left():
+    """The norm is that of all stages; nothing stays of inference and of a backward pass."""
 
-    def on_rank(world: World) -> bool:
-        model = sw.Pipe(known_example(), world=world).eval()
-        with torch.no_grad():
-            out = model(rows(16))
-        torch.testing.assert_close(out, known_example()(rows(16)))
-        return out.requires_grad or model.training
-
-    assert run_threads(2, on_rank) == [False, False]
-
-
-def test_nothing_is_left():
-    """What a call has saved is gone with its output, whether backward came or not."""
-
-    def on_rank(world: World) -> int:
+    def on_rank(world: World) -> tuple[float, int]:
         model = sw.Pipe(deep(), world=world)
-        model(rows(16)).sum().backward()  # torch keeps the frames of its first imports
+        with torch.inference_mode():
+            out = model.eval()(rows(16))
+        assert not out.requires_grad and not model.training
+        torch.testing.assert_close(out, deep()(rows(16)))
+        model.train()(
+            rows(16)
+        ).square().mean().backward()  # torch keeps the frames of its first imports
+        norm = float(sw.clip_grad_norm(model, 1e9))
         gc.collect()
         left: list[Any] = []
         for step in range(2):
@@ -228,11 +199,14 @@ def test_nothing_is_left():
             if step:
                 out.sum().backward()
             del out
-        return sum(one() is not None for one in left)
+        return norm, sum(one() is not None for one in left)
 
+    plain = deep()
+    plain(rows(16)).square().mean().backward()
+    wanted = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
     gc.disable()
     try:
-        assert run_threads(2, on_rank) == [0, 0]
+        assert run_threads(2, on_rank) == [(pytest.approx(wanted, rel=1e-12), 0)] * 2
     finally:
         gc.enable()
 
@@ -248,78 +222,157 @@ class Mean(nn.Module):
         return x.mean()
 
 
-BAD: dict[str, tuple[Callable[[World], Any], str]] = {
-    "a start for one stage": (
-        lambda w: sw.Pipe(known_example(), 2, ["nope"], world=w),
-        r"1 starts \(nope\) for 1 stage\. .*Write instead: stages=None",
-    ),
-    "chunks without end": (
-        lambda w: sw.Pipe(known_example(), 10**9, world=w),
-        r"chunks=1000000000\. Allowed: a whole number from 1 to 32768",
-    ),
-    "no layers": (
-        lambda w: sw.Pipe(nn.Module(), world=w),
-        "stage 0, from the first module on, without a layer",
-    ),
-    "an empty list": (lambda w: sw.Pipe(nn.Sequential(), world=w), "without a layer in it"),
-    "no parameters": (lambda w: sw.Pipe(nn.ReLU(), world=w), "without a layer in it"),
-    "one layer alone": (lambda w: sw.Pipe(nn.Linear(2, 2), world=w), "without a layer in it"),
-    "a pipe": (
-        lambda w: sw.Pipe(sw.Pipe(known_example(), world=w), world=w),
-        "a Sequential that is wrapped already",
-    ),
-    "part of a pipe": (
-        lambda w: sw.Pipe(nn.Sequential(sw.Pipe(known_example(), world=w)), world=w),
-        "a Sequential that is wrapped already",
-    ),
-    "what is sharded": (
-        lambda w: sw.Pipe(sw.FSDP(known_example(), world=w), world=w),
-        "a Sequential that is wrapped already",
-    ),
-    "a text": (lambda w: sw.Pipe("m", world=w), r"sw\.Pipe\(nn\.Sequential\(nn"),  # type: ignore[arg-type]
-    "a call with a text": (
-        lambda w: sw.Pipe(known_example(), world=w)("text"),
-        r"a batch of no rows for a pipe of 8 chunks.*Write instead: a batch of 8 rows or more\.$",
-    ),
-    "a call with nothing": (
-        lambda w: sw.Pipe(known_example(), world=w)(),
-        r"a batch of no rows for a pipe of 8 chunks.*Write instead: a batch of 8 rows or more\.$",
-    ),
-    "too many stages": (
-        lambda _: sw.Pipe(known_example(), world=traced(0, 3)),
+def pipe(model: Any, chunks: int = 8, world: World | None = None, **options: Any) -> nn.Module:
+    return sw.Pipe(model, chunks, world=world or alone(), **options)
+
+
+WRAPPED = "a Sequential that is wrapped already"
+NO_LAYER = "without a layer in it"
+NO_ROWS = r"a batch of no rows for a pipe of 8 chunks.*Write instead: a batch of 8 rows or more\.$"
+BAD: list[tuple[Callable[[], Any], str]] = [
+    (lambda: pipe(known_example(), stages=["nope"]), r"1 starts \(nope\) for 1 stage\. .*stages=N"),
+    (lambda: pipe(known_example(), 10**9), r"chunks=1000000000\. Allowed: .*1 to 32768"),
+    (lambda: pipe(nn.Module()), "stage 0, from the first module on, without a layer"),
+    *((lambda m=m: pipe(m), NO_LAYER) for m in (nn.Sequential(), nn.ReLU(), nn.Linear(2, 2))),
+    (lambda: pipe(nn.Sequential(pipe(known_example()))), WRAPPED),
+    (lambda: pipe(sw.FSDP(known_example(), world=alone())), WRAPPED),
+    (lambda: pipe("m"), r"sw\.Pipe\(nn\.Sequential\(nn"),
+    (lambda: pipe(known_example())("text"), NO_ROWS),
+    (
+        lambda: pipe(known_example(), world=traced(0, 3)),
         r"3 stages for a Sequential of 2 layers.*pp2",
     ),
-    "a schedule that updates": (
-        lambda w: sw.Pipe(known_example(), schedule="pipedream", world=w),
-        "pipedream, which updates by itself",
-    ),
-    "no schedule": (
-        lambda w: sw.Pipe(known_example(), schedule="gpip", world=w),
-        r"the schedule 'gpip'.*gpipe",
-    ),
-    "too few rows": (
-        lambda w: sw.Pipe(known_example(), 8, world=w)(rows(7)),
-        r"a batch of 7 rows for a pipe of 8 chunks.*8 rows or more",
-    ),
-    "a number for an output": (
-        lambda w: sw.Pipe(nn.Sequential(known_example(), Mean()), 8, world=w)(rows(16)),
+    (lambda: pipe(known_example(), schedule="pipedream"), "pipedream, which updates by itself"),
+    (lambda: pipe(known_example(), schedule="gpip"), r"the schedule 'gpip'.*gpipe"),
+    (lambda: pipe(known_example())(rows(7)), r"a batch of 7 rows for .* 8 chunks.*8 rows or more"),
+    (
+        lambda: pipe(nn.Sequential(known_example(), Mean()))(rows(16)),
         r"an output of shape \[\] of a pipe.*sw\.parallelize",
     ),
-    "two backward passes": (
-        lambda w: twice(sw.Pipe(known_example(), 8, world=w)),
-        "a second backward pass",
-    ),
-    "rows that differ": (
-        lambda w: sw.Pipe(known_example(), 2, world=w)(rows(4), rows(3)),
+    (lambda: twice(pipe(known_example())), "a second backward pass"),
+    (
+        lambda: pipe(known_example(), 2)(rows(4), rows(3)),
         r"of shape \[4, 16\].* of shape \[3, 16\] under sw\.Pipe\(module, chunks=2\)",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input_is_answered_before_anything_changes(what: str):
+@pytest.mark.cases(20)
+@pytest.mark.parametrize(("call", "said"), BAD)
+def test_bad_input_is_answered_before_anything_changes(call: Callable[[], Any], said: str):
     """In a world of one as on several ranks: with what is allowed, and a remedy that is one."""
-    call, said = BAD[what]
     with pytest.raises(InputError, match=said) as error:
-        call(alone())
+        call()
     assert not re.search(r"Write instead: ?\.|: ?\. ", str(error.value))
+
+
+# --- models that look at numbers: those of the batch, and those of activations --------------------
+
+RARE = 3  # a token of two of the four microbatches
+
+
+class Looks(nn.Module):
+    """Blocks, and between them code that depends on tokens in the way `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.norm = nn.BatchNorm1d(6)  # a forward changes its buffers
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for i, block in enumerate(self.blocks):
+            x = self.between(i, block(x).tanh() + x, tokens)
+        return self.head(self.norm(x.mT).mT)
+
+    def between(self, i: int, x: Tensor, tokens: Tensor) -> Tensor:
+        match self.how:
+            case "a branch with other operations" if (tokens == RARE).any():
+                x = torch.cat([x, x[:, :1]], 1)[:, :-1] if i % 2 else x.relu() + x
+            case "item":
+                x = x * (1 + tokens.max().item() / 100)
+            case "tolist":
+                x = x * len(set(tokens.flatten().tolist())) / 10
+            case "a mask written to":
+                x = x.clone()
+                x[tokens == RARE] = 0
+            case "nonzero":
+                x = x + x[:, (tokens != RARE).all(0).nonzero()[:1, 0]]
+            case "another length" if i == 1:
+                x = x[:, : int((tokens != RARE).sum(1).max()) - 1]
+            case "a guard of activations" if torch.isnan(x).any():
+                x = torch.nan_to_num(x)
+            case "a branch on activations":
+                x = x * 2 if x.abs().max() < 50 else x
+            case "activations that differ":
+                x = x / x.abs().max().item()
+        return x
+
+
+HOWS = (
+    *("another length", "a mask in the loss", "a branch with other operations", "item"),
+    *("a guard of activations", "tolist", "a mask written to", "nonzero"),
+    "a branch on activations",
+)
+
+
+def tokens() -> Tensor:
+    found = torch.randint(0, 11, (8, 7), generator=torch.Generator().manual_seed(5))
+    found[found == RARE] = RARE + 1
+    found[2, 5] = found[7, 0] = RARE
+    return found
+
+
+def masked_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    out = model(batch)
+    target = batch[:, : out.shape[1]]
+    if model.how == "a mask in the loss":
+        kept = target != RARE
+        return functional.cross_entropy(out[kept], target[kept])
+    return functional.cross_entropy(out.flatten(0, 1), target.flatten())
+
+
+def engine_losses(world: World, how: str, plan: str) -> list[float]:
+    torch.set_num_threads(1)
+    engine = sw.parallelize(
+        settled(Looks(how)), plan, world, optimizer=sw.SGD(lr=0.1), loss=masked_loss
+    )
+    losses = [engine.step(tokens()).loss for _ in range(2)]
+    return [*losses, engine.evaluate(tokens())[0]]
+
+
+@pytest.mark.cases(5)
+@pytest.mark.parametrize("plan", ["pp2 1f1b:4 fp64", "pp2 interleaved:4x2 fp64"])
+@pytest.mark.parametrize("how", HOWS)
+def test_a_forward_that_reads_numbers(how: str, plan: str):
+    """Each microbatch of one shape runs what it runs in one process, also if its tokens differ.
+
+    What is read of activations is the same in all of them.
+    """
+    expected = pytest.approx(engine_losses(alone(), how, "accumulate:4 fp64"), rel=1e-10)
+    for found in run_threads(2, engine_losses, how, plan):
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("how", "plan", "said"),
+    [
+        (
+            "activations that differ",
+            "pp2 1f1b:4",
+            r"item of an activation in test_pipe\.py:\d+, which gives .*, and gave ",
+        ),
+        (  # data ranks that gather weights together cannot run ahead for one
+            "a guard of activations",
+            "dp2 pp2 zero3 1f1b:4 fp64",
+            r"__bool__ of a tensor that comes from any after blocks\.0, in test_pipe\.py:",
+        ),
+    ],
+)
+def test_numbers_that_cannot_be_read(how: str, plan: str, said: str):
+    """A number that another microbatch or rank has not is refused, with the line."""
+    with pytest.raises(RankError, match=said):
+        run_threads(4 if "dp2" in plan else 2, engine_losses, how, plan)

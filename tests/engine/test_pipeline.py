@@ -1,7 +1,11 @@
-"""Models that only a pipeline meets, what stages share, ranks without rows, the order of calls."""
+"""Models that only a pipeline meets, what stages send, share and keep, versions, what breaks."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,24 +13,47 @@ from torch.utils._pytree import tree_map
 
 import shardwise as sw
 from shardwise.comm.world import World
+from shardwise.core.errors import InputError, RunError
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.plan_schedule import schedule_of
+from shardwise.core.schedule.library import build as schedule_of
+from shardwise.core.schedule.live_tokens import versions
 from shardwise.engine.engine import Engine
-from tests.engine.cases import Case, Task, oracle, settled, text
-from tests.engine.pipelines import ADAMW, MODELS, SGD, task
-from tests.engine.tensors import assert_counted, assert_parity, gpt_task, holds, train
+from shardwise.models import gpt
+from shardwise.models.initial import fill
+from shardwise.techniques.pipeline.pipelined import Pipelined
+from tests.engine.cases import (
+    CONFIG,
+    Case,
+    Task,
+    build,
+    oracle,
+    ranks_of,
+    regression,
+    rows_task,
+    settled,
+    text,
+    vectors,
+)
+from tests.engine.pipelines import (
+    ADAMW,
+    MODELS,
+    SGD,
+    Normed,
+    break_in,
+    chain,
+    deep,
+    fragile,
+    task,
+)
+from tests.engine.tensors import Held, assert_counted, assert_parity, gpt_task, holds, train
+from tests.engine.test_state import assembled, saved
+from tests.engine.zoo import Stack
 from tests.pool import run_threads
 
 SHARED = [
-    *("pp2 1f1b:3", "pp4 gpipe:2", "pp2 zb-v:4", "pp2 interleaved:4x2", "pp2 dp2 zero3 1f1b:2"),
-    *("pp2 dp2 zero3 zb-v:4", "pp2 dp2 zero2 zb-h1:4", "pp2 dp2 zero3 interleaved:2x2"),
+    *("pp2 dp2 zero3 zb-v:4", "pp2 1f1b:3", "pp4 gpipe:2", "pp2 interleaved:4x2"),
+    *("pp2 dp2 zero2 zb-h1:4", "pp2 dp2 zero3 interleaved:2x2"),
 ]
-
-
-def stages_of(plan: str) -> int:
-    """How many stages the plan's schedule has."""
-    schedule = schedule_of(Plan.parse(plan))
-    return len(schedule.home) if schedule else 1
 
 
 def untold(step: int) -> dict[str, Tensor]:
@@ -38,22 +65,18 @@ def untold(step: int) -> dict[str, Tensor]:
 
 
 CASES = [
-    *((f"pp4 {word}:8", "deep", ADAMW) for word in ("gpipe", "1f1b", "dapple", "zb-h1")),
-    *((f"pp4 {word}:8", "deep", ADAMW) for word in ("zb-v", "dualpipe-v")),
+    *((f"pp4 {word}:8", "deep", ADAMW) for word in ("zb-h1", "dualpipe-v", "zb-v", "dapple")),
     *((f"pp4 {word}:8x2", "deep", ADAMW) for word in ("interleaved", "bfs")),
     *(
         (plan, name, SGD)
-        for plan in ("pp2 1f1b:3", "pp4 gpipe:2", "pp2 dp2 zero3 zb-h1:4")
+        for plan in ("pp2 1f1b:3", "pp2 dp2 zero3 zb-h1:4")
         for name in ("half frozen", "late frozen", "tuples", "dicts", "skips", "idle")
     ),
     *((plan, name, ADAMW) for plan in SHARED for name in ("ends", "outside")),
     # two blocks are two layers, however often they are gone through: two stages at most
-    *((plan, "repeated", ADAMW) for plan in SHARED if stages_of(plan) == 2),
+    *((plan, "repeated", ADAMW) for plan in ("pp2 1f1b:3", "pp2 dp2 zero2 zb-h1:4")),
     *(("pp2 1f1b:3", f"used {end}", ADAMW) for end in ("first", "last")),
-    *(
-        (plan, "no tokens", ADAMW)
-        for plan in ("pp2 1f1b:4", "pp2 zb-h1:8", "pp2 dp2 zero2 gpipe:4")
-    ),
+    *((plan, "no tokens", ADAMW) for plan in ("pp2 zb-h1:8", "pp2 dp2 zero2 gpipe:4")),
 ]
 
 
@@ -148,19 +171,229 @@ def turned(world: World, kind: type[nn.Module], loss: Any, plan: str) -> list[fl
     return [made.step({"x": x}).loss for _ in range(3)]
 
 
-ORDERS = [
-    (Turned, by_output, "pp2 1f1b:2"),
-    (Towers, by_output, "pp2 gpipe:2"),
-    (Towers, by_towers, "pp2 1f1b:2"),
-    (Towers, by_towers, "pp2 interleaved:2x2"),
-    (Twice, by_output, "pp2 1f1b:2"),
-    (Turned, by_two_passes, "pp2 1f1b:1"),
-]
-
-
-@pytest.mark.parametrize(("kind", "loss", "plan"), ORDERS)
+@pytest.mark.cases(5)
+@pytest.mark.parametrize(
+    ("kind", "loss", "plan"),
+    [
+        (Towers, by_output, "pp2 gpipe:2"),
+        (Towers, by_towers, "pp2 1f1b:2"),
+        (Towers, by_towers, "pp2 interleaved:2x2"),
+        (Twice, by_output, "pp2 1f1b:2"),
+        (Turned, by_two_passes, "pp2 1f1b:1"),
+    ],
+)
 def test_a_pipeline_is_cut_in_the_order_of_calls(kind: type[nn.Module], loss: Any, plan: str):
     """The order in which the loss calls modules decides, not that of their definition."""
     [expected] = run_threads(1, turned, kind, loss, plan)
     for losses in run_threads(2, turned, kind, loss, plan):
         assert losses == pytest.approx(expected, rel=1e-12)
+
+
+# --- what stages send and keep --------------------------------------------------------------------
+
+ROWS = 6
+#: A vocabulary whose weight fills its flat group.
+FOUR = replace(CONFIG, layers=4, vocabulary=40)
+
+
+def four(tied: bool) -> nn.Module:
+    model = gpt.GPT(replace(FOUR, tied=tied))
+    fill(model, seed=3)
+    return model
+
+
+def along(held: Held) -> dict[tuple[str, str], int]:
+    """What the last step sent on the pipeline axis, by kind and phase."""
+    return {(k.kind, k.phase): t.sent_bytes for k, t in held.lines.items() if k.axis == "pp"}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("plan", ["pp4 gpipe:2", "pp2 zb-h1:6", "pp2 interleaved:2x2"])
+def test_bytes_are_those_of_the_stream(plan: str, tied: bool):
+    """[B, T, D] forward over each cut and back, whatever the microbatches; a loss; a tied weight.
+
+    A sum of two ranks' gradients sends as many bytes as the weight has.
+    """
+    work = Task(partial(four, tied), partial(text, rows=ROWS))
+    ranks = run_threads(ranks_of(plan), train, work, Case(f"{plan} fp32"))
+    last, size = len(ranks) - 1, 4
+    stream = ROWS * FOUR.sequence * FOUR.width * size
+    for rank, held in enumerate(ranks):
+        forward, back = int(rank < last), int(rank > 0)
+        if "x2" in plan:  # rank 0 has stages 0 and 2, rank 1 has 1 and 3: three cuts
+            forward, back = (2, 1) if rank == 0 else (1, 2)
+        shares = tied and rank in (0, last)
+        wanted = {
+            ("send", "forward"): forward * stream,
+            ("send", "backward"): back * stream,
+            ("all_reduce", "backward"): shares * FOUR.vocabulary * FOUR.width * size,
+            # the loss, and whether options agree; whether the weight was used
+            ("all_gather", "check"): (2 * last + shares) * 8,
+        }
+        assert along(held) == {line: count for line, count in wanted.items() if count}
+
+
+@pytest.mark.parametrize("word", ["zb-h1:4", "interleaved:4x2"])
+def test_batch_norm_is_of_the_microbatch(word: str):
+    """Weights, moments and running statistics are those of one process that accumulates."""
+    normed = rows_task(chain(Stack, Normed), partial(vectors, rows=10))
+    wanted, found = (
+        assembled(run_threads(ranks, saved, normed, Case(f"{plan} fp64", **ADAMW), 3))
+        for ranks, plan in ((1, "accumulate:4"), (2, f"pp2 {word}"))
+    )
+    assert found.keys() == wanted.keys()
+    assert {name for name in found if "running_var" in name}
+    for name, array in wanted.items():
+        assert np.allclose(found[name], array, rtol=1e-10, atol=1e-12), name
+
+
+@pytest.mark.parametrize(
+    ("plan", "work", "weight"),
+    [
+        ("pp4 dp2 zero3 gpipe:2 fp32", task("used first"), "first.weight"),
+        ("pp2 1f1b:3 bf16", task("used last"), "first.weight"),
+        ("pp2 1f1b:4 fp32", gpt_task("tied", rows=9), "embed.weight"),
+    ],
+)
+def test_tied_weights_never_diverge(plan: str, work: Task, weight: str):
+    """After five steps of AdamW all copies are equal to the bit, moments and step counts too."""
+    case = Case(plan, clip=0.5, options={"lr": 0.01, "weight_decay": 0.1})
+    copies: dict[tuple[Any, ...], list[np.ndarray]] = {}
+    for boxes, _ in run_threads(ranks_of(plan), saved, work, case, 5):
+        for name, _, offsets, sizes, _, array in boxes:
+            if name.endswith(weight):
+                copies.setdefault((name, offsets, sizes), []).append(array)
+    assert {key[0].rpartition("/")[0] for key in copies} >= {"model", "optim/exp_avg", "optim/step"}
+    assert all(len(alike) > 1 for alike in copies.values())
+    assert all(np.array_equal(x, alike[0]) for alike in copies.values() for x in alike)
+
+
+def by_hand(world: World, names: list[str]) -> list[str]:
+    """The parameters of this rank."""
+    engine = sw.parallelize(deep(), "pp2 1f1b:3 fp64", world, loss=regression, stages=names)
+    return [name for name, _ in engine.model.named_parameters()]
+
+
+def test_stages_by_hand():
+    """A stage begins at the module that is named."""
+    first, second = run_threads(2, by_hand, ["12"])
+    assert len(first) == 12
+    assert {name.split(".")[0] for name in second} == {"12", "14"}
+
+
+@dataclass
+class Counted:
+    """A watch that counts the buffers of flat parameters that are in memory."""
+
+    buffers: list[Any]
+    most: int = 0
+
+    def now(self) -> float:
+        return 0.0
+
+    def __call__(self, step: Any, start_s: float, end_s: float) -> None:
+        self.most = max(self.most, self.alive())
+
+    def alive(self) -> int:
+        return sum(not torch.UntypedStorage._expired(one) for one in self.buffers)
+
+
+def alive(world: World, plan: str) -> tuple[int, int]:
+    """The most buffers of one flat group at once in a step, and how many are left after it."""
+    run = build(world, rows_task(deep, partial(vectors, rows=16)), Case(f"{plan} fp64"))
+    flat = run.flats[0]
+    seen = Counted([flat.full.untyped_storage()._weak_ref()])
+    renew = flat.renew
+
+    def renewed() -> None:
+        renew()
+        seen.buffers.append(flat.full.untyped_storage()._weak_ref())
+
+    flat.renew = renewed
+    assert isinstance(run.passes, Pipelined)
+    run.passes.watch = seen
+    for step in range(2):
+        run.step(vectors(step, rows=16))
+    return seen.most, seen.alive()
+
+
+@pytest.mark.parametrize("plan", ["pp2 pipedream:8", "pp4 pipedream:8"])
+def test_versions_in_memory(plan: str):
+    """As many versions are in memory at once as the formula says, p-s, and one after the step."""
+    p = Plan.parse(plan).size
+    formula = versions(schedule_of("pipedream:8", p))
+    assert formula == tuple(p - s for s in range(p))
+    assert run_threads(p, alive, plan) == [(count, 1) for count in formula]
+
+
+# --- what breaks ----------------------------------------------------------------------------------
+
+
+def losses_around(world: World, plan: str, bad: Callable[[Engine], None]) -> list[float]:
+    """The losses of two steps, between which `bad` is done."""
+    engine = build(world, rows_task(deep), Case(f"{plan} fp64"))
+    first = engine.step(vectors(0, rows=8)).loss
+    bad(engine)
+    return [first, engine.step(vectors(1, rows=8)).loss]
+
+
+def nothing(engine: Engine) -> None:
+    """Nothing happens."""
+
+
+def too_few(engine: Engine) -> None:
+    before = engine.sent()
+    with pytest.raises(InputError, match=r"a share of 3 rows for 4 .*a batch of 4 rows for each"):
+        engine.step(vectors(0, rows=3))
+    assert engine.sent() == before
+
+
+def breaking(engine: Engine) -> None:
+    """The loss of the first microbatch raises; parameters are the newest version after it."""
+
+    def failing(model: nn.Module, part: Any) -> Tensor:
+        raise ZeroDivisionError
+
+    before = [p.detach().clone() for p in engine.model.parameters()]
+    objective, engine.passes.objective = engine.passes.objective, failing
+    with pytest.raises(ZeroDivisionError):
+        engine.step(vectors(2, rows=8))
+    engine.passes.objective = objective
+    assert all(map(torch.equal, before, engine.model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("plan", "bad"),
+    [
+        ("pipedream:4", breaking),
+        ("pp2 1f1b:4", too_few),
+        ("pp2 accumulate:2 gpipe:2", too_few),
+    ],
+)
+def test_a_step_that_is_refused_or_breaks_off(plan: str, bad: Callable[[Engine], None]):
+    """The next step is as if it had not been; of a refused one nothing is sent."""
+    expected = run_threads(ranks_of(plan), losses_around, plan, nothing)
+    assert run_threads(ranks_of(plan), losses_around, plan, bad) == expected
+
+
+def stumbling(world: World) -> list[str]:
+    """What each of four calls came to, where in the second step both stages raise."""
+    engine, said = build(world, rows_task(fragile), Case("pp2 1f1b:3 fp64")), list[str]()
+    break_in(engine, "blocks.1", 5)  # when the other rank has begun with what was sent before
+    break_in(engine, "blocks.3", 4)
+    for call in (engine.step, engine.step, engine.step, engine.evaluate):
+        try:
+            call(vectors(0))
+            said.append("good")
+        except (ValueError, RunError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_nothing_runs_after_a_run_that_broke_off():
+    """What is under way to another rank would be taken for the next step's: it is refused."""
+    for first, second, *later in run_threads(2, stumbling):
+        assert first == "good"
+        assert second == "ValueError: in the middle of a stage"
+        assert len(later) == 2
+        assert all("RunError: The previous run of the schedule was interrupted" in x for x in later)

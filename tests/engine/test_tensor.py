@@ -1,51 +1,45 @@
-"""Tensor and sequence parallelism, alone and with every row of the data table."""
+"""Tensor parallelism of models with tables of their own, sequences of several lengths, tiles."""
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.comm.world import World
+from shardwise.comm.world import World, alone
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 from tests.engine.cases import (
-    ROWS,
     Case,
     Task,
+    build,
     oracle,
     ranks_of,
     regression,
+    rows_task,
+    settled,
+    small_gpt,
     text,
+    tied_gpt,
 )
+from tests.engine.pipelines import SGD
 from tests.engine.tensors import (
     ADAMW,
     SMALL,
     Held,
     assert_counted,
     assert_parity,
+    equals_one,
     gpt_task,
     holds,
     train,
 )
 from tests.parallel.layers import KINDS, sequences, task
-from tests.pool import run_gloo, run_threads
-
-SGD: dict[str, Any] = {"kind": torch.optim.SGD, "options": {"lr": 0.1, "momentum": 0.9}}
-
-
-HEADS = [("3 heads", "tp2"), ("3 heads", "tp2 sp"), ("3 heads", "tp3 sp")]
-HEADS += [("6 heads, 2 for keys", f"tp{n}{sp}") for n in (2, 4) for sp in ("", " sp")]
-
-
-@pytest.mark.parametrize(("shape", "plan"), HEADS)
-def test_parity_of_heads_that_the_degree_does_not_divide(shape: str, plan: str):
-    """3 heads on 2 ranks, 6 with 2 for keys on 4: ranks hold what they can, and it is the same."""
-    holds(run_gloo, gpt_task(shape), Case(f"{plan} fp64", **ADAMW))
+from tests.pool import run_threads
 
 
 def train_kind(world: World, name: str, case: Case) -> Held:
@@ -53,15 +47,12 @@ def train_kind(world: World, name: str, case: Case) -> Held:
     return train(world, task(name), case)
 
 
-SHARED = [f"dp2 tp2 {row}" for row in ROWS] + ["tp3", "tp4 sp", "dp2 tp2 sp zero3 accumulate:2"]
-SHARED += ["pp2 tp2 1f1b:2", "pp2 tp2 zero1 zb-h1:3"]
 OWN = [
+    *(("dp2 tp2 sp zero3", name) for name in ("frozen columns", "recomputed")),
+    ("tp4 sp", "6 heads, 2 for keys"),
+    *((f"dp2 tp2 {row}", "packed qkv, 6 heads, 2 for keys") for row in ("ddp", "zero1", "zero2")),
+    *((plan, "packed qkv, 6 heads, 1 for keys") for plan in ("tp3", "pp2 tp2 zero1 zb-h1:3")),
     *((f"{plan} accumulate:2", name) for plan in ("tp2", "tp2 sp") for name in KINDS),
-    *(
-        ("dp2 tp2 sp zero3", name)
-        for name in ("frozen columns", "recomputed", "6 heads, 2 for keys")
-    ),
-    *((plan, f"packed qkv, 6 heads, {1 + i % 2} for keys") for i, plan in enumerate(SHARED)),
 ]
 
 
@@ -73,9 +64,18 @@ def test_tables_of_ones_own_train(plan: str, name: str):
     Bytes and memory are as predicted; what ranks share is summed and counted once.
     """
     case = Case(f"{plan} fp64", clip=0.5, **SGD)
-    ranks = run_gloo(ranks_of(plan), train_kind, name, case)
+    ranks = run_threads(ranks_of(plan), train_kind, name, case)
     assert_parity(ranks, oracle(task(name), case), 1e-10)
     assert_counted(ranks)
+
+
+@pytest.mark.parametrize(
+    ("shape", "plan"),
+    [("6 heads, 2 for keys", "tp4 sp"), ("3 heads", "tp2"), ("3 heads", "tp3 sp")],
+)
+def test_heads_that_the_degree_does_not_divide(shape: str, plan: str):
+    """3 heads on 2 ranks, 6 with 2 for keys on 4: ranks hold what they can, and it is the same."""
+    holds(run_threads, gpt_task(shape), Case(f"{plan} fp64", **ADAMW))
 
 
 def in_two_dtypes() -> nn.Module:
@@ -88,14 +88,12 @@ def in_two_dtypes() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("plan", ["tp2", "tp2 sp", "dp2 tp2 zero2", "dp2 tp2 sp zero3"])
+@pytest.mark.parametrize("plan", ["tp2 sp", "dp2 tp2 sp zero3"])
 def test_parameters_of_several_dtypes(plan: str):
     """fp32 layers in an fp64 model keep their dtype, and every move is counted in its own."""
-    work = Task(in_two_dtypes, sequences, regression, None)
-    case = Case(plan, clip=0.5, **SGD)
-    ranks = run_gloo(ranks_of(plan), train, work, case)
-    expected = oracle(work, case, None)
-    assert_parity(ranks, expected, 1e-5)
+    work, case = Task(in_two_dtypes, sequences, regression, None), Case(plan, clip=0.5, **SGD)
+    ranks = run_threads(ranks_of(plan), train, work, case)
+    assert_parity(ranks, oracle(work, case, None), 1e-5)
     assert_counted(ranks)
     assert {p.values.dtype for p in ranks[0].weights} == {torch.float32, torch.float64}
 
@@ -128,9 +126,21 @@ def test_autocast_in_the_loss(plan: str):
     assert_parity(ranks, oracle(work, case, torch.float32), 0.05)
 
 
+# --- bytes of the papers --------------------------------------------------------------------------
+
+
 def eight(step: int) -> dict[str, Tensor]:
     """Sequences that two and four ranks divide."""
     return {key: value[:, :8] for key, value in text(step, rows=6).items()}
+
+
+def filling() -> nn.Module:
+    model = gpt.GPT(FILLING)
+    fill(model, seed=3)
+    return model
+
+
+FILLING = replace(SMALL, kv_heads=4, width=32)  # norms fill their groups
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -142,13 +152,9 @@ def test_bytes_are_those_of_the_papers(ranks: int):
     Under sp the same total, gathered and scattered, and the gradients of the norms. (arXiv
     1909.08053, section 3; arXiv 2205.05198, section 4.2.2.)
     """
-    config = replace(SMALL, kv_heads=4, width=32)  # norms fill their groups
-    made = partial(small, config)
-    work = Task(made, eight)
-    part, size = (ranks - 1) / ranks, 4
-    stream = part * 6 * 8 * config.width * size  # what a gather or a scatter sends
-    loss = 3 * 2 * part * 6 * 8 * size
-    ends = 2 * config.layers + 1  # sums each way
+    work, part, size = Task(filling, eight), (ranks - 1) / ranks, 4
+    stream = part * 6 * 8 * FILLING.width * size  # what a gather or a scatter sends
+    loss, ends = 3 * 2 * part * 6 * 8 * size, 2 * FILLING.layers + 1  # sums each way
     guard = {("all_gather", "check"): 8 * (ranks - 1)}
     (held, *_) = run_threads(ranks, train, work, Case(f"tp{ranks} fp32", steps=4))
     assert tensor_bytes(held) == guard | {
@@ -156,23 +162,157 @@ def test_bytes_are_those_of_the_papers(ranks: int):
         ("all_reduce", "backward"): 2 * ends * stream,
     }
     (held, *_) = run_threads(ranks, train, work, Case(f"tp{ranks} sp fp32", steps=4))
-    norms = 2 * part * ends * config.width * size
     assert tensor_bytes(held) == guard | {
         ("all_reduce", "forward"): loss,
         ("all_gather", "forward"): ends * stream,
         ("reduce_scatter", "forward"): ends * stream,
         ("all_gather", "backward"): ends * stream,
         ("reduce_scatter", "backward"): ends * stream,
-        ("all_reduce", "backward"): norms,
+        ("all_reduce", "backward"): 2 * part * ends * FILLING.width * size,  # the norms
     }
-
-
-def small(config: gpt.GPTConfig) -> nn.Module:
-    model = gpt.GPT(config)
-    fill(model, seed=3)
-    return model
 
 
 def tensor_bytes(held: Held) -> dict[tuple[str, str], int]:
     """What the last step sent on the tensor axis, by kind and phase."""
     return {(k.kind, k.phase): t.sent_bytes for k, t in held.lines.items() if k.axis == "tp"}
+
+
+# --- sequences of several lengths under `sp`: pairs, encoder and decoder --------------------------
+
+WORDS, WIDTH, HEADS = 11, 8, 2
+
+
+class Attention(nn.Module):
+    """Of a normalised stream x [B, T, D] to itself, or to `memory` [B, S, D]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        memory = x if memory is None else memory
+        pairs = ((self.q, x), (self.k, memory), (self.v, memory))
+        q, k, v = (
+            layer(of).unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2) for layer, of in pairs
+        )
+        return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(WIDTH), Attention()
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        if memory is None:
+            return x + self.attn(self.norm(x))
+        return x + self.attn(self.norm(x), memory=memory)
+
+
+class Translator(nn.Module):
+    """Two sequences side by side; with `cross`, the second reads the first."""
+
+    def __init__(self, cross: bool, again: bool = False) -> None:
+        super().__init__()
+        self.embed, self.first, self.second = nn.Embedding(WORDS, WIDTH), Block(), Block()
+        self.join, self.cross = (nn.LayerNorm(WIDTH), Block()) if cross else (None, None)
+        self.last, self.head, self.again = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS), again
+        fill(self.double(), seed=3)
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = self.embed(a), self.embed(b)
+        x, y = self._run(self.first, x), self._run(self.first, y)
+        x, y = self._run(self.second, x), self._run(self.second, y)
+        if self.cross is not None and self.join is not None:
+            y = self.cross(y, self.join(x))
+        return self.head(self.last(x)), self.head(self.last(y))
+
+    def _run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+
+    @property
+    def tensor_table(self) -> sw.Table:
+        styles = {"embed": "vocabulary", "*.attn.[qkv]": "colwise:heads"}
+        styles |= {"*.attn.out": "rowwise:heads", "head": "vocabulary"}
+        sequence = {"embed": "vocabulary:sequence", "*.norm": "sequence", "last": "sequence"}
+        sequence |= {"join?": "sequence:join", "*.attn": "gather"}
+        return sw.Table.of(styles, heads=HEADS, sequence=sequence)
+
+
+def translation(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Of both sequences, each word from itself."""
+    first, second = (
+        functional.cross_entropy(x.flatten(0, 1), y.flatten())
+        for x, y in zip(model(*batch), batch, strict=True)
+    )
+    return first + second
+
+
+def pair(lengths: tuple[int, int], turn: bool, step: int) -> tuple[Tensor, Tensor]:
+    """Two sequences a row, of these lengths; in every other step the other way round."""
+    own = torch.Generator().manual_seed(step)
+    turned = lengths[::-1] if turn and step % 2 else lengths
+    a, b = (torch.randint(WORDS, (4, length), generator=own) for length in turned)
+    return a, b
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("lengths", [(8, 7), (7, 8), (9, 5), (4, 4), (1, 3)])
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("plan", ["tp2 sp", "dp2 tp2 sp zero2 accumulate:2"])
+def test_two_sequences_in_one_forward(plan: str, cross: bool, lengths: tuple[int, int]):
+    """Also where both would be padded alike, and where one is whole for the other to read."""
+    work = Task(partial(Translator, cross), partial(pair, lengths, False), translation, None)
+    holds(run_threads, work, Case(f"{plan} fp64", clip=0.5, **ADAMW))
+
+
+@pytest.mark.parametrize("plan", ["tp2 sp", "pp2 tp2 sp 1f1b:2"])
+@pytest.mark.parametrize("again", [True, False])
+def test_lengths_that_change_from_step_to_step(plan: str, again: bool):
+    """What is computed again, and what another stage has split, has the length it had."""
+    work = Task(partial(Translator, True, again), partial(pair, (8, 7), True), translation, None)
+    equals_one(run_threads, work, Case(f"{plan} fp64", clip=0.5, **ADAMW))
+
+
+# --- tiles ----------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A block with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((6,), 0.7))
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(self.up(x).tanh())
+
+
+def perceptron() -> nn.Module:
+    return settled(nn.Sequential(Scaled(), Scaled(), nn.Linear(6, 6)))
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3 tile:3=*.up,2 recompute:full", "dp2 zero3 tile:2"])
+def test_biases_and_parameters_around_tiles(plan: str):
+    """Biases are in tiles too; a layer's output that no cross-entropy takes is computed whole."""
+    holds(run_threads, rows_task(perceptron), Case(f"{plan} fp64", clip=0.5))
+
+
+def test_tiled_layers_by_default():
+    """Layers with half the weights of the largest one, in as many tiles; no tied head.
+
+    Parameters, their identity and keys are those of the plain model.
+    """
+    for make, wanted in ((small_gpt, ["head", "gate", "up", "down"]), (tied_gpt, ["gate"])):
+        plain = make()
+        before = {name: id(p) for name, p in plain.named_parameters()}
+        engine = build(alone(), Task(lambda model=plain: model), Case("offload:param tile:2 fp32"))
+        tiled = {unit.name.split(".tiles")[0] for unit in engine.data.units.order}
+        tiled = {n for n in tiled if hasattr(engine.model.get_submodule(n), "tiles")}
+        assert all(any(n.endswith(end) for n in tiled) for end in wanted)
+        tiles = [engine.model.get_submodule(f"{n}.tiles") for n in tiled]
+        assert all(len([*each.children()]) == 2 for each in tiles)
+        assert ("head" in tiled) == (make is small_gpt)
+        assert {name: id(p) for name, p in engine.model.named_parameters()} == before
+        assert list(sw.full_state_dict(engine)) == list(make().state_dict())

@@ -26,9 +26,7 @@ from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.expert.price import EVEN
 from shardwise.verify.parity import build_options
 from shardwise.verify.proof_options import Options
-from tests.engine.cases import Case, build, share, vectors
 from tests.engine.tensors import sent
-from tests.engine.test_uses import WINDING
 from tests.expert import moe
 from tests.pool import run_threads
 from tests.predict.model import SMALL, batch, engine, foreseen, options_of, plain
@@ -64,23 +62,6 @@ def test_a_run_is_as_predicted(plan: str, sends: bool):
     clip = None if "pipedream" in plan or "2bw" in plan else 1.0
     ranks = Plan.parse(plan).size
     assert run_threads(ranks, trained, plan, "mixed", clip, sends) == [[True] * 5] * ranks
-
-
-def counted(world: World, name: str) -> bool:
-    """Whether a step sends what was predicted."""
-    task, mine = WINDING[name], [share(vectors(step), world.rank, 2) for step in range(2)]
-    told = predict(task.make(), "dp2 zero3 fp64", mine[0], rank=world.rank, loss=task.loss, units=1)
-    ours = build(world, task, Case("dp2 zero3 fp64"))
-    for rows in mine:
-        ours.step(rows)
-    return told.sent() == sent(ours)
-
-
-@pytest.mark.parametrize("name", WINDING)
-def test_gathers_follow_from_the_order_of_calls(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Of modules that are called several times, or never."""
-    monkeypatch.setattr("shardwise.techniques.data.apply.LEAST_BYTES", 0)
-    assert run_threads(2, counted, name) == [True] * 2
 
 
 class Choosing(nn.Module):

@@ -25,11 +25,13 @@ from shardwise.core.schedule.clock import clock
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.zero import Row
+from shardwise.engine.options import EngineOptions
 from shardwise.models import gpt, moe
 from shardwise.models.registry import find
+from shardwise.observe.measured_timeline import predict_events
 from shardwise.techniques.pipeline.partition import starts
 from tests.core.schedule.schedules import read
-from tests.engine.cases import CONFIG, ranks_of, small_gpt
+from tests.engine.cases import CONFIG, ranks_of, regression, small_gpt, text, vectors
 from tests.engine.pipelines import deep
 from tests.engine.tensors import made
 
@@ -141,6 +143,10 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
             lambda: engine_of("pp2 1f1b:2 recompute:full", small_gpt(), stages=["blocks.1.mlp"]),
             "recomputes blocks.1, with a stage that begins inside of it",
         ),
+        (
+            lambda: engine_of("pipedream:2", deep(), clip=1.0, loss=regression).step(vectors(0)),
+            r"clip=1.0 with pipedream:2.*1f1b:2",
+        ),
         (lambda: engine_of("fp64", on_nonfinite="ignore"), "on_nonfinite='ignore'.*raise or skip"),
         (
             lambda: engine_of("pp2 2bw:2 fp64", small_gpt(), on_nonfinite="skip"),
@@ -211,6 +217,22 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         ),
         (lambda: engine_of("dp1 activations:host"), "no class of modules repeats"),
         (lambda: engine_of("offload:auto device_memory:1MiB"), "shardwise predict"),
+        *(
+            (
+                lambda p=plan: predict_events(
+                    small_gpt(), p, text(0), EngineOptions(loss=gpt.loss)
+                ),
+                "a timeline of .* with .*--measure",
+            )
+            for plan in (
+                *("pp2 2bw:4", "activations:host", "dp2 offload:optim-delayed", "pp2 tp2 zb-v:4"),
+                *(
+                    "dp2 zero3 recompute:full arenas",
+                    "dp2 recompute:selective",
+                    "tp2 recompute:full",
+                ),
+            )
+        ),
     ],
     "wrapped modules and optimizers": [
         *(

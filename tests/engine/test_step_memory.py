@@ -1,0 +1,446 @@
+"""The memory of a step at each of its events, what is kept after it, and what is found of it."""
+
+import threading
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.comm.tiers.tiers import begin_copy
+from shardwise.comm.world import World, alone
+from shardwise.core.memory_table import PREDICTED, TEMPORARY
+from shardwise.core.tools.garbage import collect
+from shardwise.engine.options import EngineOptions
+from shardwise.engine.predict import Predictor
+from shardwise.models import gpt
+from shardwise.models.initial import fill
+from shardwise.observe.allocation_trace import MemoryRecorder
+from shardwise.observe.live import Live, Stray
+from shardwise.observe.measured_timeline import measuring, predict_events
+from shardwise.observe.meter import Meter
+from shardwise.prediction.first_fit import AllocationTrace, peak_bytes
+from shardwise.prediction.memory_timeline import Event
+from shardwise.prediction.rank_shape import gathered_bytes_on
+from shardwise.techniques.data.flat.flat_parameter import Flat
+from tests.engine.cases import (
+    Case,
+    Task,
+    build,
+    ranks_of,
+    regression,
+    rows_task,
+    settled,
+    share,
+    small_gpt,
+    squares,
+    text,
+    tied_gpt,
+    vectors,
+)
+from tests.engine.pipelines import ADAMW, SGD, WIDTH
+from tests.engine.tensors import SHAPES, gpt_task, holds, mine
+from tests.engine.zoo import Stack, make
+from tests.pool import run_threads
+
+
+def deep_gpt(shape: str = "untied", layers: int = 4) -> nn.Module:
+    """Four blocks, for two stages on each of two ranks."""
+    model = gpt.GPT(replace(SHAPES[shape], layers=layers))
+    fill(model, seed=3)
+    return model
+
+
+def frozen_gpt() -> nn.Module:
+    """The blocks' norms and the table are not trained."""
+    model = small_gpt()
+    for name, p in model.named_parameters():
+        p.requires_grad_("norm" not in name and "embed" not in name)
+    return model
+
+
+class Siblings(nn.Module):
+    """A block of three units: two read one input, and each is called twice, in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = torch.tanh(self.a(x)), torch.tanh(self.b(x))
+        both = torch.tanh(self.a(left + right))
+        return x + self.c(torch.tanh(self.b(both)) * left)
+
+
+def siblings() -> nn.Module:
+    return settled(Stack(*(Siblings() for _ in range(4))))
+
+
+def wide() -> nn.Module:
+    """A classifier whose last layer has nearly all of its parameters."""
+    return settled(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2048)))
+
+
+def classes(step: int) -> tuple[Tensor, Tensor]:
+    """Rows, and the class of each."""
+    own = torch.Generator().manual_seed(step)
+    return torch.randn(128, 6, generator=own), torch.randint(0, 2048, (128,), generator=own)
+
+
+def class_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "wide": lambda: Task(wide, classes, class_loss, None),
+    "gpt": partial(gpt_task, rows=8),
+    "deep": lambda: Task(deep_gpt, partial(text, rows=16)),
+    "tied": lambda: Task(tied_gpt),
+    "frozen": lambda: Task(frozen_gpt),
+    "stack": lambda: rows_task(partial(make, "stack")),
+    "siblings": lambda: rows_task(siblings, partial(vectors, rows=16)),
+}
+Both = tuple[list[Event], tuple[Event, ...]]
+
+
+def both(world: World, plan: str, name: str, options: dict[str, Any]) -> Both:
+    """The third step of a plan: measured and predicted."""
+    task = TASKS[name]()
+    options = {"units": "auto", "least_unit_bytes": 0, "clip": 1.0} | options
+    named: dict[str, Any] = {"loss": task.loss, "optimizer": sw.AdamW(lr=1e-3), **options}
+    engine = sw.parallelize(task.make(), plan, world, tokens=task.tokens, **named)
+    batches = [share(task.batch(s), engine.data_rank, engine.data_ranks) for s in range(3)]
+    for batch in batches[:2]:
+        engine.step(batch)
+    with measuring(engine, batches[2]) as meter:
+        engine.step(batches[2])
+    _, predicted = predict_events(
+        task.make(), plan, batches[2], EngineOptions(**named), rank=world.rank
+    )
+    return meter.events, predicted
+
+
+PLANS = [
+    *("dp2 zero3 bf16", "tp2 sp bf16", "dp2 zero2 accumulate:3", "dp2 zero3 accumulate:2"),
+    *("dp_replicate2 dp_shard2 zero3 offload:optim", "dp2 tp2 sp zero2 fp64", "dp2 row:S,R,S"),
+    *("dp2 zero1 recompute:blocks.*.mlp accumulate:2", "dp2 zero3 recompute:full"),
+    *("dp2 zero3 tile:2=* accumulate:2 bf16", "dp2 zero3 arenas offload:optim"),
+    *("dp2 zero2 offload:optim=0.6", "dp2 offload:optim accumulate:2", "dp2 zero3 offload:param"),
+    # a unit that is always whole frees none before it, and its sum is in flight as others are
+    *("dp2 zero1 | blocks.0: zero3", "dp2 zero3 accumulate:2 | blocks.1: ddp"),
+]
+PIPELINES = [
+    *("pp2 dp2 zero3 1f1b:4", "pp2 zb-v:4 bf16", "pp2 interleaved:4x2", "pp2 dp2 zero3 zb-h1:4"),
+    *("pp2 gpipe:2", "pp2 tp2 1f1b:2", "pp2 1f1b:2 accumulate:2", "pp2 bfs:2x2"),
+    *("dp2 pp2 zero1 interleaved:2x2 recompute:every2", "pp2 dp2 zero1 dualpipe-v:4"),
+    *("pp2 dp2 zero2 interleaved:2x2 accumulate:2",),
+    "pp2 dp2 zero3 recompute:full 1f1b:2 offload:param",
+]
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    *(("tied", {}), ("frozen", {}), ("stack", {"units": 1}), ("gpt", {"prefetch": 0})),
+    ("gpt", {"prefetch": 3, "units": 1, "clip": None, "least_unit_bytes": None}),
+]
+EVENTS = [
+    *((plan, "gpt", {}) for plan in PLANS),
+    *((plan, "deep", {}) for plan in PIPELINES),
+    *(("dp2 zero3 fp64", *of) for of in OPTIONS),
+    *((f"pp2 dp2 zero3 {word} fp64", "siblings", {}) for word in ("1f1b:4", "zb-h1:4", "zb-v:4")),
+]
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize(("plan", "name", "options"), EVENTS)
+def test_every_event_is_predicted_to_the_byte(plan: str, name: str, options: dict[str, Any]):
+    """Every event of every rank, in the same order, with the same bytes of every category.
+
+    After each unit, and each F, B, I and W of a pipeline: parameters, gathered units, gradients,
+    optimizer and kept activations. Also for tied, frozen and shared parameters.
+    """
+    for measured, predicted in run_threads(ranks_of(plan), both, plan, name, options):
+        assert [(*e[:3], {c: e.by_category[c] for c in PREDICTED}) for e in measured] == [
+            e[:4] for e in predicted
+        ]
+        assert all(e.peak >= e.total >= sum(e.by_category[c] for c in PREDICTED) for e in measured)
+        assert all(TEMPORARY not in e.by_category for e in predicted)
+
+
+def test_the_actions_of_a_pipeline_are_events():
+    """1F1B: the first stage keeps two microbatches' activations, the last one's none after B."""
+    (first, _), (last, _) = run_threads(2, both, "pp2 1f1b:4 fp64", "gpt", {})
+    assert [e.kind for e in first[:4]] == ["F0.0", "F0.1", "B0.0", "F0.2"]
+    kept = [e.by_category["kept"] for e in first if e.kind[0] in "FB"]
+    one = kept[0]
+    assert one > 0 and kept == [one, 2 * one, one, 2 * one, one, 2 * one, one, 0]
+    assert [e.by_category["kept"] for e in last if e.kind[0] == "B"] == [0, 0, 0, 0]
+
+
+def test_the_peak_falls_with_the_number_of_tiles():
+    """Gathered weights, gradients and logits of a layer with nearly all of the parameters."""
+    plans = [f"dp2 zero3 fp32 {word}" for word in ("", "tile:4", "tile:16")]
+    peaks = [max(e.total for e in run_threads(2, both, plan, "wide", {})[0][0]) for plan in plans]
+    assert peaks == sorted(set(peaks), reverse=True)
+
+
+def test_a_measurement_leaves_nothing_behind():
+    """No hook, no watch: a step that is not measured runs what it ran before."""
+    task = gpt_task()
+    engine = sw.parallelize(task.make(), "fp32", alone(), loss=task.loss, tokens=task.tokens)
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in engine.model.modules()]
+    with measuring(engine, task.batch(0)) as meter:
+        engine.step(task.batch(0))
+    seen = len(meter.events)
+    engine.step(task.batch(1))
+    after = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in engine.model.modules()]
+    assert after == hooks and not engine.optimizer.torch._optimizer_step_pre_hooks
+    assert len(meter.events) == seen > 4
+
+
+def recorded(world: World, plan: str) -> tuple[AllocationTrace, list[int], int]:
+    """The allocations of a step, the live bytes at each event, and the most of the meter."""
+    recorder, task = MemoryRecorder(), gpt_task(rows=8)
+    engine = build(world, task, Case(plan))
+    for step in range(2):
+        engine.step(mine(engine, task.batch(step)))
+    with measuring(engine, batch := mine(engine, task.batch(2)), recorder) as meter:
+        engine.step(batch)
+    return recorder.trace, [event.total for event in meter.events], meter.most_bytes
+
+
+def test_a_trace_has_the_bytes_of_the_meter():
+    """At each event, and at the peak; each storage is allocated once and freed at most once."""
+    for trace, totals, most in run_threads(2, recorded, "dp2 zero3 fp32 recompute:full"):
+        live, seen = dict[int, int](), list[int]()
+        for storage, stored_bytes, allocated in trace.changes:
+            if not stored_bytes:
+                seen.append(sum(live.values()))
+            elif allocated:
+                assert storage not in live
+                live[storage] = stored_bytes
+            else:
+                assert live.pop(storage) == stored_bytes
+        assert seen == totals
+        assert max(totals) <= peak_bytes(trace.changes) <= most
+
+
+# --- units and arenas -----------------------------------------------------------------------------
+
+
+class Winding(nn.Module):
+    """Blocks in an order of its own: some twice, one never."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.blocks = way, nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in map(int, self.way):
+            x = self.blocks[block](x).tanh()
+        return x
+
+
+def twice(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A loss of a part that is called by itself, and of two passes."""
+    assert isinstance(model, Winding)
+    return regression(model, batch) + regression(model, (model.blocks[1](batch[0]), batch[1]))
+
+
+@pytest.mark.parametrize("loss", [twice, regression])
+@pytest.mark.parametrize("way", ["0012", "2012", "010", "20202", "1"])
+def test_a_unit_is_gathered_as_often_as_it_is_used(
+    way: str, loss: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Once for each call forward, once backward; and one that is not called never."""
+    monkeypatch.setattr("shardwise.techniques.data.apply.LEAST_BYTES", 0)
+    task = Task(lambda: settled(Winding(way)), vectors, loss, None)
+    holds(run_threads, task, Case("dp2 zero3 fp64", **SGD))
+
+
+def test_units_that_read_one_input():
+    """A unit is freed after its last use in a half of a backward pass, and not gathered again."""
+    holds(run_threads, TASKS["siblings"](), Case("pp2 dp2 zero3 zb-h1:4 fp64", **ADAMW))
+
+
+def sizes(world: World, plan: str, shape: str) -> tuple[int, dict[str, int], dict[str, int]]:
+    """The predicted peak; the bytes of each unit, and of those that are whole in all of a stage."""
+    options: dict[str, Any] = {"loss": gpt.loss, "least_unit_bytes": 0}
+    engine = sw.parallelize(deep_gpt(shape, 8), plan, world, tokens=gpt.tokens, **options)
+    theory = Predictor(deep_gpt(shape, 8), plan, EngineOptions(**options), rank=world.rank)
+    told = theory.of(mine(engine, text(0, rows=8)))
+    whole = {
+        unit.name: sum(group.plan.padded * group.dtype.itemsize for group in unit.groups)
+        for unit in engine.data.units.order
+    }
+    kept = [unit.name for unit in engine.data.units.order if unit.state.stays]
+    predicted = gathered_bytes_on(told.spec, told.plan, told.model, told.rank)
+    return predicted, whole, {name: whole[name] for name in kept}
+
+
+@pytest.mark.parametrize("shape", ["untied", "tied"])
+def test_the_peak_is_two_blocks_and_the_root(shape: str):
+    """Of a stage of four blocks two are whole at once, and the embedding where it is tied."""
+    predicted, whole, around = run_threads(4, sizes, "pp2 dp2 zero3 1f1b:4 fp32", shape)[0]
+    others = {name: count for name, count in whole.items() if name not in around}
+    assert predicted == sum(sorted(others.values())[-2:]) + sum(around.values())
+    assert 1.5 * predicted < sum(whole.values())
+    assert bool(around) == (shape == "tied")
+
+
+def slots(world: World, plan: str) -> list[tuple[int, int, bool]]:
+    """Of each arena: its slots, tensors without one, whether all are free again."""
+    task = gpt_task(rows=8)
+    engine = build(world, task, Case(f"{plan} arenas fp32", clip=0.5, **ADAMW))
+    for step in range(2):
+        engine.step(mine(engine, task.batch(step)))
+    world.barrier()
+    return [
+        (len(one.slots), one.missed, all(slot.free for slot in one.slots))
+        for one in (engine.world.arenas.kept, engine.world.arenas.gradients)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "kept"),
+    [
+        ("dp2 zero3 recompute:full", 2),  # the inputs of two blocks
+        ("dp2 zero1 recompute:every2", 1),
+        ("pp2 gpipe:4 recompute:full", 4),  # one block on a rank, four microbatches
+        ("pp2 1f1b:4 recompute:full", 2),  # on the first rank two microbatches at once
+    ],
+)
+def test_every_kept_input_has_a_slot(plan: str, kept: int):
+    """There are as many slots as the plan keeps inputs at once, and no tensor misses one."""
+    found = run_threads(2, slots, plan)
+    assert max(of_kept[0] for of_kept, _ in found) == kept
+    for arena in (one for of_rank in found for one in of_rank):
+        assert arena[1:] == (0, True)
+
+
+def test_another_shape_gets_another_arena():
+    """The arena of a batch has the size that is predicted for it, whatever came before."""
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
+    options: dict[str, Any] = {"loss": squares, "optimizer": sw.SGD(lr=0.1)}
+    plan = "dp1 recompute:0,1,2 arenas fp32"
+    engine = sw.parallelize(deepcopy(plain), plan, alone(), **options)
+    for rows in (4, 64, 4):
+        x = torch.randn(rows, 8)
+        engine.step(x)
+        told = sw.predict(plain, plan, x, **options)
+        assert engine.memory()["buffers"] == told.memory["buffers"] > 0
+
+
+# --- what is kept is found ------------------------------------------------------------------------
+
+KEPT: dict[int, list[Any]] = {}  # by thread
+
+
+def keep(value: Any) -> None:
+    """In a list that neither the engine nor the model knows of."""
+    KEPT.setdefault(threading.get_ident(), []).append(value)
+
+
+def as_attribute(flat: Any) -> None:
+    flat.copied = flat.shard.clone()
+
+
+def in_a_list(flat: Any) -> None:
+    keep(flat.shard.clone())
+
+
+def in_a_graph(flat: Any) -> None:
+    keep((flat.shard.detach().requires_grad_() * 2).square().sum().grad_fn)
+
+
+def nowhere(flat: Any) -> None:
+    """Nothing is kept."""
+
+
+def strays(world: World, plan: str) -> list[Stray]:
+    """What is alive after a step and in no category."""
+    live, model, loss = Live(), small_gpt(), gpt.loss
+    with live.of(model):
+        engine = sw.parallelize(model, plan, world, loss=loss, tokens=gpt.tokens, units="blocks.*")
+    del model
+    batch = mine(engine, text(0))
+    with live:
+        engine.step(batch)
+    engine.wait()
+    world.barrier()  # ranks in threads read each other's tensors until here
+    collect()
+    return live.unaccounted(engine)
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("how", [nowhere, as_attribute, in_a_list, in_a_graph])
+@pytest.mark.parametrize("plan", ["dp2 zero3 fp32", "dp2 fp32"])
+def test_a_clone_of_each_unit_is_found(plan: str, how: Callable[[Any], None]):
+    """However it is kept: as many bytes as this rank's shards have, on each rank."""
+    made, shards = Flat.__init__, dict[int, int]()
+
+    def init(self: Flat, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        how(self)
+        me = threading.get_ident()
+        shards[me] = shards.get(me, 0) + self.shard.nbytes * (how is not nowhere)
+
+    with patch.object(Flat, "__init__", init):
+        found = run_threads(2, strays, plan)
+    KEPT.clear()
+    for after, sharded in zip(found, shards.values(), strict=True):
+        assert sum(stray.stored_bytes for stray in after) == sharded
+
+
+def engine_alone() -> sw.Engine:
+    return sw.parallelize(small_gpt(), "fp32", alone(), loss=gpt.loss, tokens=gpt.tokens)
+
+
+def test_a_leak_is_found():
+    """A tensor the loss keeps is a leak; the report names what made it, and its bytes."""
+    ours, kept = engine_alone(), []
+    ours.model.get_submodule("blocks.1").register_forward_hook(
+        lambda _, __, out: kept.append(out.detach() * 2)
+    )
+    meter = Meter(ours)
+    for step in range(2):
+        with meter:
+            ours.step(text(step))
+    (leak,) = meter.leaks()
+    assert leak.made_by == "aten.mul.Tensor"
+    assert leak.stored_bytes == kept[-1].nbytes
+    assert leak.place.category == "activations"
+
+
+def test_freed_storages_count_nothing():
+    """A storage shrunk to nothing counts nothing; grown again, it counts."""
+    with Meter(engine_alone()) as meter:
+        x = torch.zeros(1000)
+        x.untyped_storage().resize_(0)
+        without = sum(meter.now().values())
+        x.untyped_storage().resize_(4000)
+        assert sum(meter.now().values()) == without + 4000
+
+
+def test_host_memory_is_apart():
+    """What is copied to the host is host memory, also what is computed there; no peak has both."""
+    ours = engine_alone()
+    with Meter(ours) as meter:
+        before = meter.peak_bytes
+        x = torch.zeros(1000)
+        there = begin_copy(x, ours.world.tiers, "device", "host").wait()
+        twice = there * 2
+        back = begin_copy(there, ours.world.tiers, "host", "device").wait()
+        assert meter.peak_bytes == before + 2 * 4000
+        assert meter.host_peak["activations"] == meter.host_bytes == 2 * 4000
+        found = {place.tier: n for place, n in meter.now().items() if not place.unit}
+        assert found["host"] == found["device"] == 8000
+    del twice, back
+    whole, moved = ours.memory(), ours.flats[0].shard.untyped_storage().nbytes()
+    ours.world.tiers.own(ours.flats[0].shard)
+    assert ours.host_memory() == dict.fromkeys(whole, 0) | {"parameters": moved}
+    assert ours.memory() == whole | {"parameters": whole["parameters"] - moved}
