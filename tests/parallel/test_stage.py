@@ -111,7 +111,8 @@ def test_models_of_transformers_in_stages(name: str) -> None:
     found = find(f"hf:{name}")
     model = found.build().double().train()
     batches = [found.batch(3, 0), found.batch(1, 1)]
-    check(model, found.loss, batches, starts(model, 4))
+    calls = calls_of(model, found.loss)
+    check(model, found.loss, batches, starts(model, 4, calls=calls), calls=calls)
 
 
 # --- what a rank has -------------------------------------------------------------------------
