@@ -11,7 +11,6 @@ Of the tests that are not core CI runs one part of several, by `--part`; `make n
 """
 
 import gc
-import importlib
 import itertools
 import os
 import sys
@@ -22,7 +21,7 @@ from zlib import crc32
 import pytest
 from hypothesis import settings
 
-from tests.forks import JUDGED, fork_ranks
+from tests.forks import fork_ranks
 
 #: Ranks are threads or processes, more than there are processors: each has one thread of torch's.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -52,12 +51,6 @@ def pytest_report_header(config: pytest.Config) -> str:
 def _part(config: pytest.Config) -> tuple[int, int]:
     k, n = map(int, str(config.getoption("--part")).split("/"))
     return k % n, n
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Do what the judge of the suite asks for (tests/mutants.py)."""
-    if JUDGED & set(os.environ):
-        importlib.import_module("tests.mutated").register(session.config.pluginmanager)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,12 +22,12 @@ from shardwise.comm.start.rendezvous import LAUNCHER
 #: Of the judge of the suite (tests/mutants.py).
 JUDGED = {"SHARDWISE_TESTS_MUTATION", "SHARDWISE_TESTS_RECORD"}
 #: What the process that forks has imported; this file among it, so that it knows that process's
-#: environment.
+#: environment. The judge's plugin comes first: it changes what is imported.
 IMPORTED = (
+    *(["tests.mutated"] if JUDGED & set(os.environ) else []),
     *("torch._dynamo", "shardwise.verify.command", "shardwise.train.prepare"),
     *("shardwise.train.loop", "tests.pool", "tests.forks", "tests.programs"),
     "torch.distributed.run",
-    *(["tests.mutated"] if JUDGED & set(os.environ) else []),
 )
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(list(IMPORTED))

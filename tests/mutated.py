@@ -1,98 +1,117 @@
-"""For the judge of the suite (tests/mutants.py): a mutation in this process, or what tests call.
+"""For the judge of the suite (tests/mutants.py): a fault in this process, or what tests call.
 
-Imported by the processes of a test run, their ranks among them, where the environment variable
-`VARIABLE` names a mutation or `RECORD` a folder.
+A plugin of pytest (`-p tests.mutated`), which the processes that ranks are forked from import too.
+Where the environment variable `VARIABLE` names a fault, it is put into the package; where `RECORD`
+names a folder, it is written there for each test which functions of the package it calls.
 """
 
+import builtins
+import importlib.machinery
 import json
 import os
+import re
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Generator
+from inspect import unwrap
 from mmap import mmap
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
 
-from tests.verify.test_mutations import CATALOGUE, NAMED
-
-VARIABLE, RECORD = "SHARDWISE_TESTS_MUTATION", "SHARDWISE_TESTS_RECORD"
+from tests.mechanical import FLAGS, PACKAGE, RECORD, VARIABLE, watched, with_fault
 
 
-def apply(name: str) -> pytest.MonkeyPatch:
-    """Put the mutation into this process."""
-    patch = pytest.MonkeyPatch()
-    NAMED[name].apply(patch)
-    return patch
+class Loader:
+    """Compiles files of the package from trees that are changed before they are imported."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+        self.file = PACKAGE / fault.partition(":")[0]
+        self.real = importlib.machinery.SourceFileLoader.get_code
+
+    def start(self) -> None:
+        """Load what this process imports from now on."""
+
+        def get_code(loader: Any, module: str) -> CodeType | None:
+            file = Path(loader.get_filename(module))
+            if file != self.file if self.fault else PACKAGE not in file.parents:
+                return self.real(loader, module)
+            tree = with_fault(file, self.fault) if self.fault else watched(file)
+            return compile(tree, str(file), "exec", dont_inherit=True)
+
+        pytest.MonkeyPatch().setattr(importlib.machinery.SourceFileLoader, "get_code", get_code)
+
+
+def put_in(name: str) -> None:
+    """Put a fault into this process: one of the catalogue, or a drawn one."""
+    if " | " in name:
+        Loader(name).start()
+        return
+    from tests.verify.test_mutations import NAMED
+
+    NAMED[name].apply(pytest.MonkeyPatch())
+
+
+def replaced() -> dict[str, list[str] | None]:
+    """The functions that each mutation of the catalogue replaces; None if that is not known."""
+    from tests.verify.test_mutations import CATALOGUE
+
+    found = dict[str, list[str] | None]()
+    for mutation in CATALOGUE:
+        patch = pytest.MonkeyPatch()
+        mutation.apply(patch)
+        functions = [_function(old) for _, _, old in patch._setattr]
+        known = functions and not patch._setitem and all(functions)
+        found[mutation.id] = functions if known else None
+        patch.undo()
+    return found
+
+
+def _function(value: Any) -> str:
+    """`engine/batch.py:filled`; nothing if it is no function of the package."""
+    real = unwrap(getattr(value, "__func__", value))
+    file = Path(real.__code__.co_filename) if isinstance(real, FunctionType) else Path()
+    if PACKAGE not in file.parents:
+        return ""
+    return f"{file.relative_to(PACKAGE)}:{real.__qualname__.partition('.<locals>')[0]}"
 
 
 class Recorder:
-    """Notes for each test which mutations are of a function that it calls, in any process.
+    """Writes for each test that passes which functions of the package it calls, in any process.
 
-    A byte of the file stands for each mutation. The processes of a test run share it.
+    A byte of a file stands for each function. The processes of a test run share it.
     """
 
     def __init__(self, folder: Path) -> None:
         own = os.environ.get("PYTEST_XDIST_WORKER", "main")
         self.calls = folder / f"{own}.calls"
         with (folder / f"{own}.flags").open("a+b") as file:
-            file.truncate(len(CATALOGUE))
-            self.flags = mmap(file.fileno(), len(CATALOGUE))
-        self.unknown = self._watch()
-
-    def _watch(self) -> set[int]:
-        """Replace what mutations replace; those whose functions cannot be watched."""
-        found: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
-        owners: dict[tuple[int, str], Any] = {}
-        unknown = set[int]()
-        for number, mutation in enumerate(CATALOGUE):
-            patch = pytest.MonkeyPatch()
-            mutation.apply(patch)
-            replaced = [(owner, name) for owner, name, _ in patch._setattr]
-            watched = not patch._setitem
-            patch.undo()
-            for owner, name in replaced:
-                watched &= isinstance(vars(owner).get(name), FunctionType)
-                owners[id(owner), name] = owner
-                found[id(owner), name].append(number)
-            unknown |= set() if watched else {number}
-        for (key, name), numbers in found.items():
-            owner = owners[key, name]
-            if isinstance(real := vars(owner).get(name), FunctionType):
-                setattr(owner, name, self._noting(real, numbers))
-        return unknown
-
-    def _noting(self, real: Callable[..., Any], numbers: list[int]) -> Callable[..., Any]:
-        @wraps(real)
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            for number in numbers:
-                self.flags[number] = 1
-            return real(*args, **kwargs)
-
-        return noting
+            file.truncate(FLAGS)
+            self.flags = mmap(file.fileno(), FLAGS)
+        builtins.__dict__["__called__"] = self.flags
+        Loader().start()
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Write what the test has called, and how long it took."""
-        self.flags[:] = bytes(len(CATALOGUE))
-        began = time.monotonic()
+        self.flags[:] = bytes(FLAGS)
+        failed, began = item.session.testsfailed, time.monotonic()
         result = yield
-        called = {n for n, flag in enumerate(self.flags[:]) if flag} | self.unknown
-        line = json.dumps([item.nodeid, time.monotonic() - began, sorted(called)])
-        with self.calls.open("a") as file:
-            print(line, file=file)
+        called = [found.start() for found in re.finditer(b"\x01", self.flags[:])]
+        if item.session.testsfailed == failed:
+            with self.calls.open("a") as file:
+                print(json.dumps([item.nodeid, time.monotonic() - began, called]), file=file)
         return result
 
 
 if VARIABLE in os.environ:
-    apply(os.environ[VARIABLE])
+    put_in(os.environ[VARIABLE])
 RECORDER = Recorder(Path(os.environ[RECORD])) if RECORD in os.environ else None
 
 
-def register(plugins: pytest.PytestPluginManager) -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Let the recorder, if there is one, see each test."""
     if RECORDER is not None:
-        plugins.register(RECORDER)
+        config.pluginmanager.register(RECORDER)

@@ -19,35 +19,11 @@ from tests.engine.test_recompute import drawn
 from tests.pool import run_threads
 from tests.verify import micro
 from tests.verify.facts import FACTS, holds
-from tests.verify.mutations import (
-    accounts,
-    context,
-    data,
-    engine,
-    experts,
-    moments,
-    pipeline,
-    promises,
-    run,
-    shared,
-    tensor,
-    updates,
-)
-from tests.verify.mutations.mutation import Mutation
+from tests.verify.mutations import accounts, data, parallel, run
+from tests.verify.mutations.mutation import Mutation, mutations
 
-CATALOGUE = (
-    *(*data.MUTATIONS, *tensor.MUTATIONS, *context.MUTATIONS),
-    *(
-        *pipeline.MUTATIONS,
-        *accounts.MUTATIONS,
-        *run.MUTATIONS,
-        *experts.MUTATIONS,
-        *moments.MUTATIONS,
-        *engine.MUTATIONS,
-    ),
-    *(*promises.MUTATIONS, *updates.MUTATIONS, *shared.MUTATIONS),
-)
-NAMED = {mutation.name: mutation for mutation in CATALOGUE}
+CATALOGUE = [m for file in (data, run, parallel, accounts) for m in mutations(file.ROWS)]
+NAMED = {mutation.id: mutation for mutation in CATALOGUE}
 PROVED = sorted({(mutation.model, mutation.plan) for mutation in CATALOGUE})
 OTHERS = {*FACTS, "masks"}  # which the tests state, and verify does not
 STEPS = 2  # and one more, for a delayed update to be beside a step

@@ -1,15 +1,10 @@
 """Small sabotages of the package, each of which a proof must refuse.
 
-    data.py         rows, hybrid sharding, accumulation, precision, optimizer, buffers
-    tensor.py       tensor and sequence parallelism, logits
-    context.py      positions, rings, heads, the loss
-    pipeline.py     schedules, stages, ties, weight versions
-    experts.py      mixtures of experts
-    run.py          overflows, rates, groups, idle ranks, dropout, chunks of a disk, evaluations
-    accounts.py     bytes, memory, coverage, evaluation, outputs, checkpoints
-    moments.py      memory within a step
-    engine.py       what facts of the engine show, and a proof does not (tests/verify/facts.py)
-    updates.py      updates that are made later, in parts or in 16 bits, scales, evaluations
+    data.py         rows, gradients and their sums, gathers, precision, updates
+    run.py          what a run does over its steps: skipped ones, rates, delays, disks, evaluations
+    parallel.py     tensor, sequence and context parallelism, pipelines, mixtures of experts
+    accounts.py     bytes, memory, coverage, checkpoints, words of a plan, facts of the engine
 
-A mutation is a patch of one function. A technique's mutations are added with the technique.
+A row says what is called, under which plan it shows and of which model (micro.py), what is changed,
+and what of a proof refuses it. Most changes are of one function, by the makers of mutation.py.
 """

@@ -1,258 +1,287 @@
-"""Sabotages of what is sent, kept and shown, of evaluation, outputs and checkpoints."""
+"""Sabotages of what is sent, kept, shown and saved, of what a step holds between its beginning and
+its end, of the words of a plan, and of rules that the run and the prediction share.
+"""
 
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwise.checkpoint import pending
 from shardwise.comm import transport
+from shardwise.comm.tiers.arena import _Slot
+from shardwise.core import zero
+from shardwise.core.layouts import flatten
 from shardwise.core.layouts.layout import P, R
+from shardwise.core.plan import plan_schedule
+from shardwise.core.plan.plan import Plan
+from shardwise.core.schedule import library
 from shardwise.core.tools.tree import leaves
+from shardwise.engine import memory
 from shardwise.engine.engine import Engine
 from shardwise.engine.state import state
+from shardwise.engine.state.state import Loading
 from shardwise.prediction import traffic
 from shardwise.techniques.data.flat import flat_parameter
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.techniques.data.unit_hooks import Data
+from shardwise.techniques.layers import layer_plan
+from shardwise.techniques.offload import price as offload_price
+from shardwise.techniques.offload.disk_states import DiskStates
+from shardwise.techniques.offload.word import Offload
 from shardwise.techniques.pipeline.runtime import _Post
-from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
-from tests.verify.mutations.pipeline import replaced
+from shardwise.techniques.recompute import choice
+from shardwise.techniques.recompute import word as recompute_word
+from shardwise.techniques.recompute.host_activations import (
+    HostActivations,
+    HostedBlock,
+    Kept,
+    Stored,
+)
+from shardwise.techniques.recompute.partitioned import Inputs
+from shardwise.techniques.tile import apply as tiling
+from shardwise.techniques.tile.tiled_layer import TiledForward
+from tests.verify.mutations.mutation import (
+    Act,
+    Change,
+    Patch,
+    Rows,
+    after,
+    all_of,
+    arguments,
+    around,
+    before,
+    drop,
+    everywhere,
+    instead,
+    result,
+)
 
-# --- bytes ------------------------------------------------------------------------------------
-
-
-def price_of_an_all_reduce_halved(patch: Patch) -> None:
-    def price(real: Any, src: Any, dst: Any, numel: int, n: int) -> Any:
-        move = real(src, dst, numel, n)
-        return replace(move, sent=move.sent / 2) if move.what == "all_reduce" else move
-
-    around(patch, traffic, "price", price)
-
-
-def volume_of_an_all_reduce_halved(patch: Patch) -> None:
-    def halved(real: Any, kind: str, numel: int, *rest: Any) -> tuple[int, int]:
-        return real(kind, numel // 2 if kind == "all_reduce" else numel, *rest)
-
-    around(patch, transport, "volume", halved)
-
-
-def gathers_sent_twice(patch: Patch) -> None:
-    def start(real: Any, x: Tensor, axis: Any, src: Any, dst: Any, out: Tensor, **how: Any) -> Any:
-        if src != P and dst == R:
-            real(x, axis, src, dst, torch.empty_like(out), **how).wait()
-        return real(x, axis, src, dst, out, **how)
-
-    around(patch, flat_parameter, "start", start)
-
-
-def one_more_all_reduce(patch: Patch) -> None:
-    def settle(real: Any, engine: Engine, *args: Any) -> Any:
-        if engine.axes[0].size > 1:
-            engine.axes[0].transport.all_reduce(torch.zeros(2)).wait()
-        return real(engine, *args)
-
-    around(patch, Engine, "_settle", settle)
+ROWS = Rows()
 
 
-def one_more_between_steps(patch: Patch) -> None:
-    def step(real: Any, engine: Engine, batch: Any) -> Any:
-        if engine.axes[0].size > 1:
-            engine.axes[0].transport.all_reduce(torch.zeros(2)).wait()
-        return real(engine, batch)
-
-    around(patch, Engine, "step", step)
+def a_sum_more(engine: Engine, *_: Any) -> None:
+    if engine.axes[0].size > 1:
+        engine.axes[0].transport.all_reduce(torch.zeros(2)).wait()
 
 
-def freed_and_gathered_again(patch: Patch) -> None:
-    def gather(real: Any, flat: Flat) -> None:
-        real(flat)
-        if flat.reshards:
-            flat.reshard()
-            real(flat)
-
-    around(patch, Flat, "unshard", gather)
-
-
-# --- memory -----------------------------------------------------------------------------------
-
-
-def _keep(owner: Any, value: Any) -> None:
+def keep(owner: Any, value: Any) -> None:
     owner.__dict__.setdefault("kept_alive", []).append(value)
 
 
-def a_clone_of_each_unit(patch: Patch) -> None:
-    def init(real: Any, flat: Flat, *args: Any) -> None:
-        real(flat, *args)
-        _keep(flat, flat.shard.clone())
-
-    around(patch, Flat, "__init__", init)
+def keep_weights(engine: Engine) -> None:
+    keep(engine, [flat.shard.clone() for flat in engine.flats])
 
 
-def all_weights_leak(patch: Patch) -> None:
-    def step(real: Any, engine: Engine, batch: Any) -> Any:
-        _keep(engine, [flat.shard.clone() for flat in engine.flats])
-        return real(engine, batch)
-
-    around(patch, Engine, "step", step)
+def shown(name: str, act: Act) -> Change:
+    """`act(boxes, rank)` for what a rank shows."""
+    return result(Engine, name, lambda boxes, engine: act(boxes, engine.world.rank))
 
 
-def weights_leak_from_the_sixth_step(patch: Patch) -> None:
-    def step(real: Any, engine: Engine, batch: Any) -> Any:
-        if engine.steps >= 5:
-            _keep(engine, [flat.shard.clone() for flat in engine.flats])
-        return real(engine, batch)
-
-    around(patch, Engine, "step", step)
+def all_the_first(boxes: list[Any], _: int) -> list[Any]:
+    return [replace(box, replica=0) for box in boxes]
 
 
-def units_not_freed(patch: Patch) -> None:
-    patch.setattr(Flat, "reshard", lambda flat: flat.reshards and flat.to_sharded())
+def first_moment_zero(boxes: list[Any], _: int) -> list[Any]:
+    at = next(k for k, box in enumerate(boxes) if box.name.startswith("optim/exp_avg/"))
+    zero_box = replace(boxes[at], tensor=torch.zeros_like(boxes[at].tensor))
+    return [*boxes[:at], zero_box, *boxes[at + 1 :]]
 
 
-def sent_gradients_kept(patch: Patch) -> None:
-    def arrived(real: Any, grads: FlatGradient, out: Tensor, sent: Tensor) -> None:
-        real(grads, out, sent)
-        grads.__dict__["kept_alive"] = sent
+def forgotten(which: Act) -> Change:
+    """What is loaded over those of the optimizer's states is not kept."""
 
-    around(patch, FlatGradient, "_arrived", arrived)
+    def loaded(engine: Engine) -> None:
+        for value in filter(which, leaves([*engine.optimizer.state.values()], Tensor)):
+            value.zero_()
 
-
-def messages_kept(patch: Patch) -> None:
-    def receive(real: Any, post: Any, transfer: Any) -> list[Tensor]:
-        bundle = real(post, transfer)
-        _keep(post.work.stages, bundle)
-        return bundle
-
-    around(patch, _Post, "receive", receive)
+    return after(Engine, "loaded", loaded)
 
 
-# --- coverage ---------------------------------------------------------------------------------
+def second_copy(every: int) -> Change:
+    """Of what is gathered, until it is freed; of each gather, or of every second one."""
+
+    def gathered(flat: Flat) -> None:
+        flat.__dict__["gathers"] = flat.__dict__.get("gathers", 0) + 1
+        if flat.reshards and flat.__dict__["gathers"] % every == 0:
+            flat.__dict__["second"] = flat.full.clone()
+
+    freed = after(Flat, "reshard", lambda flat: flat.__dict__.pop("second", None))
+    return all_of(after(Flat, "unshard", gathered), freed)
 
 
-def _shown(patch: Patch, name: str, act: Any) -> None:
-    around(patch, Engine, name, lambda real, engine: act(engine, real(engine)))
+def kept_in_a_step(owner: Any, name: str, value: Act) -> Change:
+    """`value(result, *args)` of a function stays alive until the step of any rank ends."""
+
+    def apply(patch: Patch) -> None:
+        kept: list[Any] = []
+        seen = result(owner, name, lambda x, *of: (kept.append(value(x, *of)), x)[1])
+        all_of(seen, after(Engine, "_settle", lambda *_: kept.clear()))(patch)
+
+    return apply
 
 
-def a_rank_without_boxes(patch: Patch) -> None:
-    _shown(patch, "gradients", lambda engine, boxes: boxes if engine.world.rank == 0 else [])
+def zero2_as_zero1(patch: Patch) -> None:
+    patch.setitem(zero.ROWS, "zero2", zero.ROWS["zero1"])
 
 
-def gradients_without_one(patch: Patch) -> None:
-    _shown(patch, "gradients", lambda _, boxes: boxes[1:])
+def one_f_one_b_as_gpipe(patch: Patch) -> None:
+    gpipe = replace(library.LIBRARY["1f1b"], build=library.LIBRARY["gpipe"].build)
+    patch.setitem(library.LIBRARY, "1f1b", gpipe)
+    patch.setattr(plan_schedule, "_lowered", plan_schedule._lowered.__wrapped__)  # without a cache
 
 
-def a_weight_in_part(patch: Patch) -> None:
-    _shown(patch, "boxes", lambda engine, boxes: boxes if engine.world.rank == 0 else boxes[1:])
+ROWS |= {
+    # --- bytes ------------------------------------------------------------------------------------
+    "an all-reduce at half its price [dp2] bytes": result(
+        traffic,
+        "price",
+        lambda move, *_: replace(move, sent=move.sent / (2 if move.what == "all_reduce" else 1)),
+    ),
+    "half of an all-reduce counted [dp2] bytes": arguments(
+        transport, "volume", lambda kind, n, *of: (kind, n // (1 + (kind == "all_reduce")), *of)
+    ),
+    "one more all-reduce [dp2 zero1] bytes": before(Engine, "_settle", a_sum_more),
+    "an all-reduce between steps [dp2 zero2] bytes": before(Engine, "step", a_sum_more),
+    # --- memory -----------------------------------------------------------------------------------
+    "a clone of each unit kept [dp2 zero1] memory": after(
+        Flat, "__init__", lambda flat, *_: keep(flat, flat.shard.clone())
+    ),
+    "all weights leak at each step [dp2 zero3] memory": before(
+        Engine, "step", lambda engine, _: keep_weights(engine)
+    ),
+    "a leak from the sixth step on [dp2] memory": before(
+        Engine, "step", lambda engine, _: engine.steps >= 5 and keep_weights(engine)
+    ),
+    "units not freed [dp2 zero3] memory": instead(
+        Flat, "reshard", lambda flat: flat.reshards and flat.to_sharded()
+    ),
+    "gradients that were sent kept [dp2 zero2] memory": after(
+        FlatGradient, "_arrived", lambda g, _, sent: g.__dict__.update(kept_alive=sent)
+    ),
+    "messages kept [pp2 1f1b:4] memory": result(
+        _Post, "receive", lambda got, post, _: keep(post.work.stages, got) or got
+    ),
+    "units are aligned to elements [dp2 zero3 of gpt] memory": everywhere(
+        flatten, "flatten", lambda real, numels, _, ranks: real(numels, 1, ranks)
+    ),
+    # the second gradients of delayed updates, in run and prediction
+    "host memory in no list [dp2 zero1 offload:optim-delayed=0] memory": all_of(
+        everywhere(
+            memory,
+            "gradients_of",
+            lambda real, flat: [t for t in real(flat) if t is not flat.grads.other_host_grad],
+        ),
+        everywhere(
+            offload_price,
+            "host_bytes",
+            lambda real, *args, **how: (
+                (found := real(*args, **how)) | {"gradients": found["gradients"] // 2}
+            ),
+        ),
+    ),
+    # --- coverage, checkpoints --------------------------------------------------------------------
+    "a rank that shows no boxes [dp2 zero1] coverage": shown(
+        "gradients", lambda boxes, rank: [] if rank else boxes
+    ),
+    "gradients without one of them [tp2] coverage": shown("gradients", lambda b, _: b[1:]),
+    "every gradient the first copy [dp2] coverage": shown("gradients", all_the_first),
+    "a weight saved in part [dp2 zero3] error": shown("boxes", lambda b, rank: b[rank > 0 :]),
+    "every copy saved as the first [dp2] error": shown("boxes", all_the_first),
+    "a moment saved as zeros [dp2]": shown("boxes", first_moment_zero),
+    "moments forgotten in a load [dp2 zero2]": forgotten(lambda value: value.dim() > 0),
+    "step counts forgotten in a load [dp2 zero1]": forgotten(lambda value: value.dim() == 0),
+    "copies not refreshed after a load [dp2 zero1] error": drop(state, "refresh"),
+    "a snapshot of views [dp1] late writer": instead(pending, "snapshot", lambda *_: []),
+    # --- within a step ----------------------------------------------------------------------------
+    "a second copy of what is gathered [dp2 zero3 of gpt] moments": second_copy(1),
+    "a second copy in backward [dp2 zero3 of gpt] moments": second_copy(2),
+    "inputs kept whole [tp2 recompute:partitioned of gpt] moments": before(Inputs, "_keep", keep),
+    "copies on the host not dropped [dp2 activations:host of gpt] moments": kept_in_a_step(
+        HostActivations, "keep", lambda x, *_: getattr(x, "stored", None)
+    ),
+    "copies on the device not dropped [dp2 activations:host of gpt] moments": kept_in_a_step(
+        Stored, "bytes", lambda found, *_: found
+    ),
+    "sent gradients freed at the step's end [dp2 zero2 of gpt] moments": kept_in_a_step(
+        FlatGradient, "_arrived", lambda *of: of[-1]
+    ),
+    "the offset of a view lost [dp2 activations:host of fused]": after(
+        Kept, "__init__", lambda kept, *_: setattr(kept, "view", (*kept.view[:2], 0))
+    ),
+    # --- what the words of a plan say -------------------------------------------------------------
+    "zero2 as zero1 [dp2 zero2] memory": zero2_as_zero1,
+    "1f1b as gpipe [pp2 1f1b:4] memory": one_f_one_b_as_gpipe,
+    "all states offloaded [dp2 zero1 offload:optim=0.5] memory": instead(
+        Offload, "tiers", lambda _, numels: ["host"] * len(numels)
+    ),
+    "each extent twice [dp2 offload:optim@disk of wide] memory": around(
+        DiskStates,
+        "_allocate",
+        lambda real, s, key, *of: [real(s, f"second {key}", *of), real(s, key, *of)][1],
+    ),
+    "plans of layers ignored [dp2 zero1 | blocks.0: zero3 of gpt] memory": arguments(
+        Plan, "of_layers", lambda plan, _: (plan, 0)
+    ),
+    "the last layer of a range left out [dp2 zero1 | blocks.0-2: zero3 of deep] memory": arguments(
+        layer_plan, "_expanded", lambda pattern: (pattern.replace("0-2", "0-1"),)
+    ),
+    "every block recomputed [recompute:every2 of gpt] memory": arguments(
+        choice, "chosen", lambda model, what, blocks: (model, what and "full", blocks)
+    ),
+    "a budget is doubled [dp2 recompute:24KiB of deep] memory": everywhere(
+        recompute_word, "recompute_budget", lambda real, what: 2 * real(what)
+    ),
+    "logits of tiles joined [dp2 zero3 tile:4=head of words] moments": around(
+        TiledForward, "__init__", lambda real, layer, tiles, **_: real(layer, tiles, logits=False)
+    ),
+    "two tiles in one [dp2 zero3 tile:4=blocks.*.mlp.* of words] memory": arguments(
+        tiling, "even", lambda first, last, ranks: (first, last, max(1, ranks // 2))
+    ),
+}
 
 
-def every_gradient_the_first_copy(patch: Patch) -> None:
-    _shown(patch, "gradients", lambda _, boxes: [replace(box, replica=0) for box in boxes])
+@ROWS.around("dp2 zero3", flat_parameter, "start", "bytes")
+def each_gather_sent_twice(real, x: Any, axis: Any, src: Any, dst: Any, out: Any, **how: Any):
+    if src != P and dst == R:
+        real(x, axis, src, dst, torch.empty_like(out), **how).wait()
+    return real(x, axis, src, dst, out, **how)
 
 
-def every_copy_is_the_first(patch: Patch) -> None:
-    _shown(patch, "boxes", lambda _, boxes: [replace(box, replica=0) for box in boxes])
+@ROWS.around("dp2 zero3", Flat, "unshard", "bytes")
+def units_freed_and_gathered_again(real, flat: Flat) -> None:
+    real(flat)
+    if flat.reshards:
+        flat.reshard()
+        real(flat)
 
 
-# --- evaluation, outputs ----------------------------------------------------------------------
+@ROWS.around("recompute:full arenas of gpt", _Slot, "tensor", "memory")
+def a_slot_is_never_free_again(real, slot: Any, *args: Any) -> Any:
+    found = real(slot, *args)
+    slot.user = StorageWeakRef(slot.memory.untyped_storage())
+    return found
 
 
-def evaluation_of_own_rows(patch: Patch) -> None:
-    def evaluate(real: Any, engine: Engine, batch: Any) -> Any:
-        # the lengths of lists, behind the loss and the tokens, agree
-        with replaced(engine.consensus, "agree", lambda x: torch.cat([x[:2], 2 * x[2:]])):
-            return real(engine, batch)
-
-    around(patch, Engine, "evaluate", evaluate)
+@ROWS.around("dp2 zero1", Loading, "__init__")
+def frozen_weights_are_not_loaded(real, loading: Any, model: Any, sharded: Any, *of: Any) -> None:
+    real(loading, model, sharded, *of)
+    frozen = {f"model/{n}" for flat in sharded.flats if not flat.trained for n in flat.names}
+    loading.boxes = [box for box in loading.boxes if box.name not in frozen]
 
 
-def evaluation_of_means(patch: Patch) -> None:
-    """The mean of the ranks' means, whatever they have."""
-
-    def evaluate(real: Any, engine: Engine, batch: Any) -> Any:
-        with replaced(engine, "_count", lambda *_: 1):
-            return real(engine, batch)
-
-    around(patch, Engine, "evaluate", evaluate)
-
-
-def outputs_while_training(patch: Patch) -> None:
-    around(patch, Engine, "_made", lambda real, e, call: real(e, lambda m: call(m.train())))
+@ROWS.around("dp2 activations:host of deep", HostedBlock, "begin_backward", "moments")
+def all_blocks_fetched_at_once(real, block: HostedBlock) -> None:
+    earlier = block
+    while not block.begun and earlier is not None:
+        block.kept += [ref for ref in earlier.kept if ref not in block.kept]
+        earlier = None if earlier.before is None else earlier.before()
+    real(block)
 
 
-def outputs_of_own_stages(patch: Patch) -> None:
-    def outputs(real: Any, engine: Engine, *args: Any) -> Any:
-        with replaced(engine, "_over_stages", lambda x: x):
-            return real(engine, *args)
-
-    around(patch, Engine, "outputs", outputs)
-
-
-# --- checkpoints ------------------------------------------------------------------------------
-
-
-def optimizer_state_forgotten(patch: Patch) -> None:
-    """What is loaded over the moments is not kept."""
-
-    def loaded(real: Any, engine: Engine) -> None:
-        real(engine)
-        for value in leaves([*engine.optimizer.state.values()], Tensor):
-            value.mul_(float(value.dim() == 0))
-
-    around(patch, Engine, "loaded", loaded)
-
-
-def step_count_forgotten(patch: Patch) -> None:
-    def loaded(real: Any, engine: Engine) -> None:
-        real(engine)
-        for value in leaves([*engine.optimizer.state.values()], Tensor):
-            value.mul_(float(value.dim() > 0))
-
-    around(patch, Engine, "loaded", loaded)
-
-
-def copies_not_refreshed(patch: Patch) -> None:
-    """Gathered weights stay what they were before the load."""
-    patch.setattr(state, "refresh", nothing)
-
-
-def a_weight_not_saved(patch: Patch) -> None:
-    """In place of one weight's values zeros are saved."""
-
-    def boxes(engine: Engine, boxes: Any) -> Any:
-        first = next(k for k, box in enumerate(boxes) if box.name.startswith("optim/exp_avg/"))
-        return [
-            replace(box, tensor=torch.zeros_like(box.tensor)) if k == first else box
-            for k, box in enumerate(boxes)
-        ]
-
-    _shown(patch, "boxes", boxes)
-
-
-MUTATIONS = (
-    Mutation("an all-reduce at half its price", "dp2", "bytes", price_of_an_all_reduce_halved),
-    Mutation("half of an all-reduce counted", "dp2", "bytes", volume_of_an_all_reduce_halved),
-    Mutation("each gather sent twice", "dp2 zero3", "bytes", gathers_sent_twice),
-    Mutation("one more all-reduce", "dp2 zero1", "bytes", one_more_all_reduce),
-    Mutation("an all-reduce between steps", "dp2 zero2", "bytes", one_more_between_steps),
-    Mutation("units freed and gathered again", "dp2 zero3", "bytes", freed_and_gathered_again),
-    Mutation("a clone of each unit kept", "dp2 zero1", "memory", a_clone_of_each_unit),
-    Mutation("all weights leak at each step", "dp2 zero3", "memory", all_weights_leak),
-    Mutation("a leak from the sixth step on", "dp2", "memory", weights_leak_from_the_sixth_step),
-    Mutation("gradients that were sent kept", "dp2 zero2", "memory", sent_gradients_kept),
-    Mutation("messages kept", "pp2 1f1b:4", "memory", messages_kept),
-    Mutation("units not freed", "dp2 zero3", "memory", units_not_freed),
-    Mutation("a rank that shows no boxes", "dp2 zero1", "coverage", a_rank_without_boxes),
-    Mutation("gradients without one of them", "tp2", "coverage", gradients_without_one),
-    Mutation("every gradient the first copy", "dp2", "coverage", every_gradient_the_first_copy),
-    Mutation("a weight saved in part", "dp2 zero3", "error", a_weight_in_part),
-    Mutation("every copy saved as the first", "dp2", "error", every_copy_is_the_first),
-    Mutation("evaluation of a rank's own rows", "dp2 zero1", "parity", evaluation_of_own_rows),
-    Mutation("evaluation as a mean of means", "dp2", "parity", evaluation_of_means),
-    Mutation("outputs in training mode", "tp2", "parity", outputs_while_training, "training"),
-    Mutation("outputs of a rank's own stages", "pp2 1f1b:2", "parity", outputs_of_own_stages),
-    Mutation("moments forgotten in a load", "dp2 zero2", "parity", optimizer_state_forgotten),
-    Mutation("step counts forgotten in a load", "dp2 zero1", "parity", step_count_forgotten),
-    Mutation("copies not refreshed after a load", "dp2 zero1", "error", copies_not_refreshed),
-    Mutation("a moment saved as zeros", "dp2", "parity", a_weight_not_saved),
-)
+@ROWS.around("dp2 zero3 offload:param of gpt", Data, "__init__", "moments")
+def all_units_gathered_ahead(real, data: Data, root: Any, units: Any, pace: Any, *of: Any, **how):
+    real(data, root, units, replace(pace, ahead=len(units.order)), *of, **how)

@@ -1,36 +1,65 @@
-"""Sabotages of what a run does over its steps: overflows, rates, groups, ranks without rows,
-recomputation with dropout, chunks of a disk, and what an evaluation sends.
+"""Sabotages of what a run does over its steps: overflows, rates, groups, recomputation with
+dropout, delayed updates, chunks of a disk, and evaluations.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardwise.comm.move import begin_sum
 from shardwise.core.layouts.layout import R
+from shardwise.core.reduce_order import Act as UnitAct
+from shardwise.core.unit_order import UnitOrder
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.optimizer.scale import LossScale, LossWeights
 from shardwise.engine.optimizer.updating import Updates
 from shardwise.techniques.data.flat import flat_parameter
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.expert.apply import ExpertLayout
-from shardwise.techniques.offload import disk_states
+from shardwise.techniques.offload import disk_states, updater
 from shardwise.techniques.offload.disk_states import DiskStates
+from shardwise.techniques.offload.updater import NextStep
+from shardwise.techniques.offload.word import Offload
 from shardwise.techniques.recompute.generators import Generators
-from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
-from tests.verify.mutations.pipeline import replaced
+from tests.verify.mutations.mutation import (
+    Change,
+    Rows,
+    after,
+    all_of,
+    arguments,
+    around,
+    before,
+    beside,
+    drop,
+    instead,
+    nothing,
+    replaced,
+    result,
+    skip,
+)
 
-# --- a skipped step ---------------------------------------------------------------------------
+ROWS = Rows()
+DELAYED = "dp2 zero1 offload:optim-delayed=0"
 
 
-def gradients_of_a_skipped_step_stay(patch: Patch) -> None:
+def of_the_second_group(*names: str) -> Change:
+    """Options that all groups take from the spec."""
+
+    def build(real: Any, spec: OptimizerSpec, *args: Any) -> Any:
+        made = real(spec, *args)
+        for group in made.param_groups[1:]:
+            group.update({name: spec.options[name] for name in names})
+        return made
+
+    return around(OptimizerSpec, "build", build)
+
+
+def gradients_of_a_skipped_step_stay(patch: Any) -> None:
     def leave_out(real: Any, updates: Updates, *args: Any) -> Any:
         own.skips = True
         try:
@@ -38,347 +67,190 @@ def gradients_of_a_skipped_step_stay(patch: Patch) -> None:
         finally:
             own.skips = False
 
-    def clear(real: Any, gradient: FlatGradient) -> None:
-        if not getattr(own, "skips", False):
-            real(gradient)
-
     own = threading.local()  # ranks are threads
-    around(patch, FlatGradient, "clear", clear)
-    around(patch, Updates, "leave_out", leave_out)
-
-
-def scale_is_not_lowered(patch: Patch) -> None:
-    around(
-        patch, LossScale, "update", lambda real, s, overflow: None if overflow else real(s, False)
-    )
-
-
-def scale_never_rises(patch: Patch) -> None:
-    def update(real: Any, scale: LossScale, overflow: bool) -> None:
-        scale.good = 0
-        real(scale, overflow)
-
-    around(patch, LossScale, "update", update)
-
-
-def a_skipped_step_is_counted(patch: Patch) -> None:
-    """The optimizer's own count rises, so that its corrections of bias are those of a step more."""
-
-    def skip(real: Any, optimizer: ShardedOptimizer) -> None:
-        real(optimizer)
-        for state in optimizer.torch.state.values():
-            state["step"] += 1
-
-    around(patch, ShardedOptimizer, "skip", skip)
-
-
-# --- rates and groups -------------------------------------------------------------------------
-
-
-def _options_of_the_second_group(patch: Patch, *names: str) -> None:
-    def build(real: Any, spec: OptimizerSpec, *args: Any) -> Any:
-        made = real(spec, *args)
-        for group in made.param_groups[1:]:
-            group.update({name: spec.options[name] for name in names})
-        return made
-
-    around(patch, OptimizerSpec, "build", build)
-
-
-def one_rate_for_all_groups(patch: Patch) -> None:
-    _options_of_the_second_group(patch, "lr")
-
-
-def one_decay_for_all_groups(patch: Patch) -> None:
-    _options_of_the_second_group(patch, "weight_decay")
-
-
-def new_rate_of_the_first_group_alone(patch: Patch) -> None:
-    def set_lr(_: Any, optimizer: ShardedOptimizer, lr: float) -> None:
-        optimizer.param_groups[0]["lr"] = lr
-
-    around(patch, ShardedOptimizer, "set_lr", set_lr)
-
-
-def a_new_rate_a_step_late(patch: Patch) -> None:
-    def set_lr(real: Any, optimizer: ShardedOptimizer, lr: float) -> None:
-        before = optimizer.__dict__.setdefault("asked", lr)
-        optimizer.__dict__["asked"] = lr
-        real(optimizer, before)
-
-    around(patch, ShardedOptimizer, "set_lr", set_lr)
-
-
-def rates_not_loaded(patch: Patch) -> None:
-    patch.setattr(ShardedOptimizer, "load_changed", nothing)
-
-
-def a_delayed_update_reads_the_next_rate(patch: Patch) -> None:
-    def later(real: Any, optimizer: ShardedOptimizer, *args: Any) -> Any:
-        update = real(optimizer, *args)
-        optimizer.torch.param_groups = optimizer.param_groups
-        return update
-
-    around(patch, ShardedOptimizer, "later", later)
-
-
-def a_delayed_update_has_no_gradients_of_its_own(patch: Patch) -> None:
-    patch.setattr(FlatGradient, "swap", nothing)
-
-
-# --- ranks without rows -----------------------------------------------------------------------
-
-
-def a_rank_without_rows_counts_one(patch: Patch) -> None:
-    around(patch, Engine, "_count", lambda real, engine, *of: max(1, real(engine, *of)))
-
-
-def the_mean_of_all_ranks(patch: Patch) -> None:
-    """A rank without rows counts tokens all the same."""
-
-    def begin(real: Any, weights: LossWeights, counts: Sequence[float], *args: Any) -> None:
-        real(weights, [n or 9 for n in counts], *args)
-
-    around(patch, LossWeights, "__init__", begin)
-
-
-# --- recomputation ----------------------------------------------------------------------------
-
-
-def other_masks_in_a_recomputation(patch: Patch) -> None:
-    def set_to(real: Any, generators: Generators, states: Any) -> None:
-        real(generators, states)
-        torch.rand(1)
-
-    around(patch, Generators, "set", set_to)
-
-
-def generators_move_on_in_a_recomputation(patch: Patch) -> None:
-    """What is drawn in a recomputation changes what is drawn after it."""
-    patch.setattr(Generators, "set", nothing)
-
-
-# --- chunks of a disk -------------------------------------------------------------------------
-
-
-def a_step_for_each_chunk(patch: Patch) -> None:
-    """The pieces of one parameter share its count of steps, and each adds to it."""
-    patch.setattr(disk_states, "_copied", lambda value: value)
-
-
-def each_chunk_published_first(patch: Patch) -> None:
-    def publish(real: Any, states: DiskStates, job: Any, *buffers: Any) -> None:
-        real(states, replace_chunk(job) if job.chunk == 1 else job, *buffers)
-
-    def replace_chunk(job: Any) -> Any:
-        return type(job)(job.key, 0, job.extents)
-
-    around(patch, DiskStates, "_publish_chunk", publish)
-
-
-def pieces_from_the_first_chunk(patch: Patch) -> None:
-    """Of every chunk the parameters of the first one are updated."""
-
-    def inside(real: Any, states: DiskStates, flat: Any, first: int, last: int) -> Any:
-        return real(states, flat, 0, last - first)
-
-    around(patch, DiskStates, "_inside", inside)
-
-
-def the_last_chunk_not_updated(patch: Patch) -> None:
-    def update(real: Any, states: DiskStates, job: Any, *args: Any) -> None:
-        if job.chunk == 0 or job.chunk < states.masters[job.key].chunks - 1:
-            real(states, job, *args)
-
-    around(patch, DiskStates, "_update_chunk", update)
-
-
-# --- evaluation -------------------------------------------------------------------------------
-
-
-def one_more_sum_in_an_evaluation(patch: Patch) -> None:
-    def evaluate(real: Any, engine: Engine, batch: Any) -> Any:
-        begin_sum(torch.zeros(2, dtype=torch.float64), engine.axes[-1]).wait()
-        return real(engine, batch)
-
-    around(patch, Engine, "evaluate", evaluate)
-
-
-def gathers_twice_in_an_evaluation(patch: Patch) -> None:
-    def start(real: Any, x: Tensor, axis: Any, src: Any, dst: Any, out: Tensor, **how: Any) -> Any:
-        if dst == R and not torch.is_grad_enabled():
-            real(x, axis, src, dst, torch.empty_like(out), **how).wait()
-        return real(x, axis, src, dst, out, **how)
-
-    around(patch, flat_parameter, "start", start)
-
-
-def evaluation_in_training_mode(patch: Patch) -> None:
-    around(
-        patch, Engine, "_made", lambda real, engine, call: real(engine, lambda m: call(m.train()))
-    )
-
-
-def evaluation_without_a_flush(patch: Patch) -> None:
-    """An update that is made beside the next step is not finished before."""
-
-    def made(real: Any, engine: Engine, call: Any) -> Any:
-        with replaced(engine, "flush", nothing):
-            return real(engine, call)
-
-    around(patch, Engine, "_made", made)
-
-
-def modes_not_restored(patch: Patch) -> None:
-    def made(real: Any, engine: Engine, call: Any) -> Any:
-        found = real(engine, call)
-        engine.model.eval()
-        return found
-
-    around(patch, Engine, "_made", made)
-
-
-def tokens_of_own_rows(patch: Patch) -> None:
-    def evaluate(real: Any, engine: Engine, batch: Any) -> tuple[float, int]:
-        loss, _ = real(engine, batch)
-        return loss, engine._count(batch)
-
-    around(patch, Engine, "evaluate", evaluate)
-
-
-def outputs_of_stand_ins(patch: Patch) -> None:
-    """Tokens reach no expert on a rank whose last batch had no rows."""
-    around(
-        patch,
+    around(Updates, "leave_out", leave_out)(patch)
+    skip(FlatGradient, "clear", lambda _: getattr(own, "skips", False))(patch)
+
+
+@contextmanager
+def replay(generators: Generators, states: Any) -> Iterator[None]:
+    """The generators go on from where the recomputation has left them."""
+    generators.set(states)
+    yield
+
+
+late = instead(
+    Offload, "delays", lambda word, step: word.undelayed is not None and step > word.undelayed
+)
+
+
+def returned(real: Any, order: UnitOrder, unit: int, **how: Any) -> list[UnitAct]:
+    """What an evaluation frees, it frees at its end."""
+    acts = real(order, unit, **how)
+    return acts if how.get("recorded", True) or order.in_backward else []
+
+
+in_training = arguments(Engine, "_made", lambda engine, call: (engine, lambda m: call(m.train())))
+
+
+ROWS |= {
+    # --- rates and groups -------------------------------------------------------------------------
+    "one rate for all groups [dp2 zero1]": of_the_second_group("lr"),
+    "one weight decay for all groups [dp2 zero2]": of_the_second_group("weight_decay"),
+    "a new rate of one group alone [dp2]": instead(
+        ShardedOptimizer, "set_lr", lambda o, lr: o.param_groups[0].update(lr=lr)
+    ),
+    "rates that are not loaded [dp2]": drop(ShardedOptimizer, "load_changed"),
+    # --- a skipped step, ranks without rows -------------------------------------------------------
+    "gradients of a skipped step stay [dp2 zero1 fp16]": gradients_of_a_skipped_step_stay,
+    # --- recomputation ----------------------------------------------------------------------------
+    "other masks in a recomputation [recompute:full of gpt] masks": after(
+        Generators, "set", lambda *_: torch.rand(1)
+    ),
+    "masks not drawn again [recompute:selective of gpt] masks": drop(Generators, "set"),
+    "numbers after a recomputation [recompute:full of gpt] masks": instead(
+        Generators, "replay", replay
+    ),
+    # --- delayed updates --------------------------------------------------------------------------
+    f"the first delay a step late [{DELAYED}]": late,
+    "the first delay late after 40 steps [dp2 zero1 offload:optim-delayed] memory": late,
+    f"a delayed update without buffers of its own [{DELAYED}]": drop(FlatGradient, "swap"),
+    "the last of several parts lost [dp2 zero1 offload:optim]": result(
+        updater, "pieces", lambda found, *_: (x := [*found])[: max(1, len(x) - 1)]
+    ),
+    "evaluated before the update [dp2 offload:optim-delayed=0] late evaluation": beside(
+        Engine, "_made", flush=nothing
+    ),
+    # --- chunks of a disk -------------------------------------------------------------------------
+    # the pieces of one parameter share its count of steps, and each adds to it
+    "a step for each chunk [dp2 zero1 offload:optim@disk of wide]": instead(
+        disk_states, "_copied", lambda value: value
+    ),
+    "a chunk published in the place of another [dp2 zero3 offload:optim@disk of wide]": arguments(
+        DiskStates,
+        "_publish_chunk",
+        lambda s, job, *of: (s, type(job)(job.key, job.chunk - (job.chunk == 1), job.extents), *of),
+    ),
+    # of every chunk the parameters of the first one are updated
+    "pieces of the first chunk [dp2 zero1 offload:optim@disk of wide]": arguments(
+        DiskStates, "_inside", lambda s, flat, first, last: (s, flat, 0, last - first)
+    ),
+    "the last chunk not updated [dp2 zero3 offload:optim@disk of wide]": skip(
+        DiskStates,
+        "_update_chunk",
+        lambda s, job, *_: 0 < job.chunk == s.masters[job.key].chunks - 1,
+    ),
+    # --- evaluation, outputs ----------------------------------------------------------------------
+    "an evaluation in training mode [dp2 zero1 of training]": in_training,
+    "outputs in training mode [tp2 of training]": in_training,
+    "modes not restored [dp2 zero3 of training]": after(
+        Engine, "_made", lambda engine, _: engine.model.eval()
+    ),
+    "an evaluation without a flush [dp2 zero2 offload:optim-delayed=0]": beside(
+        Engine, "_made", flush=nothing
+    ),
+    "evaluation as a mean of means [dp2]": beside(Engine, "evaluate", _count=lambda *_: 1),
+    "tokens of a rank's own rows [dp2 zero1]": result(
+        Engine, "evaluate", lambda found, engine, batch: (found[0], engine._count(batch))
+    ),
+    "one more sum in an evaluation [dp2] bytes": before(
+        Engine,
+        "evaluate",
+        lambda e, _: begin_sum(torch.zeros(2, dtype=torch.float64), e.axes[-1]).wait(),
+    ),
+    "an evaluation frees its units at its end [dp2 zero3 of gpt] moments": all_of(
+        around(UnitOrder, "returned", returned),
+        result(
+            UnitOrder,
+            "end_evaluation",
+            lambda found, order: [*found, *(UnitAct("free", unit) for unit in order.forward)],
+        ),
+    ),
+    "outputs of a rank's own stages [pp2 1f1b:2]": beside(
+        Engine, "outputs", _over_stages=lambda x: x
+    ),
+    # tokens reach no expert on a rank whose last batch had no rows
+    "outputs of stand-ins [dp2 ep2 of moe]": before(
         Engine,
         "outputs",
-        lambda real, engine, *args: (
-            setattr(engine.sharded.of(ExpertLayout), "absent", engine.data_rank == 1),
-            real(engine, *args),
-        )[1],
-    )
+        lambda e, *_: setattr(e.sharded.of(ExpertLayout), "absent", e.data_rank == 1),
+    ),
+    # --- what is loaded ---------------------------------------------------------------------------
+    "the steps not loaded [dp2 zero3]": after(
+        Engine, "load_scalars", lambda engine, _: setattr(engine, "steps", 0)
+    ),
+}
 
 
-def buffers_not_loaded(patch: Patch) -> None:
-    def loading(real: Any, engine: Engine, *args: Any) -> Any:
-        return [
-            replace(box, tensor=box.tensor.clone()) if box.name.startswith("buffer/") else box
-            for box in real(engine, *args)
-        ]
-
-    around(patch, Engine, "loading", loading)
+@ROWS.around("dp2 zero3", ShardedOptimizer, "set_lr")
+def a_new_rate_a_step_late(real, optimizer: ShardedOptimizer, lr: float) -> None:
+    earlier = optimizer.__dict__.setdefault("asked", lr)
+    optimizer.__dict__["asked"] = lr
+    real(optimizer, earlier)
 
 
-def numbers_after_a_recomputation(patch: Patch) -> None:
-    """The generators go on from where the recomputation has left them."""
-
-    @contextmanager
-    def replay(generators: Generators, states: Any) -> Iterator[None]:
-        generators.set(states)
-        yield
-
-    patch.setattr(Generators, "replay", replay)
+@ROWS.around(DELAYED, ShardedOptimizer, "later")
+def a_delayed_update_with_the_next_rate(real, optimizer: ShardedOptimizer, *args: Any) -> Any:
+    update = real(optimizer, *args)
+    optimizer.torch.param_groups = optimizer.param_groups
+    return update
 
 
-MUTATIONS = (
-    Mutation(
-        "gradients of a skipped step stay",
-        "dp2 zero1 fp16",
-        "parity",
-        gradients_of_a_skipped_step_stay,
-    ),
-    Mutation("the loss scale is not lowered", "dp2 fp16", "parity", scale_is_not_lowered),
-    Mutation("the loss scale never rises", "dp2 fp16", "parity", scale_never_rises),
-    Mutation("a skipped step is counted", "dp2 fp16", "parity", a_skipped_step_is_counted),
-    Mutation("one rate for all groups", "dp2 zero1", "parity", one_rate_for_all_groups),
-    Mutation("one weight decay for all groups", "dp2 zero2", "parity", one_decay_for_all_groups),
-    Mutation("a new rate of one group alone", "dp2", "parity", new_rate_of_the_first_group_alone),
-    Mutation("a new rate a step late", "dp2 zero3", "parity", a_new_rate_a_step_late),
-    Mutation("rates that are not loaded", "dp2", "parity", rates_not_loaded),
-    Mutation(
-        "a delayed update with the next rate",
-        "dp2 zero1 offload:optim-delayed=0",
-        "parity",
-        a_delayed_update_reads_the_next_rate,
-    ),
-    Mutation(
-        "a delayed update without buffers of its own",
-        "dp2 zero1 offload:optim-delayed=0",
-        "parity",
-        a_delayed_update_has_no_gradients_of_its_own,
-    ),
-    Mutation(
-        "a rank without rows counts one", "dp2 zero2", "parity", a_rank_without_rows_counts_one
-    ),
-    Mutation("the mean over idle ranks too", "dp2 zero3", "parity", the_mean_of_all_ranks),
-    Mutation(
-        "other masks in a recomputation",
-        "recompute:full",
-        "masks",
-        other_masks_in_a_recomputation,
-        "gpt",
-    ),
-    Mutation(
-        "masks not drawn again",
-        "recompute:selective",
-        "masks",
-        generators_move_on_in_a_recomputation,
-        "gpt",
-    ),
-    Mutation(
-        "a step for each chunk",
-        "dp2 zero1 offload:optim@disk",
-        "parity",
-        a_step_for_each_chunk,
-        "wide",
-    ),
-    Mutation(
-        "a chunk published in the place of another",
-        "dp2 zero3 offload:optim@disk",
-        "parity",
-        each_chunk_published_first,
-        "wide",
-    ),
-    Mutation(
-        "pieces of the first chunk",
-        "dp2 zero1 offload:optim@disk",
-        "parity",
-        pieces_from_the_first_chunk,
-        "wide",
-    ),
-    Mutation(
-        "the last chunk not updated",
-        "dp2 zero3 offload:optim@disk",
-        "parity",
-        the_last_chunk_not_updated,
-        "wide",
-    ),
-    Mutation(
-        "an evaluation without a flush",
-        "dp2 zero2 offload:optim-delayed=0",
-        "parity",
-        evaluation_without_a_flush,
-    ),
-    Mutation("modes not restored", "dp2 zero3", "parity", modes_not_restored, "training"),
-    Mutation("tokens of a rank's own rows", "dp2 zero1", "parity", tokens_of_own_rows),
-    Mutation("outputs of stand-ins", "dp2 ep2", "parity", outputs_of_stand_ins, "moe"),
-    Mutation("buffers not loaded", "dp2", "parity", buffers_not_loaded, "sigmoid"),
-    Mutation(
-        "numbers after a recomputation",
-        "recompute:full",
-        "masks",
-        numbers_after_a_recomputation,
-        "gpt",
-    ),
-    Mutation("one more sum in an evaluation", "dp2", "bytes", one_more_sum_in_an_evaluation),
-    Mutation(
-        "gathers twice in an evaluation", "dp2 zero3", "bytes", gathers_twice_in_an_evaluation
-    ),
-    Mutation(
-        "an evaluation in training mode",
-        "dp2 zero1",
-        "parity",
-        evaluation_in_training_mode,
-        "training",
-    ),
-)
+@ROWS.around(DELAYED, NextStep, "finish")
+def a_delayed_update_not_awaited(real, later: NextStep) -> None:
+    """What the device gets are the masters of before the update, or of a part of it."""
+    running, later._running = later._running, []
+    real(later)
+    for _, piece in running:
+        later.optimizer.publish(piece)
+
+
+@ROWS.around("dp2 zero1 offload:optim-delayed", NextStep, "finish")
+def delayed_updates_shown_too_early(_, later: NextStep) -> None:
+    """What the device gets are the masters of before the update."""
+    running, later._running = later._running, []
+    later._asked.set()
+    for update, piece in running:
+        later.optimizer.publish(piece)
+        update.result()
+
+
+@ROWS.around(DELAYED, Engine, "loading")
+def a_load_over_a_pending_update(real, engine: Engine, *args: Any) -> Any:
+    """The update is finished after the load, on the masters that it has read."""
+    later = engine.updates.updater
+    if not isinstance(later, NextStep):
+        return real(engine, *args)
+    running, later._running = later._running, []
+    found = real(engine, *args)
+    later._running = running
+    return found
+
+
+@ROWS.around("dp2 zero3", flat_parameter, "start", "bytes")
+def gathers_twice_in_an_evaluation(real, x: Any, axis: Any, src: Any, dst: Any, out: Any, **how):
+    if dst == R and not torch.is_grad_enabled():
+        real(x, axis, src, dst, torch.empty_like(out), **how).wait()
+    return real(x, axis, src, dst, out, **how)
+
+
+@ROWS.around("dp2 zero1", Engine, "evaluate")
+def evaluation_of_own_rows(real, engine: Engine, batch: Any) -> Any:
+    """The lengths of lists, behind the loss and the tokens, agree."""
+    with replaced(engine.consensus, agree=lambda x: torch.cat([x[:2], 2 * x[2:]])):
+        return real(engine, batch)
+
+
+@ROWS.around("dp2 fp16", Engine, "load_scalars")
+def the_loss_scale_not_loaded(real, engine: Engine, saved: Any) -> None:
+    kept = engine.scale.value
+    real(engine, saved)
+    engine.scale.value = kept
+
+
+@ROWS.around("dp2 of sigmoid", Engine, "loading")
+def buffers_not_loaded(real, engine: Engine, *args: Any) -> Any:
+    return [
+        replace(box, tensor=box.tensor.clone()) if box.name.startswith("buffer/") else box
+        for box in real(engine, *args)
+    ]
