@@ -36,65 +36,63 @@ class Stack(nn.Module):
         return self.head(self.norm(x))
 
 
-class Mlp(nn.Module):
-    """Norm, two layers with biases, and the residual, all inside one module."""
+class Parts(nn.Module):
+    """A norm, and layers from one width to another; `use(self, x)` is what it makes with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, use: Callable[[Any, Tensor], Tensor], **layers: nn.Module) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.use, self.norm = use, nn.LayerNorm(WIDTH)
+        for name, layer in layers.items():
+            self.add_module(name, layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
+        return self.use(self, x)
 
 
-class Gated(nn.Module):
+def up(width: int = HIDDEN, bias: bool = True) -> nn.Linear:
+    return nn.Linear(WIDTH, width, bias)
+
+
+def down() -> nn.Linear:
+    return nn.Linear(HIDDEN, WIDTH)
+
+
+def mlp() -> nn.Module:
+    """Norm, two layers with biases, and the residual, all inside one module."""
+    use = lambda m, x: x + m.down(functional.gelu(m.up(m.norm(x))))  # noqa: E731
+    return Parts(use, up=up(), down=down())
+
+
+def gated() -> nn.Module:
     """Two layers of columns that read the same."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.gate, self.up = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, WIDTH)
+    def use(m: Any, x: Tensor) -> Tensor:
+        x = m.norm(x)
+        return m.down(functional.silu(m.gate(x)) * m.up(x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        return self.down(functional.silu(self.gate(x)) * self.up(x))
+    return Parts(use, gate=up(), up=up(bias=False), down=down())
 
 
-class Unused(nn.Module):
-    """As Gated, with one more layer of columns, whose output nobody wants, or only with `by`."""
+def unused(by: str) -> nn.Module:
+    """As gated, with one more layer of columns, whose output nobody wants, or only with `by`."""
 
-    def __init__(self, by: str) -> None:
-        super().__init__()
-        self.by = by
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.side = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
+    def use(m: Any, x: Tensor) -> Tensor:
+        y = m.norm(x)
+        with torch.set_grad_enabled(by != "no_grad"):
+            scale = m.side(y).tanh()
+        return x + m.down(m.up(y) * (1 if by == "nothing" else scale.detach()))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        if self.by == "no_grad":
-            with torch.no_grad():
-                scale = self.side(y).tanh()
-            return x + self.down(self.up(y) * scale)
-        if self.by == "detach":
-            return x + self.down(self.up(y) * self.side(y).detach())
-        self.side(y)
-        return x + self.down(self.up(y))
+    return Parts(use, up=up(), side=up(), down=down())
 
 
-class Packed(nn.Module):
+def packed() -> nn.Module:
     """Gate and up in one weight."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.both, self.down = nn.Linear(WIDTH, 2 * HIDDEN), nn.Linear(HIDDEN, WIDTH)
+    def use(m: Any, x: Tensor) -> Tensor:
+        gate, up = m.both(m.norm(x)).chunk(2, -1)
+        return x + m.down(functional.silu(gate) * up)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.both(self.norm(x)).chunk(2, -1)
-        return x + self.down(functional.silu(gate) * up)
+    return Parts(use, both=up(2 * HIDDEN), down=down())
 
 
 class Attention(nn.Module):
@@ -125,16 +123,12 @@ class Attention(nn.Module):
         return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
-class Both(nn.Module):
+def both() -> nn.Module:
     """A whole layer between one whose output is gathered and one whose input is split."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle = nn.Linear(WIDTH, HIDDEN), nn.LayerNorm(HIDDEN)
-        self.last = nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.last(self.middle(torch.tanh(self.first(x))))
+    use = lambda m, x: x + m.last(m.middle(torch.tanh(m.first(x))))  # noqa: E731
+    made = Parts(use, first=up(), middle=nn.LayerNorm(HIDDEN), last=down())
+    del made.norm
+    return made
 
 
 class Doubled(nn.Linear):
@@ -144,20 +138,15 @@ class Doubled(nn.Linear):
         return functional.linear(x, 2 * self.weight.sin(), self.bias)
 
 
-class Mixed(nn.Module):
+def mixed(order: str) -> nn.Module:
     """Plain layers of columns and one of another class, all reading the same; in any order."""
 
-    def __init__(self, order: str) -> None:
-        super().__init__()
-        self.order = order
-        self.norm = nn.LayerNorm(WIDTH)
-        self.a, self.b = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
-        self.other, self.down = Doubled(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+    def use(m: Any, x: Tensor) -> Tensor:
+        y = m.norm(x)
+        made = {name: m.get_submodule(name)(y) for name in order.split()}
+        return x + m.down(made["a"] * made["b"].sin() + made["other"].cos())
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        made = {name: self.get_submodule(name)(y) for name in self.order.split()}
-        return x + self.down(made["a"] * made["b"].sin() + made["other"].cos())
+    return Parts(use, a=up(), b=up(), other=Doubled(WIDTH, HIDDEN), down=down())
 
 
 class Recomputed(nn.Module):
@@ -174,27 +163,15 @@ class Recomputed(nn.Module):
         return again
 
 
-class Inner(nn.Module):
-    """Two layers and nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(functional.gelu(self.up(x)))
-
-
-class Named(nn.Module):
+def named() -> nn.Module:
     """Two blocks, of which one's name begins with the other's."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp, self.mlp2 = nn.LayerNorm(WIDTH), Inner(), Inner()
+    def use(m: Any, x: Tensor) -> Tensor:
+        x = x + m.mlp(m.norm(x))
+        return x + m.mlp2(m.norm(x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.mlp(self.norm(x))
-        return x + self.mlp2(self.norm(x))
+    inner = (nn.Sequential(up(), nn.GELU(), down()) for _ in range(2))
+    return Parts(use, mlp=next(inner), mlp2=next(inner))
 
 
 @dataclass(frozen=True)
@@ -228,7 +205,9 @@ class Kind:
 PAIR = {"up": "colwise", "down": "rowwise"}
 GATED = {"gate": "colwise", **PAIR}
 UNUSED = {"side": "colwise", **PAIR}
-NAMED = {f"{name}.{layer}": style for name in ("mlp", "mlp2") for layer, style in PAIR.items()}
+NAMED = {
+    f"{m}.{k}": style for m in ("mlp", "mlp2") for k, style in ((0, "colwise"), (2, "rowwise"))
+}
 MIXED = {"a": "colwise", "b": "colwise", "other": "colwise", "down": "rowwise"}
 APART = {"q": "colwise:heads", "[kv]": "colwise:kv_heads", "out": "rowwise:heads"}
 APART |= {"[qk]_norm": "replicated"}
@@ -267,31 +246,27 @@ def recomputed(kind: Kind, reentrant: bool = False) -> Kind:
     return Kind(make, styles, sequence, kind.heads, kind.kv_heads, sets)
 
 
-MLP = Kind(Mlp, PAIR)
+MLP = Kind(mlp, PAIR)
 ENDS = {"first": "colwise_gather_output", "last": "rowwise_split_input"}
 KINDS: dict[str, Kind] = {
     "biases, norm and residual inside": MLP,
-    "gated": Kind(Gated, GATED),
-    "packed gate and up": Kind(Packed, {"both": "colwise:2", "down": "rowwise"}),
+    "gated": Kind(gated, GATED),
+    "packed gate and up": Kind(packed, {"both": "colwise:2", "down": "rowwise"}),
     "4 heads, 2 for keys": attention(4, 2, packed=False),
     "6 heads, 2 for keys": attention(6, 2, packed=False),
-    "5 heads": attention(5, 5, packed=False),
     "packed qkv, 6 heads, 2 for keys": attention(6, 2, packed=True),
     "packed qkv, 6 heads, 1 for keys": attention(6, 1, packed=True),
-    "frozen packed qkv": frozen(attention(6, 1, packed=True), "qkv.weight"),
-    "gathered output, split input": Kind(Both, ENDS, {"middle": "whole"}),
-    "gathered beside a longer name": Kind(Named, NAMED, {"norm": "sequence", "mlp": "gather"}),
-    "another class last": Kind(partial(Mixed, "a b other"), MIXED),
-    "another class first": Kind(partial(Mixed, "other b a"), MIXED),
-    "a layer nobody reads": Kind(partial(Unused, "nothing"), UNUSED),
-    "a layer read without gradient": Kind(partial(Unused, "detach"), UNUSED),
-    "a layer under no_grad": Kind(partial(Unused, "no_grad"), UNUSED),
-    "frozen columns": frozen(Kind(Gated, GATED), "gate.weight", "gate.bias", "up.weight"),
-    "half frozen columns": frozen(Kind(Gated, GATED), "gate.bias", "up.weight"),
+    "gathered output, split input": Kind(both, ENDS, {"middle": "whole"}),
+    "gathered beside a longer name": Kind(named, NAMED, {"norm": "sequence", "mlp": "gather"}),
+    "another class last": Kind(partial(mixed, "a b other"), MIXED),
+    "another class first": Kind(partial(mixed, "other b a"), MIXED),
+    "a layer nobody reads": Kind(partial(unused, "nothing"), UNUSED),
+    "a layer read without gradient": Kind(partial(unused, "detach"), UNUSED),
+    "a layer under no_grad": Kind(partial(unused, "no_grad"), UNUSED),
+    "frozen columns": frozen(Kind(gated, GATED), "gate.weight", "gate.bias", "up.weight"),
     "frozen rows": frozen(MLP, "down.weight", "down.bias", "norm.weight"),
-    "recomputed": recomputed(Kind(Gated, GATED)),
+    "recomputed": recomputed(Kind(gated, GATED)),
     "recomputed attention": recomputed(attention(6, 2, packed=False)),
-    "recomputed packed qkv": recomputed(attention(6, 2, packed=True)),
     "recomputed, reentrant": recomputed(MLP, reentrant=True),
 }
 
