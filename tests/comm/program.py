@@ -1,6 +1,7 @@
-"""A command line program in miniature, for the tests of the launcher: it does what it is told.
+"""A command line program in miniature, for the tests of launchers: it does what it is told.
 
-Each line it writes carries its rank; the folder is where ranks leave their process numbers.
+launch(["saves", FOLDER])   under `launch`; each rank leaves its process number in the folder
+python -m program kill 1    under no launcher, for the tests of the start and of the peers
 """
 
 import os
@@ -10,29 +11,69 @@ import time
 from pathlib import Path
 from types import FrameType
 
-import shardwise.comm.world as worlds
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm.move import all_reduce
+from shardwise.comm.world import World, init
 
 
-def save_and_leave(rank: int, folder: Path) -> None:
-    def saved(number: int, frame: FrameType | None) -> None:
-        (folder / f"saved-{rank}").touch()
-        sys.exit(0)
-
-    signal.signal(signal.SIGTERM, saved)
+def meet_and_wait(folder: Path) -> None:
+    """Meet, leave the process number, and wait."""
+    world = init("cpu")
+    world.barrier()
+    (folder / f"pid-{world.rank}").write_text(str(os.getpid()))
+    time.sleep(60)
 
 
 def main() -> None:
+    """What a rank of `launch` does."""
     what, folder = sys.argv[1], Path(sys.argv[2])
-    world = worlds.init()
+    world = init()
+
+    def saved(number: int, frame: FrameType | None) -> None:
+        (folder / f"saved-{world.rank}").touch()
+        sys.exit(0)
+
     if what == "saves":
-        save_and_leave(world.rank, folder)
+        signal.signal(signal.SIGTERM, saved)
     world.barrier()
     (folder / f"pid-{world.rank}").write_text(str(os.getpid()))
     if what == "refuse" or (what == "refuse-on-1" and world.rank == 1):
         print("Given: nothing. Allowed: something. Write instead: this.", file=sys.stderr)
         sys.exit(2)
     if what == "raise" and world.rank == 1:
-        raise ArithmeticError("the loss has left the building")
+        raise ArithmeticError("the loss is not finite")
     if what != "end":
-        print(f"rank {world.rank} waits", flush=True)
         time.sleep(60)
+
+
+def started_alone(what: str, rank: str = "") -> None:
+    """What a rank does that no launcher of ours has started."""
+    world = init("cpu")
+    all_reduce(torch.ones(1), world.everyone)
+    if what in ("part", "pipe"):
+        lose(world, what)
+    if what in ("stop", "kill") and world.rank == int(rank):
+        time.sleep(1)  # time for a beat that says where
+        os.kill(os.getpid(), signal.SIGSTOP if what == "stop" else signal.SIGKILL)
+    if what == "sleep":
+        print("met", flush=True)
+    if what in ("kill", "sleep"):  # nobody waits for a message of the dead rank
+        time.sleep(60)
+    all_reduce(torch.ones(1), world.everyone)
+    print(f"rank {world.rank} has ended", flush=True)
+
+
+def lose(world: World, what: str) -> None:
+    """Rank 1 is gone; rank 0 waits for it in a pipe, or goes on."""
+    model = sw.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, world=world)
+    if world.rank == 1:
+        os._exit(3)
+    if what == "pipe":
+        model(torch.ones(4, 2)).sum().backward()
+
+
+if __name__ == "__main__":
+    started_alone(*sys.argv[1:])

@@ -1,9 +1,13 @@
+"""Ranks of `spawn` and of the command line: results, failures, signals, and what is refused."""
+
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,31 +16,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.gloo import shared
-from shardwise.comm.move import all_reduce
+import shardwise as sw
+from shardwise.comm.start import excepthook
 from shardwise.comm.start.launch import launch, spawn
-from shardwise.comm.start.rendezvous import Start, environment, first_host
 from shardwise.comm.world import init
 from shardwise.core.errors import InputError, RankError, bad
-from tests.programs import start_program
+from tests.programs import run_program, start_program
 
 ROOT = Path(__file__).parents[2]
 START = """
 import sys
 from shardwise.comm.start.launch import launch
-sys.exit(launch(sys.argv[1:], 2, "tests.comm.program").code)
+
+if __name__ == "__main__":
+    sys.exit(launch(sys.argv[1:], 2, "tests.comm.program").code)
 """
-
-
-def started(what: str, folder: Path) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-c", START, what, str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"TMPDIR": str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def wait_for(*paths: Path) -> None:
@@ -54,6 +48,16 @@ def is_alive(pid: int) -> bool:
     return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
 
 
+def any_alive(folder: Path) -> bool:
+    """Whether a rank lives that has left its process number."""
+    pids = [int(file.read_text()) for file in folder.glob("pid-*")]
+    assert pids
+    return any(map(is_alive, pids))
+
+
+# --- spawn ----------------------------------------------------------------------------------------
+
+
 def look_around(greeting: str) -> tuple[int, int, float, int, str, torch.Tensor]:
     world = init()
     x = torch.full((3,), world.rank + 1.0)
@@ -64,12 +68,12 @@ def look_around(greeting: str) -> tuple[int, int, float, int, str, torch.Tensor]
 
 @pytest.mark.usefixtures("interpreters")
 def test_spawn_returns_the_results_of_all_ranks_in_rank_order(monkeypatch: pytest.MonkeyPatch):
-    """Three ranks form one world of one thread each, and their results arrive in rank order."""
+    """Ranks form one world of one thread each, and their results arrive in rank order."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = dict(os.environ)
-    results = spawn(look_around, 3, ("hello",))
-    assert [result[:5] for result in results] == [(rank, 3, 18.0, 1, "hello") for rank in range(3)]
-    assert [result[5].sum().item() for result in results] == [0.0, 2.0**20, 2.0**21]
+    results = spawn(look_around, 2, ("hello",))
+    assert [result[:5] for result in results] == [(rank, 2, 9.0, 1, "hello") for rank in range(2)]
+    assert [result[5].sum().item() for result in results] == [0.0, 2.0**20]
     assert dict(os.environ) == before
 
 
@@ -87,59 +91,23 @@ except (sw.RankError, sw.InputError) as error:
 """
 
 
-@pytest.mark.parametrize("source", [pytest.param("file", marks=pytest.mark.full), "text"])
+@pytest.mark.full
+@pytest.mark.parametrize("source", ["file", "text"])
 def test_ranks_that_cannot_import_the_main_program_are_refused_or_forked(
     source: str, tmp_path: Path
 ):
     """A script without a guard, and a program from no file: one paragraph, or a fork."""
     (tmp_path / "script.py").write_text(UNGUARDED)
     program = [str(tmp_path / "script.py")] if source == "file" else ["-c", UNGUARDED]
+    more: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
     runs = [
-        subprocess.run(
-            [sys.executable, *program, how],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        subprocess.run([sys.executable, *program, how], capture_output=True, check=False, **more)
         for how in ("import", "fork")
     ]
     why = "put the script's own code under 'if __name__" if source == "file" else "in a notebook"
     assert why in runs[0].stderr
     assert "Traceback" not in runs[0].stderr
     assert (runs[1].returncode, runs[1].stdout) == (0, "[1, 1]\n"), runs[1].stderr
-
-
-def part_and_meet() -> None:
-    world = init("cpu")
-    world.barrier()
-    world.close()
-    init("cpu")
-
-
-def test_a_process_has_one_world():
-    """The ranks of one that was closed would not find each other again."""
-    with pytest.raises(InputError, match=r"sw\.init\(\) after world\.close\(\)"):
-        spawn(part_and_meet, 2)
-
-
-def kill_the_other() -> None:
-    """Rank 1 is killed while rank 0 watches a mailbox, and sees it within the launcher's grace."""
-    world = init("cpu")
-    shared.SLEEP_S = 1e-6
-    all_reduce(torch.ones(1), world.everyone)
-    if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    all_reduce(torch.ones(1), world.everyone)
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("interpreters")
-def test_a_rank_that_is_killed_is_the_one_that_is_named():
-    """Whoever saw that it was gone says so, and is not the cause."""
-    with pytest.raises(RankError, match="it was ended by SIGKILL") as caught:
-        spawn(kill_the_other, 2)
-    assert caught.value.rank == 1
 
 
 def stay(number: int, frame: FrameType | None) -> None:
@@ -169,8 +137,8 @@ def fail_on_1(how: str, folder: Path) -> None:
     ("how", "said"),
     [
         ("raise", "Traceback .*ValueError: mine alone$"),
-        ("exit", "it left with exit code 3"),
         ("killed", "it was ended by SIGKILL"),
+        ("exit", "it left with exit code 3"),
     ],
 )
 def test_a_failed_rank_ends_the_others_and_is_named_first(how: str, said: str, tmp_path: Path):
@@ -181,8 +149,7 @@ def test_a_failed_rank_ends_the_others_and_is_named_first(how: str, said: str, t
     assert took < 10
     assert caught.value.rank == 1
     assert re.match("rank 1 failed:\n" + said, str(caught.value), re.DOTALL)
-    pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(3)]
-    assert not any(is_alive(pid) for pid in pids)
+    assert not any_alive(tmp_path)
 
 
 def fail_everywhere() -> None:
@@ -210,41 +177,35 @@ def return_a_function() -> object:
     return lambda: None
 
 
-@pytest.mark.full
-def test_a_rank_that_leaves_without_a_result_has_failed():
-    """Leaving by os._exit(0) is a failure, also when every rank does it."""
-    with pytest.raises(RankError, match=r"exit code 0 before its function had returned"):
-        spawn(leave_silently, 1)
-
-
-def test_a_result_that_cannot_be_sent_is_the_ranks_error():
-    """A result that cannot be pickled is reported as the error of the rank that returned it."""
-    with pytest.raises(RankError, match=r"rank 0 failed(?s:.)*pickle"):
-        spawn(return_a_function, 1)
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (return_a_function, r"rank 0 failed(?s:.)*pickle"),
+        (leave_silently, "exit code 0 before its function had returned"),
+    ],
+)
+def test_a_rank_without_a_result_has_failed(function: Callable[[], object], said: str):
+    """One that leaves by os._exit(0), and one whose result cannot be pickled."""
+    with pytest.raises(RankError, match=said):
+        spawn(function, 1)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"ranks": 0}, "ranks=0.*a whole number from 1 up.*ranks=2"),
+        ({"ranks": "2"}, "ranks='2'.*a whole number from 1 up"),
         ({"device": "tpu"}, "device='tpu'.*cpu or cuda"),
         ({"device": "cuda", "ranks": 10**6}, "1000000 ranks on cuda.*one GPU for each"),
-        ({"args": (lambda: None,)}, "cannot be sent.*top level of a module"),
         ({"ranks": 10**6}, "1000000 processes on this machine.*more on several machines"),
-        ({"ranks": "2"}, "ranks='2'.*a whole number from 1 up"),
+        ({"args": (lambda: None,)}, "cannot be sent.*top level of a module"),
+        ({"function": "work"}, r"spawn of .*Write instead: spawn\(work, 2\)"),
     ],
 )
-def test_what_cannot_be_spawned_is_refused(given: dict, message: str):
-    """Bad arguments of spawn are refused before any process starts, saying what is allowed."""
+def test_what_cannot_be_spawned_is_refused(given: dict[str, Any], message: str):
+    """Before any process starts, saying what is allowed."""
     with pytest.raises(InputError, match=message):
-        spawn(look_around, **given)
-
-
-@pytest.mark.parametrize("function", [None, "work", 3])
-def test_what_cannot_be_called_is_not_spawned(function: Any):
-    """No process is started for it, and the answer says what a function looks like."""
-    with pytest.raises(InputError, match=r"spawn of .*Write instead: spawn\(work, 2\)"):
-        spawn(function, 2)
+        spawn(**{"function": look_around, **given})
 
 
 def refuse_on(rank: int) -> None:
@@ -266,61 +227,27 @@ def test_bad_input_found_by_a_rank_is_the_callers_to_mend(rank: int):
     assert rank in (-1, caught.value.__cause__.rank)
 
 
-INTERRUPTED = """
-import signal, time
-import shardwise as sw
-
-def work(folder):
-    world = sw.init("cpu")
-    world.barrier()
-    (folder / f"pid-{world.rank}").write_text(str(__import__("os").getpid()))
-    time.sleep(60)
-
-if __name__ == "__main__":
-    from pathlib import Path
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    sw.spawn(work, 2, (Path(__file__).parent,))
-"""
+# --- launch, and signals --------------------------------------------------------------------------
 
 
-@pytest.mark.full
-def test_ctrl_c_ends_the_ranks_of_spawn(tmp_path: Path):
-    """The launcher raises KeyboardInterrupt, and takes its ranks with it."""
-    script = tmp_path / "script.py"
-    script.write_text(INTERRUPTED)
-    pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
-    with subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True) as process:
-        wait_for(*pids)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=15)
-    assert said.rstrip().endswith("KeyboardInterrupt")
-    assert not any(is_alive(int(pid.read_text())) for pid in pids)
-
-
-def test_launch_passes_on_success(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """When every rank ends well the code is 0, and the launcher says nothing of its own."""
-    assert launch(["end", str(tmp_path)], 2, "tests.comm.program").code == 0
-    assert capfd.readouterr() == ("", "")
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.mark.parametrize("what", ["refuse", "refuse-on-1"])
-def test_launch_shows_a_refusal_once(what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """Bad input found by every rank, or only by the second, is one paragraph and exit code 2."""
-    assert launch([what, str(tmp_path)], 2, "tests.comm.program").code == 2
-    said = capfd.readouterr().err
-    assert said == "Given: nothing. Allowed: something. Write instead: this.\n"
-
-
-def test_launch_shows_the_traceback_of_the_rank_that_failed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(
+    ("what", "code", "said"),
+    [
+        ("end", 0, ""),
+        ("refuse-on-1", 2, "Given: nothing. Allowed: something. Write instead: this.\n"),
+        ("refuse", 2, "Given: nothing. Allowed: something. Write instead: this.\n"),
+        ("raise", 1, "rank 1 failed:\nTraceback .*ArithmeticError: the loss is not finite\n"),
+    ],
+)
+def test_launch_shows_what_the_ranks_say_once(
+    what: str, code: int, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    """An exception on one rank is shown with that rank's traceback alone, and the code is 1."""
-    assert launch(["raise", str(tmp_path)], 2, "tests.comm.program").code == 1
-    said = capfd.readouterr().err
-    assert said.startswith("rank 1 failed:\nTraceback")
-    assert said.endswith("ArithmeticError: the loss has left the building\n")
-    assert "elastic" not in said and "runpy" not in said
+    """Nothing of its own; a refusal of one rank or of all; the traceback of who failed alone."""
+    assert launch([what, str(tmp_path)], 2, "tests.comm.program").code == code
+    printed = capfd.readouterr().err
+    assert re.fullmatch(said, printed, re.DOTALL)
+    assert "elastic" not in printed and "runpy" not in printed
 
 
 @pytest.mark.full
@@ -330,86 +257,177 @@ def test_launch_shows_the_traceback_of_the_rank_that_failed(
 )
 def test_launch_forwards_signals(what: str, number: int, code: int, tmp_path: Path):
     """A signal reaches every rank: ranks that save and leave give 0, those that do not 128 + n."""
-    pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
     program = ["-c", START, what, str(tmp_path)]
     with start_program(program, ROOT, {"TMPDIR": str(tmp_path)}) as process:
-        wait_for(*pids)
+        wait_for(*(tmp_path / f"pid-{rank}" for rank in range(2)))
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (code, "")
     assert len(list(tmp_path.glob("saved-*"))) == (2 if what == "saves" else 0)
-    assert not any(is_alive(int(pid.read_text())) for pid in pids)
+    assert not any_alive(tmp_path)
+
+
+SPAWN = """
+import signal, sys
+from pathlib import Path
+import shardwise as sw
+from tests.comm.program import meet_and_wait
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    sw.spawn(meet_and_wait, 2, (Path(sys.argv[2]),))
+"""
 
 
 @pytest.mark.full
-def test_ranks_do_not_outlive_their_launcher(tmp_path: Path):
-    """When the launcher is killed, its ranks leave by themselves."""
-    pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
-    with started("saves", tmp_path) as process:
-        wait_for(*pids)
-        process.kill()
-        process.communicate(timeout=60)
+@pytest.mark.parametrize(
+    ("source", "number"), [(SPAWN, signal.SIGINT), (START, signal.SIGKILL)], ids=["spawn", "launch"]
+)
+def test_ranks_end_with_their_launcher(source: str, number: int, tmp_path: Path):
+    """It is interrupted, and raises KeyboardInterrupt; or killed, and its ranks leave alone."""
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    environ = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, str(script), "saves", str(tmp_path)]
+    with subprocess.Popen(argv, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(*(tmp_path / f"pid-{rank}" for rank in range(2)))
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert number == signal.SIGKILL or said.rstrip().endswith("KeyboardInterrupt")
     end = time.monotonic() + 10
-    while any(is_alive(int(pid.read_text())) for pid in pids):
+    while any_alive(tmp_path):
         assert time.monotonic() < end, "a rank lives on"
         time.sleep(0.05)
 
 
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-SLURM = {
-    "SLURM_PROCID": "5",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_NODELIST": "gpu[007-012,020],cpu1",
-    "SLURM_JOB_ID": "100",
-    "SLURM_STEP_ID": "2",
-}
+# --- an InputError that ends a run of several ranks -----------------------------------------------
+
+SCRIPT = """
+import atexit
+import sys
+import torch.distributed as dist
+from torch import nn
+import shardwise as sw
+
+def work(where):
+    world = sw.init("cpu")
+    left = open(f"left-{world.rank}.txt", "w")
+    left.write("in an open file, ")
+    atexit.register(left.write, "by a handler")
+    try:
+        sw.FSDP(nn.Linear(3, 3), "OTHER", world=world)
+    except sw.InputError as error:
+        print("caught", type(error).__name__, flush=True)
+    dist.barrier()  # torchrun ends the other rank as soon as one has failed
+    if where in ("all", str(world.rank)):
+        sw.FSDP(nn.Linear(3, 3), "SOME", world=world)
+    dist.barrier()
+
+if __name__ == "__main__":
+    how, where = sys.argv[1:]
+    sw.spawn(work, 2, (where,)) if how == "spawn" else work(where)
+"""
+#: Where it is not caught.
+LINE = 1 + next(i for i, line in enumerate(SCRIPT.split("\n")) if '"SOME"' in line)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("how", "where"), [("torchrun", "all"), ("torchrun", "1"), ("spawn", "1")])
+def test_an_input_error_is_one_paragraph(how: str, where: str, tmp_path: Path):
+    """From rank 0, or named by the one rank that has it; no worker prints a traceback.
+
+    What the script catches is shown by nobody; open files and atexit handlers are not lost.
+    """
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    argv = [*(launcher if how == "torchrun" else []), str(script), how, where]
+    done = run_program(argv, tmp_path, timeout=60)
+    said = [line for line in done.stderr.splitlines() if "Given: " in line]
+    assert len(said) == 1, done.stderr
+    whose = "rank 1: " if where == "1" else ""
+    assert said[0].startswith(f"shardwise: {whose}train.py, line {LINE}: Given: sharding_strategy=")
+    if how == "spawn":
+        assert (done.stderr.count("\n"), done.returncode) == (1, 2)
+        return
+    assert done.stdout.count("caught") == 2
+    assert "[rank" not in done.stderr
+    assert done.stderr.count("Traceback") == 1  # torchrun's own
+    assert "exitcode  : 2" in done.stderr
+    # of the rank that prints; torchrun may end others before they come to their error
+    left = tmp_path / f"left-{1 if where == '1' else 0}.txt"
+    assert left.read_text() == "in an open file, by a handler"
+    assert "InputError: see the paragraph" in done.stderr
+
+
+@pytest.mark.full
+def test_an_incomplete_environment_is_one_paragraph():
+    """RANK without the rest ends a script without a traceback, and with exit code 2."""
+    argv = ["-c", "import shardwise as sw; sw.init()"]
+    done = run_program(argv, variables={"RANK": "x", "WORLD_SIZE": "2"})
+    assert done.stderr.count("\n") == 1 and "Given: " in done.stderr
+    assert done.returncode == 2
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The hook of rank 0 of two; what the hook before it is called with."""
+    before: list[str] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, *_: before.append(kind.__name__))
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(excepthook, "_end_program", lambda: None)  # the tests go on after it
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    excepthook.install_excepthook(0, 2)
+    excepthook.install_excepthook(0, 2)  # once is enough
+    return before
+
+
+def raised(error: BaseException) -> Any:
+    try:
+        raise error
+    except type(error):
+        return sys.exc_info()
+
+
+def test_the_hook_of_a_rank(
+    hook: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Other errors are shown as before; several problems keep their lines, behind the place.
+
+    Torchrun's file has torch's own form, with the time that makes it the first failure.
+    """
+    sys.excepthook(*raised(KeyError("x")))
+    sys.excepthook(*raised(RuntimeError("Connection closed by peer")))
+    assert (hook, capsys.readouterr().err) == (["KeyError", "RuntimeError"], "")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    error = InputError("2 things are wrong\n1. this\n2. that")
+    error.__cause__ = RankError(3, 'Traceback\n  File "/nowhere/x.py", line 3, in f\n')
+    with pytest.raises(SystemExit) as left:
+        sys.excepthook(*raised(error))
+    assert (left.value.code, len(hook)) == (2, 2)
+    said = capsys.readouterr().err
+    assert said.startswith("shardwise: ") and said.endswith(f": {error}\n")
+    told = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert told["message"] == "InputError: see the paragraph that rank 0 has printed"
+    assert int(told["extraInfo"]["timestamp"]) > 0
 
 
 @pytest.mark.parametrize(
-    ("variables", "start"),
+    ("act", "said"),
     [
-        ({}, None),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),
-        (TORCHRUN, Start(3, 8, 3, "a", 1)),
-        (TORCHRUN | SLURM | {"LOCAL_RANK": "1"}, Start(3, 8, 1, "a", 1)),
-        (SLURM, Start(5, 8, 1, "gpu007", 15702)),
-        (SLURM | {"MASTER_ADDR": "h", "MASTER_PORT": "9"}, Start(5, 8, 1, "h", 9)),
-        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
+        (lambda: getattr(0.5, "backward"), "Given: .backward() of a number"),  # noqa: B009
+        (lambda: sw.parallelize(lr=0.1), "optimizer=sw.AdamW(lr=1e-3)"),  # type: ignore[call-arg]
     ],
 )
-def test_the_environment_tells_how_a_process_was_started(variables: dict, start: Start | None):
-    """The variables of torchrun come first, then a Slurm step's; a batch script has neither."""
-    assert environment(variables) == start
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"RANK": "0"}, "RANK in the environment without WORLD_SIZE and MASTER_ADDR"),
-        (TORCHRUN | {"RANK": "8"}, "RANK=8 and WORLD_SIZE=8"),
-        (TORCHRUN | {"RANK": "one"}, "RANK='one'"),
-        (TORCHRUN | {"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
-        (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536.*a port from 1 to 65535"),
-        (SLURM | {"SLURM_PROCID": "9"}, "SLURM_PROCID=9 and SLURM_STEP_NUM_TASKS=8"),
-        (SLURM | {"SLURM_STEP_NODELIST": ""}, "without SLURM_STEP_NODELIST"),
-    ],
-)
-def test_a_contradictory_environment_is_refused(variables: dict, message: str):
-    """Variables that are missing, no numbers, or out of range are named in an InputError."""
-    with pytest.raises(InputError, match=message):
-        environment(variables)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "first"),
-    [
-        ("node1", "node1"),
-        ("node1,node2", "node1"),
-        ("gpu[007-012,020],cpu1", "gpu007"),
-        ("a[3,5]-ib", "a3-ib"),
-    ],
-)
-def test_the_first_host_of_a_node_list(hosts: str, first: str):
-    """The first name of Slurm's compressed node list is where the ranks meet."""
-    assert first_host(hosts) == first
+def test_habits_from_other_libraries_are_explained(
+    act: Callable[[], Any], said: str, hook: list[str], capsys: pytest.CaptureFixture[str]
+):
+    """Python's error of `metrics.loss.backward()`, and of a learning rate without an optimizer."""
+    with pytest.raises((AttributeError, TypeError)) as caught:
+        act()
+    with pytest.raises(SystemExit):
+        sys.excepthook(caught.type, caught.value, caught.value.__traceback__)
+    assert said in capsys.readouterr().err

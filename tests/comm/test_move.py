@@ -1,11 +1,16 @@
+"""Moves and collectives on threads and on gloo processes: values, backward, and the ledger."""
+
 import gc
 import weakref
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from shardwise.comm import move as c
+from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.move import (
     all_gather_along,
     begin_reduce_scatter,
@@ -15,28 +20,27 @@ from shardwise.comm.move import (
     start,
 )
 from shardwise.comm.world import Axis, World, alone, traced
-from shardwise.core.errors import RankError
+from shardwise.core.errors import InputError
 from shardwise.core.layouts.layout import I, P, Placement, R, S
 from shardwise.core.mesh import Mesh
 from shardwise.core.moves import price
 from tests.pool import run_gloo, run_threads
 
 PLACEMENTS = [R, I, P, S(0), S(1)]
+MOVES = [pair for pair in product(PLACEMENTS, PLACEMENTS) if pair not in ((R, P), (I, P), (R, I))]
 SHAPE = (12, 24)
+NUMEL = SHAPE[0] * SHAPE[1]
 WORLDS = [(run_threads, 2), (run_threads, 3), (run_gloo, 2), (run_gloo, 4)]
 IDS = ["threads2", "threads3", "gloo2", "gloo4"]
 on_worlds = pytest.mark.parametrize(("run", "ranks"), WORLDS, ids=IDS)
 
 
-def is_move(src: Placement, dst: Placement) -> bool:
-    try:
-        price(src, dst, 1, 2)
-    except ValueError:
-        return False
-    return True
+def counted_axis(world: World, name: str = "dp") -> Axis:
+    """An axis of all ranks with a ledger of its own."""
+    return world.on(Mesh(((name, world.size),))).axis(name)
 
 
-MOVES = [pair for pair in product(PLACEMENTS, PLACEMENTS) if is_move(*pair)]
+# --- moves between placements ---------------------------------------------------------------------
 
 
 def part(placement: Placement, axis: Axis, seed: int) -> Tensor:
@@ -46,15 +50,6 @@ def part(placement: Placement, axis: Axis, seed: int) -> Tensor:
     if placement.dim is None:
         return whole
     return whole.chunk(axis.size, placement.dim)[axis.rank].clone()
-
-
-def total(x: Tensor, y: Tensor, placement: Placement, axis: Axis) -> float:
-    """<x, y> of a value in `placement` and a gradient in its dual, over all ranks."""
-    products = [torch.empty((), dtype=torch.float64) for _ in range(axis.size)]
-    gathered = torch.empty(axis.size, dtype=torch.float64)
-    axis.transport.all_gather(gathered, (x * y).sum().view(1)).wait()
-    products = gathered.tolist()
-    return products[0] if placement.kind == "I" else sum(products)
 
 
 def whole_of(x: Tensor, placement: Placement, axis: Axis) -> Tensor:
@@ -67,124 +62,89 @@ def whole_of(x: Tensor, placement: Placement, axis: Axis) -> Tensor:
     return every[axis.rank] if placement.dim is None else torch.cat(every, placement.dim)
 
 
-def all_moves(world: World) -> list[tuple[str, float, float, bool]]:
-    """For each move: its name, <Ax, y>, <x, A*y>, and whether A left the value what it was."""
-    axis = world.on(Mesh((("dp", world.size),))).axis("dp")
-    found = []
+def total(x: Tensor, y: Tensor, placement: Placement, axis: Axis) -> float:
+    """<x, y> of a value in `placement` and a gradient in its dual, over all ranks."""
+    sums = whole_of((x * y).sum().view(1), S(0), axis)
+    return float(sums[0] if placement.kind == "I" else sums.sum())
+
+
+def sent(tallies: dict[Key, Tally]) -> dict[str, int]:
+    return {key.kind: tally.elements for key, tally in tallies.items()}
+
+
+def priced(src: Placement, dst: Placement, ranks: int) -> dict[str, float]:
+    expected = price(src, dst, NUMEL, ranks)
+    return {expected.what: expected.sent} if expected.sent else {}
+
+
+def all_moves(world: World) -> list[str]:
+    """Moves that change the value, or whose backward or price is not what it should be."""
+    wrong = []
     for src, dst in MOVES:
-        x = part(src, axis, 1).requires_grad_()
+        axis = counted_axis(world)
+        x, y = part(src, axis, 1).requires_grad_(), part(dst.dual, axis, 2)
         out = move(x, axis, src, dst)
-        y = part(dst.dual, axis, 2)
-        same = torch.allclose(whole_of(out.detach(), dst, axis), whole_of(x.detach(), src, axis))
+        before = axis.ledger.copy()
         (back,) = torch.autograd.grad(out, x, y, allow_unused=True)
-        forth, back_ = total(out.detach(), y, dst, axis), total(x.detach(), back, src, axis)
-        found.append((f"{src} -> {dst}", forth, back_, same))
-    return found
+        counts = sent(before), sent(axis.ledger.since(before))
+        prices = priced(src, dst, world.size), priced(dst.dual, src.dual, world.size)
+        out, x = out.detach(), x.detach()
+        same = torch.allclose(whole_of(out, dst, axis), whole_of(x, src, axis))
+        forth = total(out, y, dst, axis)
+        adjoint = forth == pytest.approx(total(x, back, src, axis), rel=1e-12)
+        if not (same and adjoint and counts == prices):
+            wrong.append(f"{src} -> {dst}: {same}, {adjoint}, {counts}, {prices}")
+    return wrong
 
 
 @on_worlds
-def test_the_backward_of_every_move_is_its_adjoint(run, ranks):
-    """A move keeps the value that the parts stand for, and <Ax, y> = <x, A*y> for its backward."""
-    results = run(ranks, all_moves)
-    assert len(results[0]) == len(MOVES) == 22
-    for rank in results:
-        for name, forth, back, same in rank:
-            assert forth == pytest.approx(back, rel=1e-12), name
-            assert same, name
+def test_every_move(run: Any, ranks: int):
+    """It keeps the value; <Ax, y> = <x, A*y> for its backward; the ledger is the price of both."""
+    assert run(ranks, all_moves) == [[]] * ranks
 
 
-def lines_of_moves(world: World) -> list[tuple[str, dict, float]]:
-    found = []
-    for src, dst in MOVES:
-        here = world.on(Mesh((("dp", world.size),)))
-        axis = here.axis("dp")
-        x = part(src, axis, 1).requires_grad_()
-        out = move(x, axis, src, dst)
-        forth = {key.kind: tally.elements for key, tally in here.ledger.lines.items()}
-        expected = price(src, dst, SHAPE[0] * SHAPE[1], world.size)
-        before = here.ledger.copy()
-        out.backward(part(dst.dual, axis, 2))
-        back = {k.kind: t.elements for k, t in here.ledger.since(before).items()}
-        adjoint = price(*expected.adjoint, SHAPE[0] * SHAPE[1], world.size)
-        found.append((f"{src} -> {dst}", (forth, expected), (back, adjoint)))
-    return found
-
-
-@on_worlds
-def test_the_ledger_of_a_move_is_its_price(run, ranks):
-    """What each rank writes for a move and for its backward is the table's kind and elements."""
-    for rank in run(ranks, lines_of_moves):
-        for name, *ways in rank:
-            for written, expected in ways:
-                said = {expected.what: expected.sent} if expected.sent else {}
-                assert written == said, name
-
-
-def test_on_one_rank_every_move_is_free():
-    """With one rank a move returns the tensor it was given and nothing is written."""
-    world = alone()
-    x = torch.randn(4, 6)
+def test_what_does_not_move():
+    """No move counts a value twice; flat tensors have one dim; on one rank every move is free."""
+    axis, world, x = traced(0, 2).everyone, alone(), torch.randn(4, 6)
+    for pair in ((R, P), (I, P), (R, I)):
+        with pytest.raises(ValueError, match="no move"):
+            move(torch.zeros(4), axis, *pair)
+    with pytest.raises(ValueError, match="use move"):
+        start(torch.zeros(4), axis, S(0), S(1), torch.zeros(4))
+    assert axis.ledger.lines == {}
     assert all(move(x, world.axis("dp"), src, dst) is x for src, dst in MOVES)
     assert world.ledger.lines == {}
 
 
-@pytest.mark.parametrize(("src", "dst"), [(R, P), (I, P), (R, I)], ids=str)
-def test_there_is_no_move_that_would_count_a_value_twice(src, dst):
-    """R -> P, I -> P and R -> I are refused."""
-    axis = traced(0, 2).everyone
-    with pytest.raises(ValueError, match="no move"):
-        move(torch.zeros(4), axis, src, dst)
-
-
-def test_start_has_no_all_to_all():
-    """Flat tensors have one dim: S(0) -> S(1) is refused before anything is sent."""
-    axis = traced(0, 2).everyone
-    with pytest.raises(ValueError, match="use move"):
-        start(torch.zeros(4), axis, S(0), S(1), torch.zeros(4))
-    assert axis.ledger.lines == {}
-
-
-def second_derivative(world: World) -> None:
-    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
-    y = (move(x * x, world.everyone, P, R) ** 2).sum()
-    (first,) = torch.autograd.grad(y, x, create_graph=True)
-    first.sum().backward()
-
-
-def test_a_second_derivative_is_refused():
-    """Backward through a move's backward raises instead of being wrong."""
-    with pytest.raises(RankError, match="once_differentiable"):
-        run_threads(2, second_derivative)
-
-
-def derivative(world: World) -> list[bool]:
+def derivatives(world: World) -> list[bool]:
     x = torch.ones(2, dtype=torch.float64, requires_grad=True)
     found: list[bool] = []
     for in_turn in (False, True):
-        (grad,) = torch.autograd.grad(
-            move(x * x, world.everyone, P, I).sum(), x, create_graph=in_turn
-        )
+        out = move(x * x, world.everyone, P, I).sum()
+        (grad,) = torch.autograd.grad(out, x, create_graph=in_turn)
         found += [grad.tolist() == [2.0, 2.0], grad.requires_grad == in_turn]
+    y = (move(x * x, world.everyone, P, R) ** 2).sum()
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
     return found
 
 
-def test_a_first_derivative_is_the_same_whether_it_is_to_be_differentiated_or_not():
-    """Only what is asked to be differentiable in turn is marked as such."""
-    assert run_threads(2, derivative) == [[True] * 4] * 2
+def test_derivatives():
+    """The first is the same whether it is to be differentiated or not; a second one is refused."""
+    assert run_threads(2, derivatives) == [[True] * 4] * 2
+
+
+# --- moves of flat tensors ------------------------------------------------------------------------
 
 
 def in_place(world: World) -> list[bool]:
-    """Flat moves in place, of few elements and of many."""
-    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
-    return [good for d in dtypes for numel in (1, 1000) for good in moved_in_place(world, numel, d)]
-
-
-def moved_in_place(world: World, numel: int, dtype: torch.dtype) -> list[bool]:
     """start() with `out` a block of `x` and `x` a block of `out`; both queues; ended in order."""
-    axis, n, good = world.everyone, world.size, []
-    ranks = [torch.arange(n * numel).remainder(5).add(r).to(dtype) for r in range(n)]
-    summed = torch.stack(ranks).double().sum(0)
-    for behind in (False, True):
+    axis, n, good = world.everyone, world.size, list[bool]()
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+    for dtype, numel, behind in product(dtypes, (1, 1000), (False, True)):
+        ranks = [torch.arange(n * numel).remainder(5).add(r).to(dtype) for r in range(n)]
+        summed = torch.stack(ranks).double().sum(0)
         x = ranks[world.rank].clone()
         block = x.view(n, -1)[world.rank]
         start(x, axis, P, S(0), block, behind).wait()
@@ -199,14 +159,8 @@ def moved_in_place(world: World, numel: int, dtype: torch.dtype) -> list[bool]:
     return good
 
 
-@on_worlds
-def test_flat_moves_work_in_place(run, ranks):
-    """A block may be reduced into the whole it is part of, and gathered back into it."""
-    assert all(all(good) for good in run(ranks, in_place))
-
-
-def large_beside_small(world: World) -> list[bool]:
-    """Several moves under way at once, large and small all-reduces among them, ended in order."""
+def at_once(world: World) -> list[bool]:
+    """Several moves under way, large all-reduces beside small ones, a gather, and empty tensors."""
     axis, n = world.everyone, world.size
     sizes = [16 * n, 2**19 * n, 16 * n + 1, 24 * n]
     xs = [torch.full((size,), float(world.rank + 1)) for size in sizes]
@@ -216,15 +170,18 @@ def large_beside_small(world: World) -> list[bool]:
     waits.append(start(block, axis, S(0), R, out))
     for wait in waits:
         wait.wait()
-    expected = n * (n + 1) / 2
-    ranks = torch.arange(n).repeat_interleave(8)
-    return [*(bool((x == expected).all()) for x in xs), torch.equal(out, ranks.float())]
+    good = [bool((x == n * (n + 1) / 2).all()) for x in xs]
+    good.append(torch.equal(out, torch.arange(n).repeat_interleave(8).float()))
+    good.append(move(torch.empty(0), axis, P, R).numel() == 0)
+    good.append(move(torch.empty(0, 4), axis, S(0), R).numel() == 0)
+    return good
 
 
 @on_worlds
-def test_moves_under_way_at_once_do_not_mix(run, ranks):
-    """Large all-reduces (one call), small ones (two halves), odd ones and a gather, all pending."""
-    assert all(all(good) for good in run(ranks, large_beside_small))
+def test_flat_moves(run: Any, ranks: int):
+    """In place, of few elements and many; under way at once they do not mix; without elements."""
+    for body in (in_place, at_once):
+        assert all(all(good) for good in run(ranks, body))
 
 
 def along(world: World, numel: int, dtype: torch.dtype) -> list[bool]:
@@ -250,7 +207,7 @@ def along(world: World, numel: int, dtype: torch.dtype) -> list[bool]:
 
 @on_worlds
 @pytest.mark.parametrize("elements", [4, 400_000], ids=["small", "by gloo"])
-def test_blocks_along_a_dim_arrive_in_any_order(run, ranks, elements):
+def test_blocks_along_a_dim_arrive_in_any_order(run: Any, ranks: int, elements: int):
     """Of any strides, several under way, small or too large for shared memory; 16 bits too."""
     for dtype in (torch.float32, torch.bfloat16):
         assert all(all(good) for good in run(ranks, along, elements // ranks, dtype))
@@ -289,50 +246,151 @@ def kept_alive(world: World, numel: int) -> list[bool]:
         gc.enable()
 
 
+@pytest.mark.parametrize("numel", [16, 2**21], ids=["small", "by gloo"])
+def test_nothing_lives_longer_than_its_exchange(numel: int):
+    """No cycle holds what was sent or what came."""
+    assert run_gloo(2, kept_alive, numel) == [[True] * 3] * 2
+
+
 def summed(world: World, numel: int) -> tuple[bool, int]:
     """Whether doubles are summed exactly, and how many elements a rank received for it."""
-    axis = world.on(Mesh((("dp", world.size),))).axis("dp")
+    axis = counted_axis(world)
     own = (torch.arange(numel, dtype=torch.float64) + world.rank).view(-1, 5)
     before, n = own.clone(), world.size
     total = begin_sum(own, axis).wait()
     exact = torch.equal(total, n * before + n * (n - 1) / 2 - n * world.rank)
-    sent = sum(tally.elements for tally in axis.ledger.lines.values())
-    return exact and torch.equal(own, before), sent
+    return exact and torch.equal(own, before), sum(sent(axis.ledger.lines).values())
 
 
 @on_worlds
-def test_many_numbers_are_summed_by_an_all_reduce(run, ranks):
+def test_many_numbers_are_summed_by_an_all_reduce(run: Any, ranks: int):
     """A few are gathered from all ranks; of many, a rank sends and receives less than twice."""
     few, many = 10, 6000
     assert run(ranks, summed, few) == [(True, few * (ranks - 1))] * ranks
     assert run(ranks, summed, many) == [(True, 2 * many * (ranks - 1) // ranks)] * ranks
 
 
-@pytest.mark.parametrize("numel", [16, 2**21], ids=["small", "by gloo"])
-def test_nothing_lives_longer_than_its_exchange(numel):
-    """No cycle holds what was sent or what came."""
-    assert run_gloo(2, kept_alive, numel) == [[True] * 3] * 2
+# --- collectives by name --------------------------------------------------------------------------
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 
 
-def test_a_sum_of_blocks_needs_a_dim_that_divides():
-    """What to pad it to is said."""
-
-    def uneven(world: World) -> None:
-        begin_reduce_scatter(torch.ones(3, 5), world.everyone, 1)
-
-    with pytest.raises(RankError, match="pad the dim to 6"):
-        run_threads(2, uneven)
+def mine(rank: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Small whole numbers, other ones on each rank: sums are exact in every dtype."""
+    own = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 8, shape, generator=own).to(dtype)
 
 
-def empty(world: World) -> tuple[int, int]:
-    axis = world.everyone
-    nothing = torch.empty(0)
-    out = move(nothing, axis, P, R)
-    rows = move(torch.empty(0, 4), axis, S(0), R)
-    return out.numel(), rows.numel()
+def by_name(world: World, dtype: torch.dtype) -> list[bool]:
+    """Reductions, copies, and messages in a ring, of which every other rank receives first."""
+    axis, n, rank = counted_axis(world), world.size, world.rank
+    every = [mine(r, dtype, 3, 2 * n) for r in range(n)]
+    x, good = every[rank].clone(), list[bool]()
+    total = torch.stack(every).sum(0).to(dtype)
+    largest, least = torch.stack(every).amax(0), torch.stack(every).amin(0)
+    for op, expected in (("sum", total), ("max", largest), ("min", least)):
+        out = x.clone()
+        good += [c.all_reduce(out, axis, op) is out, torch.equal(out, expected)]
+    good.append(torch.equal(c.reduce_scatter(torch.cat([x] * n), axis), total))
+    good.append(torch.equal(c.reduce_scatter(x, axis, dim=1), total.chunk(n, 1)[rank]))
+    good.append(all(map(torch.equal, c.all_gather(x.t(), axis), [a.t() for a in every])))
+    for root in range(n):
+        out = x.clone()
+        good += [c.broadcast(out, axis, root) is out, torch.equal(out, every[root])]
+    good.append(sent(axis.ledger.lines)["broadcast"] == x.numel() * (n - 1))
+    right, left = (rank + 1) % n, (rank - 1) % n
+    for turn in range(6):
+        if turn % 2 == rank % 2:
+            c.send(mine(rank + turn, dtype, 7), axis, right)
+        else:
+            out = c.receive(torch.empty(7, dtype=dtype), axis, left)
+            good.append(torch.equal(out, mine(left + turn, dtype, 7)))
+    c.barrier(axis)
+    return good
 
 
-@pytest.mark.parametrize(("run", "ranks"), [(run_threads, 2), (run_gloo, 2)], ids=["t", "gloo"])
-def test_tensors_without_elements_move(run, ranks):
-    """Nothing to send is normal input."""
-    assert run(ranks, empty) == [(0, 0)] * ranks
+@on_worlds
+def test_collectives_by_name(run: Any, ranks: int):
+    """On every dtype they give what one process computes; a broadcast counts on its root alone."""
+    for dtype in DTYPES:
+        assert all(all(good) for good in run(ranks, by_name, dtype))
+
+
+def test_in_a_world_of_one_every_collective_is_the_identity():
+    """One rank gets back what it gave, and its ledger stays empty."""
+    world = alone()
+    axis, x = world.everyone, torch.arange(6.0).view(3, 2).requires_grad_()
+    assert c.all_to_all(x, world.axis("ep"), [3], [3]) is x
+    x = x.detach()
+    calls = (c.all_reduce, c.broadcast, c.reduce_scatter, lambda y, a: c.all_gather(y, a)[0])
+    assert all(torch.equal(call(x.clone(), axis), x) for call in calls)
+    c.barrier(axis)
+    with pytest.raises(ValueError, match="no other rank"):
+        c.send(x, axis, 1)
+    with pytest.raises(ValueError, match="there is none"):
+        c.receive(x, axis, 1)
+    assert world.ledger.lines == {}
+
+
+# --- all-to-all with counts -----------------------------------------------------------------------
+
+
+def counts(table: str, ranks: int) -> list[list[int]]:
+    """How many rows rank r (line) sends to each rank: some pairs none; rank 1 alone; nobody any."""
+    if table == "mixed":
+        return [[(r + 2 * to) % 3 for to in range(ranks)] for r in range(ranks)]
+    return [[2 * (r == 1 and table == "one")] * ranks for r in range(ranks)]
+
+
+def rows(table: list[list[int]], width: int) -> list[Tensor]:
+    """Each rank's rows: all rows of all ranks have different values."""
+    sums = [sum(line) for line in table]
+    every = torch.arange(sum(sums) * width, dtype=torch.float64).view(-1, width)
+    return list(every.split(sums))
+
+
+def received(xs: list[Tensor], table: list[list[int]], rank: int) -> Tensor:
+    """What one process gives: the blocks for `rank`, in the order of the senders."""
+    return torch.cat([x.split(line)[rank] for x, line in zip(xs, table, strict=True)])
+
+
+def exchanged(world: World, name: str, width: int) -> tuple[bool, bool, bool]:
+    """Values, gradients and bytes of an exchange against one process."""
+    axis, rank, table = counted_axis(world, "ep"), world.rank, counts(name, world.size)
+    back = [list(line) for line in zip(*table, strict=True)]
+    xs, ys = rows(table, width), rows(back, width)
+    x = xs[rank].clone().requires_grad_()
+    out = c.all_to_all(x, axis, back[rank], table[rank])
+    with axis.ledger.phase("backward"):
+        out.backward(ys[rank])
+    assert x.grad is not None
+    tallies = {}
+    for phase, matrix in (("start", table), ("backward", back)):
+        away = [n for to, n in enumerate(matrix[rank]) if to != rank]
+        numel, peers = sum(away) * width, sum(n > 0 for n in away)
+        tallies[Key("ep", "all_to_all", phase)] = Tally(1, numel, 8 * numel, peers)
+    forth = torch.equal(out.detach(), received(xs, table, rank))
+    grads = torch.equal(x.grad, received(ys, back, rank))
+    return forth, grads, axis.ledger.lines == tallies
+
+
+@on_worlds
+@pytest.mark.parametrize("width", [3, 400_000], ids=["small", "by gloo"])
+def test_rows_go_where_one_process_puts_them(run: Any, ranks: int, width: int):
+    """Values and gradients equal a permutation in one process; the bytes are those that leave."""
+    for table in ("mixed", "one", "none"):
+        assert run(ranks, exchanged, table, width) == [(True, True, True)] * ranks
+
+
+@pytest.mark.parametrize(
+    ("out_counts", "in_counts"),
+    [([2], [2, 2]), ([2, 2], [2, 1]), ([1, 2], [2, 2]), ([2, -1], [2, 2])],
+    ids=["too few counts", "not the rows of x", "two counts for itself", "a count below zero"],
+)
+def test_counts_that_cannot_be_are_refused(out_counts: list[int], in_counts: list[int]):
+    """Before anything is sent, with the line that makes them; so is a dim that does not divide."""
+    axis = traced(0, 2).everyone
+    with pytest.raises(InputError, match="all_to_all of 4 rows on rank 0 of 2"):
+        c.all_to_all(torch.zeros(4, 2), axis, out_counts, in_counts)
+    with pytest.raises(InputError, match="pad the dim to 6"):
+        begin_reduce_scatter(torch.ones(3, 5), axis, 1)

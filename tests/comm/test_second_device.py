@@ -1,26 +1,26 @@
-"""Every number that ranks exchange is made on the world's device (tests/second_device.py)."""
+"""Every number that ranks exchange is made on the world's device, in a dtype of its own.
+
+The device is that of tests/second_device.py.
+"""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_map
 
 import shardwise as sw
-from shardwise.comm.gloo.gloo import Gloo
-from shardwise.comm.nccl import Nccl
 from shardwise.comm.tiers.host_numbers import HostNumbers
-from shardwise.comm.transport import Transport
-from shardwise.comm.world import World, counted_axis, world_of
+from shardwise.comm.world import World, world_of
 from shardwise.core.errors import InputError
-from shardwise.core.mesh import Mesh
 from shardwise.core.plan.plan import Plan
 from shardwise.models import gpt
 from shardwise.techniques.data.apply import driver_of
-from tests.engine.cases import share, small_gpt, text
+from tests.engine.cases import regression, settled, share, small_gpt, text, vectors
 from tests.engine.loops import rows, wrap
 from tests.engine.zoo import make
 from tests.pool import run_gloo, run_threads
@@ -33,7 +33,7 @@ PLANS = (
 )
 
 
-def on_device(mode: SecondDevice, batch: Any, world: World) -> Any:
+def on_device(batch: Any, world: World) -> Any:
     return tree_map(lambda x: x.to(world.device, non_blocking=True), batch)
 
 
@@ -43,7 +43,7 @@ def looped(mode: SecondDevice, world: World, how: str) -> list[list[str]]:
     optim, reads = torch.optim.Adam(model.parameters(), lr=0.05, foreach=False), []
     for step in range(3):
         mode.reads.clear()
-        x = on_device(mode, rows(step, world.rank), world)
+        x = on_device(rows(step, world.rank), world)
         model(x).square().mean().backward()
         reads.append(list(mode.reads))
         with sw.no_sync(model):
@@ -59,23 +59,21 @@ def looped(mode: SecondDevice, world: World, how: str) -> list[list[str]]:
     return reads
 
 
-@pytest.mark.parametrize("how", ["DDP", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
-def test_a_plain_loop_sends_tensors_of_its_device(how: str) -> None:
-    """Wrapping, training, clipping, evaluation, the state and unwrapping."""
-    run_on_device(4 if "HYBRID" in how else 2, looped, how)
-
-
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are not on the host when their sum has been begun, as on a GPU."""
     monkeypatch.setattr(HostNumbers, "ready", False)
 
 
-@pytest.mark.parametrize("how", ["DDP", "FULL_SHARD"])
 @pytest.mark.usefixtures("late")
-def test_a_backward_pass_ends_without_a_wait(how: str) -> None:
-    """The first reads nothing; the others read, where they begin, what the one before summed."""
-    assert run_on_device(2, looped, how) == [[[], ["tolist"], ["tolist"]]] * 2
+@pytest.mark.parametrize("how", ["DDP", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
+def test_a_plain_loop_sends_tensors_of_its_device(how: str) -> None:
+    """A backward pass ends without a wait: each reads, where it begins, what the one before summed.
+
+    So do clipping, evaluation, the state and unwrapping.
+    """
+    ranks = 4 if "HYBRID" in how else 2
+    assert run_on_device(ranks, looped, how) == [[[], ["tolist"], ["tolist"]]] * ranks
 
 
 def differs(mode: SecondDevice, world: World, what: str) -> None:
@@ -84,7 +82,7 @@ def differs(mode: SecondDevice, world: World, what: str) -> None:
     driver = driver_of(model)
     assert driver is not None
     driver.consensus.rounds += world.rank
-    x = on_device(mode, rows(0, world.rank), world)
+    x = on_device(rows(0, world.rank), world)
     model(x).square().mean().backward()
     acts: dict[str, Callable[[], Any]] = {
         "train": lambda: model(x).sum().backward(),
@@ -109,7 +107,7 @@ def skips(mode: SecondDevice, world: World) -> list[bool]:
     """Rank 1 uses one of two layers; whether each has a gradient."""
     both: Any = sw.DDP(nn.ModuleList(nn.Linear(3, 3) for _ in range(3)), world)
     both.forward = lambda x: sum(layer(x).sum() for layer in list(both)[: 2 - world.rank])
-    both(on_device(mode, torch.ones(2, 3), world)).backward()
+    both(on_device(torch.ones(2, 3), world)).backward()
     return [layer.weight.grad is not None for layer in both]
 
 
@@ -121,9 +119,8 @@ def test_a_parameter_that_another_rank_uses_has_a_gradient_at_once() -> None:
 
 def piped(mode: SecondDevice, world: World) -> None:
     """Two steps of a pipe, its state, and the module again."""
-    torch.manual_seed(0)
     model = sw.Pipe(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)), 2, world=world)
-    x = on_device(mode, torch.ones(4, 6), world)
+    x = on_device(torch.ones(4, 6), world)
     for _ in range(2):
         model(x).square().mean().backward()
     sw.full_state_dict(model)
@@ -136,23 +133,16 @@ def test_a_pipe_sends_tensors_of_its_device() -> None:
 
 
 def stepped(mode: SecondDevice, world: World, plan: str) -> list[list[str]]:
-    """Steps, evaluation, the state, a checkpoint saved and loaded; the reads of each step."""
-    async_update = "2bw" in plan
-    engine = sw.parallelize(
-        small_gpt(),
-        plan,
-        world,
-        optimizer=sw.AdamW(lr=0.01, foreach=False),
-        loss=gpt.loss,
-        clip=None if async_update else 1.0,
-    )
+    """Steps, evaluation, and the state; the reads of each step."""
+    optimizer, clip = sw.AdamW(lr=0.01, foreach=False), None if "2bw" in plan else 1.0
+    engine = sw.parallelize(small_gpt(), plan, world, optimizer=optimizer, loss=gpt.loss, clip=clip)
     reads = []
     for step in range(3):
         mode.reads.clear()
         batch = share(text(step, 8), engine.data_rank, engine.data_ranks)
-        engine.step(on_device(mode, batch, world))
+        engine.step(on_device(batch, world))
         reads.append(list(mode.reads))
-    engine.evaluate(on_device(mode, batch, world))
+    engine.evaluate(on_device(batch, world))
     sw.full_state_dict(engine)
     return reads
 
@@ -168,10 +158,10 @@ def test_an_engine_sends_tensors_of_its_device(plan: str) -> None:
 
 def saved(world: World, folder: str) -> list[str]:
     """A checkpoint is saved and loaded between processes."""
-    with SecondDevice() as mode:
+    with SecondDevice():
         own = world_of(world.rank, world.size, DEVICE, world.links)
         engine = sw.parallelize(small_gpt(), "dp2 zero3", own, loss=gpt.loss)
-        engine.step(on_device(mode, share(text(0, 8), own.rank, own.size), own))
+        engine.step(on_device(share(text(0, 8), own.rank, own.size), own))
         sw.save(engine, folder)
         return sorted(sw.load(engine, folder, missing_ok=True))
 
@@ -181,39 +171,55 @@ def test_checkpoints_send_tensors_of_the_device(tmp_path: Path) -> None:
     assert run_gloo(2, saved, str(tmp_path)) == [[], []]
 
 
-#: Every function of a transport, on a tensor of two elements.
-CALLS: dict[str, Callable[[Transport, Tensor], Any]] = {
-    "all_reduce": lambda t, x: t.all_reduce(x),
-    "broadcast": lambda t, x: t.broadcast(x, 0),
-    "all_gather": lambda t, x: t.all_gather(x.new_empty(4), x),
-    "reduce_scatter": lambda t, x: t.reduce_scatter(x[:1], x),
-    "all_to_all": lambda t, x: t.all_to_all(x, x, [1, 1], [1, 1]),
-    "send": lambda t, x: t.send(x, 1 - t.rank),
-    "receive": lambda t, x: t.receive(x, 1 - t.rank),
-    "all_gather_along": lambda t, x: t.all_gather_along(x, 0),
-    "reduce_scatter_along": lambda t, x: t.reduce_scatter_along(x, 0),
-    "begin_reduce_scatter_along": lambda t, x: t.begin_reduce_scatter_along(x, 0),
-}
+# --- the program's default dtype and device -------------------------------------------------------
+
+STEPS = 60
 
 
-def refused(world: World, backend: str) -> None:
-    """Each call raises on a tensor of another device, by its caller's name; nothing is sent."""
-    axis = world.on(Mesh((("dp", 2),))).axis("dp")
-    if backend == "nccl":
-        assert isinstance(axis.transport, Gloo)
-        own = Nccl(axis.transport.group)
-        axis = counted_axis("dp", [own], axis.ledger, world.device)
-    for call in CALLS.values():
-        with pytest.raises(InputError, match=r"axis dp of a tensor on meta, called by .* \("):
-            call(axis.transport, torch.zeros(2, device="meta"))
-    assert not axis.ledger.lines
+def trained(world: World, how: str, device: str) -> float:
+    """The last loss of a wrapped module's loop, or of an engine's steps."""
+    layers = (nn.Linear(6, 6, dtype=torch.float32) for _ in range(2))
+    model, batch = settled(nn.Sequential(*layers)), tuple(x.float() for x in vectors(0, 8))
+    with torch.device(device):
+        return (plain if how in WRAPS else planned)(model, batch, world, how)
 
 
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("backend", ["threads", "gloo", "nccl"])
-def test_every_transport_refuses_a_tensor_of_another_device(backend: str) -> None:
-    """On gloo too, where it would go through: NCCL fails on it."""
-    public = {name for name in vars(Transport) if not name.startswith("_")}
-    others = {"with_ledger", "begin", "count", "require_device", "barrier", "ready", "answered"}
-    assert public - others == set(CALLS)
-    (run_threads if backend == "threads" else run_gloo)(2, refused, backend)
+WRAPS = {"DDP": sw.DDP, "FSDP": sw.FSDP, "Pipe": partial(sw.Pipe, chunks=2)}
+
+
+def plain(model: Any, batch: Any, world: World, how: str) -> float:
+    model = WRAPS[how](model, world=world)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        loss = regression(model, batch)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+    sw.full_state_dict(model)
+    return loss.item()
+
+
+def planned(model: Any, batch: Any, world: World, how: str) -> float:
+    options = {"optimizer": sw.SGD(lr=0.1), "clip": 1.0, "loss": regression}
+    table = {"0": "colwise", "1": "rowwise"}
+    engine = sw.parallelize(model, how, world, table=table, **options)
+    batch = share(batch, engine.data_rank, engine.data_ranks)
+    for _ in range(STEPS):
+        loss = engine.step(batch).loss
+    engine.evaluate(batch)
+    sw.full_state_dict(engine)
+    return loss
+
+
+@pytest.mark.parametrize("how", ["DDP", "dp2 zero3", "pp2 gpipe:2", "tp2", "FSDP", "Pipe"])
+def test_no_default_changes_a_step(how: str) -> None:
+    """Sixty steps under each default dtype, and on each default device, end with the same loss."""
+    expected = run_threads(2, trained, how, "cpu")
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            assert run_threads(2, trained, how, "cpu") == expected
+        finally:
+            torch.set_default_dtype(before)
+    assert run_threads(2, trained, how, "meta") == expected

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from operator import itemgetter
@@ -20,7 +20,7 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from shardwise.comm.start.connect import meet
-from shardwise.comm.start.rendezvous import Limits, Start
+from shardwise.comm.start.rendezvous import Limits, Start, environment, first_host, local_rank
 from shardwise.core.errors import InputError
 from tests.comm.hosts import HOSTS, joined_hosts, set_link
 from tests.programs import Program, run_program, start_program
@@ -34,6 +34,10 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def program(*what: str) -> list[str]:
+    return ["-m", "tests.comm.program", *what]
+
+
 def ended(
     what: str, ranks: Sequence[int], size: int, **variables: str
 ) -> list[tuple[int | None, str, str]]:
@@ -41,11 +45,10 @@ def ended(
 
     A rank that is stopped has no exit code, comes last, and is killed when the others have ended.
     """
-    port = free_port()
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost"} | variables
-    shared |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    program = ["-m", "tests.comm.meeting", what]
-    started = [start_program(program, ROOT, shared | {"RANK": str(rank)}) for rank in ranks]
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
+    shared |= variables | {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    argv = program(*what.split())
+    started = [start_program(argv, ROOT, shared | {"RANK": str(rank)}) for rank in ranks]
     with ExitStack() as stack:
         for process in started:
             stack.enter_context(process)
@@ -60,13 +63,13 @@ def ended(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("what", ["stop 1", "stop 0", "kill 2", "kill 0"])
+@pytest.mark.parametrize("what", ["stop 1", "kill 2", "kill 0"])
 def test_a_rank_that_is_lost_ends_all_others(what: str):
     """Without a launcher that kills: each says which rank was lost, one says where it was."""
     lost = int(what[-1])
-    found = ended(what, range(4), 4, SHARDWISE_FROZEN_S="1")
+    found = ended(what, range(3), 3, SHARDWISE_FROZEN_S="1")
     others = [each for each in found if each[0] not in (None, -signal.SIGKILL)]
-    assert len(others) == 3
+    assert len(others) == 2
     for code, _, said in others:
         assert code == 1
         assert f"rank {lost} failed: its pro" in said or (
@@ -81,10 +84,9 @@ def test_a_host_whose_link_is_down_ends_all_ranks():
     """On both sides of the link, those beside the store too, with nobody to kill them."""
     shared = {"WORLD_SIZE": "4", "MASTER_ADDR": HOSTS[0], "SHARDWISE_FROZEN_S": "1"}
     shared |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "eth0"}
-    program = ["-m", "tests.comm.meeting", "sleep"]
     with joined_hosts(2) as hosts, ExitStack() as stack:
         ranks = [
-            start_program(program, ROOT, shared | {"RANK": str(rank)}, hosts[rank // 2])
+            start_program(program("sleep"), ROOT, shared | {"RANK": str(rank)}, hosts[rank // 2])
             for rank in range(4)
         ]
         for process in ranks:
@@ -104,32 +106,17 @@ def test_a_host_whose_link_is_down_ends_all_ranks():
 
 
 @pytest.mark.full
-def test_a_rank_that_hangs_is_found_by_its_peers():
-    """Who has waited too long says where every rank is."""
-    (code, _, said), (other, _, short) = sorted(
-        ended("hang", range(2), 2, SHARDWISE_PATIENCE_S="2"), key=lambda each: -len(each[2])
-    )
-    assert code == other == 1 and "ends: rank 1 failed: rank 0 has waited for 2 s" in short
-    assert said.startswith("rank 1 failed: rank 0 has waited for 2 s")
-    assert all(f"rank {rank}: comm/meeting.py:" in said for rank in (0, 1))
-    assert "; its last calls: all_reduce world (start), all_reduce world (start)\n" in said
-
-
-@pytest.mark.full
-def test_ranks_that_are_watched_end_in_peace():
-    """The watch ends with the world, and says nothing."""
-    for rank, (code, out, said) in enumerate(ended("end", range(2), 2, SHARDWISE_FROZEN_S="1")):
-        assert (code, out, said) == (0, f"rank {rank} has ended\n", "")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("what", ["part", "pipe"])
+@pytest.mark.parametrize("what", ["part", "pipe", "end"])
 def test_a_rank_that_loses_its_connection_names_the_other_end(what: str):
-    """Not the error of gloo alone: the rank, the call, and the line of the program."""
-    (code, _, said), _ = ended(what, range(2), 2, SHARDWISE_SHARED_MEMORY="0")
-    assert code == 1
+    """Not the error of gloo alone: the rank, the call, and the line; those that end are silent."""
+    found = ended(what, range(2), 2, SHARDWISE_SHARED_MEMORY="0")
+    if what == "end":
+        assert found == [(0, f"rank {rank} has ended\n", "") for rank in range(2)]
+        return
+    assert found[0][0] == 1
     assert re.search(
-        r"the connection to rank 1 failed in \w+ on axis \w+, called by .*main \(meeting.py:", said
+        r"connection to rank 1 failed in \w+ on axis \w+, called by .*(started_alone|lose) \(prog",
+        found[0][2],
     )
 
 
@@ -141,51 +128,49 @@ def test_ranks_that_do_not_start_are_named():
         assert said.count("\n") == 1
 
 
+# --- the meeting ----------------------------------------------------------------------------------
+
+
 @pytest.fixture
-def listener():
+def listener() -> Iterator[int]:
+    """A port on which a program listens that is no store."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        yield listening
+        yield listening.getsockname()[1]
 
 
 def start(rank: int, port: int, host: str = "127.0.0.1") -> Start:
     return Start(rank, 2, rank, host, port)
 
 
-def test_a_port_in_use_is_told_before_anybody_waits(listener: socket.socket):
-    """Rank 0 cannot listen there, and is told one that is free."""
-    with pytest.raises(InputError, match=r"MASTER_PORT=\d+, which another.*MASTER_PORT=\d+ on all"):
-        meet(start(0, listener.getsockname()[1]), Limits(start_s=5))
-
-
-def test_a_program_that_is_no_store_is_not_waited_for(listener: socket.socket):
-    """It takes the connection and says nothing; torch's client would wait without a limit."""
-    with pytest.raises(InputError, match="another program seems to listen: it accepts connections"):
-        meet(start(1, listener.getsockname()[1]), Limits(start_s=1))
-
-
-def test_an_address_where_nobody_listens_is_told():
-    """With host and port, what was waited for, and why it did not come."""
-    with pytest.raises(InputError, match=r"rank 1 waited 1 s .* from 127\.0\.0\.1, port 1: "):
-        meet(start(1, 1), Limits(start_s=1))
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_address_of_no_host_is_told(rank: int):
-    """By rank 0 too, which would listen there."""
-    with pytest.raises(InputError, match=r"MASTER_ADDR=nowhere\.invalid, which is the address of"):
-        meet(start(rank, 29500, "nowhere.invalid"), Limits(start_s=5))
+@pytest.mark.cases(5)
+@pytest.mark.parametrize(
+    ("of_port", "said"),
+    [
+        (lambda port: start(0, port), r"MASTER_PORT=\d+, which another.*MASTER_PORT=\d+ on all"),
+        (lambda port: start(1, port), "another program seems to listen: it accepts connections"),
+        (lambda _: start(1, 1), r"rank 1 waited 1 s .* from 127\.0\.0\.1, port 1: "),
+        (lambda _: start(0, 29500, "nowhere.invalid"), r"MASTER_ADDR=nowhere\.invalid, which is"),
+        (lambda _: start(1, 29500, "nowhere.invalid"), r"MASTER_ADDR=nowhere\.invalid, which is"),
+    ],
+    ids=["a port in use", "no store", "nobody listens", "no host of rank 0", "no host"],
+)
+def test_an_address_that_cannot_be_is_told(
+    of_port: Callable[[int], Start], said: str, listener: int
+):
+    """With what was waited for and why it did not come; torch's client would wait without limit."""
+    with pytest.raises(InputError, match=said):
+        meet(of_port(listener), Limits(start_s=1))
 
 
 def test_two_processes_of_one_rank_are_told():
     """The second of them is refused."""
-    port, found = free_port(), list[object]()
-    first = threading.Thread(target=lambda: found.append(meet(start(0, port), Limits(start_s=30))))
-    first.start()
-    store = meet(start(1, port), Limits())
-    first.join()
-    assert isinstance(store, PrefixStore) and len(found) == 1
+    port = free_port()
+    with ThreadPoolExecutor() as ranks:
+        first = ranks.submit(meet, start(0, port), Limits(start_s=30))
+        stores = meet(start(1, port), Limits()), first.result()
+    assert all(isinstance(store, PrefixStore) for store in stores)
     with pytest.raises(InputError, match="two processes with rank 1 at one address"):
         meet(start(1, port), Limits(start_s=1))
 
@@ -206,8 +191,6 @@ def test_each_meeting_at_an_agents_store_is_of_its_own(monkeypatch: pytest.Monke
         assert all(isinstance(store, PrefixStore) and not store.check(["x"]) for store in stores)
         stores[0].set("x", str(first))
         assert stores[1].get("x").decode() == str(first)
-    with pytest.raises(InputError, match="two processes with rank 1 at one address"):
-        meet(starts[1], Limits(start_s=1))
 
 
 def test_a_store_that_closes_is_no_raw_error():
@@ -220,6 +203,8 @@ def test_a_store_that_closes_is_no_raw_error():
     with pytest.raises(InputError, match="the run's store has closed"):
         meet(other, Limits(start_s=20))
 
+
+# --- other launchers ------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys, torch
@@ -239,32 +224,25 @@ world.close()
 """
 
 
-def port() -> str:
-    return str(free_port())
-
-
-def torchrun() -> list[str]:
-    return ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port()]
-
-
-def accelerate() -> list[str]:
+def launcher_of(name: str) -> list[str]:
+    """The arguments of Python before those of the script."""
+    port = str(free_port())
     one = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    many = ["--multi_gpu", "--num_processes", "2", "--main_process_port", port()]
-    return ["-m", "accelerate.commands.launch", *many, *one]
-
-
-def deepspeed() -> list[str]:
-    return ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port()]
-
-
-def printed(folder: Path, argv: list[str], **variables: str) -> str:
-    """What the script prints when Python runs it with these arguments before it."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
-    done = run_program([*argv, str(script)], folder, variables)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return {
+        "torchrun": [
+            *["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"],
+            port,
+        ],
+        "accelerate": [
+            *["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"],
+            *("--main_process_port", port, *one),
+        ],
+        "deepspeed": [
+            *["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port"],
+            port,
+        ],
+        "nothing": [],
+    }[name]
 
 
 def losses(text: str) -> dict[str, str]:
@@ -273,48 +251,102 @@ def losses(text: str) -> dict[str, str]:
     return {rank: loss for rank, _, loss in ranks}
 
 
+def printed(folder: Path, launcher: str) -> dict[str, str]:
+    """The losses of the script under a launcher."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    paths = os.pathsep.join([str(ROOT), *sys.path])
+    argv = [*launcher_of(launcher), str(script)]
+    done = run_program(argv, folder, {"DS_ACCELERATOR": "cpu", "PYTHONPATH": paths})
+    assert done.returncode == 0, done.stderr
+    return losses(done.stdout)
+
+
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The loss of one process."""
-    alone = losses(printed(tmp_path_factory.mktemp("alone"), []))
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The loss of one process, for each of two ranks."""
+    alone = printed(tmp_path_factory.mktemp("alone"), "nothing")
     assert list(alone) == ["rank 0 of 1"]
-    return alone["rank 0 of 1"]
+    return {f"rank {rank} of 2": alone["rank 0 of 1"] for rank in range(2)}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        "torchrun",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("accelerate", "deepspeed")),
-    ],
-)
-def test_a_script_runs_unchanged_under(launcher: str, expected: str, tmp_path: Path):
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
+def test_a_script_runs_unchanged_under(launcher: str, expected: dict[str, str], tmp_path: Path):
     """Both ranks have the loss that one process has."""
     if launcher != "torchrun" and importlib.util.find_spec(launcher) is None:
         pytest.skip(f"{launcher} is not installed: pip install {launcher}")
-    argv = {"torchrun": torchrun, "accelerate": accelerate, "deepspeed": deepspeed}[launcher]()
-    found = losses(printed(tmp_path, argv, DS_ACCELERATOR="cpu"))
-    assert found == {"rank 0 of 2": expected, "rank 1 of 2": expected}
+    assert printed(tmp_path, launcher) == expected
 
 
 @pytest.mark.full
-def test_a_script_runs_unchanged_in_the_environment_of_srun(expected: str, tmp_path: Path):
+def test_a_script_runs_unchanged_in_the_environment_of_srun(
+    expected: dict[str, str], tmp_path: Path
+):
     """With the variables that srun sets for each task, whether or not Slurm is here."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
     if shutil.which("srun") and "SLURM_JOB_ID" in os.environ:  # inside of an allocation
-        folder = tmp_path / "srun"
-        folder.mkdir()
-        (folder / "script.py").write_text(SCRIPT)
-        command = ["srun", "--ntasks", "2", sys.executable, str(folder / "script.py")]
+        command = ["srun", "--ntasks", "2", sys.executable, str(script)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-        assert losses(done.stdout) == {"rank 0 of 2": expected, "rank 1 of 2": expected}
+        assert losses(done.stdout) == expected
         return
-    job, started = port(), list[Program]()
-    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
-    step |= {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "MASTER_PORT": port()}
-    (tmp_path / "script.py").write_text(SCRIPT)
+    started = list[Program]()
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_ID": "0"}
+    step |= {"SLURM_JOB_ID": str(free_port()), "MASTER_PORT": str(free_port())}
     for rank in ("0", "1"):
         own = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "PYTHONPATH": str(ROOT)}
-        started.append(start_program([str(tmp_path / "script.py")], variables=step | own))
-    text = "".join(process.communicate(timeout=120)[0] for process in started)
-    assert losses(text) == {"rank 0 of 2": expected, "rank 1 of 2": expected}
+        started.append(start_program([str(script)], variables=step | own))
+    assert losses("".join(each.communicate(timeout=120)[0] for each in started)) == expected
+
+
+# --- the environment of a rank --------------------------------------------------------------------
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[007-012,020],cpu1",
+    "SLURM_JOB_ID": "100",
+    "SLURM_STEP_ID": "2",
+}
+
+
+@pytest.mark.cases(14)
+@pytest.mark.parametrize(
+    ("variables", "start"),
+    [
+        ({}, None),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),
+        (TORCHRUN, Start(3, 8, 3, "a", 1)),
+        (TORCHRUN | SLURM | {"LOCAL_RANK": "1"}, Start(3, 8, 1, "a", 1)),
+        (SLURM, Start(5, 8, 1, "gpu007", 15702)),
+        (SLURM | {"MASTER_ADDR": "h", "MASTER_PORT": "9"}, Start(5, 8, 1, "h", 9)),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({"RANK": "0"}, "RANK in the environment without WORLD_SIZE and MASTER_ADDR"),
+        (TORCHRUN | {"RANK": "8"}, "RANK=8 and WORLD_SIZE=8"),
+        (TORCHRUN | {"RANK": "one"}, "RANK='one'"),
+        (TORCHRUN | {"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536.*a port from 1 to 65535"),
+        (SLURM | {"SLURM_PROCID": "9"}, "SLURM_PROCID=9 and SLURM_STEP_NUM_TASKS=8"),
+        (SLURM | {"SLURM_STEP_NODELIST": ""}, "without SLURM_STEP_NODELIST"),
+    ],
+)
+def test_the_environment_tells_how_a_process_was_started(
+    variables: dict[str, str], start: Start | str | None
+):
+    """Torchrun's variables come first, then a Slurm step's; wrong ones are named in a refusal."""
+    if isinstance(start, str):
+        with pytest.raises(InputError, match=start):
+            environment(variables)
+    else:
+        assert environment(variables) == start
+
+
+def test_hosts_and_local_ranks():
+    """The first name of Slurm's compressed list; the local rank is the rank if no launcher says."""
+    first = {"node1,node2": "node1", "gpu[007-012,020],cpu1": "gpu007", "a[3,5]-ib": "a3-ib"}
+    assert {hosts: first_host(hosts) for hosts in first} == first
+    told = ({"LOCAL_RANK": "1"}, {"SLURM_LOCALID": "2"}, {"LOCAL_RANK": "x"}, {})
+    assert [local_rank(5, variables) for variables in told] == [1, 2, 5, 5]

@@ -1,52 +1,49 @@
-"""A world and its axes, over whatever torch.distributed is, and the DeviceMesh of torch."""
+"""A world, its axes and process groups, over whatever torch.distributed is, and across hosts."""
 
+import gc
 import os
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardwise as sw
+from benchmarks.meters.interface import sent_bytes
 from shardwise.comm.gloo.gloo import Gloo
-from shardwise.comm.move import all_reduce
-from shardwise.comm.start.rendezvous import local_rank
-from shardwise.comm.transport import Links
-from shardwise.comm.world import World, alone, init, traced
+from shardwise.comm.move import all_gather, all_reduce
+from shardwise.comm.start.hosts import host_number
+from shardwise.comm.torch_links import TorchLinks
+from shardwise.comm.world import World, alone, init, traced, world_of
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
-from tests.pool import run_gloo, run_threads
+from shardwise.core.plan.plan import Plan
+from tests import test_plans as facts
+from tests.comm.hosts import joined_hosts
+from tests.comm.test_start import free_port
+from tests.engine.cases import squares
+from tests.forks import CONTEXT
+from tests.plan_runs import OnRanks, run_of
+from tests.plans import CANONICAL, LONG
+from tests.pool import CPU, Pool, run_gloo, run_threads
 
 
-def test_an_axis_that_the_mesh_has_not_is_one_of_one_rank():
-    """Nobody asks whether a parallelism is on: the axis is there, and free."""
-    world = alone()
-    axis = world.axis("tp")
-    assert (axis.name, axis.rank, axis.size) == ("tp", 0, 1)
-    x = torch.ones(3)
-    assert all_reduce(x, axis) is x
-    assert world.ledger.lines == {}
-
-
-def test_without_any_environment_the_world_has_one_rank(monkeypatch: pytest.MonkeyPatch):
-    """`init()` in a plain Python process is a world of one on the processor or its first GPU."""
+def test_worlds_of_one_process(monkeypatch: pytest.MonkeyPatch):
+    """`init()` without any environment has one rank; an axis that the mesh has not is free."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     world = init()
     assert (world.rank, world.size, str(world.everyone.name)) == (0, 1, "world")
     world.barrier()
     world.close()
-
-
-def test_a_device_that_does_not_exist_is_refused():
-    """An unknown device, and CUDA where there is none, name what may be written."""
+    axis = alone().axis("tp")
+    assert (axis.name, axis.rank, axis.size) == ("tp", 0, 1)
     with pytest.raises(InputError, match="cpu or cuda"):
         init("tpu")
     if not torch.cuda.is_available():
@@ -54,93 +51,83 @@ def test_a_device_that_does_not_exist_is_refused():
             init("cuda")
 
 
-def test_a_mesh_gets_a_ledger_of_its_own():
-    """Two engines on one world do not count each other's bytes."""
-    world = traced(0, 4)
-    one, two = world.on(Mesh.parse("dp4")), world.on(Mesh.parse("dp4"))
+def part_and_meet() -> None:
+    world = init("cpu")
+    world.barrier()
+    world.close()
+    init("cpu")
+
+
+def test_a_process_has_one_world():
+    """The ranks of one that was closed would not find each other again."""
+    with pytest.raises(InputError, match=r"sw\.init\(\) after world\.close\(\)"):
+        sw.spawn(part_and_meet, 2)
+
+
+def test_traced_worlds():
+    """Any rank has its place without a process; a mesh has a ledger of its own."""
+    mesh = Mesh.parse("dp_replicate2 dp_shard3")
+    for rank in (0, 3, 5):
+        world = traced(rank, 6).on(mesh)
+        assert {name: world.axis(name).rank for name, _ in mesh.axes} == mesh.coordinate(rank)
+    one, two = (traced(0, 4).on(Mesh.parse("dp4")) for _ in range(2))
     all_reduce(torch.zeros(8), one.axis("dp"))
     assert one.ledger.sent_bytes() == 48 and two.ledger.sent_bytes() == 0
     assert one.everyone.ledger is one.ledger
 
 
-@pytest.mark.parametrize("rank", [0, 3, 5])
-def test_a_traced_world_knows_the_place_of_any_rank(rank: int):
-    """Without any process the axes of rank 5 of 2 x 3 are where the mesh says."""
-    mesh = Mesh.parse("dp_replicate2 dp_shard3")
-    world = traced(rank, 6).on(mesh)
-    here = {name: world.axis(name).rank for name, _ in mesh.axes}
-    assert here == mesh.coordinate(rank)
+def grouped(world: World) -> list[list[float]]:
+    """What a rank gathers along the axes of a grid; sums over groups of several sizes, twice."""
+    grid = world.on(Mesh.parse("dp_replicate2 dp_shard2"))
+    own = torch.tensor([float(world.rank)])
+    found = [
+        [x.item() for x in all_gather(own, grid.axis(name))]
+        for name in ("dp_shard", "dp_replicate")
+    ]
+    for _ in range(2):
+        here = world.on(Mesh.parse("tp4"))
+        axes = here.within("tp", ((0,), (1,), (2, 3))), here.axis("tp")
+        found.append([all_reduce(torch.full((1,), 1.0 + world.rank), axis).item() for axis in axes])
+    return found
 
 
-def joined(world: World) -> tuple[int, int, int, int]:
-    """Inside a process where torch.distributed runs already, `init` joins it."""
+@pytest.mark.parametrize("run", [run_threads, run_gloo])
+def test_each_axis_meets_its_own_line(run: Callable[..., list[list[list[float]]]]):
+    """Neighbours inside, columns across; ranks that are alone open the groups of others too."""
+    for rank, found in enumerate(run(4, grouped)):
+        first, column, sums = rank // 2 * 2, rank % 2, [(1, 2, 7, 7)[rank], 10]
+        assert found == [[first, first + 1], [column, column + 2], sums, sums]
+
+
+def beside_torch(world: World) -> tuple[list[int], Any, list[float]]:
+    """The world that `init` joins, and what torch's DTensor gathers along an axis."""
     found = init("cpu")
     found.barrier()
     x = all_reduce(torch.ones(1), found.everyone)
     found.close()  # begun by somebody else: left alone
     y = all_reduce(torch.ones(1), world.everyone)
-    return found.rank, found.size, int(x.item()), int(y.item())
-
-
-def test_init_uses_torch_distributed_as_it_finds_it():
-    """The ranks are those of the group that runs already, which outlives the world."""
-    assert run_gloo(2, joined) == [(0, 2, 2, 2), (1, 2, 2, 2)]
-
-
-def own_links(world: World) -> bool:
-    return isinstance(world.links, Links) and world.size == 3
-
-
-def test_a_world_of_threads_is_a_world():
-    """Threads are ranks like any other."""
-    assert run_threads(3, own_links) == [True] * 3
-
-
-def grouped(world: World) -> list[float]:
-    """Sums over a group of the axis, and over an axis opened afterwards, twice."""
-    found: list[float] = []
-    for _ in range(2):
-        here = world.on(Mesh.parse("tp4"))
-        axes = here.within("tp", ((0,), (1,), (2, 3))), here.axis("tp")
-        found += [all_reduce(torch.full((1,), 1.0 + world.rank), axis).item() for axis in axes]
-    return found
-
-
-@pytest.mark.parametrize("run", [run_threads, run_gloo])
-def test_ranks_that_are_alone_open_the_groups_of_others_too(run: Callable[..., list[list[float]]]):
-    """Groups of one axis may differ in size, and what is opened after them still fits together."""
-    assert run(4, grouped) == [[own, 10, own, 10] for own in (1, 2, 7, 7)]
-
-
-def redistributed(world: World) -> tuple[tuple[str, ...] | None, list[float]]:
-    """A DTensor of 8 numbers, sharded over both axes and gathered by torch."""
     mesh = world.on(Mesh.parse("dp_replicate2 dp_shard2")).device_mesh()
     local = torch.arange(4.0) + 4 * mesh.get_local_rank("dp_shard")
-    whole = DTensor.from_local(local, mesh["dp_shard"], [Shard(0)]).redistribute(
-        placements=[Replicate()]
-    )
-    return mesh.mesh_dim_names, whole.to_local().tolist()
+    part = DTensor.from_local(local, mesh["dp_shard"], [Shard(0)])
+    whole = part.redistribute(placements=[Replicate()]).to_local().tolist()
+    return [found.rank, found.size, int(x.item()), int(y.item())], mesh.mesh_dim_names, whole
 
 
-def test_torch_sees_the_axes():
-    """What torch's DTensor gathers along an axis is what the axis's ranks hold, in their order."""
-    for names, whole in run_gloo(4, redistributed):
+def test_torch_distributed_as_it_is_found():
+    """Its group outlives the world that joined it; its DTensor sees the axes. Not on threads."""
+    for rank, (joined, names, whole) in enumerate(run_gloo(4, beside_torch)):
+        assert joined == [rank, 4, 4, 4]
         assert names == ("dp_replicate", "dp_shard")
         assert whole == [float(k) for k in range(8)]
 
+    def meshed(world: World) -> None:
+        with pytest.raises(ValueError, match="without a process group"):
+            world.on(Mesh.parse("dp2")).device_mesh()
 
-def meshed(world: World) -> None:
-    """Ask a world of threads for torch's mesh."""
-    with pytest.raises(ValueError, match="without a process group"):
-        world.on(Mesh.parse("dp2")).device_mesh()
-
-
-def test_threads_have_no_device_mesh():
-    """A world that is not of torch.distributed says so."""
     run_threads(2, meshed)
 
 
-def _begin(how: str, rank: int, folder: str, port: int) -> None:
+def begin(how: str, rank: int, folder: str, port: int) -> None:
     """Initialise torch.distributed as a user's program may, on two ranks."""
     if how == "file":
         dist.init_process_group("gloo", f"file://{folder}/file", rank=rank, world_size=2)
@@ -153,20 +140,15 @@ def _begin(how: str, rank: int, folder: str, port: int) -> None:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
 
-WAYS = ["file", "no backend", "tcp", "hash"]
-
-
-def _ways(rank: int, folder: str, port: int, outbox: Any) -> None:
+def in_each_way(rank: int, folder: str, port: int, outbox: Any) -> None:
     """What each way gives: rank and size of the world, and the mean of both ranks' gradients."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")  # and no MASTER_ADDR, no MASTER_PORT
     found = []
-    for how in WAYS:
-        _begin(how, rank, folder, port)
-        world = sw.init("cpu")
-        layer = nn.Linear(1, 1, bias=False)
-        model = sw.DDP(layer)
-        (model(torch.ones(1, 1)) * (rank + 1.0)).sum().backward()
+    for how in ("file", "no backend", "tcp", "hash"):
+        begin(how, rank, folder, port)
+        world, layer = sw.init("cpu"), nn.Linear(1, 1, bias=False)
+        (sw.DDP(layer)(torch.ones(1, 1)) * (rank + 1.0)).sum().backward()
         assert layer.weight.grad is not None
         assert world.size == 1 or isinstance(world.everyone.transport, Gloo)
         found.append((world.rank, world.size, layer.weight.grad.item()))
@@ -178,31 +160,171 @@ def _ways(rank: int, folder: str, port: int, outbox: Any) -> None:
 @pytest.mark.full
 def test_a_group_is_used_however_it_was_initialised(tmp_path: Path) -> None:
     """A file store, a TCPStore, no named backend, a HashStore: none asks for the environment."""
-    context = mp.get_context("spawn")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    outbox = context.Queue()
-    args = [(rank, str(tmp_path), port, outbox) for rank in range(2)]
-    processes = [context.Process(target=_ways, args=each, daemon=True) for each in args]
-    for process in processes:
-        process.start()
-    found = dict(outbox.get(timeout=60) for _ in processes)
-    for process in processes:
-        process.join()
+    outbox, port = CONTEXT.Queue(), free_port()
     for rank in range(2):
-        assert found[rank] == [*[(rank, 2, 1.5)] * 3, (0, 1, rank + 1.0)]
+        args = rank, str(tmp_path), port, outbox
+        CONTEXT.Process(target=in_each_way, args=args, daemon=True).start()
+    for rank, found in (outbox.get(timeout=60) for _ in range(2)):
+        assert found == [*[(rank, 2, 1.5)] * 3, (0, 1, rank + 1.0)]
 
 
-@pytest.mark.parametrize(
-    ("told", "expected"),
-    [
-        ({"LOCAL_RANK": "1"}, 1),
-        ({"SLURM_LOCALID": "2"}, 2),
-        ({"LOCAL_RANK": "x"}, 5),
-        ({}, 5),
-    ],
-)
-def test_the_local_rank_is_what_a_launcher_says(told: dict[str, str], expected: int) -> None:
-    """Else it is the rank, as on one host."""
-    assert local_rank(5, told) == expected
+# --- process groups -------------------------------------------------------------------------------
+
+
+def counts() -> tuple[int, int, int]:
+    """Open files, threads and process groups of this process."""
+    gc.collect()
+    files, threads = (len([*Path(f"/proc/self/{kind}").iterdir()]) for kind in ("fd", "task"))
+    return files, threads, len(dist.distributed_c10d._world.pg_names)
+
+
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DDP": sw.DDP,
+    "FSDP": sw.FSDP,
+    "NO_SHARD": lambda m: sw.FSDP(m, "NO_SHARD"),
+    "Pipe": lambda m: sw.Pipe(m, 2),
+}
+
+
+def wrapped_twice() -> dict[str, list[list[int]]]:
+    """For each wrapper: the numbers with one and two modules, and after each is unwrapped."""
+    sw.init()
+    return {how: numbers(wrap) for how, wrap in WRAPS.items()}
+
+
+def numbers(wrap: Callable[[nn.Module], nn.Module]) -> list[list[int]]:
+    def used(model: nn.Module) -> nn.Module:
+        model(torch.ones(4, 4)).sum().backward()
+        return model
+
+    def made() -> nn.Module:
+        return used(wrap(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))))
+
+    used(sw.unwrap(made()))  # what torch opens once and keeps
+    found = [counts()]
+    one = made()
+    found.append(counts())
+    two = made()
+    found.append(counts())
+    used(sw.unwrap(one))
+    used(two)  # still works
+    found.append(counts())
+    sw.unwrap(two)
+    found.append(counts())
+    return [[a - b for a, b in zip(each, found[0], strict=True)] for each in found[1:]]
+
+
+@pytest.mark.full
+def test_wrapped_modules_share_groups_and_give_them_back() -> None:
+    """The second opens none; when both are unwrapped, no group, thread or file is left."""
+    rank, _ = sw.spawn(wrapped_twice, 2)
+    for how, (one, two, three, none) in rank.items():
+        assert one[2] == 1 and two == one == three, how  # its other queue is the world's
+        assert none == [0, 0, 0], how
+
+
+def opened(world: World, bound: bool) -> list[Any]:
+    """The calls that open groups of torch for the axes of two meshes."""
+    calls: list[Any] = []
+    new_group, parent = dist.new_group, dist.group.WORLD
+    assert parent is not None
+
+    def creates(ranks: list[int], *args: Any, **kwargs: Any) -> Any:
+        calls.append(ranks)
+        return new_group(ranks, *args, **kwargs)
+
+    def splits(*, split_ranks: list[list[int]], **_: Any) -> Any:
+        calls.append(split_ranks)
+        own = next(ranks for ranks in split_ranks if world.rank in ranks)
+        return new_group(own, use_local_synchronization=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", creates)
+        patch.setattr(dist, "split_group", splits)
+        links = TorchLinks(ours=False)
+        if bound:
+            patch.setattr(links, "parent", SimpleNamespace(bound_device_id=CPU))
+        first = world_of(world.rank, 4, CPU, links)
+        for mesh in ("dp2 tp2", "dp2 tp2", "tp4"):
+            axes = first.on(Mesh.parse(mesh)).axes
+            assert [all_reduce(torch.ones(1), axis).item() for axis in axes] == [
+                axis.size for axis in axes
+            ]
+        links.close()
+    return calls
+
+
+def test_each_set_of_ranks_is_opened_once_for_a_queue() -> None:
+    """All ranks of the world, on one queue; then both axes on two, in the order of the lines.
+
+    A group that can be split (NCCL with a device) opens all lines of an axis at once.
+    """
+    every, dp, tp = [[0, 1, 2, 3]], [[0, 2], [1, 3]], [[0, 1], [2, 3]]
+    assert run_gloo(4, opened, False) == [[*every, *dp, *dp, *tp, *tp, *every]] * 4
+    assert run_gloo(4, opened, True) == [[every, dp, dp, tp, tp, every]] * 4
+
+
+# --- several hosts --------------------------------------------------------------------------------
+
+#: Every canonical plan of several ranks.
+PLANS = [
+    plan
+    for name, plans in CANONICAL.items()
+    for plan in plans
+    if name != LONG and Plan.parse(plan).size > 1
+]
+
+
+@pytest.fixture(scope="module")
+def across() -> Iterator[OnRanks]:
+    """Runs a function on ranks of two hosts, half of them on each; of three, if there are three."""
+    with joined_hosts(3) as hosts:
+        pools = dict[int, Pool]()
+
+        def on_hosts(ranks: int, function: Any, *args: Any) -> list[Any]:
+            if ranks not in pools:
+                pools[ranks] = Pool(ranks, hosts=hosts if ranks == 3 else hosts[:2])
+            return pools[ranks].run(function, args)
+
+        yield on_hosts
+        for pool in pools.values():
+            pool.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_plan_computes_the_same_across_hosts(plan: str, across: OnRanks):
+    """Parity and bytes are those of ranks on one host."""
+    run = run_of(across, plan)
+    facts.test_parity(run)
+    facts.test_bytes(run)
+
+
+def between_hosts(world: World, plan: str, steps: int) -> tuple[int, dict[str, int], int]:
+    """This rank's host; what the ledger counts in some steps, by axis; what left the host."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    engine = sw.parallelize(model, plan, world, optimizer=sw.SGD(lr=1e-3), loss=squares)
+    batch = torch.randn(4, 256)
+    engine.step(batch)
+    world.barrier()
+    before, left = engine.ledger.copy(), sent_bytes("eth0")
+    for _ in range(steps):
+        engine.step(batch)
+    world.barrier()
+    lines = engine.ledger.since(before)
+    axes = dict.fromkeys((key.axis for key in lines), 0)
+    for key, tally in lines.items():
+        axes[key.axis] += tally.sent_bytes
+    return host_number(), axes, sent_bytes("eth0") - left
+
+
+@pytest.mark.full
+def test_hybrid_sharding_gathers_inside_a_host(across: OnRanks):
+    """What leaves a host is what its ranks send along the axis of replicas, and headers."""
+    found: list[Any] = across(4, between_hosts, "dp_replicate2 dp_shard2 zero3", 20)
+    assert [host == found[0][0] for host, _, _ in found] == [True, True, False, False]
+    for pair in (found[:2], found[2:]):
+        between = sum(axes["dp_replicate"] for _, axes, _ in pair)
+        left = max(sent for _, _, sent in pair)
+        assert between <= left <= 1.05 * between < sum(axes["dp_shard"] for _, axes, _ in pair)
