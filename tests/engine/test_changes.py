@@ -1,6 +1,8 @@
-"""Models that change after they were wrapped: refused in the next forward, never trained apart."""
+"""What a program may not do with a model that is wrapped or in an engine, each with a remedy."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,199 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.tools.structure import Structure
-from tests.engine.cases import difference, settled, squares
-from tests.engine.loops import rows
+from tests.engine.cases import difference, refusal, settled, squares
+from tests.engine.loops import rows, wrap
+from tests.engine.test_double_backward import apply_in_backward
+from tests.engine.test_programs import by_weight, coder, penalised
+from tests.engine.zoo import make
 from tests.pool import run_threads
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def engine_of(world: World, plan: str, loss: Any = by_weight, **options: Any) -> sw.Engine:
+    return sw.parallelize(
+        coder(), plan, world, optimizer=sw.SGD(lr=0.1), loss=loss, least_unit_bytes=0, **options
+    )
+
+
+def scaled(world: World, how: str, act: Callable[[nn.Module], object]) -> None:
+    """A loop whose program changes the gradients by `act` before each step."""
+    module = wrap(how, make("stack").double(), world)
+    optim = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(3):
+        module(rows(step, world.rank)).square().sum().backward()
+        act(module)
+        optim.step()
+        optim.zero_grad()
+    module(rows(4, world.rank)).sum().backward()
+
+
+def by_torch(module: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+
+
+def dropping(world: World, how: str) -> None:
+    """As an optimizer in a hook does, which would update this rank's copy by its own gradient."""
+    model = wrap(how, make("stack").double(), world)
+    p = next(model.parameters())
+    p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    model(rows(0, 0)).sum().backward()
+
+
+def differentiating(world: World, how: str) -> None:
+    """By backward, or by torch.autograd.grad."""
+    model = wrap(how, make("sequential").double(), world)
+    loss = squares(model, rows(0, world.rank))
+    try:
+        if how == "FULL_SHARD":
+            torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        loss.backward(create_graph=True)
+    finally:
+        squares(model, rows(0, world.rank)).backward()  # the next pass is as any other
+
+
+def in_backward(world: World, how: str) -> None:
+    model = make("sequential").double()
+    apply_in_backward(torch.optim.SGD, model, lr=0.1)
+    if how == "engine":
+        sw.parallelize(model, "dp2 fp64", world, loss=squares)
+    elif how == "Pipe":
+        sw.Pipe(model, chunks=1, world=world)(rows(0, 0)).sum().backward()
+    else:
+        wrap(how, model, world)(rows(0, world.rank)).sum().backward()
+
+
+def assigning(world: World, how: str, value: Callable[[Tensor], Tensor]) -> None:
+    if how.startswith("zero"):
+        made = engine_of(world, how)
+        made.step(rows(0, 0))
+        model, call = made.model, made.step
+    else:
+        model = call = wrap(how, coder(), world)
+    scale = model.get_parameter("scale")
+    scale.data = value(scale.data)
+    call(rows(1, 0))
+
+
+def part_of(world: World, *, load: bool) -> None:
+    model: Any = wrap("FULL_SHARD", coder(), world)
+    state = model.state_dict()
+    model.leave.load_state_dict(state) if load else model.leave.state_dict()
+
+
+def reading(world: World) -> None:
+    """Of a weight that tensor ranks hold in parts, dtype and shape can be read."""
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        assert model.leave.weight.dtype == torch.float64
+        return by_weight(model, x)
+
+    engine_of(world, "tp2 fp64", loss, table={"leave": "colwise_gather_output"}).step(rows(0, 0))
+
+
+def seven(_: Tensor) -> Tensor:
+    return torch.zeros(7, dtype=torch.float64)
+
+
+CLIPPED = "torch.nn.utils.clip_grad_norm_", "sw.clip_grad_norm(module"
+DROPPED = "drops the gradient of", "optim.step() in the loop"
+TWICE = "create_graph=True", "sw.DDP(module)"
+APPLIED = "applied in the backward pass", "optim.step()"
+PART = ("of leave, a part of a sharded module",)
+REFUSED: list[tuple[str, Callable[[World], object], tuple[str, ...]]] = [
+    *(
+        (how, partial(scaled, how=how, act=by_torch), CLIPPED)
+        for how in ("FULL_SHARD", "SHARD_GRAD_OP")
+    ),
+    *((how, partial(dropping, how=how), DROPPED) for how in ("DDP", "FULL_SHARD")),
+    *((how, partial(differentiating, how=how), TWICE) for how in ("FULL_SHARD", "SHARD_GRAD_OP")),
+    (
+        "zero3",
+        lambda world: engine_of(world, "zero3", penalised).step(rows(0, 0)),
+        ("create_graph=True", "the plan word ddp"),
+    ),
+    *((how, partial(in_backward, how=how), APPLIED) for how in ("SHARD_GRAD_OP", "FULL_SHARD")),
+    *((how, partial(in_backward, how=how), APPLIED) for how in ("Pipe", "engine")),
+    *(
+        (how, partial(assigning, how=how, value=seven), ("scale.data = a tensor [7]",))
+        for how in ("DDP", "FULL_SHARD")
+    ),
+    ("half", partial(assigning, how="SHARD_GRAD_OP", value=Tensor.half), ("torch.float16",)),
+    (
+        "masters",
+        partial(assigning, how="zero2 offload:optim", value=torch.zeros_like),
+        ("masters on another tier",),
+    ),
+    *((f"part {load}", partial(part_of, load=load), PART) for load in (False, True)),
+    ("tp2", reading, ("leave.weight, of which each tensor rank holds a part",)),
+]
+
+
+def told(world: World, call: Callable[[World], object]) -> str:
+    return refusal(lambda: call(world))
+
+
+@pytest.mark.cases(100)
+@pytest.mark.parametrize(
+    ("call", "said"), [pytest.param(*row[1:], id=f"{row[0]} {row[2][0]}") for row in REFUSED]
+)
+def test_what_a_wrapped_module_refuses(call: Callable[[World], object], said: tuple[str, ...]):
+    """In one paragraph on every rank, before a wrong weight is used."""
+    for text in run_threads(2, told, call):
+        assert all(phrase in text for phrase in said), text
+
+
+def clip_values(module: nn.Module) -> None:
+    nn.utils.clip_grad_value_(module.parameters(), 0.01)
+
+
+def clip_by_ours(module: nn.Module) -> None:
+    sw.clip_grad_norm(module, 0.1)
+
+
+def unscale(module: nn.Module, parameters: int | None = None) -> None:
+    for p in list(module.parameters())[:parameters]:
+        p.grad = p.grad if p.grad is None else p.grad.mul_(0.125)
+
+
+@pytest.mark.cases(5)
+@pytest.mark.parametrize(
+    ("how", "act"),
+    [
+        *(("FULL_SHARD", act) for act in (clip_by_ours, clip_values, unscale)),
+        *(("FULL_SHARD", partial(unscale, parameters=1)), ("DDP", by_torch)),
+    ],
+)
+def test_what_scales_all_ranks_alike_is_not(how: str, act: Callable[[nn.Module], object]):
+    """Nor what changes elements one by one, nor a part of the parameters."""
+    run_threads(2, scaled, how, act)
+
+
+def assigned(world: World, plan: str) -> tuple[list[Tensor], float]:
+    made = sw.parallelize(coder(), plan, world, optimizer=sw.SGD(lr=0.0), loss=by_weight)
+    made.step(rows(0, world.rank))
+    for p in made.model.parameters():
+        p.data = torch.full_like(p, 0.25)
+    before = sw.full_state_dict(made)
+    loss = made.step(rows(1, world.rank)).loss
+    return [*before.values(), *sw.full_state_dict(made).values()], loss
+
+
+@pytest.mark.parametrize("plan", ["zero2 bf16", "zero3 offload:param", "ddp bf16", "zero1"])
+def test_tensors_assigned_to_the_parameters_of_an_engine_are_its_weights(plan: str):
+    """Those of a checkpoint, of the next step and of fp32 masters."""
+    model = coder()
+    for p in model.parameters():
+        p.data = torch.full_like(p, 0.25)
+    expected = sum(float(by_weight(model, rows(1, rank)).detach()) / 2 for rank in range(2))
+    values, loss = run_threads(2, assigned, plan)[0]
+    assert values
+    assert all((value == 0.25).all() for value in values)
+    assert loss == pytest.approx(expected, rel=1e-2 if "bf16" in plan else 1e-5)
+
+
+# --- models that change ---------------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -32,9 +224,9 @@ class Net(nn.Module):
         return self.head(h if self.adapter is None else h + self.adapter(h))
 
 
-def build() -> Any:
+def net() -> Any:
     model = settled(Net()).double()
-    model.trunk.requires_grad_(False)
+    model.get_submodule("trunk").requires_grad_(False)
     return model
 
 
@@ -63,41 +255,40 @@ def unfreeze(model: Any) -> None:
 
 
 Change = Callable[[Any], None]
-CHANGES = {
+CHANGES: dict[Change, str] = {
     adapter: r"adapter \(new\)",
     new_head: r"head \(replaced\)",
     new_weight: r"head\.weight \(replaced\)",
     tie: r"head\.weight \(replaced\)",
     unfreeze: r"unfrozen .*trunk\.0\.weight",
 }
-WRAPS: dict[str, Callable[[nn.Module, World], Any]] = {
-    "DDP": sw.DDP,
-    "FSDP": lambda model, world: sw.FSDP(model, units=1, world=world),
-    "Pipe": lambda model, world: sw.Pipe(model, 1, world=world),
-}
 
 
-def train(model: Any, shares: list[int], first: int, *, mean: bool = False) -> None:
+def train(model: Any, shares: list[int], first: int) -> None:
     """Two steps."""
     optim = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
     for step in (first, first + 1):
         optim.zero_grad()
         for rank in shares:
-            loss = model(rows(step, rank)).square().mean()
-            (loss / len(shares) if mean else loss).backward()
+            (squares(model, rows(step, rank)) / len(shares)).backward()
         optim.step()
 
 
-def changed_late(world: World, how: str, change: Change, said: str) -> dict[str, Tensor]:
+def assert_refused(acts: list[Callable[[], object]], said: str) -> None:
+    for act in acts:
+        with pytest.raises(InputError, match=said):
+            act()
+
+
+def changed_late(world: World, how: str, change: Change) -> dict[str, Tensor]:
     """Refused by forward and full_state_dict; then unwrapped, changed and wrapped again."""
-    model = WRAPS[how](build(), world)
+    model: Any = wrap(how, net(), world)
     train(model, [world.rank], 0)
     before = {m: dict(m._modules) | dict(m._parameters) for m in model.modules()}
     frozen = [p for p in model.parameters() if not p.requires_grad]
     change(model)
-    for act in (lambda: model(rows(0, 0)), lambda: sw.full_state_dict(model)):
-        with pytest.raises(InputError, match=f"{said}.*sw.unwrap"):
-            act()
+    acts = [lambda: model(rows(0, 0)), lambda: sw.full_state_dict(model)]
+    assert_refused(acts, f"{CHANGES[change]}.*sw.unwrap")
     for module, parts in before.items():  # as the error says
         for key, part in parts.items():
             if getattr(module, key) is not part:
@@ -107,73 +298,62 @@ def changed_late(world: World, how: str, change: Change, said: str) -> dict[str,
         p.requires_grad_(False)
     plain = sw.unwrap(model)
     change(plain)
-    model = WRAPS[how](plain, world)
+    model = wrap(how, plain, world)
     train(model, [world.rank], 2)
     return sw.full_state_dict(model)
 
 
-@pytest.mark.parametrize("how", ["DDP", "FSDP"])
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("how", ["FULL_SHARD", "DDP"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_after_wrapping_is_refused_and_the_documented_way_is_one_process(change, how):
+def test_a_change_after_wrapping_is_refused_and_the_documented_way_is_one_process(
+    change: Change, how: str
+):
     """Unwrapped, changed and wrapped again it trains as one process does."""
-    plain = build()
-    train(plain, [0, 1], 0, mean=True)
+    plain = net()
+    train(plain, [0, 1], 0)
     change(plain)
-    train(plain, [0, 1], 2, mean=True)
-    state = run_threads(2, changed_late, how, change, CHANGES[change])[0]
+    train(plain, [0, 1], 2)
+    state = run_threads(2, changed_late, how, change)[0]
     for name, value in plain.state_dict().items():
         assert difference(state[name], value) <= 1e-10, name
 
 
-def pipe_changed(world: World, change: Change, said: str) -> None:
-    model = WRAPS["Pipe"](build(), world)
-    train(model, [0], 0)
-    change(model)
-    acts = (lambda: model(rows(0, 0)), lambda: sw.full_state_dict(model), lambda: sw.unwrap(model))
-    for act in acts:
-        with pytest.raises(InputError, match=said):
-            act()
+def changed_where_held(world: World, how: str, change: Change, folder: Path) -> None:
+    """A change of a model that a pipe or an engine has."""
+    if how == "Pipe":
+        model = sw.Pipe(net(), 1, world=world)
+        train(model, [0], 0)
+        change(model)
+        acts = [lambda: model(rows(0, 0)), lambda: sw.full_state_dict(model)]
+        assert_refused([*acts, lambda: sw.unwrap(model)], CHANGES[change])
+        return
+    made = sw.parallelize(net(), how, world, loss=squares, least_unit_bytes=0)
+    made.step(rows(0, 0))
+    change(made.model)
+    calls = [lambda: made.step(rows(0, 0)), lambda: made.evaluate(rows(0, 0))]
+    calls += [lambda: sw.full_state_dict(made), lambda: sw.save(made, folder)]
+    assert_refused(calls, f"{CHANGES[change]}.*a new engine")
 
 
-@pytest.mark.parametrize("change", [adapter, new_head], ids=lambda change: change.__name__)
-def test_a_pipe_refuses_a_change_on_every_rank(change):
-    """Also where the changed layer is another rank's; unwrapping would put the old one back."""
-    run_threads(2, pipe_changed, change, CHANGES[change])
-
-
-def engine_changed(world: World, plan: str, change: Change, said: str, folder: str) -> None:
-    engine = sw.parallelize(
-        build(), plan, world, optimizer=sw.SGD(lr=0.1), loss=squares, least_unit_bytes=0
-    )
-    engine.step(rows(0, 0))
-    change(engine.model)
-    acts = (
-        lambda: engine.step(rows(0, 0)),
-        lambda: engine.evaluate(rows(0, 0)),
-        lambda: sw.full_state_dict(engine),
-        lambda: sw.save(engine, folder),
-    )
-    for act in acts:
-        with pytest.raises(InputError, match=f"{said}.*a new engine"):
-            act()
-
-
-@pytest.mark.cases(4)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
-    ("plan", "change"),
+    ("how", "change"),
     [
-        *(("zero3 fp64", new_weight), ("ddp fp64", new_weight), ("ddp fp64", unfreeze)),
-        ("pp2 1f1b:1 fp64", adapter),
+        *(("zero3 fp64", new_weight), ("ddp fp64", unfreeze), ("pp2 1f1b:1 fp64", adapter)),
+        *(("Pipe", new_head), ("Pipe", adapter)),
     ],
 )
-def test_an_engine_refuses_a_change_of_its_model(plan, change, tmp_path):
-    """In step, evaluate, full_state_dict and save, in the same words."""
-    run_threads(2, engine_changed, plan, change, CHANGES[change], str(tmp_path))
+def test_a_pipe_or_an_engine_refuses_a_change_on_every_rank(
+    how: str, change: Change, tmp_path: Path
+):
+    """In each call, in the same words, also where the changed layer is another rank's."""
+    run_threads(2, changed_where_held, how, change, tmp_path)
 
 
 def test_parameters_lent_for_an_evaluation_are_no_change():
     """torch.func.functional_call of averaged weights, with and without a gradient, under DDP."""
-    plain, model = build(), sw.DDP(build(), alone())
+    plain, model = net(), sw.DDP(net(), alone())
     lent = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
     with torch.no_grad():
         found = functional_call(model, lent, (rows(0, 0),))
@@ -184,7 +364,7 @@ def test_parameters_lent_for_an_evaluation_are_no_change():
 
 def test_a_part_that_is_compiled_in_its_place_is_no_change():
     """torch.compile(part) has the same parameters; anything else in its place is refused."""
-    model = build()
+    model = net()
     structure = Structure(model, [])
     model.head = torch.compile(model.head, backend="eager")
     structure.require_unchanged()
