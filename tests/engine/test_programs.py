@@ -411,7 +411,7 @@ LOSSES: dict[str, tuple[LossOf, Make, tuple[str, ...]]] = {
 
 
 def trained(world: World, name: str, plan: str, inside: bool) -> tuple[list[float], Any]:
-    """Three steps, and evaluations, of an engine that is built in inference mode or outside."""
+    """Three steps and evaluations, built and evaluated in inference mode or outside of it."""
     loss, make_plain, _ = LOSSES[name]
     options: dict[str, Any] = {"optimizer": sw.SGD(lr=0.1), "least_unit_bytes": 0}
     options |= {"units": Block} if name.startswith("gives") else {}
@@ -421,8 +421,9 @@ def trained(world: World, name: str, plan: str, inside: bool) -> tuple[list[floa
     losses = list[float]()
     for step in range(3):
         losses.append(engine.step(rows(step, engine.data_rank)).loss)
-        if name.startswith("gives"):
-            losses.append(engine.evaluate(rows(9, 0))[0])
+        if inside:
+            with torch.inference_mode(inside):
+                losses.append(engine.evaluate(rows(9, 0))[0])
     return losses, sw.full_state_dict(engine)
 
 
@@ -433,7 +434,7 @@ def trained(world: World, name: str, plan: str, inside: bool) -> tuple[list[floa
 def test_a_loss_is_trained_by_an_engine_as_by_one_process(name: str, plan: str):
     """A loss that reads weights, differentiates a gradient, or goes on with any output."""
     loss, make_plain, _ = LOSSES[name]
-    model, expected, inside = make_plain(), list[float](), name == "weight"
+    model, expected, inside = make_plain(), list[float](), name.startswith("gives")
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         each = [loss(model, rows(step, rank)) for rank in range(2)]
@@ -441,7 +442,7 @@ def test_a_loss_is_trained_by_an_engine_as_by_one_process(name: str, plan: str):
         expected.append(float(torch.stack(each).mean().detach()))
         optim.step()
         optim.zero_grad()
-        if name.startswith("gives"):
+        if inside:
             expected.append(float(loss(model, rows(9, 0)).detach()))
     for rank, (losses, state) in enumerate(run_threads(2, trained, name, plan, inside)):
         assert losses == pytest.approx(expected, rel=1e-10)

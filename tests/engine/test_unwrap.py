@@ -1,3 +1,5 @@
+"""Whole weights out of and into a model that ranks hold in parts: unwrap, copies, full states."""
+
 import copy
 import io
 import pickle
@@ -14,25 +16,40 @@ import shardwise as sw
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import World
 from shardwise.techniques.data.apply import driver_of
-from tests.engine import loops
-from tests.engine.cases import difference, refusal, settled, squares
-from tests.engine.loops import adam, rows, wrap
+from tests.engine.cases import (
+    refusal,
+    settled,
+    squares,
+)
+from tests.engine.loops import rows, wrap
 from tests.engine.zoo import Buffered, make
 from tests.pool import run_gloo, run_threads
 
-WAYS = ["DDP", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"]
+WAYS = ["FULL_SHARD", "DDP", "SHARD_GRAD_OP", "HYBRID_SHARD"]
+State = dict[str, Tensor]
 
 
 def ranks_of(how: str) -> int:
     return 4 if how == "HYBRID_SHARD" else 2
 
 
-def train(model: nn.Module, world: World, steps: range) -> None:
-    optim = adam(model)
+def wrapped(how: str, model: nn.Module, world: World) -> nn.Module:
+    return sw.Pipe(model, 1, world=world) if how == "Pipe" else wrap(how, model, world)
+
+
+def train(model: nn.Module, rank: int, steps: range) -> None:
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in steps:
-        model(rows(step, world.rank)).square().mean().backward()
+        squares(model, rows(step, rank)).backward()
         optim.step()
         optim.zero_grad()
+
+
+def buffered() -> nn.Module:
+    return settled(Buffered()).double()
+
+
+# --- unwrap ---------------------------------------------------------------------------------------
 
 
 def hooks_on(model: nn.Module) -> int:
@@ -43,11 +60,16 @@ def hooks_on(model: nn.Module) -> int:
     return of_modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
 
 
+def same(model: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
 def given_back(world: World, how: str) -> dict[str, Any]:
     model = make("stack").double()
     names = [(name, id(p), p.shape) for name, p in model.named_parameters()]
     wrap(how, model, world)
-    train(model, world, range(2))
+    train(model, world.rank, range(2))
     whole = {name: value.clone() for name, value in model.state_dict().items()}
     model(rows(2, world.rank)).square().mean().backward()
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -65,14 +87,46 @@ def given_back(world: World, how: str) -> dict[str, Any]:
     }
     model.zero_grad()
     alone = copy.deepcopy(model)
-    train(alone, world, range(2, 3))
-    train(model, world, range(2, 3))
+    train(alone, world.rank, range(2, 3))
+    train(model, world.rank, range(2, 3))
     return facts | {"trains": same(model, alone)}
 
 
-def same(model: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+@pytest.mark.parametrize("how", WAYS)
+def test_unwrap_gives_the_module_back_as_it_was(how: str):
+    """Names, objects, shapes and whole values; no hook is left; one process trains it."""
+    for facts in run_threads(ranks_of(how), given_back, how):
+        assert all(facts.values()), facts
+
+
+def pipe_given_back(world: World) -> dict[str, bool]:
+    model = buffered()
+    plain = copy.deepcopy(model)
+    own = list(model.named_parameters())
+    sw.Pipe(model, 1, world=world)
+    held = {id(p) for p in model.parameters()}
+    train(model, 0, range(2))
+    whole = sw.full_state_dict(model)
+    assert sw.unwrap(model) is model
+    found = model.state_dict()
+    places = "shardwise.techniques.pipeline.trace.placeholders"
+    facts = {
+        "names": list(found) == list(plain.state_dict()),
+        "values": all(torch.equal(found[key], value) for key, value in whole.items()),
+        "objects": {id(p) for _, p in own} & {id(p) for p in model.parameters()} >= held,
+        "tie": model.get_parameter("leave.weight") is model.get_parameter("enter.weight"),
+        "plain": all(type(m).__module__ != places for m in model.modules()),
+    }
+    train(pickle.loads(pickle.dumps(model)), 0, range(1))  # noqa: S301  our own
+    again = copy.deepcopy(model)
+    out = sw.Pipe(again, 2, world=world).eval()(rows(5, 0))
+    return facts | {"again": torch.allclose(out, model.eval()(rows(5, 0)), rtol=1e-12)}
+
+
+def test_unwrap_gives_a_pipe_s_module_back():
+    """Whole and equal on all ranks, what is tied tied; a rank's own parameters stay objects."""
+    for facts in run_threads(2, pipe_given_back):
+        assert all(facts.values()), facts
 
 
 def at_the_end(world: World) -> list[torch.Size]:
@@ -92,82 +146,10 @@ def test_groups_are_given_back_after_the_last_message():
     assert run_threads(2, at_the_end) == [shapes] * 2
 
 
-def train_alike(model: nn.Module, steps: range) -> None:
-    """As `train`, on one batch for all ranks."""
-    optim = adam(model)
-    for step in steps:
-        model(torch.cat([rows(step, rank) for rank in range(4)])).square().mean().backward()
-        optim.step()
-        optim.zero_grad()
+# --- copies ---------------------------------------------------------------------------------------
 
 
-def pipe_given_back(world: World) -> dict[str, bool]:
-    model = settled(Buffered()).double()
-    plain = copy.deepcopy(model)
-    own = list(model.named_parameters())
-    sw.Pipe(model, 2, world=world)
-    held = {id(p) for p in model.parameters()}
-    train_alike(model, range(2))
-    whole = sw.full_state_dict(model)
-    assert sw.unwrap(model) is model
-    found = model.state_dict()
-    facts = {
-        "names": list(found) == list(plain.state_dict()),
-        "values": all(torch.equal(found[key], value) for key, value in whole.items()),
-        "objects": {id(p) for _, p in own} & {id(p) for p in model.parameters()} >= held,
-        "tie": model.get_parameter("leave.weight") is model.get_parameter("enter.weight"),
-        "plain": all(
-            type(m).__module__ != "shardwise.techniques.pipeline.trace.placeholders"
-            for m in model.modules()
-        ),
-    }
-    train_alike(pickle.loads(pickle.dumps(model)), range(1))  # noqa: S301  our own
-    train_alike(model, range(2, 3))
-    again = copy.deepcopy(model)
-    out = sw.Pipe(again, 2, world=world).eval()(rows(5, 0))
-    return facts | {"again": torch.allclose(out, model.eval()(rows(5, 0)), rtol=1e-12)}
-
-
-def test_unwrap_gives_a_pipe_s_module_back():
-    """Whole and equal on all ranks, what is tied tied; a rank's own parameters stay objects."""
-    for facts in run_threads(2, pipe_given_back):
-        assert all(facts.values()), facts
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_unwrap_gives_the_module_back_as_it_was(how: str):
-    """Names, objects, shapes and whole values; no hook is left; one process trains it."""
-    for facts in run_threads(ranks_of(how), given_back, how):
-        assert all(facts.values()), facts
-
-
-def again(world: World, how: str) -> dict[str, Tensor]:
-    model = wrap(how, make("stack").double(), world)
-    train(model, world, range(1))
-    wrap(how, sw.unwrap(model), world)
-    train(model, world, range(1, 3))
-    return dict(model.state_dict())
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_a_module_is_wrapped_again_after_use(how: str):
-    """It trains on as one that was wrapped once, optimizer made anew."""
-
-    def loop(side: loops.Side) -> None:
-        for steps in (range(1), range(1, 3)):
-            optim = adam(side.model)
-            for step in steps:
-                for rank in side.shares:
-                    (side.model(rows(step, rank)).square().mean() / side.ranks).backward()
-                optim.step()
-                optim.zero_grad()
-
-    expected, _ = loops.alone(ranks_of(how), loop, "stack")
-    for found in run_threads(ranks_of(how), again, how):
-        assert all(difference(found[name], expected[name]) <= 1e-10 for name in expected)
-
-
-class Linear(nn.Module):
+class Large(nn.Module):
     """Large enough for its layers to be taken over, with a norm that keeps statistics."""
 
     def __init__(self) -> None:
@@ -186,32 +168,25 @@ def by_torch(model: nn.Module) -> nn.Module:
     return torch.load(stream, weights_only=False)
 
 
-def by_processes(model: nn.Module) -> nn.Module:
-    """What an argument of torch.multiprocessing's Process goes through."""
-    return pickle.loads(ForkingPickler.dumps(model))  # noqa: S301
-
-
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "deepcopy": copy.deepcopy,
     "torch.save": by_torch,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),  # noqa: S301
-    "multiprocessing": by_processes,
+    # what an argument of torch.multiprocessing's Process goes through
+    "multiprocessing": lambda model: pickle.loads(ForkingPickler.dumps(model)),  # noqa: S301
 }
 
 
 def copied(world: World, way: str) -> dict[str, bool]:
     torch.manual_seed(0)
-    model, ids = sw.DDP(Linear(), world), torch.arange(8) + 8 * world.rank
+    model, ids = sw.DDP(Large(), world), torch.arange(8) + 8 * world.rank
     model(ids).square().mean().backward()
     twin = COPIES[way](model)
     facts = {"values": same(model, twin)}
     sent = world_bytes(model)
-    out = twin(ids)  # on this rank alone: nothing waits for others
-    out.sum().backward()
+    twin(ids).sum().backward()  # on this rank alone: nothing waits for others
     facts["sends nothing"] = world_bytes(model) == sent
     facts["no hooks"] = hooks_on(twin) == 0
     wrap("DDP", twin, world)
-    model.zero_grad()
     for each in (model, twin):
         each.zero_grad()
         each(ids).square().mean().backward()
@@ -228,40 +203,12 @@ def world_bytes(model: nn.Module) -> int:
     return sum(tally.sent_bytes for tally in ledger.copy().values())
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_of_a_replicated_module_is_a_plain_module(way: str):
     """The values of this rank, no process groups, no hooks once it is used; it can be wrapped."""
     for facts in run_gloo(2, copied, way):
         assert all(facts.values()), facts
-
-
-def laid_out(world: World, how: str) -> nn.Module:
-    """A module under sw.Pipe, sw.FSDP or an engine's plan."""
-    if how in WAYS:
-        return wrap(how, make("stack"), world)
-    if how == "Pipe":
-        return sw.Pipe(make("stack"), chunks=1, world=world)
-    if how.startswith("tp"):
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-        table = {"0": "colwise", "2": "rowwise"}
-        return sw.parallelize(model, how, world, loss=squares, table=table).model
-    return sw.parallelize(make("stack"), how, world, loss=squares).model
-
-
-def refused(world: World, how: str) -> list[str]:
-    model = laid_out(world, how)
-    return [refusal(partial(act, model)) for act in (copy.deepcopy, pickle.dumps, by_torch)]
-
-
-HELD_IN_PART = ["FULL_SHARD", "SHARD_GRAD_OP", "Pipe", "dp2 zero1", "pp2 1f1b:2", "tp2"]
-
-
-@pytest.mark.parametrize("how", HELD_IN_PART)
-def test_a_copy_of_what_a_rank_holds_in_part_is_refused(how: str):
-    """By one paragraph that says how whole values are had."""
-    for texts in run_threads(2, refused, how):
-        for text in texts:
-            assert "sw.unwrap(module)" in text and "sw.full_state_dict" in text
 
 
 def of_engine(world: World) -> dict[str, bool]:
@@ -282,12 +229,38 @@ def test_a_copy_of_an_engines_model_is_a_plain_module():
         assert all(facts.values()), facts
 
 
-def no_way_back(world: World, how: str) -> str:
-    return refusal(partial(sw.unwrap, laid_out(world, how)))
+def laid_out(world: World, how: str) -> nn.Module:
+    """A module under sw.Pipe, sw.FSDP or an engine's plan."""
+    if how in (*WAYS, "Pipe"):
+        return wrapped(how, make("stack"), world)
+    model, table = make("stack"), None
+    if how == "tp2":
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        table = {"0": "colwise", "2": "rowwise"}
+    return sw.parallelize(model, how, world, loss=squares, table=table).model
 
 
-@pytest.mark.parametrize("how", ["dp2 ddp", "dp2 zero3"])
-def test_unwrap_of_an_engines_model_is_refused(how: str):
-    """The engine would go on without its model: the values are had from sw.full_state_dict."""
-    for text in run_threads(2, no_way_back, how):
-        assert "passed to sw.DDP, sw.FSDP or sw.Pipe" in text and "sw.full_state_dict" in text
+def averaged(model: nn.Module) -> object:
+    return torch.optim.swa_utils.AveragedModel(model)
+
+
+def refused(world: World, how: str) -> list[str]:
+    acts = (sw.unwrap,) if how in UNWRAPPED else (copy.deepcopy, pickle.dumps, by_torch, averaged)
+    return [refusal(partial(act, laid_out(world, how))) for act in acts]
+
+
+IN_PART = ["FULL_SHARD", "Pipe", "tp2", "dp2 zero1", "pp2 1f1b:2"]
+UNWRAPPED = ["dp2 ddp", "dp2 zero3"]
+
+
+@pytest.mark.cases(7)
+@pytest.mark.parametrize("how", [*IN_PART, *UNWRAPPED])
+def test_a_copy_of_a_part_and_unwrapping_an_engine_are_refused(how: str):
+    """By one paragraph that says how whole values are had, and averages."""
+    said = "sw.full_state_dict"
+    for texts in run_threads(2, refused, how):
+        for told in texts:
+            assert said in told
+            assert ("passed to sw.DDP, sw.FSDP or sw.Pipe" in told) == (how in UNWRAPPED)
+            assert how in UNWRAPPED or "sw.unwrap(module)" in told
+            assert how != "FULL_SHARD" or "an average of weights the loop in docs/how-to/" in told

@@ -1,0 +1,237 @@
+"""sw.full_state_dict from any way of training; weights that rank 0 alone has at the start."""
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError
+from shardwise.core.plan.plan import Plan
+from shardwise.engine import rank_zero_weights
+from shardwise.engine.state import full
+from shardwise.models import gpt
+from shardwise.models.initial import fill
+from tests.engine.cases import (
+    CONFIG,
+    Case,
+    build,
+    difference,
+    oracle,
+    refusal,
+    share,
+    squares,
+    text,
+)
+from tests.engine.loops import adam, rows
+from tests.engine.tensors import ADAMW, gpt_task, mine
+from tests.engine.test_unwrap import WAYS, State, buffered, ranks_of, train, wrapped
+from tests.engine.zoo import Buffered
+from tests.pool import run_gloo, run_threads
+
+# --- sw.full_state_dict: what a plain module takes, on rank 0 -------------------------------------
+
+
+def ways(world: World, how: str) -> tuple[State, list[str]]:
+    """The state after two steps, and the keys that this rank's own state_dict has."""
+    module, rank = wrapped(how, buffered(), world), 0 if how == "Pipe" else world.rank
+    train(module, rank, range(2))
+    state = sw.full_state_dict(module)
+    train(module, rank, range(2, 3))  # copies: training goes on
+    with torch.inference_mode():
+        assert not any(x.is_inference() for x in sw.full_state_dict(module).values())
+    return state, list(module.state_dict())
+
+
+def by_hand(how: str, ranks: int) -> nn.Module:
+    """The plain loop; of data ranks' running statistics those are kept that rank 0 made."""
+    plain, ranks = buffered(), 1 if how == "Pipe" else ranks
+    optim = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        before = {name: b.clone() for name, b in plain.named_buffers()}
+        for rank in reversed(range(ranks)):
+            plain.load_state_dict(before, strict=False)
+            (squares(plain, rows(step, rank)) / ranks).backward()
+        optim.step()
+        optim.zero_grad()
+    return plain
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("how", ["FULL_SHARD", "Pipe", *WAYS[1:]])
+def test_a_plain_module_takes_the_full_state_of_a_wrapped_one(how: str):
+    """All keys in their order, tied ones twice, buffers too; other ranks have nothing."""
+    (state, keys), *others = run_threads(ranks_of(how), ways, how)
+    plain = by_hand(how, ranks_of(how))
+    expected = plain.state_dict()
+    assert [own for own, _ in others] == [{}] * (ranks_of(how) - 1)
+    assert list(state) == list(expected)
+    if how == "Pipe":
+        assert set(keys) < set(expected)
+    for name, value in state.items():
+        assert (value.device.type, value.dtype) == ("cpu", expected[name].dtype)
+        assert value.shape == expected[name].shape
+        assert difference(value, expected[name]) <= 1e-10, name
+    assert state["leave.weight"] is state["enter.weight"]
+    Buffered().double().load_state_dict(state)
+
+
+def engine_state(world: World, shape: str, plan: str) -> State:
+    task = gpt_task(shape)
+    engine = build(world, task, Case(plan, **ADAMW))
+    for step in range(2):
+        engine.step(mine(engine, task.batch(step)))
+    state = sw.full_state_dict(engine)
+    engine.step(mine(engine, task.batch(2)))
+    return state
+
+
+PLANS = ["dp2 zero3", "pp2 tp2 gpipe:3", "tp2 sp", "pp2 zb-v:4", "pp2 dp2 zero3 1f1b:3"]
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_plain_model_takes_the_full_state_of_an_engine(plan: str):
+    """Under data, tensor, sequence and pipeline parallelism, with a tied embedding."""
+    found = run_threads(Plan.parse(plan).size, engine_state, "tied", f"{plan} fp64")
+    expected = oracle(gpt_task("tied"), Case(plan, steps=2, **ADAMW)).weights
+    assert found[1:] == [{}] * (len(found) - 1)
+    plain = gpt_task("tied").make().double()
+    assert list(found[0]) == list(plain.state_dict())
+    plain.load_state_dict(found[0])
+    for name, p in plain.named_parameters():
+        assert difference(p.detach(), expected[name]) <= 1e-10, name
+
+
+def test_weights_trained_in_16_bits_are_given_in_32():
+    """As precise as they are kept: rounded to 16 bits they would not go on as before."""
+    state = run_threads(2, engine_state, "untied", "dp2 zero3 bf16")[0]
+    assert all(v.dtype == torch.float32 for v in state.values() if v.is_floating_point())
+    assert any((v != v.bfloat16()).any() for v in state.values())
+
+
+def messages(world: World, how: str) -> list[int]:
+    """The sizes of what this rank receives for a full state, or sends at the start."""
+    sizes: list[int] = []
+    taken, sent = full.receive, rank_zero_weights._send
+
+    def receive(out: Tensor, axis: Any, source: int) -> Tensor:
+        sizes.append(out.nbytes)
+        return taken(out, axis, source)
+
+    def send(x: Tensor, axis: Any) -> None:
+        sizes.append(x.nbytes)
+        sent(x, axis)
+
+    start = made(world.rank, (0,)) if how == "start" else buffered()
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "start":
+            patch.setattr(rank_zero_weights, "_send", send)
+        module = sw.FSDP(start, units=1, world=world)
+        patch.setattr(full, "receive", receive)
+        if how != "start":
+            full.full_state_dict(module)
+    return sizes
+
+
+def test_one_piece_of_a_tensor_is_sent_at_a_time():
+    """The largest matrix has 36 elements of 8 bytes."""
+    sizes = run_gloo(2, messages, "full")[0][2:]  # after the length of the list, and the list
+    assert len(sizes) > 5 and max(sizes) <= 36 * 8
+    assert [max(sizes) for sizes in run_gloo(2, messages, "start")] == [36 * 8] * 2
+
+
+@pytest.mark.parametrize("wrap_first", [True, False])
+def test_parts_that_are_compiled_in_their_place_keep_their_keys(wrap_first: bool):
+    """`torch.compile(part)` puts a level into names, before the wrapping and after it."""
+    module = Buffered()
+    expected = list(module.state_dict())
+    if wrap_first:
+        sw.FSDP(module, world=alone())
+    compiled: Any = torch.compile(module.blocks[0], backend="eager")
+    module.blocks[0] = compiled
+    if not wrap_first:
+        sw.FSDP(module, world=alone())
+    assert list(sw.full_state_dict(module)) == expected
+
+
+def test_a_module_that_is_not_wrapped_is_refused():
+    """It has a state_dict of its own."""
+    for given in (nn.Linear(2, 2), 3):
+        with pytest.raises(InputError, match=r"Write instead: "):
+            sw.full_state_dict(given)  # type: ignore[arg-type]
+
+
+# --- weights that rank 0 alone has, the other ranks' model being on the meta device ---------------
+
+
+def made(rank: int, real: tuple[int, ...]) -> nn.Module:
+    if rank in real:
+        return buffered()
+    with torch.device("meta"):
+        return Buffered().double()
+
+
+ZERO = ["FULL_SHARD", "Pipe", "DDP", "SHARD_GRAD_OP", "FULL_SHARD offload"]
+
+
+def losses_of(world: World, how: str, real: tuple[int, ...]) -> tuple[list[float], bool]:
+    """Of three steps; and whether parameters keep the attributes that they had before."""
+    torch.set_num_threads(1)
+    plain = made(world.rank, real)
+    for p in plain.parameters():
+        p.decays = False  # type: ignore[attr-defined]
+    model = wrapped(how, plain, world)
+    optim, losses = adam(model), list[float]()
+    for step in range(3):
+        optim.zero_grad()
+        loss = squares(model, rows(step, 0))
+        loss.backward()
+        optim.step()
+        losses.append(loss.item())
+    return losses, all(hasattr(p, "decays") for p in model.parameters())
+
+
+@pytest.mark.cases(5)
+@pytest.mark.parametrize("how", ZERO)
+def test_weights_of_rank_zero_alone(how: str):
+    """Parameters, tied ones, buffers train as if every rank had them; on others: refused."""
+    ranks = 3 if how == "FULL_SHARD" else 2
+    some = run_threads(ranks, losses_of, how, (0, 2))
+    assert some == run_threads(ranks, losses_of, how, tuple(range(ranks)))
+    assert all(kept for _, kept in some)
+    refused = run_threads(2, lambda world: refusal(lambda: losses_of(world, how, (1,))))
+    for said in refused:
+        assert re.search(r"scale and \d+ more on the meta device on rank 0, and not", said)
+
+
+def engine_losses(world: World, plan: str, every: bool) -> list[float]:
+    torch.set_num_threads(1)
+    with torch.device("cpu" if every or world.rank == 0 else "meta"):
+        model = gpt.GPT(CONFIG)
+    if every or world.rank == 0:
+        fill(model, seed=5)
+    engine = sw.parallelize(
+        model, plan, world, optimizer=sw.AdamW(lr=0.01), loss=gpt.loss, tokens=gpt.tokens
+    )
+    own = partial(share, rank=engine.data_rank, ranks=engine.data_ranks)
+    return [engine.step(own(text(step))).loss for step in range(2)]
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *("dp2 pp2 zero3 1f1b:2", "dp2 tp2 zero1", "dp2 zero3 tile:2", "dp2 zero2 offload:optim"),
+        *("dp2 ddp bf16", "dp2 zero3 offload:param", "tp2 sp", "dp_replicate2 dp_shard2 zero3"),
+    ],
+)
+def test_an_engine_of_weights_of_rank_zero(plan: str):
+    """Under every row, and on the axes of tensors and stages, each rank gets its part."""
+    ranks = Plan.parse(plan).size
+    every = run_threads(ranks, engine_losses, plan, True)
+    assert run_threads(ranks, engine_losses, plan, False) == every
