@@ -140,7 +140,7 @@ ROWS |= {
     "the mean over idle ranks too [dp2 zero3]": arguments(
         LossWeights, "__init__", lambda s, counts, *of: (s, [n or 9 for n in counts], *of)
     ),
-    "an empty microbatch leaves its rank out [dp2 accumulate:2]": arguments(
+    "an empty microbatch leaves its rank out [dp2 accumulate:2] error": arguments(
         OneStage,
         "run",
         lambda one, parts, counts, *of: (one, parts, [n * all(counts) for n in counts], *of),
@@ -163,7 +163,7 @@ ROWS |= {
     ),
     # --- the loss scale ---------------------------------------------------------------------------
     "the loss scale never rises [dp2 fp16]": before(
-        LossScale, "update", lambda scale, _: setattr(scale, "good", 0)
+        LossScale, "update", lambda scale, *_: setattr(scale, "good", 0)
     ),
     "a skipped step is counted [dp2 fp16]": after(ShardedOptimizer, "skip", counted_again),
 }
