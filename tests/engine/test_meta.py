@@ -241,19 +241,24 @@ class Ramp(nn.Module):
         return x + self.token + self.get_buffer("ramp")
 
 
-def test_what_nothing_sets_is_refused():
-    """It would be zero without a word; a buffer beside one on meta keeps its value."""
+def ramp(reset: bool) -> nn.Module:
+    """A ramp on meta beside a buffer that is not; with `reset` it can set its own again."""
     with torch.device("meta"):
         model = Ramp()
-        values = torch.arange(4.0, device="cpu")
-    with pytest.raises(InputError, match=r"token .* its Ramp initialises.*fill="):
-        sw.parallelize(model, "fp32", alone())
-    two: Any = {"fill": lambda _, tensor: tensor.fill_(2.0)}
-    with pytest.raises(InputError, match=r"the buffer ramp on the meta device.*reset_buffers"):
-        sw.parallelize(model, "fp32", alone(), **two)
-    vars(model)["reset_buffers"] = lambda: model.get_buffer("ramp").copy_(values)
     model.register_buffer("kept", torch.full((3,), 7.0))
-    found = dict(sw.parallelize(model, "fp32", alone(), **two).model.named_buffers())
-    assert found["kept"].tolist() == [7, 7, 7]
-    assert found["ramp"].tolist() == [0, 1, 2, 3]
-    assert model.token.tolist() == [2.0] * 4
+    if reset:
+        values = torch.arange(4.0)
+        vars(model)["reset_buffers"] = lambda: model.get_buffer("ramp").copy_(values)
+    return model
+
+
+def test_what_nothing_sets_is_refused():
+    """It would be zero without a word; a buffer beside one on meta keeps its value."""
+    with pytest.raises(InputError, match=r"the buffer ramp on the meta device.*reset_buffers"):
+        sw.parallelize(ramp(reset=False), "fp32", alone())
+    with pytest.raises(InputError, match=r"token .* its Ramp initialises.*fill="):
+        sw.parallelize(ramp(reset=True), "fp32", alone())
+    fill: Any = lambda _, tensor: tensor.fill_(2.0)  # noqa: E731
+    model = sw.parallelize(ramp(reset=True), "fp32", alone(), fill=fill).model
+    found = {name: x.tolist() for name, x in (*model.named_buffers(), *model.named_parameters())}
+    assert found == {"kept": [7.0] * 3, "ramp": [0.0, 1.0, 2.0, 3.0], "token": [2.0] * 4}
