@@ -206,7 +206,7 @@ def padding_counted_in_the_norm(real, grads: FlatGradient) -> None:
     grads.grad[plan.offsets[-1] + plan.numels[-1] :].fill_(1.0)
 
 
-@ROWS.around("dp2 zero1 accumulate:2", OneStage, "run")
+@ROWS.around("dp2 zero1 accumulate:2", OneStage, "run", "error")
 def a_microbatch_left_out(real, one: Any, parts: Any, counts: Any, s: Any) -> Any:
     first = min(1, len(parts) - 1)  # where there is one it stays
     return real(one, parts[first:], counts[first:], s)
