@@ -7,6 +7,9 @@ import pytest
 from tests import house
 from tests.house import PACKAGE, TESTS, Rule, Source
 
+#: Lines and files of the package and of the tests. A change may lower them, never raise them.
+SIZES = {"shardwise": (0, 0), "tests": (0, 0)}
+
 IN_PACKAGE = house.package_files()
 IN_TESTS = house.files_of_tests()
 
@@ -51,6 +54,16 @@ def test_folders_are_small():
     """A folder of the package has as many files as a reader finds his way in."""
     files = Counter(source.path.rpartition("/")[0] for source in IN_PACKAGE)
     assert {folder: n for folder, n in files.items() if n > house.FOLDER_FILES} == {}
+
+
+def test_nothing_grows():
+    """The package and its tests have as many lines and files as the last change left them."""
+    found = dict.fromkeys(SIZES, (0, 0))
+    for source in (*IN_PACKAGE, *IN_TESTS):
+        if (folder := source.path.partition("/")[0]) in SIZES:
+            lines, files = found[folder]
+            found[folder] = lines + source.text.count("\n"), files + 1
+    assert found == SIZES
 
 
 def body(lines: int) -> str:

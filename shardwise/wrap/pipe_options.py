@@ -83,8 +83,9 @@ class PipeOptions:
         """A backward pass has ended, which began with these gradients of the output."""
         self.scaling.note()
         if self.calls % same_on_ranks.EVERY == 1:
-            norms = [torch.linalg.vector_norm(x).double() for x in grads if x is not None]
-            self.norm = torch.linalg.vector_norm(torch.stack(norms)).view(1)
+            floats = [x for x in grads if x is not None and x.is_floating_point()]
+            norms = [torch.linalg.vector_norm(x).double() for x in floats]
+            self.norm = torch.linalg.vector_norm(torch.stack([*self.norm * 0, *norms])).view(1)
 
     def compare(self, batch: Any) -> None:
         """A call that trains begins, on all ranks.  Raises InputError on all if they differ."""
