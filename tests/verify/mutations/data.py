@@ -137,9 +137,6 @@ ROWS |= {
     "every microbatch weighs the same [dp2]": instead(
         LossWeights, "of", lambda weights, *_: weights.totals.new_ones(())
     ),
-    "the mean over idle ranks too [dp2 zero3]": arguments(
-        LossWeights, "__init__", lambda s, counts, *of: (s, [n or 9 for n in counts], *of)
-    ),
     "an empty microbatch leaves its rank out [dp2 accumulate:2] error": arguments(
         OneStage,
         "run",

@@ -11,6 +11,7 @@ from shardwise.comm.transport import Pending
 from shardwise.engine import cut as layout_file
 from shardwise.engine import parallelize
 from shardwise.engine.optimizer import optimizer as optimizer_file
+from shardwise.engine.optimizer.scale import LossWeights
 from shardwise.engine.optimizer.updating import Updates
 from shardwise.kernels import cross_entropy as loss_file
 from shardwise.techniques.context import block, cut_batch, ulysses
@@ -25,7 +26,6 @@ from shardwise.techniques.expert.gate import Gate
 from shardwise.techniques.expert.gates import Choice
 from shardwise.techniques.expert.moe_layer import MoE
 from shardwise.techniques.pipeline import stage_module
-from shardwise.techniques.pipeline.pipelined import ScheduledUnits
 from shardwise.techniques.pipeline.runtime import _Post
 from shardwise.techniques.pipeline.stage_work import StageWork
 from shardwise.techniques.pipeline.weight_stashing import Stale
@@ -297,11 +297,11 @@ def a_message_sent_twice(real, post: Any, transfer: Any, bundle: list[Tensor]) -
     post.outbox[transfer.token] += first
 
 
-@ROWS.around("pp2 2bw:2", ScheduledUnits, "update")
-def updates_divided_by_all_tokens(real, units: ScheduledUnits, stage: int, microbatches: Any):
+@ROWS.around("pp2 pipedream:4", LossWeights, "of")
+def updates_divided_by_all_tokens(real, weights: LossWeights, tokens: float, update: int):
     """Each update divides by the tokens of the whole step, not by those of its microbatches."""
-    total = sum(each.tokens for each in microbatches)
-    real(units, stage, [replace(each, tokens=total) for each in microbatches])
+    total = weights.totals[0]
+    return real(weights, tokens, update) * total[update] / total.sum()
 
 
 @ROWS.around("dp2 of sigmoid", MoE, "_remember")
