@@ -2,7 +2,7 @@
 
 `CANONICAL` has the plans of each technique; `covering.read()` those of the covering array, in which
 every two words that may meet do meet. Ranks are threads; those of `ON_PROCESSES` are processes, as
-those of all canonical plans under `make test-all`.
+those of all canonical plans under `make nightly`.
 """
 
 from dataclasses import replace
