@@ -27,7 +27,7 @@ from shardwise.core.tools.arguments import choice, integer
 from shardwise.prediction.cluster_file import cluster_of
 
 if TYPE_CHECKING:
-    from shardwise.cli.predict_timeline import Step
+    from shardwise.cli.predict_timeline import StepMemory
     from shardwise.engine.options import EngineOptions
     from shardwise.models.trainable import Trainable
     from shardwise.prediction.cluster import Cluster
@@ -142,11 +142,11 @@ class Picture(NamedTuple):
 
 def _predicted(
     request: "PredictRequest", rank: int, picture: Picture
-) -> "tuple[Prediction, Step | None]":
+) -> "tuple[Prediction, StepMemory | None]":
     """The prediction; and the memory of a step, drawn into a file, if it was asked for."""
     if picture == (None, None):
         return request.prediction(rank), None
-    from shardwise.cli.predict_timeline import Step, measured_step, predicted_step
+    from shardwise.cli.predict_timeline import StepMemory, measured_step, predicted_step
     from shardwise.train.measure.memory_picture import draw
 
     measuring = picture.device is not None
@@ -154,13 +154,15 @@ def _predicted(
     measured = (
         ([], {}, {}) if picture.device is None else measured_step(request, picture.device)[rank]
     )
-    step = Step(events, *measured) if events or measuring else None
+    step = StepMemory(events, *measured) if events or measuring else None
     if picture.file is not None and step is not None:
         draw(picture.file, step.series)
     return found, step
 
 
-def _print(numbers: dict[str, Any], told: Answer, step: "Step | None", *, as_json: bool) -> None:
+def _print(
+    numbers: dict[str, Any], told: Answer, step: "StepMemory | None", *, as_json: bool
+) -> None:
     if as_json:
         print(json.dumps(numbers | told.as_json() | ({} if step is None else step.as_json())))
         return

@@ -34,7 +34,7 @@ ALLOCATOR = ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
 STEPS = 3  # of a measurement; the last one is measured
 
 
-class Step(NamedTuple):
+class StepMemory(NamedTuple):
     """The memory of a rank in a step: `predicted` and `measured` events, if there are any.
 
     placements  of a measured step, by a first-fit allocator

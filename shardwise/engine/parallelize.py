@@ -115,10 +115,8 @@ def build_engine(
     recomputed = recompute_budget.recomputation(model, plan, world.rank, objective, options, begin)
     clip = weight_stashing.require(model, plan, begin, options)
     rerun.require(plan, options.checks)
-    if world.rank == 0 and options.optimizer is None:
-        print("shardwise: without optimizer=, it is sw.AdamW(lr=3e-4)", file=sys.stderr)
     if world.rank == 0:
-        spec.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])
+        _say_what_is_meant(options, model)
     how = Training(
         spec,
         objective,
@@ -150,6 +148,13 @@ def build_engine(
         broadcast_buffers=options.broadcast_buffers,
     )
     return first_step.engine_of(model, build, how)
+
+
+def _say_what_is_meant(options: EngineOptions, model: nn.Module) -> None:
+    """The optimizer that nobody named, and patterns of groups that match no parameter."""
+    if options.optimizer is None:
+        print("shardwise: without optimizer=, it is sw.AdamW(lr=3e-4)", file=sys.stderr)
+    options.spec.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])
 
 
 def plan_of(plan: Plan | str) -> Plan:
