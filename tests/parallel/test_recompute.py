@@ -63,8 +63,8 @@ class Doubled(TorchFunctionMode):
         return 2 * out if func is Tensor.softmax else out
 
 
-def passed(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients and buffers after a pass, and the state of the generator.
+def passed(model: nn.Module, *, twice: bool = True) -> dict[str, Tensor]:
+    """Gradients and buffers after a pass, `twice` backward, and the state of the generator.
 
     The forward runs in a mode, as that in which models of transformers compute in fp64.
     """
@@ -72,11 +72,11 @@ def passed(model: nn.Module) -> dict[str, Tensor]:
     x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
     with Doubled():
         loss = model(x).square().sum()
-    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    first = torch.autograd.grad(loss, x, retain_graph=True)[0] if twice else None
     state = {"generator": torch.get_rng_state()}
     loss.backward()
     assert x.grad is not None
-    assert torch.equal(first, x.grad)  # a second backward pass recomputes again
+    assert first is None or torch.equal(first, x.grad)  # a second backward pass recomputes again
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return found | {"x": x.grad} | dict(model.named_buffers()) | state
 
@@ -102,19 +102,19 @@ def test_nothing_but_memory_changes(kind: str):
 
 @pytest.mark.parametrize("kind", [FULL, SELECTIVE])
 def test_operations_that_are_added(kind: str):
-    """Full computes every product of a block again, in each of two backward passes.
+    """Full computes every product of a block again.
 
     Selective computes the scores of attention again, and a product that was written to in place.
     """
 
     def counted(how: str | None) -> int:
         with FlopCounterMode(display=False) as counter:
-            passed(made(how))
+            passed(made(how), twice=False)
         return counter.get_total_flops()
 
     layer, scores = 2 * ROWS * LENGTH * WIDTH * WIDTH, 2 * ROWS * LENGTH * LENGTH * WIDTH
     added = layer + scores if kind == SELECTIVE else 3 * layer + 2 * scores
-    assert counted(kind) - counted(None) == 2 * 2 * added
+    assert counted(kind) - counted(None) == 2 * added
 
 
 BLOCKS = {f"blocks.{k}": nn.Identity() for k in range(3)}
