@@ -1,12 +1,215 @@
-"""PyTorch's own DDP tests pass under `sw.DDP`, or stand here with the reason why not."""
+"""PyTorch's own tests of DDP, from the installed package, pass under `sw.DDP` on processors.
 
-from collections.abc import Iterator
-from pathlib import Path
+`torch.testing._internal.distributed.distributed_test` holds the tests of
+`torch.nn.parallel.DistributedDataParallel`, written for one GPU a rank and a process each test.
+Here they run one after another in processes of ours that are a world of gloo already:
+
+    decorators that ask for GPUs    leave a test as it is; replaced before the module is imported
+    cuda, and a device's number     mean the processor, in every call of torch
+    DistributedDataParallel         is Ours, around sw.DDP
+
+Left out are tests about CUDA and SyncBatchNorm, communication hooks, `join`, ignored parameters,
+DDP's own mixed precision and options, and the reducer's internals, logs and errors.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+import unittest
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from tests.ddp import adapter
+import shardwise as sw
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError
+from shardwise.techniques.data.apply import drivers
 from tests.pool import Pool
+
+HOME = "torch.testing._internal.distributed.distributed_test"
+ASK_FOR_GPUS = (
+    *("skip_if_lt_x_gpu", "skip_if_no_gpu", "nccl_skip_if_lt_x_gpu"),
+    "require_n_gpus_for_nccl_backend",
+)
+
+
+class Ours(nn.Module):
+    """What the tests use of DistributedDataParallel, around a module under `sw.DDP`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        process_group: Any = None,
+        bucket_cap_mb: float = 25,
+        broadcast_buffers: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        inner = module.module if isinstance(module, Ours) else module
+        assert isinstance(inner, nn.Module)
+        self.process_group = process_group or dist.group.WORLD
+        if drivers(inner):  # several objects of a test have one module
+            sw.unwrap(inner)
+        size = max(1, int(bucket_cap_mb * 2**20))
+        self.options = {"bucket_bytes": size, "broadcast_buffers": broadcast_buffers}
+        try:
+            self.module = sw.DDP(inner, **self.options)
+        except InputError as error:
+            raise RuntimeError(str(error)) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "process_group"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's: what is loaded is wrapped again, on the default group."""
+        super().__setstate__(state)
+        self.process_group = dist.group.WORLD
+        sw.DDP(self.module, **self.options)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return sw.no_sync(self.module)
+
+    def _remove_autograd_hooks(self) -> None:
+        sw.unwrap(self.module)
+
+    def _set_static_graph(self) -> None:
+        """A hint: sw.DDP takes no less from a graph that stays the same."""
+
+    def _set_ddp_sink_clone(self, _: bool) -> None:
+        """sw.DDP copies no output, whatever is set."""
+
+
+class Unsynced(Ours):
+    """A fault, to show that the tests find one: every rank trains alone."""
+
+    def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
+        super().__init__(module, *args, **options)
+        sw.unwrap(self.module)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class OnProcessor(TorchFunctionMode):
+    """Every device that a call names is the processor."""
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "cuda":
+            return args[0]
+        if name == "to":
+            args = (args[0], *(_processor(x) for x in args[1:]))
+        if "device" in kwargs:
+            kwargs["device"] = _processor(kwargs["device"])
+        return func(*args, **kwargs)
+
+
+def _processor(x: Any) -> Any:
+    """`x`, or the processor if it names a device."""
+    number = isinstance(x, int) and not isinstance(x, bool)
+    named = isinstance(x, torch.device) or (isinstance(x, str) and x.startswith("cuda"))
+    return torch.device("cpu") if number or named else x
+
+
+def _to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    return _MODULE_TO(self, *map(_processor, args), **{k: _processor(x) for k, x in kwargs.items()})
+
+
+_MODULE_TO = nn.Module.to
+
+
+@contextmanager
+def on_processor(ddp: type[nn.Module], tests: ModuleType) -> Iterator[None]:
+    """Inside, `ddp` is DistributedDataParallel, and CUDA is the processor."""
+    with ExitStack() as inside:
+        put = lambda *place, **by: inside.enter_context(mock.patch.object(*place, **by))  # noqa: E731
+        put(nn.parallel, "DistributedDataParallel", ddp)
+        put(tests, "DistributedDataParallel", ddp)
+        put(nn.Module, "cuda", lambda self, *_: self)
+        put(nn.Module, "to", _to)
+        put(tests, "init_multigpu_helper", lambda ranks, _: {rank: [rank] for rank in range(ranks)})
+        put(torch.cuda, "current_device", lambda: 0)
+        for name in ("set_device", "synchronize", "manual_seed"):
+            put(torch.cuda, name, lambda *_, **__: None)
+        inside.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        inside.enter_context(OnProcessor())
+        yield
+
+
+def load(ranks: int, folder: str) -> ModuleType | str:
+    """The module of the tests; where this torch has none that can be imported, why."""
+    if HOME in sys.modules:
+        return sys.modules[HOME]
+    if importlib.util.find_spec("expecttest") is None:  # a base class, for other tests than these
+        stub = ModuleType("expecttest")
+        vars(stub).update(TestCase=unittest.TestCase, ACCEPT=False)
+        sys.modules.setdefault("expecttest", stub)
+    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(ranks), TEMP_DIR=folder)
+    try:
+        asking = importlib.import_module("torch.testing._internal.common_distributed")
+        common = importlib.import_module("torch.testing._internal.common_utils")
+        with ExitStack() as inside:
+            # some tests are skipped on PyTorch's own machines, which run Linux
+            inside.enter_context(mock.patch.object(common, "IS_LINUX", False))
+            for name in ASK_FOR_GPUS:
+                leave = _leave if name == "skip_if_no_gpu" else lambda *_, **__: _leave
+                inside.enter_context(mock.patch.object(asking, name, leave))
+            return importlib.import_module(HOME)
+    except (ImportError, AttributeError) as error:
+        return f"torch {torch.__version__} has no {HOME} that can be imported: {error}"
+
+
+def _leave(test: Callable[..., Any]) -> Callable[..., Any]:
+    return test
+
+
+DDPS: dict[str, type[nn.Module]] = {"ours": Ours, "unsynced": Unsynced}
+
+
+def run(world: World, which: str, ddp: str, folder: str) -> dict[str, str] | str:
+    """What tests by name raised on this rank, with DDPS[ddp]; another torch may have fewer."""
+    tests = load(world.size, folder)
+    if isinstance(tests, str):
+        return tests
+    kind = type("T", (tests.TestDistBackend, tests.DistributedTest._DistTestBase), {})
+    with on_processor(DDPS[ddp], tests):
+        return {n: _outcome(kind, n, world) for n in which.split() if hasattr(kind, n)}
+
+
+def _outcome(kind: Any, name: str, world: World) -> str:
+    torch.manual_seed(1234)
+    test = kind(name)
+    test.rank, test.file_name = world.rank, "unused"
+    test._barrier = lambda *_, **__: dist.barrier()
+    try:
+        getattr(test, name)()
+    except unittest.SkipTest as skipped:
+        return f"skipped: {skipped}"
+    except SystemExit as left:
+        return f"left with {left.code}"
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the outcome
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.barrier()
+    return "passed"
+
 
 #: Tests that pass, of torch 2.13.
 RUN = """
@@ -20,6 +223,7 @@ RUN = """
     test_ddp_apply_optim_in_backward
     test_ddp_apply_optim_in_backward_grad_as_bucket_view_false
     test_ddp_broadcast_buffer
+    test_ddp_compile_static_graph
     test_ddp_create_graph
     test_ddp_forward_backward_hook
     test_ddp_inference
@@ -47,169 +251,33 @@ RUN = """
     test_undefined_grad_parity_unused_parameters
 """
 
-#: Those of them for which torch's own DDP needs a GPU: streams, modules with SyncBatchNorm.
-STOCK_NEEDS_A_GPU = """
-    test_ddp_apply_optim_in_backward
-    test_ddp_apply_optim_in_backward_grad_as_bucket_view_false
-    test_ddp_inference
-"""
-
-#: The one that takes longer than all others: torch.compile builds four graphs.
-COMPILED = "test_ddp_compile_static_graph"
-
-#: Tests that another implementation cannot pass, or is not asked to, by the reason.
-EXCLUDED = {
-    "about CUDA: SyncBatchNorm takes inputs on a GPU only": """
-        test_DistributedDataParallel_SyncBatchNorm
-        test_DistributedDataParallel_SyncBatchNorm_2D_Input
-        test_DistributedDataParallel_SyncBatchNorm_Channels_Last
-        test_DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_Running_Value
-        test_DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_gradient
-        test_DistributedDataParallel_SyncBatchNorm_No_Affine
-        test_DistributedDataParallel_SyncBatchNorm_Single_Input_Per_Process
-        test_DistributedDataParallel_SyncBatchNorm_half
-        test_ddp_sync_bn_training_vs_eval
-        test_ddp_uneven_inputs_stop_iteration_sync_bn
-    """,
-    "about CUDA: streams, and inputs that are moved to a GPU": """
-        test_DistributedDataParallel_non_default_stream
-        test_ddp_device
-    """,
-    "communication hooks, on gradients and buffers, which sw.DDP has not": """
-        test_accumulate_gradients_no_sync_allreduce_hook
-        test_accumulate_gradients_no_sync_allreduce_with_then_hook
-        test_ddp_broadcast_buffer_via_hook
-        test_ddp_buffer_hook_allreduce
-        test_ddp_buffer_hook_allreduce_return_future
-        test_ddp_comm_hook_logging
-        test_ddp_hook_parity_allreduce
-        test_ddp_hook_parity_allreduce_process_group
-        test_ddp_hook_parity_post_localSGD
-        test_ddp_hook_parity_powerSGD
-        test_ddp_hook_pickling_powerSGD
-        test_ddp_python_error_logged
-    """,
-    "join: ranks with fewer batches than others, which sw.DDP does not shadow": """
-        test_ddp_grad_div_uneven_inputs
-        test_ddp_join_model_equivalence
-        test_ddp_join_respects_forward_sync_buffers_false
-        test_ddp_uneven_input_exception
-        test_ddp_uneven_input_join_disable
-        test_ddp_uneven_inputs
-    """,
-    "parameters that DDP is to ignore, which sw.DDP does not": """
-        test_ddp_apply_optim_in_backward_ignored_params
-        test_ddp_ignore_params_arg
-        test_ddp_multiple_nested_unused_params_err_ignore_params
-        test_ddp_native_mixed_precision_ignored_params
-        test_get_data_parallel_params
-    """,
-    "DDP's own mixed precision: with sw it is a word of an engine's plan": """
-        test_ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none
-        test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none
-        test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none
-        test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none
-    """,
-    "an error that sw.DDP has no cause for: unused parameters need no flag, graphs may change": """
-        test_ddp_multiple_nested_unused_params_error
-        test_ddp_unused_params_rebuild_buckets_exception
-        test_invalid_static_graph
-        test_static_graph_api_cpu
-    """,
-    "the reducer's internals: buckets, maps of used parameters, names by index": """
-        test_ddp_bucket_cap_mb_list
-        test_ddp_build_debug_param_to_name_mapping
-        test_ddp_build_debug_param_to_name_mapping_requires_grad
-        test_ddp_control_flow_different_across_ranks
-        test_ddp_control_flow_same_across_ranks
-        test_detect_ddp_is_actually_static
-    """,
-    "the reducer's logging data, and the profiler's names of its collectives": """
-        test_ddp_logging_data_cpu
-        test_ddp_logging_data_gpu
-        test_ddp_profiling_autograd_profiler
-        test_ddp_profiling_execution_trace
-        test_ddp_profiling_torch_profiler
-        test_different_graph_across_ranks
-        test_skip_all_reduce_unused_parameters
-        test_sync_bn_logged
-    """,
-    "options and attributes of torch's class: a device mesh, deprecations": """
-        test_ddp_broadcast_buffers_deprecation_warning
-        test_ddp_device_mesh_initialization
-        test_ddp_init_sync_buffers_with_forward_sync_buffers_false
-    """,
-    "functions of torch.distributed, which sw.DDP does not call": """
-        test_compute_bucket_assignment_by_size_sparse_error_with_logger
-        test_compute_bucket_assignment_by_size_sparse_error_without_logger
-        test_ddp_sync_module_states
-        test_verify_model_across_rank_with_logger
-        test_verify_model_across_rank_without_logger
-    """,
-    "skipped by PyTorch itself": """
-        test_ddp_has_finalized
-    """,
-}
-
 
 @pytest.fixture(scope="module")
-def tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Runner"]:
-    """Two processes for all of them: what the tests import changes torch for good."""
-    pool = Pool(2)
-    yield Runner(pool, tmp_path_factory.mktemp("torch"))
+def tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], list[str]]]:
+    """The tests of given names that fail, in processes of their own: they change torch for good."""
+    pool, folder = Pool(2), tmp_path_factory.mktemp("torch")
+    for name in ("barrier", "test_dir"):
+        (folder / name).mkdir()
+    (folder / "lockfile").touch()
+
+    def failed(names: str, ddp: str) -> list[str]:
+        outcomes = pool.run(run, (names, ddp, str(folder)))
+        if isinstance(outcomes[0], str):
+            pytest.skip(outcomes[0])
+        assert all(outcomes)
+        return sorted({n for found in outcomes for n, text in found.items() if text != "passed"})
+
+    yield failed
     pool.close()
 
 
-class Runner:
-    """PyTorch's tests, in processes that know how to run them."""
-
-    def __init__(self, pool: Pool, folder: Path) -> None:
-        self.pool, self.folder = pool, str(folder)
-        (folder / "barrier").mkdir()
-        (folder / "test_dir").mkdir()
-        (folder / "lockfile").touch()
-        found = pool.run(adapter.find, (self.folder,))[0]
-        if isinstance(found, str):
-            pool.close()
-            pytest.skip(found)
-        self.names: list[str] = found
-
-    def run(self, names: str, ddp: str) -> dict[str, str]:
-        """Of each that did not pass on every rank what it raised; another torch may have fewer."""
-        there = [name for name in names.split() if name in self.names]
-        assert there
-        outcomes = self.pool.run(adapter.run, (there, ddp, self.folder))
-        return {n: text for found in outcomes for n, text in found.items() if text != "passed"}
-
-
 @pytest.mark.full
-def test_torchs_tests_of_ddp_pass_under_ours(tests: Runner) -> None:
-    """All that are not about CUDA or the insides of torch's class."""
-    assert tests.run(RUN, "ours") == {}
+def test_torchs_tests_of_ddp_pass(tests: Callable[[str, str], list[str]]) -> None:
+    """All that are not about CUDA or the insides of torch's class, and one of torch.compile."""
+    assert tests(RUN, "ours") == []
 
 
-@pytest.mark.full
-def test_the_adapter_runs_torchs_ddp(tests: Runner) -> None:
-    """The control: torch's own DDP passes the same tests, but those for which it needs a GPU."""
-    needing = STOCK_NEEDS_A_GPU.split()
-    assert tests.run(" ".join(n for n in RUN.split() if n not in needing), "stock") == {}
-
-
-@pytest.mark.full
-def test_torchs_test_of_compiled_ddp_passes_under_ours(tests: Runner) -> None:
-    """torch.compile of two wrapped modules, which give the same outputs and gradients."""
-    assert tests.run(COMPILED, "ours") == {}
-
-
-def test_torchs_tests_find_a_fault(tests: Runner) -> None:
+def test_torchs_tests_find_a_fault(tests: Callable[[str, str], list[str]]) -> None:
     """Under a DDP whose ranks train alone the tests of training fail."""
     names = "test_DistributedDataParallelCPU test_accumulate_gradients_no_sync"
-    assert sorted(tests.run(names, "unsynced")) == names.split()
-
-
-def test_every_other_test_stands_in_the_list_with_its_reason(tests: Runner) -> None:
-    """None is left out in silence, and none is on two lists."""
-    excluded = [name for listed in EXCLUDED.values() for name in listed.split()]
-    known = [*RUN.split(), COMPILED, *excluded]
-    assert len(known) == len(set(known))
-    assert [name for name in tests.names if name not in known] == []
+    assert tests(names, "unsynced") == names.split()

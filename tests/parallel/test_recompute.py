@@ -16,7 +16,6 @@ from shardwise.techniques.recompute.checkpointed import FULL, SELECTIVE, recompu
 from shardwise.techniques.recompute.choice import chosen
 from shardwise.techniques.recompute.generators import Generators
 
-KINDS = [FULL, SELECTIVE]
 ROWS, LENGTH, WIDTH = 4, 20, 8
 
 
@@ -47,60 +46,13 @@ class Model(nn.Module):
         return x
 
 
-def made(kind: str | None, model: type[nn.Module] = Model) -> nn.Module:
+def made(kind: str | None) -> nn.Module:
     """A model, recomputed or not, always of the same weights."""
     torch.manual_seed(0)
-    found = model().double()
+    found = Model().double()
     kinds = dict.fromkeys(["blocks.0", "blocks.2"], kind) if kind else {}
     recompute(found, kinds, Generators([torch.default_generator]))
     return found
-
-
-def passed(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients and buffers after a pass, and the state of the generator."""
-    torch.manual_seed(1)
-    x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
-    model(x).square().sum().backward()
-    assert x.grad is not None
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    state = {"generator": torch.get_rng_state()}
-    return found | {"x": x.grad} | dict(model.named_buffers()) | state
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_but_memory_changes(kind: str):
-    """Gradients, running statistics and the generators afterwards are equal to the last bit."""
-    expected, found = passed(made(None)), passed(made(kind))
-    assert expected.keys() == found.keys()
-    for name, x in expected.items():
-        assert torch.equal(x, found[name]), name
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_operations_that_are_added(kind: str):
-    """Full computes every product of a block again.
-
-    Selective computes the scores of attention again, and a product that was written to in place.
-    """
-
-    def counted(how: str | None) -> int:
-        with FlopCounterMode(display=False) as counter:
-            passed(made(how))
-        return counter.get_total_flops()
-
-    layer, scores = 2 * ROWS * LENGTH * WIDTH * WIDTH, 2 * ROWS * LENGTH * LENGTH * WIDTH
-    added = layer + scores if kind == SELECTIVE else 3 * layer + 2 * scores
-    assert counted(kind) - counted(None) == 2 * added
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_second_backward_pass_recomputes_again(kind: str):
-    """With retain_graph the same gradients come twice."""
-    model = made(kind)
-    x = torch.randn(2, 5, WIDTH, dtype=torch.float64, requires_grad=True)
-    loss = model(x).square().sum()
-    first = torch.autograd.grad(loss, x, retain_graph=True)[0]
-    assert torch.equal(first, torch.autograd.grad(loss, x)[0])
 
 
 class Doubled(TorchFunctionMode):
@@ -111,43 +63,58 @@ class Doubled(TorchFunctionMode):
         return 2 * out if func is Tensor.softmax else out
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_function_mode_of_the_forward_holds_in_the_recomputation(kind: str):
-    """As that in which models of transformers compute in fp64; backward runs outside of it."""
-    found: list[Tensor] = []
-    for each in (None, kind):
-        model = made(each)
-        torch.manual_seed(1)
-        x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
-        with Doubled():
-            loss = model(x).square().sum()
-        loss.backward()
-        found.append(
-            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        )
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+def passed(model: nn.Module, *, twice: bool = True) -> dict[str, Tensor]:
+    """Gradients and buffers after a pass, `twice` backward, and the state of the generator.
+
+    The forward runs in a mode, as that in which models of transformers compute in fp64.
+    """
+    torch.manual_seed(1)
+    x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    with Doubled():
+        loss = model(x).square().sum()
+    first = torch.autograd.grad(loss, x, retain_graph=True)[0] if twice else None
+    state = {"generator": torch.get_rng_state()}
+    loss.backward()
+    assert x.grad is not None
+    assert first is None or torch.equal(first, x.grad)  # a second backward pass recomputes again
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found | {"x": x.grad} | dict(model.named_buffers()) | state
 
 
-def test_the_module_is_what_it_was():
-    """Its signature, its hooks (once each), its names; copies keep their activations."""
-    model = made(FULL)
+@pytest.mark.parametrize("kind", [FULL, SELECTIVE])
+def test_nothing_but_memory_changes(kind: str):
+    """Gradients, statistics and generators are equal to the last bit, also after an exception."""
+    expected, model = passed(made(None)), made(kind)
+    found = passed(copy.deepcopy(model))
+    assert expected.keys() == found.keys()
+    for name, x in expected.items():
+        assert torch.equal(x, found[name]), name
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 3, WIDTH + 1, dtype=torch.float64))
+    calls: list[Any] = []
     block = model.get_submodule("blocks.0")
+    block.register_forward_hook(lambda *_: calls.append(1))
+    assert torch.equal(passed(model)["x"], expected["x"])
+    assert len(calls) == 1
     assert "scale" in inspect.signature(block.forward).parameters
     assert model.state_dict().keys() == Model().state_dict().keys()
-    calls: list[Any] = []
-    block.register_forward_hook(lambda *_: calls.append(1))
-    expected, found = passed(model), passed(copy.deepcopy(made(FULL)))
-    assert len(calls) == 1
-    assert torch.equal(expected["x"], found["x"])
 
 
-def test_an_exception_in_a_forward_leaves_nothing_behind():
-    """The next pass is as if there had been none."""
-    for kind in KINDS:
-        model, expected = made(kind), passed(made(kind))
-        with pytest.raises(RuntimeError):
-            model(torch.randn(2, 3, WIDTH + 1, dtype=torch.float64))
-        assert torch.equal(passed(model)["x"], expected["x"])
+@pytest.mark.parametrize("kind", [FULL, SELECTIVE])
+def test_operations_that_are_added(kind: str):
+    """Full computes every product of a block again.
+
+    Selective computes the scores of attention again, and a product that was written to in place.
+    """
+
+    def counted(how: str | None) -> int:
+        with FlopCounterMode(display=False) as counter:
+            passed(made(how), twice=False)
+        return counter.get_total_flops()
+
+    layer, scores = 2 * ROWS * LENGTH * WIDTH * WIDTH, 2 * ROWS * LENGTH * LENGTH * WIDTH
+    added = layer + scores if kind == SELECTIVE else 3 * layer + 2 * scores
+    assert counted(kind) - counted(None) == 2 * added
 
 
 BLOCKS = {f"blocks.{k}": nn.Identity() for k in range(3)}
@@ -172,21 +139,17 @@ def test_which_modules(what: str | None, names: list[str]):
     assert set(found.values()) <= {SELECTIVE if what == "selective" else FULL}
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
-    ("what", "given", "instead"),
+    ("model", "what", "said"),
     [
-        ("blocks.0.ou", "blocks.0.ou matches no module", "recompute:blocks.0.out"),
-        ("selectiv", "selectiv matches no module", "recompute:selective"),
-        ("blocks", "blocks matches no module that has a forward", r"recompute:blocks\.\*"),
+        (Model(), "blocks.0.ou", r"blocks\.0\.ou matches no module.*recompute:blocks\.0\.out"),
+        (Model(), "selectiv", "selectiv matches no module.*recompute:selective"),
+        (Model(), "blocks", r"no module that has a forward.*recompute:blocks\.\*"),
+        (nn.Sequential(nn.Linear(2, 2)), "full", r"recompute:full for a Sequential.*recompute:0"),
     ],
 )
-def test_names_of_nothing_are_refused(what: str, given: str, instead: str):
+def test_names_of_nothing_are_refused(model: nn.Module, what: str, said: str):
     """The nearest word or name is offered."""
-    with pytest.raises(InputError, match=f"{given}.*Write instead: {instead}"):
-        chosen(Model(), what, BLOCKS)
-
-
-def test_a_model_without_blocks_is_refused():
-    """There is nothing that full could mean."""
-    with pytest.raises(InputError, match=r"recompute:full for a Sequential.*recompute:0"):
-        chosen(nn.Sequential(nn.Linear(2, 2)), "full", {})
+    with pytest.raises(InputError, match=said):
+        chosen(model, what, BLOCKS if isinstance(model, Model) else {})
