@@ -1,29 +1,37 @@
-"""The search for the best plan: its choice, what it refuses, and what it explains."""
+"""The search for the best plan: its choice, uneven stages, its few recorded passes, its words."""
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shardwise as sw
 from shardwise.cli.main import main
 from shardwise.core.errors import InputError
+from shardwise.core.model_spec import Blocks
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
+from shardwise.derive import repeated
 from shardwise.derive.recorded_model import RecordedModel
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import predict_with
+from shardwise.models import moe
 from shardwise.models.gpt import GPT, GPTConfig, loss
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.cluster_presets import PRESETS
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.search.plan_costs import PlanCosts
-from shardwise.prediction.search.result import RankedPlan, SearchResult
+from shardwise.prediction.search.result import RankedPlan, RefusedPlan, SearchResult
 from shardwise.prediction.search.space import Candidate, PlanTask, candidates
+from shardwise.prediction.search.uneven_stages import with_uneven_stages
+from shardwise.techniques.expert.gate import Gate
 
 CONFIG = GPTConfig(512, 4, 64, heads=4, kv_heads=4, hidden=192, sequence=64)
 OPTIONS = EngineOptions(loss=loss, clip=1.0, least_unit_bytes=0, kernels="cuda")
@@ -147,17 +155,13 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
         assert 0 < over <= exhaustive()[plan][1] - ROOM, plan
 
 
-def test_why_a_plan_does_not_fit_names_a_remedy() -> None:
-    """By how many bytes the peak exceeds the memory, and a plan whose largest part is smaller."""
+def test_why_a_plan_does_not_fit_or_is_slower() -> None:
+    """The bytes that are too many, and a plan with a smaller part; where the time goes."""
     found = predicted("dp2 bf16", ROWS // RANKS)
     over = found.device_peak - ROOM
     text = searched(ROOM).why(found)
     assert f"{over:,} more than a device has" in text
     assert '"dp2 zero1 bf16" makes it smaller' in text
-
-
-def test_why_a_plan_is_slower_says_where_its_time_goes() -> None:
-    """The difference to the best plan, part by part."""
     result = searched(AMPLE)
     assert result.best is not None
     text = result.why(predicted("dp1 tp2 sp bf16", ROWS))
@@ -207,15 +211,185 @@ def test_a_task_without_plans_is_refused(ranks: int, rows: int, said: str) -> No
         sw.search(model(), machine(AMPLE), ranks, batch(), rows=rows, options=OPTIONS)
 
 
-def test_a_model_that_cannot_be_recorded_is_refused() -> None:
-    """With the error of its forward, in one paragraph."""
+# --- uneven stages --------------------------------------------------------------------------------
 
-    def broken(model: Any, batch: Any) -> torch.Tensor:
-        raise RuntimeError("no forward here")
+DEEP_BLOCKS = 6
+LARGE = machine(AMPLE)
 
-    with pytest.raises(InputError, match="no forward here"):
-        sw.search(GPT(CONFIG), machine(AMPLE), RANKS, batch(), rows=ROWS, loss=broken)
 
+@cache
+def deep(vocabulary: int) -> GPT:
+    """Six blocks, and a head whose work grows with the vocabulary: at 512 it is half a block's."""
+    with torch.device("meta"):
+        return GPT(replace(CONFIG, layers=DEEP_BLOCKS, vocabulary=vocabulary))
+
+
+@cache
+def recorded(vocabulary: int) -> RecordedModel:
+    return RecordedModel(deep(vocabulary), batch(), OPTIONS)
+
+
+def deep_predicted(plan: Plan, vocabulary: int, rows: int = 1) -> Prediction:
+    """The prediction of one plan, recorded for it alone."""
+    return predict_with(deep(vocabulary), plan, batch(rows * plan.microbatches), OPTIONS)
+
+
+def cuts(stages: int) -> Iterator[tuple[int, ...]]:
+    """All numbers of blocks of so many stages."""
+    for ends in combinations(range(1, DEEP_BLOCKS), stages - 1):
+        yield tuple(b - a for a, b in pairwise((0, *ends, DEEP_BLOCKS)))
+
+
+@pytest.mark.parametrize(
+    ("text", "vocabulary", "even_is_best"),
+    [
+        ("pp2 dp1 1f1b:4 bf16", 4096, False),
+        ("pp2 dp1 interleaved:4x2 bf16", 4096, False),
+        ("pp3 dp1 zb-h1:6 recompute:full bf16", 4096, True),
+        ("pp3 dp1 zb-h1:6 recompute:full bf16", 512, True),
+    ],
+)
+def test_the_cut_is_the_best_of_all_cuts(text: str, vocabulary: int, even_is_best: bool) -> None:
+    """Its step is as short as that of the best cut, which may be the even one."""
+    plan = Plan.parse(text)
+    chosen, _ = with_uneven_stages(Candidate(plan, 1), recorded(vocabulary), LARGE)
+    assert chosen.stages is not None
+    every = {
+        counts: deep_predicted(replace(plan, stages=counts), vocabulary).step_time(LARGE).seconds
+        for counts in cuts(len(chosen.stages))
+    }
+    best = min(every.values())
+    assert every[chosen.stages] == pytest.approx(best, rel=1e-9)
+    even = deep_predicted(plan, vocabulary).step_time(LARGE).seconds
+    assert (even <= best * (1 + 1e-9)) == even_is_best
+
+
+def test_a_search_has_the_uneven_stages_of_its_best_pipelines() -> None:
+    """Faster than the plan without them, with the time and the peak of their own prediction."""
+    found = sw.search(deep(4096), LARGE, 2, batch(), rows=2, options=OPTIONS)
+    even = {str(each.plan): each.seconds for each in found.ranked if each.plan.stages is None}
+    uneven = [each for each in found.ranked if each.plan.stages is not None]
+    assert uneven and list(found.ranked) == sorted(found.ranked, key=lambda each: each.seconds)
+    for each in uneven:
+        assert each.seconds < even[str(replace(each.plan, stages=None))]
+        own = deep_predicted(each.plan, 4096, each.rows)
+        assert each.seconds == own.step_time(LARGE).seconds
+        assert each.peak_bytes == max(own.on(rank).device_peak for rank in range(2))
+
+
+def test_no_stage_of_an_uneven_plan_exceeds_the_memory() -> None:
+    """A plan whose middle stage stores most fits where that stage does, not with a byte less."""
+    plan = Plan.parse("pp3 dp1 1f1b:3 stages:1,4,1 bf16")
+    own = deep_predicted(plan, 512)
+    first, middle, last = (own.on(rank).device_peak for rank in range(3))
+    assert middle > max(first, last)
+    results = [
+        PlanCosts(recorded(512), machine(room)).ranked(Candidate(plan, 1))
+        for room in (middle, middle - 1)
+    ]
+    assert [type(each) for each in results] == [RankedPlan, RefusedPlan]
+
+
+# --- few recorded passes --------------------------------------------------------------------------
+
+TEN = GPTConfig(64, 10, 16, heads=4, kv_heads=2, hidden=32, sequence=16)
+EXPERTS = moe.MoEConfig(replace(TEN, layers=8), Gate("topk", experts=4, k=2))
+MODELS: dict[str, tuple[Any, Any, Any]] = {
+    "untied": (GPT, TEN, loss),
+    "tied": (GPT, replace(TEN, tied=True), loss),
+    "experts": (moe.MoEGPT, EXPERTS, moe.loss),
+}
+#: Plans, and the rows of a microbatch.
+DERIVED = [
+    ("untied", "dp4 zero3 accumulate:2 bf16", 2),
+    ("tied", "pp3 dp2 zero3 1f1b:4 stages:2,2,6 bf16", 1),
+    ("tied", "pp3 dp2 zero3 1f1b:4 stages:6,2,2 bf16", 1),
+    ("experts", "pp2 dp2 ep2 1f1b:2 bf16", 1),
+    ("untied", "dp2 tp2 sp zero1 accumulate:1 recompute:selective bf16", 1),
+    ("untied", "dp1 cp2 zero2 accumulate:1 bf16", 1),
+    ("tied", "pp3 dp2 zero3 1f1b:4 recompute:full bf16", 1),
+    ("tied", "pp2 dp1 tp2 sp interleaved:2x2 bf16", 2),
+    ("tied", "pp5 dp1 zb-h1:6 offload:optim bf16", 1),
+    ("tied", "pp2 dp1 tp2 sp interleaved:2x2 stages:1,2,3,4 recompute:full bf16", 2),
+    ("experts", "dp4 ep2 zero1 accumulate:1 bf16", 1),
+]
+
+
+def text(rows: int) -> dict[str, Any]:
+    tokens = torch.zeros(rows, TEN.sequence, dtype=torch.long)
+    return {"inputs": tokens, "targets": tokens}
+
+
+@cache
+def repeated_model(kind: str) -> tuple[nn.Module, RecordedModel, EngineOptions]:
+    """A model, and its recorded passes, which all of its plans share."""
+    build, config, own = MODELS[kind]
+    options = replace(OPTIONS, loss=own)
+    with torch.device("meta"):
+        made = build(config)
+    return made, RecordedModel(made, text(1), options), options
+
+
+def read(found: Any) -> dict[str, Any]:
+    """What a search and its user read of a prediction."""
+    names = ("memory", "host_memory", "activations", "device_peak", "bytes", "messages", "notes")
+    values = {name: getattr(found, name) for name in names}
+    return values | {"time": found.step_time(PRESETS["h100-sxm"])}
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize(("kind", "plan_text", "rows"), DERIVED)
+def test_a_derived_prediction_is_that_of_the_plan(kind: str, plan_text: str, rows: int) -> None:
+    """Memory, peak, bytes, messages and time, on the first and on the last rank of the pipeline."""
+    plan, (made, derived, options) = Plan.parse(plan_text), repeated_model(kind)
+    own = predict_with(made, plan, text(rows * plan.microbatches), options)
+    for rank in sorted({0, plan.mesh.line("pp", 0)[-1]}):
+        alone = own.on(rank) if rank else own
+        assert read(derived.of(plan, rows, rank)) == read(alone), rank
+    assert derived.short
+
+
+class Numbered(nn.Module):
+    """A block whose forward depends on its number in a way that is no line."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.linear = number, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Every fourth block computes once more."""
+        x = self.linear(x)
+        return x if self.number % 4 else torch.relu(self.linear(x))
+
+
+class Stack(nn.Module):
+    """Ten blocks, of which the last may be larger."""
+
+    def __init__(self, last: int = 9) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Numbered(k) for k in (*range(9), last))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """From [B, 8] to a number."""
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def test_blocks_that_differ_are_recorded_one_by_one() -> None:
+    """A copy with few blocks does not tell the pass of a model whose blocks are no line."""
+    model, x = Stack(), torch.zeros(1, 8)
+    derived = RecordedModel(model, x, EngineOptions())
+    assert derived.blocks == Blocks("blocks", 10)
+    plan = Plan.parse("dp2 zero3 bf16")
+    assert read(derived.of(plan, 1)) == read(predict_with(model, plan, x, EngineOptions()))
+    assert repeated.equal_blocks(Stack(last=4)) is None
+    shared = Stack()
+    shared.blocks[8] = shared.blocks[0]
+    assert repeated.equal_blocks(shared) is None
+
+
+# --- the command ----------------------------------------------------------------------------------
 
 TASK = ["plan", "--search", "--model", "gpt", "--cluster", "h100-sxm", "--ranks", "2"]
 
@@ -230,7 +404,7 @@ def printed(capsys: pytest.CaptureFixture[str], argv: list[str], code: int = 0) 
 
 
 def test_the_command_prints_the_best_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    """A table of plans, and the first as a line to paste, which JSON has too."""
+    """A table of plans, the first as a line to paste, which JSON has too; --why one explanation."""
     found = json.loads(printed(capsys, [*TASK, "--json"]))
     best = found["ranked"][0]["plan"]
     text = printed(capsys, TASK)
@@ -238,10 +412,6 @@ def test_the_command_prints_the_best_plans(capsys: pytest.CaptureFixture[str]) -
     assert "bound by" in text
     times = [each["step_time"]["step_s"] for each in found["ranked"]]
     assert times == sorted(times)
-
-
-def test_the_command_explains_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """--why prints the explanation alone."""
     text = printed(capsys, [*TASK, "--why", "dp2 recompute:full bf16"])
     assert text.startswith('"dp2 bf16 recompute:full" fits, and takes')
     assert "The difference is" in text

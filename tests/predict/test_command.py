@@ -1,0 +1,249 @@
+"""What `shardwise predict` answers: memory, bytes, time, whether it fits, and what relieves it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.cli.configured import configured
+from shardwise.cli.main import main
+from shardwise.cli.predict_command import predict_request
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_check import problems
+from shardwise.engine.predict import predict_with
+from shardwise.models.registry import find
+from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.relief import added_words, peak_parts, relieved
+from shardwise.verify.parity import build_options, engine_of
+from shardwise.verify.proof_options import Options
+from tests.pool import run_threads
+
+TINY = ["--model", "gpt:tiny", "--cluster", "h100-sxm"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> tuple[str, str]:
+    """Output and error output of the command."""
+    with pytest.raises(SystemExit) as left:
+        main(["predict", *argv])
+    assert (left.value.code or 0) == code
+    return capsys.readouterr()
+
+
+def found(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    return json.loads(said(capsys, *argv, "--json")[0])
+
+
+def prediction(text: str, rows: int | None, rank: int = 0) -> Prediction:
+    return predict_request(configured(None, text, "gpt"), rows, None, rank).prediction(rank)
+
+
+PLANS = ["dp2", "dp2 zero3", "dp1", "dp2 zero1", "dp2 tp2 zero3 recompute:full", "pp2 1f1b:4"]
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_the_word_that_is_proposed_makes_the_part_smaller(text: str) -> None:
+    """Each part of the peak, by the prediction of the plan with the word, for the same rows."""
+    rows = Plan.parse(text).microbatches
+    before = prediction(text, rows)
+    parts = peak_parts(before)
+    assert sum(parts.values()) == before.device_peak
+    for part, stored_bytes in parts.items():
+        plan = relieved(before.plan, part)
+        if plan is None:
+            assert part == "buffers"
+        if plan is None or not stored_bytes:
+            continue
+        assert not problems(plan) and added_words(before.plan, plan)
+        after = peak_parts(prediction(str(plan), rows))
+        assert after[part] < stored_bytes, (part, str(plan))
+
+
+def test_all_ranks_have_what_each_has(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stages of a pipeline store different amounts; the sum over ranks counts each."""
+    each = [peak_parts(prediction("pp2 1f1b:4", None, rank)) for rank in range(2)]
+    assert each[0] != each[1]
+    total = {name: each[0][name] + each[1][name] for name in each[0]}
+    assert found(capsys, "pp2 1f1b:4", "--rank", "1")["in_all"] == total
+
+
+def test_the_answer_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens of a step, the share of the device, the largest part and a plan that relieves it."""
+    argv = "dp4", "--batch", "3", "--sequence", "10", "--device-memory"
+    text, told = said(capsys, *argv, "8MiB")[0], found(capsys, *argv, "8MiB")
+    assert told["rows_a_step"] == 12 and told["tokens_a_step"] == 120
+    assert "A step trains on 12 rows with 120 tokens" in text
+    assert f"does not fit: the peak is {told['device_peak'] / 2**23:.0%} of 8.0 MiB" in text
+    assert told["largest_part"] == "optimizer" and told["relieved_by"] == "dp4 zero1 fp64"
+    assert 'zero1 makes it smaller: the plan "dp4 zero1 fp64".' in text
+    assert (told["fits"], found(capsys, *argv, "80GiB")["fits"]) == (False, True)
+    assert found(capsys, "dp4 device_memory:8MiB")["device_memory"] == 2**23
+
+
+@pytest.mark.full
+def test_where_the_memory_of_a_large_model_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama 70B on 64 GPUs of 80 GiB: not without recomputation, whose activations are too many."""
+    argv = "--model", "llama:70b", "--batch", "1", "--device-memory", "80GiB"
+    told = found(capsys, "dp64 zero3 bf16", *argv)
+    assert told["in_all"]["parameters"] == pytest.approx(2 * 70_553_706_496, rel=1e-3)
+    assert (told["fits"], told["largest_part"]) == (False, "activations")
+    assert told["relieved_by"] == "dp64 zero3 bf16 recompute:full"
+    assert found(capsys, told["relieved_by"], *argv)["fits"]
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3 fp32", "tp2 fp32", "dp2 fp32"])
+def test_the_messages_are_the_ledgers_calls(plan: str) -> None:
+    """As many as an engine's step sends, by axis and kind."""
+    trainable, parsed = find("gpt"), Plan.parse(plan)
+    options, batch = build_options(trainable, parsed, Options()), trainable.batch(2, 0)
+
+    def calls(world: World) -> dict[str, int]:
+        engine = engine_of(trainable, parsed, world)
+        for _ in range(4):
+            engine.step(batch)
+        counts: dict[str, int] = {}
+        for key, tally in engine.last.items():
+            name = f"{key.axis} {key.kind}"
+            counts[name] = counts.get(name, 0) + tally.calls
+        return counts
+
+    predicted = predict_with(trainable.build("meta"), parsed, batch, options).messages
+    assert run_threads(2, calls)[0] == predicted
+
+
+@pytest.mark.full
+def test_the_command_has_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its keys are what scripts read; the sequence and the batch change activations alone."""
+    one = found(capsys, "dp64 zero3 bf16", "--rank", "63")
+    assert list(one) == [
+        *("plan", "model", "world", "rank", "memory", "bytes", "bytes_between", "activations"),
+        *("host_activations", "fetched", "device_peak", "recomputed", "recomputed_flops"),
+        *("messages", "seconds", "step_time", "time_ms", "peak_parts", "in_all", "rows_a_step"),
+        *("tokens_a_step", "device_memory", "fits", "largest_part", "relieved_by"),
+    ]
+    assert (one["plan"], one["world"], one["rank"]) == ("dp64 zero3 bf16", 64, 63)
+    assert list(one["bytes"]) == ["dp all_gather", "dp all_reduce", "dp reduce_scatter"]
+    other = found(capsys, "dp64 zero3 bf16", "--sequence", "128", "--batch", "4")
+    assert other["bytes"] == one["bytes"] and other["activations"] > one["activations"]
+
+
+NET = """
+import torch
+from torch import nn
+
+def build():
+    with torch.device("{device}"):
+        return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+"""
+
+
+def test_a_model_on_meta_is_predicted_and_not_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`file.py:build` without weights: the numbers of the same model with weights; no proof."""
+    both: list[dict[str, Any]] = []
+    for device in ("cpu", "meta"):
+        file = tmp_path / f"{device}.py"
+        file.write_text(NET.format(device=device))
+        both.append(found(capsys, "dp2 tp2 zero3", "--model", f"{file}:build"))
+    for key in both[0].keys() - {"model", "time_ms"}:
+        assert both[0][key] == both[1][key]
+    with pytest.raises(InputError, match="on the meta device, which has no weights"):
+        find(f"{tmp_path / 'meta.py'}:build").build()
+
+
+@pytest.mark.parametrize("words", ["offload:auto device_memory:16MiB", "device_memory:16MiB"])
+def test_the_function_returns_what_the_command_prints(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The offload that is chosen, the peak on the device, and a note if it is above the bound."""
+    plan, model = f"dp2 zero3 fp32 {words}", find("gpt")
+    out, err = said(capsys, plan, "--json")
+    printed = json.loads(out)
+    options = replace(build_options(model, Plan.parse(plan), Options()), clip=1.0)
+    own = predict_with(model.plain(), plan, model.make_batch(2, 0), options)
+    assert (str(own.plan), own.device_peak) == (printed["plan"], printed["device_peak"])
+    assert [f"Note: {note}." for note in own.notes] == err.splitlines()
+    chosen = own.plan.offload
+    assert chosen not in (None, "auto") if "auto" in words else chosen is None
+    above = any("more than device_memory allows" in note for note in own.notes)
+    assert above == (own.device_peak > 2**24) == ("auto" not in words)
+
+
+# --- the time -------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_the_time_and_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a sentence, and with --json as numbers whose parts sum to the step."""
+    argv = "dp16 zero3 bf16", "--model", "gpt:tiny", "--cluster", "h200"
+    text, step = said(capsys, *argv)[0], found(capsys, *argv)["step_time"]
+    parts = [step["compute_s"], *step["exposed_s"].values(), step["bubble_s"], step["update_s"]]
+    assert step["step_s"] == pytest.approx(sum(parts))
+    assert f"A step takes {step['step_s']:.3g} s: compute" in text
+    assert f"MFU {step['mfu']:.1%}." in text
+
+
+def test_the_trace_has_the_streams_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every gather, use and sum of a unit; the step ends with the update, as predicted.
+
+    Of a pipeline the actions of its ranks, with the names of a measured trace; drawn, the same.
+    """
+
+    def spans(plan: str) -> list[dict[str, Any]]:
+        told.append(found(capsys, plan, *TINY, "--trace", str(tmp_path / "step.json")))
+        events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+        return [event for event in events if event["ph"] == "X"]
+
+    told: list[dict[str, Any]] = []
+    events = spans("dp8 zero3 bf16")
+    assert {event["cat"] for event in events} == {"rank 0 compute", "rank 0 dp"}
+    names = {event["name"] for event in events}
+    assert {"gather blocks.0", "forward blocks.0", "backward blocks.0", "reduce blocks.0"} <= names
+    last = max(events, key=lambda event: event["ts"] + event["dur"])
+    end = pytest.approx(1e6 * told[0]["step_time"]["step_s"])
+    assert last["name"] == "update" and last["ts"] + last["dur"] == end
+    events = spans("dp2 pp2 1f1b:2 bf16")
+    assert {event["cat"] for event in events} == {"rank 0", "rank 2"}
+    assert {"F0.0", "F0.1", "F1.0", "B1.1"} <= {event["name"] for event in events}
+    said(capsys, "pp2 1f1b:2 bf16", *TINY, "--trace", str(tmp_path / "step.svg"))
+    assert "ms, bubble " in (tmp_path / "step.svg").read_text()
+
+
+def test_the_curve_is_that_of_each_number_of_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step on 16 ranks is the one that is predicted for them alone; the picture is drawn."""
+    picture = str(tmp_path / "c.svg")
+    curve = found(capsys, "tp2 zero3 bf16", "--ranks", "4,16", "--svg", picture, *TINY)["curve"]
+    alone = found(capsys, "dp8 tp2 zero3 bf16", *TINY)
+    assert [row["ranks"] for row in curve] == [4, 16]
+    assert curve[1] == {"ranks": 16} | alone["step_time"]
+    assert (tmp_path / "c.svg").read_text().lstrip().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["zero3", "--trace", "a.json"], "--trace a.json without --cluster"),
+        (["zero3", "--ranks", "8"], "--ranks 8 without --cluster"),
+        (["zero3", "--svg", "a.svg", *TINY], "--svg a.svg without --ranks"),
+        (["dp2 bf16", "--trace", "a.txt", *TINY], "ends in .json or .svg"),
+        (["dp2 bf16", "--trace", "a.svg", *TINY], "Write instead: --trace a.json"),
+        (["dp2 bf16", "--trace", "/no/such/a.json", *TINY], "cannot be written"),
+        (["zero3 bf16", "--ranks", "8,x", *TINY], "--ranks 8,x"),
+        (["bf16", "--ranks", "2", "--svg", "curve", *TINY], "that ends in .svg or .png"),
+        (["dp2 zero3 bf16", "--ranks", "8", *TINY], "Write instead: 'zero3 bf16'"),
+        (["bf16", "--ranks", "2", "--svg", "/no/such/a.svg", *TINY], "--svg /no/such/a.svg"),
+    ],
+)
+def test_bad_input_is_one_paragraph(
+    argv: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what to write instead, and exit code 2."""
+    err = said(capsys, *argv, code=2)[1].strip()
+    assert text in err and "Write instead:" in err and "\n" not in err

@@ -1,0 +1,348 @@
+"""The predicted time of a step: kernels, links, what overlaps, bubbles, and files of clusters."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import shardwise as sw
+from shardwise.cli.configured import configured
+from shardwise.cli.predict_command import predict_request
+from shardwise.core.errors import InputError
+from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.tape import Operation
+from shardwise.models.gpt import GPT, GPTConfig, loss
+from shardwise.prediction.cluster import Cluster, Derating
+from shardwise.prediction.cluster_file import cluster_of
+from shardwise.prediction.cluster_presets import PRESETS
+from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.time.kernel_seconds import operation_s
+from shardwise.prediction.time.network import AxisHosts, Network
+from shardwise.prediction.time.step_time import RankWork, StepTime
+from shardwise.prediction.time.streams import Streams
+from shardwise.prediction.traffic import Counted, TrafficLine
+from shardwise.verify.oracles.oracles import is_asynchronous
+from tests import plans
+
+IDEAL = PRESETS["h100-sxm"].model_copy(
+    update={"derating": Derating(products=1.0, memory=1.0, links=1.0)}
+)
+CONFIG = GPTConfig(512, 6, 64, heads=4, kv_heads=4, hidden=192, sequence=32)
+
+
+def linked(rate: float, **device: Any) -> Cluster:
+    """The ideal cluster with all links at this rate; products alone take time on its devices."""
+    speed = IDEAL.inside.model_copy(update={"latency_s": 0.0, "bytes_per_s": rate})
+    own = {"launch_s": 0.0, "memory_bytes_per_s": 1e30, **device}
+    parts = {"device": IDEAL.device.model_copy(update=own), "inside": speed, "between": speed}
+    return IDEAL.model_copy(update=parts)
+
+
+def predicted(plan: str, config: GPTConfig = CONFIG, rows: int = 8, **options: Any) -> Prediction:
+    """The prediction for a step of a small GPT."""
+    tokens = torch.zeros(rows, config.sequence, dtype=torch.long)
+    with torch.device("meta"):
+        model = GPT(config)
+    batch = {"inputs": tokens, "targets": tokens}
+    return sw.predict(model, plan, batch, loss=loss, least_unit_bytes=1, **options)
+
+
+def timed(plan: str, cluster: Cluster | str = IDEAL, **options: Any) -> StepTime:
+    """The time of a step of a small GPT."""
+    return predicted(plan).step_time(cluster, **options)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flops", "moved_bytes", "expected"),
+    [
+        (989 * 10**12, 10, 1.0),
+        (10, 335 * 10**10, 1.0),
+        (10, 10, IDEAL.device.launch_s),
+        (0, 67 * 10**10, 0.2),
+    ],
+    ids=["by its peak", "by its memory", "by its launch", "without products"],
+)
+def test_a_kernel_takes_the_longest_of_three(flops: int, moved_bytes: int, expected: float) -> None:
+    """FLOPs at the peak, bytes at the memory's bandwidth, or the launch."""
+    operation = Operation("", False, "bfloat16", flops, flops, moved_bytes)
+    assert operation_s(operation, IDEAL) == pytest.approx(expected)
+
+
+SMALL = GPTConfig(96, 2, 32, heads=4, kv_heads=4, hidden=64, sequence=16)
+
+
+def recorded(plan: str, device: Any = "cpu") -> tuple[Operation, ...]:
+    """The operations of a pass of a small GPT over three rows."""
+    return predicted(plan, SMALL, 3, device=device).spec.run.tape.operations
+
+
+def test_flops_are_those_of_a_run() -> None:
+    """As torch counts a step of one process; ranks of a tensor axis share them; causal is half.
+
+    Torch does not count the attention of a CPU, whose backward pass has five products.
+    """
+    tokens = torch.zeros(3, 16, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        loss(GPT(SMALL), {"inputs": tokens, "targets": tokens}).backward()
+    operations = recorded("dp2 zero3")
+    found = sum(each.flops for each in operations)
+    attention = 2 * 2 * tokens.numel() * SMALL.sequence * SMALL.width
+    assert found - SMALL.layers * attention * 7 // 2 == counter.get_total_flops()
+    assert 2 * sum(each.flops for each in recorded("dp2 tp2")) == found
+    short = [each for each in operations if each.done_flops != each.flops]
+    assert {each.module for each in short} == {"blocks.0.attn", "blocks.1.attn"}
+    assert all(each.done_flops == each.flops // 2 for each in short)
+
+
+def test_a_backward_pass_belongs_to_the_modules_of_the_forward() -> None:
+    """Each linear layer has two products backward, with the FLOPs of its product forward."""
+    operations = recorded("dp2")
+    for name, module in GPT(SMALL).named_modules():
+        own = [each for each in operations if each.module == name and each.flops]
+        if isinstance(module, nn.Linear):
+            assert [each.flops for each in own] == [own[0].flops] * 3
+            assert [each.backward for each in own] == [False, True, True]
+
+
+@pytest.mark.parametrize(("device", "passes"), [("cpu", 4), ("cuda", 2)])
+def test_a_fused_norm_passes_over_memory_once(device: str, passes: int) -> None:
+    """A CPU reads and writes the stream in several operations, the kernel of a GPU in one."""
+    found = recorded("dp2 bf16", device)
+    own = [each for each in found if each.module == "norm" and not each.backward]
+    stream_bytes = 3 * SMALL.sequence * SMALL.width * 2
+    assert sum(each.moved_bytes for each in own) // stream_bytes >= passes
+    assert (len(own) == 1) == (device == "cuda")
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+HOSTS = [
+    ("dp8 tp8", "tp", AxisHosts(8, 1, 8)),
+    ("dp8 tp8", "dp", AxisHosts(8, 8, 1)),
+    ("dp64", "dp", AxisHosts(64, 8, 8)),
+    ("pp2 dp4 tp2", "pp", AxisHosts(2, 2, 1)),
+    ("dp16 ep8", "ep", AxisHosts(8, 1, 8)),
+    ("dp16 ep8", "edp", AxisHosts(2, 2, 1)),
+]
+
+
+@pytest.mark.parametrize(("plan", "axis", "expected"), HOSTS)
+def test_ranks_fill_hosts_in_the_order_of_the_mesh(
+    plan: str, axis: str, expected: AxisHosts
+) -> None:
+    """The innermost axis stays inside of a host of eight, the outermost is across hosts."""
+    assert Network(IDEAL, Plan.parse(plan), 0).hosts(axis) == expected
+
+
+def sent(axis: str, kind: str, sent_bytes: int) -> Counted:
+    """A count of one message."""
+    found, line = Counted(), TrafficLine(axis, kind, "")
+    found[line], found.messages[line] = sent_bytes, 1
+    return found
+
+
+#: Plan, collective, messages inside a host and between hosts, and seconds of its bytes.
+NEAR, FAR = IDEAL.inside.bytes_per_s, IDEAL.between.bytes_per_s
+TIMES = [
+    ("dp8", "all_gather", 7, 0, 1e9 / NEAR),
+    ("dp8", "all_reduce", 14, 0, 1e9 / NEAR),
+    ("dp64", "all_gather", 7, 7, 1e9 / (8 * FAR)),
+    ("dp64", "all_reduce", 14, 6, 1e9 / (8 * FAR)),
+    ("dp16", "send", 0, 1, 1e9 / FAR),
+    ("dp16", "all_to_all", 0, 1, 8e9 / 15 / FAR),
+]
+
+
+@pytest.mark.parametrize(("plan", "kind", "inside", "between", "bytes_s"), TIMES)
+def test_a_collective_takes_its_hops_and_its_bytes(
+    plan: str, kind: str, inside: int, between: int, bytes_s: float
+) -> None:
+    """Rings enter a host by the links of all of its ranks; only some pairs are across hosts."""
+    found = Network(IDEAL, Plan.parse(plan), 0).seconds(sent("dp", kind, 10**9))
+    hops_s = inside * IDEAL.inside.latency_s + between * IDEAL.between.latency_s
+    assert found == {"dp": pytest.approx(hops_s + bytes_s)}
+
+
+# --- a step ---------------------------------------------------------------------------------------
+
+
+def test_a_move_overlaps_until_it_is_waited_for() -> None:
+    """Two moves on one axis run one after the other, beside what computes meanwhile."""
+    streams = Streams()
+    streams.begin({"dp": 2.0})
+    ends = streams.begin({"dp": 3.0})
+    streams.compute(4.0)
+    streams.wait(ends)
+    assert (streams.now, streams.exposed_s["dp"]) == (5.0, 1.0)
+
+
+def test_prefetch_hides_gathers() -> None:
+    """Without it each gather is exposed before its unit; fast links leave compute and update."""
+    hidden, shown = (timed("dp8 zero3 bf16", linked(1e10), prefetch=n) for n in (1, 0))
+    assert hidden.compute_s == shown.compute_s
+    assert hidden.exposed_s["dp"] < shown.exposed_s["dp"]
+    found = timed("dp8 zero3 bf16", linked(1e30))
+    assert found.seconds == pytest.approx(found.compute_s + found.update_s, rel=1e-9)
+
+
+def test_a_stage_waits_for_its_gathers() -> None:
+    """Under zero3 more is exposed than the sums of zero2, and nothing on fast links."""
+    plan = "pp2 dp4 {} 1f1b:2 bf16"
+    gathers, sums = (timed(plan.format(row), linked(1e9)) for row in ("zero3", "zero2"))
+    assert gathers.exposed_s["dp"] > 1.5 * sums.exposed_s["dp"]
+    assert timed(plan.format("zero3"), linked(1e30)).exposed_s.get("dp", 0.0) < 1e-12
+
+
+@pytest.mark.parametrize("plan", ["dp8 bf16", "dp8 zero3 bf16"])
+def test_messages_that_take_the_time_of_the_device_are_exposed(plan: str) -> None:
+    """All of them, where processors send; else some are hidden, at most as long as it computes."""
+    cluster = linked(1e9, overlap=0.0)
+    found = predicted(plan)
+    messages_s = sum(found.message_seconds(cluster).values())
+    assert found.step_time(cluster).exposed_s["dp"] == pytest.approx(messages_s)
+    hiding = found.step_time(linked(1e9))
+    busy_s = hiding.compute_s + hiding.update_s
+    assert messages_s - busy_s < hiding.exposed_s["dp"] < messages_s
+
+
+def test_a_ring_adds_the_kernels_that_merge_its_blocks() -> None:
+    """Of each of 6 attentions, for each block 12 kernels forward and 4 backward."""
+    found = predicted("cp4 bf16")
+    added = len(RankWork(found, IDEAL).operations) - len(found.spec.run.tape.operations)
+    assert added == 6 * 4 * (12 + 4)
+    assert timed("cp4 bf16", IDEAL).compute_s > added * IDEAL.device.launch_s
+
+
+def test_accumulation_and_recomputation() -> None:
+    """Four microbatches compute and send as much as one; a second forward is not in the MFU."""
+    one, four = timed("dp8 bf16", linked(1e9)), timed("dp8 bf16 accumulate:4", linked(1e9))
+    assert four.flops == one.flops and four.tokens == one.tokens
+    assert four.exposed_s["dp"] == pytest.approx(one.exposed_s["dp"], rel=0.05)
+    plain, again = timed("dp8 bf16"), timed("dp8 bf16 recompute:full")
+    assert again.flops == plain.flops
+    assert 1.15 * plain.compute_s < again.compute_s < 1.45 * plain.compute_s
+
+
+def test_tokens_and_mfu_follow_from_the_time() -> None:
+    """Tokens of all ranks a second; FLOPs of a rank over what its peak allows."""
+    found = timed("dp8 bf16", "h100-sxm")
+    assert found.tokens == 8 * 8 * CONFIG.sequence
+    assert found.tokens_per_s == found.tokens / found.seconds
+    assert found.mfu == pytest.approx(found.flops / found.seconds / 989e12)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("dp2 zero3 offload:optim@disk fp32", ("offload:optim@disk",)),
+        ("dp2 zero3 offload:optim fp32", ()),
+    ],
+)
+def test_what_is_not_modelled_is_named(plan: str, words: tuple[str, ...]) -> None:
+    """The time of copies to a disk is missing, and the result says so."""
+    assert timed(plan).unmodelled == words
+
+
+@pytest.mark.full
+def test_every_plan_of_the_table_has_a_time() -> None:
+    """Copies between tiers take time; what is on a disk, or updates by its schedule, is named."""
+    others = {"recompute:256KiB", "recompute:128KiB", "stages:1,3,1", "stages:2,1,1,1"}  # models
+    for text in (text for text in plans.every_plan() if not others.intersection(text.split())):
+        plan = Plan.parse(text)
+        run = configured(None, text, "moe" if plan.ep > 1 else "gpt")
+        found = predict_request(run, None, None, 0).prediction(0)
+        step = found.step_time("h100-sxm")
+        parts = (step.compute_s, *step.exposed_s.values(), step.bubble_s, step.update_s)
+        assert min(parts) >= 0 and step.compute_s and step.tokens, text
+        hidden = any(word in text for word in ("@disk", "activations:", "-host"))
+        copies = any(line.startswith("tier") for line in found.bytes)
+        assert bool(step.unmodelled) == (hidden or is_asynchronous(plan)), (text, step.unmodelled)
+        assert ("tier" in step.exposed_s) == copies, text
+
+
+class Shift(nn.Module):
+    """Adds a parameter, so that the first linear layer computes the gradient of its input too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4096))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+@pytest.mark.parametrize(
+    ("plan", "stages", "bubble"),
+    [
+        ("pp4 gpipe:8", 4, 3 / 8),
+        ("pp4 1f1b:8", 4, 3 / 8),
+        ("pp4 interleaved:8x2", 8, 3 / 16),
+        ("pp2 1f1b:4", 2, 1 / 4),
+    ],
+)
+def test_the_bubble_of_equal_stages_is_the_papers(plan: str, stages: int, bubble: float) -> None:
+    """(p-1)/m of the ideal time, and (p-1)/(v m) with v chunks (arXiv 2104.04473, section 2.2)."""
+    with torch.device("meta"):
+        layers = (nn.Linear(4096, 4096, bias=False) for _ in range(8))
+        model = nn.Sequential(Shift(), *layers)
+    begin = [f"{n + 1}" for n in range(8 // stages, 8, 8 // stages)]
+    x = torch.rand(8 * 1024, 4096, dtype=torch.bfloat16)
+    found = sw.predict(model, f"{plan} bf16", x, loss=lambda m, x: m(x).sum(), stages=begin)
+    step = found.step_time(linked(1e30))
+    assert step.bubble_s / step.compute_s == pytest.approx(bubble, rel=1e-6)
+
+
+# --- files of clusters ----------------------------------------------------------------------------
+
+
+def text_of(cluster: Cluster) -> str:
+    """The text of the file of a cluster."""
+    return tomli_w.dumps(cluster.model_dump(exclude_none=True))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_reads_back(name: str, tmp_path: Path) -> None:
+    """The text of a cluster is the file of the same cluster."""
+    file = tmp_path / "cluster.toml"
+    file.write_text(text_of(PRESETS[name]))
+    assert cluster_of(file) == cluster_of(name) == PRESETS[name]
+
+
+NUMBER = "devices_per_host = 8"
+BETWEEN = "[between]\nlatency_s = 4e-06\nbytes_per_s = 50000000000.0\n"
+WRONG = [
+    (NUMBER, "devices_per_host = 0", "= 0. Allowed: greater than 0. Write instead: devices_per_"),
+    ("launch_s", "launch_ms", "unknown key device.launch_ms of a clu.*Write instead: launch_s"),
+    (BETWEEN, "", "a cluster without between.*Write instead: .between. with latency_s, bytes_per"),
+    (NUMBER, "devices_per_host = " + "[" * 5000, "is not TOML"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "said"), WRONG)
+def test_a_wrong_file_is_explained(old: str, new: str, said: str, tmp_path: Path) -> None:
+    """In one paragraph for each problem: what was given, what is allowed, and what to write."""
+    text, file = text_of(PRESETS["h100-sxm"]), tmp_path / "cluster.toml"
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    with pytest.raises(InputError, match=said):
+        cluster_of(file)
+
+
+def test_a_wrong_name_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    """A name that is neither a preset nor a file; a precision without a peak; an empty section."""
+    (tmp_path / "c.toml").write_text("collectives = 5")
+    with pytest.raises(
+        InputError, match=r"collectives = 5\. .* Write instead: collectives = \{\},"
+    ):
+        cluster_of(tmp_path / "c.toml")
+    with pytest.raises(InputError, match=r"the cluster 'h100-sx'.*Write instead: h100-sxm"):
+        cluster_of("h100-sx")
+    with pytest.raises(InputError, match=r"peak_flops\.int8"):
+        PRESETS["a100-80gb"].flops_per_s("int8")
