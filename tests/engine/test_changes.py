@@ -16,8 +16,8 @@ from shardwise.core.errors import InputError
 from shardwise.core.tools.structure import Structure
 from tests.engine.cases import difference, refusal, settled, squares
 from tests.engine.loops import rows, wrap
-from tests.engine.test_double_backward import apply_in_backward
 from tests.engine.test_programs import by_weight, coder, penalised
+from tests.engine.test_wrapped import apply_in_backward
 from tests.engine.zoo import make
 from tests.pool import run_threads
 
