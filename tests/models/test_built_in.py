@@ -262,10 +262,15 @@ def test_a_models_gradients_add_up_in_fp64(name: str) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize(("name", "tied"), [("gpt2", True), ("llama", False), ("t5", True)])
-def test_embeddings_are_tied_as_the_type_has_them(name: str, tied: bool) -> None:
-    """Shrinking a model keeps what its type shares, and all are quick to prove on."""
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(
+    ("name", "tied", "loss"), [("gpt2", True, 4.9), ("llama", False, 4.9), ("t5", True, 5.7)]
+)
+def test_a_type_that_is_shrunk_keeps_its_ties(name: str, tied: bool, loss: float) -> None:
+    """Embeddings are shared as the type has them; all are small, with a loss of ln V."""
     pytest.importorskip("transformers")
-    model: Any = find(f"hf:{name}").build()
+    found = find(f"hf:{name}")
+    model: Any = found.build()
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
     assert sum(p.numel() for p in model.parameters()) < 200_000
+    assert found.loss(model, found.make_batch(2, 0)).item() == pytest.approx(loss, abs=0.3)
