@@ -1,8 +1,12 @@
-"""Callbacks: when each is called, on which ranks, and what an error of one does."""
+"""Callbacks: when each is called, and what the files of the trackers have after a run, offline."""
 
+import json
 import re
+import struct
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +18,13 @@ import shardwise as sw
 from shardwise.callbacks import Callback, Callbacks, RunFacts, callback, installed
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RunError
+from shardwise.train import config
+from shardwise.train.measure.metrics import Record, tags
+from shardwise.train.prepare import RunStart
 from tests.pool import run_threads
+from tests.train.runs import run, settings
+
+Values = dict[str, dict[int, float]]
 
 
 class Listed(Callback):
@@ -62,12 +72,8 @@ def trained(world: World, steps: int, kind: type[Listed] = Listed) -> list[Any]:
 def test_an_own_loop_calls_the_same_objects_on_rank_zero() -> None:
     """The numbers of `engine.step` by name; the other rank calls nothing unless it is asked."""
     first, second = run_threads(2, trained, 2)
-    assert [moment for moment, *_ in first] == [
-        "run_began",
-        "step_ended",
-        "step_ended",
-        "run_ended",
-    ]
+    moments = ["run_began", "step_ended", "step_ended", "run_ended"]
+    assert [moment for moment, *_ in first] == moments
     assert first[1][2].keys() == {"loss/train", "optimizer/lr", "bytes/step"}
     assert second == []
     everywhere = run_threads(2, trained, 1, OnAllRanks)
@@ -149,3 +155,130 @@ def test_a_tracker_that_is_not_installed_says_how_to_install_it(
     monkeypatch.setattr(installed, "find_spec", lambda _: None)
     with pytest.raises(InputError, match=f"not installed.*{text}"):
         make()
+
+
+def tracked(folder: Path, *trackers: str) -> config.Config:
+    """A run of seven steps, evaluated after 3, 6 and 7, with these trackers."""
+    given = settings(folder)
+    return given.model_copy(update={"run": given.run.model_copy(update={"trackers": trackers})})
+
+
+def longer(given: config.Config) -> config.Config:
+    """The same run with a step more."""
+    return given.model_copy(update={"train": given.train.model_copy(update={"steps": 8})})
+
+
+def wanted(records: Sequence[Record]) -> Values:
+    """The values of the records, by tag and step."""
+    found: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    for record in records:
+        validation = {"loss/validation": record.validation} if record.validation else {}
+        for tag, value in (tags(record) | validation).items():
+            found[tag][record.step] = value
+    return dict(found)
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    """The event files hold every tag of each record at its step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    records = run(tracked(tmp_path / "run", "tensorboard"))
+    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    names = events.Tags()["scalars"]
+    found = {name: {e.step: e.value for e in events.Scalars(name)} for name in names}
+    assert found == {name: pytest.approx(of) for name, of in wanted(records).items()}
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """The records of a .wandb file: seven bytes, then blocks of 32 KiB as in LevelDB's log."""
+    message = import_module("wandb.proto.wandb_internal_pb2").Record
+    data, at, whole = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # in one piece, or the last of several
+            yield message.FromString(whole)
+            whole = b""
+
+
+def test_wandb_gets_the_same_numbers_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file has the steps and the configuration; a resumed run keeps its id."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    given = tracked(tmp_path / "run", "wandb")
+    records = run(given)
+    (file,) = (tmp_path / "run/wandb").glob("offline-run-*/run-*.wandb")
+    found: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    configured: dict[str, Any] = {}
+    for each in wandb_records(file):
+        own = {"/".join(i.nested_key) or i.key: i.value_json for i in each.history.item}
+        for tag in own.keys() - {"step", "_step", "_runtime", "_timestamp"}:
+            found[tag][int(own["step"])] = float(own[tag])
+        configured |= {e.key: json.loads(e.value_json) for e in each.run.config.update}
+    assert found == wanted(records)
+    assert configured["train"]["steps"] == 7
+    run(longer(given), start=RunStart(resume=True))
+    runs = [path.name for path in (tmp_path / "run/wandb").glob("offline-run-*")]
+    assert {name.rpartition("-")[2] for name in runs} == {file.stem.removeprefix("run-")}
+
+
+def test_mlflow_gets_the_same_numbers_from_a_local_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its run has each step and the configuration, and is finished; a resumed run continues it."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    given = tracked(tmp_path / "run", "mlflow")
+    records = run(given)
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("shardwise")
+    (made,) = client.search_runs([experiment.experiment_id])
+    found = {
+        name: {m.step: m.value for m in client.get_metric_history(made.info.run_id, name)}
+        for name in made.data.metrics
+    }
+    assert found == wanted(records)
+    assert (made.info.run_name, made.info.status) == ("run", "FINISHED")
+    assert made.data.params["train.steps"] == "7"
+    run(longer(given), start=RunStart(resume=True))
+    (again,) = client.search_runs([experiment.experiment_id])
+    assert len(client.get_metric_history(again.info.run_id, "loss/train")) == 8
+
+
+def no_login(patch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuses(**_: Any) -> None:
+        raise wandb.errors.UsageError("No API key configured.\nUse `wandb login`")
+
+    patch.setattr(wandb, "init", refuses)
+
+
+def no_store(patch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    patch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
+
+
+@pytest.mark.parametrize(
+    ("tracker", "missing", "phrase"),
+    [
+        ("wandb", no_login, "WANDB_MODE=offline"),
+        ("mlflow", no_store, r"nowhere://x.*MLFLOW_TRACKING_URI="),
+    ],
+)
+def test_a_tracker_that_cannot_start_is_answered_in_a_paragraph(
+    tracker: str, missing: Any, phrase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the reason, and what to set."""
+    missing(monkeypatch)
+    with pytest.raises(InputError, match=phrase) as error:
+        run(tracked(tmp_path / "run", tracker))
+    assert len(str(error.value).splitlines()) == 1

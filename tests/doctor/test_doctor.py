@@ -1,3 +1,5 @@
+"""`shardwise doctor`: what it checks, measures, warns of and saves."""
+
 import json
 import time
 from dataclasses import replace
@@ -38,7 +40,7 @@ def checked(world: World, mesh: str) -> dict[str, dict[str, str]]:
     return {axis.name: textbook.check(axis, world.device) for axis in world.axes}
 
 
-@pytest.mark.parametrize("mesh", ["dp2", "dp3", "dp4", "dp2 tp2"])
+@pytest.mark.parametrize("mesh", ["dp3", "dp2 tp2"])
 def test_every_collective_gives_what_the_textbook_says(mesh: str) -> None:
     """On each axis of the mesh, on all ranks."""
     for found in run_threads(Mesh.parse(mesh).size, checked, mesh):
@@ -46,30 +48,13 @@ def test_every_collective_gives_what_the_textbook_says(mesh: str) -> None:
         assert all(checks == dict.fromkeys(textbook.CHECKS, "") for checks in found.values())
 
 
-def test_the_example_is_the_textbooks() -> None:
-    """Four ranks: all-reduce gives [6, 10, 14, 18], and reduce-scatter one of these each."""
-
-    def sums(world: World) -> tuple[list[float], list[float]]:
-        axis = world.on(Mesh.parse("dp4")).axis("dp")
-        x = torch.arange(4.0) + axis.rank
-        return move.all_reduce(x.clone(), axis).tolist(), move.reduce_scatter(x, axis).tolist()
-
-    for rank, (every, own) in enumerate(run_threads(4, sums)):
-        assert every == [6.0, 10.0, 14.0, 18.0]
-        assert own == [every[rank]]
-
-
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", ["all_reduce", "all_to_all", "broadcast"])
 def test_a_collective_that_does_nothing_is_found(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each returns what the rank had: wrong on at least one rank, which is named."""
-    undone = {
-        "all_reduce": lambda x, *_: x,
-        "all_to_all": lambda x, *_: x,
-        "broadcast": lambda x, *_: x,
-    }
-    monkeypatch.setattr(move, name, undone[name])
+    monkeypatch.setattr(move, name, lambda x, *_: x)
     found = run_threads(4, lambda world: checked(world, "dp4"))
     wrong = Diagnosis("dp4", [RankDiagnosis(look(), checks, [], {}) for checks in found]).failures
     assert any(text.startswith(f"{name} on axis dp, rank ") for text in wrong)
@@ -77,16 +62,11 @@ def test_a_collective_that_does_nothing_is_found(
 
 
 def test_a_line_is_found_again() -> None:
-    """Times that are latency + bytes / bandwidth give both back, and no residual."""
+    """Latency + bytes / bandwidth gives both back; neither is ever negative."""
     sizes = [2**power for power in range(10, 24, 2)]
     found = fit([Timing("dp", "send", size, 3e-5 + size / 2e9) for size in sizes])
-    assert found.latency_s == pytest.approx(3e-5)
-    assert found.bytes_per_s == pytest.approx(2e9)
+    assert (found.latency_s, found.bytes_per_s) == pytest.approx((3e-5, 2e9))
     assert found.residual == pytest.approx(0, abs=1e-9)
-
-
-def test_a_line_has_no_negative_part() -> None:
-    """Times that grow faster than bytes have latency 0; constant ones no bandwidth."""
     faster = fit([Timing("dp", "send", size, (size / 1e6) ** 2) for size in (10, 100, 1000)])
     assert faster.latency_s == 0.0 and faster.bytes_per_s is not None
     falling = fit([Timing("dp", "send", size, 1e-3 - size / 1e7) for size in (10, 100, 1000)])
@@ -101,10 +81,7 @@ def test_a_rank_all_of_whose_links_are_slow_is_named() -> None:
     assert slow_ranks(seconds | {(1, 3): 1e-3}) == {2: SlowLink(5e-3, 1e-3)}
     assert slow_ranks({(0, 1): 1.0}) == {}
     assert slow_ranks(dict.fromkeys(ways, 1e-3)) == {}
-
-
-def test_pairs_of_some_ranks_are_timed_by_the_first_of_each() -> None:
-    """All ranks of the axis join; the other end of a pair does not wait for the way back."""
+    # of three of four ranks, each pair is timed by its first
     found = run_threads(4, lambda world: [*pairs(world.everyone, CPU, [0, 2, 3])])
     assert found == [[(0, 2), (0, 3)], [], [(2, 3)], []]
 
@@ -123,7 +100,7 @@ def test_a_rank_whose_sends_are_slow_is_named_by_the_whole_examination(
     monkeypatch.setattr(move, "begin_send", late)
     mesh = Mesh.parse("dp4")
     found = run_threads(4, lambda world: examine(world, mesh, 4096))
-    (slow,) = [text for text in Diagnosis("dp4", found).warnings if "slow link" in text]
+    (slow,) = (text for text in Diagnosis("dp4", found).warnings if "slow link" in text)
     assert slow.startswith("rank 2 (")
 
 
@@ -168,7 +145,9 @@ def test_links_of_gpus_are_read_from_nvml() -> None:
 
 
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    """Rates above zero, and no file stays."""
+    """Rates above zero, and no file stays; too little room is named before anything is written."""
+    with pytest.raises(InputError, match="MiB free"):
+        disk_bandwidth.measure(tmp_path, 2**62)
     found = disk_bandwidth.measure(tmp_path, 2**16)
     assert min(found.write_bytes_per_s, found.read_bytes_per_s, found.both_bytes_per_s) > 0
     assert "chunks of 1024 KiB, 4 threads" in found.text
@@ -222,13 +201,14 @@ def test_a_measured_cluster_gives_its_measurements_back(four: Diagnosis) -> None
 
 def test_hosts_without_a_link_inside_are_refused(four: Diagnosis) -> None:
     """The mesh to measure has an axis within hosts."""
+    found = with_speed(four).findings
+    hosts = (1, 2, 2, 1)
     ranks = [
-        replace(each, machine=replace(each.machine, host_number=1 + n % 2))
-        for n, each in enumerate(with_speed(four).findings)
+        replace(each, machine=replace(each.machine, host_number=host))
+        for each, host in zip(found, hosts, strict=True)
     ]
-    crossing = replace(four, findings=ranks, mesh="dp2 tp2")
     with pytest.raises(InputError, match="Write instead: --mesh 'dp2 tp2'"):
-        measured_cluster(replace(crossing, findings=[ranks[0], ranks[1], ranks[3], ranks[2]]))
+        measured_cluster(replace(four, findings=ranks))
 
 
 def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,18 +244,16 @@ def test_the_command_prints_and_saves(
     assert "--save /dev/full, which cannot be written (No space" in capsys.readouterr().err
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
         (["--nproc", "0"], "--nproc 0"),
         (["--mesh", "dp2 tp2", "--nproc", "2"], "--mesh dp2"),
-        (["--mesh", "what"], "what"),
-        (["--device", "cuda"], "cuda"),
         (["--device", "gpu"], "--device"),
         (["--disk", "/no/such/folder"], "--disk /no/such/folder"),
         (["--save", "/no/such/folder/c.toml"], "--save cluster.toml"),
         (["--save", f"{__file__}/c.toml"], "which cannot be written (Not a directory)"),
-        (["--save", "c" * 300], "which cannot be written (File name too long)"),
     ],
 )
 def test_bad_input_is_one_paragraph(argv: list[str], text: str, capsys: Any) -> None:
@@ -285,9 +263,3 @@ def test_bad_input_is_one_paragraph(argv: list[str], text: str, capsys: Any) -> 
     said = capsys.readouterr().err.strip()
     assert end.value.code == 2 and text in said
     assert "Write instead:" in said and "\n" not in said
-
-
-def test_a_folder_that_cannot_hold_the_file_is_refused(tmp_path: Path) -> None:
-    """A disk with too little room is named, and nothing is written."""
-    with pytest.raises(InputError, match="MiB free"):
-        disk_bandwidth.measure(tmp_path, 2**62)

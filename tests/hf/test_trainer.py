@@ -1,5 +1,11 @@
-"""`sw.hf.Trainer` against Trainer alone: losses, weights, checkpoints, callbacks."""
+"""`sw.hf.Trainer` against Trainer alone, and what it makes of each of the TrainingArguments."""
 
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +13,173 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+from transformers import TrainerCallback, TrainingArguments
 
+from shardwise.comm.world import World
 from shardwise.core.errors import InputError
+from shardwise.core.plan.plan import Plan
 from shardwise.hf import Trainer
 from shardwise.hf.shares import PADDING, joined
-from tests.hf.trainers import Run, timeless, trained
+from shardwise.hf.training_arguments import HONOURED, MAPPED, REFUSED, completed_plan
+from tests.house import ROOT
 from tests.pool import run_gloo
+
+VOCABULARY, POSITIONS, ROWS = 48, 10, 20
+#: What is measured in seconds.
+TIMES = ("runtime", "per_second")
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Rows of random tokens, of which the last are not predicted: each row has another number."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.rows = torch.randint(3, VOCABULARY, (count, POSITIONS), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = self.rows[index]
+        end = POSITIONS // 2 + index % (POSITIONS // 2)
+        labels = ids.masked_fill(torch.arange(POSITIONS) >= end, -100)
+        return {"input_ids": ids, "labels": labels}
+
+
+def counting(name: str) -> Callable[..., None]:
+    """A method of a callback that counts its calls."""
+
+    def count(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.events[name] += 1
+
+    return count
+
+
+class Counts(TrainerCallback):
+    """How often each event of a run came."""
+
+    def __init__(self) -> None:
+        self.events: Counter[str] = Counter()
+
+    on_train_begin, on_step_end = counting("train"), counting("step")
+    on_substep_end, on_evaluate = counting("substep"), counting("evaluate")
+    on_save, on_log = counting("save"), counting("log")
+
+
+def model(kind: str = "llama") -> Any:
+    """A model with the same weights in each call; dropout is 0."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=kind == "tied",
+    )
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def arguments(folder: Path | str, **changes: Any) -> TrainingArguments:
+    """Two epochs, with evaluation and checkpoints."""
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "seed": 1,
+    }
+    return TrainingArguments(str(folder), **given | changes)
+
+
+@dataclass
+class Run:
+    """What a run leaves: its log, the whole weights on rank 0, and counts of events."""
+
+    log: list[dict[str, float]]
+    weights: dict[str, Tensor]
+    events: dict[str, int] = field(default_factory=dict)
+
+
+@contextmanager
+def processes(world: World | None) -> Iterator[None]:
+    """The environment of a launcher for the ranks of `world`; None: none."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    before = {name: os.environ.pop(name, None) for name in names}
+    if world is not None:
+        values = (world.rank, world.rank, world.size, "127.0.0.1", 1)  # the group exists
+        os.environ.update({name: str(value) for name, value in zip(names, values, strict=True)})
+    states = (AcceleratorState, GradientState, PartialState)
+    for state in states:
+        state._reset_state()
+    try:
+        yield
+    finally:
+        for state in states:
+            state._reset_state()
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+
+
+def trained(
+    world: World | None,
+    folder: str,
+    plan: str | None,
+    kind: str = "llama",
+    changes: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+) -> Run:
+    """Train and save the whole model in `folder/final`; on one process without a plan.
+
+    `changes` are TrainingArguments, `options` arguments of Trainer and of its `train`.
+    """
+    options = dict(options or {})
+    resume = options.pop("resume_from_checkpoint", None)
+    with processes(world if plan else None):
+        counts = Counts()
+        given: dict[str, Any] = {
+            "model": model(kind),
+            "args": arguments(folder, **changes or {}),
+            "train_dataset": Rows(ROWS),
+            "eval_dataset": Rows(11, seed=1),
+            "callbacks": [counts],
+        } | options
+        if plan is None:
+            trainer: Any = given.pop("trainer", transformers.Trainer)(**given)
+        else:
+            trainer = given.pop("trainer", Trainer)(**given, plan=plan, world=world)
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(f"{folder}/final")
+        if world is not None and world.rank:
+            return Run(trainer.state.log_history, {}, counts.events)
+        kept = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/final")
+        return Run(trainer.state.log_history, kept.state_dict(), counts.events)
+
+
+def timeless(log: list[dict[str, float]]) -> list[dict[str, float]]:
+    """A log without times."""
+    return [
+        {key: value for key, value in line.items() if not any(word in key for word in TIMES)}
+        for line in log
+    ]
+
 
 #: (plan, rows of a data rank in a microbatch, microbatches of an update)
 PLANS = (("zero3", 4, 1), ("tp2", 8, 1), ("pp2 1f1b:4", 8, 1), ("zero1", 2, 2))
@@ -68,34 +234,19 @@ def test_a_run_goes_on_from_its_checkpoint(plan: str, other: str, tmp_path: Path
             assert line == pytest.approx(wanted, rel=1e-5)
 
 
-class Halved(Trainer):
+def halved(found: Any) -> Any:
     """A loss of a user's own."""
+    return (found[0] / 2, found[1]) if isinstance(found, tuple) else found / 2
 
-    def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        return halved(super(), model, inputs, return_outputs, num_items_in_batch)
+
+class Halved(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return halved(super().compute_loss(*args, **kwargs))
 
 
 class HalvedAlone(transformers.Trainer):
-    def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        return halved(super(), model, inputs, return_outputs, num_items_in_batch)
-
-
-def halved(trainer: Any, *given: Any) -> Any:
-    """The loss, halved."""
-    found = trainer.compute_loss(*given)
-    return (found[0] / 2, found[1]) if isinstance(found, tuple) else found / 2
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return halved(super().compute_loss(*args, **kwargs))
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
@@ -118,22 +269,17 @@ def test_other_losses_and_metrics_equal_those_of_trainer_alone(plan: str, tmp_pa
     """Smoothed labels, a loss of one's own, a function of outputs; metrics without pipelines."""
     rows, metrics = (4 if plan == "zero3" else 8), {"compute_metrics": accuracy}
     metrics = {} if plan.startswith("pp") else metrics
-    own = (Halved, HalvedAlone)
-    for number, (changes, options, kinds) in enumerate(
-        [
-            ({"label_smoothing_factor": 0.1}, {}, None),
-            ({}, metrics, own),
-            ({}, {"compute_loss_func": summed}, None),
-        ]
-    ):
-        both = [options | ({"trainer": kind} if kind else {}) for kind in (kinds or (None, None))]
-        folder, short = tmp_path / str(number), changes | {"save_strategy": "no"}
-        mine = run_gloo(
-            *(2, trained, str(folder / "plan"), plan, "llama", sized(rows) | short, both[0])
-        )[0]
-        require_equal(
-            mine, trained(None, str(folder / "alone"), None, "llama", sized(8) | short, both[1])
-        )
+    cases: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+        ({"label_smoothing_factor": 0.1}, {}, {}),
+        ({}, metrics | {"trainer": Halved}, metrics | {"trainer": HalvedAlone}),
+        ({}, {"compute_loss_func": summed}, {"compute_loss_func": summed}),
+    ]
+    for number, (changes, options, options_alone) in enumerate(cases):
+        short = changes | {"save_strategy": "no", "num_train_epochs": 1}
+        folder = str(tmp_path / f"plan{number}")
+        mine = run_gloo(2, trained, folder, plan, "llama", sized(rows) | short, options)[0]
+        folder = str(tmp_path / f"alone{number}")
+        require_equal(mine, trained(None, folder, None, "llama", sized(8) | short, options_alone))
 
 
 def test_padded_microbatches_of_an_update_may_have_other_lengths() -> None:
@@ -146,3 +292,76 @@ def test_padded_microbatches_of_an_update_may_have_other_lengths() -> None:
     assert batch["attention_mask"].sum().item() == 16
     with pytest.raises(InputError, match="pads to one length"):
         joined([{"x": torch.ones(2, 3)}, {"x": torch.ones(2, 4)}], PADDING)
+
+
+def test_each_field_is_in_one_group_and_on_the_page() -> None:
+    """A new version's field fails here until it is decided; the page lists each field once."""
+    groups = [*HONOURED, *MAPPED, *REFUSED]
+    assert sorted(groups) == sorted(field.name for field in fields(TrainingArguments))
+    table = (
+        (ROOT / "docs/how-to/trainer.md")
+        .read_text(encoding="utf-8")
+        .partition("## Which arguments")[2]
+    )
+    rows = re.findall(r"^\| ((?:`\w+`(?: |(?= \|)))+)", table, re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted(groups)
+
+
+def refused(tmp_path: Path, plan: str = "zero3", **given: Any) -> str:
+    """The error of a Trainer with these TrainingArguments or arguments of its own."""
+    own = {"optimizers", "model_init", "compute_metrics", "trainer"}
+    options = {name: given.pop(name) for name in own & given.keys()}
+    kind = options.pop("trainer", Trainer)
+    with processes(None), pytest.raises(InputError) as error:
+        kind(model(), arguments(tmp_path, **given), train_dataset=Rows(4), plan=plan, **options)
+    return str(error.value)
+
+
+@pytest.mark.cases(8)
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ({"activation_checkpointing": True}, "recompute:full"),
+        ({"auto_find_batch_size": True}, "shardwise predict"),
+        ({"torch_compile": True}, "sw.parallelize"),
+        ({"optim": "adafactor"}, "optim='adamw_torch'"),
+        ({"train_sampling_strategy": "group_by_length"}, "'random'"),
+        ({"neftune_noise_alpha": 5.0}, "embedding"),
+        ({"ddp_bucket_cap_mb": 25}, "zero3"),
+        ({"save_only_model": True, "load_best_model_at_end": True}, "save_only_model=False"),
+    ],
+)
+def test_what_a_plan_cannot_do_is_refused(
+    given: dict[str, Any], instead: str, tmp_path: Path
+) -> None:
+    """Before anything is built, with what to write instead."""
+    assert instead in refused(tmp_path, **given)
+
+
+class OwnStep(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise AssertionError
+
+
+def test_own_optimizers_and_steps_are_refused(tmp_path: Path) -> None:
+    """And a plan for more processes than a launcher has started; several problems are one error."""
+    sgd = torch.optim.SGD(model().parameters(), lr=0.1)
+    assert "optimizer_cls_and_kwargs" in refused(tmp_path, optimizers=(sgd, None))
+    assert "model=model_init()" in refused(tmp_path, model_init=model)
+    assert "OwnStep.training_step" in refused(tmp_path, trainer=OwnStep)
+    assert "only the last stage" in refused(tmp_path, "pp2", compute_metrics=lambda _: {})
+    assert "dp2" in refused(tmp_path, "dp2 zero3")  # on one process
+    several = refused(tmp_path, auto_find_batch_size=True, optim="adafactor")
+    assert several.startswith("2 things are wrong with the TrainingArguments")
+
+
+def test_the_plan_takes_precision_and_microbatches_of_the_arguments(tmp_path: Path) -> None:
+    """`bf16` and `gradient_accumulation_steps` are words of the plan; both at once is an error."""
+    with processes(None):
+        args = arguments(tmp_path, bf16=True, gradient_accumulation_steps=4)
+    assert completed_plan(args, Plan.parse("zero3")) == Plan.parse("zero3 bf16 accumulate:4")
+    with pytest.raises(InputError, match="one precision"):
+        completed_plan(args, Plan.parse("zero3 fp32"))
+    with pytest.raises(InputError, match="one of the two"):
+        completed_plan(args, Plan.parse("accumulate:2"))

@@ -1,18 +1,27 @@
+"""Models by name: of the package, of a user's file, and of a folder of transformers."""
+
+import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from shardwise.cli.predict_command import predict_command
+from shardwise.cli.configured import configured
+from shardwise.cli.predict_command import predict_command, predict_request
 from shardwise.core.errors import InputError
-from shardwise.models import decoder
-from shardwise.models.published import PUBLISHED
+from shardwise.models import hf, pretrained
 from shardwise.models.registry import find
+from shardwise.prediction.prediction import Prediction
 from shardwise.verify.command import verify
+from tests.checkpoint.damage import limits, special
 
-THREE = """
+NET = """
 import torch
+from torch import nn
 from dataclasses import dataclass
 from beside import WIDTH
 
@@ -46,16 +55,11 @@ def nothing():
 def leaving():
     raise SystemExit(3)
 
-from torch import nn
-
 def pair():
     return nn.Linear(3, 3), lambda model, x: model(x).mean()
 
 def single():
     return (nn.Linear(3, 3),)
-
-def numbers():
-    return nn.Linear(3, 3), 1, 2
 
 def other():
     return 3, len, len
@@ -83,15 +87,13 @@ def silent():
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     (tmp_path / "beside.py").write_text("WIDTH = 5\n")
-    path = tmp_path / "net.py"
-    path.write_text(THREE)
-    return str(path)
+    (tmp_path / "net.py").write_text(NET)
+    return str(tmp_path / "net.py")
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt:tiny"])
-def test_a_gpt_by_name(name: str) -> None:
+def test_a_gpt_by_name() -> None:
     """The size of gpt is tiny; model and batch are the same on every call; the loss is ln V."""
-    found = find(name)
+    found = find("gpt")
     first, second = found.build(), found.build()
     assert all(map(torch.equal, first.parameters(), second.parameters()))
     batch = found.batch(2, seed=5)
@@ -99,33 +101,12 @@ def test_a_gpt_by_name(name: str) -> None:
     assert not torch.equal(batch["inputs"], found.batch(2, seed=6)["inputs"])
     assert found.loss(first, batch).item() == pytest.approx(6.93, abs=0.2)
     assert found.tokens is not None and found.tokens(batch) == 2 * 64
+    # as shapes alone, with the function that fills it later
+    assert all(p.is_meta for p in find("gpt:small").build("meta").parameters())
+    assert find("gpt:small").initial is not None
 
 
-def test_on_meta_nothing_is_filled() -> None:
-    """A model can be had as shapes alone, with the function that fills it later."""
-    found = find("gpt:small")
-    assert all(p.is_meta for p in found.build("meta").parameters())
-    assert found.initial is not None
-
-
-#: As their model cards on Hugging Face count them.
-COUNTS = {
-    "gpt:1b": 1_100_048_384,
-    "gpt:7b": 6_738_415_616,
-    "llama:8b": 8_030_261_248,
-    "llama:70b": 70_553_706_496,
-    "mixtral:8x7b": 46_702_792_704,
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_size_has_the_published_number_of_parameters(name: str) -> None:
-    """Exactly, by arithmetic and as a model on meta, which has no weights."""
-    params = [*find(name).plain().parameters()]
-    assert sum(p.numel() for p in params) == decoder.parameters(PUBLISHED[name]) == COUNTS[name]
-    assert all(p.is_meta for p in params)
-
-
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "use",
     [
@@ -142,23 +123,34 @@ def test_weights_that_do_not_fit_the_host_are_refused(use: Callable[[], object])
     assert "\n" not in str(found.value)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
         ("llama:7b", "Write instead: llama:70b"),
         ("gtp", "Write instead: gpt."),
         ("gpt:smal", "Write instead: gpt:small."),
-        ("hf", "Write instead: hf:"),
         ("missing.py:build", "does not exist"),
         ("m" * 300 + ".py:build", "does not exist"),
         ("net.py", "Write instead: net.py:build."),
+        ("hf:", "Write instead: hf:gpt2 or hf:llama"),
+        ("hf:llamma", "llama"),
     ],
 )
 def test_a_name_that_is_none_gets_the_nearest(name: str, instead: str) -> None:
     """A misspelt model is answered with what to write."""
+    if name.startswith("hf:"):
+        pytest.importorskip("transformers")
     with pytest.raises(InputError, match="Allowed:") as caught:
         find(name)
     assert instead in str(caught.value)
+
+
+def test_a_type_that_cannot_be_shrunk_says_so() -> None:
+    """Where the small configuration does not give a model that runs, the reason is told."""
+    pytest.importorskip("transformers")
+    with pytest.raises(InputError, match=r"whose small configuration gives"):
+        find("hf:deepseek_v2").build()
 
 
 def test_the_users_file_gives_model_loss_and_batch(file: str) -> None:
@@ -182,6 +174,7 @@ def test_a_module_alone_gets_input_for_its_first_layer(
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize(
     ("function", "said"),
     [
@@ -191,7 +184,6 @@ def test_a_module_alone_gets_input_for_its_first_layer(
         ("leaving", "SystemExit: 3"),
         ("pair", "a tuple without make_batch.*Write instead: return model, loss, make_batch"),
         ("single", "a tuple without loss and make_batch"),
-        ("numbers", "a tuple whose loss is a int, not a function"),
         ("other", "a tuple whose model is a int"),
         ("two", "forward does not take one input .*'y'.*return model, loss, make_b"),
         ("convolution", "first layer is a Conv2d"),
@@ -203,19 +195,148 @@ def test_the_users_mistakes_are_named(file: str, function: str, said: str) -> No
         find(f"{file}:{function}").build()
 
 
-def test_an_output_that_is_no_tensor_is_named(file: str) -> None:
-    """A module alone is told what its forward gave, not where its missing loss stumbled."""
+def test_an_output_or_a_file_that_is_none_is_named(file: str, tmp_path: Path) -> None:
+    """What forward gave, not where its missing loss stumbled; and the line of an error."""
     found = find(f"{file}:silent")
-    with pytest.raises(
-        InputError, match="a Silent without a loss, whose forward returned a NoneType"
-    ) as caught:
+    phrase = "a Silent without a loss, whose forward returned a NoneType"
+    with pytest.raises(InputError, match=phrase) as caught:
         found.loss(found.build(), found.batch(2, seed=0))
     assert "Write instead: return model, loss, make_batch" in str(caught.value)
-
-
-def test_a_file_that_cannot_be_read_names_the_line(tmp_path: Path) -> None:
-    """An error in the user's file is told with its file and line."""
-    path = tmp_path / "bad.py"
-    path.write_text("x = 1\ny = 1 / 0\n")
+    (tmp_path / "bad.py").write_text("x = 1\ny = 1 / 0\n")
     with pytest.raises(InputError, match=r"ZeroDivisionError.*bad\.py, line 2"):
-        find(f"{path}:build")
+        find(f"{tmp_path}/bad.py:build")
+
+
+NO_MODEL = "of which transformers makes no model"
+SIZE = r"config\.json'\. Allowed: a whole number from 1 to 128, which the weights"
+
+Damage = Callable[[Path], object]
+
+
+def config(**values: Any) -> Damage:
+    """Other values in config.json."""
+
+    def act(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return act
+
+
+def text(content: str) -> Damage:
+    return lambda folder: (folder / "config.json").write_text(content)
+
+
+def cut(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 5000)
+
+
+def long_header(folder: Path) -> None:
+    """The length of the header says 2^60 bytes."""
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.write((2**60).to_bytes(8, "little"))
+
+
+def index_of_a_pipe(folder: Path) -> None:
+    """An index whose file of weights is a pipe."""
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "a.safetensors")
+    index = {"weight_map": {"model.norm.weight": "a.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+#: Each with what the error says.
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "no heads": (config(num_attention_heads=0), SIZE),
+    "a text as a size": (config(hidden_size="64"), SIZE),
+    "10^12 features": (config(hidden_size=10**12), SIZE),
+    "10^12 rows": (config(vocab_size=10**12), "a whole number from 6 to 128"),
+    "-1 layers": (config(num_hidden_layers=-1), "num_hidden_layers = -1 in .* from 1 to 21"),
+    "10^12 layers": (config(num_hidden_layers=10**12), "from 1 to 21"),
+    "-1 layers in a part": (config(text_config={"n_layer": -1}), "n_layer = -1 in"),
+    "negative positions": (config(max_position_embeddings=-5), "max_position_embeddings = -5"),
+    "an unknown activation": (config(hidden_act="nonsense"), f"{NO_MODEL} .KeyError: 'nonsense'"),
+    "no size": (config(hidden_size=None), NO_MODEL),
+    "other weights": (config(tie_word_embeddings="x"), NO_MODEL),
+    "a list": (text("[1]"), "it is no JSON object"),
+    "nested lists": (text("[" * 10**5), r"config\.json', which is damaged"),
+    "a pipe": (lambda folder: special(folder / "config.json", "fifo"), r"without config\.json"),
+    "a type of model that is a list": (config(model_type=["llama"]), r"without config\.json"),
+    "weights that are cut": (cut, r"model\.safetensors', which is damaged"),
+    "a header of 2^60 bytes": (long_header, r"model\.safetensors', which is damaged"),
+    "weights in a pipe": (
+        lambda folder: special(folder / "model.safetensors", "fifo"),
+        "no weights in it",
+    ),
+    "weights of an index in a pipe": (index_of_a_pipe, r"without a\.safetensors"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a small llama, which can be read."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    hf.find("llama").build().save_pretrained(folder)  # type: ignore[operator]
+    pretrained.read(folder, None)
+    find(f"hf:{folder}").build()
+    return folder
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_an_absurd_folder_is_refused(name: str, whole: Path, tmp_path: Path):
+    """By what trains it, and by what verifies it, before a model of these sizes is made."""
+    folder = tmp_path / "folder"
+    shutil.copytree(whole, folder)
+    damage, message = DAMAGES[name]
+    damage(folder)
+    with limits():
+        for use in (lambda: pretrained.read(folder, None), lambda: find(f"hf:{folder}").build()):
+            with pytest.raises(InputError, match=message) as caught:
+                use()
+            assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module", params=["llama", "mixtral", "t5"])
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with config.json alone, of a small model."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("alone") / request.param
+    hf.small_config(request.param).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3", "tp2 bf16"])
+def test_a_configuration_is_enough_for_a_prediction(alone: Path, plan: str) -> None:
+    """States and bytes are those of the model with weights; activations too, without experts."""
+    named = (configured(None, plan, f"hf:{name}") for name in (alone, alone.name))
+    found, wanted = (predict_request(run, None, None, 0).prediction(0) for run in named)
+    assert (found.memory, found.bytes) == (wanted.memory, wanted.bytes)
+    assert found.activations == wanted.activations or alone.name == "mixtral"
+    assert not found.notes
+
+
+def test_a_configuration_is_enough_for_the_prediction_of_a_run(whole: Path, tmp_path: Path) -> None:
+    """`predict --config` for a folder without weights is that for the folder with them."""
+    (tmp_path / "alone").mkdir()
+    shutil.copy(whole / "config.json", tmp_path / "alone")
+    found, wanted = (_of_run(folder, tmp_path) for folder in (tmp_path / "alone", whole))
+    assert (found.memory, found.bytes) == (wanted.memory, wanted.bytes)
+    assert found.device_peak == wanted.device_peak
+
+
+def _of_run(folder: Path, tmp_path: Path) -> Prediction:
+    file = tmp_path / "run.toml"
+    file.write_text(f'[model]\nname = "hf:{folder}"\n[plan]\ntext = "dp2 zero3"')
+    return predict_request(configured(file, None, None), 4, 16, 0).prediction(0)
+
+
+def test_what_needs_weights_refuses_a_configuration(alone: Path, tmp_path: Path) -> None:
+    """The model is not made, not with random weights either; an absurd one is refused at once."""
+    for use in (lambda: pretrained.read(alone, None), find(f"hf:{alone}").build):
+        with pytest.raises(InputError, match="no weights in it"):
+            use()
+    shutil.copy(alone / "config.json", tmp_path)
+    config(vocab_size=10**12)(tmp_path)
+    with limits(), pytest.raises(InputError, match=r"config\.json'\. Allowed: a whole number"):
+        find(f"hf:{tmp_path}")

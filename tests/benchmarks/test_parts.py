@@ -1,0 +1,300 @@
+"""The parts of the benchmarks: least bytes, live bytes, medians, choices, and what is refused."""
+
+import shlex
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from benchmarks import foresight, largest, link, suite, table
+from benchmarks.__main__ import bench_command
+from benchmarks.contenders.contender import Task
+from benchmarks.contenders.ours import SCHEDULES
+from benchmarks.contenders.roster import ROSTER, SUITES, choose, reference
+from benchmarks.contenders.torch_pipeline import part
+from benchmarks.foresight import Foresight, ForesightLine
+from benchmarks.halves import halves, stage_starts
+from benchmarks.largest import covered
+from benchmarks.least import least_bytes
+from benchmarks.measure import Record
+from benchmarks.meters.interface import sent_bytes
+from benchmarks.meters.live_bytes import LiveBytes
+from benchmarks.stack import parameter_count
+from benchmarks.suite import heats
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError
+from shardwise.core.zero import ROWS
+from shardwise.models.gpt import GPT, GPTConfig, parameters
+from shardwise.models.registry import of_gpt
+from shardwise.prediction.cluster_presets import PRESETS
+from tests.house import ROOT
+from tests.pool import run_gloo
+from tests.programs import run_program
+
+MICRO = GPTConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, hidden=48, sequence=8)
+REFERENCE = SUITES["data"][0]
+TASK = Task("micro", MICRO, (REFERENCE, "zero1"), rows=4, rounds=3)
+PROGRAM = "python -m benchmarks "
+
+
+def test_medians_are_of_the_slowest_rank_and_of_rounds() -> None:
+    """A round's time is its slowest rank's; the ratio is the median of the rounds' ratios."""
+    reference = Record(REFERENCE, [1.0, 2.0, 4.0], [8.0] * 3, [0.0] * 3, 10, 2.0)
+    sent, moved = [100.0 * table.MIB] * 3, [50.0 * table.MIB] * 3
+    ranks = [
+        [reference, Record("zero1", [1.0, 1.0, 1.0], sent, moved, 20, 1.0)],
+        [reference, Record("zero1", [2.0, 1.0, 3.0], [3 * one for one in sent], moved, 30, 3.0)],
+    ]
+    line = table.lines(TASK, ranks)[1]
+    assert (line.step_s, line.ratio, line.wire_bytes) == (2.0, 0.75, 200 * table.MIB)
+    assert (line.peak_bytes, line.loss) == (30, 2.0)
+    assert line.note == "50.0 MiB moved after its time was taken"
+    # of two pairs in one run each is held against its own first
+    times = {"torch 1f1b:4": 2.0, "1f1b:4": 1.0, "torch zb-v:4": 4.0, "zb-v:4": 3.0}
+    task = replace(TASK, contenders=tuple(times), rounds=1)
+    records = [Record(name, [step_s], [0.0], [0.0], 0, 1.0) for name, step_s in times.items()]
+    assert [line.ratio for line in table.lines(task, [records])] == [1.0, 0.5, 1.0, 0.75]
+
+
+def test_the_least_bytes_are_the_papers() -> None:
+    """2Ψ(n-1)/n in fp32, and 3Ψ(n-1)/n for zero3; 4L + 2 all-reduces of activations for `tp`."""
+    for row, volume in {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3}.items():
+        assert least_bytes(row, TASK, 4) == volume * parameters(MICRO) * 4 * 3 // 4
+    tokens, width, layers = TASK.rows * MICRO.sequence, MICRO.width, MICRO.layers
+    numel = (4 * layers + 2) * tokens * width + 3 * tokens
+    for ranks in (2, 4):
+        share = (ranks - 1) / ranks * 4
+        assert least_bytes("tp", TASK, ranks) == 2 * numel * share
+        norms = 2 * (2 * layers + 1) * width  # with `sp` their gradients too
+        assert least_bytes("tp sp", TASK, ranks) == (2 * numel + norms) * share
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_least_bytes_of_a_pipeline_are_the_boundaries(ranks: int) -> None:
+    """The stream forward and back over every boundary between ranks, whatever the microbatches."""
+    numel = TASK.rows * MICRO.sequence * MICRO.width
+    loops, turns = 2 * ranks - 1, 2 * ranks - 2
+    crossings = {"interleaved": loops, "bfs": loops, "zb-v": turns, "dualpipe-v": turns}
+    for word in (word for word in SCHEDULES if ":8" in word):
+        many = crossings.get(word.partition(":")[0], ranks - 1)
+        assert least_bytes(word, TASK, ranks) == 2 * numel * many * 4 // ranks
+
+
+def test_live_bytes_follow_storages() -> None:
+    """A storage is counted once, at the size it has now, no longer than it lives; meta is none."""
+    live = LiveBytes()
+    with live:
+        shape = torch.zeros(1000, device="meta")
+        assert live.bytes() == 0
+        kept = torch.zeros(1000)
+        view = kept.view(10, 100)[3:]
+        assert live.bytes() == 4000
+        passing = torch.ones(500) + 1
+        assert live.bytes() == 6000
+        del passing
+        kept.untyped_storage().resize_(400)
+    assert live.bytes() == 400
+    assert live.peak_bytes == 8000  # the ones, and one more than they
+    del kept, view, shape
+    assert live.bytes() == 0
+
+
+def gathered_inside(world: World) -> int:
+    """The peak while a DTensor gathers 8000 bytes for itself, to make as many of them."""
+    mesh = init_device_mesh("cpu", (world.size,))
+    local = torch.zeros(1000)
+    live = LiveBytes()
+    live.watch(local)
+    with live:
+        made = DTensor.from_local(local, mesh, [Shard(0)]).softmax(dim=0)
+    assert isinstance(made, DTensor) and made.placements == (Replicate(),)
+    return live.peak_bytes
+
+
+def test_what_a_dtensor_makes_for_itself_is_live() -> None:
+    """A temporary inside another library's tensor class counts as any other."""
+    assert all(peak_bytes >= 4000 + 8000 + 8000 for peak_bytes in run_gloo(2, gathered_inside))
+
+
+def test_the_parts_are_the_model() -> None:
+    """Torch's stages one after another give the model's own logits, for every number of them."""
+    trainable = of_gpt("micro", MICRO)
+    model, tokens = trainable.build(), trainable.batch(2, 0)["inputs"]
+    assert isinstance(model, GPT)
+    whole = model(tokens)
+    for stages in range(1, 2 * MICRO.layers + 1):
+        x = tokens
+        for stage in range(stages):
+            x = part(model, stage, stages)(x)
+        assert torch.equal(x, whole)
+
+
+def test_more_stages_than_layers_cut_layers_in_half() -> None:
+    """Two stages begin with whole blocks, four with halves, five are refused."""
+    model = of_gpt("micro", MICRO).build()
+    assert isinstance(model, GPT)
+    assert stage_starts(model, 2) == ("blocks.1",)
+    assert stage_starts(model, 4) == ("blocks.0.mlp_norm", "blocks.1", "blocks.1.mlp_norm")
+    assert len(halves(MICRO)) == 4
+    with pytest.raises(InputError, match="at most 4, half a layer each"):
+        stage_starts(model, 5)
+
+
+def test_contenders_are_found_by_the_beginning_of_their_names() -> None:
+    """Capitals and spaces do not count; the reference always runs; none means all."""
+    assert choose("data", []) == SUITES["data"]
+    deepspeed = ("DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3")
+    assert choose("data", ["zero1", "deepspeed"]) == ("torch DDP", *deepspeed, "zero1")
+    assert choose("data", ["fsdp2-without-reshard"]) == ("torch DDP", "FSDP2 without reshard")
+    full = ("zero3 recompute:full", "zero3 recompute:full arenas")
+    assert choose("memory", ["zero3-recompute:f"]) == ("zero3", *full)
+    assert choose("tensor", ["tp-sp"]) == ("torch TP", "tp sp")
+    assert not {*SUITES["tensor"]} & {*ROWS}
+    assert choose("pipeline", ["1f1b"]) == ("torch 1f1b:4", "1f1b:4", "torch 1f1b:8", "1f1b:8")
+    assert choose("pipeline", ["zbv-4"]) == ("torch zb-v:4", "zb-v:4")
+    pairs = suite.plan_tasks("pipeline", ["tiny"], 2, None, [])
+    assert [task.contenders for task in pairs] == [(f"torch {word}", word) for word in SCHEDULES]
+    assert all(ROSTER[task.reference].against == task.reference for task in pairs)
+    (mixtures,) = suite.plan_tasks("experts", (), 2, None, ())  # not of 64 experts
+    assert (mixtures.size, mixtures.contenders) == ("tiny", SUITES["experts"])
+    assert suite.plan_tasks("pipeline", ["tiny"], 3, None, ["1f1b:4"])
+    with pytest.raises(InputError, match='benchmarks data "zero3"'):
+        choose("data", ["zero4"])
+
+
+def test_a_reference_runs_beside_those_compared_to_it() -> None:
+    """Of a whole suite, and of each contender alone."""
+    for name, contenders in SUITES.items():
+        assert {*contenders} <= ROSTER.keys()
+        for words in ([], *([each] for each in contenders)):
+            for names in heats(name, choose(name, words)):
+                assert {reference(name, each) for each in names} <= set(names)
+
+
+@pytest.mark.cases(9)
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        (("data", ["smal"], 2, None, []), "--size small"),
+        (("data", [], 1, None, []), "--nproc 2"),
+        (("data", [], 3, None, []), "--nproc 2"),
+        (("data", ["tiny"], 2, 0, []), "--repeats 5"),
+        (("data", ["tiny"], 2, 10**12, []), "--repeats 5"),
+        (("pipeline", ["tiny"], 1, None, ["1f1b:4"]), "--nproc 2"),
+        (("pipeline", ["tiny"], 4, None, ["dualpipe-v:4"]), "from 8 up"),
+        (("pipeline", ["tiny"], 3, None, ["interleaved:4"]), "multiples of 3"),
+        (("pipeline", ["tiny"], 5, None, ["zb-v:8"]), "at most 8, half a layer each"),
+    ],
+)
+def test_runs_that_cannot_be_are_refused(arguments: Any, instead: str) -> None:
+    """A size, a world or a number of repeats that cannot work is answered before any starts."""
+    with pytest.raises(InputError, match=instead):
+        suite.plan_tasks(*arguments)
+
+
+@pytest.mark.cases(16)
+@pytest.mark.parametrize(
+    ("words", "options", "phrase"),
+    [
+        (["nothing"], {}, "Write instead: python -m benchmarks data"),
+        (["tensors"], {}, "python -m benchmarks tensor"),
+        (["data", "nobody"], {}, "torch DDP"),
+        (["data"], {"nproc": 0}, "Write instead: --nproc 2"),
+        (["data"], {"link": "3parsec"}, "Write instead: --link 1gbit"),
+        (["data"], {"device": "tpu"}, "Write instead: --device cpu"),
+        (["data", "zero3"], {"device": "cuda"}, "python -m benchmarks data --device cuda"),
+        (["data"], {"size": ["tiny"], "device": "cuda"}, "one rank on its own models"),
+        (["tensor"], {"device": "cuda"}, "benchmarks tensor --device cpu"),
+        (["foresight"], {"nproc": 4}, "one size, on two ranks of this machine"),
+        (["foresight", "dp4"], {}, "Write instead: python -m benchmarks foresight dp2"),
+        (["update"], {"size": ["small"]}, "--size 100M"),
+        (["update", "fsdp2"], {}, "python -m benchmarks update"),
+        (["disk", "/none"], {}, "python -m benchmarks disk ."),
+        (["disk", "/tmp"], {"link": "1gbit"}, "python -m benchmarks disk"),
+        (["offload", "/tmp"], {}, r"benchmarks offload \S+ --device cuda, or python -m benchm"),
+    ],
+)
+def test_bad_input_is_refused(words: list[str], options: dict, phrase: str) -> None:
+    """The paragraph says what is wrong and what to write instead."""
+    with pytest.raises(InputError, match=phrase):
+        bench_command(words, **options)
+
+
+def test_the_program_ends_with_2() -> None:
+    """As a process: one paragraph on the error output."""
+    done = run_program(["-m", "benchmarks", "data", "--nproc", "x"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--nproc" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_commands_of_the_results_are_those_of_the_program() -> None:
+    """Each suite exists, and each option is accepted by the parser."""
+    app = typer.Typer()
+    app.command()(bench_command)
+    parser = typer.main.get_command(app)
+    files = (ROOT / "benchmarks/results").glob("*.toml")
+    runs = [run for file in files for run in tomllib.loads(file.read_text()).get("run", ())]
+    commands = [line.strip() for run in runs for line in run["command"].split(";")]
+    lines = [line for line in commands if line.startswith(PROGRAM)]
+    assert len(lines) > 20
+    for line in lines:
+        argv = shlex.split(line.removeprefix(PROGRAM))
+        assert argv[0] in {*SUITES, "update", "disk", "save", "foresight"}, line
+        parser.make_context("benchmarks", argv)
+
+
+def test_hosts_interfaces_and_sizes_are_read() -> None:
+    """A rate that tc does not know is refused; the lines that make hosts are for both."""
+    with pytest.raises(InputError, match="--link 1gbit"), link.hosts("fast"):
+        pass
+    lines = link.commands(("a", "b"), "1gbit")
+    assert lines[0] == "ip netns add a"
+    assert sum("tbf rate 1gbit" in line for line in lines) == 2
+    assert sent_bytes("lo") >= 0
+    with pytest.raises(InputError, match="lo"):
+        sent_bytes("nothing0")
+    assert [parameter_count(text, "1M") for text in ("100M", "20K", "64")] == [10**8, 20000, 64]
+
+
+def test_a_gpu_and_a_folder_that_are_not_there_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before anything is measured; the error has the command that runs without a GPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(InputError, match="benchmarks offload --device cpu"):
+        largest.run(None, None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(InputError, match="the folder /none, which is not there"):
+        largest.run(Path("/none"), None)
+
+
+def test_the_part_of_copies_beside_kernels() -> None:
+    """Kernels that overlap count once."""
+    assert covered([(0.0, 10.0)], [(1.0, 3.0), (2.0, 4.0), (8.0, 20.0)]) == pytest.approx(0.5)
+    assert covered([(0.0, 1.0), (5.0, 6.0)], [(5.0, 7.0)]) == pytest.approx(0.5)
+    assert covered([(0.0, 1.0)], []) == 0.0
+    assert covered([], [(0.0, 1.0)]) is None
+
+
+def test_the_plans_are_those_of_the_table_for_two_ranks() -> None:
+    """Of each technique that runs on two ranks, in fp32; the model has no experts."""
+    found = [str(plan) for plan in foresight.plans()]
+    assert {"dp2 fp32", "dp2 zero3 fp32", "tp2 sp fp32", "cp2 fp32", "pp2 1f1b:4 fp32"} <= {*found}
+    assert not any("ep" in text.split()[0] or "bf16" in text for text in found)
+
+
+def test_errors_and_order_are_those_of_the_rows() -> None:
+    """Half of the errors are below the median; plans that are nearly equal have no order."""
+    rows = [("a", 1.0, 1.0), ("b", 1.1, 1.05), ("c", 1.5, 2.0), ("d", 1.4, 4.0)]
+    lines = [ForesightLine(*row) for row in rows]
+    found = Foresight("tiny", PRESETS["h100-sxm"], lines)
+    assert [f"{line.error:+.3f}" for line in lines] == ["+0.000", "+0.048", "-0.250", "-0.650"]
+    assert abs(found.median_error - 0.1488) < 1e-3
+    assert found.ordered == 4 / 5  # c and d are not; a and b differ by 5 %
+    assert "median error 14.9% over 4 plans" in foresight.as_text(found)

@@ -1,0 +1,286 @@
+"""Each suite of the benchmarks on a model of no size: all train the same, and numbers add up."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import async_save, disk, largest, table, update
+from benchmarks.contenders.contender import Contender, Loop, Setup, Task
+from benchmarks.contenders.roster import ROSTER, SUITES
+from benchmarks.cuda import Pair, compare
+from benchmarks.expert_shares import PARTS
+from benchmarks.fit import FILLED_HOST, Fit, Room, fraction, most_layers, predicted
+from benchmarks.least import least_bytes
+from benchmarks.measure import Record, measure
+from shardwise.checkpoint.folder import find
+from shardwise.comm.world import World
+from shardwise.core.zero import ROWS
+from shardwise.models.gpt import GPTConfig, parameters
+from shardwise.prediction.peak_memory import device_peak_bytes
+from shardwise.prediction.prediction import Prediction
+from tests.pool import run_gloo
+
+MICRO = GPTConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, hidden=48, sequence=8)
+REFERENCE = SUITES["data"][0]
+TASK = Task("micro", MICRO, (REFERENCE,), rows=4, rounds=1, steps=2, warm_up=1)
+MIXTURES = ("experts 8", "experts 8 without ep", "torch loop", "DeepSpeed MoE")
+#: The contenders of each suite that train one model; the first has the loss of all.
+SAME: dict[str, tuple[str, ...]] = {
+    "data": (REFERENCE, "FSDP2", *ROWS),
+    "experts": ("torch loop", *MIXTURES),
+    "offload": ("zero2", *SUITES["offload"]),
+    "pipeline": SUITES["pipeline"][:14],
+    "tensor": ("torch DDP", *SUITES["tensor"]),
+}
+KEYS = [
+    *("size", "contender", "ranks", "step_s", "ratio"),
+    *("wire_bytes", "wire_ratio", "peak_bytes", "buffers_bytes", "loss", "note"),
+    *("host_bytes", "disk_bytes", "moved_bytes"),
+]
+
+
+def measured(world: World, task: Task) -> list[Record]:
+    return measure(task)
+
+
+def rows_of(suite: str, names: tuple[str, ...]) -> dict[str, table.Line]:
+    """The rows of two ranks, by contender; all that can run have the loss of the first of SAME."""
+    task = replace(TASK, contenders=names, rows=8 if suite == "pipeline" else 4)
+    rows = {row.contender: row for row in table.lines(task, run_gloo(2, measured, task))}
+    assert tuple(rows) == names
+    loss = rows[SAME[suite][0]].loss
+    assert loss is not None
+    for name in SAME[suite]:
+        row = rows[name]
+        refused = suite == "tensor" and row.note.startswith("InputError: ")
+        if row.loss is None and (refused or name.startswith("DeepSpeed")):
+            assert row.note  # it is not installed, or its operators cannot be built
+            continue
+        assert row.loss == pytest.approx(loss, rel=1e-2 if "delayed" in name else 1e-5), row
+        assert row.step_s and row.ratio
+    return rows
+
+
+def test_data() -> None:
+    """Bytes over their ratio are the least, states fit in the peak; JSON has the keys agreed."""
+    rows = rows_of("data", (*SAME["data"], "DeepSpeed ZeRO-1"))
+    assert rows[REFERENCE].ratio == 1.0
+    for name in SAME["data"]:
+        row = rows[name]
+        assert row.note == "" or row.note.endswith("after its time was taken")
+        assert row.wire_bytes is not None and row.wire_ratio is not None
+        least = least_bytes(ROSTER[name].row, TASK, 2)
+        assert row.wire_bytes / row.wire_ratio == pytest.approx(least, rel=1e-3)
+    peak, sharded = rows["ddp"].peak_bytes, rows["zero3"].peak_bytes
+    assert peak is not None and peak > 12 * parameters(MICRO)  # fp32 weights and two moments
+    assert sharded is not None and sharded < peak
+    printed = json.loads(json.dumps(table.as_json([*rows.values()])))
+    assert list(printed) == ["rows"]
+    assert all(list(row) == KEYS for row in printed["rows"])
+
+
+@pytest.mark.full
+def test_experts() -> None:
+    """Ours report their shares of a step, and send less than replicated experts."""
+    rows = rows_of("experts", ("dense", *MIXTURES, "experts 4"))
+    for name in ("experts 8", "experts 8 without ep", "experts 4"):
+        assert all(part in rows[name].note for part in PARTS)
+    assert rows["dense"].loss is not None
+    sent, replicated = rows["experts 8"].wire_bytes, rows["torch loop"].wire_bytes
+    assert sent is not None and replicated is not None and sent < replicated
+
+
+@pytest.mark.full
+def test_offload() -> None:
+    """What is on the host and on the disk has its bytes, and so has what moves there."""
+    rows = rows_of("offload", SUITES["offload"])
+    on_disk = {name for name, row in rows.items() if row.disk_bytes}
+    assert on_disk == {"zero2 offload:optim@disk", "zero3 offload:param@disk"}
+    for name, row in rows.items():
+        if "offload:" in name:
+            assert row.host_bytes and row.moved_bytes, name
+
+
+@pytest.mark.full
+def test_pipeline_and_tensor() -> None:
+    """Torch's are the references, and none of them fails."""
+    for suite in ("pipeline", "tensor"):
+        rows = rows_of(suite, SAME["pipeline"] if suite == "pipeline" else SUITES["tensor"])
+        assert rows["torch TP" if suite == "tensor" else SAME[suite][0]].ratio == 1.0
+        assert all(row.loss for name, row in rows.items() if name.startswith("torch"))
+
+
+def break_down(model: torch.nn.Module, setup: Setup) -> Loop:
+    raise ValueError("on this rank and on that")
+
+
+def measured_with_a_failure(world: World, task: Task) -> list[Record]:
+    """One contender fails where it is built, and another after a few steps on rank 1 alone."""
+    calls: list[int] = []
+
+    def step(batch: Any) -> float:
+        calls.append(1)
+        if len(calls) > 2 and world.rank == 1:
+            raise RuntimeError("no more")
+        return 1.0
+
+    added = {
+        "broken": Contender("broken", "ddp", break_down),
+        "tired": Contender("tired", "ddp", lambda _model, _setup: Loop(step)),
+        "absent": Contender("absent", "ddp", break_down, package="no_such_package_here"),
+    }
+    ROSTER.update(added)
+    try:
+        return measure(task)
+    finally:
+        for name in added:
+            del ROSTER[name]
+
+
+def test_a_missing_or_failing_contender_is_a_note() -> None:
+    """Who is not installed, cannot be built, or fails on one rank leaves a note, and is out."""
+    names = (REFERENCE, "broken", "tired", "absent")
+    task = replace(TASK, contenders=names)
+    found = table.lines(task, run_gloo(2, measured_with_a_failure, task))
+    rows = {row.contender: row for row in found}
+    assert rows["broken"].note == "ValueError: on this rank and on that"
+    assert rows["tired"].note == "RuntimeError: no more"
+    assert rows["absent"].note == "no_such_package_here is not installed"
+    assert all(rows[name].step_s is None for name in names[1:])
+    assert rows[REFERENCE].ratio == 1.0
+    assert "absent" in table.as_text(found)
+
+
+def test_on_one_rank_the_engine_is_the_plain_loop() -> None:
+    """The comparison made on a GPU, made here: same loss, states as the formula says."""
+    line = compare(Pair("micro", MICRO, "fp32", "zero3", rows=4, rounds=2, device="cpu"))
+    assert line.loss == pytest.approx(line.plain_loss, rel=1e-6)
+    assert line.predicted_bytes == 16 * parameters(MICRO)
+    tensors = 9 * MICRO.layers + 3  # each with a step count of 4 bytes at most
+    assert 0 <= line.state_bytes - line.predicted_bytes <= 4 * tensors
+    assert line.ratio > 0 and line.mfu > 0
+
+
+COUNT = 4 * 32 * 32
+
+
+def updated(_world: World) -> list[update.UpdateLine]:
+    return update.compare(COUNT, rounds=2)
+
+
+def test_every_contender_makes_the_same_update() -> None:
+    """Three steps of AdamW from one gradient: the weights of FSDP2's, in rows with their times."""
+    rows = {row.contender: row for row in run_gloo(1, updated)[0]}
+    assert list(rows) == [each.name for each in update.CONTENDERS]
+    for name, row in rows.items():
+        assert row.parameters == COUNT
+        if name == "DeepSpeedCPUAdam" and row.update_s is None:
+            assert row.note  # not installed, or its kernel cannot be built
+            continue
+        assert row.update_s and row.ratio and row.with_copies
+        assert row.difference is not None and row.difference <= 1e-5
+        assert bool(row.copies_s) == name.startswith("offload:")
+    assert "difference" in update.as_text([*rows.values()])
+    assert len(json.loads(json.dumps(table.as_json([*rows.values()])))["rows"]) == len(rows)
+
+
+def on_disk(world: World, folder: str) -> list[disk.DiskLine]:
+    return disk.compare(world, folder, COUNT, rounds=2, file_bytes=2**20)
+
+
+def test_the_disk_in_a_step_and_alone(tmp_path: Path) -> None:
+    """Both plans, with the bytes of their states, the rates and shares, and where the time goes."""
+    rows, others = run_gloo(2, on_disk, str(tmp_path))
+    assert rows == others
+    assert [row.plan.split()[-1] for row in rows] == list(disk.WORDS)
+    for row in rows:
+        assert (row.parameters, row.ranks) == (COUNT, 2)
+        assert row.written_bytes == 16 * COUNT  # the gradient, the master and two moments
+        fetched = row.read_bytes - 16 * COUNT  # weights before their use, the last only once
+        assert (0 < fetched <= 8 * COUNT) if "param" in row.plan else fetched == 0
+        assert 0 < row.waited_s + row.updated_s <= row.step_s
+        assert min(row.read_share, row.write_share, row.both_share) > 0
+        assert 0 < row.step_share <= row.both_share
+    assert "the disk alone" in disk.as_text(rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saves_are_measured_beside_none(tmp_path: Path) -> None:
+    """A row of both ranks' saves, with its times; the newest checkpoint is that of the last."""
+    (row, _) = run_gloo(2, async_save.compare, str(tmp_path), COUNT, 2, 2)
+    assert (row.plan, row.ranks, row.parameters, row.rounds) == ("dp2 zero3 fp32", 2, COUNT, 2)
+    assert min(row.step_s, row.ratio, row.held_s, row.write_s) > 0
+    assert find(tmp_path).name == "step-000007" and "dp2 zero3" in async_save.as_text([row])
+
+
+SMALL = GPTConfig(
+    vocabulary=64, layers=1, width=64, heads=2, kv_heads=2, hidden=192, sequence=16, tied=False
+)
+MIB = 2**20
+ROOM = Room(7 * MIB // 2, 4 * MIB, 0, SMALL, rows=2, device="cpu", least_unit_bytes=1)
+
+
+def found(offload: str | None, room: Room = ROOM) -> largest.LargestLine:
+    return largest.largest(offload, room, rounds=1)
+
+
+def held(prediction: Prediction) -> tuple[int, int]:
+    """The bytes of a step on the device and on the host."""
+    return device_peak_bytes(prediction), sum(prediction.host_memory.values())
+
+
+@pytest.mark.full
+def test_offload_trains_larger_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is predicted to fit and trains; a model of twice the layers is predicted not to fit."""
+    lines = [found(offload) for offload in (None, "optim", "param")]
+    none, optim, param = (line.layers for line in lines)
+    assert none < param < optim  # the host is full; it has the parameters too
+    for line, offload in zip(lines, (None, "optim", "param"), strict=True):
+        assert line.predicted_bytes <= ROOM.device_bytes
+        device, host = held(predicted(offload, ROOM, 2 * line.layers))
+        assert device > ROOM.device_bytes or host > ROOM.host_bytes
+    assert 0.5 < lines[0].share <= 1.0
+    assert "offload:param" in largest.as_text(lines)
+    monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 4096)  # a disk's buffers in 400 KiB
+    room = replace(ROOM, host_bytes=2 * MIB, disk_bytes=4 * MIB, folder=str(tmp_path))
+    line = found("optim@disk", room)
+    assert line.contender == "offload:optim@disk"
+    assert line.layers > found("optim", room).layers
+    assert line.predicted_bytes <= room.device_bytes
+
+
+@pytest.mark.full
+def test_the_device_and_the_host_are_filled_with_whole_units() -> None:
+    """More layers than all on the host; one more fits in no way, nor any where no room is."""
+    room = replace(ROOM, device_bytes=8 * MIB, host_bytes=6 * MIB)
+    fit = most_layers(FILLED_HOST, room)
+    assert most_layers("optim", room).layers < fit.layers
+    used = held(predicted(fit.offload, room, fit.layers))
+    for size, bound in zip(used, (8 * MIB, 6 * MIB), strict=True):
+        assert bound - MIB < size <= bound  # a layer has about a MiB
+    assert fraction(predicted("optim", room, fit.layers + 1), room) is None
+    assert most_layers(FILLED_HOST, replace(ROOM, host_bytes=1000)) == Fit(0, FILLED_HOST)
+    assert most_layers("optim@disk", ROOM).layers == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("most", "layers"), [(4, (3, 4)), (0, (0,))])
+def test_a_step_that_runs_out_of_memory_takes_fewer_layers(
+    most: int, layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prediction is for more memory than there is: layers are taken away until a step runs."""
+    measured = largest.measured
+
+    def bounded(fit: Fit, *given: Any) -> largest.LargestLine:
+        if fit.layers > most:
+            raise torch.OutOfMemoryError
+        return measured(fit, *given)
+
+    monkeypatch.setattr(largest, "measured", bounded)
+    much = replace(ROOM, device_bytes=5 * MIB)
+    assert most_layers(None, much).layers > 4
+    assert found(None, much).layers in layers
