@@ -2,7 +2,6 @@
 
     the options of the optimizers of their stages, and the batch
     the gradient of the output, by its norm: all compute the same loss
-    the factor by which the program scaled gradients (techniques/data/scaling.py)
 
 A call sends nothing that all ranks sum, so the second call of every EVERY that trains sums numbers
 (techniques/data/same_on_ranks.py).  On a GPU the next call reads them, which waits for nothing.
@@ -10,7 +9,7 @@ A call sends nothing that all ranks sum, so the second call of every EVERY that 
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final
 from weakref import finalize
 
 import torch
@@ -25,28 +24,10 @@ from shardwise.core.errors import bad
 from shardwise.core.tools.weak import weakly
 from shardwise.engine.checks.consistency import ConsistencyCheck, batch_hash
 from shardwise.techniques.data import same_on_ranks
-from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
-from shardwise.techniques.data.scaling import Scaling
 from shardwise.wrap.plain_optimizer import options_of, require_gradients
 
 _HASHES: Final = 2**20
-#: Parameters of a stage whose gradients are compared.
-_SAMPLED: Final = 4
-
-
-class _Gradient:
-    """The gradient of a parameter, in the place of one of a flat parameter."""
-
-    trained = split = True
-
-    def __init__(self, p: nn.Parameter) -> None:
-        self.params, self.dtype, self.grads = [p], p.dtype, self
-
-    @property
-    def gshard(self) -> Tensor | None:
-        own = self.params[0].grad
-        return None if own is None else own.reshape(-1)
 
 
 class PipeOptions:
@@ -60,9 +41,6 @@ class PipeOptions:
         self.same = SameOnRanks((nowhere, nowhere), (), _HASHES, device)
         self.same.others, self.same.options = [axis], {} if self.trained else None
         self.check = ConsistencyCheck(self.same, nowhere)
-        sampled: Any = [_Gradient(p) for p in trained if p.numel()][:_SAMPLED]
-        self.scaling = Scaling(cast("list[Flat]", sampled), joins=True)
-        self.scaled: list[tuple[Tensor, Tensor]] = []
         self.norm = doubles_on([0], device)
         self.unread: HostNumbers | None = None
         self.computes_loss = False  # after a call that trains, until its backward pass
@@ -76,16 +54,15 @@ class PipeOptions:
             self.same.stepped(type(optimizer).__name__, options_of(optimizer))
             if self.computes_loss:
                 require_gradients(optimizer)
-            self.scaling.look()
-            self.scaled = self.scaling.changed or self.scaled
 
     def note(self, grads: Sequence[Tensor | None]) -> None:
         """A backward pass has ended, which began with these gradients of the output."""
-        self.scaling.note()
         if self.calls % same_on_ranks.EVERY == 1:
             floats = [x for x in grads if x is not None and x.is_floating_point()]
-            norms = [torch.linalg.vector_norm(x).double() for x in floats]
-            self.norm = torch.linalg.vector_norm(torch.stack([*self.norm * 0, *norms])).view(1)
+            norms = [torch.linalg.vector_norm(x).double().view(1) for x in floats]
+            self.norm = torch.linalg.vector_norm(torch.cat([self.norm.new_zeros(1), *norms])).view(
+                1
+            )
 
     def compare(self, batch: Any) -> None:
         """A call that trains begins, on all ranks.  Raises InputError on all if they differ."""
@@ -104,14 +81,13 @@ class PipeOptions:
             if differs:
                 self.same.require()
             self.same.recheck = None
-            self.scaling.compared(numbers)
             mean = norm / self.axis.size
             if squares / self.axis.size - mean * mean > (1e-3 * mean) ** 2:
                 raise bad(
                     "a gradient of the output of a pipe that differs between ranks, each of which "
                     "computed another loss",
-                    "the same loss of the same targets on all ranks",
-                    "the same batch on all ranks, without a DistributedSampler",
+                    "the same loss of the same targets on all ranks, without random numbers",
+                    "the same batch and loss on all ranks, without a DistributedSampler",
                 )
 
     def _begin(self, batch: Any) -> None:
@@ -120,8 +96,7 @@ class PipeOptions:
         same.batch = batch_hash(batch, _HASHES, self.device, floats=same.floats)
         same.recheck = partial(self.check.require_batch, batch)
         same.difference(self.calls)
-        self.scaling.changed, self.scaled = self.scaled, []
         with self.axis.ledger.phase("check"):
             differs = doubles_on([0], self.device) + same.difference_on_others()
-            own = self.scaling.joined(torch.cat([differs, self.norm, self.norm.square()]))
+            own = torch.cat([differs, self.norm, self.norm.square()])
             self.unread = HostNumbers(begin_sum(own, self.axis), self.device)

@@ -172,8 +172,6 @@ def in_loop(world: World, how: str, what: str) -> str:
             (loss(wrapped, rows(step, own)) * (1 + odd * (what == "loss"))).backward()
         except InputError as error:
             return f"step {step}: {error}"
-        if what == "clip" and step >= CHANGED:
-            torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1e-3)
         if what != "step" or world.rank == 0 or step != CHANGED:
             optim.step()
         optim.zero_grad()
@@ -195,7 +193,6 @@ LOOPS = [
     ("Pipe", "lr", "lr of group 0 of the AdamW on pp rank {}: 0.5; on pp rank 0: 0.01"),
     ("Pipe", "batch", "a batch on rank {} of the pp axis that differs from that on rank 0"),
     ("Pipe", "loss", "a gradient of the output of a pipe that differs between ranks"),
-    ("Pipe", "clip", "gradients that each rank scaled by another factor before the last"),
     *(
         (how, "step", "the optimizer steps since the last backward pass on data rank 1: 'none'; on")
         for how in ("DDP", "FULL_SHARD", "HYBRID_SHARD")

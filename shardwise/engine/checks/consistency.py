@@ -23,6 +23,7 @@ differ if the tensors differ.  They do so in three steps, because a gradient of 
 (an adapter behind one initialised to zero).  Steps that are skipped in fp16 do not count.
 """
 
+import dis
 import math
 import re
 import sys
@@ -146,7 +147,11 @@ def _floats_of(function: Any) -> dict[str, float]:
     if not isinstance(function, FunctionType):
         return {}
     names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-    read = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    read = {
+        step.argval: function.__globals__.get(step.argval)
+        for step in dis.get_instructions(function)
+        if step.opname == "LOAD_GLOBAL"
+    }
     with suppress(ValueError):  # a name that has no value yet
         read |= {name: cell.cell_contents for name, cell in names}
     return {name: value for name, value in read.items() if type(value) is float}

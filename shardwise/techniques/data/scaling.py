@@ -25,14 +25,10 @@ _SAMPLE = 64
 
 
 class Scaling:
-    """The factors of the gradients of sharded flat parameters among `flats`.
+    """The factors of the gradients of sharded flat parameters among `flats`."""
 
-    `joins`: the ranks compare them although this one may have none.
-    """
-
-    def __init__(self, flats: Iterable[Flat], *, joins: bool = False) -> None:
+    def __init__(self, flats: Iterable[Flat]) -> None:
         self.flats = [flat for flat in flats if flat.trained and flat.split]
-        self.joins = joins or bool(self.flats)
         self.rounding = max((torch.finfo(flat.dtype).eps for flat in self.flats), default=0.0)
         self.noted: list[tuple[Flat, Tensor, int]] = []
         self.changed: list[tuple[Tensor, Tensor]] = []
@@ -58,7 +54,7 @@ class Scaling:
     @torch.no_grad()
     def joined(self, numbers: Tensor) -> Tensor:
         """Numbers that the ranks sum, with those of the factor before them."""
-        if not self.joins:
+        if not self.flats:
             return numbers
         if not self.changed:
             return torch.cat([numbers.new_zeros(3), numbers])
@@ -74,7 +70,7 @@ class Scaling:
 
         Raises InputError on all ranks if they scaled by different factors.
         """
-        if not self.joins:
+        if not self.flats:
             return sums
         count, total, squares = sums[:3]
         mean = total / max(count, 1)
