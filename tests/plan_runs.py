@@ -37,8 +37,8 @@ from shardwise.verify.oracles.oracle import Oracle, Weights
 from shardwise.verify.oracles.oracles import is_asynchronous, oracles_of
 from shardwise.verify.records import (
     KINDS,
+    EngineStep,
     OracleStep,
-    Step,
     oracle_state,
     step_errors,
     tensor_errors,
@@ -106,10 +106,10 @@ class Proof:
 class Trained:
     """One rank's training: its records, and what it sent and held beside the predictions."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[EngineStep] = field(default_factory=list)
     evaluated: tuple[float, int] = (0.0, 0)
     state: list[Box] = field(default_factory=list)
-    resumed: list[Step] = field(default_factory=list)
+    resumed: list[EngineStep] = field(default_factory=list)
     resumed_state: list[Box] = field(default_factory=list)
     resumed_steps: int = 0
     costs: Costs = field(default_factory=Costs)
@@ -220,9 +220,9 @@ def train_and_go_on(
     return found
 
 
-def kept_step(engine: Engine, metrics: Metrics) -> Step:
+def kept_step(engine: Engine, metrics: Metrics) -> EngineStep:
     """The record of a step, which the next one does not change."""
-    step = Step.last(engine, metrics)
+    step = EngineStep.last(engine, metrics)
     return replace(step, gradients=kept(step.gradients))
 
 
@@ -401,7 +401,11 @@ class Run:
         )
 
     def _errors(
-        self, steps: Sequence[Step], alone: Sequence[OracleStep], state: Sequence[Box], end: Wholes
+        self,
+        steps: Sequence[EngineStep],
+        alone: Sequence[OracleStep],
+        state: Sequence[Box],
+        end: Wholes,
     ) -> list[tuple[Errors | Parts, frozenset[BoxPlace]]]:
         """The errors of steps and of the state at their end, and the pieces that they are of."""
         found = tensor_errors(state, [end])

@@ -116,7 +116,7 @@ def build_engine(
     clip = weight_stashing.require(model, plan, begin, options)
     rerun.require(plan, options.checks)
     if world.rank == 0:
-        _say_what_is_meant(options, model)
+        _print_defaults(options, model)
     how = Training(
         spec,
         objective,
@@ -150,8 +150,8 @@ def build_engine(
     return first_step.engine_of(model, build, how)
 
 
-def _say_what_is_meant(options: EngineOptions, model: nn.Module) -> None:
-    """The optimizer that nobody named, and patterns of groups that match no parameter."""
+def _print_defaults(options: EngineOptions, model: nn.Module) -> None:
+    """Print the default optimizer if it is used, and warn of patterns that match no parameter."""
     if options.optimizer is None:
         print("shardwise: without optimizer=, it is sw.AdamW(lr=3e-4)", file=sys.stderr)
     options.spec.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])

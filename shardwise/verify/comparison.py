@@ -35,8 +35,8 @@ from shardwise.verify.oracles.recipe import factor_of
 from shardwise.verify.oracles.replay import Replay, published
 from shardwise.verify.oracles.routes import Routes
 from shardwise.verify.records import (
+    EngineStep,
     OracleStep,
-    Step,
     oracle_state,
     step_errors,
     tensor_errors,
@@ -91,7 +91,7 @@ class Comparison:
         ]
         self.errors += self.routes.errors()
         self.alone.append(expected[0].loss)
-        mine = Step.last(engine, metrics)
+        mine = EngineStep.last(engine, metrics)
         self.errors += step_errors(step + 1, mine, expected, self.oracles.unit)
         loads = self.choices.loads(whole, engine.plan, division)
         theory = self.theory(own, division.counts(whole), loads)

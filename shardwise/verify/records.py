@@ -23,7 +23,7 @@ KINDS: Final = {"gradients": "grad/", "weights": "model/", "optimizer": "optim/"
 
 
 @dataclass(frozen=True)
-class Step:
+class EngineStep:
     """A step and the gradients that it used; `norm` is None without clipping."""
 
     loss: float
@@ -32,7 +32,7 @@ class Step:
     gradients: Sequence[Box]
 
     @classmethod
-    def last(cls, engine: Engine, found: Metrics) -> "Step":
+    def last(cls, engine: Engine, found: Metrics) -> "EngineStep":
         """The last step of an engine, which gave these metrics."""
         gradients = () if found.skipped else engine.gradients()
         return cls(found.loss, found.tokens, found.grad_norm, gradients)
@@ -64,7 +64,7 @@ def oracle_state(oracle: Oracle | AsyncOracle) -> Wholes:
 
 
 def step_errors(
-    number: int, run: Step, oracles: Sequence[OracleStep], unit: float = 0.0
+    number: int, run: EngineStep, oracles: Sequence[OracleStep], unit: float = 0.0
 ) -> list[Errors | Parts]:
     """The errors of the numbers of a step. `unit` is the unit roundoff of 16 bits, else 0."""
     found = list[Errors | Parts]()

@@ -60,7 +60,7 @@ from shardwise.techniques.pipeline.trace.bundles import ByShape
 from shardwise.techniques.pipeline.trace.placeholders import twin
 from shardwise.techniques.pipeline.trace.probe import ActivationProbe
 from shardwise.techniques.tensor.tensor_state import nowhere
-from shardwise.wrap.pipe_options import PipeOptions
+from shardwise.wrap.pipe_consistency import PipeConsistency
 from shardwise.wrap.pipe_restore import restore
 from shardwise.wrap.wrapper import Wrapper, no_wrapper, wrapper_of
 
@@ -189,7 +189,7 @@ class Piped(Wrapper):
         self.structure = Structure(module, frozen)
         self.halves = halves(staged.schedule)
         self.known = ByShape[_TracedCall]()
-        self.options = PipeOptions(module.parameters(), staged.axis, staged.stages.device)
+        self.options = PipeConsistency(module.parameters(), staged.axis, staged.stages.device)
         for half in self.halves:
             open_channels(half, staged.axis, staged.stages.device)
 

@@ -216,7 +216,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(tmp_path: Path):
 
 @pytest.mark.parametrize("over", [export_over, import_over])
 def test_a_second_writer_is_refused_by_name(tmp_path: Path, over: Writer):
-    """While one process writes the folder, another is told which; nothing is changed."""
+    """The error of a second process names the one that writes, and no file changes."""
     to, act = over(tmp_path)
     lock = to / "run.lock" if over is import_over else to.with_name(f".writing-{to.name}.lock")
     with locked(lock):

@@ -46,8 +46,8 @@ def state_of(engine: sw.Engine) -> State:
 
 def same(a: State, b: State) -> bool:
     """Whether two states are the same, bit for bit."""
-    alike = a[0] == b[0] and a[1].keys() == b[1].keys()
-    return alike and all(torch.equal(a[1][name], b[1][name]) for name in a[1])
+    equal = a[0] == b[0] and a[1].keys() == b[1].keys()
+    return equal and all(torch.equal(a[1][name], b[1][name]) for name in a[1])
 
 
 def kept(world: World) -> list[tuple[list[Box], dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""A command line program in miniature, for the tests of launchers: it does what it is told.
+"""A small command-line program for the tests of launchers, which runs the action that it is given.
 
 launch(["saves", FOLDER])   under `launch`; each rank leaves its process number in the folder
 python -m program kill 1    under no launcher, for the tests of the start and of the peers

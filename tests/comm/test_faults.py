@@ -304,7 +304,7 @@ def test_a_rank_may_go_on_alone_for_as_long_as_it_likes():
     assert spawn(meet_without_1, 2, (True,)) == [None, None]
 
 
-# --- which failure is told ------------------------------------------------------------------------
+# --- which failure is reported --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("code", "hint"), [(-signal.SIGKILL, False), (1, True)])

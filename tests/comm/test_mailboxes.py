@@ -125,8 +125,8 @@ def test_a_message_is_used_once_in_its_wait(overtaken: bool, full: bool):
 
 
 @pytest.mark.parametrize("lazy", [torch.conj, Tensor._neg_view])
-def test_what_a_view_has_yet_to_do_to_its_numbers_is_done(lazy: Any):
-    """A conjugate or negative that is only noted goes in as it is read, and is read as it came."""
+def test_lazy_conjugates_and_negatives_are_resolved(lazy: Any):
+    """Values are sent resolved, and received into a view that is itself conjugate or negative."""
     a, b, _ = pair()
     x, place = torch.full((2,), 1 + 2j), torch.zeros(2, dtype=torch.complex64)
     for into in (place, lazy(place)):

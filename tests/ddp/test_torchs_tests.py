@@ -4,7 +4,7 @@
 `torch.nn.parallel.DistributedDataParallel`, written for one GPU a rank and a process each test.
 Here they run one after another in processes of ours that are a world of gloo already:
 
-    decorators that ask for GPUs    leave a test as it is; replaced before the module is imported
+    decorators that ask for GPUs    do nothing; replaced before the module is imported
     cuda, and a device's number     mean the processor, in every call of torch
     DistributedDataParallel         is Ours, around sw.DDP
 

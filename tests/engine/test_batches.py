@@ -137,7 +137,7 @@ def test_evaluation_is_the_mean_over_the_global_batch(plan):
 
 
 def test_a_batch_is_split_into_parts_that_differ_by_a_row_at_most():
-    """Tensors are cut alike in any nesting; what has no rows goes to every part.
+    """Tensors are split along dim 0 in any container; values without rows go to every part.
 
     Fewer rows than parts leave the last ones empty; tensors that disagree on rows are named.
     """

@@ -108,7 +108,7 @@ def test_a_plain_model_takes_the_full_state_of_an_engine(plan: str):
 
 
 def test_weights_trained_in_16_bits_are_given_in_32():
-    """As precise as they are kept: rounded to 16 bits they would not go on as before."""
+    """They are the fp32 masters: training continued from rounded weights would differ."""
     state = run_threads(2, engine_state, "untied", "dp2 zero3 bf16")[0]
     assert all(v.dtype == torch.float32 for v in state.values() if v.is_floating_point())
     assert any((v != v.bfloat16()).any() for v in state.values())

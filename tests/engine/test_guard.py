@@ -393,7 +393,7 @@ def test_the_error_has_who_holds_what_and_what_would_help():
     ],
 )
 def test_what_counts_as_running_out(error: Exception, expected: bool):
-    """Errors of devices and of the host; others are raised as they are."""
+    """Allocation errors of CUDA and of the host are; other errors are not."""
     assert ran_out(error) is expected
 
 

@@ -264,8 +264,8 @@ def test_tied_weights_never_diverge(plan: str, work: Task, weight: str):
             if name.endswith(weight):
                 copies.setdefault((name, offsets, sizes), []).append(array)
     assert {key[0].rpartition("/")[0] for key in copies} >= {"model", "optim/exp_avg", "optim/step"}
-    assert all(len(alike) > 1 for alike in copies.values())
-    assert all(np.array_equal(x, alike[0]) for alike in copies.values() for x in alike)
+    assert all(len(of_one) > 1 for of_one in copies.values())
+    assert all(np.array_equal(x, of_one[0]) for of_one in copies.values() for x in of_one)
 
 
 def by_hand(world: World, names: list[str]) -> list[str]:

@@ -3,23 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from tests.engine import zoo
 
 WIDTH, LENGTH = 6, 5
 
 
-class Block(nn.Module):
-    """x + a little network of x."""
+class Block(zoo.Block):
+    """x + a little network of x, with an attribute that is no tensor."""
 
     kind = "full"
-
-    def __init__(self, hidden: int = 9) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Stack(nn.Module):

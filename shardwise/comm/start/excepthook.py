@@ -49,7 +49,6 @@ _NOT_SCRIPT = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "pure
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+)', re.MULTILINE)
 
 _NO_RATE = "parallelize() got an unexpected keyword argument 'lr'"
-_OF_TENSORS = ("backward", "detach", "item")
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -111,9 +110,9 @@ def _explained(error: BaseException) -> BaseException:
     if isinstance(error, TypeError) and str(error).endswith(_NO_RATE):
         options = "options of the engine; the learning rate is one of its optimizer"
         return bad("sw.parallelize(..., lr=)", options, "optimizer=sw.AdamW(lr=1e-3)")
-    if isinstance(error, AttributeError) and type(error.obj) is float and error.name in _OF_TENSORS:
+    if isinstance(error, AttributeError) and type(error.obj) is float and error.name == "backward":
         done = "engine.step(batch), which has run forward, backward and the update"
-        return bad(f".{error.name}() of a number, as a step's loss is", done, "metrics.loss alone")
+        return bad(".backward() of a number, as a step's loss is", done, "metrics.loss alone")
     return error
 
 

@@ -30,8 +30,8 @@ from shardwise.wrap.plain_optimizer import options_of, require_gradients
 _HASHES: Final = 2**20
 
 
-class PipeOptions:
-    """What this rank has had since the last comparison."""
+class PipeConsistency:
+    """The options, batches and output gradients of this rank, and when ranks compare them."""
 
     def __init__(self, params: Iterable[nn.Parameter], axis: Axis, device: torch.device) -> None:
         self.axis, self.device, self.calls = axis, device, 0
