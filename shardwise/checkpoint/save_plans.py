@@ -4,8 +4,8 @@ torch.distributed.checkpoint collects a plan from every rank, lets rank 0 change
 has every rank execute its own.
 
     save   every rank offers its boxes, split into pieces of at most PIECE_BYTES.  A piece that
-           several ranks hold is written by the one with the least to write so far; of buffers,
-           in which ranks may count apart, rank 0's, with which the next step begins.
+           several ranks hold is written by the one with the least to write so far. Buffers
+           may differ between ranks: rank 0 writes its own, with which the next step begins.
     load   every rank reads the overlaps of its boxes with the saved pieces.
 """
 

@@ -153,7 +153,7 @@ def build_engine(
 def _print_defaults(options: EngineOptions, model: nn.Module) -> None:
     """Print the default optimizer if it is used, and warn of patterns that match no parameter."""
     if options.optimizer is None:
-        print("shardwise: without optimizer=, it is sw.AdamW(lr=3e-4)", file=sys.stderr)
+        print("shardwise: without optimizer=, the optimizer is sw.AdamW(lr=3e-4)", file=sys.stderr)
     options.spec.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])
 
 

@@ -47,7 +47,7 @@ def step_over(optimizer: Optimizer, members: Sequence[list[nn.Parameter]]) -> No
 
 
 def even_out(optimizer: Optimizer) -> None:
-    """Give the momenta that a fused SGD is about to update their zeros, with which they begin.
+    """Create as zeros the momenta that a fused SGD is about to update and does not have yet.
 
     The kernel takes a list with all of them or none; which parameters have had a gradient
     differs.  (With dampening the first momentum is not the damped sum with zero: not fused.)
