@@ -301,10 +301,10 @@ def by_name(world: World, dtype: torch.dtype) -> list[bool]:
     right, left = (rank + 1) % n, (rank - 1) % n
     for turn in range(6):
         if turn % 2 == rank % 2:
-            c.send(mine(rank + turn, dtype, 7), axis, right)
+            c.send(mine(rank + turn // 2, dtype, 7), axis, right)
         else:
             out = c.receive(torch.empty(7, dtype=dtype), axis, left)
-            good.append(torch.equal(out, mine(left + turn, dtype, 7)))
+            good.append(torch.equal(out, mine(left + turn // 2, dtype, 7)))
     c.barrier(axis)
     return good
 

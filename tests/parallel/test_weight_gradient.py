@@ -317,7 +317,7 @@ def of_uses(use: str) -> nn.Module:
 
 def trained(world: World, plan: str, use: str) -> tuple[list[float], int]:
     """The losses of three steps, and how many gradients the last one wrote directly."""
-    how: Any = {"kind": torch.optim.SGD, "options": {"lr": 1e-4}}
+    how: Any = {"kind": torch.optim.SGD, "options": {"lr": 1e-6}}
     engine = build(world, rows_task(partial(of_uses, use), batch), Case(f"{plan} fp64", **how))
     losses, count = [], [0]
 
