@@ -236,9 +236,7 @@ BYTEARRAY = b"\x80\x02c__builtin__\nbytearray\n\x8a\x06\0\0\0\0\0\1\x85R."  # of
 #: Each with what the error says of it.
 ABSURD: dict[str, tuple[Act, str]] = {
     "a shape of 16 TB": (shaped(MANY), "a piece of"),
-    "a shape beyond 64 bits": (shaped(2**62), "a piece of"),
     "an offset beyond the file": (placed(offset=2**50), r"should have \d+"),
-    "a length beyond the file": (placed(length=2**50), r"in \d+ bytes|same bytes"),
     "a negative offset": (placed(offset=-1), "no whole numbers"),
     "an offset that is text": (placed(offset="9"), "no whole"),
     "a device as a file": (placed(relative_path="/dev/zero"), "outside the checkpoint's folder"),
@@ -257,34 +255,23 @@ ABSURD: dict[str, tuple[Act, str]] = {
         r"another shape or dtype|in \d+ bytes|was saved with, int8",
     ),
     "another dtype": (holding(lambda x: x.to(torch.int64)), "another shape or dtype"),
-    "another shape": (holding(lambda x: x[None]), "another shape or dtype"),
-    "one value 2^42 times": (
-        holding(lambda x: x[:1].clone().expand(MANY)),
-        "another shape or dtype",
-    ),
     "a sparse tensor": (holding(lambda x: x.to_sparse()), "it names"),
-    "a tensor without values": (holding(lambda x: x.to("meta")), "it names"),
     "a dict": (holding(lambda x: {"w": x}), "no plain tensor"),
     "32 MB when unpacked": (holding(lambda x: packed(stored(x), 2**25)), "is packed"),
     "1 TB": (holding(lambda _: archive(BYTEARRAY)), "it names __builtin__.bytearray"),
     "far longer than its values": (holding(lambda x: stored(x) + bytes(2**17)), "a piece of"),
-    "no pickle": (holding(lambda _: archive(b"")[:90]), "not a zip file"),
     **{
         f"step {step!r}": (stepped(step), "its step is|of another step")
-        for step in (-1, 10**30, "7", None, 2.0, 3)
+        for step in (-1, 10**30, "7", 3)
     },
     "no ranks": (scalars(lambda said: said.update(ranks=-4)), "ranks or scalars"),
 }
 #: Numbers and states of the engine, which only an engine reads.
 NUMBERS: dict[str, tuple[Act, str]] = {
     "a negative counter": (numbered(since=-1), "without a number for since"),
-    "a counter beyond 64 bits": (numbered(since=2**70), "without a number for since"),
     "a text as a step of the engine": (numbered(step="2"), "without a number for step"),
-    "no step of the engine": (numbered(step=None), "without a number for step"),
     "an infinite loss scale": (numbered(loss_scale=float("inf")), "number for loss_scale"),
     "groups in a list": (numbered(groups=[1]), "of another form"),
-    "groups of numbers": (numbered(groups={"default": {"lr": 1}}), "of another form"),
-    "states in a list": (numbered(states=[]), "of another form"),
     "a state that is a number": (numbered(states={"0.bias": 7}), "scalars.json', which is damaged"),
 }
 

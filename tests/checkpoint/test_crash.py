@@ -3,9 +3,6 @@
 import errno
 import os
 import resource
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardwise as sw
-from shardwise.checkpoint import open_checkpoint
 from shardwise.checkpoint.export import export, import_weights
 from shardwise.checkpoint.folder import all_in, find, prune
 from shardwise.checkpoint.load import load
@@ -137,54 +133,6 @@ def test_a_file_that_cannot_grow_leaves_what_was_there(tmp_path: Path, over: Wri
     assert value_in(to) == 1.0
 
 
-def outcome(place: Path, over: Writer, pages: int) -> str:
-    """What an act comes to with so much room on a disk; an error for half of a result."""
-    place.mkdir()
-    to, act = over(place)
-    before, ballast = files(place), place / "ballast"
-    ballast.write_bytes(bytes(4096 * max(0, os.statvfs(place).f_bavail - pages)))
-    try:
-        act()
-    except RunError as error:
-        said = str(error)
-        assert "\n" not in said and "No space left on device" in said, said
-        ballast.unlink()
-        assert (files(place), value_in(to)) == (before, 1.0)
-        return "refused"
-    finally:
-        ballast.unlink(missing_ok=True)
-    assert value_in(to) == 2.0
-    return "done"
-
-
-def fill(disk: str) -> None:
-    """The outcomes of all writers, with more and more room; for a process of its own."""
-    for over in WRITERS:
-        found: list[str] = []
-        for pages in range(24):  # of 4 KiB each: more than any act writes
-            place = Path(disk, f"{over.__name__}-{pages}")
-            found.append(outcome(place, over, pages))
-            shutil.rmtree(place)
-        print(over.__name__, *found)
-
-
-@pytest.mark.full
-def test_a_disk_that_fills_at_any_write_loses_nothing(tmp_path: Path):
-    """A RunError of one paragraph, and the folder as it was; or all was written."""
-    mount = f"mount -t tmpfs -o size=512k none '{tmp_path}'"
-    enter = ["unshare", "-rm", "sh", "-c"]
-    if shutil.which("unshare") is None or subprocess.run([*enter, mount], check=False).returncode:
-        pytest.skip("no mount namespaces here")
-    program = f"from tests.checkpoint.test_crash import fill; fill('{tmp_path}')"
-    command = f'{mount} && exec "{sys.executable}" -c "{program}"'
-    done = subprocess.run([*enter, command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    outcomes = [line.split()[1:] for line in done.stdout.splitlines()]
-    assert len(outcomes) == 4
-    for found in outcomes:
-        assert found == sorted(found, reverse=True) and {*found} == {"refused", "done"}, found
-
-
 def save_where_one_cannot(world: World, folder: str) -> str:
     engine = engine_of(world, "dp2 zero3 fp64")
     steps(engine, 0, 1)
@@ -266,14 +214,3 @@ def test_old_checkpoints_that_stay_do_not_fail_a_save(
     with pytest.warns(UserWarning, match="could not be removed .*busy.*the new one is saved"):
         sw.save(engine_of(alone(), "fp64"), tmp_path / "checkpoints", keep=1)
     assert len(all_in(tmp_path / "checkpoints")) == 3
-
-
-def test_export_looks_up_pieces_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The table of pieces is made once, whatever their number: the time is linear in it."""
-    boxes = [Box.full(f"model/w{i}", torch.ones(2)) for i in range(40)]
-    save(tmp_path / "run", boxes, {"step": 1}, alone())
-    tables: list[object] = []
-    table = open_checkpoint.pieces_of
-    monkeypatch.setattr(open_checkpoint, "pieces_of", lambda *of: tables.append(0) or table(*of))
-    assert export(tmp_path / "run", tmp_path / "to").tensors == 40
-    assert len(tables) == 1

@@ -16,20 +16,17 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.batch import filled, on_device, rows, split, widened
-from shardwise.models import gpt
 from tests.engine.cases import (
-    CONFIG,
     HYBRID,
     ROWS,
     Case,
     Task,
     build,
-    ranks_of,
     settled,
     text,
     vectors,
 )
-from tests.engine.tensors import ADAMW, equals_one, gpt_task, mine
+from tests.engine.tensors import ADAMW, equals_one, mine
 from tests.engine.zoo import make
 from tests.pool import run_gloo, run_threads
 
@@ -97,43 +94,6 @@ def test_a_batch_without_any_token_changes_nothing(plan):
     for found in run_threads(2, nothing_at_all, plan):
         assert found[1] == (0.0, 0, False)
         assert found[0][2] and found[2][2] and math.isfinite(found[2][0])
-
-
-EVALUATED = [text(0), few_rows(1), text(1, rows=1), few_tokens(2)]
-
-
-def evaluated(world: World, task: Task, plan: str) -> list[tuple[float, int]]:
-    engine = build(world, task, Case(f"{plan} fp64"))
-    engine.model.train()
-    found = []
-    for batch in EVALUATED:
-        found.append(engine.evaluate(mine(engine, batch)))
-        assert engine.model.training
-        with torch.no_grad():  # a look of the program's own, at whole logits
-            own = mine(engine, batch)["inputs"]
-            if "pp" not in plan:
-                assert engine.model(own).shape == (*own.shape, CONFIG.vocabulary)
-    return found
-
-
-@pytest.mark.cases(5)
-@pytest.mark.parametrize(
-    "plan",
-    [
-        *("dp4", "dp4 zero3", "dp_replicate2 dp_shard2 zero1", "tp2", "tp2 sp", "pp2 1f1b:3"),
-        *("pp2 zb-v:4", "pp2 dp2 zero3 gpipe:2", "pp2 tp2 sp 1f1b:2"),
-    ],
-)
-def test_evaluation_is_the_mean_over_the_global_batch(plan):
-    """Uneven rows, ranks and microbatches without any: one process's loss and number of tokens."""
-    task = gpt_task("untied")
-    model = task.make().double().eval()
-    with torch.no_grad():
-        expected = [(task.loss(model, batch).item(), gpt.tokens(batch)) for batch in EVALUATED]
-    for found in run_gloo(ranks_of(plan), evaluated, task, plan):
-        assert [tokens for _, tokens in found] == [tokens for _, tokens in expected]
-        for (loss, _), (wanted, _) in zip(found, expected, strict=True):
-            assert loss == pytest.approx(wanted, rel=1e-12)
 
 
 def test_a_batch_is_split_into_parts_that_differ_by_a_row_at_most():

@@ -4,7 +4,6 @@ import gc
 import os
 import re
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,15 +22,11 @@ from shardwise.core.chunks import reserved_bytes
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.checks.offload_choice import with_offload
-from shardwise.engine.parallelize import build_engine
-from shardwise.engine.predict import predict, predict_with
-from shardwise.models.registry import find
+from shardwise.engine.predict import predict
 from shardwise.observe.meter import Meter
-from shardwise.prediction.peak_memory import LEAST, MOST, device_peak_bytes
+from shardwise.prediction.peak_memory import device_peak_bytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.train.measure.disk_line import disk_line
-from shardwise.verify.parity import build_options
-from shardwise.verify.proof_options import Options
 from tests.engine.cases import (
     Case,
     Task,
@@ -289,29 +284,3 @@ def test_it_fits_on_every_stage():
             bounded = Plan.parse(f"{plan} offload:auto device_memory:{bound}B")
             found = with_offload(bounded, partial(predicted, rank=rank))
             assert (found.offload or "")[:5] == expected
-
-
-def peak_of_a_step(world: World, words: str) -> float:
-    """The peak of a rank's third step of verify's model, by its prediction."""
-    model, plan = find("gpt"), Plan.parse(words)
-    options = build_options(model, plan, Options())
-    engine = build_engine(model.build(), plan, world, replace(options, tokens=model.tokens))
-    batch = model.batch(2, 0)
-    for _ in range(3):
-        with Meter(engine) as meter:
-            engine.step(batch)
-    found = predict_with(model.build(), plan, batch, options, world.rank)
-    return meter.peak_bytes / device_peak_bytes(found)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "plan",
-    [
-        *("dp2 fp32", "dp2 zero3 fp32", "dp2 zero1 fp32 offload:optim-delayed=0"),
-        *("dp2 zero2 fp32 offload:optim=0.5", "dp2 zero3 fp32 recompute:full offload:param"),
-    ],
-)
-def test_the_predicted_peak_is_that_of_a_step(plan: str):
-    """A step stores 0.85 to 1.2 times the prediction at its peak, temporaries of kernels too."""
-    assert all(LEAST <= ratio <= MOST for ratio in run_threads(2, peak_of_a_step, plan))

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,22 +87,6 @@ def test_a_model_of_transformers_on_meta(name: str):
     expected = hf_losses(alone(), name, "meta", "accumulate:4")
     for found in run_gloo(2, hf_losses, name, "meta", "pp2 1f1b:4"):
         assert found == pytest.approx(expected, rel=1e-4)
-
-
-def hf_piped(world: World, name: str) -> Tensor:
-    torch.set_num_threads(1)
-    model: nn.Module = settled(built(name)).eval()
-    model = model if world.size == 1 else sw.Pipe(model, 4, world=world)
-    batch = padded("some")
-    del batch["labels"]
-    return model(**batch, use_cache=False).logits.detach()
-
-
-@pytest.mark.parametrize("name", ["Llama", "Bert", "GPT2"])
-def test_a_pipe_of_transformers(name: str):
-    """`sw.Pipe` with padding in one microbatch: the logits of the plain model."""
-    for found in run_threads(2, hf_piped, name):
-        torch.testing.assert_close(found, hf_piped(alone(), name), rtol=1e-9, atol=1e-9)
 
 
 # --- adapters of peft -----------------------------------------------------------------------------
@@ -356,22 +339,3 @@ def test_compiled_models_train_as_plain_ones(how: str, when: str, backend: str):
     if how in SKIPPING:
         assert made <= 8
         assert breaks == 0 if "block" in when else breaks <= 5
-
-
-def resumed(world: World, folder: str) -> dict[str, Tensor]:
-    """A checkpoint of compiled blocks, in a module that is not compiled."""
-    module = sw.FSDP(blocks(model(), "eager"), world=world)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.data = p.data * 2
-    sw.save(module, folder)
-    plain = sw.FSDP(model(), world=world)
-    sw.load(plain, folder)
-    return sw.full_state_dict(plain)
-
-
-def test_a_checkpoint_has_plain_names(tmp_path: Path):
-    """Whether or not blocks were compiled."""
-    state = run_gloo(2, resumed, str(tmp_path / "saved"))[0]
-    expected = model().state_dict()
-    assert all(torch.equal(state[n], v * (1 + (n != "shift"))) for n, v in expected.items())

@@ -214,21 +214,6 @@ def test_a_model_is_built_one_unit_at_a_time(
     assert live_bytes() <= (whole_bytes / 8 * 1.1 if row == "zero3" else whole_bytes * 1.1)
 
 
-def wrapped(world: World, how: str) -> dict[str, Tensor]:
-    with torch.device("meta"):
-        model = Mixture()
-    model = sw.DDP(model, world) if how == "DDP" else sw.FSDP(model, how, world=world)
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("how", ["DDP", "FULL_SHARD", "SHARD_GRAD_OP"])
-def test_wrapping_a_meta_module_makes_it_real(how):
-    """DDP and FSDP fill it like the engine does, for any number of ranks."""
-    one = wrapped(alone(), how)
-    for found in run_gloo(2, wrapped, how):
-        assert all(torch.equal(found[name], one[name]) for name in one)
-
-
 class Ramp(nn.Module):
     """A parameter without a rule for its value, and a buffer that only the constructor knows."""
 

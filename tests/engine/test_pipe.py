@@ -5,7 +5,6 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.comm import world as worlds
 from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError, RankError
 from tests.engine.cases import settled
-from tests.pool import run_gloo, run_threads
+from tests.pool import run_threads
 
 SCHEDULES = ["gpipe", "1f1b", "dapple", "zb-h1"]
 LOOPED = ["interleaved", "bfs", "zb-v", "dualpipe-v"]
@@ -97,29 +95,6 @@ def test_a_pipe_trains_as_the_plain_module(make: Any, ranks: int, options: dict[
     """Losses, outputs, gradients and weights of the plain loop under every synchronous schedule."""
     found = run_threads(ranks, lambda w: piped(w, make, **options))
     assert_same(found, trained(make(), count=options.get("count", 16)))
-
-
-def page(world: World) -> list[tuple[str, list[int]]]:
-    """The example of docs/how-to/one-technique.md as it stands; this rank's trained parameters."""
-    text = (Path(__file__).parents[2] / "docs" / "how-to" / "one-technique.md").read_text(
-        encoding="utf-8"
-    )
-    code = text.partition("## A pipeline")[2].partition("```python")[2].partition("```")[0]
-    names: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worlds, "init", lambda: world)
-        exec(code, names)  # noqa: S102 - our own page
-    assert names["out"].shape == (16, 4)
-    model = names["model"]
-    return [(n, list(p.shape)) for n, p in model.named_parameters() if p.grad is not None]
-
-
-def test_the_page():
-    """The page's example runs alone and on two processes, of which each has one layer."""
-    first = [("0.weight", [8, 16]), ("0.bias", [8])]
-    second = [("1.weight", [4, 8]), ("1.bias", [4])]
-    assert run_threads(1, page) == [first + second]
-    assert run_gloo(2, page) == [first, second]
 
 
 @dataclass

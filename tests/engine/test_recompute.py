@@ -1,66 +1,40 @@
 """Recomputation, and activations in host memory: dropout, gathers, bytes by tier, what is freed."""
 
+import copy
 import gc
+import inspect
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.core.tools.tape import SMALL_BYTES
 from shardwise.models import gpt
 from shardwise.observe.meter import Meter
+from shardwise.techniques.recompute.checkpointed import FULL, SELECTIVE, recompute
+from shardwise.techniques.recompute.choice import chosen
+from shardwise.techniques.recompute.generators import Generators
 from shardwise.techniques.recompute.partitioned import Inputs
 from tests.engine.cases import (
     Case,
     build,
     foreseen,
-    ranks_of,
     rows_task,
     settled,
     small_gpt,
 )
-from tests.engine.pipelines import Dropped, Dropping, chain
-from tests.engine.tensors import Held, gpt_task, mine, run, train
+from tests.engine.tensors import gpt_task, mine, train
 from tests.engine.zoo import Stack
-from tests.pool import run_gloo, run_threads
-
-
-def drawn(world: World, plan: str) -> Held:
-    """Steps of blocks with dropout, on generators in a state that follows from the rank."""
-    made = chain(Dropping, Dropped)()
-    torch.manual_seed(world.rank)
-    return run(
-        world, rows_task(lambda: made), Case(f"{plan} fp64", options={"lr": 0.01, "eps": 1e-4})
-    )
-
-
-HOST = ["activations:host", *(f"activations:host recompute:{how}" for how in ("full", "selective"))]
-DROPPING = [
-    *(("dp1", f"recompute:{how}") for how in ("full", "selective", "every2", "3KiB")),
-    *(("dp2 zero3", words) for words in ("recompute:selective", *HOST)),
-    *(("dp2 zero1 accumulate:2", f"recompute:{how}") for how in ("full", "3KiB")),
-    *(
-        (plan, words)
-        for plan in ("pp2 zb-v:2", "pp2 1f1b:3")
-        for words in ("recompute:full", "recompute:selective", "activations:host")
-    ),
-]
-
-
-@pytest.mark.cases(8)
-@pytest.mark.parametrize(("plan", "words"), DROPPING)
-def test_dropout(plan: str, words: str):
-    """Masks of a stage and a microbatch come again, I and W included: equal to the last bit."""
-    without, found = (run_gloo(ranks_of(plan), drawn, text) for text in (plan, f"{plan} {words}"))
-    for one, other in zip(found, without, strict=True):
-        assert one.losses == other.losses
-        for a, b in zip(one.weights, other.weights, strict=True):
-            assert torch.equal(a.values, b.values), a.name
+from tests.pool import run_threads
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])
@@ -196,3 +170,145 @@ def test_two_blocks_are_on_the_device():
     assert found == plain
     assert more - few < 2 * SMALL_BYTES
     assert half <= 4 / 7 * host
+
+
+# --- one module: what it keeps, what it computes again, what it draws -----------------------------
+
+
+ROWS, LENGTH, WIDTH = 4, 20, 8
+
+
+class Block(nn.Module):
+    """Attention without a fused kernel, an in-place activation, dropout, a tensor as keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        q, v = self.q(x), self.v(x)
+        weights = functional.dropout((q @ q.transpose(-2, -1)).softmax(-1), 0.5, self.training)
+        y = functional.relu_(self.out(weights @ v)) * scale
+        return x + self.norm(y.flatten(0, 1)).view_as(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, scale=x.mean())
+        return x
+
+
+def made(kind: str | None) -> nn.Module:
+    """A model, recomputed or not, always of the same weights."""
+    torch.manual_seed(0)
+    found = Model().double()
+    kinds = dict.fromkeys(["blocks.0", "blocks.2"], kind) if kind else {}
+    recompute(found, kinds, Generators([torch.default_generator]))
+    return found
+
+
+class Doubled(TorchFunctionMode):
+    """Twice the softmax."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return 2 * out if func is Tensor.softmax else out
+
+
+def passed(model: nn.Module, *, twice: bool = True) -> dict[str, Tensor]:
+    """Gradients and buffers after a pass, `twice` backward, and the state of the generator.
+
+    The forward runs in a mode, as that in which models of transformers compute in fp64.
+    """
+    torch.manual_seed(1)
+    x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    with Doubled():
+        loss = model(x).square().sum()
+    first = torch.autograd.grad(loss, x, retain_graph=True)[0] if twice else None
+    state = {"generator": torch.get_rng_state()}
+    loss.backward()
+    assert x.grad is not None
+    assert first is None or torch.equal(first, x.grad)  # a second backward pass recomputes again
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found | {"x": x.grad} | dict(model.named_buffers()) | state
+
+
+@pytest.mark.parametrize("kind", [FULL, SELECTIVE])
+def test_nothing_but_memory_changes(kind: str):
+    """Gradients, statistics and generators are equal to the last bit, also after an exception."""
+    expected, model = passed(made(None)), made(kind)
+    found = passed(copy.deepcopy(model))
+    assert expected.keys() == found.keys()
+    for name, x in expected.items():
+        assert torch.equal(x, found[name]), name
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 3, WIDTH + 1, dtype=torch.float64))
+    calls: list[Any] = []
+    block = model.get_submodule("blocks.0")
+    block.register_forward_hook(lambda *_: calls.append(1))
+    assert torch.equal(passed(model)["x"], expected["x"])
+    assert len(calls) == 1
+    assert "scale" in inspect.signature(block.forward).parameters
+    assert model.state_dict().keys() == Model().state_dict().keys()
+
+
+@pytest.mark.parametrize("kind", [FULL, SELECTIVE])
+def test_operations_that_are_added(kind: str):
+    """Full computes every product of a block again.
+
+    Selective computes the scores of attention again, and a product that was written to in place.
+    """
+
+    def counted(how: str | None) -> int:
+        with FlopCounterMode(display=False) as counter:
+            passed(made(how), twice=False)
+        return counter.get_total_flops()
+
+    layer, scores = 2 * ROWS * LENGTH * WIDTH * WIDTH, 2 * ROWS * LENGTH * LENGTH * WIDTH
+    added = layer + scores if kind == SELECTIVE else 3 * layer + 2 * scores
+    assert counted(kind) - counted(None) == 2 * added
+
+
+BLOCKS = {f"blocks.{k}": nn.Identity() for k in range(3)}
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        (None, []),
+        ("full", ["blocks.0", "blocks.1", "blocks.2"]),
+        ("selective", ["blocks.0", "blocks.1", "blocks.2"]),
+        ("every2", ["blocks.0", "blocks.2"]),
+        ("blocks.1,blocks.*.out", ["blocks.0.out", "blocks.1", "blocks.2.out"]),
+        ("blocks*", ["blocks.0", "blocks.1", "blocks.2"]),
+    ],
+)
+def test_which_modules(what: str | None, names: list[str]):
+    """Blocks, every N-th of them, or the outermost modules of these names."""
+    found = chosen(Model(), what, BLOCKS)
+    assert sorted(found) == names
+    assert set(found.values()) <= {SELECTIVE if what == "selective" else FULL}
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize(
+    ("model", "what", "said"),
+    [
+        (Model(), "blocks.0.ou", r"blocks\.0\.ou matches no module.*recompute:blocks\.0\.out"),
+        (Model(), "selectiv", "selectiv matches no module.*recompute:selective"),
+        (Model(), "blocks", r"no module that has a forward.*recompute:blocks\.\*"),
+        (nn.Sequential(nn.Linear(2, 2)), "full", r"recompute:full for a Sequential.*recompute:0"),
+    ],
+)
+def test_names_of_nothing_are_refused(model: nn.Module, what: str, said: str):
+    """The nearest word or name is offered."""
+    with pytest.raises(InputError, match=said):
+        chosen(model, what, BLOCKS if isinstance(model, Model) else {})

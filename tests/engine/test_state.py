@@ -1,109 +1,86 @@
-"""What engines save, as whole arrays, and trainings that go on from it under another plan."""
+"""What engines save and others continue; whole weights for a plain model, and of rank 0 alone."""
 
+import re
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Muon
 
 import shardwise as sw
-from shardwise.comm.world import World
-from shardwise.engine.engine import Engine
+from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError
+from shardwise.core.plan.plan import Plan
+from shardwise.engine import rank_zero_weights
 from shardwise.engine.optimizer.lion import Lion
+from shardwise.engine.state import full
+from shardwise.models import gpt
+from shardwise.models.initial import fill
 from tests.engine import pipelines
-from tests.engine.cases import Case, Task, build, difference, ranks_of, rows_task, settled, share
-from tests.engine.tensors import ADAMW, full_parameters, gpt_task
-from tests.engine.zoo import Gated, dims, gated
+from tests.engine.cases import (
+    CONFIG,
+    Case,
+    Task,
+    build,
+    difference,
+    oracle,
+    ranks_of,
+    refusal,
+    rows_task,
+    settled,
+    share,
+    squares,
+    text,
+)
+from tests.engine.loops import adam, rows
+from tests.engine.tensors import ADAMW, full_parameters, gpt_task, mine
+from tests.engine.test_unwrap import WAYS, State, buffered, ranks_under, train, wrapped
+from tests.engine.zoo import Buffered, Gated, dims, gated
 from tests.parallel import layers
-from tests.pool import run_threads
+from tests.pool import run_gloo, run_threads
 
-Saved = dict[str, np.ndarray]
-
-
-def steps(engine: Engine, task: Task, first: int, last: int) -> list[float]:
-    """The losses of steps on this rank's shares."""
-    return [
-        engine.step(share(task.batch(s), engine.data_rank, engine.data_ranks)).loss
-        for s in range(first, last)
-    ]
+STEPS = 5
+DTypes = dict[str, torch.dtype]
 
 
-def saved(world: World, task: Task, case: Case, at: int) -> tuple[list[Any], dict[str, Any]]:
-    """Boxes as arrays, with their places, and the scalars, after `at` steps."""
+def go(
+    world: World, task: Task, case: Case, span: range, folder: Any
+) -> tuple[list[float], dict[str, torch.Tensor], DTypes]:
+    """Losses, weights and states of steps: the first ones are saved, later ones go on from them."""
     engine = build(world, task, case)
-    steps(engine, task, 0, at)
-    scalars = engine.scalars()
-    boxes = [
-        (b.name, b.shape, b.offsets, b.sizes, b.replica, b.tensor.detach().clone().numpy())
-        for b in engine.boxes()
-    ]
-    return boxes, scalars
+    if span.start:
+        sw.load(engine, folder)
+    losses = [engine.step(mine(engine, task.batch(step))).loss for step in span]
+    if span.stop < STEPS:
+        sw.save(engine, folder)
+    assert engine.steps == span.stop
+    states = {box.name: box.tensor.dtype for box in engine.boxes()}
+    return losses, full_parameters(engine.flats), states
 
 
-def assembled(ranks: list[tuple[list[Any], dict[str, Any]]]) -> Saved:
-    """Whole arrays from the boxes whose replica is 0, each element written exactly once."""
-    out: Saved = {}
-    times: dict[str, np.ndarray] = {}
-    for boxes, _ in ranks:
-        for name, shape, offsets, sizes, replica, data in boxes:
-            whole_array = out.setdefault(name, np.zeros(shape, data.dtype))
-            count = times.setdefault(name, np.zeros(shape, int))
-            at = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-            if replica == 0:
-                whole_array[at] = data
-                count[at] += 1
-    assert all((count == 1).all() for count in times.values())
-    return out
-
-
-def resumed(
-    world: World, task: Task, case: Case, arrays: Saved, scalars: dict[str, Any], span: range
-) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """A new engine, of weights of zeros, brought to what was saved, trained over `span`."""
-    engine = build(world, task, case)
-    for flat in engine.flats:
-        flat.shard.zero_()
-    tensors = {name: (a.shape, torch.from_numpy(a).dtype) for name, a in arrays.items()}
-    boxes = engine.loading(tensors, scalars)
-    assert {b.name for b in boxes} <= arrays.keys()
-    for b in boxes:
-        at = tuple(slice(o, o + s) for o, s in zip(b.offsets, b.sizes, strict=True))
-        b.tensor.detach().copy_(torch.from_numpy(np.array(arrays[b.name][at])))
-    engine.load_scalars(scalars)
-    engine.loaded()
-    losses = steps(engine, task, span.start, span.stop)
-    return losses, full_parameters(engine.flats), engine.steps
-
-
-def straight(world: World, task: Task, case: Case, until: int) -> tuple[Any, ...]:
-    engine = build(world, task, case)
-    return steps(engine, task, 0, until), full_parameters(engine.flats)
-
-
-def continued(task: Task, options: dict[str, Any], here: str, there: str, first: int = 2) -> Saved:
+def continued(
+    task: Task, options: dict[str, Any], here: str, there: str, folder: Any, first: int = 2
+) -> DTypes:
     """What steps under `here` save, which steps under `there` continue as in one process."""
     alone, one, two = (Case(f"{plan} fp64", **options) for plan in ("dp1", here, there))
-    kept = run_threads(ranks_of(here), saved, task, one, first)
-    arrays, scalars = assembled(kept), kept[0][1]
-    for name, p in task.make().named_parameters():
-        assert arrays[f"model/{name}"].shape == p.shape
-    losses, weights = run_threads(1, straight, task, alone, 5)[0]
-    span = range(first, 5)
-    for own, ended, counted in run_threads(
-        ranks_of(there), resumed, task, two, arrays, scalars, span
-    ):
-        assert counted == 5
+    [(losses, weights, _)] = run_threads(1, go, task, alone, range(STEPS), folder)
+    saved = run_threads(ranks_of(here), go, task, one, range(first), folder)
+    rest = range(first, STEPS)
+    for own, ended, _ in run_threads(ranks_of(there), go, task, two, rest, folder):
         assert own == pytest.approx(losses[first:], rel=1e-10)
         for name, weight in ended.items():  # whole, but on a tensor axis
             if weight.shape == weights[name].shape:
                 assert difference(weight, weights[name]) <= 1e-10, name
-    return arrays
+    return {name: dtype for _, _, states in saved for name, dtype in states.items()}
 
 
 @pytest.mark.parametrize("dampening", [None, 0.3])
 @pytest.mark.parametrize("first", [1, 2])
-def test_a_parameter_that_has_had_no_gradient_is_saved_and_begins_afresh(first, dampening):
+def test_a_parameter_that_has_had_no_gradient_is_saved_and_begins_afresh(
+    first, dampening, tmp_path
+):
     """`never` has none, `side` none in step 1: neither is missing, and none inherits a step count.
 
     With dampening, a momentum of zeros is another beginning than none.
@@ -112,8 +89,8 @@ def test_a_parameter_that_has_had_no_gradient_is_saved_and_begins_afresh(first, 
     if dampening is not None:
         options = {"kind": SGD, "options": {"lr": 0.1, "momentum": 0.9, "dampening": dampening}}
     late = rows_task(lambda: settled(Gated()), lambda step: gated(step + 1))
-    arrays = continued(late, options, "dp2 zero1", "dp4 zero2", first)
-    begun = {name.split("/", 2)[2] for name in arrays if name.startswith("optim/")}
+    saved = continued(late, options, "dp2 zero1", "dp4 zero2", tmp_path, first)
+    begun = {name.split("/", 2)[2] for name in saved if name.startswith("optim/")}
     assert not any(name.startswith("never") for name in begun)
     assert any(name.startswith("side") for name in begun) == (first == 2)
 
@@ -151,25 +128,227 @@ CONTINUED = [
 
 @pytest.mark.cases(5)
 @pytest.mark.parametrize(("task", "options", "here", "there"), CONTINUED)
-def test_any_plan_continues_what_another_saved(task: Task, options: Any, here: str, there: str):
+def test_any_plan_continues_what_another_saved(
+    task: Task, options: Any, here: str, there: str, tmp_path: Any
+):
     """Two steps under one plan and three under another lose what five in one process do."""
-    arrays = continued(task, options, here, there)
-    assert any(name.startswith("optim/") for name in arrays)
+    saved = continued(task, options, here, there, tmp_path)
+    assert any(name.startswith("optim/") for name in saved)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_masters_are_what_is_saved(precision):
+def test_masters_are_what_is_saved(precision: str, tmp_path: Any):
     """A 16-bit plan saves fp32 weights and moments, continues bit for bit, and into fp32."""
     one, two = Case(f"dp2 zero1 {precision}"), Case(f"dp2 zero3 {precision}")
-    task = Task()
-    kept = run_threads(2, saved, task, one, 2)
-    arrays = assembled(kept)
-    assert {a.dtype for n, a in arrays.items() if n.startswith("model/")} == {np.dtype("float32")}
-    assert kept[0][1]["loss_scale"] == (1.0 if precision == "bf16" else 2.0**16)
-    losses, weights = run_threads(2, straight, task, one, 4)[0]
-    found = run_threads(2, resumed, task, two, arrays, kept[0][1], range(2, 4))
-    for own, ended, _ in found:
+    losses, weights, states = run_threads(2, go, Task(), one, range(STEPS), tmp_path)[0]
+    assert {states[n] for n in states if n.startswith("model/")} == {torch.float32}
+    run_threads(2, go, Task(), one, range(2), tmp_path)
+    for own, ended, _ in run_threads(2, go, Task(), two, range(2, STEPS), tmp_path):
         assert own == losses[2:]
         assert all(torch.equal(ended[name], weights[name]) for name in weights)
-    wide = run_threads(1, resumed, task, Case("fp32"), arrays, kept[0][1], range(2, 4))[0]
-    assert wide[0] == pytest.approx(losses[2:], rel=0.02)
+    wide, *_ = run_threads(1, go, Task(), Case("fp32"), range(2, STEPS), tmp_path)[0]
+    assert wide == pytest.approx(losses[2:], rel=0.02)
+
+
+# --- sw.full_state_dict: what a plain module takes, on rank 0 -------------------------------------
+
+
+def ways(world: World, how: str) -> tuple[State, list[str]]:
+    """The state after two steps, and the keys that this rank's own state_dict has."""
+    module, rank = wrapped(how, buffered(), world), 0 if how == "Pipe" else world.rank
+    train(module, rank, range(2))
+    state = sw.full_state_dict(module)
+    train(module, rank, range(2, 3))  # copies: training goes on
+    with torch.inference_mode():
+        assert not any(x.is_inference() for x in sw.full_state_dict(module).values())
+    return state, list(module.state_dict())
+
+
+def by_hand(how: str, ranks: int) -> nn.Module:
+    """The plain loop; of data ranks' running statistics those are kept that rank 0 made."""
+    plain, ranks = buffered(), 1 if how == "Pipe" else ranks
+    optim = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        before = {name: b.clone() for name, b in plain.named_buffers()}
+        for rank in reversed(range(ranks)):
+            plain.load_state_dict(before, strict=False)
+            (squares(plain, rows(step, rank)) / ranks).backward()
+        optim.step()
+        optim.zero_grad()
+    return plain
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("how", ["FULL_SHARD", "Pipe", *WAYS[1:]])
+def test_a_plain_module_takes_the_full_state_of_a_wrapped_one(how: str):
+    """All keys in their order, tied ones twice, buffers too; other ranks have nothing."""
+    (state, keys), *others = run_threads(ranks_under(how), ways, how)
+    plain = by_hand(how, ranks_under(how))
+    expected = plain.state_dict()
+    assert [own for own, _ in others] == [{}] * (ranks_under(how) - 1)
+    assert list(state) == list(expected)
+    if how == "Pipe":
+        assert set(keys) < set(expected)
+    for name, value in state.items():
+        assert (value.device.type, value.dtype) == ("cpu", expected[name].dtype)
+        assert value.shape == expected[name].shape
+        assert difference(value, expected[name]) <= 1e-10, name
+    assert state["leave.weight"] is state["enter.weight"]
+    Buffered().double().load_state_dict(state)
+
+
+def engine_state(world: World, shape: str, plan: str) -> State:
+    task = gpt_task(shape)
+    engine = build(world, task, Case(plan, **ADAMW))
+    for step in range(2):
+        engine.step(mine(engine, task.batch(step)))
+    state = sw.full_state_dict(engine)
+    engine.step(mine(engine, task.batch(2)))
+    return state
+
+
+PLANS = ["dp2 zero3", "pp2 tp2 gpipe:3", "tp2 sp", "pp2 zb-v:4", "pp2 dp2 zero3 1f1b:3"]
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_plain_model_takes_the_full_state_of_an_engine(plan: str):
+    """Under data, tensor, sequence and pipeline parallelism, with a tied embedding."""
+    found = run_threads(Plan.parse(plan).size, engine_state, "tied", f"{plan} fp64")
+    expected = oracle(gpt_task("tied"), Case(plan, steps=2, **ADAMW)).weights
+    assert found[1:] == [{}] * (len(found) - 1)
+    plain = gpt_task("tied").make().double()
+    assert list(found[0]) == list(plain.state_dict())
+    plain.load_state_dict(found[0])
+    for name, p in plain.named_parameters():
+        assert difference(p.detach(), expected[name]) <= 1e-10, name
+
+
+def test_weights_trained_in_16_bits_are_given_in_32():
+    """They are the fp32 masters: training continued from rounded weights would differ."""
+    state = run_threads(2, engine_state, "untied", "dp2 zero3 bf16")[0]
+    assert all(v.dtype == torch.float32 for v in state.values() if v.is_floating_point())
+    assert any((v != v.bfloat16()).any() for v in state.values())
+
+
+def messages(world: World, how: str) -> list[int]:
+    """The sizes of what this rank receives for a full state, or sends at the start."""
+    sizes: list[int] = []
+    taken, sent = full.receive, rank_zero_weights._send
+
+    def receive(out: Tensor, axis: Any, source: int) -> Tensor:
+        sizes.append(out.nbytes)
+        return taken(out, axis, source)
+
+    def send(x: Tensor, axis: Any) -> None:
+        sizes.append(x.nbytes)
+        sent(x, axis)
+
+    start = made(world.rank, (0,)) if how == "start" else buffered()
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "start":
+            patch.setattr(rank_zero_weights, "_send", send)
+        module = sw.FSDP(start, units=1, world=world)
+        patch.setattr(full, "receive", receive)
+        if how != "start":
+            full.full_state_dict(module)
+    return sizes
+
+
+def test_one_piece_of_a_tensor_is_sent_at_a_time():
+    """The largest matrix has 36 elements of 8 bytes."""
+    sizes = run_gloo(2, messages, "full")[0][2:]  # after the length of the list, and the list
+    assert len(sizes) > 5 and max(sizes) <= 36 * 8
+    assert [max(sizes) for sizes in run_gloo(2, messages, "start")] == [36 * 8] * 2
+
+
+@pytest.mark.parametrize("wrap_first", [True, False])
+def test_parts_that_are_compiled_in_their_place_keep_their_keys(wrap_first: bool):
+    """`torch.compile(part)` puts a level into names, before the wrapping and after it."""
+    module = Buffered()
+    expected = list(module.state_dict())
+    if wrap_first:
+        sw.FSDP(module, world=alone())
+    compiled: Any = torch.compile(module.blocks[0], backend="eager")
+    module.blocks[0] = compiled
+    if not wrap_first:
+        sw.FSDP(module, world=alone())
+    assert list(sw.full_state_dict(module)) == expected
+
+
+def test_a_module_that_is_not_wrapped_is_refused():
+    """It has a state_dict of its own."""
+    for given in (nn.Linear(2, 2), 3):
+        with pytest.raises(InputError, match=r"Write instead: "):
+            sw.full_state_dict(given)  # type: ignore[arg-type]
+
+
+# --- weights that rank 0 alone has, the other ranks' model being on the meta device ---------------
+
+
+def made(rank: int, real: tuple[int, ...]) -> nn.Module:
+    if rank in real:
+        return buffered()
+    with torch.device("meta"):
+        return Buffered().double()
+
+
+ZERO = ["FULL_SHARD", "Pipe", "DDP", "SHARD_GRAD_OP", "FULL_SHARD offload"]
+
+
+def losses_of(world: World, how: str, real: tuple[int, ...]) -> tuple[list[float], bool]:
+    """Of three steps; and whether parameters keep the attributes that they had before."""
+    torch.set_num_threads(1)
+    plain = made(world.rank, real)
+    for p in plain.parameters():
+        p.decays = False  # type: ignore[attr-defined]
+    model = wrapped(how, plain, world)
+    optim, losses = adam(model), list[float]()
+    for step in range(3):
+        optim.zero_grad()
+        loss = squares(model, rows(step, 0))
+        loss.backward()
+        optim.step()
+        losses.append(loss.item())
+    return losses, all(hasattr(p, "decays") for p in model.parameters())
+
+
+@pytest.mark.cases(5)
+@pytest.mark.parametrize("how", ZERO)
+def test_weights_of_rank_zero_alone(how: str):
+    """Parameters, tied ones, buffers train as if every rank had them; on others: refused."""
+    ranks = 3 if how == "FULL_SHARD" else 2
+    some = run_threads(ranks, losses_of, how, (0, 2))
+    assert some == run_threads(ranks, losses_of, how, tuple(range(ranks)))
+    assert all(kept for _, kept in some)
+    refused = run_threads(2, lambda world: refusal(lambda: losses_of(world, how, (1,))))
+    for said in refused:
+        assert re.search(r"scale and \d+ more on the meta device on rank 0, and not", said)
+
+
+def engine_losses(world: World, plan: str, every: bool) -> list[float]:
+    torch.set_num_threads(1)
+    with torch.device("cpu" if every or world.rank == 0 else "meta"):
+        model = gpt.GPT(CONFIG)
+    if every or world.rank == 0:
+        fill(model, seed=5)
+    engine = sw.parallelize(
+        model, plan, world, optimizer=sw.AdamW(lr=0.01), loss=gpt.loss, tokens=gpt.tokens
+    )
+    own = partial(share, rank=engine.data_rank, ranks=engine.data_ranks)
+    return [engine.step(own(text(step))).loss for step in range(2)]
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *("dp2 pp2 zero3 1f1b:2", "dp2 tp2 zero1", "dp2 zero3 tile:2", "dp2 zero2 offload:optim"),
+        *("dp2 ddp bf16", "dp2 zero3 offload:param", "tp2 sp", "dp_replicate2 dp_shard2 zero3"),
+    ],
+)
+def test_an_engine_of_weights_of_rank_zero(plan: str):
+    """Under every row, and on the axes of tensors and stages, each rank gets its part."""
+    ranks = Plan.parse(plan).size
+    every = run_threads(ranks, engine_losses, plan, True)
+    assert run_threads(ranks, engine_losses, plan, False) == every

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.world import World
@@ -22,18 +21,30 @@ from tests.engine.cases import (
     Task,
     build,
     oracle,
+    ranks_of,
     regression,
     rows_task,
     settled,
     vectors,
 )
-from tests.engine.tensors import Held, assert_parity, mine, run
-from tests.engine.zoo import Block, Stack, make, two_views
+from tests.engine.pipelines import SGD, Normed, chain
+from tests.engine.tensors import Held, assert_parity, equals_one, holds, mine, run
+from tests.engine.zoo import (
+    DECAY,
+    TASKS,
+    Block,
+    Gated,
+    Mixed,
+    Recomputed,
+    Stack,
+    gated,
+    make,
+    two_views,
+)
 from tests.pool import run_gloo, run_threads
 
 STACK = rows_task(partial(make, "stack"))
 PLANS = [*(f"dp2 {row}" for row in ROWS), "dp2 zero2 accumulate:2", "dp2 zero3 accumulate:2"]
-SGD = {"kind": torch.optim.SGD, "options": {"lr": 0.1, "momentum": 0.9}}
 
 
 def with_looks_in_between(world: World, task: Task, case: Case) -> Held:
@@ -155,113 +166,27 @@ def test_few_units_are_whole_at_once(prefetch, monkeypatch: pytest.MonkeyPatch):
         assert not left
 
 
-class Normed(nn.Module):
-    """Batch norm, a counter, and a table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
-        self.count: Tensor = nn.Buffer(torch.zeros(2))
-        self.table = nn.Buffer(torch.ones(3), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.norm(self.up(x)))
-
-
-Seen = list[dict[str, Tensor]]
-
-
-def buffers_of(world: World, plan: str, lopsided: bool) -> tuple[Seen, Seen]:
-    """The buffers before and after the norm of each forward: three steps and an evaluation."""
-    model = settled(Normed())
-    assert isinstance(model, Normed)
-    with torch.no_grad():
-        for b in model.buffers():
-            b.add_(world.rank)
-    engine = build(world, Task(lambda: model, vectors, regression, None), Case(plan))
-    before: Seen = []
-    after: Seen = []
-
-    def look(seen: Seen, *_: object) -> None:
-        seen.append({name: b.clone() for name, b in model.named_buffers()})
-
-    model.norm.register_forward_pre_hook(partial(look, before))
-    model.norm.register_forward_hook(partial(look, after))
-    for step in range(3):
-        engine.step(mine(engine, vectors(step, rows=8)))
-        if lopsided and world.rank == 0:
-            model.count = model.count + 1  # another tensor: torch counts no change of the old one
-            model.table.data.add_(1)
-    engine.evaluate(mine(engine, vectors(9, rows=8)))
-    return before, after
-
-
-@pytest.mark.parametrize("lopsided", [False, True])
-@pytest.mark.parametrize("plan", ["dp4 fp64", "dp_replicate2 dp_shard2 zero3 fp64"])
-def test_buffers_are_those_of_rank_0(plan, lopsided):
-    """All of them, from the start of every forward, evaluation included.
-
-    One that rank 0 alone has changed between two steps, however it did, is everyone's in the next.
-    """
-    runs = run_gloo(4, buffers_of, plan, lopsided)
-    rank0 = runs[0][1]
-    for before, _ in runs:
-        assert before[0]["norm.running_mean"].tolist() == [0.0] * 6
-        assert before[0]["table"].tolist() == [1.0] * 3
-        for step in (1, 2, 3):
-            for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
-                assert torch.equal(before[step][name], rank0[step - 1][name]), (step, name)
-            assert before[step]["count"].tolist() == [1.0 * step * lopsided] * 2
-            assert before[step]["table"].tolist() == [1.0 + step * lopsided] * 3
-    own = [after[2]["norm.running_mean"] for _, after in runs]
-    assert not any(torch.equal(own[0], other) for other in own[1:])
-
-
 @pytest.mark.parametrize("row", ROWS)
 def test_two_forward_passes_through_batch_norm(row):
     """Bringing running statistics in line does not invalidate the graph of the pass before."""
-    task = Task(lambda: settled(Normed()), partial(vectors, rows=8), two_views, None)
+    task = Task(chain(Stack, Normed), partial(vectors, rows=8), two_views, None)
     runs = run_threads(2, run, task, Case(f"dp2 {row} fp64"))
     assert runs[0].losses == runs[1].losses and len(runs[0].losses) == 3
 
 
-class Reused(nn.Module):
+def reused() -> nn.Module:
     """One block three times, each recomputed in a backward pass of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.block = nn.Linear(6, 6), Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(3):
-            x = checkpoint(self.block, x, use_reentrant=True)
-        return x
+    model = Recomputed("around", reentrant=True)
+    model.blocks = nn.ModuleList([model.blocks[0]] * 3)
+    return settled(model)
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_two_gradients_of_a_unit_in_one_pass_are_refused(row):
     """A sum that has begun cannot take another term: the remedy is named, nothing is wrong."""
-    task, case = rows_task(lambda: settled(Reused())), Case(f"dp2 {row} fp64")
+    task, case = rows_task(reused), Case(f"dp2 {row} fp64")
     with pytest.raises(RankError, match="Write instead: use_reentrant=False"):
         run_threads(2, run, task, case)
-
-
-def one_fails(world: World, where: str) -> None:
-    engine = build(world, rows_task(lambda: settled(Fragile())), Case("dp4 zero3 fp64"))
-    assert isinstance(engine.model, Fragile)
-    engine.step(mine(engine, vectors(0)))
-    if world.rank == 2:
-        engine.model.goes_off, engine.model.forwards = where, 1
-    engine.step(mine(engine, vectors(1)))
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_rank_that_raises_inside_a_step_ends_the_others(where):
-    """Nobody waits for it, and its own error is the one that is told."""
-    with pytest.raises(RankError, match=f"in the middle of {where}") as caught:
-        run_threads(4, one_fails, where)
-    assert caught.value.rank == 2
 
 
 class Backwards(Stack):
@@ -378,3 +303,66 @@ def test_a_call_leaves_the_model_as_it_found_it(plan, sends, counts, tmp_path):
         flags, _, dtype, _ = found["step"]
         assert found["load"][:3] == [flags, 7, dtype]  # what rank 0 had counted
         assert found["raises"][::2] == [flags, dtype]
+
+
+# --- models that do what models do, and losses of several passes ----------------------------------
+
+
+EACH_ROW = ["dp2 ddp", "dp2 zero1", "dp2 zero2", "dp2 zero3", "dp_replicate2 dp_shard2 zero3"]
+
+
+@pytest.mark.crossed
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("model", TASKS)
+@pytest.mark.parametrize("plan", ["dp_replicate2 dp_shard2 zero3", "dp2 ddp", "dp2 zero2"])
+def test_parity_of_every_kind_of_model(plan: str, model: str):
+    """Sharing, freezing, lists of parameters, recomputation, any output: as in one process.
+
+    Bytes and memory are as predicted.
+    """
+    holds(run_threads, TASKS[model], Case(f"{plan} fp64", clip=1.0, **SGD))
+
+
+@pytest.mark.parametrize("model", TASKS)
+def test_parity_on_processes_with_accumulation(model: str):
+    """The same on gloo, every state sharded, in two microbatches, gathered three units ahead."""
+    equals_one(run_gloo, TASKS[model], Case("dp2 zero3 fp64 accumulate:2", prefetch=3, **SGD))
+
+
+OTHERWISE = [
+    *({"units": units} for units in ("auto", Block, "blocks.*", 600, lambda n, _: n == "blocks.1")),
+    *({"prefetch": ahead} for ahead in (0, 1, 3)),
+]
+
+
+@pytest.mark.parametrize("options", OTHERWISE)
+def test_how_units_are_chosen_and_gathered_changes_no_number(options):
+    """Automatic, by class, pattern, size or function; not ahead or up to three: the same."""
+    equals_one(run_threads, TASKS["stack"], Case("dp2 zero3 fp64", **options))
+
+
+@pytest.mark.parametrize("optimizer", DECAY)
+@pytest.mark.parametrize("accumulate", ["", " accumulate:2"])
+@pytest.mark.parametrize("plan", EACH_ROW)
+def test_parameters_without_gradient(plan, accumulate, optimizer):
+    """Used on one rank: updated on all.  Used on none: untouched, its step count too.
+
+    Decay would move an unused weight; AdamW corrects by step count, momentum carries on.
+    """
+    task = rows_task(lambda: settled(Gated()), gated)
+    whole = 2**20 if "zero3" in plan else 1  # a unit that one rank skips must be whole on all
+    case = Case(f"{plan} fp64{accumulate}", units=whole, **DECAY[optimizer])
+    expected = oracle(task, case)
+    assert [g["side.weight"] is None for g in expected.grads] == [False, True, False]
+    assert expected.grads[0]["never.weight"] is None
+    assert_parity(run_threads(ranks_of(plan), run, task, case), expected, 1e-10)
+
+
+@pytest.mark.parametrize("plan", EACH_ROW)
+def test_several_dtypes_in_one_unit(plan):
+    """Without a precision word each parameter keeps its dtype; units hold a group for each."""
+    task, case = rows_task(lambda: settled(Mixed())), Case(plan, **SGD)
+    results = run_threads(ranks_of(plan), run, task, case)
+    dtypes = {piece.name: piece.values.dtype for piece in results[0].weights}
+    assert dtypes == {"narrow": torch.float32, "wide": torch.float64}
+    assert_parity(results, oracle(task, case, None), 1e-6)

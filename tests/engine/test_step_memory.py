@@ -35,7 +35,6 @@ from tests.engine.cases import (
     Task,
     build,
     ranks_of,
-    regression,
     rows_task,
     settled,
     share,
@@ -45,7 +44,7 @@ from tests.engine.cases import (
     tied_gpt,
     vectors,
 )
-from tests.engine.pipelines import ADAMW, SGD, WIDTH
+from tests.engine.pipelines import ADAMW, WIDTH
 from tests.engine.tensors import SHAPES, gpt_task, holds, mine
 from tests.engine.zoo import Stack, make
 from tests.pool import run_threads
@@ -181,13 +180,6 @@ def test_the_actions_of_a_pipeline_are_events():
     assert [e.by_category["kept"] for e in last if e.kind[0] == "B"] == [0, 0, 0, 0]
 
 
-def test_the_peak_falls_with_the_number_of_tiles():
-    """Gathered weights, gradients and logits of a layer with nearly all of the parameters."""
-    plans = [f"dp2 zero3 fp32 {word}" for word in ("", "tile:4", "tile:16")]
-    peaks = [max(e.total for e in run_threads(2, both, plan, "wide", {})[0][0]) for plan in plans]
-    assert peaks == sorted(set(peaks), reverse=True)
-
-
 def test_a_measurement_leaves_nothing_behind():
     """No hook, no watch: a step that is not measured runs what it ran before."""
     task = gpt_task()
@@ -232,36 +224,6 @@ def test_a_trace_has_the_bytes_of_the_meter():
 # --- units and arenas -----------------------------------------------------------------------------
 
 
-class Winding(nn.Module):
-    """Blocks in an order of its own: some twice, one never."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way, self.blocks = way, nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in map(int, self.way):
-            x = self.blocks[block](x).tanh()
-        return x
-
-
-def twice(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """A loss of a part that is called by itself, and of two passes."""
-    assert isinstance(model, Winding)
-    return regression(model, batch) + regression(model, (model.blocks[1](batch[0]), batch[1]))
-
-
-@pytest.mark.parametrize("loss", [twice, regression])
-@pytest.mark.parametrize("way", ["0012", "2012", "010", "20202", "1"])
-def test_a_unit_is_gathered_as_often_as_it_is_used(
-    way: str, loss: Any, monkeypatch: pytest.MonkeyPatch
-):
-    """Once for each call forward, once backward; and one that is not called never."""
-    monkeypatch.setattr("shardwise.techniques.data.apply.LEAST_BYTES", 0)
-    task = Task(lambda: settled(Winding(way)), vectors, loss, None)
-    holds(run_threads, task, Case("dp2 zero3 fp64", **SGD))
-
-
 def test_units_that_read_one_input():
     """A unit is freed after its last use in a half of a backward pass, and not gathered again."""
     holds(run_threads, TASKS["siblings"](), Case("pp2 dp2 zero3 zb-h1:4 fp64", **ADAMW))
@@ -290,36 +252,6 @@ def test_the_peak_is_two_blocks_and_the_root(shape: str):
     assert predicted == sum(sorted(others.values())[-2:]) + sum(around.values())
     assert 1.5 * predicted < sum(whole.values())
     assert bool(around) == (shape == "tied")
-
-
-def slots(world: World, plan: str) -> list[tuple[int, int, bool]]:
-    """Of each arena: its slots, tensors without one, whether all are free again."""
-    task = gpt_task(rows=8)
-    engine = build(world, task, Case(f"{plan} arenas fp32", clip=0.5, **ADAMW))
-    for step in range(2):
-        engine.step(mine(engine, task.batch(step)))
-    world.barrier()
-    return [
-        (len(one.slots), one.missed, all(slot.free for slot in one.slots))
-        for one in (engine.world.arenas.kept, engine.world.arenas.gradients)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("plan", "kept"),
-    [
-        ("dp2 zero3 recompute:full", 2),  # the inputs of two blocks
-        ("dp2 zero1 recompute:every2", 1),
-        ("pp2 gpipe:4 recompute:full", 4),  # one block on a rank, four microbatches
-        ("pp2 1f1b:4 recompute:full", 2),  # on the first rank two microbatches at once
-    ],
-)
-def test_every_kept_input_has_a_slot(plan: str, kept: int):
-    """There are as many slots as the plan keeps inputs at once, and no tensor misses one."""
-    found = run_threads(2, slots, plan)
-    assert max(of_kept[0] for of_kept, _ in found) == kept
-    for arena in (one for of_rank in found for one in of_rank):
-        assert arena[1:] == (0, True)
 
 
 def test_another_shape_gets_another_arena():

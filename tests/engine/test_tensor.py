@@ -111,21 +111,6 @@ def test_the_first_ranks_buffers_are_everyones():
     assert run_threads(2, agreed) == [[1.0] * 3] * 2
 
 
-def lowered(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The loss of a model that computes in 16 bits as autocast says."""
-    x, y = batch
-    with torch.autocast("cpu", torch.bfloat16):
-        return functional.mse_loss(model(x.float()), y.float())
-
-
-@pytest.mark.parametrize("plan", ["tp2", "tp2 sp"])
-def test_autocast_in_the_loss(plan: str):
-    """Layers compute in 16 bits, weights and their gradients stay fp32: near one process's."""
-    work, case = replace(task("gated"), loss=lowered), Case(f"{plan} fp32", **SGD)
-    ranks = run_threads(2, train, work, case)
-    assert_parity(ranks, oracle(work, case, torch.float32), 0.05)
-
-
 # --- bytes of the papers --------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ WAYS = ["FULL_SHARD", "DDP", "SHARD_GRAD_OP", "HYBRID_SHARD"]
 State = dict[str, Tensor]
 
 
-def ranks_of(how: str) -> int:
+def ranks_under(how: str) -> int:
     return 4 if how == "HYBRID_SHARD" else 2
 
 
@@ -95,7 +95,7 @@ def given_back(world: World, how: str) -> dict[str, Any]:
 @pytest.mark.parametrize("how", WAYS)
 def test_unwrap_gives_the_module_back_as_it_was(how: str):
     """Names, objects, shapes and whole values; no hook is left; one process trains it."""
-    for facts in run_threads(ranks_of(how), given_back, how):
+    for facts in run_threads(ranks_under(how), given_back, how):
         assert all(facts.values()), facts
 
 

@@ -326,50 +326,6 @@ def test_hooks_see_and_change_the_gradients_of_their_rank(how: str, passes: int,
             assert difference(state[name], value) <= 1e-10, name
 
 
-class Wide(nn.Module):
-    """A table, a norm and a layer that are large enough to be taken over; bilinear in weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.norm = nn.Embedding(600, 128), nn.RMSNorm(128)
-        self.up, self.down = nn.Linear(128, 520), nn.Linear(520, 2)
-        self.unused = nn.Linear(2, 2)
-        own = torch.Generator().manual_seed(3)  # ranks that are threads share torch's own
-        for p in self.parameters():
-            nn.init.normal_(p, std=0.1, generator=own)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(self.norm(self.table(ids)))))
-
-
-def of_grads(model: nn.Module, shares: list[int]) -> State:
-    """backward(create_graph=True), then the squares of what it left on the parameters."""
-    optim = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(3):
-        ids = (torch.arange(6) * (7 + 50 * rank + step) % 600 for rank in shares)
-        losses = [squares(model, each) / len(shares) for each in ids]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch: a cycle of a parameter and its gradient
-            sum(losses[1:], start=losses[0]).backward(create_graph=True)
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        torch.stack([g.square().sum() for g in grads]).sum().backward()
-        optim.step()
-        optim.zero_grad()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def differentiated(world: World) -> State:
-    return of_grads(sw.DDP(Wide().double(), world, bucket_bytes=2**18), [world.rank])
-
-
-def test_averaged_gradients_are_differentiated():
-    """Double backward under DDP: weights of one process with the mean of all ranks' losses."""
-    expected = of_grads(Wide().double(), [0, 1])
-    for found in run_threads(2, differentiated):
-        for name, weight in expected.items():
-            assert difference(found[name], weight) <= 1e-10, name
-
-
 def accumulated(world: World) -> Tensor:
     """Two passes that are differentiated in turn, added up on the parameter."""
     layer = nn.Linear(2, 1, bias=False).double()

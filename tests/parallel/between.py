@@ -3,11 +3,40 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from tests.engine import zoo
+from shardwise.techniques.pipeline.staged_model import Stages
+from shardwise.techniques.pipeline.trace.placeholders import twin
+from tests.engine import cases, zoo
 
 WIDTH, LENGTH = 6, 5
+
+
+def settled(model: nn.Module) -> nn.Module:
+    """The model in fp64, with weights that follow from their names."""
+    return cases.settled(model.double())
+
+
+def rows(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    own = torch.Generator().manual_seed(seed)
+    x, y = torch.randn((2, count, LENGTH, WIDTH), generator=own, dtype=torch.float64)
+    return x, y
+
+
+def cut(model: nn.Module, begins: tuple[str, ...], mine: list[int], twins: Any = None) -> Stages:
+    """The stages `mine` of a model, of which each but the first begins at a name."""
+    return Stages(model, twins or twin(model), begins, mine, torch.device("cpu"))
+
+
+def ran(
+    stages: Stages, stage: int, batch: Any, trace: Any = None, loss: Any = cases.regression
+) -> Any:
+    """What a stage makes of zeros, where it has inputs."""
+    trace = trace or stages.trace(lambda m: loss(m, batch))
+    specs = trace.bundles[stage - 1] if stage else ()
+    given = [torch.zeros(s.shape, dtype=s.dtype, requires_grad=s.requires_grad) for s in specs]
+    return stages.run(stage, trace, given, lambda m: loss(m, batch))
 
 
 class Block(zoo.Block):

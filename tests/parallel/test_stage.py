@@ -3,9 +3,8 @@
 import copy
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -13,30 +12,31 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
-from shardwise.models.registry import find
-from shardwise.techniques.pipeline.partition import calls_of, starts
-from shardwise.techniques.pipeline.staged_model import Stages
 from shardwise.techniques.pipeline.trace.placeholders import twin
-from tests.parallel.between import LENGTH, WIDTH, Block, Experts, LateNorm, Stack, through
-from tests.parallel.playing import CPU, check, regression, rows, settled
+from tests.engine.cases import Case, regression, rows_task
+from tests.engine.pipelines import SGD
+from tests.engine.tensors import equals_one
+from tests.engine.zoo import TASKS
+from tests.parallel.between import (
+    LENGTH,
+    WIDTH,
+    Block,
+    Experts,
+    LateNorm,
+    Stack,
+    cut,
+    ran,
+    rows,
+    settled,
+    through,
+)
+from tests.pool import run_threads
 
-TWO, THREE, FOUR = ("blocks.2",), ("blocks.1", "blocks.3"), ("blocks.1", "blocks.2", "blocks.3")
+TWO, THREE = ("blocks.2",), ("blocks.1", "blocks.3")
 
 
 # --- what models do between layers ----------------------------------------------------------------
-
-
-def skips(m: Any, x: Tensor) -> Tensor:
-    """A U-net in outline: the outputs of the first half are added in the second."""
-    kept: list[Tensor] = []
-    for block in m.blocks[:2]:
-        x = block(x)
-        kept.append(x * 2)
-    for block in m.blocks[2:]:
-        x = block(torch.cat([x, kept.pop()], -1).unflatten(-1, (2, WIDTH)).sum(-2))
-    return x
 
 
 def masked(m: Any, x: Tensor) -> Tensor:
@@ -126,22 +126,13 @@ def turned(m: Any, x: Tensor) -> Tensor:
     return x
 
 
-def recomputed(m: Any, x: Tensor, *, reentrant: bool) -> Tensor:
-    """Checkpointing around each block, by the model."""
-    x = m.before(x)
-    for block in m.blocks:
-        out: Any = checkpoint(block, x, use_reentrant=reentrant)
-        x = out * 2 if reentrant else out
-    return x
-
-
 def asks(m: Any, x: Tensor) -> Tensor:
     """Asks tensors and layers for what they are: devices, dtypes, attributes; hooks gradients."""
     for block in m.blocks:
         x = block(x)
-        assert (x.device.type, x.is_cpu, x.is_meta, x.is_cuda) == ("cpu", True, False, False)
+        assert x.is_meta or (x.device.type, x.is_cpu, x.is_cuda) == ("cpu", True, False)
         assert block.kind == "full" and block.training == m.training
-        assert x.get_device() == -1
+        assert x.is_meta or x.get_device() == -1
         place = torch.arange(WIDTH, device=x.device).type_as(x).expand_as(x)
         x = (x + place.to(x)).to("cpu").cpu().contiguous().float().double()
         x.register_hook(lambda g: g * 2)
@@ -169,99 +160,12 @@ def straight(m: Any, x: Tensor) -> Tensor:
 
 
 def routed() -> nn.Module:
-    """Experts between blocks, as a layer and inside of one; a layer of statistics alone."""
+    """Experts between blocks, as a layer and inside of one; a layer without parameters."""
     before = nn.Sequential(Experts(), nn.Linear(WIDTH, WIDTH))
-    after = nn.BatchNorm1d(LENGTH, affine=False)
+    after = nn.LayerNorm(WIDTH, elementwise_affine=False)
     model = Stack(before, after, lambda m, x: m.after(through(m, m.before(x))))
     model.blocks[1] = Experts()
     return model
-
-
-def two_names() -> nn.Module:
-    """One module registered twice, and called in the first stage and in the last."""
-    both = nn.Linear(WIDTH, WIDTH)
-    return Stack(both, both, lambda m, x: m.after(through(m, m.before(x))))
-
-
-class Pair(NamedTuple):
-    x: Tensor
-    size: int
-
-
-@dataclass
-class Output:
-    x: Tensor
-    note: str = "beside it"
-
-
-SPEECH: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
-    "tuple": (lambda x: (None, [x]), lambda out: out[1][0]),
-    "named tuple": (lambda x: Pair(x, 3), lambda out: out.x),
-    "dict": (lambda x: {"x": x, "note": "none"}, lambda out: out["x"]),
-    "dataclass": (Output, lambda out: out.x),
-}
-
-
-class Speaks(Block):
-    """A block whose input and output are wrapped in the way `how` says."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
-    def forward(self, x: Any) -> Any:
-        wrap, unwrap = SPEECH[self.how]
-        return wrap(super().forward(unwrap(x)))
-
-
-def spoken(how: str) -> nn.Module:
-    wrap, unwrap = SPEECH[how]
-    model = Stack(glue=lambda m, x: unwrap(through(m, wrap(x))))
-    for k in range(4):
-        model.blocks[k] = Speaks(how)
-    return model
-
-
-def first_linear(glue: Any) -> nn.Module:
-    return Stack(before=nn.Linear(WIDTH, WIDTH), glue=glue)
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "skips": lambda: Stack(glue=skips),
-    "mask": lambda: Stack(Look(WIDTH, WIDTH), glue=masked),
-    "in place": lambda: Stack(glue=writes),
-    "in place later": lambda: Stack(glue=writes_later),
-    "class token": class_token,
-    "tied by function": tied_by_function,
-    "buffer of a layer": lambda: Stack(Kinds(), glue=reads_buffer),
-    "two names": two_names,
-    "transposed": lambda: Stack(glue=turned),
-    "checkpoint": lambda: first_linear(partial(recomputed, reentrant=False)),
-    "checkpoint reentrant": lambda: first_linear(partial(recomputed, reentrant=True)),
-    "asks": lambda: Stack(glue=asks),
-    "autograd function": lambda: Stack(glue=straight),
-    "experts": routed,
-    **{how: partial(spoken, how) for how in SPEECH},
-}
-
-
-# --- the same as in one process -------------------------------------------------------------------
-
-CASES = [
-    *((name, cut, ()) for name in MODELS for cut in (TWO, FOUR)),
-    *(
-        (name, FOUR, ranks)
-        for name in ("skips", "in place", "in place later", "class token")
-        for ranks in ([[0, 2], [1, 3]], [[0, 3], [1, 2]])
-    ),
-]
-
-
-@pytest.mark.cases(len(CASES))
-@pytest.mark.parametrize(("model", "cut", "ranks"), CASES)
-def test_stages_compute_what_the_model_does(model: str, cut: Any, ranks: Any) -> None:
-    """Loss and every gradient of two unlike microbatches; a rank may have several stages."""
-    check(settled(MODELS[model]()), regression, [rows(3), rows(2, seed=1)], cut, ranks)
 
 
 class Listed(nn.Module):
@@ -278,40 +182,60 @@ class Listed(nn.Module):
         return self.second(x) if self.second else x
 
 
-def test_where_stages_begin() -> None:
-    """Between modules of a Sequential, in a layer that is looked into, by the order of calls."""
-    parts = [nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)]
-    model = settled(nn.Sequential(*parts, nn.Linear(8, WIDTH)))
-    for count in (2, 4):
-        check(model, regression, [rows(3), rows(1, seed=2)], starts(model, count))
-    check(settled(Listed()), regression, [rows(3)], ("second",))
-    late = settled(LateNorm())
-    check(late, regression, [rows(3)], TWO, calls=calls_of(late, regression))
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mask": lambda: Stack(Look(WIDTH, WIDTH), glue=masked),
+    "in place": lambda: Stack(glue=writes),
+    "in place later": lambda: Stack(glue=writes_later),
+    "class token": class_token,
+    "tied by function": tied_by_function,
+    "buffer of a layer": lambda: Stack(Kinds(), glue=reads_buffer),
+    "transposed": lambda: Stack(glue=turned),
+    "asks": lambda: Stack(glue=asks),
+    "autograd function": lambda: Stack(glue=straight),
+    "experts": routed,
+    "late norm": LateNorm,
+}
 
 
-#: Of llama, gpt2 and t5 tests/verify/test_command.py tells.
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "phi3", "mixtral", "bert", "opt", "bart"])
-def test_models_of_transformers_in_stages(name: str) -> None:
-    """Skips, tied embeddings, masks, experts whose shapes are in the data."""
-    pytest.importorskip("transformers")
-    found = find(f"hf:{name}")
-    model = found.build().double().train()
-    check(model, found.loss, [found.batch(3, 0), found.batch(1, 1)], starts(model, 4))
+# --- the same as in one process -------------------------------------------------------------------
+
+CASES = [
+    *((name, plan) for name in MODELS for plan in ("pp2 gpipe:2", "pp4 1f1b:2")),
+    *(
+        (name, plan)
+        for name in ("in place", "in place later", "class token")
+        for plan in ("pp2 interleaved:2x2", "pp2 zb-v:2")
+    ),
+    ("listed", "pp2 gpipe:2"),
+]
+
+
+def made(name: str) -> nn.Module:
+    return settled((MODELS | {"listed": Listed})[name]())
+
+
+@pytest.mark.cases(len(CASES))
+@pytest.mark.parametrize(("name", "plan"), CASES)
+def test_stages_compute_what_the_model_does(name: str, plan: str) -> None:
+    """Loss and every gradient of two unlike microbatches; a rank may have several stages."""
+    work = rows_task(partial(made, name), partial(rows, 5))
+    equals_one(run_threads, work, Case(f"{plan} fp64", **SGD))
+
+
+#: Of the zoo, what returns or keeps something else than a tensor, recomputes, or shares.
+OF_THE_ZOO = [
+    *(f"returns a {how}" for how in ("dataclass", "dict", "tuple")),
+    *("checkpoint around", "checkpoint around reentrant", "twice"),
+]
+
+
+@pytest.mark.parametrize("name", OF_THE_ZOO)
+def test_models_of_the_zoo_in_stages(name: str) -> None:
+    """Any output, recomputation by the model, one module in two places."""
+    equals_one(run_threads, TASKS[name], Case("pp2 1f1b:2 fp64", **SGD))
 
 
 # --- what a rank has ------------------------------------------------------------------------------
-
-
-def cut(model: nn.Module, begins: tuple[str, ...], mine: list[int]) -> Stages:
-    return Stages(model, twin(model), begins, mine, CPU)
-
-
-def ran(stages: Stages, stage: int, batch: Any, trace: Any = None, loss: Any = regression) -> Any:
-    """What a stage makes of zeros, where it has inputs."""
-    trace = trace or stages.trace(lambda m: loss(m, batch))
-    specs = trace.bundles[stage - 1] if stage else ()
-    given = [torch.zeros(s.shape, dtype=s.dtype, requires_grad=s.requires_grad) for s in specs]
-    return stages.run(stage, trace, given, lambda m: loss(m, batch))
 
 
 def test_a_rank_has_its_stages_parameters_and_no_others() -> None:
@@ -421,7 +345,7 @@ def test_a_users_hooks_and_modes_run_where_the_layer_is() -> None:
             with mode:
                 return regression(model, batch)
 
-        stages = Stages(model, twins, TWO, [stage], CPU)
+        stages = cut(model, TWO, [stage], twins)
         trace = stages.trace(lambda m, loss=loss: loss(m, rows(2)))
         mode.met = 0
         ran(stages, stage, rows(2), trace, loss)

@@ -10,10 +10,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.core.errors import InputError
-from shardwise.techniques.pipeline.staged_model import Stages
 from shardwise.techniques.pipeline.trace.placeholders import layers, twin
-from tests.parallel.between import WIDTH, Block, Experts, LateNorm, Stack
-from tests.parallel.playing import CPU, check, regression, rows, settled
+from tests.engine.cases import regression
+from tests.parallel.between import (
+    WIDTH,
+    Block,
+    Experts,
+    LateNorm,
+    Stack,
+    cut,
+    ran,
+    rows,
+    settled,
+)
 
 TWO = ("blocks.2",)
 
@@ -143,7 +152,7 @@ FOLLOWED: list[tuple[Callable[[], nn.Module], str]] = [
 def test_a_forward_that_cannot_be_followed(make: Callable[[], nn.Module], said: str) -> None:
     """It is refused before anything is computed."""
     model = make()
-    stages = Stages(model, twin(model), TWO, [0], CPU)
+    stages = cut(model, TWO, [0])
     with pytest.raises(InputError, match=said):
         stages.trace(lambda m: regression(m, rows(2)))
 
@@ -169,7 +178,7 @@ def test_a_forward_that_does_not_do_what_was_foreseen(
 ) -> None:
     """The owner of a layer compares; a rank that comes elsewhere says where it came."""
     model = make()
-    stages = Stages(model, twin(model), TWO, [stage], CPU)
+    stages = cut(model, TWO, [stage])
     trace = stages.trace(lambda m: regression(m, rows(2)))
     given = [torch.zeros(s.shape, dtype=s.dtype) for s in trace.bundles[0]] if stage else []
     model.eval()
@@ -180,7 +189,7 @@ def test_a_forward_that_does_not_do_what_was_foreseen(
 def called_alone() -> None:
     """A model whose second half is on another rank, outside of a run."""
     model = settled(Stack())
-    Stages(model, twin(model), TWO, [0], CPU)
+    cut(model, TWO, [0])
     model(rows(1)[0])
 
 
@@ -200,7 +209,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (called_alone, r"blocks\.2, which is on another rank"),
     (twin_of_a_generator, "cannot be copied"),
     (
-        lambda: check(stack(reentrant), regression, [rows(2)], TWO),
+        lambda: ran(cut(stack(reentrant), TWO, [1]), 1, rows(2)).result.backward(),
         r"blocks\.2, of another rank's tensor.*reentrant=False",
     ),
 ]

@@ -22,7 +22,6 @@ from shardwise.models import gpt, hf
 from shardwise.train import config, loop
 from shardwise.train.measure.metrics import Record, read
 from shardwise.train.prepare import PreparedRun, RunStart
-from shardwise.train.report.summary import RankCost
 from tests.pool import run_gloo
 
 Capture = pytest.CaptureFixture[str]
@@ -109,12 +108,6 @@ def shown(world: World, given: config.Config, start: RunStart | None = None) -> 
     return out.getvalue()
 
 
-def costed(world: World, given: config.Config, start: RunStart | None) -> RankCost | None:
-    """Train; what rank 0 held and sent in the last step, on rank 0."""
-    summary = loop.train(given, world, start)
-    return summary.costs[0] if summary else None
-
-
 def signalled(world: World, given: config.Config, rank: int, step: int) -> bool:
     """Train, with SIGTERM sent to one rank in one step; whether that rank's run ended with it."""
 
@@ -164,17 +157,13 @@ def before(where: str, act: Callable[..., object]) -> Iterator[None]:
         yield
 
 
-def poisoned(
-    world: World, given: config.Config, rank: int, step: int, gradient: bool = False
-) -> str:
-    """Train, with one rank's loss made NaN in one step, or its gradient alone; the error."""
+def poisoned(world: World, given: config.Config, rank: int, step: int) -> str:
+    """Train, with one rank's loss made NaN in one step; the error."""
     called, built, engines = gpt.loss, loop.build, list[Engine]()
 
     def poison(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         loss = called(module, batch)
         bad = world.rank == rank and torch.is_grad_enabled() and engines[0].steps == step - 1
-        if gradient:  # nothing, and its slope is infinite times zero
-            return loss + (loss * 0).sqrt() if bad else loss
         return loss * float("nan") if bad else loss
 
     def build(prepared: PreparedRun, world: World) -> Engine:

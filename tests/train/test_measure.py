@@ -8,21 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
-from shardwise.models import decoder
 from shardwise.models.gpt import GPT, SIZES, loss, parameters
-from shardwise.models.initial import initial
-from shardwise.techniques.expert.apply import layers_of
 from shardwise.train import config, loop
 from shardwise.train.config_sections import SampleSection
-from shardwise.train.measure import experts
 from shardwise.train.measure.disk_line import disk_line
-from shardwise.train.measure.metrics import read
 from shardwise.train.prepare import RunStart
 from shardwise.train.sizes import disk_bytes, state_bytes
 from tests.pool import run_gloo
@@ -66,54 +60,6 @@ def test_loads_do_not_depend_on_the_plan(plan: str, model: dict[str, Any], tmp_p
     else:
         entropy = pytest.approx([r.gate_entropy for r in two], rel=1e-10)
         assert [r.gate_entropy for r in one] == entropy
-
-
-def skewed(name: str, tensor: Tensor) -> None:
-    """Initial weights; the logits of the first expert are five times as large as the others'."""
-    initial(name, tensor, 0)
-    if name.endswith("router.weight"):
-        with torch.no_grad():
-            tensor[0] *= 5.0
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("balanced", [True, False])
-@pytest.mark.parametrize("gate", ["switch", "sigmoid"])
-def test_a_badly_balanced_gate(
-    gate: str, balanced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loss or the bias brings the busiest expert below 1.5 times the mean; else it stays."""
-    monkeypatch.setattr(decoder, "fill", lambda *_: skewed)
-    if not balanced:
-        build = loop.build
-
-        def without_bias(*args: Any) -> Any:
-            engine = build(*args)
-            for layer in layers_of(engine.model).values():
-                layer.bias_rate = 0.0
-            return engine
-
-        monkeypatch.setattr(loop, "build", without_bias)
-    sizes = {"layers": 1, "width": 32, "heads": 2, "hidden": 32, "sequence": 64}
-    by_loss = balanced and gate == "switch"
-    own = {"experts": 8, "gate": gate} | ({} if by_loss else {"balance": 0.0})
-    steps = {"steps": 160, "batch": 32, "lr": 3e-3, "warmup": 1, "decay": "constant"}
-    values = {
-        "model": sizes | own,
-        "data": {"source": "stdlib", "cache": str(tmp_path)},
-        "train": steps | {"eval_every": 0, "save_every": 0, "eval_sequences": 2},
-        "plan": {"text": "fp32"},
-        "sample": {"tokens": 0},
-        "run": {"folder": str(tmp_path / "run"), "trackers": [], "device": "cpu"},
-    }
-    loop.train(config.build(values), alone())
-    found = read(tmp_path / "run")
-    first, last = (experts.sum_loads(part) for part in experts.first_and_last(found))
-    at_start, ended = experts.busiest(experts.sum_loads(found[:1])), experts.busiest(last)
-    print(f"{gate}: {at_start:.2f} at first, {experts.busiest(first):.2f}, {ended:.2f} at the end")
-    assert at_start > 1.9
-    assert experts.busiest(first) > 2.0
-    assert (ended <= 1.5) == balanced
 
 
 # --- disk ---------------------------------------------------------------------------------------

@@ -3,10 +3,10 @@
 import io
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ from tests.pool import run_threads
 from tests.train import runs
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    pass
 
 BYTES = ByteVocabulary()
 PACKED = Packed("key", np.zeros(2000, np.uint16), 1000, 3, BYTES)
@@ -341,44 +341,6 @@ def test_the_end_says_how_to_open_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     end.publish_report(run, Console(file=said, width=300))
     assert f"{line}\n" in said.getvalue()
     assert "report.html could not be made (ValueError: no page)" in said.getvalue()
-
-
-@pytest.fixture(scope="module")
-def browser() -> "Iterator[Browser]":
-    """Headless Chromium; the test is skipped where it is not installed."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if not (chromium := Path("/usr/bin/chromium")).exists():
-        pytest.skip(f"{chromium} is not installed (Debian's package chromium)")
-    quiet = ["--no-sandbox", "--disable-gpu", "--disable-sync", "--disable-background-networking"]
-    with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=str(chromium), args=quiet)
-        yield opened
-        opened.close()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_shown_without_errors(scheme: Any, run: Summary, browser: "Browser") -> None:
-    """On a phone's width too: each section and figure in sight, no scrolling to the side."""
-    tab = browser.new_page(viewport={"width": 360, "height": 740}, color_scheme=scheme)
-    errors, requests = list[str](), list[str]()
-    tab.on("console", lambda message: errors.append(message.text))
-    tab.on("pageerror", lambda error: errors.append(str(error)))
-    tab.on("request", lambda request: requests.append(request.url))
-    address = (run.config.folder / "report.html").as_uri()
-    tab.goto(address)
-    background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (sum(map(int, re.findall("[0-9]+", background))) > 3 * 128) == (scheme == "light")
-    for width in (360, 1200):
-        tab.set_viewport_size({"width": width, "height": 740})
-        shown = [section for section in tab.locator("section").all() if section.is_visible()]
-        assert [section.locator("h2").inner_text() for section in shown] == SECTIONS
-        boxes = [figure.bounding_box() for figure in tab.locator("figure").all()]
-        assert len(boxes) == 5
-        assert all(box and min(box["width"], box["height"]) > 50 for box in boxes)
-        wide = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
-        assert not tab.evaluate(wide)
-    assert (errors, requests) == ([], [address])
-    tab.close()
 
 
 # --- the sample ---------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from shardwise.checkpoint.folder import CHECKPOINTS, find
+from shardwise.checkpoint.folder import CHECKPOINTS
 from shardwise.cli.elastic import nproc_of, train_elastic, usable_sizes
 from shardwise.comm.start.launch import Ended
 from shardwise.core.errors import InputError
 from shardwise.train import config
 from shardwise.train.measure.metrics import Record, read
-from shardwise.train.prepare import RunStart, checked_plan
+from shardwise.train.prepare import checked_plan
 from tests.comm.hosts import HOSTS, joined_hosts, processes_on
 from tests.comm.test_start import free_port
 from tests.programs import Program, run_program, start_program
@@ -253,29 +253,3 @@ def test_a_run_that_overwrites_another_never_continues_it(tmp_path: Path) -> Non
     found = train_elastic(runs.settings(tmp_path), [2, 3, 4], script.start, overwrite=True)
     assert found == 0
     assert script.again[:3] == [False] * 3 and script.again[3:] == [True] * len(script.again[3:])
-
-
-@pytest.mark.full
-def test_a_killed_run_leaves_the_folder_empty_and_resumes(tmp_path: Path) -> None:
-    """SIGKILL after a checkpoint: no file is on the disk of states, and a resumed run goes on."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-
-    def given(name: str, steps: int) -> config.Config:
-        plan = "fp64 offload:param@disk"
-        made = runs.settings(tmp_path / name, plan, steps=steps, eval_every=0)
-        return runs.changed(runs.changed(made, "offload", folder=str(disk)), "sample", tokens=0)
-
-    straight, endless = runs.run(given("straight", 2)), given("run", 10**6)
-    file = tmp_path / "config.toml"
-    file.write_text(config.dump(endless))
-    with start_program(["-m", "shardwise", "train", str(file), "--nproc", "1"]) as running:
-        until(lambda: bool([*(endless.folder / CHECKPOINTS).glob("step*")]))
-        running.kill()
-    assert list(disk.iterdir()) == []
-    assert find(endless.folder / CHECKPOINTS).is_dir()
-    at = max(record.step for record in read(endless.folder))
-    found = runs.run(given("run", at + 1), start=RunStart(resume=True))
-    assert found[-1].step == at + 1
-    assert [r.loss for r in found[:2]] == [r.loss for r in straight]
-    assert list(disk.iterdir()) == []
