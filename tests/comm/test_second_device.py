@@ -4,7 +4,6 @@ The device is that of tests/second_device.py.
 """
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.models import gpt
 from shardwise.techniques.data.apply import driver_of
-from tests.engine.cases import regression, settled, share, small_gpt, text, vectors
+from tests.engine.cases import share, small_gpt, text
 from tests.engine.loops import rows, wrap
 from tests.engine.zoo import make
-from tests.pool import run_gloo, run_threads
+from tests.pool import run_gloo
 from tests.second_device import DEVICE, SecondDevice, run_on_device
 
 PLANS = (
@@ -169,57 +168,3 @@ def saved(world: World, folder: str) -> list[str]:
 def test_checkpoints_send_tensors_of_the_device(tmp_path: Path) -> None:
     """What ranks tell each other to save and to load."""
     assert run_gloo(2, saved, str(tmp_path)) == [[], []]
-
-
-# --- the program's default dtype and device -------------------------------------------------------
-
-STEPS = 60
-
-
-def trained(world: World, how: str, device: str) -> float:
-    """The last loss of a wrapped module's loop, or of an engine's steps."""
-    layers = (nn.Linear(6, 6, dtype=torch.float32) for _ in range(2))
-    model, batch = settled(nn.Sequential(*layers)), tuple(x.float() for x in vectors(0, 8))
-    with torch.device(device):
-        return (plain if how in WRAPS else planned)(model, batch, world, how)
-
-
-WRAPS = {"DDP": sw.DDP, "FSDP": sw.FSDP, "Pipe": partial(sw.Pipe, chunks=2)}
-
-
-def plain(model: Any, batch: Any, world: World, how: str) -> float:
-    model = WRAPS[how](model, world=world)
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(STEPS):
-        loss = regression(model, batch)
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-    sw.full_state_dict(model)
-    return loss.item()
-
-
-def planned(model: Any, batch: Any, world: World, how: str) -> float:
-    options = {"optimizer": sw.SGD(lr=0.1), "clip": 1.0, "loss": regression}
-    table = {"0": "colwise", "1": "rowwise"}
-    engine = sw.parallelize(model, how, world, table=table, **options)
-    batch = share(batch, engine.data_rank, engine.data_ranks)
-    for _ in range(STEPS):
-        loss = engine.step(batch).loss
-    engine.evaluate(batch)
-    sw.full_state_dict(engine)
-    return loss
-
-
-@pytest.mark.parametrize("how", ["DDP", "dp2 zero3", "pp2 gpipe:2", "tp2", "FSDP", "Pipe"])
-def test_no_default_changes_a_step(how: str) -> None:
-    """Sixty steps under each default dtype, and on each default device, end with the same loss."""
-    expected = run_threads(2, trained, how, "cpu")
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            assert run_threads(2, trained, how, "cpu") == expected
-        finally:
-            torch.set_default_dtype(before)
-    assert run_threads(2, trained, how, "meta") == expected

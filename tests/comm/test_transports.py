@@ -22,24 +22,10 @@ from shardwise.comm.transport import Transport
 from shardwise.comm.world import Axis, World, counted_axis
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.layout import I, P, R, S
-from shardwise.core.mesh import Mesh
-from shardwise.core.plan.plan import Plan
-from shardwise.core.pool_size import pool_bytes
 from shardwise.engine.optimizer.optimizer_spec import SGD
 from shardwise.engine.parallelize import parallelize
-from shardwise.wrap.pipe import Pipe
+from tests.comm.test_mailboxes import all_ranks, gloo_of
 from tests.pool import CPU, run_gloo, run_threads
-
-
-def all_ranks(world: World, name: str = "dp") -> Axis:
-    """An axis of all ranks with a ledger of its own."""
-    return world.on(Mesh(((name, world.size),))).axis(name)
-
-
-def gloo_of(axis: Axis) -> Gloo:
-    assert isinstance(axis.transport, Gloo)
-    return axis.transport
-
 
 # --- the pool of communication buffers ------------------------------------------------------------
 
@@ -144,41 +130,6 @@ def test_messages_that_come_early_wait_in_the_mailbox(plan: str):
     """Many units, each of which fits a mailbox: what has come for a later one is not copied out."""
     for peak, pool in run_gloo(2, peaks, f"{plan} buffers:1MiB", 200, 12):
         assert pool <= peak <= pool + 2**12
-
-
-class Tied(nn.Module):
-    """Two layers with one weight, which lie on two ranks: its gradients are summed."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).relu())
-
-
-def piped(world: World, width: int) -> tuple[int, int]:
-    """The most bytes that communication held in the second step of a pipe, and of the pool."""
-    torch.manual_seed(0)
-    meter, model = CommunicationBytes(), Tied(width)
-    with meter:
-        model = Pipe(model, chunks=2, stages=["last"], world=world)
-        for _ in range(2):
-            meter.peak_bytes = 0
-            model(torch.ones(4, width)).sum().backward()
-    axis = model.forward.staged.axis
-    return meter.peak_bytes, 0 if axis.pool.memory is None else axis.pool.memory.nbytes
-
-
-def test_a_pipe_has_a_pool_too():
-    """Sums of tied weights' gradients take their buffers from it, in pieces."""
-    for width in (64, 512):
-        for peak, pool in run_gloo(2, piped, width):
-            assert pool == pool_bytes(
-                Plan.parse("pp2"), Tied(width).first.weight.nbytes + 8 * width
-            )
-            assert pool <= peak <= pool + 2**12
 
 
 # --- a library's collectives, and tensors of another device ---------------------------------------

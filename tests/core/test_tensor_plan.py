@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.errors import InputError
-from shardwise.core.layouts.uneven import Cut
 from shardwise.techniques.tensor.styles import STYLES, ModuleShape, Style
 from shardwise.techniques.tensor.table_check import check
-from shardwise.techniques.tensor.tensor_table import Table, assign, bias_cut, cuts, numbers
+from shardwise.techniques.tensor.tensor_table import Table, assign, cuts, numbers
 
 WORDS = [*(style for style in STYLES if style != "colwise:N"), "colwise:2", "colwise:12"]
 NAMES = [
@@ -129,58 +128,7 @@ def test_a_pattern_that_matches_nothing_gets_the_nearest(table: Table, told: lis
     assert [text for text in told if text not in str(error.value)] == []
 
 
-LINEAR = ModuleShape("linear", 12, 32, bias=True)
 CONV1D = ModuleShape("linear", 12, 32, bias=True, transposed=True, numbers=(("nf", 32), ("nx", 12)))
-EMBED = ModuleShape("embedding", 10, 12)
-HEADS = Table.of({"a": "whole"}, heads=4, kv_heads=2)
-#: Equal parts of 32 features, of 10 and of 12, on 3 ranks.
-PARTS_32 = ((0, 10),), ((10, 21),), ((21, 32),)
-PARTS_10 = ((0, 3),), ((3, 6),), ((6, 10),)
-PARTS_12 = ((0, 4),), ((4, 8),), ((8, 12),)
-QKV = (
-    ((0, 8), (16, 20), (24, 28)),
-    ((8, 12), (20, 24), (28, 32)),
-    ((12, 16), (20, 24), (28, 32)),
-)
-
-
-@pytest.mark.parametrize(
-    ("style", "shape", "cut"),
-    [
-        ("colwise", LINEAR, Cut(0, 32, PARTS_32)),
-        ("colwise_gather_output", LINEAR, Cut(0, 32, PARTS_32)),
-        (
-            "colwise:2",
-            LINEAR,
-            Cut(0, 32, (((0, 5), (16, 21)), ((5, 10), (21, 26)), ((10, 16), (26, 32)))),
-        ),
-        ("colwise:heads", LINEAR, Cut(0, 32, (((0, 16),), ((16, 24),), ((24, 32),)))),
-        ("colwise:kv_heads", LINEAR, Cut(0, 32, (((0, 16),), ((16, 32),), ((16, 32),)))),
-        ("colwise:qkv", LINEAR, Cut(0, 32, QKV)),
-        ("rowwise", LINEAR, Cut(1, 12, PARTS_12)),
-        ("rowwise:heads", LINEAR, Cut(1, 12, (((0, 6),), ((6, 9),), ((9, 12),)))),
-        ("rowwise_split_input", LINEAR, Cut(1, 12, PARTS_12)),
-        ("vocabulary", LINEAR, Cut(0, 32, PARTS_32)),
-        ("vocabulary", EMBED, Cut(0, 10, PARTS_10)),
-        ("vocabulary:sequence", EMBED, Cut(0, 10, PARTS_10)),
-        ("replicated", LINEAR, None),
-    ],
-)
-def test_weights_are_cut_as_the_style_says(style: str, shape: ModuleShape, cut: Cut | None):
-    """On 3 ranks, for 4 query and 2 key heads; a Conv1D holds [in, out] and is cut on the other."""
-    assert cuts(Style.parse(style), shape, HEADS, 3) == cut
-    if cut is not None and shape is LINEAR:
-        assert cuts(Style.parse(style), CONV1D, HEADS, 3) == cut.on(1 - cut.dim)
-
-
-def test_biases_are_cut_as_the_outputs_are():
-    """Those of a colwise, on dim 0; that of a rowwise is whole, and so is none at all."""
-    for shape in (LINEAR, CONV1D):
-        weight = cuts(Style("colwise", "qkv"), shape, HEADS, 2)
-        assert weight is not None
-        assert bias_cut(Style("colwise", "qkv"), shape, HEADS, 2) == weight.on(0)
-        assert bias_cut(Style("rowwise"), shape, HEADS, 2) is None
-    assert bias_cut(Style("colwise"), EMBED, HEADS, 2) is None
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.data())

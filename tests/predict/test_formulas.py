@@ -2,6 +2,7 @@
 
 import itertools
 import tracemalloc
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import shardwise as sw
 from shardwise.comm.world import World, traced
 from shardwise.core import moves
 from shardwise.core.errors import InputError
+from shardwise.core.layouts.uneven import even, heads
 from shardwise.core.model_spec import BufferShape, ModelShape, ParamShape, UnitShape
 from shardwise.core.plan.plan import BUCKET_BYTES, Plan
 from shardwise.core.pool_size import BUCKETS, pool_bytes
@@ -33,45 +35,83 @@ from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.expert.price import EVEN
 from shardwise.techniques.tensor.price import loss_bytes
+from tests.engine.cases import Case, Task, build, foreseen, predictor, small_gpt, text
+from tests.engine.tensors import mine, sent
 from tests.expert import moe
 from tests.pool import run_threads
-from tests.predict.block_activations import (
-    BlockShape,
-    PaperLayer,
-    block_bytes,
-    first_stage_layers,
-    paper_bytes,
-)
-from tests.predict.model import batch, engine, foreseen, options_of, plain
 
 # --- activations ----------------------------------------------------------------------------------
 
-GIB = 2**30
-BIG_22B = PaperLayer(sequence=2048, batch=4, width=6144, heads=64)
-BIG_175B = PaperLayer(sequence=2048, batch=1, width=12288, heads=96)
-# arXiv 2205.05198: model, layers, (stages, chunks), GiB on the first stage under tp, and under
-# tp and sp with selective recomputation; t = 8
-PUBLISHED = [(BIG_22B, 48, (1, 1), 59.25, 9.5625), (BIG_175B, 96, (8, 3), 66.84375, 12.3515625)]
-# (t, sp, recompute), and the factor of s b h that stands in table 2, with 5 a s / h = 5
-TABLE_2 = [
-    (1, False, "none", 34 + 5),
-    (4, False, "none", 10 + 24 / 4 + 5 / 4),
-    (4, True, "none", 34 / 4 + 5 / 4),
-    (4, False, "selective", 10 + 24 / 4),
-    (4, True, "selective", 34 / 4),
-    (4, True, "full", 2),
-]
+# A Block of models/gpt.py, with s bytes an element and w = max(s, 4) for values of norms and
+# softmax, of B sequences of T positions and width D, on a rank with h query heads and k key heads
+# of width E, f of the feed-forward's F, and N of the B T positions in its stream (all, or under sp
+# its shard), keeps:
+#
+#     two norms          2 N (2 D + 1) w       the input, the normalised input, the reciprocal root
+#     two column inputs  2 B T D s             q, k, v read one; gate and up the other
+#     attention          B T ((2 h + 2 k) E s + h w)     q and k turned, v, the result; log-sum-exp
+#     feed-forward       4 B T f s             gate, silu of it, up, their product
+#
+# With recomputation, arXiv 2205.05198 section 5 (docs/explanation/memory.md derives it):
+#
+#     full                 N D s                 the block's input
+#     partitioned          N D s / t             its part of the input, padded (without sp)
+#     selective            N D s + B T ((2 h + 2 k) E s + h w + 2 f s + 2 D s)
+#                          and what products gave: q, k, v, attention; gate, up; out, down (but
+#                          under tp without sp, where out and down are summed in place)
+#
+# No term grows with T squared: torch's attention kernel recomputes the scores. The column inputs
+# are complete under sp too: they are gathered once, in forward, and kept for the weight gradients;
+# the paper keeps a shard of each and gathers it again.
+
+WIDE_BYTES = 4  # norms and log-sum-exps are computed in fp32 or wider
 
 
-def test_the_papers_activations():
-    """The published GiB of two models to the last digit, and every row of table 2."""
-    for layer, layers, stages, tp, sp in PUBLISHED:
-        held = first_stage_layers(layers, *stages) / GIB
-        assert held * paper_bytes(layer, 8) == pytest.approx(tp, rel=1e-14)
-        assert held * paper_bytes(layer, 8, True, "selective") == pytest.approx(sp, rel=1e-14)
-    layer = PaperLayer(sequence=128, batch=3, width=1024, heads=8)
-    for ranks, cut, recompute, factor in TABLE_2:
-        assert paper_bytes(layer, ranks, cut, recompute) == 128 * 3 * 1024 * factor
+@dataclass(frozen=True)
+class BlockShape:
+    """A Block of models/gpt.py as numbers; see there for the names."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+
+
+def block_bytes(
+    block: BlockShape,
+    tokens: tuple[int, int],
+    element_bytes: int,
+    ranks: int = 1,
+    sp: bool = False,
+    rank: int = 0,
+    recompute: str = "none",
+) -> int:
+    """Bytes that one Block holds on `rank` of `ranks` between its forward and its backward.
+
+    `tokens` are B sequences of T positions; `recompute` is "none", "selective", "full" or
+    "partitioned". Counts the storages that autograd keeps alive on a CPU, each once: the block's
+    input, not its output. Raises ValueError if the heads cannot be shared.
+    """
+    batch, positions = tokens
+    wide = max(element_bytes, WIDE_BYTES)
+    shard = -(-positions // ranks) if sp else positions  # padded where they do not divide
+    queries, keys = (cut.size(rank) for cut in heads(block.heads, block.kv_heads, ranks))
+    features = even(0, block.hidden, ranks).size(rank)
+    head_width = block.width // block.heads
+    stream = shard * block.width * element_bytes
+    attention = 2 * (queries + keys) * head_width * element_bytes + queries * wide
+    if recompute == "full" or (recompute == "partitioned" and sp):
+        return batch * stream
+    if recompute == "partitioned":
+        return -(-batch * positions * block.width // ranks) * element_bytes
+    if recompute == "selective":
+        summed_in_place = ranks > 1 and not sp
+        products = 2 * (features + (0 if summed_in_place else block.width)) * element_bytes
+        return batch * (stream + positions * (attention + products))
+    norms = 2 * shard * (2 * block.width + 1) * wide
+    inputs = 2 * block.width * element_bytes
+    forward = 4 * features * element_bytes
+    return batch * (norms + positions * (inputs + attention + forward))
 
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -142,12 +182,11 @@ def test_what_the_kernels_of_a_gpu_keep():
 # --- states and buffers ---------------------------------------------------------------------------
 
 
-def held(world: World, plan: str, options: dict[str, Any]) -> list[bool]:
+def held(world: World, case: Case) -> list[bool]:
     """Whether memory is as predicted after each of two steps."""
-    ours = engine(world, plan, **options)
-    theory, found = foreseen(world.rank, plan, **options), []
+    ours, theory, found = build(world, Task(), case), foreseen(world, Task(), case), []
     for step in range(2):
-        rows = batch(ours, "gpt", step)
+        rows = mine(ours, text(step))
         ours.step(rows)
         found.append(ours.memory() == theory.of(rows).memory)
     return found
@@ -167,10 +206,11 @@ def test_every_optimizer_is_known_as_numbers(
     kind: Any, options: dict[str, Any], expected: OptimizerShape | None
 ):
     """Whatever an elementwise class of torch.optim keeps of a parameter is predicted."""
-    recipe = sw.Optim(kind, lr=1e-3, **options)
+    options = {"lr": 1e-3} | options
     if expected is not None:
-        assert optimizer_shape(recipe, [ParamShape("w", (2, 3))]) == expected
-    assert run_threads(2, held, "dp2 zero3 bf16", {"optimizer": recipe}) == [[True] * 2] * 2
+        assert optimizer_shape(sw.Optim(kind, **options), [ParamShape("w", (2, 3))]) == expected
+    case = Case("dp2 zero3 bf16", kind, options)
+    assert run_threads(2, held, case) == [[True] * 2] * 2
 
 
 def test_buffers_are_whole_on_every_rank():
@@ -209,39 +249,20 @@ def test_buffers_do_not_grow_with_the_model(size: str, pool: int):
 # --- messages -------------------------------------------------------------------------------------
 
 
-def lines(tally: Any) -> dict[TrafficLine, int]:
-    return {TrafficLine(*key): t.sent_bytes for key, t in tally.items() if t.sent_bytes}
-
-
-def differing(world: World, plan: str, kind: str, **options: Any) -> list[Any]:
+def differing(world: World, plan: str) -> list[Any]:
     """What one rank sent and what was predicted, where they are not the same."""
-    ours = engine(world, plan, kind, **options)
-    theory, rows = foreseen(world.rank, plan, kind, **options), 2 * ours.microbatches
-    told = theory.of(batch(ours, kind, 0, rows))
-    pairs: list[Any] = [(lines(ours.sent()), start_bytes(ours.plan, told.model, world.rank))]
+    case, task = Case(plan, clip=1.0), Task()
+    ours, theory = build(world, task, case), predictor(world.rank, world.size, task, case)
+    told = theory.of(mine(ours, text(0)))
+    start = {TrafficLine(*k): t.sent_bytes for k, t in ours.sent().items() if t.sent_bytes}
+    pairs: list[Any] = [(start, start_bytes(ours.plan, told.model, world.rank))]
     for step in range(3):
-        mine = batch(ours, kind, step, rows)
-        metrics = ours.step(mine)
-        pairs.append((lines(ours.last), theory.of(mine).in_step(step)))
+        own = mine(ours, text(step))
+        metrics = ours.step(own)
+        pairs.append((sent(ours), theory.of(own).in_step(step)))
         assert metrics.bytes == sum(pairs[-1][1].values())
         assert ours.measured_bytes() == by_kind(pairs[-1][1])
-    if kind == "mixed":
-        pairs.append((ours.memory(), told.memory))
     return [pair for pair in pairs if pair[0] != pair[1]]
-
-
-def bodies(world: World, plan: str, kind: str, options: dict[str, Any]) -> list[Any]:
-    return differing(world, plan, kind, clip=1.0, **options)
-
-
-@pytest.mark.parametrize(
-    ("plan", "sends"),
-    [("dp2 zero2 accumulate:3", False), ("dp_replicate2 dp_shard2 zero1", True), ("dp2", True)],
-)
-def test_a_model_with_buffers_and_frozen_layers_is_as_predicted(plan: str, sends: bool):
-    """Two types too: the bytes of the start and of each step on every line, and memory."""
-    ranks, options = Plan.parse(plan).size, {"broadcast_buffers": sends, "least_unit_bytes": 0}
-    assert run_threads(ranks, bodies, plan, "mixed", options) == [[]] * ranks
 
 
 @pytest.mark.parametrize("plan", ["dp2", "dp_replicate2 dp_shard2 zero3"])
@@ -250,14 +271,13 @@ def test_many_control_numbers_are_all_reduced(plan: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(moves, "GATHERED_BYTES", 100)
     assert ("dp", "all_reduce", "check") in step_bytes(Plan.parse("dp2"), units(20))
     ranks = Plan.parse(plan).size
-    assert run_threads(ranks, bodies, plan, "gpt", {}) == [[]] * ranks
+    assert run_threads(ranks, differing, plan) == [[]] * ranks
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_large_worlds_send_what_is_predicted(row: str):
     """A rank of a large world, traced, sends what is predicted of it."""
-    plan = f"dp1024 {row} fp64"
-    assert differing(traced(3, 1024), plan, "gpt") == []
+    assert differing(traced(3, 1024), f"dp1024 {row} fp64") == []
 
 
 def units(blocks: int = 4, **more: Any) -> ModelShape:
@@ -274,8 +294,8 @@ def test_volumes_of_the_paper(row: str, volumes: int, n: int):
     Units used several times send what the table's own list of moves says.
     """
     for microbatches in (1, 3):
-        sent = step_bytes(Plan.parse(f"dp{n} {row} accumulate:{microbatches}"), units())
-        states = sum(count for line, count in sent.items() if line.phase != "check")
+        told = step_bytes(Plan.parse(f"dp{n} {row} accumulate:{microbatches}"), units())
+        states = sum(count for line, count in told.items() if line.phase != "check")
         own = step_moves(ROWS[row], units().numel, n, microbatches)
         assert states == 4 * sum(move.sent for move in own)
         assert microbatches > 1 or states == volumes * units().numel * 4 * (n - 1) // n
@@ -302,8 +322,8 @@ def test_a_loss_sends_three_or_four_numbers_a_position(
     positions: int, ranks: int, smoothing: bool, element_bytes: int, expected: int
 ) -> None:
     """An all-reduce of the largest logit, then one of two sums, or of three with smoothing."""
-    sent = loss_bytes(positions, ranks, smoothing=smoothing, element_bytes=element_bytes)
-    assert sent == expected
+    told = loss_bytes(positions, ranks, smoothing=smoothing, element_bytes=element_bytes)
+    assert told == expected
 
 
 # --- tokens of experts ----------------------------------------------------------------------------
@@ -333,8 +353,8 @@ def test_the_bounds_are_reached():
     bounds = found.bytes_between["ep all_to_all"]
     for choices, bound in zip(((own, other), (other, own)), bounds, strict=True):
         loads = Loads((tokens, tokens), dict.fromkeys(layers, choices))
-        sent = by_kind(found.in_step(5, loads=(loads,)))
-        assert sent.get("ep all_to_all", 0) == bound
+        told = by_kind(found.in_step(5, loads=(loads,)))
+        assert told.get("ep all_to_all", 0) == bound
     found = predict(moe.model("topk", experts=2), "dp2 ep2", rows, loss=moe_loss)
     assert found.bytes_between["ep all_to_all"] == (found.bytes["ep all_to_all"],) * 2
 
@@ -379,9 +399,9 @@ def test_what_depends_on_values_is_said():
 
 def test_the_model_stays_as_it_is():
     """Neither hooks nor gradients nor other types are left on it."""
-    model, options = plain("gpt"), options_of("gpt")
+    model = small_gpt()
     before = {name: (id(p), p.dtype, p.device) for name, p in model.named_parameters()}
     rows = {name: torch.zeros(2, 8, dtype=torch.long) for name in ("inputs", "targets")}
-    predict(model, "dp2 zero3 bf16", rows, **options)
+    predict(model, "dp2 zero3 bf16", rows, loss=gpt.loss, optimizer=sw.AdamW(lr=1e-3))
     assert before == {name: (id(p), p.dtype, p.device) for name, p in model.named_parameters()}
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

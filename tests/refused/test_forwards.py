@@ -209,7 +209,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (called_alone, r"blocks\.2, which is on another rank"),
     (twin_of_a_generator, "cannot be copied"),
     (
-        lambda: ran(cut(stack(reentrant), TWO, [1]), 1, rows(2)).result.backward(),
+        ran(cut(stack(reentrant), TWO, [1]), 1, rows(2)).result.backward,
         r"blocks\.2, of another rank's tensor.*reentrant=False",
     ),
 ]

@@ -5,6 +5,7 @@ rerun               a step in which ranks repeat each other's microbatches chang
 late writer         `async_save` saves the moment of its call, however late its thread writes
 assigned weights    what is assigned to p.data is the weight, and its master in 32 bits
 blocks of stages    each stage has as many blocks as `stages:` says
+masks               dropout that is computed again draws what it has drawn
 """
 
 import tempfile
@@ -23,6 +24,8 @@ from shardwise.core.plan.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.verify import parity
 from shardwise.verify.oracles.batches import ragged
+from tests.engine.cases import Case, build, rows_task
+from tests.engine.pipelines import ADAMW, Dropped, Dropping, chain
 from tests.pool import run_threads
 from tests.verify import micro
 from tests.verify.moments import wrong_moments
@@ -110,6 +113,16 @@ def blocks_of_stages(world: World, model: str, plan: Plan) -> bool:
     return found == {*range(first, first + counts[world.rank])}
 
 
+def masks(world: World, model: str, plan: Plan) -> bool:
+    """The losses of blocks with dropout, under the plan and without it."""
+    task, found = rows_task(chain(Dropping, Dropped)), list[list[float]]()
+    for text in ("fp64", str(plan)):
+        torch.manual_seed(0)
+        engine = build(world, task, Case(text, **ADAMW))
+        found.append([engine.step(task.batch(step)).loss for step in range(3)])
+    return found[0] == found[1]
+
+
 Fact = Callable[[World, str, Plan], bool]
 FACTS: dict[str, Fact] = {
     "moments": lambda *of: not wrong_moments(*of),
@@ -118,6 +131,7 @@ FACTS: dict[str, Fact] = {
     "late writer": late_writer,
     "assigned weights": assigned_weights,
     "blocks of stages": blocks_of_stages,
+    "masks": masks,
 }
 
 

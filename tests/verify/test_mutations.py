@@ -15,7 +15,6 @@ from shardwise.verify import memory_proof as memory
 from shardwise.verify import parity
 from shardwise.verify.finding import Finding
 from shardwise.verify.report import report
-from tests.engine.test_recompute import drawn
 from tests.pool import run_threads
 from tests.verify import micro
 from tests.verify.facts import FACTS, holds
@@ -25,7 +24,6 @@ from tests.verify.mutations.mutation import Mutation, mutations
 CATALOGUE = [m for file in (data, run, parallel, accounts) for m in mutations(file.ROWS)]
 NAMED = {mutation.id: mutation for mutation in CATALOGUE}
 PROVED = sorted({(mutation.model, mutation.plan) for mutation in CATALOGUE})
-OTHERS = {*FACTS, "masks"}  # which the tests state, and verify does not
 STEPS = 2  # and one more, for a delayed update to be beside a step
 
 
@@ -88,12 +86,9 @@ def refused_by(model: str, plan: str, findings: list[Finding]) -> dict[str, str]
 
 
 def proved(model: str, plan: str, part: str = "") -> dict[str, str]:
-    """The parts that refuse it; or one fact that is not of verify (facts.py), or masks."""
+    """The parts that refuse it; or one fact that is not of verify (facts.py)."""
     if part in FACTS:
         return {} if holds(part, model, read(plan)) else {part: plan}
-    if part == "masks":
-        one, other = (run_threads(1, drawn, f"dp1 {words}")[0].losses for words in ("", plan))
-        return {part: f"{one} and {other}"} if one != other else {}
     try:
         return refused_by(model, plan, run_threads(read(plan).size, prove, model, plan))
     except RankError as error:
@@ -107,7 +102,9 @@ def test_the_package_holds(model: str, plan: str, monkeypatch: pytest.MonkeyPatc
     parts = {m.refused_by for m in CATALOGUE if (m.model, m.plan) == (model, plan)}
     small(monkeypatch, ten_steps="memory" in parts)
     assert proved(model, plan) == {}
-    assert [proved(model, plan, part) for part in parts & OTHERS] == [{}] * len(parts & OTHERS)
+    assert [proved(model, plan, part) for part in parts & FACTS.keys()] == [{}] * len(
+        parts & FACTS.keys()
+    )
 
 
 #: Right programs that a proof once refused, of each kind that random plans showed.
@@ -151,7 +148,7 @@ def test_a_mutation_is_refused(mutation: Mutation, monkeypatch: pytest.MonkeyPat
     small(monkeypatch, ten_steps=mutation.refused_by == "memory")
     mutation.apply(monkeypatch)
     part = mutation.refused_by
-    assert part in proved(mutation.model, mutation.plan, part if part in OTHERS else "")
+    assert part in proved(mutation.model, mutation.plan, part if part in FACTS else "")
 
 
 def test_there_are_as_many_as_promised():

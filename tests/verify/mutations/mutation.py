@@ -32,8 +32,7 @@ ROW = re.compile(r"(.+) \[(.+?)(?: of (\w+))?\](?: (.+))?")
 class Mutation:
     """A sabotage. `refused_by` is one of parity, bytes, memory, coverage and error.
 
-    Others are facts of the engine that a proof does not state, but the tests (facts.py), and masks
-    of dropout (engine/test_recompute.py).
+    Others are facts of the engine that a proof does not state, but the tests (facts.py).
     """
 
     name: str
