@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,6 @@ from shardwise.comm.world import alone, init
 from shardwise.train import config, loop
 from shardwise.train.measure.metrics import read
 from tests.train import runs
-from tests.vital_signs import not_flat, vital_signs
 
 PROGRAM = str(Path(__file__).with_name("soak_run.py"))
 STEPS, SAVE_EVERY, PAUSE_S = 60, 5, 0.02
@@ -326,3 +325,29 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+#: How much a process may grow between its tenth line and its last.
+GROWTH_BYTES = 32 * 2**20
+
+
+def vital_signs(rank: int, step: int) -> dict[str, int]:
+    """This process after a step: its descriptors, threads and resident bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "pid": os.getpid(),
+        "rank": rank,
+        "step": step,
+        "descriptors": len([*Path("/proc/self/fd").iterdir()]),
+        "threads": len([*Path("/proc/self/task").iterdir()]),
+        "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
+
+
+def not_flat(lines: Sequence[dict[str, int]]) -> list[str]:
+    """What grew in a process after the first ten of these lines."""
+    first, last = lines[10], lines[-1]
+    grown = [key for key in ("descriptors", "threads") if last[key] > first[key] + 2]
+    if last["resident_bytes"] > first["resident_bytes"] + GROWTH_BYTES:
+        grown.append("resident_bytes")
+    return [f"{key} grew from {first[key]} to {last[key]}" for key in grown]

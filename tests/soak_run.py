@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.cli import main as cli
 from shardwise.train import loop
-from tests.vital_signs import vital_signs
+from tests.soak import vital_signs
 
 _told = loop.tell
 

@@ -3,39 +3,30 @@
 import shlex
 import tomllib
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import typer
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from benchmarks import foresight, largest, link, suite, table
+from benchmarks import foresight, link, suite, table
 from benchmarks.__main__ import bench_command
 from benchmarks.contenders.contender import Task
 from benchmarks.contenders.ours import SCHEDULES
-from benchmarks.contenders.roster import ROSTER, SUITES, choose, reference
+from benchmarks.contenders.roster import ROSTER, SUITES, choose
 from benchmarks.contenders.torch_pipeline import part
 from benchmarks.foresight import Foresight, ForesightLine
-from benchmarks.halves import halves, stage_starts
 from benchmarks.largest import covered
 from benchmarks.least import least_bytes
 from benchmarks.measure import Record
 from benchmarks.meters.interface import sent_bytes
 from benchmarks.meters.live_bytes import LiveBytes
 from benchmarks.stack import parameter_count
-from benchmarks.suite import heats
-from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.zero import ROWS
 from shardwise.models.gpt import GPT, GPTConfig, parameters
 from shardwise.models.registry import of_gpt
 from shardwise.prediction.cluster_presets import PRESETS
 from tests.house import ROOT
-from tests.pool import run_gloo
-from tests.programs import run_program
 
 MICRO = GPTConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, hidden=48, sequence=8)
 REFERENCE = SUITES["data"][0]
@@ -105,23 +96,6 @@ def test_live_bytes_follow_storages() -> None:
     assert live.bytes() == 0
 
 
-def gathered_inside(world: World) -> int:
-    """The peak while a DTensor gathers 8000 bytes for itself, to make as many of them."""
-    mesh = init_device_mesh("cpu", (world.size,))
-    local = torch.zeros(1000)
-    live = LiveBytes()
-    live.watch(local)
-    with live:
-        made = DTensor.from_local(local, mesh, [Shard(0)]).softmax(dim=0)
-    assert isinstance(made, DTensor) and made.placements == (Replicate(),)
-    return live.peak_bytes
-
-
-def test_what_a_dtensor_makes_for_itself_is_live() -> None:
-    """A temporary inside another library's tensor class counts as any other."""
-    assert all(peak_bytes >= 4000 + 8000 + 8000 for peak_bytes in run_gloo(2, gathered_inside))
-
-
 def test_the_parts_are_the_model() -> None:
     """Torch's stages one after another give the model's own logits, for every number of them."""
     trainable = of_gpt("micro", MICRO)
@@ -133,17 +107,6 @@ def test_the_parts_are_the_model() -> None:
         for stage in range(stages):
             x = part(model, stage, stages)(x)
         assert torch.equal(x, whole)
-
-
-def test_more_stages_than_layers_cut_layers_in_half() -> None:
-    """Two stages begin with whole blocks, four with halves, five are refused."""
-    model = of_gpt("micro", MICRO).build()
-    assert isinstance(model, GPT)
-    assert stage_starts(model, 2) == ("blocks.1",)
-    assert stage_starts(model, 4) == ("blocks.0.mlp_norm", "blocks.1", "blocks.1.mlp_norm")
-    assert len(halves(MICRO)) == 4
-    with pytest.raises(InputError, match="at most 4, half a layer each"):
-        stage_starts(model, 5)
 
 
 def test_contenders_are_found_by_the_beginning_of_their_names() -> None:
@@ -166,36 +129,6 @@ def test_contenders_are_found_by_the_beginning_of_their_names() -> None:
     assert suite.plan_tasks("pipeline", ["tiny"], 3, None, ["1f1b:4"])
     with pytest.raises(InputError, match='benchmarks data "zero3"'):
         choose("data", ["zero4"])
-
-
-def test_a_reference_runs_beside_those_compared_to_it() -> None:
-    """Of a whole suite, and of each contender alone."""
-    for name, contenders in SUITES.items():
-        assert {*contenders} <= ROSTER.keys()
-        for words in ([], *([each] for each in contenders)):
-            for names in heats(name, choose(name, words)):
-                assert {reference(name, each) for each in names} <= set(names)
-
-
-@pytest.mark.cases(9)
-@pytest.mark.parametrize(
-    ("arguments", "instead"),
-    [
-        (("data", ["smal"], 2, None, []), "--size small"),
-        (("data", [], 1, None, []), "--nproc 2"),
-        (("data", [], 3, None, []), "--nproc 2"),
-        (("data", ["tiny"], 2, 0, []), "--repeats 5"),
-        (("data", ["tiny"], 2, 10**12, []), "--repeats 5"),
-        (("pipeline", ["tiny"], 1, None, ["1f1b:4"]), "--nproc 2"),
-        (("pipeline", ["tiny"], 4, None, ["dualpipe-v:4"]), "from 8 up"),
-        (("pipeline", ["tiny"], 3, None, ["interleaved:4"]), "multiples of 3"),
-        (("pipeline", ["tiny"], 5, None, ["zb-v:8"]), "at most 8, half a layer each"),
-    ],
-)
-def test_runs_that_cannot_be_are_refused(arguments: Any, instead: str) -> None:
-    """A size, a world or a number of repeats that cannot work is answered before any starts."""
-    with pytest.raises(InputError, match=instead):
-        suite.plan_tasks(*arguments)
 
 
 @pytest.mark.cases(16)
@@ -226,13 +159,6 @@ def test_bad_input_is_refused(words: list[str], options: dict, phrase: str) -> N
         bench_command(words, **options)
 
 
-def test_the_program_ends_with_2() -> None:
-    """As a process: one paragraph on the error output."""
-    done = run_program(["-m", "benchmarks", "data", "--nproc", "x"])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--nproc" in done.stderr and len(done.stderr.splitlines()) == 1
-
-
 def test_the_commands_of_the_results_are_those_of_the_program() -> None:
     """Each suite exists, and each option is accepted by the parser."""
     app = typer.Typer()
@@ -260,18 +186,6 @@ def test_hosts_interfaces_and_sizes_are_read() -> None:
     with pytest.raises(InputError, match="lo"):
         sent_bytes("nothing0")
     assert [parameter_count(text, "1M") for text in ("100M", "20K", "64")] == [10**8, 20000, 64]
-
-
-def test_a_gpu_and_a_folder_that_are_not_there_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Before anything is measured; the error has the command that runs without a GPU."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(InputError, match="benchmarks offload --device cpu"):
-        largest.run(None, None)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with pytest.raises(InputError, match="the folder /none, which is not there"):
-        largest.run(Path("/none"), None)
 
 
 def test_the_part_of_copies_beside_kernels() -> None:

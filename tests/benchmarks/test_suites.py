@@ -13,7 +13,7 @@ from benchmarks.contenders.contender import Contender, Loop, Setup, Task
 from benchmarks.contenders.roster import ROSTER, SUITES
 from benchmarks.cuda import Pair, compare
 from benchmarks.expert_shares import PARTS
-from benchmarks.fit import FILLED_HOST, Fit, Room, fraction, most_layers, predicted
+from benchmarks.fit import Room, predicted
 from benchmarks.least import least_bytes
 from benchmarks.measure import Record, measure
 from shardwise.checkpoint.folder import find
@@ -251,36 +251,3 @@ def test_offload_trains_larger_models(tmp_path: Path, monkeypatch: pytest.Monkey
     assert line.contender == "offload:optim@disk"
     assert line.layers > found("optim", room).layers
     assert line.predicted_bytes <= room.device_bytes
-
-
-@pytest.mark.full
-def test_the_device_and_the_host_are_filled_with_whole_units() -> None:
-    """More layers than all on the host; one more fits in no way, nor any where no room is."""
-    room = replace(ROOM, device_bytes=8 * MIB, host_bytes=6 * MIB)
-    fit = most_layers(FILLED_HOST, room)
-    assert most_layers("optim", room).layers < fit.layers
-    used = held(predicted(fit.offload, room, fit.layers))
-    for size, bound in zip(used, (8 * MIB, 6 * MIB), strict=True):
-        assert bound - MIB < size <= bound  # a layer has about a MiB
-    assert fraction(predicted("optim", room, fit.layers + 1), room) is None
-    assert most_layers(FILLED_HOST, replace(ROOM, host_bytes=1000)) == Fit(0, FILLED_HOST)
-    assert most_layers("optim@disk", ROOM).layers == 0
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("most", "layers"), [(4, (3, 4)), (0, (0,))])
-def test_a_step_that_runs_out_of_memory_takes_fewer_layers(
-    most: int, layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The prediction is for more memory than there is: layers are taken away until a step runs."""
-    measured = largest.measured
-
-    def bounded(fit: Fit, *given: Any) -> largest.LargestLine:
-        if fit.layers > most:
-            raise torch.OutOfMemoryError
-        return measured(fit, *given)
-
-    monkeypatch.setattr(largest, "measured", bounded)
-    much = replace(ROOM, device_bytes=5 * MIB)
-    assert most_layers(None, much).layers > 4
-    assert found(None, much).layers in layers

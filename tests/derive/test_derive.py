@@ -10,7 +10,6 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.cli.main import main
-from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.derive.table import Derived, derive_table
@@ -22,7 +21,6 @@ from shardwise.train import config
 from shardwise.train.prepare import RunStart, prepare
 from shardwise.verify.proof_options import Options, table_in
 from tests.derive import models
-from tests.pool import run_gloo
 from tests.train.runs import model_folder, pretrained, run
 from tests.verify.test_command import shortly
 
@@ -174,25 +172,6 @@ def test_the_model_stays_as_it_was():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(generator, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
-
-
-def step(world: World, plan: str, folder: str, table: sw.Table | None) -> float:
-    """Save after a step under a table; without one, load, and evaluate."""
-    model, loss, batch = models.packed()
-    engine = sw.parallelize(model, plan, world, loss=loss, table=table)
-    if table is None:
-        sw.load(engine, folder)
-    else:
-        engine.step(batch(4, 0))
-        sw.save(engine, folder)
-    return engine.evaluate(batch(4, 1))[0]
-
-
-def test_a_checkpoint_is_loaded_without_tensor_ranks(tmp_path: Path):
-    """What two ranks saved under a derived table, one rank evaluates to the same loss."""
-    folder = str(tmp_path / "run")
-    saved = run_gloo(2, step, "tp2 fp64", folder, derived(named("packed")).table)
-    assert run_gloo(1, step, "fp64", folder, None)[0] == pytest.approx(saved[0], rel=1e-10)
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.core.errors import InputError
-from shardwise.core.plan.plan import Plan
 from shardwise.models import decoder, gpt, moe
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.initial import fill, initial
@@ -18,9 +16,6 @@ from shardwise.models.published import PUBLISHED
 from shardwise.models.registry import find
 from shardwise.techniques.expert.gate import GATES, Gate
 from shardwise.techniques.expert.moe_layer import MoE
-from shardwise.train.config import ModelSection, read
-from shardwise.train.sizes import model_sizes, require_fit
-from tests.house import ROOT
 
 MICRO = GPTConfig(vocabulary=23, layers=2, width=16, heads=4, kv_heads=2, hidden=24, sequence=6)
 TIED = replace(MICRO, tied=True)
@@ -187,35 +182,6 @@ def test_operations_are_counted_by_weight() -> None:
         moe.flops_per_token(MoEConfig(moe.TINY, Gate("topk", experts, 2))) for experts in (4, 64)
     )
     assert many - few == 6 * moe.TINY.layers * moe.TINY.width * 60
-
-
-def test_the_example_of_experts() -> None:
-    """examples/moe.toml trains as many operations per token as quickstart.toml, routers apart."""
-    sizes, dense = (
-        model_sizes(read(ROOT / "examples" / name).model, 256)
-        for name in ("moe.toml", "quickstart.toml")
-    )
-    assert isinstance(sizes, MoEConfig)
-    assert (sizes.gate.experts, sizes.gate.k) == (8, 2)
-    routers = 6 * sizes.layers * sizes.gpt.width * 8
-    assert decoder.flops_per_token(sizes) - routers == decoder.flops_per_token(dense)
-    assert decoder.parameters(sizes) > 2 * decoder.parameters(dense)
-    require_fit(sizes, Plan.parse("dp2 ep2 zero3"))
-
-
-def test_experts_that_cannot_work_are_refused() -> None:
-    """Keys of a mixture, and a degree that does not divide the experts."""
-    keys: list[tuple[dict[str, Any], str]] = [
-        ({"experts": 4, "gate": "swich"}, 'the gate "swich"'),
-        ({"experts": 4, "experts_per_token": 5}, "k=5 with 4 experts"),
-        ({"experts": 4, "gate": "argmax"}, r"model\.gate = 'argmax'"),
-    ]
-    for given, phrase in keys:
-        with pytest.raises(InputError, match=phrase):
-            model_sizes(ModelSection(**given), 256)
-    sizes = model_sizes(ModelSection(experts=6), 256)
-    with pytest.raises(InputError, match=r"'ep4' with 6 experts in blocks\.0\.moe"):
-        require_fit(sizes, Plan.parse("dp4 ep4"))
 
 
 def test_sizes_after_the_gate() -> None:
