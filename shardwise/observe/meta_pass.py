@@ -40,7 +40,7 @@ from shardwise.techniques.tensor.sharded_logits import sharded_logits
 #: Changes a model during a pass; the argument records what the change sends.
 Around = Callable[[nn.Module, Callable[[Any], None]], AbstractContextManager[None]]
 #: Errors that a forward that reads values raises on meta.
-UNKNOWN = (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AttributeError)
+UNKNOWN = (RuntimeError, NotImplementedError, ValueError, TypeError, LookupError, AttributeError)
 
 
 def run(

@@ -112,6 +112,11 @@ def squared(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
     return model(part["input_ids"]).square().mean()
 
 
+def kept(model: Any, part: dict[str, Tensor]) -> Tensor:
+    """A loss that reads an activation, which a hook of the program keeps on the model."""
+    return shifted(model, part) + model.kept.pop().square().mean()
+
+
 def own_loss(model: nn.Module, part: dict[str, Any], **options: Any) -> Tensor:
     return model(**part, **options).loss
 
@@ -127,10 +132,16 @@ def labels(part: dict[str, Tensor], first: int) -> int:
 def train(world: World, model: nn.Module, plan: str, wholes: Any, loss: Any) -> list[float]:
     """The losses of three steps, on a batch each or all on one, and of an evaluation."""
     wholes = wholes if isinstance(wholes, list) else [wholes] * 3
-    moves = loss is not shifted and "Bert" not in type(model).__name__
+    moves = loss not in (shifted, kept) and "Bert" not in type(model).__name__
     tokens = None if loss is squared else partial(labels, first=int(moves))
     how = {"optimizer": sw.AdamW(lr=1e-2), "loss": loss, "tokens": tokens}
-    engine = sw.parallelize(copy.deepcopy(model), plan, world, **how)
+    model = copy.deepcopy(model)
+    if loss is kept:
+        vars(model)["kept"] = list[Tensor]()
+        model.get_submodule("block").register_forward_hook(
+            lambda *_: vars(model)["kept"].append(_[-1])
+        )
+    engine = sw.parallelize(model, plan, world, **how)
     owns = [
         {name: x.tensor_split(engine.data_ranks)[engine.data_rank] for name, x in whole.items()}
         for whole in wholes
@@ -158,6 +169,7 @@ OWN: list[tuple[nn.Module, str, Any, Any]] = [
     (decoder("looked up"), "cp2 zero3", batch(), squared),
     (decoder("buffer"), "cp4:2x2", batch("right"), shifted),
     (decoder("torch's"), "cp4:2x2", batch("right"), shifted),
+    (decoder(), "cp2", batch(), kept),
     *((decoder(change=partial(of_width, n)), "cp4:2x2", batch(), shifted) for n in (5, 12)),
     *((decoder(), plan, documents(), shifted) for plan in ("cp4:2x2", "cp2:ulysses")),
     (decoder(), "cp4", {name: x[:, :5] for name, x in batch().items()}, shifted),

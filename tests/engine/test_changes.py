@@ -66,6 +66,13 @@ def differentiating(world: World, how: str) -> None:
         squares(model, rows(0, world.rank)).backward()  # the next pass is as any other
 
 
+def early(world: World, how: str) -> None:
+    """A term over parameters before the forward pass."""
+    model = wrap(how, make("stack").double(), world)
+    term = sum(p.square().sum() for p in model.parameters())
+    assert squares(model, rows(0, world.rank)) + term
+
+
 def in_backward(world: World, how: str) -> None:
     model = make("sequential").double()
     apply_in_backward(torch.optim.SGD, model, lr=0.1)
@@ -111,6 +118,7 @@ def seven(_: Tensor) -> Tensor:
 
 CLIPPED = "torch.nn.utils.clip_grad_norm_", "sw.clip_grad_norm(module"
 DROPPED = "drops the gradient of", "optim.step() in the loop"
+EARLY = "computed before a forward pass", "out = model(x) first"
 TWICE = "create_graph=True", "sw.DDP(module)"
 APPLIED = "applied in the backward pass", "optim.step()"
 PART = ("of leave, a part of a sharded module",)
@@ -121,6 +129,7 @@ REFUSED: list[tuple[str, Callable[[World], object], tuple[str, ...]]] = [
     ),
     *((how, partial(dropping, how=how), DROPPED) for how in ("DDP", "FULL_SHARD")),
     *((how, partial(differentiating, how=how), TWICE) for how in ("FULL_SHARD", "SHARD_GRAD_OP")),
+    *((how, partial(early, how=how), EARLY) for how in ("FULL_SHARD", "SHARD_GRAD_OP")),
     (
         "zero3",
         lambda world: engine_of(world, "zero3", penalised).step(rows(0, 0)),

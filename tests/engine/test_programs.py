@@ -148,6 +148,7 @@ def watched(side: Side) -> None:
         side.backward(step)
         side.seen.append(float((model.leave.weight.norm() + model.scale.sum()).detach()))
         assert tuple(model.leave.weight.shape) == (6, 3)
+        model(rows(9, 0))  # and drops the output
         optim.step()
         optim.zero_grad()
     side.seen.append(squares(side.model, rows(9, 0)).item())

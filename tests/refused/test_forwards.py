@@ -97,6 +97,17 @@ def autocast(model: Any, x: Tensor) -> Tensor:
         return Stack.forward(model, x)
 
 
+def hooks(model: Any, x: Tensor) -> Tensor:
+    return Stack.forward(model, x) + model.stored
+
+
+def hooked() -> nn.Module:
+    """A hook stores an activation on the model that it closes over."""
+    model = stack(hooks)
+    model.get_submodule("blocks.0").register_forward_hook(lambda *_: vars(model).update(stored=1))
+    return model
+
+
 def carries(model: Any, x: Tensor) -> Tensor:
     model.blocks[2](model.blocks[1](model.blocks[0](x)))
     return model.blocks[3](x)
@@ -144,6 +155,7 @@ FOLLOWED: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: stack(table), r"through another tensor.*x\[:, 0\] = y"),
     (lambda: stack(early), r"blocks\.3\.up\.weight, of stage 1, used by __getitem__"),
     (lambda: stack(lambda model, x: model.blocks[0](x)), r"ends in stage 0 of 2, after blocks\.0"),
+    (hooked, r"forward hooks on blocks\.0.*the rank of a layer has what its hook stores"),
     (lambda: stack(autocast), r"torch\.autocast around blocks\.0"),
 ]
 

@@ -7,7 +7,8 @@ A hook's driver holds process groups, which can be neither copied nor pickled.  
 can be copied if this rank has its full parameters; otherwise the driver raises an error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from shardwise.core.errors import InputError, bad
@@ -81,6 +82,25 @@ def others_after(p: Any) -> bool:
 
 def nothing(*_: object) -> None:
     """A hook's function that does nothing."""
+
+
+@contextmanager
+def in_place_of(model: Any, copied: Any) -> Generator[None]:
+    """Give the modules of `model` the attributes of those of `copied`, a copy that runs.
+
+    Hooks of the program that a copy calls may refer to the modules that were copied.
+    """
+    copies = dict[str, Any](copied.named_modules())
+    pairs: list[tuple[Any, Any, Any]] = [
+        (m, vars(m), vars(copies[n])) for n, m in model.named_modules() if n in copies
+    ]
+    try:
+        for module, _, attributes in pairs:
+            object.__setattr__(module, "__dict__", attributes)
+        yield
+    finally:
+        for module, attributes, _ in pairs:
+            object.__setattr__(module, "__dict__", attributes)
 
 
 class Absent:

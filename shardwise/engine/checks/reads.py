@@ -283,7 +283,7 @@ def prepare(optimizer: Optimizer, *_: Any) -> None:
         if any(type(p) is Read for p in group["params"]):
             group["params"] = [p.of if type(p) is Read else p for p in group["params"]]
     for data in dict.fromkeys(data for _, data in owners(optimizer) if isinstance(data, Data)):
-        if any(unit.opened for unit in data.units.order):
+        if data.computes_loss or any(unit.opened for unit in data.units.order):
             data.units.to_sharded()
 
 

@@ -273,6 +273,8 @@ class Data:
         outside = not (self.in_root or in_backward) and self.staged is None
         if recording and not unit.reshards and outside:
             self.computes_loss |= watch(tensors_in(out), self._begin_backward)
+        if recording and self.pace.by_hand and not unit.examined:
+            unit.require_whole(type(self.root).__name__)
         graded: bool | None = False
         if unit.reshards and not in_backward:
             self.computes_loss |= recording

@@ -7,11 +7,14 @@ During a pass hooks unshard and reshard them one by one (unit_hooks.py).
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.core.errors import bad
 from shardwise.core.reduce_order import UnitState
 from shardwise.core.tools.hook import in_backward
 from shardwise.techniques.data.flat.flat_parameter import Flat
@@ -29,6 +32,7 @@ class Unit:
         looks_up = all(type(m) is nn.Embedding for m in modules)
         self.state = UnitState.of(groups, reads_backward=not looks_up)
         self.ran = False  # in a forward pass of training since it was freed
+        self.examined = False  # whether autograd was seen to record full parameters
         self.opened = False  # gathered for a read outside of its modules' calls
         self.recorded: list[RemovableHandle] = []  # hooks, if autograd has recorded the read
 
@@ -52,6 +56,19 @@ class Unit:
         if torch.is_grad_enabled() and not self.recorded:
             params = (p for group in self.trained for p in group.params)
             self.recorded = before_gradients(params, begin_backward)
+
+    def require_whole(self, where: str) -> None:
+        """Raise InputError if autograd has recorded pieces of these full parameters."""
+        self.examined = True
+        for p in (p for group in self.trained for p in group.params if group.moves_to_rest):
+            node: Any = get_gradient_edge(p).node
+            if tuple(node._input_metadata[0].shape) != p.shape:
+                raise bad(
+                    f"a term of the loss over model.parameters(), computed before a forward pass "
+                    f"of a sharded {where}, when they are pieces of this rank",
+                    "model.parameters() between model(x) and backward, and model.layer.weight",
+                    "out = model(x) first, and then the term over model.parameters()",
+                )
 
     def close(self) -> None:
         """End the reads."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import InputError
+from shardwise.core.tools.hook import in_place_of
 from shardwise.techniques.pipeline.trace.placeholders import Calls, defined, twin
 
 #: More questions than this in one pass are those of a loop that does not end.
@@ -105,31 +106,32 @@ def _unpacked(frame: FrameType | None) -> int:
 
 
 class LossRun:
-    """One pass over a copy of the model: the calls of each module, and how many stopped.
+    """One pass over a copy of a model: the calls of each module, and how many stopped.
 
     `pair`: the batch is a pair, which `torch.cat(batch)` takes.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        original: nn.Module,
         loss: Callable[..., Any] | None,
         *,
         answer: bool = False,
         pair: bool = False,
     ) -> None:
-        self.anything, self.stopped = Anything.answering(answer), 0
+        self.anything, self.stopped, model = Anything.answering(answer), 0, twin(original)
         self.calls = {module: list[int]() for module in model.modules()}
         self.number = 0
         for module in self.calls:
             vars(module)["forward"] = self._guarded(module, module.forward)
-        try:
-            if loss is not None:
-                loss(model, (self.anything,) * 2 if pair else self.anything)
-        except Exception:  # noqa: BLE001  # of the program's code, which meets what is not its batch
-            self.stopped += 1
-        if not (self.number or pair):
-            model(*self._inputs(type(model)))
+        with in_place_of(original, model):
+            try:
+                if loss is not None:
+                    loss(model, (self.anything,) * 2 if pair else self.anything)
+            except Exception:  # noqa: BLE001  # of the program's code, which meets no real batch
+                self.stopped += 1
+            if not (self.number or pair):
+                model(*self._inputs(type(model)))
 
     def _inputs(self, kind: type[nn.Module]) -> list[Any]:
         """The inputs that the forward of a module of this class needs."""
@@ -166,16 +168,13 @@ def call_order(model: nn.Module, loss: Callable[..., Any] | None = None) -> Call
     """
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            found = LossRun(twin(model), loss)
+            found = LossRun(model, loss)
         except InputError:  # it cannot be copied, so no pipeline can be cut from it
             return defined(model)
         if found.stopped:
-            other, pair = (
-                LossRun(twin(model), loss, answer=True),
-                LossRun(twin(model), loss, pair=True),
-            )
+            other = LossRun(model, loss, answer=True)
             found = min(found, other, key=lambda run: run.stopped)
-            found = max(found, pair, key=lambda run: run.number)
+            found = max(found, LossRun(model, loss, pair=True), key=lambda run: run.number)
     calls = dict(zip(model.modules(), found.calls.values(), strict=True))
     places: dict[str, tuple[int, ...]] = {}
     last = 0

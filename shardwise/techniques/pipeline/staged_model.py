@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.errors import InputError, bad
+from shardwise.core.tools.hook import Absent
 from shardwise.observe.meta_pass import UNKNOWN, as_on
 from shardwise.techniques.pipeline.stage import Over, Ran, Stage
 from shardwise.techniques.pipeline.stage_io import StageTrace
@@ -75,8 +77,20 @@ class Stages:
             try:
                 call(twin)
             except UNKNOWN as error:
-                raise follow.blame(error) from error
+                raise self._hooked(follow.blame(error)) from error
         return follow.finish()
+
+    def _hooked(self, error: Exception) -> Exception:
+        """The error to raise instead of `error`, if hooks on layers may have caused it."""
+        names = [of.name for of in self.layers.standing if _hooks(of.twin)]
+        if isinstance(error, InputError) or not names:
+            return error
+        return bad(
+            f"a forward or a loss that fails in a pipeline ({type(error).__name__}: {error}), of a "
+            f"model with forward hooks on {', '.join(names[:4])}",
+            "activations that layers return: only the rank of a layer has what its hook stores",
+            "the activation as an output of the forward, or a plan without pp",
+        )
 
     def fits(self, trace: StageTrace, call: Callable[[nn.Module], Any]) -> bool:
         """Whether `trace` holds for this microbatch too, of the same shapes.
@@ -124,7 +138,16 @@ class Stages:
         player.take(inputs)
         glue, ran = Glue(player, seen, self.device), Ran()
         with suppress(Over), layers.playing(glue) as model, glue:
-            ran.result = call(model)
+            try:
+                ran.result = call(model)
+            except UNKNOWN as error:
+                raise self._hooked(error) from error
         player.end()
         ran.outputs = player.outputs()
         return ran
+
+
+def _hooks(layer: nn.Module) -> bool:
+    """Whether a layer of the twin has forward hooks of the program."""
+    tables = (module._forward_hooks.values() for module in layer.modules())
+    return any(not isinstance(hook, Absent) for table in tables for hook in table)
