@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.core.plan.plan import WORDS
+from shardwise.core.plan.plan import WORDS, Plan
 from shardwise.engine.state.box import Box
 from shardwise.techniques.offload.word import BY_FRACTION, WHAT
 from shardwise.techniques.recompute.word import PARTITIONED_WORDS
@@ -34,6 +34,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.UsageError("--device cuda on a machine without a GPU that PyTorch sees")
     run_by = partial(runner, device)
     pairs = [(plan, word) for plan, words in EQUAL_16.items() for word in words]
+    few = {plan: words for plan, words in EQUAL_16.items() if Plan.parse(plan).size <= 2}
+    core = {p for plan, words in few.items() for p in (plan, *(f"{plan} {w}" for w in words[:1]))}
+    core |= ON_PROCESSES
     table = [plan for name, plans in CANONICAL.items() if name != LONG for plan in plans]
     again = [plan for plan in [*table, *CANONICAL[LONG]] if plan not in ON_PROCESSES]
     slow = [(f"{plan}, gloo", (run_gloo, plan)) for plan in again]
@@ -46,12 +49,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             *((plan, how, [pytest.mark.full]) for plan, how in slow),
         ],
         "half": [(plan, (run_by(plan), plan), []) for plan in IN_16_BITS],
-        "scaled": [(plan, (run_by(plan), plan), []) for plan in IN_16_BITS if "fp16" in plan],
         "two": [
             (f"{p} {word}", (run_by(p), p, f"{p} {word}"), [HOSTS] if device == "cuda" else [])
             for p, word in pairs
         ],
     }
+    for each in ("half", "two"):
+        for plan, _, marks in cases[each]:
+            marks += [] if plan in core else [pytest.mark.full]
+    cases["scaled"] = [case for case in cases["half"] if "fp16" in case[0]]
     for name in cases.keys() & {*metafunc.fixturenames}:
         params = [pytest.param(value, id=plan, marks=own) for plan, value, own in cases[name]]
         metafunc.parametrize(name, params, indirect=True)

@@ -67,6 +67,7 @@ class UnitOrder:
         self.stages = {0: self.forward} if stages is None else stages
         self.uses = {stage: _Uses() for stage in self.stages}
         self.stage = next(iter(self.stages))  # the stage that is being computed
+        self.recorded = True  # the last forward pass
         self.reads = True  # whether this backward pass reads weights
         self.latest: int | None = None  # the unit used last: gathered until another is used
         self.in_backward = False
@@ -87,7 +88,9 @@ class UnitOrder:
 
     def begin_forward(self, *, recorded: bool) -> None:
         """A forward pass of the root begins; `recorded`: a backward pass may follow."""
-        self.uses[self.stage].ended |= not recorded
+        # uses by a loss, after a pass that was not recorded, are no part of this pass either
+        self.uses[self.stage].ended |= not (recorded and self.recorded)
+        self.recorded = recorded
 
     def call(self, unit: int) -> list[Act]:
         """A module of the unit is called, in a forward pass or by a recomputation."""
