@@ -53,7 +53,7 @@ check: setup
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -q tests/test_house.py
+	$(BIN)/python -m pytest -q -m '' tests/test_house.py
 
 # The documentation site, in site/: pages of the reference are written from the program, and a link
 # that leads nowhere is an error.

@@ -3,7 +3,8 @@
 A test is core unless it is marked `full`: long, or of a fact that another test shows on fewer
 processes.  Of one with more than `CASES` parameter sets, core are those marked so by hand; else the
 first that is written, then the first of those that show the most values that none before has shown.
-The marker `cases(n)` sets their number.  Of a test marked `crossed`, whose cases are all
+The marker `cases(n)` sets their number; else it is one where a case takes long, as recorded
+(tests/durations.py).  Of a test marked `crossed`, whose cases are all
 combinations of several parameters, `make nightly` runs each value of each parameter once; the
 others are marked `combination`, and run with `pytest -m ""`.
 
@@ -16,6 +17,8 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from zlib import crc32
 
 import pytest
@@ -29,9 +32,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 settings.register_profile("house", deadline=None, derandomize=True, database=None)
 settings.load_profile("house")
 
-CASES = 2
+CASES, LONG_S = 2, 2.0
 #: Files of which every case that is not `full` runs: it costs next to nothing, or is a fact.
-WHOLE = ("tests/test_house.py", "tests/test_plans.py", "tests/refused/", "tests/core/")
+WHOLE = ("tests/test_plans.py", "tests/refused/", "tests/core/")
+#: It is a part of `make check`.
+HOUSE = "tests/test_house.py"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -105,11 +110,24 @@ def _is(case: pytest.Item, mark: str) -> bool:
 
 def core(name: str, cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
     """The cases of one test that `make test` runs."""
+    if name.startswith(HOUSE):
+        return []
     marked = [case for case in cases if _is(case, "core")]
-    most = next((m.args[0] for case in cases for m in case.iter_markers("cases")), CASES)
+    usual = 1 if name in _long() else CASES
+    most = next((m.args[0] for case in cases for m in case.iter_markers("cases")), usual)
     if marked or len(cases) <= most or name.startswith(WHOLE):
         return marked or cases
     return [case for case, _ in itertools.islice(_by_news(cases), most)]
+
+
+@cache
+def _long() -> set[str]:
+    """The tests of which each case takes long, as tests/durations.txt has them."""
+    text = Path(__file__).with_name("durations.txt").read_text()
+    rows = [line.split() for line in text.splitlines()]
+    of = lambda name: "/".join(name.split(".")[:-1]) + ".py::" + name.split(".")[-1]  # noqa: E731
+    each = {of(row[4]): sum(map(float, row[:2])) / sum(map(int, row[2:4])) for row in rows[1:]}
+    return {name for name, seconds in each.items() if seconds >= LONG_S}
 
 
 def _by_news(cases: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, int]]:

@@ -206,6 +206,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
             whole = b""
 
 
+@pytest.mark.full
 def test_wandb_gets_the_same_numbers_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +230,7 @@ def test_wandb_gets_the_same_numbers_offline(
     assert {name.rpartition("-")[2] for name in runs} == {file.stem.removeprefix("run-")}
 
 
+@pytest.mark.full
 def test_mlflow_gets_the_same_numbers_from_a_local_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

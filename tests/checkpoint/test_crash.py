@@ -77,6 +77,7 @@ def save_beside(place: Path) -> tuple[Path, Callable[[], object]]:
 WRITERS = (save_beside, save_over, export_over, import_over)
 
 
+@pytest.mark.full
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("over", WRITERS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork beside threads: the child is brief

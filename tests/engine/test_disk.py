@@ -144,6 +144,7 @@ def waiting(world: World, width: int, plan: str) -> tuple[Held, Used, int, str, 
 COUNTS = 4 * 4  # bytes of the step counts of four parameters, which an update copies
 
 
+@pytest.mark.full
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["dp2 zero2 offload:optim@disk", "dp2 zero3 offload:param@disk"])
 def test_a_slow_disk_is_waited_for(plan: str, monkeypatch: pytest.MonkeyPatch):
@@ -274,6 +275,7 @@ def test_the_least_offload_that_fits(row: str):
         with_offload(tight, predicted)
 
 
+@pytest.mark.full
 def test_it_fits_on_every_stage():
     """The first stage keeps more activations, the last the head: the larger decides."""
     plan = Plan.parse("pp2 1f1b:2 fp32")

@@ -194,7 +194,7 @@ AGAIN = [
 ]
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("plan", "words"), AGAIN)
 def test_recomputation_draws_the_same_masks(plan: str, words: str):
     """Gradients are those of kept activations, also where I recomputes them; one loss."""

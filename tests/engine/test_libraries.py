@@ -314,7 +314,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("how", "when", "backend"), COMPILED)
 def test_compiled_models_train_as_plain_ones(how: str, when: str, backend: str):
     """Compiled before or after; `no_sync`, clipping, `unwrap` and names are as without a compiler.

@@ -251,7 +251,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("plan", "optimizer"), PLANS)
 def test_lion_and_optimizers_of_whole_tensors(plan: str, optimizer: dict[str, Any]):
     """Parity within 1e-10; bytes to and from owners, and their states, are as predicted."""

@@ -88,7 +88,7 @@ CASES = [
 ]
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(("plan", "name", "options"), CASES)
 def test_models(plan: str, name: str, options: dict[str, Any]):
     """Frozen stages, tuples, dicts, skips, parameters that nobody or several stages use.

@@ -42,7 +42,7 @@ def recipe(name: str) -> Any:
     return importlib.import_module(f"examples.{name}")
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "plan"), [(name, plan) for name, plans in PLANS.items() for plan in plans[1:]]
 )
@@ -56,6 +56,7 @@ def test_two_ranks_train_as_one_process(name: str, plan: str) -> None:
         assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.full
 def test_a_loop_of_ones_own_continues_as_if_it_had_not_ended(tmp_path: Path) -> None:
     """Three steps and three after a restart have the losses of six."""
     through, resumed = recipe("own_loop").compare(tmp_path)

@@ -214,6 +214,7 @@ def test_the_trace_has_the_streams_of_a_step(
     assert "ms, bubble " in (tmp_path / "step.svg").read_text()
 
 
+@pytest.mark.full
 def test_the_curve_is_that_of_each_number_of_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,6 +111,7 @@ def test_a_search_predicts_what_predict_does() -> None:
         assert (each.seconds, each.peak_bytes) == own, each.plan
 
 
+@pytest.mark.full
 def test_what_is_recomputed_fills_the_memory() -> None:
     """The best plan recomputes as few blocks as fit: no other budget that fits is faster."""
     best = searched(NARROW).best
@@ -169,6 +170,7 @@ def test_why_a_plan_does_not_fit_or_is_slower() -> None:
     assert "exposed tp +" in text
 
 
+@pytest.mark.full
 def test_offload_is_tried_where_nothing_else_fits() -> None:
     """Its copies over the link to host memory add to the time of its own prediction."""
     found, cluster = searched(SCARCE), machine(SCARCE)
@@ -184,6 +186,7 @@ def test_offload_is_tried_where_nothing_else_fits() -> None:
         assert each.seconds == found_s.seconds
 
 
+@pytest.mark.full
 def test_where_nothing_fits_a_search_says_how_many_ranks_would() -> None:
     """No plan is ranked, the nearest comes first; on half the named ranks nothing fits."""
     found = searched(NONE)
@@ -264,6 +267,7 @@ def test_the_cut_is_the_best_of_all_cuts(text: str, vocabulary: int, even_is_bes
     assert (even <= best * (1 + 1e-9)) == even_is_best
 
 
+@pytest.mark.full
 def test_a_search_has_the_uneven_stages_of_its_best_pipelines() -> None:
     """Faster than the plan without them, with the time and the peak of their own prediction."""
     found = sw.search(deep(4096), LARGE, 2, batch(), rows=2, options=OPTIONS)
@@ -337,7 +341,7 @@ def read(found: Any) -> dict[str, Any]:
     return values | {"time": found.step_time(PRESETS["h100-sxm"])}
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("kind", "plan_text", "rows"), DERIVED)
 def test_a_derived_prediction_is_that_of_the_plan(kind: str, plan_text: str, rows: int) -> None:
     """Memory, peak, bytes, messages and time, on the first and on the last rank of the pipeline."""
@@ -417,6 +421,7 @@ def test_the_command_prints_the_best_plans(capsys: pytest.CaptureFixture[str]) -
     assert "The difference is" in text
 
 
+@pytest.mark.full
 def test_the_best_plans_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     """The two best run on two new ranks; the line to paste has the faster one."""
     found = json.loads(printed(capsys, [*TASK, "--measure", "2", "--json"]))

@@ -301,6 +301,7 @@ def called(folder: Path, function: str, *, fails: bool = False) -> config.Config
     return runs.changed(settings(folder / "run"), "run", callbacks=(f"{file}:{function}",))
 
 
+@pytest.mark.full
 def test_a_callback_of_ones_own_is_called_as_the_run_proceeds(tmp_path: Path) -> None:
     """After each step, evaluation and save, on both ranks."""
     records = run(called(tmp_path, "make"), ranks=2)

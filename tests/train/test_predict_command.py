@@ -41,6 +41,7 @@ def test_what_is_predicted_for_a_configuration_is_what_its_run_holds_and_sends(
     assert record.sent_bytes == sum(found["bytes"].values())
 
 
+@pytest.mark.full
 def test_the_model_of_a_configuration_is_proved(tmp_path: Path, capsys: Capture) -> None:
     """Under a plan on the command line, which replaces its own."""
     file = tmp_path / "config.toml"
