@@ -154,7 +154,7 @@ EVENTS = [
 ]
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("plan", "name", "options"), EVENTS)
 def test_every_event_is_predicted_to_the_byte(plan: str, name: str, options: dict[str, Any]):
     """Every event of every rank, in the same order, with the same bytes of every category.
@@ -205,6 +205,7 @@ def recorded(world: World, plan: str) -> tuple[AllocationTrace, list[int], int]:
     return recorder.trace, [event.total for event in meter.events], meter.most_bytes
 
 
+@pytest.mark.full
 def test_a_trace_has_the_bytes_of_the_meter():
     """At each event, and at the peak; each storage is allocated once and freed at most once."""
     for trace, totals, most in run_threads(2, recorded, "dp2 zero3 fp32 recompute:full"):

@@ -71,7 +71,7 @@ GATED = [
 ]
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("name", "plan", "rows"), GATED)
 def test_every_gate(name: str, plan: str, rows: int):
     """With few rows, on the tensor axis, in stages and in recomputations too."""
@@ -92,6 +92,7 @@ def batch(name: str, rows: int, step: int) -> dict[str, Tensor]:
     return find(f"hf:{name}").batch(rows, step)
 
 
+@pytest.mark.full
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "plan", "rows"),
