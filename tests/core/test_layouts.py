@@ -2,27 +2,19 @@
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.core.errors import InputError
 from shardwise.core.layouts.boxes import Box1, boxes
 from shardwise.core.layouts.flatten import ALIGN_BYTES, flatten
 from shardwise.core.layouts.layout import I, P, Placement, R, S
 from shardwise.core.layouts.lengths import Lengths
-from shardwise.core.layouts.param_layout import AxisLayout, Layout
-from shardwise.core.layouts.uneven import Cut, even, packed
 from shardwise.core.mesh import AXES, Mesh
-from shardwise.core.model_spec import ELEMENT_BYTES, ModelShape, ParamShape, UnitShape
+from shardwise.core.model_spec import ELEMENT_BYTES
 from shardwise.core.moves import price
-from shardwise.core.plan.plan import Plan
-from shardwise.core.zero import ROWS, Row
-from shardwise.prediction.stored_bytes import PLAIN, held_bytes
-from shardwise.prediction.traffic import by_kind, step_bytes
 
 # --- placements and moves -------------------------------------------------------------------------
 
@@ -207,102 +199,7 @@ def test_the_size_of_a_shard_tells_the_length(ranks: int, lengths: list[int]):
     assert all(known.shard(whole) == size for whole, size in sizes.items())
 
 
-def test_the_size_of_a_shard_is_the_smallest_that_is_free():
-    """A sequence alone is padded as little as may be; what is no shard has no length."""
-    known = Lengths(2)
-    assert [known.shard(whole) for whole in (8, 7, 10, 8)] == [4, 5, 6, 4]
-    with pytest.raises(InputError, match=r"of 9 positions that is no shard .* in this pass: 4 of"):
-        known.full(9)
-
-
 # --- parameters -----------------------------------------------------------------------------------
-
-#: Queries for four ranks, keys for pairs of them: packed in one weight.
-KEYS = Cut(0, 4, (((0, 2),), ((0, 2),), ((2, 4),), ((2, 4),)))
-QKV = packed(0, [even(0, 8, 4), KEYS])
-
-
-@pytest.mark.parametrize(
-    ("layout", "groups", "replicas"),
-    [
-        (AxisLayout(I, 4), (), [0, 1, 2, 3]),
-        (AxisLayout(R, 4), ((0, 1, 2, 3),), [0, 1, 2, 3]),
-        (AxisLayout(R, 4, holders=(1, 3)), ((1, 3),), [None, 0, None, 1]),
-        (AxisLayout.sharded(even(0, 10, 4)), (), [0, 0, 0, 0]),
-        (AxisLayout.sharded(KEYS), ((0, 1), (2, 3)), [0, 1, 0, 1]),
-    ],
-)
-def test_one_axis(layout: AxisLayout, groups: object, replicas: list[int | None]):
-    """R is summed over its holders, a cut over ranks that share ranges; each has a first rank."""
-    assert layout.groups == groups
-    holders = [rank for rank in range(4) if replicas[rank] is not None]
-    assert [layout.replica(rank) for rank in holders] == [replicas[r] for r in holders]
-    for rank in holders:
-        assert rank in layout.group(rank)
-
-
-def test_what_is_shared_in_part():
-    """Of a packed weight the keys are shared by pairs: their spans, and the ranks of the pair."""
-    layout = Layout(axes=(("tp", AxisLayout.sharded(QKV)),))
-    shared = layout.on("tp").shared(3)
-    assert shared is not None
-    assert (shared.dim, shared.spans, shared.ranks) == (0, ((2, 2),), (2, 3))
-    assert shared.includes(2)
-    assert not shared.includes(1)
-    assert layout.shared_numel("tp", {"tp": 3}, (4, 5)) == 10
-    assert layout.full_shape((4, 5)) == (12, 5)
-    assert layout.on("tp").groups == ()
-
-
-def coordinates(**sizes: int) -> Iterator[dict[str, int]]:
-    for place in itertools.product(*map(range, sizes.values())):
-        yield dict(zip(sizes, place, strict=True))
-
-
-def test_one_rank_is_the_first():
-    """Of all ranks that hold the same part one has replica 0; of all holders one is the first."""
-    axes = ("tp", AxisLayout.sharded(even(0, 6, 2))), ("pp", AxisLayout(R, 3, holders=(0, 2)))
-    layout = Layout(axes=axes)
-    here = [c for c in coordinates(tp=2, pp=3) if c["pp"] != 1]
-    assert [layout.replica(c) for c in here] == [0, 1, 0, 1]
-    assert sum(layout.holder(c) == 0 for c in here) == 1
-    assert layout.tied
-
-
-def test_kinds():
-    """Parameters cut in different ways may be laid end to end; not those summed in other ways."""
-    cut, other = even(0, 6, 2), even(1, 8, 2)
-    kinds = [
-        Layout(ROWS[row], "dp", "none", (("tp", on),)).kind
-        for row, on in [
-            ("zero1", AxisLayout.sharded(cut)),
-            ("zero1", AxisLayout.sharded(other)),
-            ("zero1", AxisLayout(I, 2)),
-            ("zero1", AxisLayout(R, 2)),
-            ("zero3", AxisLayout(R, 2)),
-        ]
-    ]
-    assert kinds[0] == kinds[1]
-    assert len(set(kinds)) == 4
-
-
-def test_a_layout_with_a_row_of_its_own():
-    """The row of a layout, and not the plan's, says what its unit holds and sends; an expert's."""
-    axes = (("ep", AxisLayout.sharded(even(0, 8, 4))),)
-    expert = Layout(ROWS["zero1"], "dp", "none", axes)
-    assert str(expert) == "ep=S0 zero1 over dp"
-    assert expert.on("ep").groups == ()  # each rank has all of its experts' gradient
-    assert expert.full_shape((2, 3, 5)) == (8, 3, 5)
-    rows = {"a": ROWS["zero3"], "b": Row(R, P, S(0))}
-    units = [
-        UnitShape(name, (ParamShape(name, (64, 64), layout=Layout(row, "dp")),))
-        for name, row in rows.items()
-    ]
-    numel, plan = 64 * 64, Plan.parse("dp2 zero2")
-    held = held_bytes(plan, ModelShape(tuple(units)), PLAIN)
-    assert held["parameters"] == (numel // 2 + numel) * 4
-    sent, one = (by_kind(step_bytes(plan, ModelShape(tuple(u)))) for u in (units, units[:1]))
-    assert (sent["dp reduce_scatter"], one["dp reduce_scatter"]) == (4 * numel, 2 * numel)
 
 
 @pytest.mark.parametrize("name", ELEMENT_BYTES)

@@ -274,34 +274,19 @@ def test_a_yaml_that_names_a_json_is_read_with_it(tmp_path: Path) -> None:
 
 WRONG: dict[str, Case] = {
     "a stage": ("json", zero(7), "stage = 7"),
-    "a stage in quotes": ("json", zero("3"), 'stage = "3"'),
-    "a stage that is true": ("json", zero(True), "stage = true"),
     "no section": ("json", {"zero_optimization": "3"}, "a section of keys"),
-    "a section": ("json", {"train_batch_size": {"value": 3}}, "one value for train_batch_size"),
     "no number": ("json", DEEPSPEED | {"train_batch_size": "x"}, 'train_batch_size = "x"'),
-    "no microbatches": ("json", DEEPSPEED | {"gradient_accumulation_steps": 0}, "from 1 up"),
     "no switch": ("json", {"bf16": {"enabled": "yes"}}, 'bf16.enabled = "yes"'),
     "a device": ("json", zero(3, offload_optimizer={"device": "tape"}), "cpu, nvme or none"),
     "a ratio": ("json", zero(3, offload_optimizer={"ratio": 2}), "a number from 0 to 1"),
-    "betas": ("json", {"optimizer": {"params": {"betas": [0.9]}}}, "two numbers"),
-    "no section of FSDP": ("yaml", launched(fsdp_config=3), "fsdp_config = 3"),
     "a strategy": ("yaml", fsdp(sharding_strategy="FULL"), 'fsdp_sharding_strategy = "FULL"'),
-    "resharding": ("yaml", fsdp(reshard_after_forward=3), "fsdp_reshard_after_forward = 3"),
-    "a precision": ("yaml", launched(mixed_precision="int3"), 'mixed_precision = "int3"'),
-    "no processes": ("yaml", launched(num_processes=0), "num_processes = 0"),
     "hosts of different sizes": (
         "yaml",
         fsdp(sharding_strategy="HYBRID_SHARD") | {"num_machines": 3},
         "num_processes 8 on num_machines 3",
     ),
     "axes": ("yaml", axes(dp_shard=3, tp=2), "num_processes = 8 with the axes of the plan 'dp3"),
-    "a degree": (
-        "toml",
-        {"parallelism": {"tensor_parallel_degree": "x"}},
-        'tensor_parallel_degree = "x"',
-    ),
     "a degree of zero": ("toml", {"parallelism": {"pipeline_parallel_degree": 0}}, "from 1 up"),
-    "a mode": ("toml", {"activation_checkpoint": {"mode": "some"}}, 'mode = "some"'),
 }
 
 

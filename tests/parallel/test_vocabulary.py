@@ -1,6 +1,5 @@
 """What reads a vocabulary on ranks, embedding and cross-entropy, is what one process computes."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from shardwise.core.errors import InputError, RankError
 from shardwise.core.layouts.layout import I, P, S
 from shardwise.core.layouts.uneven import Cut, even
 from shardwise.kernels.cross_entropy import cross_entropy
-from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.techniques.tensor.embedding import embed
 from shardwise.techniques.tensor.sharded_logits import sharded_logits
 from tests.parallel.test_logits import F64, ROWS, V, columns, near, on_rank, sample
@@ -301,32 +299,3 @@ def test_what_a_part_of_the_rows_cannot_do_is_refused(word: str):
         embed(module, alone().everyone, even(0, 5, 1), lambda out: out)
     assert module.padding_idx == 3
     assert not module._forward_hooks
-
-
-WORDS = GPTConfig(
-    vocabulary=33, width=16, layers=1, heads=2, kv_heads=2, hidden=32, sequence=8, tied=True
-)
-
-
-def masked_in_place(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """A loss of a program that works in place: cooled, and without the last three words."""
-    logits = model(batch["inputs"]).div_(2.0)
-    logits[..., 30:] = -1e4
-    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
-
-
-def stepped(world: World, model: nn.Module, plan: str) -> list[float]:
-    ids = torch.arange(36).view(4, 9) % 30
-    batch, optimizer = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}, sw.SGD(lr=0.1)
-    how: Any = {"optimizer": optimizer, "loss": masked_in_place}
-    engine = sw.parallelize(copy.deepcopy(model), plan, world, **how)
-    return [engine.step(batch).loss for _ in range(3)]
-
-
-@pytest.mark.parametrize("plan", ["tp2 fp64", "tp2 sp fp64"])
-def test_a_program_that_changes_its_logits_in_place_trains_the_same(plan: str):
-    """What the engine's layers return may be written to, as what one process computes."""
-    model = GPT(WORDS)
-    expected = stepped(alone(), model, "fp64")
-    for found in run_threads(2, stepped, model, plan):
-        assert found == pytest.approx(expected, rel=1e-10)
