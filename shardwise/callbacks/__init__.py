@@ -8,8 +8,6 @@
 """
 
 from shardwise.callbacks.callback import Callback, Callbacks, RunFacts
-from shardwise.callbacks.mlflow_runs import MLflow
-from shardwise.callbacks.tensorboard_files import TensorBoard
-from shardwise.callbacks.wandb_runs import WandB
+from shardwise.callbacks.trackers import MLflow, TensorBoard, WandB
 
 __all__ = ["Callback", "Callbacks", "MLflow", "RunFacts", "TensorBoard", "WandB"]

@@ -1,4 +1,4 @@
-"""The Accelerator that Trainer sees: its processes are the data ranks of an engine."""
+"""The Accelerator and the optimizer that Trainer sees: both belong to an engine."""
 
 from functools import partial
 from typing import Any
@@ -6,11 +6,13 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import seed_worker
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.hf.shares import divided, gathered
 
 
@@ -88,3 +90,26 @@ class DataRanks(Accelerator):
             return gathered(flat, engine.world, engine.data_rank, share)
 
         return tree_map(every, input_data)
+
+
+class Updated(Optimizer):
+    """What Trainer's loop and its callbacks hold: the groups of the engine's optimizer.
+
+    `engine.step` has updated when the loop calls `step`, which therefore does nothing.
+    """
+
+    def __init__(self, of: ShardedOptimizer) -> None:  # Optimizer.__init__ would make new groups
+        self.of = of
+        self.defaults, self.state, self.param_groups = of.defaults, of.state, of.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: `engine.step` clears each gradient after its update."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.of.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.of.load_state_dict(state_dict)

@@ -35,9 +35,8 @@ from shardwise.engine.parallelize import parallelize, plan_of
 from shardwise.engine.state.full import full_state_dict
 from shardwise.engine.training import Metrics
 from shardwise.hf import training_arguments
-from shardwise.hf.accelerator import DataRanks
+from shardwise.hf.accelerator import DataRanks, Updated
 from shardwise.hf.shares import PADDING, first_rows, joined, rows_in
-from shardwise.hf.torch_optimizer import Updated, specification, without_decay
 from shardwise.techniques.pipeline.trace.placeholders import twin
 from shardwise.techniques.tensor.tensor_table import Table
 
@@ -154,8 +153,10 @@ class Trainer(transformers.Trainer):
         decay = self.args.weight_decay
         groups: dict[str, dict[str, Any]] = {}
         if decay:
-            groups = without_decay(self.model, {*self.get_decay_parameter_names(self.model)})
-        return specification(kind, options, decay, groups)
+            groups = training_arguments.without_decay(
+                self.model, {*self.get_decay_parameter_names(self.model)}
+            )
+        return training_arguments.specification(kind, options, decay, groups)
 
     # --- what Trainer asks for before it trains ---------------------------------------------------
 

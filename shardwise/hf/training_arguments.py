@@ -1,17 +1,23 @@
-"""Which TrainingArguments a plan honours: each field is in exactly one of three groups.
+"""Which TrainingArguments a plan honours, and the optimizer that they ask for.
+
+Each field is in exactly one of three groups.
 
 HONOURED   Trainer's own code reads the field, as without a plan
 MAPPED     the field is translated into the plan, the optimizer's specification or the data shares
 REFUSED    any value but the default is an error, which says what to write instead
 """
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from torch import nn
+from torch.optim import Optimizer
 from transformers import TrainingArguments
 
 from shardwise.core.errors import Problem, bad, refusal
 from shardwise.core.plan.plan import Plan
+from shardwise.engine.optimizer.optimizer_spec import Optim, OptimizerSpec
 
 HONOURED: Final = frozenset(
     (
@@ -167,3 +173,30 @@ STEPS: Final = (
     *("training_step", "prediction_step", "create_optimizer", "create_optimizer_and_scheduler"),
     *("_prepare_for_training", "_save_optimizer_and_scheduler", "_wrap_model"),
 )
+
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def specification(
+    kind: type[Optimizer], options: dict[str, Any], decay: float, groups: dict[str, dict[str, Any]]
+) -> OptimizerSpec:
+    """The class with its options; parameters of `groups` do not decay, others by `decay`."""
+    known = {key: value for key, value in options.items() if key != "fused"}
+    known["weight_decay"] = decay
+    return Optim(kind, groups=groups, **known)
+
+
+def without_decay(model: nn.Module, decayed: set[str]) -> dict[str, dict[str, Any]]:
+    """Patterns of the names that are not `decayed`: one for the same weight of all layers.
+
+    A pattern that would match a decayed name too is written out as the names.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name in decayed:
+            continue
+        pattern = _NUMBER.sub("*", name)
+        exact = re.compile(re.escape(pattern).replace(r"\*", ".*"))
+        clash = any(exact.fullmatch(other) for other in decayed)
+        found[name if clash else pattern] = {"weight_decay": 0.0}
+    return found

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.callbacks import Callback, Callbacks, RunFacts, callback, installed
+from shardwise.callbacks import Callback, Callbacks, RunFacts, callback
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RunError
 from shardwise.train import config
@@ -152,7 +152,7 @@ def test_a_tracker_that_is_not_installed_says_how_to_install_it(
     make: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One paragraph, when it is made."""
-    monkeypatch.setattr(installed, "find_spec", lambda _: None)
+    monkeypatch.setattr("shardwise.callbacks.trackers.find_spec", lambda _: None)
     with pytest.raises(InputError, match=f"not installed.*{text}"):
         make()
 
