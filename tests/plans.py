@@ -109,7 +109,7 @@ EQUAL_16: dict[str, list[str]] = {
     "dp2 bf16": ["offload:optim", "offload:optim@disk", "offload:param", "offload:param@disk"],
     "dp2 zero1 fp16": ["offload:optim", "offload:optim@disk"],
     "dp2 zero2 bf16": [
-        *("offload:optim", "offload:optim=0.6", "offload:optim@disk", "arenas", "recompute:full"),
+        *("offload:optim", "offload:optim=0.6", "offload:optim@disk", "arenas", "recompute:full")
     ],
     "dp2 zero2 accumulate:2 fp16": ["offload:optim", "offload:optim@disk"],
     "dp2 zero3 fp16": [
@@ -140,7 +140,7 @@ ON_PROCESSES = {
 }
 #: Words of no plan above, and where they are proved.
 ELSEWHERE = {
-    "offload:auto": "tests/engine/test_disk.py",  # chosen before any rank starts
+    "offload:auto": "tests/engine/test_disk.py"  # chosen before any rank starts
 }
 
 

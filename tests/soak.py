@@ -323,10 +323,6 @@ def main() -> int:
     return min(1, flat(asked.steps) if asked.steps else soak(asked.minutes, asked.seed))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 #: How much a process may grow between its tenth line and its last.
 GROWTH_BYTES = 32 * 2**20
 
@@ -351,3 +347,7 @@ def not_flat(lines: Sequence[dict[str, int]]) -> list[str]:
     if last["resident_bytes"] > first["resident_bytes"] + GROWTH_BYTES:
         grown.append("resident_bytes")
     return [f"{key} grew from {first[key]} to {last[key]}" for key in grown]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -24,15 +24,7 @@ from shardwise.cli.main import main
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.state.box import Box
-from tests.checkpoint.damage import (
-    ABSURD,
-    NUMBERS,
-    damages,
-    flip,
-    limits,
-    reseal,
-    special,
-)
+from tests.checkpoint.damage import ABSURD, NUMBERS, damages, flip, limits, reseal, special
 from tests.checkpoint.support import engine_of, save_by_all, steps
 from tests.pool import run_threads
 

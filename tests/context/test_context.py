@@ -36,7 +36,7 @@ def test_positions_of_ranks():
     """A rank holds an early and a late chunk, as in the figure; Ulysses divides a ring rank's."""
     zigzag, inside = SequenceCut(16, 4, True), SequenceCut(16, 4, True, ulysses=2)
     assert [zigzag.chunks(rank) for rank in range(4)] == [
-        *([(0, 2), (14, 16)], [(2, 4), (12, 14)], [(4, 6), (10, 12)], [(6, 8), (8, 10)]),
+        *([(0, 2), (14, 16)], [(2, 4), (12, 14)], [(4, 6), (10, 12)], [(6, 8), (8, 10)])
     ]
     assert [inside.chunks(r) for r in range(4)] == [[(0, 4)], [(12, 16)], [(4, 8)], [(8, 12)]]
 

@@ -90,8 +90,7 @@ def test_the_commands_of_a_page_are_those_of_the_program(page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [p if p == "README.md" else pytest.param(p, marks=pytest.mark.full) for p in PRINTED],
+    "page", [p if p == "README.md" else pytest.param(p, marks=pytest.mark.full) for p in PRINTED]
 )
 def test_a_page_shows_what_the_command_prints(page: str, tmp_path: Path) -> None:
     """Line by line but for rounding and time; a line of dots stands for any others."""

@@ -16,16 +16,7 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.batch import filled, on_device, rows, split, widened
-from tests.engine.cases import (
-    HYBRID,
-    ROWS,
-    Case,
-    Task,
-    build,
-    settled,
-    text,
-    vectors,
-)
+from tests.engine.cases import HYBRID, ROWS, Case, Task, build, settled, text, vectors
 from tests.engine.tensors import ADAMW, equals_one, mine
 from tests.engine.zoo import make
 from tests.pool import run_gloo, run_threads

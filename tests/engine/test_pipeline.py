@@ -32,17 +32,7 @@ from tests.engine.cases import (
     text,
     vectors,
 )
-from tests.engine.pipelines import (
-    ADAMW,
-    MODELS,
-    SGD,
-    Normed,
-    break_in,
-    chain,
-    deep,
-    fragile,
-    task,
-)
+from tests.engine.pipelines import ADAMW, MODELS, SGD, Normed, break_in, chain, deep, fragile, task
 from tests.engine.tensors import (
     Held,
     Piece,
@@ -366,11 +356,7 @@ def breaking(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "bad"),
-    [
-        ("pipedream:4", breaking),
-        ("pp2 1f1b:4", too_few),
-        ("pp2 accumulate:2 gpipe:2", too_few),
-    ],
+    [("pipedream:4", breaking), ("pp2 1f1b:4", too_few), ("pp2 accumulate:2 gpipe:2", too_few)],
 )
 def test_a_step_that_is_refused_or_breaks_off(plan: str, bad: Callable[[Engine], None]):
     """The next step is as if it had not been; of a refused one nothing is sent."""

@@ -17,16 +17,7 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor
 from shardwise.techniques.data import same_on_ranks
 from shardwise.techniques.data.checksum import WEIGHTS, bits_sum
-from tests.engine.cases import (
-    Case,
-    build,
-    ranks_of,
-    refusal,
-    rows_task,
-    settled,
-    share,
-    vectors,
-)
+from tests.engine.cases import Case, build, ranks_of, refusal, rows_task, settled, share, vectors
 from tests.engine.cases import squares as loss
 from tests.engine.tensors import sent
 from tests.pool import run_gloo, run_threads
@@ -44,11 +35,7 @@ def rows(step: int, rank: int) -> Tensor:
 
 
 def change(
-    world: World,
-    what: str,
-    module: nn.Module,
-    group: dict[str, Any],
-    engine: Engine | None = None,
+    world: World, what: str, module: nn.Module, group: dict[str, Any], engine: Engine | None = None
 ) -> None:
     """On the last rank: an option of a group, weights or masters."""
     if world.rank < world.size - 1:

@@ -24,14 +24,7 @@ from shardwise.techniques.recompute.checkpointed import FULL, SELECTIVE, recompu
 from shardwise.techniques.recompute.choice import chosen
 from shardwise.techniques.recompute.generators import Generators
 from shardwise.techniques.recompute.partitioned import Inputs
-from tests.engine.cases import (
-    Case,
-    build,
-    foreseen,
-    rows_task,
-    settled,
-    small_gpt,
-)
+from tests.engine.cases import Case, build, foreseen, rows_task, settled, small_gpt
 from tests.engine.tensors import gpt_task, mine, train
 from tests.engine.zoo import Stack
 from tests.pool import run_threads

@@ -96,14 +96,8 @@ def test_a_parameter_that_has_had_no_gradient_is_saved_and_begins_afresh(
 
 
 LION: dict[str, Any] = {"kind": Lion, "options": {"lr": 1e-3, "weight_decay": 0.1}}
-ADAFACTOR: dict[str, Any] = {
-    "kind": Adafactor,
-    "options": {"lr": 0.01, "weight_decay": 0.1},
-}
-MUON: dict[str, Any] = {
-    "kind": Muon,
-    "options": {"lr": 0.01, "rest": sw.Adam(lr=0.01, eps=1e-4)},
-}
+ADAFACTOR: dict[str, Any] = {"kind": Adafactor, "options": {"lr": 0.01, "weight_decay": 0.1}}
+MUON: dict[str, Any] = {"kind": Muon, "options": {"lr": 0.01, "rest": sw.Adam(lr=0.01, eps=1e-4)}}
 PACKED = ["gate and up", "qkv, 6 heads, 2 for keys", "qkv, 6 heads, 1 for keys"]
 #: What the table of plans does not continue: other optimizers, stages that are frozen, parameters
 #: without dims, weights of which a rank has several ranges, or shares some with others.

@@ -16,11 +16,7 @@ import shardwise as sw
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import World
 from shardwise.techniques.data.apply import driver_of
-from tests.engine.cases import (
-    refusal,
-    settled,
-    squares,
-)
+from tests.engine.cases import refusal, settled, squares
 from tests.engine.loops import rows, wrap
 from tests.engine.zoo import Buffered, make
 from tests.pool import run_gloo, run_threads

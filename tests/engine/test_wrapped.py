@@ -354,9 +354,7 @@ def test_gradients_of_several_passes_keep_their_graphs():
 def apply_in_backward(optimizer: Any, model: nn.Module, **options: float) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as the package is imported
-        from torch.distributed.optim.apply_optimizer_in_backward import (
-            _apply_optimizer_in_backward,
-        )
+        from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
     _apply_optimizer_in_backward(optimizer, model.parameters(), options)
 
 

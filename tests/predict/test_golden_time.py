@@ -133,11 +133,7 @@ def megatron_table(shape: MegatronShape) -> Table:
             "head": "vocabulary",
         },
         heads=shape.heads,
-        sequence={
-            "start": "split",
-            "blocks.*.norm[12]": "sequence",
-            "norm": "sequence",
-        },
+        sequence={"start": "split", "blocks.*.norm[12]": "sequence", "norm": "sequence"},
     )
 
 

@@ -170,13 +170,13 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         (
             lambda: engine_of("pp2 1f1b:2", deep(), loss=penalised).step(torch.rand(2, 8)),
             r"a gradient inside of the forward of a pipeline.*torch\.autograd\.grad",
-        ),
+        )
     ],
     "metrics": [
         (
             lambda: sw.callbacks.Callbacks([]).step_ended(1, {"norm": "large"}),  # type: ignore[dict-item]
             r"the metric 'norm' = 'large'.*a number",
-        ),
+        )
     ],
     "tables": [
         (lambda: engine_of("tp2", nn.Sequential(nn.Linear(4, 4), nn.ReLU())), "no table of styles"),
@@ -310,7 +310,7 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
                 loss=gpt.loss,
             ),
             "Ulysses attention of .* heads on 8 ranks",
-        ),
+        )
     ],
     "models": [
         *(

@@ -12,17 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.core.errors import InputError
 from shardwise.techniques.pipeline.trace.placeholders import layers, twin
 from tests.engine.cases import regression
-from tests.parallel.between import (
-    WIDTH,
-    Block,
-    Experts,
-    LateNorm,
-    Stack,
-    cut,
-    ran,
-    rows,
-    settled,
-)
+from tests.parallel.between import WIDTH, Block, Experts, LateNorm, Stack, cut, ran, rows, settled
 
 TWO = ("blocks.2",)
 
@@ -141,10 +131,7 @@ def stack(
 
 
 FOLLOWED: list[tuple[Callable[[], nn.Module], str]] = [
-    (
-        lambda: stack(splits, before=Split()),
-        r"before, which cannot run on the meta dev",
-    ),
+    (lambda: stack(splits, before=Split()), r"before, which cannot run on the meta dev"),
     (lambda: stack(reads), r"__bool__ of a tensor that comes from \w*gt\w* after blocks\.0"),
     (
         lambda: settled(LateNorm()),
