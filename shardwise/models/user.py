@@ -41,8 +41,8 @@ from shardwise.models.trainable import Loss, Trainable
 RETURNS: Final = "a function that returns an nn.Module, or (module, loss, make_batch)"
 GUESSED_POSITIONS: Final = 16
 BATCHES: Final = (
-    "make_batch(rows, seed), which returns tensors with `rows` entries in dim 0, that depend only "
-    "on rows and seed"
+    "make_batch(rows, seed), which returns dense tensors with `rows` entries in dim 0, that depend "
+    "only on rows and seed"
 )
 
 
@@ -90,8 +90,7 @@ def of_function(
 def _require_batches(make_batch: Callable[..., Any], name: str) -> None:
     """Raise InputError for a function that cannot be called as make_batch(rows, seed)."""
     try:
-        signature = inspect.signature(make_batch)
-        signature.bind(1, 0)
+        inspect.signature(make_batch).bind(1, 0)
     except TypeError as error:
         raise bad(
             f'make_batch of the model "{name}", to which rows and seed cannot be given ({error})',
@@ -108,10 +107,12 @@ def _batch(make_batch: Callable[[int, int], Any], name: str, rows: int, seed: in
         made = make_batch(rows, seed)
     except InputError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         doing = f"make_batch({rows}, {seed})"
         raise failed(name, doing, error, "the batches of the model", BATCHES) from error
-    lengths = [len(x) for x in tree_leaves(made) if isinstance(x, Tensor) and x.dim()]
+    tensors = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
+    odd = any(x.layout is not torch.strided or x.is_meta or x.is_nested for x in tensors)
+    lengths = [] if odd else [len(x) for x in tensors if x.dim()]
     if rows not in lengths:
         raise bad(
             f'make_batch({rows}, {seed}) of the model "{name}", which returns '

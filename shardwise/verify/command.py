@@ -50,8 +50,7 @@ def verify(
     on which each of its words has an effect: `zero3` is proved as `dp2 zero3`, `tp2` as `tp2`.
 
     Called by all ranks of a world. `options` are units and table, as parallelize takes them. New
-    ranks run on the `device` "cpu" (the default) or "cuda", a GPU for each; with `fork` they are
-    forked.
+    ranks run on the `device` "cpu" (the default) or "cuda", a GPU for each; `fork` forks them.
     Raises InputError for a plan that cannot run, an unknown model, steps below 1 or above
     MOST_STEPS, fewer GPUs than ranks; RankError if a rank fails.
     """

@@ -145,6 +145,25 @@ def test_a_broken_gradient_is_named_with_its_rank(monkeypatch: pytest.MonkeyPatc
     assert f"{name}, on rank 1" in str(found)
 
 
+def attention() -> nn.Module:
+    """One bias for queries, keys and values, which begins at 0 as in torch."""
+    made = settled(nn.MultiheadAttention(8, 2, batch_first=True))
+    nn.init.zeros_(made.get_parameter("in_proj_bias"))
+    return made
+
+
+def test_the_rounding_of_a_gradient_that_is_zero_is_no_difference():
+    """As that of the keys' bias: the update divides it by epsilon, and other biases are small."""
+    made = Trainable(
+        "attention",
+        attention,
+        lambda m, x: 30 * (m(x, x, x)[0] - x).square().mean(),
+        lambda rows, s: torch.randn(rows, 5, 8, generator=torch.Generator().manual_seed(s)),
+    )
+    found = shortly("dp2 fp32", made)
+    assert found.holds, found.first_difference
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("plan", "seed"), [("dp2 zero3 bf16", 1), ("tp2 fp16", 7), ("pp2 2bw:2 bf16", 40)]

@@ -1,7 +1,9 @@
 """What `verify` is given: tables on its command line, models of a program, a bound on memory."""
 
+import itertools
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,6 +202,9 @@ def number(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).sum().item()
 
 
+CALLS = itertools.count(1)
+
+
 def single(model: nn.Module, batch: Tensor) -> Tensor:
     """A loss that rounds the batch to single precision."""
     return model(batch.float()).mean()
@@ -218,6 +223,10 @@ def single(model: nn.Module, batch: Tensor) -> Tensor:
         (linear, lambda *_: ROWS[:1], mean, "returns 1 rows.*make_batch.rows, seed."),
         (linear, lambda rows, _: torch.ones(rows // 0), mean, "ZeroDivisionError.*test_options.py"),
         (linear, lambda rows, _: torch.rand(rows, 2), mean, "which ignores its seed"),
+        (linear, lambda *_: [ROWS[:2]] * next(CALLS), mean, "which ignores its seed"),
+        (linear, lambda rows, _: torch.ones(rows, 2).to_sparse(), mean, "no tensor of rows"),
+        (linear, lambda rows, _: torch.ones(rows, 2) / 0 * 0, mean, "the loss is not finite"),
+        (linear, lambda *_: sys.exit(3), mean, "SystemExit: 3 .test_options.py"),
         (linear, ROWS, single, "step in fp64 .* must have the same dtype"),
         (linear, ROWS, row_each, r"a loss that returns a tensor of shape \(2,\)"),
         (linear, ROWS, number, "a loss that returns a float"),
@@ -258,9 +267,6 @@ def asks():
 def narrow():
     return Asks(), mean, lambda rows, seed: torch.ones(rows, 7)
 
-def words():
-    return Asks(), mean, lambda rows, seed: "words"
-
 def one_feature():
     model = nn.Sequential(nn.Linear(6, 1), nn.Linear(1, 6))
     model.tensor_table = {"0": "colwise", "1": "rowwise"}
@@ -273,7 +279,6 @@ def one_feature():
     [
         ("dp2", "narrow", r"shapes cannot be multiplied \(2x7 and 6x6\) \(own\.py, line 14\)"),
         ("tp2", "one_feature", "0, which has 1 output features, on 2 ranks"),
-        ("dp2", "words", "which returns no tensor of rows, but 'words'"),
     ],
 )
 def test_an_error_of_a_file_is_answered_with_its_line(

@@ -1,9 +1,10 @@
 """The optimizer of a proof: AdamW with options that are not its defaults, and two groups.
 
 No option is a default, so that a forgotten one shows; the second group has its own rate, weight
-decay and betas; and the rate changes in every step. Epsilon makes the update a smooth function of
-the gradient: with the usual 1e-8, a gradient that is zero except for rounding would cause a full
-step. In 16 bits every gradient is rounded, and epsilon is larger.
+decay and betas; and the rate changes in every step. An update multiplies the rounding of a gradient
+that is zero by rate / epsilon (the usual 1e-8 makes a full step of it), and a bias that began at 0
+is no larger than its updates: its error is up to (largest gradient) / epsilon times that of the
+gradient. In fp64 there is room for a factor of 1e4; elsewhere epsilon is larger.
 """
 
 from collections.abc import Sequence
@@ -15,16 +16,15 @@ from torch import nn
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.optimizer.optimizer_spec import AdamW, OptimizerSpec
 
-LR, LR_16 = 1e-3, 1e-2
-EPS, EPS_16 = 1e-4, 1e-2
+#: The rate and epsilon by precision, and those of 16 bits.
+RATES, RATES_16 = {"fp64": (1e-3, 1e-4), "fp32": (1e-2, 1e-1)}, (1e-2, 1e-2)
 #: The factors of all rates in the steps of a proof, over and over.
 FACTORS: Final = (1.0, 0.5, 1.5)
 
 
 def spec_of(plan: Plan, model: nn.Module) -> OptimizerSpec:
     """The optimizer of a proof of `plan` on `model`, which may be on the meta device."""
-    short = plan.precision in ("bf16", "fp16")
-    lr, eps = (LR_16, EPS_16) if short else (LR, EPS)
+    lr, eps = RATES.get(plan.precision or "fp64", RATES_16)
     pattern = second_group([n for n, p in model.named_parameters() if p.requires_grad])
     own = {"lr": 2 * lr, "weight_decay": 0.3, "betas": (0.7, 0.9)}
     groups = {pattern: own} if pattern else {}
