@@ -1,22 +1,140 @@
-"""Reads another system's file, and recognises the system."""
+"""Converts another system's file to a plan and a configuration, by the tables of `systems`."""
 
 import json
+import textwrap
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_check import problems
 from shardwise.core.tools.user_files import read_text
-from shardwise.migrate import accelerate, deepspeed, torchtitan
-from shardwise.migrate.draft import SAME, Draft, carry, flat
+from shardwise.migrate.systems import ACCELERATE, DEEPSPEED, TORCHTITAN, Key, System
+from shardwise.techniques.offload.word import share_text
 from shardwise.train.config import build
 
 _ALLOWED: Final = "DeepSpeed's JSON, accelerate's YAML, torchtitan's TOML"
 _EXAMPLE: Final = "shardwise plan --from ds_config.json"
-_PROJECTS: Final = (deepspeed, accelerate, torchtitan)
-_ENDINGS: Final = {".json": deepspeed, ".yaml": accelerate, ".yml": accelerate, ".toml": torchtitan}
+SYSTEMS: Final = {".json": DEEPSPEED, ".yaml": ACCELERATE, ".yml": ACCELERATE, ".toml": TORCHTITAN}
+
+NO_COUNTERPART: Final = "no counterpart here"
+AUTO: Final = "the program that reads the file decides; set the value that it takes"
+#: Keys of our configuration that belong to the optimizer: another optimizer needs others.
+_OF_OPTIMIZER: Final = ("train.lr", "train.betas", "train.weight_decay")
+
+
+@dataclass
+class Draft:
+    """A plan and a configuration in the making.
+
+    fields   what the plan comes from: the targets of the tables without a dot
+    values   our configuration, by section
+    left     keys that are not carried over: name, value, reason
+    assumed  defaults of the other system that are carried over: name, value
+    """
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left: list[tuple[str, Any, str]] = field(default_factory=list)
+    assumed: list[tuple[str, Any]] = field(default_factory=list)
+    foreign: str | None = None  # an optimizer that `shardwise train` does not have
+
+    def set(self, target: str, value: Any) -> str:
+        """Set a target; the first of several values stays. Returns why it is not set, or ""."""
+        section, _, name = target.rpartition(".")
+        into = self.values.setdefault(section, {}) if section else self.fields
+        kept = into.setdefault(name, value)
+        return "" if kept == value else f"another key says {json.dumps(kept)}"
+
+    @property
+    def words(self) -> list[str]:
+        """The plan in words; without a number of data ranks, they are the remaining ranks."""
+        fields, axes = self.fields, self._axes()
+        words = [f"{name}{size}" for name, size in axes.items()]
+        words += [f"cp{fields['ulysses']}:ulysses"] if fields.get("ulysses", 1) > 1 else []
+        words += [self._row] * bool(self._row)
+        words += ["sp"] * ("tp" in axes and "sp" in fields)
+        if "pp" in axes:
+            name = fields.get("schedule", "1f1b")
+            count = fields.get("microbatches") or fields.get("accumulate") or 2 * axes["pp"]
+            words.append(f"{name}:{count}{'x2' * (name in ('interleaved', 'bfs'))}")
+        elif fields.get("accumulate", 1) > 1:
+            words.append(f"accumulate:{fields['accumulate']}")
+        recompute = fields.get("recompute", "")
+        words += [f"recompute:{recompute}"] * bool(recompute)
+        return [*words, *self._offload(), *([fields["precision"]] if "precision" in fields else [])]
+
+    @property
+    def _row(self) -> str:
+        """The row of the table of states; a shard of 1 rank is none."""
+        row = self.fields.get("row", "")
+        if self.fields.get("dp_shard") == 1:
+            return ""
+        if row == "default":  # torchtitan's reshard_after_forward
+            return "zero2" if self.fields.get("pp", 1) > 1 else "zero3"
+        return row.removeprefix("hybrid ")
+
+    def _axes(self) -> dict[str, int]:
+        fields = self.fields
+        names = ("dp_replicate", "dp_shard", "pp", "cp", "tp", "ep")
+        axes = {name: fields[name] for name in names if fields.get(name, 1) > 1}
+        hosts, processes = fields.get("hosts", 1), fields.get("processes", 0)
+        if "hybrid" in fields.get("row", "") and hosts > 1 and processes % hosts == 0:
+            axes = {"dp_replicate": hosts, "dp_shard": processes // hosts} | axes
+        if "dp_replicate" in axes and fields.get("dp_shard") == -1:
+            del axes["dp_replicate"]
+        for name, other in (("dp_replicate", "dp_shard"), ("dp_shard", "dp_replicate")):
+            if name in axes and other not in axes:
+                axes = {"dp": axes.pop(name)} | axes
+        return axes
+
+    def _offload(self) -> list[str]:
+        """The word `offload`; rows that keep all parameters and update a block have no `param`."""
+        optim, param = (self.fields.get(name) for name in ("offload", "offload_param"))
+        whole = param if self._row in ("zero3", "ddp", "") else None
+        if "disk" in (optim, param):
+            return ["offload:param@disk" if whole == "disk" else "offload:optim@disk"]
+        share = self.fields.get("offload_share", 1)
+        if whole or not (optim or param):
+            return ["offload:param"] * bool(whole)
+        return [f"offload:optim{'' if share == 1 else f'={share_text(share)}'}"] * (share > 0)
+
+    @property
+    def plan(self) -> str:
+        """The plan's text."""
+        return str(Plan.parse(" ".join(self.words)))
+
+    def toml(self, file: str, project: str) -> str:
+        """A configuration of `shardwise train`, with what could not be carried over as comments."""
+        lines = [f"# from {file}, a configuration of {project}"]
+        if self.foreign:
+            lines += [f"# It trains with AdamW instead of {self.foreign}."]
+        lines += ["", "[plan]", f"text = {json.dumps(self.plan)}"]
+        for section, values in self.values.items():
+            lines += ["", f"[{section}]"]
+            lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+        if "processes" in self.fields:
+            lines += ["", f"# start it with --nproc {self.fields['processes']}"]
+        refused = [str(problem) for problem in problems(Plan.parse(self.plan))]
+        if refused:
+            lines += ["", "# This version refuses the plan:", *(f"#   {text}" for text in refused)]
+        if self.assumed:
+            lines += ["", f"# Not in the file; {project} has other defaults than Shardwise:"]
+            lines += [f"#   {key} = {_shown(value)}" for key, value in self.assumed]
+        lines += ["", "# Not carried over:"] * bool(self.left)
+        reasoned = [each for each in self.left if each[2] != NO_COUNTERPART]
+        lines += [f"#   {key} = {_shown(value)}: {why}" for key, value, why in reasoned]
+        rest = ", ".join(key for key, _, why in self.left if why == NO_COUNTERPART)
+        lines += textwrap.wrap(rest, 96, initial_indent="#   ", subsequent_indent="#   ")
+        return "\n".join(lines) + "\n"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def imported(path: Path) -> tuple[Draft, str]:
@@ -24,107 +142,121 @@ def imported(path: Path) -> tuple[Draft, str]:
 
     Raises InputError for a file that does not exist, cannot be read, or is of no known system.
     """
-    project = _ENDINGS.get(path.suffix.lower())
-    if project is None:
+    system = SYSTEMS.get(path.suffix.lower())
+    if system is None:
         raise bad(f"--from {path}", f"a file of {_ALLOWED}", _EXAMPLE)
     values = parsed(path)
-    known = {name.partition(".")[0] for name in project.RULES}
-    if not known & set(values):
-        given = f"--from {path}, without a key of {project.PROJECT}"
+    known = {name.partition(".")[0] for name in (*system.keys, "distributed_type", "model")}
+    if not known & {*values}:
+        given = f"--from {path}, without a key of {system.name}"
         raise bad(given, f"a configuration: {_ALLOWED}", _EXAMPLE)
-    files = {project.PROJECT: values}
-    if project is accelerate:
-        files = _with_deepspeed(values, path)
-    defaults = _defaults(files)
-    draft = _drafted(files, defaults)
-    _list_ratio(draft)
+    # torchtitan's tensor parallelism has sequence parallelism always
+    draft = Draft({"sp": True} if system is TORCHTITAN else {})
+    named = _named_file(values, path) if system is ACCELERATE else None
+    if named is not None:
+        del values["deepspeed_config"]["deepspeed_config_file"]
+        _carry(draft, DEEPSPEED, dict(flat(parsed(named))))
+    _carry(draft, system, dict(flat(values)))
     _settle(draft)
-    _require_ranks(draft)
-    _list_without_effect(draft, files, defaults)
-    return draft, project.PROJECT
+    return draft, system.name
 
 
-#: The values of each file by its project: accelerate's YAML comes after a JSON that it names.
-Files = dict[str, dict[str, Any]]
+def _carry(draft: Draft, system: System, values: dict[str, Any]) -> None:
+    """Carry over every key of the table, then the defaults of the system."""
+    defaults = {k: v for k, v in system.defaults(values).items() if k not in values}
+    known = [name for name in system.keys if name in values]
+    for name in [*known, *(name for name in values if name not in system.keys)]:
+        reason = _carried(draft, system, name, values[name])
+        if reason:
+            draft.left.append((name, values[name], reason))
+    for name, value in defaults.items():
+        if not _carried(draft, system, name, value):
+            draft.assumed.append((name, value))
 
 
-def _defaults(files: Files) -> Files:
-    """What each system does without the keys that its file lacks, where Shardwise does otherwise.
-
-    accelerate has none for DeepSpeed where DeepSpeed's own file is read.
-    """
-    found: Files = {}
-    for project in _PROJECTS:
-        if project.PROJECT in files:
-            own = dict(flat(files[project.PROJECT]))
-            missing = {k: v for k, v in project.defaults(own).items() if k not in own}
-            found[project.PROJECT] = missing
-    if deepspeed.PROJECT in files:
-        found.get(accelerate.PROJECT, {}).pop("deepspeed_config.zero_stage", None)
-    return found
-
-
-def _drafted(files: Files, defaults: Files) -> Draft:
-    draft = Draft()
-    for project in _PROJECTS:
-        name = project.PROJECT
-        if name in files:
-            carry(draft, project.RULES, files[name], name, defaults[name])
-            for what, text in project.left_to_program(dict(flat(files[name]))).items():
-                draft.assumed.append((what, None, text))
-    return draft
+def _carried(draft: Draft, system: System, name: str, value: Any) -> str:
+    """Carry over one key; returns why it cannot be. Raises InputError if the value is wrong."""
+    key = system.keys.get(name)
+    if key is None:
+        inner = next((each for each in system.keys if each.startswith(f"{name}.")), "")
+        if inner:
+            raise _wrong(system, name, value, "a section of keys", inner)
+        return NO_COUNTERPART
+    if value == "auto":
+        return AUTO
+    if draft.foreign and key.target in _OF_OPTIMIZER:
+        return f"an option of {draft.foreign}, which is not carried over"
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
+    allowed, value = _translated(key, value)
+    if allowed and key.target == "train.optimizer":
+        draft.foreign = str(value)
+        return "shardwise train has adamw, lion, adafactor and muon"
+    if allowed and "." in key.target:
+        return f"allowed here: {allowed}"
+    if allowed:
+        raise _wrong(system, name, value, allowed, f"{name} = {allowed.partition(',')[0]}")
+    return draft.set(key.target, value) if value is not None else ""
 
 
-def _list_without_effect(draft: Draft, files: Files, defaults: Files) -> None:
-    """List keys without which the same would be carried over, and defaults with an effect."""
-    listed = {name for name, _, _ in (*draft.left, *draft.assumed)}
-    whole = _drafted(files, defaults).carried
-    for project, own in files.items():
-        for name, value in flat(own):
-            changed = files | {project: _without(own, name)}
-            if name not in listed and _carried(changed, defaults) == whole:
-                draft.left.append((name, value, SAME))
-    for project, own in defaults.items():
-        for name, value in own.items():
-            rest = defaults | {project: {k: v for k, v in own.items() if k != name}}
-            if value is not None and name not in listed and _carried(files, rest) != whole:
-                draft.assumed.append((name, value, "carried over"))
+def _translated(key: Key, value: Any) -> tuple[str, Any]:
+    """The value here, and ""; or what is allowed, and the value as it is."""
+    if key.values is not None:
+        said = value.lower() if isinstance(value, str) else value
+        for known, meant in key.values.items():
+            if known == said and isinstance(known, bool) == isinstance(said, bool):
+                return "", meant
+        return ", ".join(json.dumps(known) for known in key.values), value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if "." in key.target:
+        return "", value
+    if key.target == "offload_share":
+        return ("" if number and 0 <= value <= 1 else "0.5, a number from 0 to 1"), value
+    whole = number and isinstance(value, int) and (value >= 1 or value == -1)
+    return ("" if whole else "1, a whole number from 1 up"), value
 
 
-def _list_ratio(draft: Draft) -> None:
-    """List a fraction of the optimizer's state that the plan does not have."""
-    share = draft.offload_share
-    if 0 < share < 1 and not any("optim=" in word for word in draft.words):
-        name = "zero_optimization.offload_optimizer.ratio"
-        text = "only the optimizer state in host memory has a fraction: offload:optim=0.5"
-        draft.left.append((name, share, text))
+def _wrong(system: System, name: str, value: Any, allowed: str, instead: str) -> InputError:
+    return bad(f"{name} = {_shown(value)} in a file of {system.name}", allowed, instead)
 
 
-def _carried(files: Files, defaults: Files) -> list[str]:
-    """What is carried over from these keys; nothing if the file is wrong."""
-    try:
-        return _drafted(files, defaults).carried
-    except InputError:
-        return []
+def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key with its value, dotted; without keys that are empty."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{before}{name}.")
+        elif value is not None and value != []:
+            yield f"{before}{name}", value
 
 
-def _without(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """The values without the dotted key `name`."""
-    first, _, rest = name.partition(".")
-    if not rest:
-        return {key: value for key, value in values.items() if key != first}
-    return values | {first: _without(values[first], rest)}
+def _settle(draft: Draft) -> None:
+    """Leave out, with the reason, what the plan or `shardwise train` does not accept."""
+    fields, train = draft.fields, draft.values.setdefault("train", {})
+    copies = fields.get("dp_replicate", 1) > 1 and fields.get("dp_shard") == -1
+    if copies or ("hybrid" in fields.get("row", "") and "dp_shard" not in draft._axes()):
+        text = "write the copies and the ranks that share one: dp_replicateN dp_shardM"
+        draft.left.append(("the number of copies", fields.get("dp_replicate"), text))
+    for section, values in list(draft.values.items()):
+        for name, value in list(values.items()):
+            steps = {"steps": train.get("steps", 1000)} if name == "warmup" else {}
+            try:
+                build({section: {name: value} | steps})
+            except ValueError as error:
+                del values[name]
+                reason = str(error).partition("Allowed: ")[2].partition(". Write")[0]
+                draft.left.append((f"{section}.{name}", value, f"allowed here: {reason}"))
+        if not values:
+            del draft.values[section]
 
 
-def _with_deepspeed(values: dict[str, Any], path: Path) -> Files:
-    """A YAML of accelerate with the JSON that it names, beside it or in the current folder.
+def _named_file(values: dict[str, Any], path: Path) -> Path | None:
+    """The DeepSpeed JSON that accelerate's YAML names, beside it or in the current folder.
 
     Raises InputError if it is in neither.
     """
     section = values.get("deepspeed_config")
     name = section.get("deepspeed_config_file") if isinstance(section, dict) else None
-    if not isinstance(section, dict) or name in (None, "none"):
-        return {accelerate.PROJECT: values}
+    if name in (None, "none"):
+        return None
     files = [path.parent / str(name), Path(str(name))]
     file = next((each for each in files if each.is_file()), None)
     if file is None:
@@ -133,73 +265,26 @@ def _with_deepspeed(values: dict[str, Any], path: Path) -> Files:
             f"the name of a DeepSpeed JSON beside {path.name} or in this folder",
             "its path, or --from with the JSON itself",
         )
-    rest = {key: value for key, value in section.items() if key != "deepspeed_config_file"}
-    own = values | {"deepspeed_config": rest}
-    return {deepspeed.PROJECT: parsed(file), accelerate.PROJECT: own}
-
-
-def _require_ranks(draft: Draft) -> None:
-    """Raise InputError if the axes do not multiply to the number of processes."""
-    plan, count = Plan.parse(draft.plan), draft.processes
-    if count is None or count == plan.size or (plan.open and count % plan.size == 0):
-        return
-    raise bad(
-        f"num_processes = {count} with the axes of the plan '{plan}'",
-        "axes whose sizes multiply to the number of processes",
-        f"num_processes: {plan.size}, or other sizes of the axes",
-    )
-
-
-def _settle(draft: Draft) -> None:
-    """Leave out values that `shardwise train` does not accept, with the reason."""
-    for section, values in list(draft.values.items()):
-        for name, value in list(values.items()):
-            try:
-                build({section: {name: value}} | _room(section, name, value))
-            except ValueError as error:
-                del values[name]
-                reason = str(error).partition("Allowed: ")[2].partition(". Write")[0]
-                draft.left.append((f"{section}.{name}", value, f"allowed here: {reason}"))
-        if not values:
-            del draft.values[section]
-    steps, warmup = (draft.values.get("train", {}).get(name) for name in ("steps", "warmup"))
-    if warmup is not None and warmup > (steps or 1000):
-        del draft.values["train"]["warmup"]
-        draft.left.append(("train.warmup", warmup, "a warmup is at most train.steps"))
-
-
-def _room(section: str, name: str, value: Any) -> dict[str, Any]:
-    """For a warmup, a large enough number of steps; the real number is checked at the end."""
-    if (section, name) == ("train", "warmup") and isinstance(value, int):
-        return {"train": {"warmup": value, "steps": max(value, 1)}}
-    return {}
+    return file
 
 
 def parsed(path: Path) -> dict[str, Any]:
     """The values in a file, by its ending."""
     try:
-        text = read_text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise bad(f"--from {path}, which cannot be read ({reason})", _ALLOWED, _EXAMPLE) from None
-    try:
-        values = _loaded(path, text)
+        values = _loaded(path, read_text(path))
     except InputError:
         raise
-    except (ValueError, RecursionError) as error:
-        first = " ".join(str(error).split())
-        raise bad(f"--from {path}, which is broken: {first}", _ALLOWED, _EXAMPLE) from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise bad(f"--from {path}, which cannot be read: {reason}", _ALLOWED, _EXAMPLE) from None
     if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
         raise bad(f"--from {path}, which holds no keys", _ALLOWED, _EXAMPLE)
     return dict(values)
 
 
 def _loaded(path: Path, text: str) -> Any:
-    match path.suffix.lower():
-        case ".json":
-            return json.loads(text)
-        case ".toml":
-            return tomllib.loads(text)
+    if path.suffix.lower() in (".json", ".toml"):
+        return json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
     try:
         import yaml
     except ImportError:

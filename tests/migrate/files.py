@@ -119,42 +119,6 @@ def written(folder: Path, values: dict[str, Any], ending: str) -> Path:
     return file
 
 
-#: More keys of DeepSpeed's documentation (docs/_pages/config-json.md), with values of its text.
-DOCUMENTED: dict[str, Any] = {
-    "train_batch_size": 32,
-    "train_micro_batch_size_per_gpu": 8,
-    "gradient_accumulation_steps": 4,
-    "optimizer": {
-        "type": "Adam",
-        "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
-    },
-    "scheduler": {
-        "type": "WarmupCosineLR",
-        "params": {"warmup_max_lr": 0.002, "warmup_num_steps": 100, "total_num_steps": 1e4},
-    },
-    "bf16": {"enabled": False},
-    "amp": {"enabled": False, "opt_level": "O1"},
-    "gradient_clipping": 0.0,
-    "prescale_gradients": False,
-    "zero_optimization": {
-        "stage": 2,
-        "allgather_partitions": True,
-        "allgather_bucket_size": 5e8,
-        "overlap_comm": False,
-        "reduce_scatter": True,
-        "reduce_bucket_size": 5e8,
-        "contiguous_gradients": False,
-        "round_robin_gradients": False,
-        "offload_optimizer": {"device": "none", "pin_memory": False},
-    },
-    "zero_allow_untested_optimizer": False,
-    "wall_clock_breakdown": False,
-    "flops_profiler": {"enabled": False, "profile_step": 1},
-    "tensorboard": {"enabled": False, "output_path": "output/"},
-    "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False},
-}
-
-
 def zero(stage: Any, **keys: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage} | keys}
 

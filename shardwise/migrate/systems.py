@@ -1,0 +1,261 @@
+"""The keys of DeepSpeed, accelerate (with Megatron) and torchtitan that carry meaning.
+
+A table has a row for each key. Its target is a field of the plan (`row`, `tp`, `precision`) or a
+key of our configuration (`train.lr`). With `values`, only these values are known, and stand for
+those of the target; text is compared in small letters, and None says nothing.
+
+DeepSpeed   docs/_pages/config-json.md of deepspeedai/DeepSpeed
+accelerate  utils/dataclasses.py and commands/config/config_args.py of huggingface/accelerate
+torchtitan  the train_configs of pytorch/torchtitan, of versions up to 0.2
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+
+class Key(NamedTuple):
+    """What a key of another system means here."""
+
+    target: str
+    values: Mapping[Any, Any] | None = None
+
+
+Values = Mapping[str, Any]  # of a file, by dotted names
+
+
+class System(NamedTuple):
+    """Another system: its keys, and what it does without them, where we do otherwise."""
+
+    name: str
+    keys: Mapping[str, Key]
+    defaults: Callable[[Values], dict[str, Any]]
+
+
+STAGES: Final = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
+SWITCH: Final = {True: True, False: None}
+PLACES: Final = {"cpu": "host", "nvme": "disk", "none": None, True: "host", False: None}
+OPTIMIZERS: Final = {
+    **dict.fromkeys(("adam", "adamw", "onebitadam", "zerooneadam"), "adamw"),
+    **{name: name for name in ("lion", "adafactor", "muon")},
+}
+RECOMPUTE: Final = {"none": None, "selective": "selective", "full": "full"}
+
+
+def _on(value: Any) -> dict[Any, Any]:
+    return {True: value, False: None}
+
+
+def _sections(section: str, keys: Mapping[str, Key], prefix: str = "") -> dict[str, Key]:
+    return {f"{section}.{prefix}{name}": key for name, key in keys.items()}
+
+
+# --- DeepSpeed ---------------------------------------------------------------------------------
+
+_ZERO: Final = {
+    "stage": Key("row", STAGES),
+    "offload_optimizer.device": Key("offload", PLACES),
+    "offload_optimizer.ratio": Key("offload_share"),
+    "offload_optimizer.nvme_path": Key("offload.folder"),
+    "offload_param.device": Key("offload_param", PLACES),
+    "offload_param.nvme_path": Key("offload.folder"),
+}
+_SCHEDULES: Final = {
+    "warmuplr": "constant",
+    "warmupdecaylr": "linear",
+    "warmupcosinelr": "cosine",
+    "constant": "constant",
+}
+
+
+def _deepspeed_defaults(values: Values) -> dict[str, Any]:
+    schedule = str(values.get("scheduler.type", "constant")).lower()
+    found: dict[str, Any] = {"gradient_clipping": 0.0, "scheduler.type": "constant"}
+    if OPTIMIZERS.get(str(values.get("optimizer.type")).lower()) in ("adamw", "lion"):
+        found |= {"optimizer.params.betas": [0.9, 0.999], "optimizer.params.weight_decay": 0.0}
+    found["scheduler.params.warmup_num_steps"] = 0 if schedule == "constant" else 1000
+    if schedule in ("warmuplr", "warmupdecaylr"):
+        found["scheduler.params.warmup_max_lr"] = 0.001
+    least = {"warmupdecaylr": 0.0, "warmupcosinelr": 0.0001}
+    if schedule in least:
+        found["scheduler.params.cos_min_ratio"] = least[schedule]
+    return found
+
+
+DEEPSPEED: Final = System(
+    "DeepSpeed",
+    {
+        **_sections("zero_optimization", _ZERO),
+        "fp16.enabled": Key("precision", _on("fp16")),
+        "bf16.enabled": Key("precision", _on("bf16")),
+        "gradient_accumulation_steps": Key("accumulate"),
+        "train_batch_size": Key("train.batch"),
+        "gradient_clipping": Key("train.clip"),
+        "optimizer.type": Key("train.optimizer", OPTIMIZERS),
+        "optimizer.params.lr": Key("train.lr"),
+        "optimizer.params.weight_decay": Key("train.weight_decay"),
+        "optimizer.params.betas": Key("train.betas"),
+        "scheduler.type": Key("train.decay", _SCHEDULES),
+        "scheduler.params.warmup_max_lr": Key("train.lr"),
+        "scheduler.params.warmup_num_steps": Key("train.warmup"),
+        "scheduler.params.total_num_steps": Key("train.steps"),
+        "scheduler.params.cos_min_ratio": Key("train.final"),
+        "tensor_parallel.autotp_size": Key("tp"),
+        "sequence_parallel_size": Key("ulysses"),
+    },
+    _deepspeed_defaults,
+)
+
+# --- accelerate --------------------------------------------------------------------------------
+
+_STRATEGIES: Final = {
+    "full_shard": "zero3",
+    "shard_grad_op": "zero2",
+    "no_shard": "ddp",
+    "hybrid_shard": "hybrid zero3",
+    "hybrid_shard_zero2": "hybrid zero2",
+}
+_FSDP: Final = {
+    "sharding_strategy": Key("row", _STRATEGIES),
+    "reshard_after_forward": Key("row", {True: "zero3", False: "zero2", **_STRATEGIES}),
+    "activation_checkpointing": Key("recompute", _on("full")),
+    "offload_params": Key("offload_param", PLACES),
+}
+_MEGATRON: Final = {
+    "tp_degree": Key("tp"),
+    "pp_degree": Key("pp"),
+    "context_parallel_size": Key("cp"),
+    "expert_model_parallel_size": Key("ep"),
+    "num_micro_batches": Key("microbatches"),
+    "sequence_parallelism": Key("sp", SWITCH),
+    "recompute_activations": Key("recompute", _on("selective")),
+    "recompute_granularity": Key("recompute", RECOMPUTE),
+    "use_distributed_optimizer": Key("row", {True: "zero1", False: "ddp"}),
+    "optimizer_cpu_offload": Key("offload", PLACES),
+    "gradient_clipping": Key("train.clip"),
+}
+_AXES: Final = {
+    "dp_replicate_size": Key("dp_replicate"),
+    "dp_shard_size": Key("dp_shard"),
+    "tp_size": Key("tp"),
+    "cp_size": Key("cp"),
+    "sp_size": Key("ulysses"),
+}
+_PLUGIN: Final = {
+    "zero_stage": Key("row", STAGES),
+    "gradient_accumulation_steps": Key("accumulate"),
+    "gradient_clipping": Key("train.clip"),
+    "offload_optimizer_device": Key("offload", PLACES),
+    "offload_optimizer_nvme_path": Key("offload.folder"),
+    "offload_param_device": Key("offload_param", PLACES),
+}
+
+
+def _accelerate_defaults(values: Values) -> dict[str, Any]:
+    def has(section: str) -> bool:
+        return any(name.startswith(f"{section}.") for name in values)
+
+    found: dict[str, Any] = {}
+    fsdp = str(values.get("distributed_type")).upper() == "FSDP" or has("fsdp_config")
+    if fsdp or values.get("parallelism_config.parallelism_config_dp_shard_size", 1) != 1:
+        found["fsdp_config.fsdp_sharding_strategy"] = "FULL_SHARD"
+    if has("deepspeed_config"):
+        found["deepspeed_config.zero_stage"] = 2
+    return found
+
+
+ACCELERATE: Final = System(
+    "accelerate",
+    {
+        "num_processes": Key("processes"),
+        "num_machines": Key("hosts"),
+        "mixed_precision": Key(
+            "precision", {"no": "fp32", False: "fp32", "fp16": "fp16", "bf16": "bf16"}
+        ),
+        "gradient_accumulation_steps": Key("accumulate"),
+        "use_cpu": Key("run.device", _on("cpu")),
+        **_sections("fsdp_config", _FSDP, "fsdp_"),
+        **_sections("deepspeed_config", _PLUGIN),
+        **_sections("megatron_lm_config", _MEGATRON, "megatron_lm_"),
+        **_sections("parallelism_config", _AXES, "parallelism_config_"),
+    },
+    _accelerate_defaults,
+)
+
+# --- torchtitan --------------------------------------------------------------------------------
+
+_PARALLELISM: Final = {
+    "data_parallel_replicate_degree": Key("dp_replicate"),
+    "data_parallel_shard_degree": Key("dp_shard"),
+    "fsdp_reshard_after_forward": Key(
+        "row", {"always": "zero3", "never": "zero2", "default": "default"}
+    ),
+    "tensor_parallel_degree": Key("tp"),
+    "context_parallel_degree": Key("cp"),
+    "expert_parallel_degree": Key("ep"),
+    "pipeline_parallel_degree": Key("pp"),
+    "pipeline_parallel_schedule": Key(
+        "schedule",
+        {
+            "gpipe": "gpipe",
+            "1f1b": "1f1b",
+            "interleaved1f1b": "interleaved",
+            "loopedbfs": "bfs",
+            "zbvzerobubble": "zb-v",
+            "dualpipev": "dualpipe-v",
+        },
+    ),
+}
+_NEVER: Final = {True: None, False: 0}
+
+
+def _torchtitan_defaults(values: Values) -> dict[str, Any]:
+    def degree(name: str, default: int = 1) -> Any:
+        return values.get(f"parallelism.{name}_degree", default)
+
+    shards = degree("data_parallel_shard", -1) != 1
+    found: dict[str, Any] = {
+        "parallelism.data_parallel_shard_degree": -1,
+        "parallelism.fsdp_reshard_after_forward": "default",
+        "training.steps": 10000,
+        "training.seq_len": 2048,
+        "optimizer.lr": 8e-4,
+        "lr_scheduler.warmup_steps": 200,
+        "lr_scheduler.decay_type": "linear",
+        "lr_scheduler.min_lr_factor": 0.0,
+        "activation_checkpoint.mode": "selective",
+    }
+    for section in ("checkpoint", "validation"):
+        if not any(name.startswith(f"{section}.") for name in values):
+            found[f"{section}.enable"] = False
+    # without FSDP, torchtitan ignores the precision beside tensor parallelism or a pipeline
+    if shards or degree("tensor_parallel") == degree("pipeline_parallel") == 1:
+        found["training.mixed_precision_param"] = "bfloat16"
+    return found
+
+
+TORCHTITAN: Final = System(
+    "torchtitan",
+    {
+        **_sections("parallelism", _PARALLELISM),
+        "training.steps": Key("train.steps"),
+        "training.seq_len": Key("model.sequence"),
+        "training.max_norm": Key("train.clip"),
+        "training.global_batch_size": Key("train.batch"),
+        "training.mixed_precision_param": Key(
+            "precision", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+        ),
+        "training.enable_cpu_offload": Key("offload_param", PLACES),
+        "optimizer.name": Key("train.optimizer", OPTIMIZERS),
+        "optimizer.lr": Key("train.lr"),
+        "optimizer.weight_decay": Key("train.weight_decay"),
+        "lr_scheduler.warmup_steps": Key("train.warmup"),
+        "lr_scheduler.decay_type": Key("train.decay", {"linear": "linear", "cosine": "cosine"}),
+        "lr_scheduler.min_lr_factor": Key("train.final"),
+        "activation_checkpoint.mode": Key("recompute", RECOMPUTE),
+        "checkpoint.enable": Key("train.save_every", _NEVER),
+        "checkpoint.interval": Key("train.save_every"),
+        "validation.enable": Key("train.eval_every", _NEVER),
+        "validation.freq": Key("train.eval_every"),
+    },
+    _torchtitan_defaults,
+)
