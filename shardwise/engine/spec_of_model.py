@@ -5,7 +5,6 @@ It uses two copies of the model on the meta device. One runs a forward and a bac
 crosses each boundary (techniques/pipeline/trace/tracer.py).
 """
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -295,7 +294,7 @@ class _Staged:
     """A copy of the model on meta, in stages and on the tensor axis of `world`."""
 
     def __init__(self, plain: nn.Module, world: World, sp: bool, layout: StagedLayout) -> None:
-        ours = copy.deepcopy(plain)
+        ours = meta_pass.value_copy(plain)
         whole = twin(ours)
         self.stream = tensor_parallel.lay_out(whole, world, sp, layout.table).stream
         self.names = {id(p): name for name, p in ours.named_parameters()}
@@ -339,7 +338,7 @@ def on_tensor_axis(plain: nn.Module, plan: Plan, rank: int, table: Table | None)
     It is on the device of `plain` (meta or CPU); nothing is sent.
     """
     on_meta = any(p.is_meta for p in plain.parameters())
-    laid_out = meta_pass.meta_copy(plain) if on_meta else copy.deepcopy(plain)
+    laid_out = (meta_pass.meta_copy if on_meta else meta_pass.value_copy)(plain)
     tensor_parallel.lay_out(laid_out, tensor_world(plan, rank), plan.sp, table)
     return laid_out
 
@@ -348,7 +347,7 @@ def _real(model: nn.Module, plan: Plan, options: EngineOptions) -> nn.Module:
     """A copy of the plain model with values, for a forward that reads them."""
     if any(p.is_meta for p in model.parameters()):
         raise valueless(model)
-    copied = copy.deepcopy(model)
+    copied = meta_pass.value_copy(model)
     cast_whole(copied, DTYPES[plan.precision], torch.device("cpu"))
     tile(copied, plan, options.units).show()
     return copied

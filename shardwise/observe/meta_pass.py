@@ -79,8 +79,16 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
     Buffers keep their values, since a forward may read them.
     """
-    changed = {id(x): x.detach() for x in _tensors(model) if not x.is_leaf}  # from a forward
-    return _on_meta(model, changed)
+    return _on_meta(model, _from_a_forward(model))
+
+
+def value_copy(model: nn.Module) -> nn.Module:
+    """A copy of `model` with its values; it may keep tensors of a forward."""
+    return copy.deepcopy(model, _from_a_forward(model))
+
+
+def _from_a_forward(model: nn.Module) -> dict[int, Any]:
+    return {id(x): x.detach() for x in _tensors(model) if not x.is_leaf}
 
 
 def template(model: nn.Module) -> nn.Module:

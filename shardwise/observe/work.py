@@ -108,6 +108,8 @@ def _name(func: Any) -> str:
 
 def _bytes(x: Tensor) -> int:
     """The bytes of its elements; of an expanded tensor those in memory."""
+    if x.layout is not torch.strided:
+        return x.numel() * x.element_size()
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 

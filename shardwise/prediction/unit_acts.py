@@ -58,6 +58,7 @@ class UnitActs:
         self.seen: Callable[[int], None] = lambda _: None
         self.acted: Callable[[Act], None] = lambda _: None
         self.used: Callable[[int], None] = lambda _: None
+        self.again = set[int]()  # units that a reentrant checkpoint computes again in backward
 
     def do(self, acts: Iterable[Act]) -> None:
         """Do acts on units."""
@@ -92,13 +93,17 @@ class UnitActs:
         In an evaluation it is not `recorded` by autograd.
         """
         numbers = {name: n for n, unit in enumerate(modules) for name in unit.modules}
-        found, begun = list[Returned](), set[int]()
+        calls, found, begun, silent = [*calls], list[Returned](), set[int](), set[int]()
+        again = {call.module for call in calls if call.recomputed}
         for call in calls:
             unit = None if call.recomputed else numbers.get(call.module)
             if unit is None:
                 continue
             self.now = unit
             if call.begins:
+                under_no_grad = recorded and not call.recorded  # frozen, or a checkpoint
+                (silent.add if under_no_grad else silent.discard)(unit)
+                self.again |= {unit} if under_no_grad and call.module in again else set()
                 first = unit not in begun
                 found += [Returned(unit, None)] * first
                 begun.add(unit)
@@ -110,7 +115,8 @@ class UnitActs:
                 graded = any(values[value].trained for value in call.values)
                 found += [Returned(unit, self.order.place)] if graded else []
                 ends = call.module == modules[unit].modules[-1]
-                self.do(self.order.returned(unit, ends=ends, recorded=recorded, graded=graded))
+                taped = recorded and unit not in silent
+                self.do(self.order.returned(unit, ends=ends, recorded=taped, graded=graded))
             elif any(values[value].trained for value in call.values):
                 found.append(Returned(unit, CallPlace([], 0)))
         return found
@@ -121,6 +127,7 @@ class UnitActs:
         for index, (unit, place) in reversed([*enumerate(passed)]):
             self.now = unit
             if place is None:
+                self.do([Act("wait", unit)] if unit in self.again else ())
                 if last[unit] == index:  # no gradient at its output: at those of its parameters
                     self.used(unit)
                 for _ in range(self.units[unit].missing):

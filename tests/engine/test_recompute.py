@@ -76,7 +76,7 @@ def test_an_input_is_not_kept_whole():
 
 # --- activations in host memory -----------------------------------------------------------------
 
-SUM_BYTES = 8  # the double to which the losses of microbatches are added
+SUM_BYTES = 8  # the double to which losses are added; another where tensor ranks compare batches
 
 
 def on_tiers(world: World, plan: str) -> list[dict[str, int]]:
@@ -109,7 +109,10 @@ def on_tiers(world: World, plan: str) -> list[dict[str, int]]:
     assert host.fetched_bytes == 0
     if "pp" in plan:  # whose microbatches under way the schedule says
         return [measured, predicted]
-    predicted |= {"device": told.activations + SUM_BYTES, "host": told.host_activations}
+    predicted |= {
+        "device": told.activations + SUM_BYTES * (1 + ("tp" in plan)),
+        "host": told.host_activations,
+    }
     return [measured | at_loss, predicted]
 
 

@@ -237,9 +237,9 @@ class ByHook(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.size, self.way = nn.Parameter(torch.ones(6, 1)), nn.Parameter(torch.ones(6, 6))
-        self.register_forward_pre_hook(lambda *_: self.prepare())
+        self.register_forward_pre_hook(ByHook.prepare)
 
-    def prepare(self) -> None:
+    def prepare(self, _: Any = None) -> None:
         self.weight = self.size * self.way / self.way.norm(dim=1, keepdim=True)
 
     def forward(self, x: Tensor) -> Tensor:

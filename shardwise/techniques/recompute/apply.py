@@ -103,7 +103,7 @@ def on_host(
                 "blocks inside one stage",
                 f"a stage that begins at {block}",
             )
-    order = [name for name, _ in model.named_modules()]
+    order = [name for name, _ in model.named_modules(remove_duplicate=False)]
     begins = sorted(order.index(start) for start in starts)
     places = ((name, order.index(name)) for name in found)
     return {name: (sum(begin <= place for begin in begins), place) for name, place in places}
