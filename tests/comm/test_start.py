@@ -65,7 +65,7 @@ def ended(
 @pytest.mark.full
 @pytest.mark.parametrize("what", ["stop 1", "kill 2", "kill 0"])
 def test_a_rank_that_is_lost_ends_all_others(what: str):
-    """Without a launcher that kills: each says which rank was lost, one says where it was."""
+    """Without a launcher that kills: each says which rank was lost, and one where it was."""
     lost = int(what[-1])
     found = ended(what, range(3), 3, SHARDWISE_FROZEN_S="1")
     others = [each for each in found if each[0] not in (None, -signal.SIGKILL)]
@@ -76,7 +76,7 @@ def test_a_rank_that_is_lost_ends_all_others(what: str):
             lost == 0 and "on rank 0 or in its" in said
         )
     if lost:
-        assert sum(said.startswith(f"rank {lost} failed: its pro") for _, _, said in others) == 1
+        assert any(said.startswith(f"rank {lost} failed: its pro") for _, _, said in others)
 
 
 @pytest.mark.full
