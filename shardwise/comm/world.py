@@ -264,6 +264,7 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
     except InputError:
         install_excepthook()
         raise
+    install_excepthook(start.rank if start else 0)  # for errors of the start itself too
     where = _ready(_device(device, start.local_rank if start else 0))
     if start is None or not start.host:
         return alone(where)
@@ -276,7 +277,6 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
         )
     limits = read_limits()
     require_interfaces()
-    install_excepthook(start.rank)  # for errors of the start itself
     store = _begin(start, where, limits)
     links = TorchLinks(ours=True, device_type=where.type, shared_memory=shared_memory)
     TorchLinks.of_process = links

@@ -211,9 +211,9 @@ def _not_cut(batch: Any, word: str, found: list[int]) -> InputError:
     )
 
 
-def enough(batch: Any, microbatches: int) -> None:
+def enough(batch: Any, microbatches: int, count: Count | None = None) -> None:
     """Raise InputError if a rank's batch has rows, but fewer than the schedule has microbatches."""
-    found = max(map(len, _tensors(batch)), default=0)
+    found = count(batch) if count else max(map(len, _tensors(batch)), default=0)
     if 0 < found < microbatches:
         raise bad(
             f"a share of {found} rows for {microbatches} microbatches",

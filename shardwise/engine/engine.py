@@ -159,7 +159,7 @@ class Engine:
         compiled.as_followed(self.plan, self.model, None, self.world.rank)
         self.consensus.same.begin(self.steps + 1, self.optimizer.compared())
         batch = shares.on_device(batch, self.world.device)
-        self.passes.require(batch, self.microbatches)
+        self.passes.require(batch, self.microbatches, self.rows)
         before = self.ledger.copy()
         if self.data.in_step:  # the step before raised
             self.data.abandon()

@@ -98,7 +98,7 @@ class OneStage:
         with eval_mode(self.model), during(self.applied, self.device):
             return call(self.model)
 
-    def require(self, batch: Any, microbatches: int) -> None:
+    def require(self, *_: Any) -> None:
         """Do nothing: a microbatch may have no rows."""
 
     def updater(self, optimizer: Any, guard: Any) -> None:

@@ -423,11 +423,11 @@ def test_the_hook_of_a_rank(
     ],
 )
 def test_habits_from_other_libraries_are_explained(
-    act: Callable[[], Any], said: str, hook: list[str], capsys: pytest.CaptureFixture[str]
+    act: Callable[[], Any], said: str, hook: list[str]
 ):
-    """Python's error of `metrics.loss.backward()`, and of a learning rate without an optimizer."""
+    """A note on Python's error of `metrics.loss.backward()`, and of a rate without an optimizer."""
     with pytest.raises((AttributeError, TypeError)) as caught:
         act()
-    with pytest.raises(SystemExit):
-        sys.excepthook(caught.type, caught.value, caught.value.__traceback__)
-    assert said in capsys.readouterr().err
+    sys.excepthook(caught.type, caught.value, caught.value.__traceback__)
+    assert hook == [caught.type.__name__]
+    assert said in caught.value.__notes__[0]

@@ -76,7 +76,7 @@ def _excepthook(
     ranks would lose theirs and fail, and torchrun would kill this process before it returned its
     exit code.
     """
-    error = _explained(error)
+    _explain(error)
     refused, trace = isinstance(error, InputError), "".join(traceback.format_tb(frames))
     if not refused and LOST_CONNECTION.search(str(error)) and _printed(0):
         return
@@ -102,18 +102,19 @@ def _excepthook(
         time.sleep(_GRACE_S)  # rank 0 has the store, which other ranks need to print theirs
     if size > 1:
         os._exit(code)
-    raise SystemExit(code)
+    if not hasattr(sys, "ps1"):  # an interpreter goes on
+        raise SystemExit(code)
 
 
-def _explained(error: BaseException) -> BaseException:
-    """An InputError in place of Python's own, for two habits from other libraries."""
+def _explain(error: BaseException) -> None:
+    """Add a note to Python's own error for two habits from other libraries."""
     if isinstance(error, TypeError) and str(error).endswith(_NO_RATE):
         options = "options of the engine; the learning rate is one of its optimizer"
-        return bad("sw.parallelize(..., lr=)", options, "optimizer=sw.AdamW(lr=1e-3)")
+        error.add_note(str(bad("sw.parallelize(..., lr=)", options, "optimizer=sw.AdamW(lr=1e-3)")))
     if isinstance(error, AttributeError) and type(error.obj) is float and error.name == "backward":
         done = "engine.step(batch), which has run forward, backward and the update"
-        return bad(".backward() of a number, as a step's loss is", done, "metrics.loss alone")
-    return error
+        what = ".backward() of a number, as the loss of engine.step is"
+        error.add_note(str(bad(what, done, "metrics.loss alone")))
 
 
 def _end_program() -> None:

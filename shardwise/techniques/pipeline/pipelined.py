@@ -23,7 +23,7 @@ from shardwise.core.applied import Applied, during
 from shardwise.core.errors import RunError
 from shardwise.core.schedule.action import Action, Step, Token, Transfer
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.engine.batch import enough
+from shardwise.engine.batch import Count, enough
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer.scale import LossWeights
@@ -72,9 +72,9 @@ class Pipelined:
         self.trains = False  # whether a loss of the step is computed from parameters that train
         open_channels(staging.schedule, staging.axis, self.device)
 
-    def require(self, batch: Any, microbatches: int) -> None:
+    def require(self, batch: Any, microbatches: int, count: Count | None) -> None:
         """Raise InputError for a batch with fewer rows than the schedule has microbatches."""
-        enough(batch, microbatches)
+        enough(batch, microbatches, count)
 
     def updater(self, optimizer: ShardedOptimizer, guard: Guard) -> Stale | None:
         """What updates stages by the schedule; None if the engine updates after it."""
