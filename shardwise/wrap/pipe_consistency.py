@@ -14,7 +14,7 @@ from weakref import finalize
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.comm.move import begin_sum
@@ -51,6 +51,12 @@ class PipeConsistency:
         """A hook before every optimizer step."""
         groups = optimizer.param_groups
         if any(id(p) in self.trained for group in groups for p in group["params"]):
+            if isinstance(optimizer, LBFGS) and self.axis.size > 1:
+                raise bad(
+                    "a step of LBFGS under sw.Pipe, over the parameters of one rank's stages",
+                    "optimizers that update each parameter alone",
+                    "torch.optim.AdamW(module.parameters()), or LBFGS with sw.DDP(module)",
+                )
             self.same.stepped(type(optimizer).__name__, options_of(optimizer))
             if self.computes_loss:
                 require_gradients(optimizer)

@@ -84,6 +84,12 @@ def in_backward(world: World, how: str) -> None:
         wrap(how, model, world)(rows(0, world.rank)).sum().backward()
 
 
+def line_search(world: World) -> None:
+    module = sw.Pipe(make("sequential").double(), chunks=1, world=world)
+    module(rows(0, 0)).sum().backward()
+    torch.optim.LBFGS(module.parameters()).step(lambda: torch.zeros(()))
+
+
 def assigning(world: World, how: str, value: Callable[[Tensor], Tensor]) -> None:
     if how.startswith("zero"):
         made = engine_of(world, how)
@@ -129,6 +135,7 @@ REFUSED: list[tuple[str, Callable[[World], object], tuple[str, ...]]] = [
     ),
     *((how, partial(dropping, how=how), DROPPED) for how in ("DDP", "FULL_SHARD")),
     *((how, partial(differentiating, how=how), TWICE) for how in ("FULL_SHARD", "SHARD_GRAD_OP")),
+    ("Pipe", line_search, ("a step of LBFGS under sw.Pipe", "LBFGS with sw.DDP(module)")),
     *((how, partial(early, how=how), EARLY) for how in ("FULL_SHARD", "SHARD_GRAD_OP")),
     (
         "zero3",

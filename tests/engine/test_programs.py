@@ -169,6 +169,8 @@ def averaging(side: Side) -> None:
         page["follow"](average, side.model, 0.5)
         with page["averaged"](average, side.model), torch.no_grad():
             side.seen.append(float(squares(side.model, rows(9, 0))))
+            if driver_of(side.model):
+                sw.full_state_dict(side.model)
 
 
 def by_dims(side: Side) -> None:

@@ -223,6 +223,7 @@ class Data:
     def compare_ranks(self) -> None:
         """All ranks save or gather the state: compare what they have, and their last step."""
         self.between_passes()
+        self.units.take_assigned()
         self.consensus.meet(self.scaling)
 
     # --- the gradients of a step ----------------------------------------------------------------
