@@ -208,6 +208,7 @@ class Comparison:
         self._delay(engine, step)
         engine.scale.value *= 2.0  # the loaded one is another
         reload_engine(saved, engine)
+        saved.consensus.buffers.refresh()  # a checkpoint has those of the first data rank
         self.loaded(saved, engine)
         for oracle in self.oracles.all:
             if isinstance(oracle, Oracle):  # to save has finished a delayed update
@@ -260,12 +261,9 @@ class Comparison:
 
     def loaded(self, saved: Engine, engine: Engine) -> None:
         """Check that the modules' own tensors, and the engine's numbers, are those saved."""
+        begins = ("buffer/", "extra/")
         before, after = (
-            {
-                box.name: box.tensor
-                for box in one.boxes()
-                if box.name.startswith(("buffer/", "extra/"))
-            }
+            {box.name: box.tensor for box in one.boxes() if box.name.startswith(begins)}
             for one in (saved, engine)
         )
         same = before.keys() == after.keys() and all(

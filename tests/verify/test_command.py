@@ -145,6 +145,30 @@ def test_a_broken_gradient_is_named_with_its_rank(monkeypatch: pytest.MonkeyPatc
     assert f"{name}, on rank 1" in str(found)
 
 
+class Keeps(nn.Linear):
+    """A layer that keeps a statistic of its rows, which nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("seen").add_(x.detach().mean(0))
+        return super().forward(x)
+
+
+def test_a_buffer_that_differs_between_ranks_is_loaded_from_the_first():
+    """Each data rank keeps its own rows' until the next step begins with those of rank 0."""
+    made = Trainable(
+        "keeps",
+        lambda: settled(nn.Sequential(Keeps(), nn.Linear(6, 6))),
+        lambda m, x: m(x).square().mean(),
+        lambda rows, s: torch.randn(rows, 6, generator=torch.Generator().manual_seed(s)),
+    )
+    found = shortly("dp2 fp64", made)
+    assert found.holds, found.first_difference
+
+
 def attention() -> nn.Module:
     """One bias for queries, keys and values, which begins at 0 as in torch."""
     made = settled(nn.MultiheadAttention(8, 2, batch_first=True))
