@@ -1,6 +1,7 @@
 """Ranks that freeze, hang, abort, linger, or wait for what cannot come are named and killed."""
 
 import atexit
+import json
 import os
 import signal
 import subprocess
@@ -8,12 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem
 
@@ -21,8 +24,15 @@ from shardwise.comm.move import all_reduce, receive
 from shardwise.comm.start import call_stack, launch, peers
 from shardwise.comm.start.call_stack import CallStack
 from shardwise.comm.start.first_cause import Failure, death_text, first_cause
+from shardwise.comm.start.hosts import host_number
 from shardwise.comm.start.launch import spawn
-from shardwise.comm.start.peers import Heartbeat, HeartbeatMonitor, find_hang, watch_peers
+from shardwise.comm.start.peers import (
+    Heartbeat,
+    HeartbeatMonitor,
+    find_hang,
+    reported_failure,
+    watch_peers,
+)
 from shardwise.comm.start.rendezvous import Limits, read_limits
 from shardwise.comm.world import init
 from shardwise.core.errors import InputError, RankError
@@ -160,6 +170,33 @@ def test_no_thread_outlives_a_rank_s_program():
     watch.stop()
     assert not any(thread.is_alive() for thread in watch.threads)
     assert watch._heartbeats([0])[0].left
+
+
+@pytest.mark.parametrize(
+    ("rank", "hosts"),
+    [(0, ["here", "here", ""]), (1, ["other", "here", "other", "here"])],
+    ids=["beside one that never begins", "not the next in number"],
+)
+def test_a_rank_on_the_same_host_is_watched(
+    rank: int, hosts: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The last rank that has begun on this host is dead."""
+    monkeypatch.setattr(peers, "launched", lambda: True)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    beats, number = PrefixStore("shardwise/heartbeats", store), {"here": host_number(), "other": 7}
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for other, host in enumerate(hosts):
+        if host and other != rank:
+            beats.set(f"beat/{other}", json.dumps(asdict(Heartbeat(1, dead.pid, number[host]))))
+    watch = watch_peers(store, rank, len(hosts), Limits(frozen_s=0.2), None)
+    assert watch is not None
+    try:
+        store.wait(["shardwise/heartbeats/report"], timedelta(seconds=30))
+    finally:
+        watch.stop()
+    failed = reported_failure(store)
+    assert failed is not None and failed[0] == (3 if rank else 1) and "has ended" in failed[1]
 
 
 # --- ranks of spawn -------------------------------------------------------------------------------

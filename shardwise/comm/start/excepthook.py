@@ -3,13 +3,13 @@
     shardwise: train.py, line 12: Given: ... Allowed: ... Write instead: ...
 
 Python would print a traceback on every rank.  Instead rank 0 prints the paragraph and the others
-stay silent.  If rank 0 has no such error, the rank that has it prints it with its number, and ranks
-that lose their connection to it print nothing.  The process exits with code 2, after its atexit
-handlers have run and its open files are written.  torchrun adds its own report, which a worker
-cannot prevent; it refers to the paragraph.
+stay silent.  If rank 0 has no such error, the rank that has it prints it with its number.  Ranks
+that lose their connection to one that has printed print nothing.  The process exits with code 2,
+after its atexit handlers have run and its open files are written.  torchrun adds its own report,
+which a worker cannot prevent; it refers to the paragraph.
 
-Ranks that made different calls (OtherCallError) each print a paragraph, which names their own line,
-and exit with code 1.
+Ranks that made different calls (OtherCallError), or whose peer is gone, each print a paragraph,
+which names their own line, and exit with code 1.
 """
 
 import atexit
@@ -35,13 +35,13 @@ from shardwise.core.errors import InputError, OtherCallError, RankError, bad
 
 #: How long another rank waits for rank 0 to print.
 _GRACE_S = 2.0
-#: The key that the printing rank sets in the store.
-_KEY = "shardwise/refusal"
+#: The keys that printing ranks set in the store: of an InputError, and of different calls.
+_REFUSAL, _OTHER_CALL = "shardwise/refusal", "shardwise/other call"
 #: Errors of a rank whose peer is gone.  They are never the cause if another rank has one.
+_GONE = r"rank \d+( of the group)? (is gone: process|has left, but)|the connection to .* failed in"
 LOST_CONNECTION = re.compile(
     r"closed by peer|reset by peer|Connection reset|Broken pipe|pair\.cc|recvValue failed"
-    r"|Failed to recv|ncclRemoteError|remote process exited"
-    r"|rank \d+( of the group)? (is gone: process|has left, but)|the connection to .* failed in"
+    rf"|Failed to recv|ncclRemoteError|remote process exited|{_GONE}"
 )
 _PACKAGE = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 #: Where code is that is not the user's script: ours, torch's, Python's.
@@ -78,9 +78,10 @@ def _excepthook(
     """
     _explain(error)
     refused, trace = isinstance(error, InputError), "".join(traceback.format_tb(frames))
-    if not refused and LOST_CONNECTION.search(str(error)) and _printed(0):
+    lost = not refused and LOST_CONNECTION.search(str(error))
+    if lost and (_printed(_REFUSAL, 0) or _printed(_OTHER_CALL, 0)):
         return
-    if not (refused or isinstance(error, OtherCallError)):
+    if not (refused or isinstance(error, OtherCallError) or re.search(_GONE, str(error))):
         before(kind, error, frames)
         return
     failed_rank = rank
@@ -92,7 +93,7 @@ def _excepthook(
         _end_program()  # before rank 0 prints: then torchrun may end this rank
     if rank and size > 1 and refused:
         time.sleep(_GRACE_S)  # if another rank failed first, the launcher kills this one meanwhile
-    if size == 1 or not refused or _printed(1) in (0, 1):
+    if size == 1 or _printed(_REFUSAL if refused else _OTHER_CALL, 1) in (0, 1) or not refused:
         where = [f"rank {failed_rank}"] if failed_rank else []
         text = ": ".join(["shardwise", *where, *_script_line(trace), str(error)])
         print(text, file=sys.stderr, flush=True)
@@ -135,10 +136,10 @@ def _script_line(trace: str) -> list[str]:
     return [f"{Path(path).name}, line {line}" for path, line in known[-1:]]
 
 
-def _printed(more: int) -> int:
-    """How many ranks print an InputError, with `more`; 0 without a store, or if it has closed."""
+def _printed(key: str, more: int) -> int:
+    """How many ranks have set the key, with `more`; 0 without a store, or if it has closed."""
     try:
-        return dist.distributed_c10d._get_default_store().add(_KEY, more)
+        return dist.distributed_c10d._get_default_store().add(key, more)
     except (RuntimeError, ValueError):
         return 0
 

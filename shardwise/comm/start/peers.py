@@ -1,8 +1,8 @@
 """Ranks that watch each other's heartbeats: signs of life, with the place where the program is.
 
     rank 0  <---->  rank 1, rank 2, ...       the first rank that has not left watches all others,
-                                              and they watch it, and the ranks beside them, whose
-                                              processes they see where they share a host
+                                              and they watch it, and the ranks before and after them
+                                              on their host, whose processes they see
 
 A monitor ends the run in these cases:
 
@@ -177,6 +177,7 @@ class Peers:
         self.monitors = [HeartbeatMonitor(limits, self.beat.host, self.reach) for _ in range(size)]
         self.ledgers = WeakSet[Ledger]()
         self.first = 0  # the first rank that has not left
+        self.beside: set[int] = set()
         self.rounds, self.closed = 0, ""
         self._send(self.beat)
         self.stopped = threading.Event()
@@ -217,8 +218,9 @@ class Peers:
                 self._send(self.beat)
                 self._check(elapsed_s)
                 self.rounds += 1
-            except DistNetworkError as error:
+            except DistNetworkError as error:  # for good; torch prints a page for each attempt
                 self.closed = str(error).splitlines()[0]
+                return
             except RuntimeError:  # the store did not answer in time, or the GPU has failed
                 continue
 
@@ -251,14 +253,15 @@ class Peers:
         if self.store.check([_REPORT]) and not self.launched:
             self._end_together(self.store.get(_REPORT))
         watches_all = self.first == self.rank
-        beside = {self.first, self.rank - 1, (self.rank + 1) % self.size}
-        beats = self._heartbeats(range(self.size) if watches_all else sorted(beside))
-        if not watches_all and beats and beats[self.first].left:
+        ranks = range(self.size) if watches_all else sorted({self.first, *self._neighbours()})
+        beats = self._heartbeats(ranks)
+        if not watches_all and beats[self.first].left:
             self.first += 1
             return
-        found = ((rank, self.monitors[rank].receive(beats[rank], elapsed_s)) for rank in beats)
+        begun = [rank for rank, beat in beats.items() if beat.pid]
+        found = ((rank, self.monitors[rank].receive(beats[rank], elapsed_s)) for rank in begun)
         failed = next((each for each in found if each[1]), None)
-        if watches_all and beats and not failed:
+        if watches_all and not failed:
             failed = find_hang(beats, self.limits.patience_s)
         if failed:
             own = json.dumps(failed).encode()
@@ -266,16 +269,28 @@ class Peers:
             if not self.launched:
                 self._end_together(report, whole=report == own)
 
+    def _neighbours(self) -> set[int]:
+        """The ranks before and after this one on its host, or in the world until all have begun."""
+        if not self.beside:
+            if not self.store.check([f"beat/{rank}" for rank in range(self.size)]):
+                return {self.rank - 1, (self.rank + 1) % self.size}
+            beats = self._heartbeats(range(self.size)).items()
+            here = [rank for rank, beat in beats if beat.host == self.beat.host]
+            place = here.index(self.rank)
+            self.beside = {here[place - 1], here[(place + 1) % len(here)]}
+        return self.beside
+
     def _send(self, beat: Heartbeat) -> None:
         self.store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
 
     def _heartbeats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
-        """The latest heartbeats; none while one of these ranks has not begun."""
+        """The latest heartbeats; of a rank that has not begun one without a process."""
         keys = {rank: f"beat/{rank}" for rank in ranks}
         if not self.store.check(list(keys.values())):
-            return {}
+            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
         texts = self.store.multi_get(list(keys.values()))
-        return {rank: Heartbeat(**json.loads(text)) for rank, text in zip(keys, texts, strict=True)}
+        beats = {rank: Heartbeat(**json.loads(x)) for rank, x in zip(keys, texts, strict=True)}
+        return {rank: beats.get(rank, Heartbeat(0, 0)) for rank in ranks}
 
     def _end_together(self, report: bytes, *, whole: bool = False) -> None:
         """Print why the run ends, wait until all ranks have read it, and exit.
