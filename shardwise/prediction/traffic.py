@@ -45,8 +45,8 @@ from shardwise.prediction.group import Group, groups, layout_of
 from shardwise.prediction.stored_bytes import ADAM, OptimizerShape, master_bytes, owners_of
 
 CONSENSUS_BYTES = 8  # added as doubles: a count of tokens must not be rounded
-#: Before the first step: tokens, errors, lengths of lists and a checksum (engine.py).
-FIRST_NUMBERS = 6
+#: Before the first step: tokens, errors, too few rows, lengths of lists, a checksum (engine.py).
+FIRST_NUMBERS = 7
 #: Of an evaluation: the loss and the tokens.
 EVALUATED_NUMBERS = 2
 
@@ -264,22 +264,6 @@ def evaluation_bytes(plan: Plan, model: ModelShape, rank: int, *, buffers: bool 
     tariff.agree(EVALUATED_NUMBERS, CONSENSUS_BYTES)
     tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), CONSENSUS_BYTES, "check")
     _compare_batches(tariff)
-    return tariff.sent_bytes
-
-
-def start_bytes(plan: Plan, model: ModelShape, rank: int = 0) -> dict[TrafficLine, int]:
-    """The bytes `rank` sends before the first step, on the data axes and between tiers.
-
-    Rank 0 sends its weights. Weights that rest, or are updated, on another tier are copied there.
-
-    A model on the meta device sends only its buffers: its weights follow from the seed.
-    """
-    tariff = Tariff(plan, rank)
-    for group in groups(plan, model):
-        tariff.broadcast(group.flat.padded * group.element_bytes, "start")
-        if group.moves.offload or group.moves.fetch:  # to a disk through the host (disk.py)
-            tariff.copy("device", "host", group.flat.share * group.element_bytes, "start")
-    _buffers(tariff, model, "start")
     return tariff.sent_bytes
 
 

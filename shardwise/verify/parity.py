@@ -195,18 +195,7 @@ def theory_of(
 
 def unclipped(theory: Theory) -> Theory:
     """The predictions of the same passes where the norm has no bound."""
-
-    def of(
-        batch: Any,
-        rows: Sequence[Counts] | None = None,
-        loads: Sequence[Loads] = (),
-        *,
-        whole: bool = False,
-    ) -> Prediction:
-        """The prediction of the theory, without the sum of a norm."""
-        return replace(theory(batch, rows, loads, whole=whole), norm=False)
-
-    return of
+    return lambda *args, **options: replace(theory(*args, **options), norm=False)
 
 
 def engine_of(

@@ -29,8 +29,9 @@ from shardwise.models.moe import loss as moe_loss
 from shardwise.models.registry import find
 from shardwise.observe.measured_timeline import marks_on
 from shardwise.observe.meter import Meter
+from shardwise.prediction.group import groups
 from shardwise.prediction.stored_bytes import ADAM, PLAIN, OptimizerShape, held_bytes
-from shardwise.prediction.traffic import TrafficLine, by_kind, start_bytes, step_bytes
+from shardwise.prediction.traffic import Tariff, TrafficLine, by_kind, step_bytes
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.expert.price import EVEN
@@ -247,6 +248,17 @@ def test_buffers_do_not_grow_with_the_model(size: str, pool: int):
 
 
 # --- messages -------------------------------------------------------------------------------------
+
+
+def start_bytes(plan: Plan, model: ModelShape, rank: int) -> dict[TrafficLine, int]:
+    """The bytes sent before the first step: rank 0's weights, and copies to other tiers."""
+    tariff = Tariff(plan, rank)
+    for group in groups(plan, model):
+        tariff.broadcast(group.flat.padded * group.element_bytes, "start")
+        if group.moves.offload or group.moves.fetch:  # to a disk through the host (disk.py)
+            tariff.copy("device", "host", group.flat.share * group.element_bytes, "start")
+    tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "start")
+    return tariff.sent_bytes
 
 
 def differing(world: World, plan: str) -> list[Any]:
