@@ -21,6 +21,7 @@ from shardwise.comm.world import Axis, World
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.tree import leaves, mapped, paths
+from shardwise.techniques.data.same_on_ranks import SameOnRanks
 
 #: Rows of a stand-in: batch normalisation needs more than one.
 STAND_IN_ROWS = 2
@@ -146,15 +147,22 @@ def split(batch: Any, parts: int, word: str = "", count: Count | None = None) ->
     return [_over_rows(partial(_part, k=k, parts=parts), batch, samples) for k in range(parts)]
 
 
-def warn_of_few(batch: Any, count: Count | None, microbatches: int, rank: int) -> None:
-    """On rank 0, print a line if microbatches of the first step have no rows."""
-    if rank or microbatches == 1 or not 0 < (found := rows(batch, count)) < microbatches:
-        return
-    print(
-        f"shardwise: {found} rows are fewer than {microbatches} microbatches, of which some are "
-        f"empty. Write accumulate:{found}, or pass more rows.",
-        file=sys.stderr,
-    )
+def few_rows(batch: Any, count: Count | None, microbatches: int) -> int:
+    """The rows of a batch that has some, but fewer than there are microbatches; else 0."""
+    found = rows(batch, count) if microbatches > 1 else 0
+    return found if found < microbatches else 0
+
+
+def warn_of_few(found: int, microbatches: int, same: SameOnRanks, ranks: int) -> None:
+    """Print that this rank has few rows in the first step, as so many ranks have; if all, once."""
+    copies = any(axis.rank for axis in (*same.others, *same.batches))
+    rank = same.data_rank()
+    if found and not copies and (ranks < same.data_ranks or not rank):
+        print(
+            f"shardwise: data rank {rank} has {found} rows, fewer than its {microbatches} "
+            f"microbatches, of which some are empty. Write accumulate:{found}, or pass more rows.",
+            file=sys.stderr,
+        )
 
 
 def _part(x: Any, *, k: int, parts: int) -> Any:
@@ -211,13 +219,15 @@ def _not_cut(batch: Any, word: str, found: list[int]) -> InputError:
     )
 
 
-def enough(batch: Any, microbatches: int, count: Count | None = None) -> None:
-    """Raise InputError if a rank's batch has rows, but fewer than the schedule has microbatches."""
+def enough(
+    batch: Any, microbatches: int, count: Count | None = None, *, empty: bool = True
+) -> None:
+    """Raise InputError for fewer rows than microbatches; a batch may be `empty`."""
     found = count(batch) if count else max(map(len, _tensors(batch)), default=0)
-    if 0 < found < microbatches:
+    if found < microbatches and (found or not empty):
         raise bad(
-            f"a share of {found} rows for {microbatches} microbatches",
-            "at least one row per microbatch on every data rank, or no rows",
+            f"a share of {found or 'no'} rows for {microbatches} microbatches",
+            f"at least one row per microbatch on every data rank{', or no rows' * empty}",
             f"a batch of {microbatches} rows for each data rank, or fewer microbatches",
         )
 

@@ -231,13 +231,14 @@ class Engine:
         if self.shares_compared:
             return
         lists = 0 if self.rows or self.training.tokens else shares.list_entries(batch)
-        own = [mine, refused is not None, lists, lists**2]
+        few = 0 if refused else shares.few_rows(batch, self.rows, self.microbatches)
+        own = [mine, refused is not None, lists, lists**2, few > 0]
         warns = self.data_ranks > 1 and not self.world.rank
         with self.ledger.phase("check"):
             summed = share_sums(batch, own, self.consensus, warns=warns)
         shares.require_counted(summed[1], refused)
         shares.require_equal_lists(batch, summed[2:4], self.plan.data_size)
-        shares.warn_of_few(batch, self.rows, self.microbatches, self.world.rank)
+        shares.warn_of_few(few, self.microbatches, self.consensus.same, int(summed[4]))
         self.shares_compared = True
 
     def _settle(self, summed: Tensor, count: float, arriving: Iterator[Unit]) -> StepResult:
@@ -315,11 +316,9 @@ class Engine:
         (part,) = self._begin(batch, [batch], trains=False)
         count = self._weight(count, part)
         found = self._made(partial(self._objective, part=part))
-        found = torch.zeros((), dtype=torch.float64, device="cpu") if found is None else found
-        loss = found.to(self.world.device, torch.float64)
-        own = torch.stack([loss * count, loss.new_tensor(count)])
-        if not count:  # the mean over no tokens may be NaN
-            own = torch.zeros_like(own)
+        zero = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        loss = zero if found is None or not count else found.to(zero)  # of no tokens it may be NaN
+        own = torch.stack([loss * count, zero + count])
         with self.ledger.phase("check"):
             own[:1] = self._over_stages(own[:1])
             summed, total = self.consensus.agree(own).tolist()

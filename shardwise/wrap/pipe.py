@@ -41,7 +41,7 @@ from shardwise.core.tools.graph_break import graph_break
 from shardwise.core.tools.hook import no_copy
 from shardwise.core.tools.structure import Structure
 from shardwise.core.tools.tree import leaves, mapped
-from shardwise.engine.batch import split
+from shardwise.engine.batch import enough, split
 from shardwise.engine.checks import consistency, validate
 from shardwise.engine.checks.compiled import without_compiler
 from shardwise.engine.default_fill import default_fill
@@ -218,7 +218,7 @@ class Piped(Wrapper):
         self.structure.require_unchanged()
         chunks = self.staged.schedule.microbatches
         validate.no_backward_optimizer(self.module, "sw.Pipe of a module")
-        _enough((args, kwargs), chunks)
+        enough((args, kwargs), chunks, empty=False)
         graded = torch.is_grad_enabled()
         if graded and self.trained:
             self.options.compare((args, kwargs))
@@ -400,17 +400,6 @@ def _rows(batch: Any) -> int:
 
 def _tensors(x: Any) -> list[Tensor]:
     return leaves(x, Tensor, objects=True)
-
-
-def _enough(batch: Any, chunks: int) -> None:
-    """Raise InputError for fewer rows than microbatches."""
-    found = _rows(batch)
-    if found < chunks:
-        raise bad(
-            f"a batch of {found or 'no'} rows for a pipe of {chunks} chunks",
-            "tensors with at least one row for each chunk",
-            f"a batch of {chunks} rows or more",
-        )
 
 
 def _whole(out: Sequence[Tensor], rows: int) -> None:

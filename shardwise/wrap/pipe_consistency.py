@@ -2,6 +2,7 @@
 
     the options of the optimizers of their stages, and the batch
     the gradient of the output, by its norm: all compute the same loss
+    the factor by which the program scaled its gradients (techniques/data/scaling.py)
 
 A call sends nothing that all ranks sum, so the second call of every EVERY that trains sums numbers
 (techniques/data/same_on_ranks.py).  On a GPU the next call reads them, which waits for nothing.
@@ -25,6 +26,7 @@ from shardwise.core.tools.weak import weakly
 from shardwise.engine.checks.consistency import ConsistencyCheck, batch_hash
 from shardwise.techniques.data import same_on_ranks
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
+from shardwise.techniques.data.scaling import Scaling
 from shardwise.wrap.plain_optimizer import options_of, require_gradients
 
 _HASHES: Final = 2**20
@@ -42,6 +44,8 @@ class PipeConsistency:
         self.same.others, self.same.options = [axis], {} if self.trained else None
         self.check = ConsistencyCheck(self.same, nowhere)
         self.norm = doubles_on([0], device)
+        gradients = [partial(_dense_gradient, p) for p in trained]
+        self.scaling = Scaling(gradients, [p.dtype for p in trained])
         self.unread: HostNumbers | None = None
         self.computes_loss = False  # after a call that trains, until its backward pass
         handle = register_optimizer_step_pre_hook(weakly(self.record))
@@ -58,12 +62,14 @@ class PipeConsistency:
                     "torch.optim.AdamW(module.parameters()), or LBFGS with sw.DDP(module)",
                 )
             self.same.stepped(type(optimizer).__name__, options_of(optimizer))
+            self.scaling.look()
             if self.computes_loss:
                 require_gradients(optimizer)
 
     def note(self, grads: Sequence[Tensor | None]) -> None:
         """A backward pass has ended, which began with these gradients of the output."""
         if self.calls % same_on_ranks.EVERY == 1:
+            self.scaling.note()
             floats = [x for x in grads if x is not None and x.is_floating_point()]
             norms = [torch.linalg.vector_norm(x).double().view(1) for x in floats]
             self.norm = torch.linalg.vector_norm(torch.cat([self.norm.new_zeros(1), *norms])).view(
@@ -83,7 +89,7 @@ class PipeConsistency:
         self.calls += 1
         if self.unread is not None and due:
             numbers, self.unread = self.unread.read(), None
-            *_, differs, norm, squares = numbers
+            *_, differs, norm, squares = self.scaling.compared(numbers)
             if differs:
                 self.same.require()
             self.same.recheck = None
@@ -105,4 +111,9 @@ class PipeConsistency:
         with self.axis.ledger.phase("check"):
             differs = doubles_on([0], self.device) + same.difference_on_others()
             own = torch.cat([differs, self.norm, self.norm.square()])
-            self.unread = HostNumbers(begin_sum(own, self.axis), self.device)
+            self.unread = HostNumbers(begin_sum(self.scaling.joined(own), self.axis), self.device)
+
+
+def _dense_gradient(p: nn.Parameter) -> tuple[Tensor | None, int]:
+    dense = p.grad is not None and p.grad.layout == torch.strided and not p.grad.is_complex()
+    return (p.grad, 1) if dense else (None, 0)

@@ -224,9 +224,11 @@ def of_images(model: nn.Module, batch: Any) -> Tensor:
     return torch.stack([model(x.mean((1, 2))) for x in images]).square().mean()
 
 
-def first_step(world: World, batches: list[Any], **options: Any) -> tuple[float, int] | str:
+def first_step(
+    world: World, batches: list[Any], plan: str = "dp2", **options: Any
+) -> tuple[float, int] | str:
     torch.manual_seed(0)
-    engine = sw.parallelize(nn.Linear(3, 2), "dp2", world, loss=of_images, **options)
+    engine = sw.parallelize(nn.Linear(3, 2), plan, world, loss=of_images, **options)
     try:
         metrics = engine.step(batches[world.rank])
     except InputError as error:
@@ -250,6 +252,16 @@ def test_equal_shares_of_all_data_ranks_are_reported_once(capfd):
     for shares, lines in (([1.0, 1.0], 1), ([1.0, 2.0], 0)):
         run_threads(2, first_step, [{"images": torch.full((2, 3, 4, 5), x)} for x in shares])
         assert capfd.readouterr().err.count("have the same rows in the first step") == lines
+
+
+def test_a_rank_with_fewer_rows_than_microbatches_is_named(capfd):
+    """If all data ranks have too few, rank 0 alone says so."""
+    for rows_of_first, rank in ((2, 1), (1, 0)):
+        shares = [{"images": torch.rand(n, 3, 4, 5)} for n in (rows_of_first, 1)]
+        run_threads(2, first_step, shares, "dp2 accumulate:2")
+        said = capfd.readouterr().err
+        assert said.count("fewer than its") == 1
+        assert f"data rank {rank} has 1 rows, fewer than its 2 microbatches" in said
 
 
 # --- numbers of tokens that differ ---------------------------------------------------------------

@@ -203,7 +203,7 @@ def pipe(model: Any, chunks: int = 8, world: World | None = None, **options: Any
 
 WRAPPED = "a Sequential that is wrapped already"
 NO_LAYER = "without a layer in it"
-NO_ROWS = r"a batch of no rows for a pipe of 8 chunks.*Write instead: a batch of 8 rows or more\.$"
+NO_ROWS = r"a share of no rows for 8 microbatches.*on every data rank\. Write instead: a batch of 8"
 BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: pipe(known_example(), stages=["nope"]), r"1 starts \(nope\) for 1 stage\. .*stages=N"),
     (lambda: pipe(known_example(), 10**9), r"chunks=1000000000\. Allowed: .*1 to 32768"),
@@ -219,7 +219,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: pipe(known_example(), schedule="pipedream"), "pipedream, which updates by itself"),
     (lambda: pipe(known_example(), schedule="gpip"), r"the schedule 'gpip'.*gpipe"),
-    (lambda: pipe(known_example())(rows(7)), r"a batch of 7 rows for .* 8 chunks.*8 rows or more"),
+    (lambda: pipe(known_example())(rows(7)), r"a share of 7 rows for 8 microbatches"),
     (
         lambda: pipe(nn.Sequential(known_example(), Mean()))(rows(16)),
         r"an output of shape \[\] of a pipe.*sw\.parallelize",

@@ -159,6 +159,8 @@ def in_loop(world: World, how: str, what: str) -> str:
             (loss(wrapped, rows(step, own)) * (1 + odd * (what == "loss"))).backward()
         except InputError as error:
             return f"step {step}: {error}"
+        if what == "clip" and step >= CHANGED:
+            torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1e-3)
         if what != "step" or world.rank == 0 or step != CHANGED:
             optim.step()
         optim.zero_grad()
@@ -179,6 +181,7 @@ LOOPS = [
     *((how, "lr", RATE) for how in ("DDP", "FULL_SHARD", "HYBRID_SHARD")),
     ("Pipe", "lr", "lr of group 0 of the AdamW on pp rank {}: 0.5; on pp rank 0: 0.01"),
     ("Pipe", "batch", "a batch on rank {} of the pp axis that differs from that on rank 0"),
+    ("Pipe", "clip", "gradients that each rank scaled by another factor"),
     ("Pipe", "loss", "a gradient of the output of a pipe that differs between ranks"),
     *(
         (how, "step", "the optimizer steps since the last backward pass on data rank 1: 'none'; on")
@@ -306,20 +309,37 @@ def told(world: World, run: Any, what: str) -> str:
     return refusal(lambda: run(world, world.rank == 1, what))
 
 
-def rounded(world: World, factor: float) -> str:
-    """What is said where weights of rank 1 are multiplied by a factor."""
+def triple(*args: Any) -> Any:
+    return 3 * args[-1]
+
+
+def odd_rank_warns(world: World, what: str, said: str) -> None:
+    """Rank 1 has other weights, by rounding, or a hook of its own."""
     wrapped = sw.DDP(model(), world)
-    with torch.no_grad():
-        for p in wrapped.parameters():
-            p.mul_(factor**world.rank)
-    with pytest.warns(UserWarning, match=r"on data rank 1 differ .* by rounding"):
+    if what == "weights":
+        with torch.no_grad():
+            for p in wrapped.parameters():
+                p.mul_((1 + 1e-6) ** world.rank)
+    elif world.rank:
+        layer = wrapped.get_submodule("1")
+        owner = layer.weight if what == "register_hook" else layer
+        getattr(owner, what)(triple)
+    with pytest.warns(UserWarning, match=said):
         loss(wrapped, rows(0, world.rank)).backward()
-    return ""
+    loss(wrapped, rows(1, world.rank)).backward()
 
 
-def test_weights_that_differ_by_rounding_are_a_warning():
-    """Hosts with other processors round otherwise; that is no mistake of a program."""
-    run_gloo(2, rounded, 1 + 1e-6)
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("weights", r"on data rank 1 differ .* by rounding"),
+        ("register_hook", r"hooks of 1.weight on data rank 1: \['backward_hook triple"),
+        ("register_forward_hook", r"hooks of 1 on data rank 1: .* on data rank 0: 'none'"),
+    ],
+)
+def test_what_may_be_no_mistake_of_a_program_is_a_warning(what: str, said: str):
+    """Hosts with other processors round otherwise; a logger has hooks on rank 0 alone."""
+    run_gloo(2, odd_rank_warns, what, said)
 
 
 # --- other ways through a model, and errors of one rank -----------------------------------------

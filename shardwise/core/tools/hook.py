@@ -21,6 +21,9 @@ _NOTES = (
     "_forward_pre_hooks_with_kwargs",
 )
 
+#: Attributes of modules and parameters with hooks that may change what is computed.
+_KINDS = (*_TABLES, "_backward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks")
+
 
 class Driver(Protocol):
     """The owner of hooks."""
@@ -78,6 +81,19 @@ class Hook:
 def others_after(p: Any) -> bool:
     """Whether the program has hooks, besides ours, after the accumulation of parameter `p`."""
     return len(p._post_accumulate_grad_hooks or ()) > 1
+
+
+def program_hooks(owner: Any) -> list[str]:
+    """The hooks that the program has on a module or a parameter: kind, function and its line."""
+    found: list[str] = []
+    for kind in _KINDS:
+        hooks: dict[int, Any] = getattr(owner, kind, None) or {}
+        for function in (getattr(hook, "func", hook) for hook in hooks.values()):
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            line = getattr(getattr(function, "__code__", None), "co_firstlineno", "unknown")
+            if not f"{function.__module__}".startswith("shardwise."):
+                found.append(f"{kind[1:-1]} {name} (line {line})")
+    return found
 
 
 def nothing(*_: object) -> None:

@@ -93,11 +93,17 @@ def require_same(
         others = [rank for rank, value in enumerate(values) if value != values[0]]
         if others:
             first, other = _excerpts(values[0], values[others[0]])
+            instead = "the same call on every rank; only the data may differ"
+            if "the function" in first:
+                instead = (
+                    "the same function on every rank; a number that differs between ranks, such as "
+                    'a temperature or a time, goes into the batch: batch["temperature"]'
+                )
             raise bad(
                 f"{name} of {rank_names(others)}, which differs from that of rank 0: {other} "
                 f"instead of {first}",
                 allowed,
-                "the same call on every rank; only the data may differ",
+                instead,
             )
 
 

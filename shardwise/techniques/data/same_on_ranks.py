@@ -3,6 +3,7 @@
     options    of the optimizer's groups: rates, betas, weight decay             in each step
     facts      of a loop: steps of its optimizers, sw.clip_grad_norm, ...        in each step
     flags      training of modules, requires_grad of parameters                  in each step
+    hooks      of the program on modules and parameters; a warning       every `every` steps
     batch      along cp, tp and pp: shapes, and the sum of the bits              in each step
     weights    that several data ranks hold: all of them under ddp, the          every `every` steps
                shards of hybrid sharding, what zero1 and zero2 keep gathered,
@@ -42,7 +43,8 @@ from shardwise.comm.move import begin_sum
 from shardwise.comm.objects import gather_object
 from shardwise.comm.tiers.host_numbers import doubles_on
 from shardwise.comm.world import Axis
-from shardwise.core.errors import bad
+from shardwise.core.errors import InputError, bad
+from shardwise.core.tools.hook import program_hooks
 from shardwise.techniques.data.checksum import bits_sum
 from shardwise.techniques.data.computed import Reruns, Values, numbers_of, require_same, shown
 from shardwise.techniques.data.flat.flat_parameter import Flat, State
@@ -123,7 +125,8 @@ class SameOnRanks:
         self.facts: Options = {}
         self.sent: tuple[Options, Options] | None = None  # those that the ranks compare
         self.hash = 0  # of them
-        self.weighs = False  # whether they compare weights too
+        self.weighs = False  # whether they compare weights and hooks too
+        self.warned = False  # of hooks that differ; then they compare them no more
         experts = any(_OF_EXPERTS in (f.shard_axis.name, f.replicate_axis.name) for f in flats)
         self.modules = {} if experts else dict(modules or {})  # else those of other ranks differ
         named = (zip(flat.names, flat.params, strict=True) for flat in flats if not experts)
@@ -216,6 +219,8 @@ class SameOnRanks:
             flags = bytes([m.training for m in self.modules.values()])
             flags += bytes([p.requires_grad for _, p in self.params])
             own += _share(self.data_rank(), self.data_ranks) * self._hash(repr(flags))
+        if self.weighs and self.data_ranks > 1:
+            own += _share(self.data_rank(), self.data_ranks) * self._hash(repr(self._hooks()))
         for axis in self.batches:
             own = own + _share(axis.rank, axis.size) * self.batch
         if self.reruns is not None:
@@ -274,7 +279,7 @@ class SameOnRanks:
             f"training of {name or 'the model'}": m.training for name, m in self.modules.items()
         }
         modes |= {f"requires_grad of {name}": p.requires_grad for name, p in self.params}
-        every: list[Any] = [(self.sent, modes, weights, shown(self.reruns))]
+        every: list[Any] = [(self.sent, modes, weights, shown(self.reruns), self._hooks())]
         for axis in (*self.axes, *self.others):
             parts = gather_object(every, axis, self.device)
             every = [each for part in parts for each in part]
@@ -286,9 +291,15 @@ class SameOnRanks:
             self._require_options(
                 [(start + rank, modes) for rank, (_, modes, *_) in enumerate(data_ranks)]
             )
-            reruns = [each for *_, each in data_ranks]
+            reruns = [each for *_, each, _ in data_ranks]
             require_same(reruns, self.step, lambda rank, start=start: self._place(start + rank))
-            self._require_weights(start, [each for _, _, each, _ in data_ranks])
+            self._require_weights(start, [each for _, _, each, *_ in data_ranks])
+            try:
+                hooks = [(start + rank, hooks) for rank, (*_, hooks) in enumerate(data_ranks)]
+                self._require_options(hooks, every=True)
+            except InputError as error:
+                self.warned = True
+                warnings.warn(f"{error} A hook that only reads may stay.", stacklevel=2)
 
     def _require_options(self, have: Sequence[tuple[int, Options]], *, every: bool = False) -> None:
         """Raise InputError for a value that differs; with `every`, for one that a rank lacks."""
@@ -313,6 +324,17 @@ class SameOnRanks:
             number, own = divmod(number, axis.size)
             several += [(axis.name, own)] if axis.size > 1 else []
         return ", ".join(f"{name} rank {own}" for name, own in several)
+
+    def _hooks(self) -> dict[str, list[str]]:
+        """The program's hooks by the module or parameter that has them, where ranks compare them.
+
+        One that only reads, as of a logger on rank 0, is no mistake.
+        """
+        owners = [*self.modules.items(), *self.params] if self.weighs and not self.warned else []
+        found = (
+            (f"hooks of {name or 'the model'}", program_hooks(owner)) for name, owner in owners
+        )
+        return {name: hooks for name, hooks in found if hooks}
 
     def _require_weights(self, start: int, every: Sequence[Mapping[Any, Any]]) -> None:
         """Compare all tensors of the data ranks that begin with the rank `start`.

@@ -12,7 +12,8 @@ A factor that is the same on all ranks (sw.clip_grad_norm, a gradient scaler) ha
 clip_grad_value_ is not one factor.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,29 +25,34 @@ from shardwise.techniques.data.flat.flat_parameter import Flat
 _SAMPLE = 64
 
 
-class Scaling:
-    """The factors of the gradients of sharded flat parameters among `flats`."""
+#: The gradient of a flat parameter, and of how many parameters it is.
+Gradient = Callable[[], tuple[Tensor | None, int]]
 
-    def __init__(self, flats: Iterable[Flat]) -> None:
-        self.flats = [flat for flat in flats if flat.trained and flat.split]
-        self.rounding = max((torch.finfo(flat.dtype).eps for flat in self.flats), default=0.0)
-        self.noted: list[tuple[Flat, Tensor, int]] = []
+
+class Scaling:
+    """The factors of `gradients`; `compares` on all ranks or on none."""
+
+    def __init__(
+        self, gradients: Sequence[Gradient], dtypes: Iterable[torch.dtype], *, compares: bool = True
+    ) -> None:
+        self.gradients, self.compares = gradients, compares
+        self.rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        self.noted: list[tuple[Gradient, Tensor, int]] = []
         self.changed: list[tuple[Tensor, Tensor]] = []
 
     def note(self) -> None:
         """A backward pass has ended: remember its gradients."""
         self.changed = []
         self.noted = [
-            (flat, _sample(gradient).clone(), gradient._version)
-            for flat in self.flats
-            if (gradient := flat.grads.gshard) is not None
+            (each, _sample(gradient).clone(), gradient._version)
+            for each in self.gradients
+            if (gradient := each()[0]) is not None
         ]
 
     def look(self) -> None:
         """An optimizer is about to step: see which gradients have changed."""
         for noted in list(self.noted):
-            flat, sample, version = noted
-            gradient, count = flat.grads.gshard, sum(p.grad is not None for p in flat.params)
+            (gradient, count), sample, version = noted[0](), *noted[1:]
             if gradient is not None and count and gradient._version - version >= count:
                 self.noted.remove(noted)
                 self.changed.append((sample, _sample(gradient).clone()))
@@ -54,7 +60,7 @@ class Scaling:
     @torch.no_grad()
     def joined(self, numbers: Tensor) -> Tensor:
         """Numbers that the ranks sum, with those of the factor before them."""
-        if not self.flats:
+        if not self.compares:
             return numbers
         if not self.changed:
             return torch.cat([numbers.new_zeros(3), numbers])
@@ -70,7 +76,7 @@ class Scaling:
 
         Raises InputError on all ranks if they scaled by different factors.
         """
-        if not self.flats:
+        if not self.compares:
             return sums
         count, total, squares = sums[:3]
         mean = total / max(count, 1)
@@ -79,12 +85,23 @@ class Scaling:
             raise bad(
                 "gradients that each rank scaled by another factor before the last optimizer step, "
                 "as torch.nn.utils.clip_grad_norm_ does on a sharded module: it takes the norm of "
-                "one rank's pieces",
+                "one rank's parameters",
                 "one factor on all ranks. The step was wrong: continue from a checkpoint before it",
                 "sw.clip_grad_norm(module, max_norm)",
             )
         return sums[3:]
 
 
+def scaling_of(flats: Iterable[Flat]) -> Scaling:
+    """The factors of the gradients of sharded flat parameters."""
+    split = [flat for flat in flats if flat.trained and flat.split]
+    gradients = [partial(_of_flat, flat) for flat in split]
+    return Scaling(gradients, [flat.dtype for flat in split], compares=bool(split))
+
+
+def _of_flat(flat: Flat) -> tuple[Tensor | None, int]:
+    return flat.grads.gshard, sum(p.grad is not None for p in flat.params)
+
+
 def _sample(gradient: Tensor) -> Tensor:
-    return gradient[:: max(1, gradient.numel() // _SAMPLE)]
+    return gradient.reshape(-1)[:: max(1, gradient.numel() // _SAMPLE)]

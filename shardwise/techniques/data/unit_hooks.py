@@ -41,7 +41,7 @@ from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.gradient_hooks import GradientHooks
 from shardwise.techniques.data.outputs import Output, shares_memory, tensors_in, watch
 from shardwise.techniques.data.pace import Pace
-from shardwise.techniques.data.scaling import Scaling
+from shardwise.techniques.data.scaling import scaling_of
 from shardwise.techniques.data.staged_hooks import PutOff, StagedUnits
 from shardwise.techniques.data.units import Unit, Units, mark_kept
 
@@ -94,7 +94,7 @@ class Data:
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.handles: list[RemovableHandle | Lease] = []  # of all that is on the model or opened
         flats = [group for unit in units.order for group in unit.groups]
-        self.scaling = Scaling(flats if pace.by_hand else ())
+        self.scaling = scaling_of(flats if pace.by_hand else ())
         self.optimizers = WeakSet[Optimizer]()  # that have stepped on pieces (plain_optimizer.py)
         self.on_grads = GradientHooks()
         frozen = [p for group in flats if not group.trained for p in group.params]
