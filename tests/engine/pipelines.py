@@ -37,58 +37,6 @@ def half_frozen() -> nn.Module:
     return model
 
 
-def late_frozen() -> nn.Module:
-    """The second half is not trained: gradients go through it all the same."""
-    model = deep()
-    for name, p in model.named_parameters():
-        p.requires_grad_(int(name.split(".")[0]) < 8)
-    return model
-
-
-class Pair(nn.Module):
-    """A block of a tuple: a value without gradient goes along."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x, mask = both
-        return x + torch.tanh(self.up(x)) * mask, mask
-
-
-class Named(nn.Module):
-    """A block of a dict, of which one value skips a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        x = torch.tanh(self.up(state["x"]))
-        return {"x": x + state["skip"], "skip": state["x"]}
-
-
-class Tuples(Stack):
-    """Tuples between the blocks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        both = self.blocks[0]((x, (x > 0).to(x.dtype)))
-        for block in self.blocks[1:]:
-            both = block(both)
-        return both[0]
-
-
-class Dicts(Stack):
-    """Dicts between the blocks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = {"x": x, "skip": x}
-        for block in self.blocks:
-            state = block(state)
-        return state["x"]
-
-
 class Skips(Stack):
     """What the first blocks make is used by the last ones, as in a U-Net."""
 
@@ -249,9 +197,6 @@ def break_in(engine: Engine, name: str, forward: int) -> None:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "deep": deep,
     "half frozen": half_frozen,
-    "late frozen": late_frozen,
-    "tuples": chain(Tuples, Pair),
-    "dicts": chain(Dicts, Named),
     "skips": chain(Skips, plain),
     "idle": chain(Stack, Idle),
     "ends": partial(made, Ends),

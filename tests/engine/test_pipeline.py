@@ -68,7 +68,7 @@ CASES = [
     *(
         (plan, name, SGD)
         for plan in ("pp2 1f1b:3", "pp2 dp2 zero3 zb-h1:4")
-        for name in ("half frozen", "late frozen", "tuples", "dicts", "skips", "idle")
+        for name in ("half frozen", "skips", "idle")
     ),
     *((plan, name, ADAMW) for plan in SHARED for name in ("ends", "outside")),
     # two blocks are two layers, however often they are gone through: two stages at most
@@ -81,7 +81,7 @@ CASES = [
 @pytest.mark.cases(6)
 @pytest.mark.parametrize(("plan", "name", "options"), CASES)
 def test_models(plan: str, name: str, options: dict[str, Any]):
-    """Frozen stages, tuples, dicts, skips, parameters that nobody or several stages use.
+    """Frozen stages, skips, parameters that nobody or several stages use.
 
     fp64: 3 steps are one process's, 1e-10; bytes and memory as predicted. Nine rows, which eight
     microbatches do not divide; gradients are clipped.

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.techniques.pipeline.trace.placeholders import twin
 from tests.engine.cases import Case, regression, rows_task
 from tests.engine.pipelines import SGD
-from tests.engine.tensors import equals_one
+from tests.engine.tensors import equals_one, holds
 from tests.engine.zoo import TASKS
 from tests.parallel.between import (
     LENGTH,
@@ -222,17 +222,17 @@ def test_stages_compute_what_the_model_does(name: str, plan: str) -> None:
     equals_one(run_threads, work, Case(f"{plan} fp64", **SGD))
 
 
-#: Of the zoo, what returns or keeps something else than a tensor, recomputes, or shares.
+#: Of the zoo, what returns or keeps something else than a tensor, recomputes, shares, or freezes.
 OF_THE_ZOO = [
     *(f"returns a {how}" for how in ("dataclass", "dict", "tuple")),
-    *("checkpoint around", "twice"),
+    *("checkpoint around", "twice", "last frozen"),
 ]
 
 
 @pytest.mark.parametrize("name", OF_THE_ZOO)
 def test_models_of_the_zoo_in_stages(name: str) -> None:
-    """Any output, recomputation by the model, one module in two places."""
-    equals_one(run_threads, TASKS[name], Case("pp2 1f1b:2 fp64", **SGD))
+    """Any output, recomputation by the model, one module in two places; bytes and memory too."""
+    holds(run_threads, TASKS[name], Case("pp2 dp2 zero3 zb-h1:2 fp64", clip=0.5, **SGD))
 
 
 # --- what a rank has ------------------------------------------------------------------------------
