@@ -69,7 +69,7 @@ def trained(world: World, steps: int, kind: type[Listed] = Listed) -> list[Any]:
     return listed.seen
 
 
-def test_an_own_loop_calls_the_same_objects_on_rank_zero() -> None:
+def test_an_own_loop_calls_the_same_objects_on_rank_zero():
     """The numbers of `engine.step` by name; the other rank calls nothing unless it is asked."""
     first, second = run_threads(2, trained, 2)
     moments = ["run_began", "step_ended", "step_ended", "run_ended"]
@@ -88,7 +88,7 @@ def one_step(callbacks: Callbacks) -> None:
 
 
 @pytest.mark.parametrize("moment", ["run_began", "step_ended", "saved"])
-def test_an_error_of_a_callback_names_it_and_ends_the_others(moment: str) -> None:
+def test_an_error_of_a_callback_names_it_and_ends_the_others(moment: str):
     """The run raises RunError with the callback, the moment and the error; each one is ended."""
     before, failing, after = Listed(), Listed(moment), Listed()
     callbacks = Callbacks([before, failing, after])
@@ -99,7 +99,7 @@ def test_an_error_of_a_callback_names_it_and_ends_the_others(moment: str) -> Non
     assert after.seen == [] or after.seen[-1] == ("run_ended", RunError)
 
 
-def test_an_optional_callback_that_fails_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_optional_callback_that_fails_is_said_once(capfd: pytest.CaptureFixture[str]):
     """A tracker whose server is gone for a while: the others are called, and the run goes on."""
 
     class Tracker(Listed):
@@ -117,7 +117,7 @@ def test_an_optional_callback_that_fails_is_said_once(capfd: pytest.CaptureFixtu
 
 def test_an_end_that_fails_or_hangs_is_said_and_left(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+):
     """The run is over: nothing is raised, no one waits longer than the limit."""
     monkeypatch.setattr(callback, "END_S", 0.05)
     last = Listed()
@@ -129,14 +129,14 @@ def test_an_end_that_fails_or_hangs_is_said_and_left(
     assert last.seen[-1] == ("run_ended", type(None))
 
 
-def test_what_is_none_or_not_finite_is_left_out() -> None:
+def test_what_is_none_or_not_finite_is_left_out():
     """A callback gets finite numbers alone."""
     listed = Listed()
     Callbacks([listed], alone()).step_ended(3, {"a": 1, "b": None, "c": float("nan")})
     assert listed.seen == [("step_ended", 3, {"a": 1.0})]
 
 
-def test_an_object_that_is_no_callback_is_refused() -> None:
+def test_an_object_that_is_no_callback_is_refused():
     """Without a method, or a class where an object belongs: before the run begins."""
     with pytest.raises(InputError, match="without run_began, step_ended"):
         Callbacks([object()])  # pyright: ignore[reportArgumentType]
@@ -150,7 +150,7 @@ def test_an_object_that_is_no_callback_is_refused() -> None:
 )
 def test_a_tracker_that_is_not_installed_says_how_to_install_it(
     make: Any, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """One paragraph, when it is made."""
     monkeypatch.setattr("shardwise.callbacks.trackers.find_spec", lambda _: None)
     with pytest.raises(InputError, match=f"not installed.*{text}"):
@@ -178,7 +178,7 @@ def wanted(records: Sequence[Record]) -> Values:
     return dict(found)
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path):
     """The event files hold every tag of each record at its step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -207,9 +207,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
 
 
 @pytest.mark.full
-def test_wandb_gets_the_same_numbers_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_gets_the_same_numbers_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its file has the steps and the configuration; a resumed run keeps its id."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -233,7 +231,7 @@ def test_wandb_gets_the_same_numbers_offline(
 @pytest.mark.full
 def test_mlflow_gets_the_same_numbers_from_a_local_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Its run has each step and the configuration, and is finished; a resumed run continues it."""
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
@@ -278,7 +276,7 @@ def no_store(patch: pytest.MonkeyPatch) -> None:
 )
 def test_a_tracker_that_cannot_start_is_answered_in_a_paragraph(
     tracker: str, missing: Any, phrase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """It names the reason, and what to set."""
     missing(monkeypatch)
     with pytest.raises(InputError, match=phrase) as error:

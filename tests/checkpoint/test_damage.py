@@ -20,13 +20,13 @@ from shardwise.checkpoint.contents import describe
 from shardwise.checkpoint.export import export
 from shardwise.checkpoint.folder import METADATA
 from shardwise.checkpoint.metadata import read_metadata
-from shardwise.cli.main import main
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.state.box import Box
 from tests.checkpoint.damage import ABSURD, NUMBERS, damages, flip, limits, reseal, special
 from tests.checkpoint.support import engine_of, save_by_all, steps
 from tests.pool import run_threads
+from tests.train.runs import ended
 
 State = tuple[dict[str, Any], dict[str, Tensor]]
 
@@ -102,10 +102,8 @@ def test_no_damage_is_loaded_and_none_changes_the_engine(
         said = outcome(engine, whole, state_of(expected))
         assert any(f"'{whole / name}'" in said for name in damage.files), f"{damage.name}: {said}"
         assert damage.tensor in said, f"{damage.name}: {said}"
-        with pytest.raises(SystemExit) as ended:
-            main(["checkpoint", "inspect", "--deep", str(whole)])
-        shown = capsys.readouterr()
-        assert ended.value.code == 2 and shown.err.count("\n") == 1 and not shown.out, damage.name
+        code, out, err = ended(capsys, "checkpoint", "inspect", "--deep", str(whole))
+        assert code == 2 and err.count("\n") == 1 and not out, damage.name
         shutil.rmtree(whole)
         whole.mkdir()
         for name, each in content.items():
@@ -172,9 +170,7 @@ def test_special_files_are_refused(kind: str, saved: Path, tmp_path: Path):
         assert describe(tmp_path / "all").scalars["step"] == 2
 
 
-def test_a_file_without_permission_is_no_damaged_file(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_without_permission_is_no_damaged_file(saved: Path, monkeypatch: pytest.MonkeyPatch):
     """Of any kind: the error says what the system said, and advises to remove nothing."""
     opened = os.open
     for name in sorted(each.name for each in (saved / "step-000002").iterdir()):

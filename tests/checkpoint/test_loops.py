@@ -15,7 +15,6 @@ import shardwise as sw
 from shardwise.checkpoint.contents import SavedTensor, describe
 from shardwise.checkpoint.export import export
 from shardwise.checkpoint.save import save
-from shardwise.cli.main import main
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from tests.checkpoint.support import (
@@ -30,6 +29,7 @@ from tests.checkpoint.support import (
     steps,
 )
 from tests.pool import run_gloo
+from tests.train.runs import ended
 
 KINDS: dict[str, Any] = {
     "AdamW": partial(torch.optim.AdamW, weight_decay=0.1, amsgrad=True),
@@ -260,10 +260,8 @@ def folder(tmp_path: Path) -> Path:
 
 def inspected(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     """The exit code of the command, and what it prints."""
-    with pytest.raises(SystemExit) as leaving:
-        main(["checkpoint", "inspect", *argv])
-    printed = capsys.readouterr()
-    return int(leaving.value.code or 0), printed.out + printed.err
+    code, out, err = ended(capsys, "checkpoint", "inspect", *argv)
+    return code, out + err
 
 
 def test_inspect_shows_tensors_and_scalars(folder: Path, capsys: pytest.CaptureFixture[str]):

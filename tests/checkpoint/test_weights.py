@@ -14,7 +14,6 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint import export as exporting
 from shardwise.checkpoint.export import export, import_weights
-from shardwise.cli.main import main
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.models import hf
@@ -22,7 +21,7 @@ from shardwise.models.registry import find
 from shardwise.train.prepare import RunStart
 from tests.checkpoint.support import squares, steps
 from tests.pool import run_gloo, run_threads
-from tests.train.runs import run, settings
+from tests.train.runs import ended, run, settings
 
 SGD = sw.SGD(lr=0.1)
 
@@ -239,10 +238,8 @@ def test_a_run_of_train_begins_with_exported_weights(tmp_path: Path):
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as end:
-        main(["checkpoint", *argv])
-    printed = capsys.readouterr()
-    return int(end.value.code or 0), (printed.out + printed.err).strip()
+    code, out, err = ended(capsys, "checkpoint", *argv)
+    return code, (out + err).strip()
 
 
 def test_the_commands(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

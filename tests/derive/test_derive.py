@@ -2,14 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.derive.table import Derived, derive_table
@@ -21,7 +19,7 @@ from shardwise.train import config
 from shardwise.train.prepare import RunStart, prepare
 from shardwise.verify.proof_options import Options, table_in
 from tests.derive import models
-from tests.train.runs import model_folder, pretrained, run
+from tests.train.runs import model_folder, pretrained, printed, run
 from tests.verify.test_command import shortly
 
 HAND = Path(__file__).with_name("models.py")
@@ -172,13 +170,6 @@ def test_the_model_stays_as_it_was():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(generator, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
-
-
-def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
-    with pytest.raises(SystemExit) as end:
-        main(argv)
-    assert not end.value.code
-    return capsys.readouterr().out
 
 
 @pytest.mark.full

@@ -130,9 +130,7 @@ def run(folder: Path, program: str, argv: list[str]) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("page", [p for p in PAGES if any(b.commands for b in blocks(p))])
-def test_the_commands_of_a_page_run(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each as it stands; files that the page shows are written before what follows them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from shardwise.cli.doctor import examine
-from shardwise.cli.main import main
 from shardwise.comm import move
 from shardwise.comm.link_times import PAIR_ELEMENTS, SlowLink, pairs, slow_ranks
 from shardwise.comm.tiers import disk_bandwidth
@@ -31,6 +30,7 @@ from shardwise.prediction.time.kernel_seconds import operation_s
 from shardwise.prediction.time.network import Network
 from shardwise.prediction.traffic import Counted, TrafficLine
 from tests.pool import run_gloo, run_threads
+from tests.train.runs import ended, printed
 
 CPU = torch.device("cpu")
 
@@ -41,7 +41,7 @@ def checked(world: World, mesh: str) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("mesh", ["dp3", "dp2 tp2"])
-def test_every_collective_gives_what_the_textbook_says(mesh: str) -> None:
+def test_every_collective_gives_what_the_textbook_says(mesh: str):
     """On each axis of the mesh, on all ranks."""
     for found in run_threads(Mesh.parse(mesh).size, checked, mesh):
         assert list(found) == [word[:2] for word in mesh.split()]
@@ -50,9 +50,7 @@ def test_every_collective_gives_what_the_textbook_says(mesh: str) -> None:
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("name", ["all_reduce", "all_to_all", "broadcast"])
-def test_a_collective_that_does_nothing_is_found(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collective_that_does_nothing_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     """Each returns what the rank had: wrong on at least one rank, which is named."""
     monkeypatch.setattr(move, name, lambda x, *_: x)
     found = run_threads(4, lambda world: checked(world, "dp4"))
@@ -61,7 +59,7 @@ def test_a_collective_that_does_nothing_is_found(
     assert all(" instead of [" in text for text in wrong)
 
 
-def test_a_line_is_found_again() -> None:
+def test_a_line_is_found_again():
     """Latency + bytes / bandwidth gives both back; neither is ever negative."""
     sizes = [2**power for power in range(10, 24, 2)]
     found = fit([Timing("dp", "send", size, 3e-5 + size / 2e9) for size in sizes])
@@ -74,7 +72,7 @@ def test_a_line_is_found_again() -> None:
     assert falling.seconds(1e9) == falling.latency_s
 
 
-def test_a_rank_all_of_whose_links_are_slow_is_named() -> None:
+def test_a_rank_all_of_whose_links_are_slow_is_named():
     """Rank 2 of 4 is; with two ranks it cannot be said which one is slow."""
     ways = [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)]
     seconds = {way: 5e-3 if 2 in way else 1e-3 for way in ways}
@@ -88,7 +86,7 @@ def test_a_rank_all_of_whose_links_are_slow_is_named() -> None:
 
 def test_a_rank_whose_sends_are_slow_is_named_by_the_whole_examination(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """Rank 2 of 4 waits 50 ms before each of its messages of 1 MiB; no other rank is named."""
     begin = move.begin_send
 
@@ -104,7 +102,7 @@ def test_a_rank_whose_sends_are_slow_is_named_by_the_whole_examination(
     assert slow.startswith("rank 2 (")
 
 
-def test_what_will_hurt_is_a_warning() -> None:
+def test_what_will_hurt_is_a_warning():
     """Threads beyond the cores, a version that differs, a slow link: each with its rank or host."""
     machine = replace(look(), cores=2, threads=2, host="node", host_number=7)
     older = replace(machine, versions=(("torch", "2.0.0"), *machine.versions[:1]))
@@ -119,7 +117,7 @@ def test_what_will_hurt_is_a_warning() -> None:
     assert Diagnosis("dp2", [RankDiagnosis(one, {}, [], {})] * 2).warnings == []
 
 
-def test_links_of_gpus_are_read_from_nvml() -> None:
+def test_links_of_gpus_are_read_from_nvml():
     """Two GPUs with 4 NVLinks that are up, and a third one across the machine."""
     absent = type("NVMLError", (Exception,), {})
 
@@ -144,7 +142,7 @@ def test_links_of_gpus_are_read_from_nvml() -> None:
     assert links(None) == ()
 
 
-def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path):
     """Rates above zero, and no file stays; too little room is named before anything is written."""
     with pytest.raises(InputError, match="MiB free"):
         disk_bandwidth.measure(tmp_path, 2**62)
@@ -160,7 +158,7 @@ def four() -> Diagnosis:
     return Diagnosis("dp2 tp2", run_gloo(4, examine, Mesh.parse("dp2 tp2"), 2**14))
 
 
-def test_four_processes_are_examined(four: Diagnosis) -> None:
+def test_four_processes_are_examined(four: Diagnosis):
     """Every collective is right; there is a line for each collective and axis; bytes are known."""
     assert four.failures == []
     lines = [(one.axis, one.collective) for one in four.fits]
@@ -179,7 +177,7 @@ def with_speed(found: Diagnosis) -> Diagnosis:
     return replace(found, findings=ranks, disk=disk_bandwidth.DiskBandwidth("/", 1e8, 2e9, 3e8))
 
 
-def test_a_measured_cluster_gives_its_measurements_back(four: Diagnosis) -> None:
+def test_a_measured_cluster_gives_its_measurements_back(four: Diagnosis):
     """The line of each collective on the first axis, the rates of products, nothing derated."""
     found = measured_cluster(with_speed(four))
     network = Network(found, Plan.parse("dp2 tp2"), 0)
@@ -199,7 +197,7 @@ def test_a_measured_cluster_gives_its_measurements_back(four: Diagnosis) -> None
         Network(found, Plan.parse("dp8"), 0)
 
 
-def test_hosts_without_a_link_inside_are_refused(four: Diagnosis) -> None:
+def test_hosts_without_a_link_inside_are_refused(four: Diagnosis):
     """The mesh to measure has an axis within hosts."""
     found = with_speed(four).findings
     hosts = (1, 2, 2, 1)
@@ -211,7 +209,7 @@ def test_hosts_without_a_link_inside_are_refused(four: Diagnosis) -> None:
         measured_cluster(replace(four, findings=ranks))
 
 
-def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch):
     """On a world of one: rates of products by their FLOPs, and no link."""
     monkeypatch.setattr(device_speed, "ROUND_S", 0.0)
     monkeypatch.setattr(device_speed, "PRODUCTS", {"cpu": (8, 16)})
@@ -224,24 +222,19 @@ def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command_prints_and_saves(
     four: Diagnosis, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Exit code 0, one JSON object, and the file that `predict --cluster` reads."""
     monkeypatch.setattr("shardwise.cli.doctor.spawn", lambda *_: with_speed(four).findings)
-    toml = tmp_path / "cluster.toml"
-    with pytest.raises(SystemExit) as end:
-        main(["doctor", "--mesh", "dp2 tp2", "--json", "--save", str(toml)])
-    assert end.value.code == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["ranks"] == 4 and printed["mesh"] == "dp2 tp2" and printed["holds"]
-    with pytest.raises(SystemExit):
-        main(["predict", "dp2 zero3 fp32", "--cluster", str(toml), "--json"])
-    told = json.loads(capsys.readouterr().out)
+    toml, asked = tmp_path / "cluster.toml", ("doctor", "--mesh", "dp2 tp2")
+    found = json.loads(printed(capsys, *asked, "--json", "--save", str(toml)))
+    assert found["ranks"] == 4 and found["mesh"] == "dp2 tp2" and found["holds"]
+    told = json.loads(
+        printed(capsys, "predict", "dp2 zero3 fp32", "--cluster", str(toml), "--json")
+    )
     assert told["step_time"]["update_s"] > SPEED.step_s
     assert set(told["seconds"]) == set(told["bytes"])
-    with pytest.raises(SystemExit) as end:
-        main(["doctor", "--mesh", "dp2 tp2", "--save", "/dev/full"])
-    assert end.value.code == 2
-    assert "--save /dev/full, which cannot be written (No space" in capsys.readouterr().err
+    code, _, err = ended(capsys, *asked, "--save", "/dev/full")
+    assert code == 2 and "--save /dev/full, which cannot be written (No space" in err
 
 
 @pytest.mark.cases(6)
@@ -256,10 +249,8 @@ def test_the_command_prints_and_saves(
         (["--save", f"{__file__}/c.toml"], "which cannot be written (Not a directory)"),
     ],
 )
-def test_bad_input_is_one_paragraph(argv: list[str], text: str, capsys: Any) -> None:
+def test_bad_input_is_one_paragraph(argv: list[str], text: str, capsys: Any):
     """Exit code 2, before a rank starts."""
-    with pytest.raises(SystemExit) as end:
-        main(["doctor", *argv])
-    said = capsys.readouterr().err.strip()
-    assert end.value.code == 2 and text in said
-    assert "Write instead:" in said and "\n" not in said
+    code, _, said = ended(capsys, "doctor", *argv)
+    assert code == 2 and text in said
+    assert "Write instead:" in said and said.count("\n") == 1

@@ -28,6 +28,7 @@ from tests.engine.cases import Case, build, foreseen, rows_task, settled, small_
 from tests.engine.tensors import gpt_task, mine, train
 from tests.engine.zoo import Stack
 from tests.pool import run_threads
+from tests.verify.micro import Fused
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])
@@ -135,22 +136,10 @@ def test_bytes_by_tier(plan: str):
         assert measured == predicted
 
 
-class Gated(nn.Module):
-    """The halves of one product, multiplied: autograd saves views of one storage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.both, self.down = nn.Linear(6, 256), nn.Linear(128, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.both(x).chunk(2, -1)
-        return x + self.down(first * second)
-
-
 def most(words: str, blocks: int) -> tuple[list[float], int, int]:
     """Losses of two steps, and the most bytes of activations of the second by tier."""
-    task = rows_task(lambda: settled(Stack(*(Gated() for _ in range(blocks)))))
-    engine = build(alone(), task, Case(f"{words} fp64", units=Gated))
+    task = rows_task(lambda: settled(Stack(*(Fused() for _ in range(blocks)))))
+    engine = build(alone(), task, Case(f"{words} fp64", units=Fused))
     meter = Meter(engine)
     losses = [engine.step(task.batch(0)).loss]
     with meter:

@@ -198,9 +198,7 @@ def require_equal(mine: Run, alone: Run) -> None:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(("plan", "rows", "steps"), PLANS)
-def test_a_run_equals_that_of_trainer_alone(
-    plan: str, rows: int, steps: int, tmp_path: Path
-) -> None:
+def test_a_run_equals_that_of_trainer_alone(plan: str, rows: int, steps: int, tmp_path: Path):
     """Every line of the log, the events and the saved weights; the last batches are smaller."""
     kind = "tied" if plan == "zero3" else "llama"
     ranks = 2 if plan.startswith("zero") else 1
@@ -218,7 +216,7 @@ def sized(rows: int, steps: int = 1) -> dict[str, Any]:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(("plan", "other"), [("zero3", "tp2"), ("pp2 1f1b:4", "pp2 1f1b:4")])
-def test_a_run_goes_on_from_its_checkpoint(plan: str, other: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_its_checkpoint(plan: str, other: str, tmp_path: Path):
     """Under its own plan bit for bit, under another one to rounding."""
     rows = 4 if plan == "zero3" else 8
     whole = run_gloo(2, trained, str(tmp_path / "run"), plan, "llama", sized(rows))[0]
@@ -265,7 +263,7 @@ def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["zero3", "tp2", "pp2 1f1b:4"])
-def test_other_losses_and_metrics_equal_those_of_trainer_alone(plan: str, tmp_path: Path) -> None:
+def test_other_losses_and_metrics_equal_those_of_trainer_alone(plan: str, tmp_path: Path):
     """Smoothed labels, a loss of one's own, a function of outputs; metrics without pipelines."""
     rows, metrics = (4 if plan == "zero3" else 8), {"compute_metrics": accuracy}
     metrics = {} if plan.startswith("pp") else metrics
@@ -282,7 +280,7 @@ def test_other_losses_and_metrics_equal_those_of_trainer_alone(plan: str, tmp_pa
         require_equal(mine, trained(None, folder, None, "llama", sized(8) | short, options_alone))
 
 
-def test_padded_microbatches_of_an_update_may_have_other_lengths() -> None:
+def test_padded_microbatches_of_an_update_may_have_other_lengths():
     """Shorter rows are padded where the mask and the labels leave them out; others are refused."""
     short, long = (
         {name: torch.ones(2, n) for name in ("labels", "attention_mask")} for n in (3, 5)
@@ -294,7 +292,7 @@ def test_padded_microbatches_of_an_update_may_have_other_lengths() -> None:
         joined([{"x": torch.ones(2, 3)}, {"x": torch.ones(2, 4)}], PADDING)
 
 
-def test_each_field_is_in_one_group_and_on_the_page() -> None:
+def test_each_field_is_in_one_group_and_on_the_page():
     """A new version's field fails here until it is decided; the page lists each field once."""
     groups = [*HONOURED, *MAPPED, *REFUSED]
     assert sorted(groups) == sorted(field.name for field in fields(TrainingArguments))
@@ -332,9 +330,7 @@ def refused(tmp_path: Path, plan: str = "zero3", **given: Any) -> str:
         ({"save_only_model": True, "load_best_model_at_end": True}, "save_only_model=False"),
     ],
 )
-def test_what_a_plan_cannot_do_is_refused(
-    given: dict[str, Any], instead: str, tmp_path: Path
-) -> None:
+def test_what_a_plan_cannot_do_is_refused(given: dict[str, Any], instead: str, tmp_path: Path):
     """Before anything is built, with what to write instead."""
     assert instead in refused(tmp_path, **given)
 
@@ -344,7 +340,7 @@ class OwnStep(Trainer):
         raise AssertionError
 
 
-def test_own_optimizers_and_steps_are_refused(tmp_path: Path) -> None:
+def test_own_optimizers_and_steps_are_refused(tmp_path: Path):
     """And a plan for more processes than a launcher has started; several problems are one error."""
     sgd = torch.optim.SGD(model().parameters(), lr=0.1)
     assert "optimizer_cls_and_kwargs" in refused(tmp_path, optimizers=(sgd, None))
@@ -356,7 +352,7 @@ def test_own_optimizers_and_steps_are_refused(tmp_path: Path) -> None:
     assert several.startswith("2 things are wrong with the TrainingArguments")
 
 
-def test_the_plan_takes_precision_and_microbatches_of_the_arguments(tmp_path: Path) -> None:
+def test_the_plan_takes_precision_and_microbatches_of_the_arguments(tmp_path: Path):
     """`bf16` and `gradient_accumulation_steps` are words of the plan; both at once is an error."""
     with processes(None):
         args = arguments(tmp_path, bf16=True, gradient_accumulation_steps=4)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from shardwise.cli.configured import configured
-from shardwise.cli.main import main
 from shardwise.cli.predict_command import predict_request
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
@@ -21,16 +20,16 @@ from shardwise.prediction.relief import added_words, peak_parts, relieved
 from shardwise.verify.parity import build_options, engine_of
 from shardwise.verify.proof_options import Options
 from tests.pool import run_threads
+from tests.train.runs import ended
 
 TINY = ["--model", "gpt:tiny", "--cluster", "h100-sxm"]
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> tuple[str, str]:
     """Output and error output of the command."""
-    with pytest.raises(SystemExit) as left:
-        main(["predict", *argv])
-    assert (left.value.code or 0) == code
-    return capsys.readouterr()
+    found, *said = ended(capsys, "predict", *argv)
+    assert found == code
+    return said[0], said[1]
 
 
 def found(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
@@ -45,7 +44,7 @@ PLANS = ["dp2", "dp2 zero3", "dp1", "dp2 zero1", "dp2 tp2 zero3 recompute:full",
 
 
 @pytest.mark.parametrize("text", PLANS)
-def test_the_word_that_is_proposed_makes_the_part_smaller(text: str) -> None:
+def test_the_word_that_is_proposed_makes_the_part_smaller(text: str):
     """Each part of the peak, by the prediction of the plan with the word, for the same rows."""
     rows = Plan.parse(text).microbatches
     before = prediction(text, rows)
@@ -62,7 +61,7 @@ def test_the_word_that_is_proposed_makes_the_part_smaller(text: str) -> None:
         assert after[part] < stored_bytes, (part, str(plan))
 
 
-def test_all_ranks_have_what_each_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_ranks_have_what_each_has(capsys: pytest.CaptureFixture[str]):
     """Stages of a pipeline store different amounts; the sum over ranks counts each."""
     each = [peak_parts(prediction("pp2 1f1b:4", None, rank)) for rank in range(2)]
     assert each[0] != each[1]
@@ -70,7 +69,7 @@ def test_all_ranks_have_what_each_has(capsys: pytest.CaptureFixture[str]) -> Non
     assert found(capsys, "pp2 1f1b:4", "--rank", "1")["in_all"] == total
 
 
-def test_the_answer_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_answer_in_words(capsys: pytest.CaptureFixture[str]):
     """Tokens of a step, the share of the device, the largest part and a plan that relieves it."""
     argv = "dp4", "--batch", "3", "--sequence", "10", "--device-memory"
     text, told = said(capsys, *argv, "8MiB")[0], found(capsys, *argv, "8MiB")
@@ -84,7 +83,7 @@ def test_the_answer_in_words(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.full
-def test_where_the_memory_of_a_large_model_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_the_memory_of_a_large_model_is(capsys: pytest.CaptureFixture[str]):
     """Llama 70B on 64 GPUs of 80 GiB: not without recomputation, whose activations are too many."""
     argv = "--model", "llama:70b", "--batch", "1", "--device-memory", "80GiB"
     told = found(capsys, "dp64 zero3 bf16", *argv)
@@ -95,7 +94,7 @@ def test_where_the_memory_of_a_large_model_is(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("plan", ["dp2 zero3 fp32", "tp2 fp32", "dp2 fp32"])
-def test_the_messages_are_the_ledgers_calls(plan: str) -> None:
+def test_the_messages_are_the_ledgers_calls(plan: str):
     """As many as an engine's step sends, by axis and kind."""
     trainable, parsed = find("gpt"), Plan.parse(plan)
     options, batch = build_options(trainable, parsed, Options()), trainable.batch(2, 0)
@@ -115,7 +114,7 @@ def test_the_messages_are_the_ledgers_calls(plan: str) -> None:
 
 
 @pytest.mark.full
-def test_the_command_has_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_has_one_object(capsys: pytest.CaptureFixture[str]):
     """Its keys are what scripts read; the sequence and the batch change activations alone."""
     one = found(capsys, "dp64 zero3 bf16", "--rank", "63")
     assert list(one) == [
@@ -142,7 +141,7 @@ def build():
 
 def test_a_model_on_meta_is_predicted_and_not_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """`file.py:build` without weights: the numbers of the same model with weights; no proof."""
     both: list[dict[str, Any]] = []
     for device in ("cpu", "meta"):
@@ -158,7 +157,7 @@ def test_a_model_on_meta_is_predicted_and_not_trained(
 @pytest.mark.parametrize("words", ["offload:auto device_memory:16MiB", "device_memory:16MiB"])
 def test_the_function_returns_what_the_command_prints(
     words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """The offload that is chosen, the peak on the device, and a note if it is above the bound."""
     plan, model = f"dp2 zero3 fp32 {words}", find("gpt")
     out, err = said(capsys, plan, "--json")
@@ -176,7 +175,7 @@ def test_the_function_returns_what_the_command_prints(
 # --- the time -------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_the_time_and_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_time_and_its_parts(capsys: pytest.CaptureFixture[str]):
     """As a sentence, and with --json as numbers whose parts sum to the step."""
     argv = "dp16 zero3 bf16", "--model", "gpt:tiny", "--cluster", "h200"
     text, step = said(capsys, *argv)[0], found(capsys, *argv)["step_time"]
@@ -186,9 +185,7 @@ def test_the_command_prints_the_time_and_its_parts(capsys: pytest.CaptureFixture
     assert f"MFU {step['mfu']:.1%}." in text
 
 
-def test_the_trace_has_the_streams_of_a_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_trace_has_the_streams_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Every gather, use and sum of a unit; the step ends with the update, as predicted.
 
     Of a pipeline the actions of its ranks, with the names of a measured trace; drawn, the same.
@@ -217,7 +214,7 @@ def test_the_trace_has_the_streams_of_a_step(
 @pytest.mark.full
 def test_the_curve_is_that_of_each_number_of_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """The step on 16 ranks is the one that is predicted for them alone; the picture is drawn."""
     picture = str(tmp_path / "c.svg")
     curve = found(capsys, "tp2 zero3 bf16", "--ranks", "4,16", "--svg", picture, *TINY)["curve"]
@@ -242,9 +239,7 @@ def test_the_curve_is_that_of_each_number_of_ranks(
         (["bf16", "--ranks", "2", "--svg", "/no/such/a.svg", *TINY], "--svg /no/such/a.svg"),
     ],
 )
-def test_bad_input_is_one_paragraph(
-    argv: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_paragraph(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]):
     """With what to write instead, and exit code 2."""
     err = said(capsys, *argv, code=2)[1].strip()
     assert text in err and "Write instead:" in err and "\n" not in err

@@ -227,7 +227,7 @@ def megatron(shape: MegatronShape, plan: str, rows: int, **options: Any) -> Pred
     return sw.predict(model, plan, tokens, loss=language_loss, device="cuda", clip=1.0, **options)
 
 
-def test_flops_are_the_papers() -> None:
+def test_flops_are_the_papers():
     """F of arXiv 2104.04473, section 3: a step with full recomputation, to the last operation."""
     shape = MegatronShape(heads=4, hidden=64, layers=3, vocabulary=512, sequence=32)
     work = RankWork(megatron(shape, "dp1 recompute:full bf16", 5), A100)
@@ -249,9 +249,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize(("plan", "forward", "backward"), LAYERS.values(), ids=LAYERS)
-def test_a_layer_of_22b(
-    plan: str, forward: tuple[float, float], backward: tuple[float, float]
-) -> None:
+def test_a_layer_of_22b(plan: str, forward: tuple[float, float], backward: tuple[float, float]):
     """Its kernels and the collectives of its tensor axis, with 4 rows on 8 GPUs."""
     found = megatron(BIG_22B, plan, 4, least_unit_bytes=1)
     names = [unit.name for unit in found.model.units]
@@ -292,7 +290,7 @@ ROWS = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_table_1_of_megatron(row: MegatronRow) -> None:
+def test_table_1_of_megatron(row: MegatronRow):
     """Data, tensor and pipeline parallelism on up to 2,520 GPUs."""
     plan = sw.Plan.parse(f"{row.plan} recompute:full bf16")
     begin = [f"blocks.{n}" for n in range(row.chunks, row.shape.layers, row.chunks)]
@@ -347,7 +345,7 @@ def titan(gpus: int) -> Prediction:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("gpus", "tokens_per_s", "error"), TITAN)
-def test_llama_8b_of_torchtitan(gpus: int, tokens_per_s: float, error: float) -> None:
+def test_llama_8b_of_torchtitan(gpus: int, tokens_per_s: float, error: float):
     """Fully sharded data parallelism in one host, and in 16."""
     more = every_second(titan(gpus).spec.run.tape.operations)
     seconds = titan(gpus).step_time(limited()).seconds
@@ -356,7 +354,7 @@ def test_llama_8b_of_torchtitan(gpus: int, tokens_per_s: float, error: float) ->
 
 
 @pytest.mark.full
-def test_the_memory_of_torchtitan_on_more_gpus() -> None:
+def test_the_memory_of_torchtitan_on_more_gpus():
     """The peak falls by the states that 16 times the GPUs divide, within 10 %."""
     published, error = TITAN_GIB
     predicted = (titan(8).device_peak - titan(128).device_peak) / 2**30
@@ -364,7 +362,7 @@ def test_the_memory_of_torchtitan_on_more_gpus() -> None:
     assert abs(error) <= MEDIAN
 
 
-def test_the_stated_errors_are_small() -> None:
+def test_the_stated_errors_are_small():
     """Each at most 20 %, and half of them at most 10 %."""
     errors = [error for _, *phases in LAYERS.values() for _, error in phases]
     errors += [row.error for row in ROWS.values()] + [error for *_, error in TITAN]

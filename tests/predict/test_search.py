@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.core.model_spec import Blocks
 from shardwise.core.plan.plan import Plan
@@ -32,6 +31,7 @@ from shardwise.prediction.search.result import RankedPlan, RefusedPlan, SearchRe
 from shardwise.prediction.search.space import Candidate, PlanTask, candidates
 from shardwise.prediction.search.uneven_stages import with_uneven_stages
 from shardwise.techniques.expert.gate import Gate
+from tests.train.runs import ended, printed
 
 CONFIG = GPTConfig(512, 4, 64, heads=4, kv_heads=4, hidden=192, sequence=64)
 OPTIONS = EngineOptions(loss=loss, clip=1.0, least_unit_bytes=0, kernels="cuda")
@@ -398,25 +398,16 @@ def test_blocks_that_differ_are_recorded_one_by_one() -> None:
 TASK = ["plan", "--search", "--model", "gpt", "--cluster", "h100-sxm", "--ranks", "2"]
 
 
-def printed(capsys: pytest.CaptureFixture[str], argv: list[str], code: int = 0) -> str:
-    """What a command prints, to the stream of its exit code."""
-    with pytest.raises(SystemExit) as end:
-        main(argv)
-    out, err = capsys.readouterr()
-    assert end.value.code == code, err
-    return err if code else out
-
-
 def test_the_command_prints_the_best_plans(capsys: pytest.CaptureFixture[str]) -> None:
     """A table of plans, the first as a line to paste, which JSON has too; --why one explanation."""
-    found = json.loads(printed(capsys, [*TASK, "--json"]))
+    found = json.loads(printed(capsys, *TASK, "--json"))
     best = found["ranked"][0]["plan"]
-    text = printed(capsys, TASK)
+    text = printed(capsys, *TASK)
     assert f'The best: shardwise predict "{best}" --model gpt' in text
     assert "bound by" in text
     times = [each["step_time"]["step_s"] for each in found["ranked"]]
     assert times == sorted(times)
-    text = printed(capsys, [*TASK, "--why", "dp2 recompute:full bf16"])
+    text = printed(capsys, *TASK, "--why", "dp2 recompute:full bf16")
     assert text.startswith('"dp2 bf16 recompute:full" fits, and takes')
     assert "The difference is" in text
 
@@ -424,7 +415,7 @@ def test_the_command_prints_the_best_plans(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.full
 def test_the_best_plans_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     """The two best run on two new ranks; the line to paste has the faster one."""
-    found = json.loads(printed(capsys, [*TASK, "--measure", "2", "--json"]))
+    found = json.loads(printed(capsys, *TASK, "--measure", "2", "--json"))
     best = {each["plan"]: each["step_time"]["step_s"] for each in found["ranked"][:2]}
     assert {each["plan"]: each["predicted_s"] for each in found["measured"]} == best
     times = [each["measured_s"] for each in found["measured"]]
@@ -448,5 +439,5 @@ def test_wrong_options_are_one_paragraph(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 2, and what to write instead."""
-    text = printed(capsys, argv, code=2)
-    assert said in text and "Write instead:" in text
+    code, _, text = ended(capsys, *argv)
+    assert code == 2 and said in text and "Write instead:" in text

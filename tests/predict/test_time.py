@@ -69,7 +69,7 @@ def timed(plan: str, cluster: Cluster | str = IDEAL, **options: Any) -> StepTime
     ],
     ids=["by its peak", "by its memory", "by its launch", "without products"],
 )
-def test_a_kernel_takes_the_longest_of_three(flops: int, moved_bytes: int, expected: float) -> None:
+def test_a_kernel_takes_the_longest_of_three(flops: int, moved_bytes: int, expected: float):
     """FLOPs at the peak, bytes at the memory's bandwidth, or the launch."""
     operation = Operation("", False, "bfloat16", flops, flops, moved_bytes)
     assert operation_s(operation, IDEAL) == pytest.approx(expected)
@@ -83,7 +83,7 @@ def recorded(plan: str, device: Any = "cpu") -> tuple[Operation, ...]:
     return predicted(plan, SMALL, 3, device=device).spec.run.tape.operations
 
 
-def test_flops_are_those_of_a_run() -> None:
+def test_flops_are_those_of_a_run():
     """As torch counts a step of one process; ranks of a tensor axis share them; causal is half.
 
     Torch does not count the attention of a CPU, whose backward pass has five products.
@@ -101,7 +101,7 @@ def test_flops_are_those_of_a_run() -> None:
     assert all(each.done_flops == each.flops // 2 for each in short)
 
 
-def test_a_backward_pass_belongs_to_the_modules_of_the_forward() -> None:
+def test_a_backward_pass_belongs_to_the_modules_of_the_forward():
     """Each linear layer has two products backward, with the FLOPs of its product forward."""
     operations = recorded("dp2")
     for name, module in GPT(SMALL).named_modules():
@@ -112,7 +112,7 @@ def test_a_backward_pass_belongs_to_the_modules_of_the_forward() -> None:
 
 
 @pytest.mark.parametrize(("device", "passes"), [("cpu", 4), ("cuda", 2)])
-def test_a_fused_norm_passes_over_memory_once(device: str, passes: int) -> None:
+def test_a_fused_norm_passes_over_memory_once(device: str, passes: int):
     """A CPU reads and writes the stream in several operations, the kernel of a GPU in one."""
     found = recorded("dp2 bf16", device)
     own = [each for each in found if each.module == "norm" and not each.backward]
@@ -134,9 +134,7 @@ HOSTS = [
 
 
 @pytest.mark.parametrize(("plan", "axis", "expected"), HOSTS)
-def test_ranks_fill_hosts_in_the_order_of_the_mesh(
-    plan: str, axis: str, expected: AxisHosts
-) -> None:
+def test_ranks_fill_hosts_in_the_order_of_the_mesh(plan: str, axis: str, expected: AxisHosts):
     """The innermost axis stays inside of a host of eight, the outermost is across hosts."""
     assert Network(IDEAL, Plan.parse(plan), 0).hosts(axis) == expected
 
@@ -163,7 +161,7 @@ TIMES = [
 @pytest.mark.parametrize(("plan", "kind", "inside", "between", "bytes_s"), TIMES)
 def test_a_collective_takes_its_hops_and_its_bytes(
     plan: str, kind: str, inside: int, between: int, bytes_s: float
-) -> None:
+):
     """Rings enter a host by the links of all of its ranks; only some pairs are across hosts."""
     found = Network(IDEAL, Plan.parse(plan), 0).seconds(sent("dp", kind, 10**9))
     hops_s = inside * IDEAL.inside.latency_s + between * IDEAL.between.latency_s
@@ -173,7 +171,7 @@ def test_a_collective_takes_its_hops_and_its_bytes(
 # --- a step ---------------------------------------------------------------------------------------
 
 
-def test_a_move_overlaps_until_it_is_waited_for() -> None:
+def test_a_move_overlaps_until_it_is_waited_for():
     """Two moves on one axis run one after the other, beside what computes meanwhile."""
     streams = Streams()
     streams.begin({"dp": 2.0})
@@ -183,7 +181,7 @@ def test_a_move_overlaps_until_it_is_waited_for() -> None:
     assert (streams.now, streams.exposed_s["dp"]) == (5.0, 1.0)
 
 
-def test_prefetch_hides_gathers() -> None:
+def test_prefetch_hides_gathers():
     """Without it each gather is exposed before its unit; fast links leave compute and update."""
     hidden, shown = (timed("dp8 zero3 bf16", linked(1e10), prefetch=n) for n in (1, 0))
     assert hidden.compute_s == shown.compute_s
@@ -192,7 +190,7 @@ def test_prefetch_hides_gathers() -> None:
     assert found.seconds == pytest.approx(found.compute_s + found.update_s, rel=1e-9)
 
 
-def test_a_stage_waits_for_its_gathers() -> None:
+def test_a_stage_waits_for_its_gathers():
     """Under zero3 more is exposed than the sums of zero2, and nothing on fast links."""
     plan = "pp2 dp4 {} 1f1b:2 bf16"
     gathers, sums = (timed(plan.format(row), linked(1e9)) for row in ("zero3", "zero2"))
@@ -201,7 +199,7 @@ def test_a_stage_waits_for_its_gathers() -> None:
 
 
 @pytest.mark.parametrize("plan", ["dp8 bf16", "dp8 zero3 bf16"])
-def test_messages_that_take_the_time_of_the_device_are_exposed(plan: str) -> None:
+def test_messages_that_take_the_time_of_the_device_are_exposed(plan: str):
     """All of them, where processors send; else some are hidden, at most as long as it computes."""
     cluster = linked(1e9, overlap=0.0)
     found = predicted(plan)
@@ -212,7 +210,7 @@ def test_messages_that_take_the_time_of_the_device_are_exposed(plan: str) -> Non
     assert messages_s - busy_s < hiding.exposed_s["dp"] < messages_s
 
 
-def test_a_ring_adds_the_kernels_that_merge_its_blocks() -> None:
+def test_a_ring_adds_the_kernels_that_merge_its_blocks():
     """Of each of 6 attentions, for each block 12 kernels forward and 4 backward."""
     found = predicted("cp4 bf16")
     added = len(RankWork(found, IDEAL).operations) - len(found.spec.run.tape.operations)
@@ -220,7 +218,7 @@ def test_a_ring_adds_the_kernels_that_merge_its_blocks() -> None:
     assert timed("cp4 bf16", IDEAL).compute_s > added * IDEAL.device.launch_s
 
 
-def test_accumulation_and_recomputation() -> None:
+def test_accumulation_and_recomputation():
     """Four microbatches compute and send as much as one; a second forward is not in the MFU."""
     one, four = timed("dp8 bf16", linked(1e9)), timed("dp8 bf16 accumulate:4", linked(1e9))
     assert four.flops == one.flops and four.tokens == one.tokens
@@ -230,7 +228,7 @@ def test_accumulation_and_recomputation() -> None:
     assert 1.15 * plain.compute_s < again.compute_s < 1.45 * plain.compute_s
 
 
-def test_tokens_and_mfu_follow_from_the_time() -> None:
+def test_tokens_and_mfu_follow_from_the_time():
     """Tokens of all ranks a second; FLOPs of a rank over what its peak allows."""
     found = timed("dp8 bf16", "h100-sxm")
     assert found.tokens == 8 * 8 * CONFIG.sequence
@@ -245,13 +243,13 @@ def test_tokens_and_mfu_follow_from_the_time() -> None:
         ("dp2 zero3 offload:optim fp32", ()),
     ],
 )
-def test_what_is_not_modelled_is_named(plan: str, words: tuple[str, ...]) -> None:
+def test_what_is_not_modelled_is_named(plan: str, words: tuple[str, ...]):
     """The time of copies to a disk is missing, and the result says so."""
     assert timed(plan).unmodelled == words
 
 
 @pytest.mark.full
-def test_every_plan_of_the_table_has_a_time() -> None:
+def test_every_plan_of_the_table_has_a_time():
     """Copies between tiers take time; what is on a disk, or updates by its schedule, is named."""
     others = {"recompute:256KiB", "recompute:128KiB", "stages:1,3,1", "stages:2,1,1,1"}  # models
     for text in (text for text in plans.every_plan() if not others.intersection(text.split())):
@@ -287,7 +285,7 @@ class Shift(nn.Module):
         ("pp2 1f1b:4", 2, 1 / 4),
     ],
 )
-def test_the_bubble_of_equal_stages_is_the_papers(plan: str, stages: int, bubble: float) -> None:
+def test_the_bubble_of_equal_stages_is_the_papers(plan: str, stages: int, bubble: float):
     """(p-1)/m of the ideal time, and (p-1)/(v m) with v chunks (arXiv 2104.04473, section 2.2)."""
     with torch.device("meta"):
         layers = (nn.Linear(4096, 4096, bias=False) for _ in range(8))
@@ -308,7 +306,7 @@ def text_of(cluster: Cluster) -> str:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_reads_back(name: str, tmp_path: Path) -> None:
+def test_a_preset_reads_back(name: str, tmp_path: Path):
     """The text of a cluster is the file of the same cluster."""
     file = tmp_path / "cluster.toml"
     file.write_text(text_of(PRESETS[name]))
@@ -326,7 +324,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("old", "new", "said"), WRONG)
-def test_a_wrong_file_is_explained(old: str, new: str, said: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_explained(old: str, new: str, said: str, tmp_path: Path):
     """In one paragraph for each problem: what was given, what is allowed, and what to write."""
     text, file = text_of(PRESETS["h100-sxm"]), tmp_path / "cluster.toml"
     assert old in text
@@ -335,7 +333,7 @@ def test_a_wrong_file_is_explained(old: str, new: str, said: str, tmp_path: Path
         cluster_of(file)
 
 
-def test_a_wrong_name_is_answered_with_the_nearest(tmp_path: Path) -> None:
+def test_a_wrong_name_is_answered_with_the_nearest(tmp_path: Path):
     """A name that is neither a preset nor a file; a precision without a peak; an empty section."""
     (tmp_path / "c.toml").write_text("collectives = 5")
     with pytest.raises(

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import shardwise as sw
-from shardwise.cli import main as cli
 from shardwise.comm.start import launch
 from shardwise.comm.world import traced
 from shardwise.core.errors import InputError
 from shardwise.models import gpt
 from tests.engine.cases import ranks_of, small_gpt, tied_gpt
+from tests.train.runs import ended
 
 #: Plans that a small GPT cannot run under.
 UNTIED = {
@@ -141,9 +141,7 @@ def test_a_command_refuses_the_plan(
     """With the same paragraph on the error stream, exit code 2, and no rank."""
     monkeypatch.setattr(launch.Ranks, "run", None)
     (tmp_path / "own.py").write_text(FILE)
-    with pytest.raises(SystemExit) as leaving:
-        cli.main(["predict", plan, "--model", f"{tmp_path}/own.py:{FUNCTIONS[make]}"])
-    printed = capsys.readouterr()
-    assert leaving.value.code == 2
-    assert said in " ".join(printed.err.split())
-    assert "Traceback" not in printed.err and not printed.out
+    file = f"{tmp_path}/own.py:{FUNCTIONS[make]}"
+    code, out, err = ended(capsys, "predict", plan, "--model", file)
+    assert code == 2 and said in " ".join(err.split())
+    assert "Traceback" not in err and not out

@@ -15,7 +15,7 @@ from shardwise.train.learning import learning_rate
 from shardwise.verify.proof_options import table_in
 
 
-def test_every_key_has_a_default(tmp_path: Path) -> None:
+def test_every_key_has_a_default(tmp_path: Path):
     """A file says only what it wants otherwise: a section without keys is enough."""
     assert config.build({}) == config.Config()
     file = tmp_path / "short.toml"
@@ -27,7 +27,7 @@ def test_every_key_has_a_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "# nothing but a remark\n", None])
-def test_a_file_that_sets_nothing_is_refused(text: str | None, tmp_path: Path) -> None:
+def test_a_file_that_sets_nothing_is_refused(text: str | None, tmp_path: Path):
     """An empty file (/dev/null too) is the wrong one, whatever the command line adds to it."""
     file = tmp_path / "empty.toml" if text is not None else Path("/dev/null")
     if text is not None:
@@ -43,9 +43,7 @@ def test_a_file_that_sets_nothing_is_refused(text: str | None, tmp_path: Path) -
     layers=st.none() | st.integers(1, 99),
     tied=st.none() | st.booleans(),
 )
-def test_what_is_written_reads_back(
-    text: str, lr: float, layers: int | None, tied: bool | None
-) -> None:
+def test_what_is_written_reads_back(text: str, lr: float, layers: int | None, tied: bool | None):
     """config.toml in the run folder holds exactly the configuration that ran."""
     import tomllib
 
@@ -74,7 +72,7 @@ def test_what_is_written_reads_back(
         ("run.trackers=[]", ()),
     ],
 )
-def test_an_override_sets_one_key(override: str, expected: object) -> None:
+def test_an_override_sets_one_key(override: str, expected: object):
     """--set takes a TOML value, or text where it is none, and replaces the file's."""
     values = config.override({"train": {"steps": 3}}, [override])
     section, name = override.partition("=")[0].strip().split(".")
@@ -102,9 +100,7 @@ def test_an_override_sets_one_key(override: str, expected: object) -> None:
         ({"train": {"steps": -1}, "data": {"sauce": "x"}}, ["data.sauce", "train.steps"]),
     ],
 )
-def test_a_bad_value_is_answered_with_its_remedy(
-    values: dict[str, object], phrases: list[str]
-) -> None:
+def test_a_bad_value_is_answered_with_its_remedy(values: dict[str, object], phrases: list[str]):
     """A bad key or value names itself, what is allowed, and what to write instead."""
     with pytest.raises(InputError) as error:
         config.build(values)
@@ -123,7 +119,7 @@ WRONG = st.sampled_from([True, -1, float("nan"), float("inf"), 10**400, [1], {}]
 
 @settings(deadline=None, max_examples=200)
 @given(key=st.sampled_from(NUMBERS), value=WRONG)
-def test_a_number_is_a_number_in_its_range(key: tuple[str, str], value: object) -> None:
+def test_a_number_is_a_number_in_its_range(key: tuple[str, str], value: object):
     """No numeric key takes true, a negative or an infinite number, or what is no number at all."""
     section, name = key
     with pytest.raises(InputError) as error:
@@ -132,7 +128,7 @@ def test_a_number_is_a_number_in_its_range(key: tuple[str, str], value: object) 
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_an_override_without_its_parts_is_refused() -> None:
+def test_an_override_without_its_parts_is_refused():
     """--set wants a section, a key and a value; one that names a section is told a key of it."""
     for text in ("steps", "train.steps", "steps=3", ".steps=3", "train.=3"):
         with pytest.raises(InputError, match=r"section\.key=value"):
@@ -141,13 +137,13 @@ def test_an_override_without_its_parts_is_refused() -> None:
         config.override({}, ["train=3"])
 
 
-def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path):
     """As editors on Windows write it."""
     (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf[train]\nsteps = 3\n")
     assert config.read(tmp_path / "a.toml").train.steps == 3
 
 
-def test_a_file_that_is_missing_or_not_toml_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_not_toml_is_refused(tmp_path: Path):
     """The file's name is in the answer."""
     with pytest.raises(InputError, match=r"absent\.toml"):
         config.read(tmp_path / "absent.toml")
@@ -167,7 +163,7 @@ def test_a_file_that_is_missing_or_not_toml_is_refused(tmp_path: Path) -> None:
         config.read(tmp_path / "bytes.toml")
 
 
-def test_paths_have_variables_as_in_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_have_variables_as_in_a_shell(monkeypatch: pytest.MonkeyPatch):
     """Every key that is a path, and what names a folder or a file after a colon."""
     monkeypatch.setenv("SCRATCH", "/scratch/me")
     monkeypatch.setenv("HOME", "/home/me")
@@ -191,7 +187,7 @@ def test_paths_have_variables_as_in_a_shell(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
-def test_the_rate_rises_peaks_and_ends_where_it_should(decay: str) -> None:
+def test_the_rate_rises_peaks_and_ends_where_it_should(decay: str):
     """Warmup is linear to lr, nothing exceeds lr, the last step has the final share of it."""
     train = config.build(
         {"train": {"steps": 50, "warmup": 10, "lr": 0.5, "final": 0.2, "decay": decay}}

@@ -51,14 +51,14 @@ def digest(source: sources.Source, cache: Path) -> str:
 
 @quick
 @given(count=st.integers(1, 600), seed=st.integers(0, 2**40), epoch=st.integers(0, 9))
-def test_the_shuffle_is_a_permutation(count: int, seed: int, epoch: int) -> None:
+def test_the_shuffle_is_a_permutation(count: int, seed: int, epoch: int):
     """Every number appears once, whatever the count, and any part can be asked for alone."""
     whole = data.shuffle(np.arange(count), count, seed, epoch)
     assert sorted(whole.tolist()) == list(range(count))
     assert data.shuffle(np.array([count // 2]), count, seed, epoch)[0] == whole[count // 2]
 
 
-def test_the_shuffle_changes_with_seed_and_epoch_and_leaves_little_in_place() -> None:
+def test_the_shuffle_changes_with_seed_and_epoch_and_leaves_little_in_place():
     """Two epochs and two seeds are three orders; none keeps neighbours together."""
     seeds = ((0, 0), (0, 1), (1, 0))
     orders = [data.shuffle(np.arange(1000), 1000, *each) for each in seeds]
@@ -78,7 +78,7 @@ def test_the_shuffle_changes_with_seed_and_epoch_and_leaves_little_in_place() ->
 )
 def test_an_epoch_takes_every_sequence_once_on_any_number_of_ranks(
     count: int, sequence: int, batch: int, ranks: int, seed: int
-) -> None:
+):
     """The ranks' even blocks end to end are the batch; the last one of an epoch is smaller."""
     corpus = corpus_of(count, sequence)
     batches, epochs = data.Batches(corpus, batch, seed), list[int]()
@@ -94,9 +94,7 @@ def test_an_epoch_takes_every_sequence_once_on_any_number_of_ranks(
 
 @quick
 @given(count=st.integers(5, 300), sequence=st.integers(1, 9), share=st.floats(0.01, 0.99))
-def test_the_parts_are_disjoint_and_hold_every_token(
-    count: int, sequence: int, share: float
-) -> None:
+def test_the_parts_are_disjoint_and_hold_every_token(count: int, sequence: int, share: float):
     """Training and validation share no sequence; every token but the first is a target once."""
     if (count - 1) / sequence <= 1:
         return
@@ -113,14 +111,14 @@ def test_the_parts_are_disjoint_and_hold_every_token(
     assert data.padded(rows, 1) is rows
 
 
-def test_validation_is_spread_over_the_stream() -> None:
+def test_validation_is_spread_over_the_stream():
     """A twentieth of the sequences, from the beginning, the middle and the end alike."""
     corpus = corpus_of(10_001, 2, 0.05)
     assert len(corpus.validation) / 5000 == pytest.approx(0.05, abs=0.01)
     assert np.histogram(corpus.validation, bins=4, range=(0, 5000))[0].min() > 0
 
 
-def test_the_unigram_entropy_of_two_even_tokens_is_one_bit() -> None:
+def test_the_unigram_entropy_of_two_even_tokens_is_one_bit():
     """Nats: the logarithm of 2, for a stream that alternates."""
     stream = np.tile(np.array([65, 66], np.uint16), 500)
     corpus = data.split(packed.Packed("key", stream, 1000, 1, BYTES), 10, 0.5)
@@ -134,9 +132,7 @@ def _never(_: Any) -> Any:
     raise AssertionError("read again")
 
 
-def test_the_second_reading_comes_from_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_second_reading_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Tokenised once for the same content, again for other content, also when trained."""
     source = source_in(tmp_path / "in", "some text " * 50)
     for spoken in ("bytes", "bpe:280"):
@@ -152,7 +148,7 @@ def test_the_second_reading_comes_from_the_cache(
 
 def test_of_several_that_ask_at_once_one_does_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Four ranks of a machine start together: the text is tokenised once, and all four have it."""
     source = source_in(tmp_path / "in", "some text " * 50)
     write, calls = packed._write, []
@@ -166,7 +162,7 @@ def test_of_several_that_ask_at_once_one_does_the_work(
 
 def test_a_broken_off_writing_leaves_nothing_that_is_taken_for_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """When the reading fails half way, the next try is right, and removes what a kill has left."""
     source, cache = source_in(tmp_path / "in", "ab", "c"), tmp_path / "cache"
 
@@ -191,7 +187,7 @@ def test_a_broken_off_writing_leaves_nothing_that_is_taken_for_whole(
 
 def test_a_cache_that_cannot_be_written_serves_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Shared and read-only: no lock and no hash can be written; only other text is refused."""
     source = source_in(tmp_path / "in", "some text " * 50)
     first = packed.tokenise(source, "bpe:280", tmp_path / "cache")
@@ -213,7 +209,7 @@ def test_a_cache_that_cannot_be_written_serves_what_it_has(
 
 def test_tokenising_tells_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """Without a terminal too."""
     monkeypatch.setattr("shardwise.core.tools.signs_of_life.EVERY_S", 0.01)
     source, documents = source_in(tmp_path / "in", "ab"), sources.Source.documents
@@ -225,7 +221,7 @@ def test_tokenising_tells_how_far_it_is(
 
 def test_a_file_is_hashed_again_only_if_it_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Not at the next start; but with the same length and time of change, and while it is young."""
     found, cache = source_in(tmp_path / "data", "one"), tmp_path / "cache"
     cache.mkdir()
@@ -251,7 +247,7 @@ def test_a_file_is_hashed_again_only_if_it_has_changed(
 # --- sources ------------------------------------------------------------------------------------
 
 
-def test_the_standard_library_is_program_text_without_tests() -> None:
+def test_the_standard_library_is_program_text_without_tests():
     """Megabytes of Python in sorted order, nothing installed, no tests."""
     found = sources.find("stdlib", "text")
     names = [file.parts for file in found.files]
@@ -261,7 +257,7 @@ def test_the_standard_library_is_program_text_without_tests() -> None:
     assert any(file.name == "argparse.py" for file in found.files)
 
 
-def test_a_folder_and_a_glob_are_read_in_sorted_order(tmp_path: Path) -> None:
+def test_a_folder_and_a_glob_are_read_in_sorted_order(tmp_path: Path):
     """Every known file, whatever the order in which they were made; others are left alone."""
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "2.txt").write_text("two")
@@ -273,7 +269,7 @@ def test_a_folder_and_a_glob_are_read_in_sorted_order(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "a.txt") == ["one"]
 
 
-def test_parquet_is_read_by_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_is_read_by_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One document a row; a row without text is none.  Without pyarrow: what to install."""
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
@@ -293,7 +289,7 @@ def test_parquet_is_read_by_column(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         texts_of(path)
 
 
-def test_the_digest_is_of_content_and_encoding_and_not_of_place(tmp_path: Path) -> None:
+def test_the_digest_is_of_content_and_encoding_and_not_of_place(tmp_path: Path):
     """The same files elsewhere have the same digest; one changed letter does not."""
     found = [source_in(tmp_path / name, name[0]) for name in ("one", "other", "two")]
     digests = [digest(source, tmp_path) for source in found]
@@ -302,7 +298,7 @@ def test_the_digest_is_of_content_and_encoding_and_not_of_place(tmp_path: Path) 
     assert digest(other, tmp_path) != digests[0]
 
 
-def test_of_a_large_source_a_part_is_enough_for_a_check(tmp_path: Path) -> None:
+def test_of_a_large_source_a_part_is_enough_for_a_check(tmp_path: Path):
     """Of a file, of rows, and of several files; it is not hashed as a whole."""
     part = replace(source_in(tmp_path / "in", "ab\u00e9" * 9, "c" * 9), most_bytes=12)
     assert part.cut and not replace(part, most_bytes=50).cut
@@ -314,7 +310,7 @@ def test_of_a_large_source_a_part_is_enough_for_a_check(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_bytes_are_bytes_under_the_byte_vocabulary(tmp_path: Path, name: str) -> None:
+def test_bytes_are_bytes_under_the_byte_vocabulary(tmp_path: Path, name: str):
     """A file that is not UTF-8 is one token a byte, with the values that the file has."""
     line_end, around = (b"\r\n", b"%b") if name == "a.txt" else (b"", b'{"text": "%b"}\n')
     content = "déjà vu, naïve café".encode("latin-1") + line_end + bytes(range(128, 256))
@@ -326,7 +322,7 @@ def test_bytes_are_bytes_under_the_byte_vocabulary(tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "shift_jis"])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_the_encoding_that_is_named_is_read(tmp_path: Path, name: str, encoding: str) -> None:
+def test_the_encoding_that_is_named_is_read(tmp_path: Path, name: str, encoding: str):
     """Documents are the text that was written in that encoding, line endings included."""
     text = "one two 日本" if encoding == "shift_jis" else "déjà vu"
     written = json.dumps({"text": text}, ensure_ascii=False) + "\n" if name == "a.jsonl" else text
@@ -354,7 +350,7 @@ def test_the_encoding_that_is_named_is_read(tmp_path: Path, name: str, encoding:
         ("a.jsonl", b'{"text": "ok"}\n{"text": "\xff"}\n', "byte 0xff in position 25"),
     ],
 )
-def test_bad_data_is_refused(tmp_path: Path, name: str, content: Any, phrase: str) -> None:
+def test_bad_data_is_refused(tmp_path: Path, name: str, content: Any, phrase: str):
     """Missing, empty, of another kind or encoding, without the field: each has its answer."""
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -364,7 +360,7 @@ def test_bad_data_is_refused(tmp_path: Path, name: str, content: Any, phrase: st
     assert phrase in str(error.value)
 
 
-def test_a_file_that_is_gone_when_it_is_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_gone_when_it_is_read_is_named(tmp_path: Path):
     """Between the look at the folder and the reading: an answer, by the hash and by the text."""
     found = source_in(tmp_path / "in", "one")
     (tmp_path / "in" / "0.txt").unlink()
@@ -381,7 +377,7 @@ TRAINED = tokens.train_bpe(CODE, 290)
 
 @quick
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
-def test_any_text_comes_back(text: str) -> None:
+def test_any_text_comes_back(text: str):
     """Byte tokens and a BPE trained on little text lose nothing; the separator is no byte."""
     numbers = BYTES.encode(text).tolist()
     assert (BYTES.decode(numbers), len(numbers)) == (text, len(text.encode()))
@@ -389,7 +385,7 @@ def test_any_text_comes_back(text: str) -> None:
     assert (BYTES.size, BYTES.separator) == (257, 256)
 
 
-def test_a_trained_bpe_shortens_and_loads_to_the_same_vocabulary(tmp_path: Path) -> None:
+def test_a_trained_bpe_shortens_and_loads_to_the_same_vocabulary(tmp_path: Path):
     """It has the size asked for; its name holds a hash of the content."""
     assert TRAINED.size == 290
     assert len(TRAINED.encode("return")) < len("return")
@@ -400,9 +396,7 @@ def test_a_trained_bpe_shortens_and_loads_to_the_same_vocabulary(tmp_path: Path)
 
 
 @pytest.mark.parametrize("eos", ["</end>", {"content": "</end>"}])
-def test_the_end_of_a_document_is_the_one_of_the_tokenizers_folder(
-    eos: Any, tmp_path: Path
-) -> None:
+def test_the_end_of_a_document_is_the_one_of_the_tokenizers_folder(eos: Any, tmp_path: Path):
     """`eos_token` of tokenizer_config.json, also beside a token that would be guessed."""
     words = {"a": 0, "</s>": 1, "</end>": 2}
     Tokenizer(models.WordLevel(words, unk_token="a")).save(str(tmp_path / "tokenizer.json"))  # noqa: S106
@@ -435,9 +429,7 @@ def test_the_end_of_a_document_is_the_one_of_the_tokenizers_folder(
         (lambda at: packed.make_folder(at / "taken" / "in", "data.cache"), "nothing can be wri"),
     ],
 )
-def test_what_cannot_be_is_refused(
-    call: Callable[[Path], object], phrase: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_is_refused(call: Callable[[Path], object], phrase: str, tmp_path: Path):
     """Sizes, encodings, tokenizers and folders."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "tokenizer.json").write_text("[1, 2]")

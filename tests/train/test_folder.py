@@ -44,7 +44,7 @@ def files(path: Path) -> list[str]:
 # --- the folder ---------------------------------------------------------------------------------
 
 
-def test_a_new_folder_is_made_with_the_configuration_in_it(tmp_path: Path) -> None:
+def test_a_new_folder_is_made_with_the_configuration_in_it(tmp_path: Path):
     """Looking makes none.  config.toml reads back; what is there is refused with both ways on."""
     run = made(tmp_path / "new" / "run")
     check(run.folder)
@@ -56,7 +56,7 @@ def test_a_new_folder_is_made_with_the_configuration_in_it(tmp_path: Path) -> No
     check(run.folder, overwrite=True)
 
 
-def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path: Path) -> None:
+def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path: Path):
     """A file of the user's own in the folder stays."""
     run_folder.claim(made(tmp_path), overwrite=False)
     (tmp_path / "metrics.jsonl").write_text("{}")
@@ -76,7 +76,7 @@ def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path: Path) ->
 )
 def test_a_folder_of_somebody_else_is_refused_in_any_case(
     name: str, overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Names that a run uses do not make a run of it: refused and untouched, as the root is."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text('[model]\nname = "mine"\n')
@@ -89,7 +89,7 @@ def test_a_folder_of_somebody_else_is_refused_in_any_case(
     assert files(tmp_path) == [name]
 
 
-def test_tokens_that_are_kept_in_the_runs_folder_are_nobodys(tmp_path: Path) -> None:
+def test_tokens_that_are_kept_in_the_runs_folder_are_nobodys(tmp_path: Path):
     """The ranks look again after the first process has tokenised."""
     for cache in (tmp_path, tmp_path / "tokens"):
         values = {"run": {"folder": str(tmp_path)}, "data": {"cache": str(cache)}}
@@ -103,7 +103,7 @@ def test_tokens_that_are_kept_in_the_runs_folder_are_nobodys(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["plots/experts.png", "thesis.txt", ".report.md.1234"])
 def test_a_replaced_run_that_ends_before_its_first_step_can_be_started_again(
     name: str, tmp_path: Path
-) -> None:
+):
     """A picture, the user's own file, and what a killed process has left; a step is kept."""
     run = made(tmp_path / "run")
     run_folder.claim(run, overwrite=False)
@@ -125,7 +125,7 @@ def settled(given: config.Config) -> RunStart:
     return start
 
 
-def test_auto_begins_continues_or_begins_again(tmp_path: Path) -> None:
+def test_auto_begins_continues_or_begins_again(tmp_path: Path):
     """No run; a run that saved nothing; a run with a checkpoint, finished or not."""
     given = runs.settings(tmp_path / "run", steps=2)
     assert settled(given) == RunStart()
@@ -147,7 +147,7 @@ def test_auto_begins_continues_or_begins_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", [RunStart(), RunStart(resume=True), RunStart(overwrite=True)])
-def test_a_folder_in_which_a_run_writes_is_refused(start: RunStart, tmp_path: Path) -> None:
+def test_a_folder_in_which_a_run_writes_is_refused(start: RunStart, tmp_path: Path):
     """By name, in any way of starting, until that run ends; then the folder is as it was."""
     run = made(tmp_path / "run")
     who = rf"process {os.getpid()} on {socket.gethostname()}, since \d+"
@@ -164,7 +164,7 @@ def test_a_folder_in_which_a_run_writes_is_refused(start: RunStart, tmp_path: Pa
         pass
 
 
-def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_no_lock(tmp_path: Path):
     """The kernel releases it, so a restart gets it; a refused start removes what it made."""
     program = (
         "import os, sys; from shardwise.train import config, run_lock; "
@@ -183,9 +183,7 @@ def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_a_file_system_without_locks_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A warning, and the run goes on."""
 
     def refuses(*_: object) -> None:
@@ -199,7 +197,7 @@ def test_a_file_system_without_locks_is_said(
         assert start == RunStart()
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
     """A file is in the way, a name is too long: the key is named, and nothing is left behind."""
     (tmp_path / "file").write_text("")
     for name in ("file", "file/run", "a" * 300):
@@ -221,7 +219,7 @@ def steps_in(folder: Path) -> list[int]:
     return [record.step for record in metrics.read(folder)]
 
 
-def test_a_resumed_run_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_what_came_after_the_checkpoint(tmp_path: Path):
     """Each step once, also after a crash in the middle of a line, which costs that line only."""
     write(tmp_path, 1, 5)
     write(tmp_path, 4, 7)
@@ -237,7 +235,7 @@ def test_a_resumed_run_drops_what_came_after_the_checkpoint(tmp_path: Path) -> N
     assert "validation" not in ONE.line()
 
 
-def test_lines_that_are_no_records_are_kept(tmp_path: Path) -> None:
+def test_lines_that_are_no_records_are_kept(tmp_path: Path):
     """Of another version, damaged, not UTF-8: a resumed run removes only later steps."""
     lines = [replace(ONE, step=step).line().encode() for step in range(1, 6)]
     lines[1] = lines[1].replace(b"{", b'{"later": 1, ', 1)
@@ -251,9 +249,7 @@ def test_lines_that_are_no_records_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / metrics.FILE).read_bytes() == b"\n".join([*lines[:3], *other, b""])
 
 
-def test_a_full_disk_loses_records_and_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_loses_records_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It is said once; records are written again when there is room."""
     with metrics.writer(tmp_path, 0) as file:
         kept = metrics.MetricsWriter(file, Callbacks([]))
@@ -269,7 +265,7 @@ def test_a_full_disk_loses_records_and_not_the_run(
 
 
 @pytest.mark.parametrize("what", ["renamed", "removed", "replaced"])
-def test_a_folder_that_is_gone_ends_the_run(what: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_gone_ends_the_run(what: str, tmp_path: Path):
     """Or the run would write its records into one folder and its checkpoints into another."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -305,7 +301,7 @@ def failing(world: World, given: config.Config) -> str:
 
 
 @pytest.mark.parametrize("plan", ["dp2 zero3 fp64", "pp2 1f1b:2 fp64"])
-def test_a_run_saves_beside_its_steps(tmp_path: Path, plan: str) -> None:
+def test_a_run_saves_beside_its_steps(tmp_path: Path, plan: str):
     """The curve, the checkpoints and their tensors are those of a run that saves synchronously."""
     sync = runs.settings(tmp_path / "sync", plan, keep=9, steps=5)
     given = runs.settings(tmp_path / "async", plan, keep=9, steps=5, async_save=True)
@@ -321,7 +317,7 @@ def test_a_run_saves_beside_its_steps(tmp_path: Path, plan: str) -> None:
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_a_checkpoint_that_is_lost_ends_no_run(beside: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_lost_ends_no_run(beside: bool, tmp_path: Path):
     """A line names the rank and the folder; the run goes on, and later ones are whole."""
     given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", keep=9, async_save=beside)
     first, _ = run_gloo(2, failing, given)
@@ -332,7 +328,7 @@ def test_a_checkpoint_that_is_lost_ends_no_run(beside: bool, tmp_path: Path) -> 
     assert "3 saved" in (given.folder / "report.md").read_text()
 
 
-def test_a_run_keeps_the_best_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_keeps_the_best_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The one with the lowest validation loss stays beside the newest; each save has a loss."""
     losses = iter([3.0, 1.0, 2.0, 4.0, 5.0])
     monkeypatch.setattr(loop, "evaluate", lambda _: next(losses))
@@ -346,7 +342,7 @@ def test_a_run_keeps_the_best_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_a_run_goes_on_from_its_mirror(tmp_path: Path, async_save: bool) -> None:
+def test_a_run_goes_on_from_its_mirror(tmp_path: Path, async_save: bool):
     """After the local disk is lost, as if it were not; the mirror keeps as many checkpoints."""
     mirror = tmp_path / "shared" / "run"
     own: dict[str, Any] = {"async_save": async_save, "decay": "constant", "mirror": str(mirror)}
@@ -368,7 +364,7 @@ def test_a_run_goes_on_from_its_mirror(tmp_path: Path, async_save: bool) -> None
     assert names(mirror) == names(given.folder / "checkpoints") == ["step-000002"]
 
 
-def test_a_copy_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A line names the folder, and the mirror has no half of it; the next copy is whole."""
     copy, mirror = shutil.copyfile, tmp_path / "mirror"
 

@@ -84,7 +84,7 @@ def losses(given: config.Config, ranks: int = 1) -> list[float]:
 @pytest.mark.parametrize(
     ("plan", "page"), [("tp2", ""), ("dp2 zero3", "docs/tutorials/your-model.md")]
 )
-def test_ranks_train_it_as_one_process_does(plan: str, page: str, tmp_path: Path) -> None:
+def test_ranks_train_it_as_one_process_does(plan: str, page: str, tmp_path: Path):
     """The losses of each step in fp64, with its own table under tp; the model of the page too."""
     text = file_of(page, "model.py") if page else MODEL
     wanted = losses(own(tmp_path / "one", text=text))
@@ -93,7 +93,7 @@ def test_ranks_train_it_as_one_process_does(plan: str, page: str, tmp_path: Path
     assert losses(two, 2) == pytest.approx(wanted, rel=1e-10)
 
 
-def test_its_own_loss_and_no_logits(tmp_path: Path, capsys: runs.Capture) -> None:
+def test_its_own_loss_and_no_logits(tmp_path: Path, capsys: runs.Capture):
     """A loss with the model is the run's; a model that returns no logits writes no sample."""
     wanted = losses(own(tmp_path / "one"))
     given = own(tmp_path / "loss", "with_loss")
@@ -104,7 +104,7 @@ def test_its_own_loss_and_no_logits(tmp_path: Path, capsys: runs.Capture) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", ["predict", "verify", "train"])
-def test_the_commands_take_it(command: str, tmp_path: Path, capsys: runs.Capture) -> None:
+def test_the_commands_take_it(command: str, tmp_path: Path, capsys: runs.Capture):
     """With --config, and `train --dry-run`."""
     file = tmp_path / "run.toml"
     file.write_text(config.dump(own(tmp_path, plan="dp2 zero3 fp64")))
@@ -121,7 +121,7 @@ def test_the_commands_take_it(command: str, tmp_path: Path, capsys: runs.Capture
 @pytest.mark.parametrize(
     ("kind", "plan"), [("llama", "tp2 zero1"), ("gpt2", "dp2 zero3"), ("mixtral", "pp2 1f1b:2")]
 )
-def test_every_plan_trains_the_weights_of_the_folder(kind: str, plan: str, tmp_path: Path) -> None:
+def test_every_plan_trains_the_weights_of_the_folder(kind: str, plan: str, tmp_path: Path):
     """The losses are those of one process, and the first that of transformers itself."""
     weights = model_folder(kind, tmp_path / "w")
     given = runs.pretrained(tmp_path / "one", weights, "fp64", steps=3)
@@ -148,7 +148,7 @@ def loaded(folder: Path) -> Any:
 )
 def test_an_export_has_what_transformers_loads(
     tokens: str, plan: str, ranks: int, tmp_path: Path, capsys: runs.Capture
-) -> None:
+):
     """Trained weights; tokenizer and generation of the model's folder or the run; or a line."""
     transformers = pytest.importorskip("transformers")
     weights = model_folder("llama", tmp_path / "w", vocab_size=300)
@@ -178,7 +178,7 @@ def test_an_export_has_what_transformers_loads(
     assert "generation_config.json, the run's tokenizer" in said
 
 
-def test_operations_and_parameters_are_counted(tmp_path: Path) -> None:
+def test_operations_and_parameters_are_counted(tmp_path: Path):
     """By hand: of four experts two are used; embeddings are not multiplied, a tied head is."""
     found = pretrained.read(model_folder("mixtral", tmp_path / "m"), None)
     attention = 64 * 16 * (4 + 2 + 2 + 4)
@@ -191,7 +191,7 @@ def test_operations_and_parameters_are_counted(tmp_path: Path) -> None:
     assert pretrained.flops_per_token(tied) == 6 * tied.parameters + 12 * 2 * 64 * 8
 
 
-def test_the_folders_tokenizer_is_the_runs(tmp_path: Path) -> None:
+def test_the_folders_tokenizer_is_the_runs(tmp_path: Path):
     """Unless the configuration names other tokens."""
     (tmp_path / "tokenizer.json").write_text("{}")
     model = {"name": f"hf:{tmp_path}"}
@@ -220,7 +220,7 @@ def test_the_folders_tokenizer_is_the_runs(tmp_path: Path) -> None:
 )
 def test_a_model_that_cannot_be_trained_is_refused(
     model: dict[str, Any], phrase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """In one paragraph before anything is written."""
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text(MODEL)
@@ -302,7 +302,7 @@ def called(folder: Path, function: str, *, fails: bool = False) -> config.Config
 
 
 @pytest.mark.full
-def test_a_callback_of_ones_own_is_called_as_the_run_proceeds(tmp_path: Path) -> None:
+def test_a_callback_of_ones_own_is_called_as_the_run_proceeds(tmp_path: Path):
     """After each step, evaluation and save, on both ranks."""
     records = run(called(tmp_path, "make"), ranks=2)
     wanted: list[str] = []
@@ -316,7 +316,7 @@ def test_a_callback_of_ones_own_is_called_as_the_run_proceeds(tmp_path: Path) ->
         assert (tmp_path / f"seen-{rank}").read_text().splitlines() == wanted
 
 
-def test_a_callback_that_fails_on_one_rank_ends_the_run_on_all(tmp_path: Path) -> None:
+def test_a_callback_that_fails_on_one_rank_ends_the_run_on_all(tmp_path: Path):
     """After the step, with its error; nothing waits for the rank that failed."""
     with pytest.raises(RankError, match="callback Mine failed in step_ended: ValueError: enough"):
         run(called(tmp_path, "make", fails=True), ranks=2)
@@ -331,9 +331,7 @@ def test_a_callback_that_fails_on_one_rank_ends_the_run_on_all(tmp_path: Path) -
         ("broken", "calling the function gives ZeroDivisionError: .*line"),
     ],
 )
-def test_a_function_that_makes_no_callback_is_refused(
-    tmp_path: Path, function: str, text: str
-) -> None:
+def test_a_function_that_makes_no_callback_is_refused(tmp_path: Path, function: str, text: str):
     """Before the run begins, in one paragraph; the run's folder is not made."""
     with pytest.raises(InputError, match=text):
         run(called(tmp_path, function))
@@ -380,7 +378,7 @@ def migrated(name: str, sign: str) -> list[float]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["DistributedDataParallel", "fully_shard", "accelerate"])
-def test_programs_of_the_page_train_the_same(name: str) -> None:
+def test_programs_of_the_page_train_the_same(name: str):
     """The page's program for the other system, and the one that replaces it."""
     if name == "accelerate" and find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed")

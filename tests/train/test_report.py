@@ -90,7 +90,7 @@ def console(terminal: bool) -> tuple[Console, io.StringIO]:
     return Console(file=file, force_terminal=terminal, width=100, highlight=False), file
 
 
-def test_a_log_gets_plain_lines() -> None:
+def test_a_log_gets_plain_lines():
     """The first step, evaluations and the last have a line; other ranks write none."""
     texts: list[list[str]] = []
     for first in (True, False):
@@ -113,7 +113,7 @@ def test_a_log_gets_plain_lines() -> None:
     assert said in progress.line(routed, 9)
 
 
-def test_a_terminal_gets_one_picture_with_everything() -> None:
+def test_a_terminal_gets_one_picture_with_everything():
     """Bar, loss, validation, speed, MFU, bytes and memory by category; the latest of each stays."""
     out, file = console(terminal=True)
     with progress.display(100, first=True, console=out) as shown:
@@ -125,7 +125,7 @@ def test_a_terminal_gets_one_picture_with_everything() -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_note_is_text_in_one_line(terminal: bool) -> None:
+def test_a_note_is_text_in_one_line(terminal: bool):
     """A path may have brackets, which are no markup, and line ends."""
     out, file = console(terminal)
     with progress.display(100, first=True, console=out) as shown:
@@ -133,7 +133,7 @@ def test_a_note_is_text_in_one_line(terminal: bool) -> None:
     assert "tokens of data/[ab]/[/x]\\n*.txt" in file.getvalue()
 
 
-def test_the_peak_is_that_of_the_cluster_or_of_a_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_is_that_of_the_cluster_or_of_a_known_gpu(monkeypatch: pytest.MonkeyPatch):
     """A preset by the name that CUDA gives, by precision; no other device has an MFU."""
     cuda, plan = torch.device("cuda"), Plan.parse("dp2 bf16")
     for name, peak in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", None), ("L4", None)):
@@ -152,7 +152,7 @@ def written(given: Summary) -> str:
     return (given.config.folder / "report.md").read_text()
 
 
-def test_the_report_holds_the_numbers_and_the_pictures(tmp_path: Path) -> None:
+def test_the_report_holds_the_numbers_and_the_pictures(tmp_path: Path):
     """Loss, baseline and its distance, measured beside predicted, the sample; three PNG files."""
     held = {"parameters": 4096}
     cost = RankCost(held, held, {"all_gather": 10}, {"all_gather": 12})
@@ -174,7 +174,7 @@ def test_the_report_holds_the_numbers_and_the_pictures(tmp_path: Path) -> None:
         assert f"plots/{name}.png" in text
 
 
-def test_the_rank_with_most_is_named(tmp_path: Path) -> None:
+def test_the_rank_with_most_is_named(tmp_path: Path):
     """Of a pipeline the ranks hold and send different things; one rank alone sends nothing."""
     costs = [RankCost({"x": n}, {"x": n}, {"send": m}, {"send": m}) for n, m in ((8, 9), (9, 8))]
     text = markdown.text(contents_of(summary(tmp_path, *costs)))
@@ -188,7 +188,7 @@ def test_the_rank_with_most_is_named(tmp_path: Path) -> None:
     assert "No bytes: there is no other rank." in sent and "bytes | measured" not in sent
 
 
-def test_speed_is_that_of_the_steps_made_since_the_run_was_resumed(tmp_path: Path) -> None:
+def test_speed_is_that_of_the_steps_made_since_the_run_was_resumed(tmp_path: Path):
     """The steps of another plan do not count."""
     given = summary(tmp_path, RankCost({}, {}, {}, {}))
     slow = [replace(r, tokens_per_s=1.0, mfu=0.9) for r in given.records[:6]]
@@ -198,9 +198,7 @@ def test_speed_is_that_of_the_steps_made_since_the_run_was_resumed(tmp_path: Pat
     assert "| MFU | 50.0% of the device's peak |" in text
 
 
-def test_ddp_on_the_same_ranks_stands_beside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ddp_on_the_same_ranks_stands_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A third bar and column with what plain data parallelism would hold and send; and the sums."""
     labels: list[str] = []
     drawn = Axes.bar_label
@@ -227,7 +225,7 @@ def one_step(world: World, plan: str) -> tuple[dict[str, int], dict[str, int]]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_baseline_is_what_ddp_holds_and_sends(precision: str) -> None:
+def test_the_baseline_is_what_ddp_holds_and_sends(precision: str):
     """Of a `dp2 ddp` engine, which has a few bytes of padding besides; with the run's optimizer."""
     baseline = ddp_baseline(SIZES["tiny"], Plan.parse(f"dp2 zero3 {precision}"))
     assert baseline is not None
@@ -241,7 +239,7 @@ def test_the_baseline_is_what_ddp_holds_and_sends(precision: str) -> None:
         assert ddp_baseline(SIZES["tiny"], Plan.parse(plan)) is None
 
 
-def test_the_time_of_a_step_stands_beside_its_prediction(tmp_path: Path) -> None:
+def test_the_time_of_a_step_stands_beside_its_prediction(tmp_path: Path):
     """Its parts, the median after the warm-up, and the ratio; in the page and as JSON."""
     given = summary(tmp_path, RankCost({}, {}, {}, {}))
     predicted = StepTime(0.3, {"dp": 0.1}, 0.0, 0.05, 64, 1e9, 1e12)
@@ -256,7 +254,7 @@ def test_the_time_of_a_step_stands_beside_its_prediction(tmp_path: Path) -> None
     assert time_cost("h200", predicted, given.records[:3]) is None
 
 
-def test_a_run_with_a_cluster_is_timed(tmp_path: Path) -> None:
+def test_a_run_with_a_cluster_is_timed(tmp_path: Path):
     """After the last step; a cluster that cannot be is refused before the first."""
     given = runs.settings(tmp_path / "run", steps=5)
     runs.run(runs.changed(given, "run", cluster="h100-sxm"))
@@ -283,7 +281,7 @@ def page(run: Summary) -> str:
     return (run.config.folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_page_loads_nothing_and_escapes_text(page: str) -> None:
+def test_the_page_loads_nothing_and_escapes_text(page: str):
     """No script, no address but places in the page and its own pictures."""
     links = re.findall(r"""(?:src|href|srcset|action|data)=["']([^"']*)""", page)
     assert links and all(link.startswith(("#section-", "data:")) for link in links)
@@ -296,7 +294,7 @@ def test_the_page_loads_nothing_and_escapes_text(page: str) -> None:
 SECTIONS = ["Loss", "Memory", "Bytes", "Timeline", "Experts", "Plan", "Sample", "Run"]
 
 
-def test_the_page_and_the_markdown_say_the_same(run: Summary, page: str) -> None:
+def test_the_page_and_the_markdown_say_the_same(run: Summary, page: str):
     """Each section, sentence and cell of the one is in the other; the answer comes first."""
     contents = contents_of(run)
     text = markdown.text(contents)
@@ -321,7 +319,7 @@ def test_the_page_and_the_markdown_say_the_same(run: Summary, page: str) -> None
     assert table.rows[-1][1].endswith("gradients (only layers head)")
 
 
-def test_the_end_says_how_to_open_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_says_how_to_open_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A line with both files; without the page if it cannot be made.  A difference is said."""
     run = whole(tmp_path / "run")
     wrong = replace(run.costs[3], predicted_sent=run.costs[3].sent | {"pp send": MIB + 1})
@@ -346,7 +344,7 @@ def test_the_end_says_how_to_open_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # --- the sample ---------------------------------------------------------------------------------
 
 
-def test_the_likeliest_tokens_continue_the_prompt() -> None:
+def test_the_likeliest_tokens_continue_the_prompt():
     """At temperature 0 a model that counts, counts on; a pass a token, within the window."""
     passes: list[int] = []
 
@@ -359,7 +357,7 @@ def test_the_likeliest_tokens_continue_the_prompt() -> None:
     assert (max(passes), len(passes)) == (5, 9)
 
 
-def test_the_draw_is_of_the_seed_and_of_the_k_likeliest() -> None:
+def test_the_draw_is_of_the_seed_and_of_the_k_likeliest():
     """With top_k = 2 of four tokens two never come; near temperature zero only the likeliest."""
     how = SampleSection(tokens=40, temperature=1.0, top_k=0)
     even = lambda _: torch.zeros(BYTES.size)  # noqa: E731
@@ -375,9 +373,7 @@ def test_the_draw_is_of_the_seed_and_of_the_k_likeliest() -> None:
             assert {sampling.draw(logits, temperature, top_k, generator) for _ in range(9)} == {3}
 
 
-def test_what_a_terminal_would_obey_is_escaped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_terminal_would_obey_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Control characters and other line ends, on the screen, in sample.txt and in report.md."""
     shown = "a\\rb\\x1b[2J\tc\n\\x85é\\u2028"
     assert sampling.visible("a\rb\x1b[2J\tc\n\x85é\u2028") == shown

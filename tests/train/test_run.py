@@ -54,7 +54,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 # --- stopped and resumed ------------------------------------------------------------------------
 
 
-def test_the_run_reads_the_text_more_than_once_and_learns(whole: list[Record]) -> None:
+def test_the_run_reads_the_text_more_than_once_and_learns(whole: list[Record]):
     """What others are compared with has smaller last batches, and a loss that falls."""
     sizes = [b.consumed - a.consumed for a, b in itertools.pairwise(whole)]
     assert len(set(sizes)) > 1
@@ -72,7 +72,7 @@ def test_the_run_reads_the_text_more_than_once_and_learns(whole: list[Record]) -
 )
 def test_a_stopped_run_goes_on_under_another_plan(
     plan: str, ranks: int, saves: dict[str, int], whole: list[Record], tmp_path: Path
-) -> None:
+):
     """SIGTERM to one of two ranks stops both after that step; the resumed curve has no seam."""
     given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", **saves)
     assert run_gloo(2, runs.signalled, given, 1, 3) == [True, True]
@@ -84,7 +84,7 @@ def test_a_stopped_run_goes_on_under_another_plan(
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("where", ["prepare", "build", "opening"])
-def test_a_signal_before_the_first_step_leaves_no_trace(where: str, tmp_path: Path) -> None:
+def test_a_signal_before_the_first_step_leaves_no_trace(where: str, tmp_path: Path):
     """Heard by one of two ranks in start-up, it ends both; the same command can be given again."""
     given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", steps=2)
     said = run_gloo(2, runs.stopped, given, 1, f"loop.{where}")
@@ -94,7 +94,7 @@ def test_a_signal_before_the_first_step_leaves_no_trace(where: str, tmp_path: Pa
 
 
 @pytest.mark.full
-def test_a_signal_before_a_resumed_run_goes_on_keeps_it(tmp_path: Path) -> None:
+def test_a_signal_before_a_resumed_run_goes_on_keeps_it(tmp_path: Path):
     """What was trained and saved stays, and can be resumed as before."""
     given = runs.settings(tmp_path / "run", save_every=0)
     assert run_gloo(1, runs.signalled, given, 0, 3) == [True]
@@ -105,7 +105,7 @@ def test_a_signal_before_a_resumed_run_goes_on_keeps_it(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("where", ["sample_text", "publish_report"])
-def test_a_signal_after_the_last_step_ends_without_a_report(where: str, tmp_path: Path) -> None:
+def test_a_signal_after_the_last_step_ends_without_a_report(where: str, tmp_path: Path):
     """Rank 0 alone or all ranks: the checkpoint is there, and --resume makes the report."""
     given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", steps=2)
     run_gloo(2, runs.stopped, given, 0, f"end.{where}")
@@ -116,7 +116,7 @@ def test_a_signal_after_the_last_step_ends_without_a_report(where: str, tmp_path
 
 
 @pytest.mark.parametrize("plan", ["dp2 zero3", "pp2 1f1b:2"])
-def test_a_run_leaves_its_report_pictures_and_sample(plan: str, tmp_path: Path) -> None:
+def test_a_run_leaves_its_report_pictures_and_sample(plan: str, tmp_path: Path):
     """Everything the summary promises is there, the sample too where no rank has all stages."""
     given = runs.settings(tmp_path / "run", plan, steps=2)
     texts = run_gloo(2, runs.trained, given)
@@ -126,7 +126,7 @@ def test_a_run_leaves_its_report_pictures_and_sample(plan: str, tmp_path: Path) 
         assert (given.folder / name).stat().st_size > 0
 
 
-def test_a_run_that_has_made_its_steps_says_so(tmp_path: Path) -> None:
+def test_a_run_that_has_made_its_steps_says_so(tmp_path: Path):
     """Resumed once more, under another plan, no byte of it changes."""
     runs.run(runs.settings(tmp_path / "run", steps=2))
     given = runs.settings(tmp_path / "run", "dp1 zero3", steps=2)
@@ -138,7 +138,7 @@ def test_a_run_that_has_made_its_steps_says_so(tmp_path: Path) -> None:
     assert contents(given.folder) == before
 
 
-def test_other_data_or_another_model_cannot_be_resumed_with(tmp_path: Path) -> None:
+def test_other_data_or_another_model_cannot_be_resumed_with(tmp_path: Path):
     """What differs is named where the run says its own; the run stays as it was."""
     given = runs.settings(tmp_path / "run", steps=2)
     runs.run(given)
@@ -159,7 +159,7 @@ def test_other_data_or_another_model_cannot_be_resumed_with(tmp_path: Path) -> N
         loop.train(other, alone(), RESUME)
 
 
-def test_damage_is_answered_with_what_resume_can_follow(tmp_path: Path) -> None:
+def test_damage_is_answered_with_what_resume_can_follow(tmp_path: Path):
     """The folder to remove is named; without it the same command goes on from the one before."""
     given = runs.settings(tmp_path / "run", steps=4)
     runs.run(given)
@@ -184,7 +184,7 @@ def test_damage_is_answered_with_what_resume_can_follow(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["report.plots.loss", "end.metrics.read", "end.prediction_of"])
 def test_nothing_fails_a_run_after_its_last_save(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: runs.Capture
-) -> None:
+):
     """A picture, the report or a prediction fails: a line says so; --resume makes the report."""
     given = runs.settings(tmp_path / "run", steps=2)
     with monkeypatch.context() as patch:
@@ -201,7 +201,7 @@ def test_nothing_fails_a_run_after_its_last_save(
 
 @pytest.mark.full
 @pytest.mark.parametrize("where", ["run_folder.publish_config", "measure.metrics.keep_until"])
-def test_a_full_disk_ends_all_ranks_in_one_paragraph(where: str, tmp_path: Path) -> None:
+def test_a_full_disk_ends_all_ranks_in_one_paragraph(where: str, tmp_path: Path):
     """What rank 0 alone writes: every rank raises rank 0's error, and the run can be repeated."""
     given = runs.settings(tmp_path / "run", "dp2 ddp fp64", steps=1, warmup=0)
     first, second = run_gloo(2, runs.on_a_full_disk, given, where)
@@ -210,7 +210,7 @@ def test_a_full_disk_ends_all_ranks_in_one_paragraph(where: str, tmp_path: Path)
     assert len(runs.run(given, 2)) == 1
 
 
-def test_what_fails_before_its_first_step_is_over_leaves_no_run(tmp_path: Path) -> None:
+def test_what_fails_before_its_first_step_is_over_leaves_no_run(tmp_path: Path):
     """Nothing of it could be resumed, so the same command can be given again."""
     given = runs.settings(tmp_path / "run", steps=2)
     with runs.before("loop.first_pass", runs.full_disk), pytest.raises(OSError, match="No space"):
@@ -221,7 +221,7 @@ def test_what_fails_before_its_first_step_is_over_leaves_no_run(tmp_path: Path) 
     assert len(runs.run(given)) == 2
 
 
-def test_what_is_not_a_number_names_step_and_ranks(tmp_path: Path) -> None:
+def test_what_is_not_a_number_names_step_and_ranks(tmp_path: Path):
     """Rank 1's loss is NaN in step 4: both ranks stop, the checkpoint of 2 stays."""
     given = runs.settings(tmp_path / "run", "dp2 zero2 fp64", save_every=2)
     errors = run_gloo(2, runs.poisoned, given, 1, 4)
@@ -231,7 +231,7 @@ def test_what_is_not_a_number_names_step_and_ranks(tmp_path: Path) -> None:
     assert names(given) == ["step-000002"]
 
 
-def test_a_step_can_be_left_out(tmp_path: Path) -> None:
+def test_a_step_can_be_left_out(tmp_path: Path):
     """With train.on_nonfinite = "skip": the run ends, and its record and report say which step."""
     given = runs.settings(tmp_path / "run", "dp2 zero1 fp64", on_nonfinite="skip", steps=5)
     assert run_gloo(2, runs.poisoned, given, 1, 4) == ["", ""]
@@ -246,7 +246,7 @@ def test_a_step_can_be_left_out(tmp_path: Path) -> None:
 # --- refused at the start -----------------------------------------------------------------------
 
 
-def test_a_refused_start_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_refused_start_leaves_nothing_behind(tmp_path: Path):
     """What the engine refuses is refused before the folder is there; mended, it trains."""
     given = runs.settings(tmp_path / "run", "pp2 pipedream:4 fp64")
     with pytest.raises(RankError, match=r"Write instead: --set train\.clip=0"):
@@ -255,9 +255,7 @@ def test_a_refused_start_leaves_nothing_behind(tmp_path: Path) -> None:
     assert len(runs.run(runs.settings(tmp_path / "run", given.plan.text, clip=0, steps=2), 2)) == 2
 
 
-def test_memory_that_is_not_there_is_a_paragraph(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_is_not_there_is_a_paragraph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Where the machine seems large enough and its allocator refuses: what was to be kept."""
     monkeypatch.setattr("shardwise.train.sizes.machine_bytes", lambda _: 2**80)
     given = runs.settings(tmp_path / "run")
@@ -298,7 +296,7 @@ def test_inputs_that_do_not_fit_are_refused_before_memory_is_allocated(
     phrase: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """The process stays as large as it was, and nothing is written."""
     monkeypatch.chdir(tmp_path)
     given = runs.changed(runs.settings(tmp_path / "run", plan), section, **values)
@@ -317,7 +315,7 @@ def staged(folder: Path, stages: str) -> config.Config:
     return runs.changed(runs.settings(folder, "pp2 1f1b:2 fp64"), "plan", stages=stages)
 
 
-def test_stages_are_cut_where_the_configuration_says(tmp_path: Path) -> None:
+def test_stages_are_cut_where_the_configuration_says(tmp_path: Path):
     """With what is allowed and the nearest of it where they are none."""
     no_stages = {
         "block.1": "of which block.1 is no module.*plan.stages = 'blocks.1'",
@@ -349,7 +347,7 @@ def agreed(world: World, wishing: list[int]) -> tuple[bool, list[int], dict[Key,
     return *found, {key: tally.sent_bytes for key, tally in world.ledger.lines.items()}
 
 
-def test_one_rank_is_enough() -> None:
+def test_one_rank_is_enough():
     """All four ranks know of the one that was asked; twice an all-reduce of four bytes."""
     sent = {Key("world", "all_reduce", "check"): 2 * 2 * 4 * 3 // 4}
     assert run_threads(4, agreed, [2]) == [(True, [2], sent)] * 4
@@ -357,7 +355,7 @@ def test_one_rank_is_enough() -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_that_comes_again_changes_nothing(number: int) -> None:
+def test_a_signal_that_comes_again_changes_nothing(number: int):
     """A group of processes and a launcher send it twice; afterwards the handlers are as before."""
     before = signal.getsignal(number)
     with StopSignal() as stop:
@@ -367,7 +365,7 @@ def test_a_signal_that_comes_again_changes_nothing(number: int) -> None:
     assert signal.getsignal(number) is before
 
 
-def test_a_second_interrupt_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_interrupt_ends_the_program(monkeypatch: pytest.MonkeyPatch):
     """Of a person: a copy comes at once. SIGTERM and SIGINT of one request end nothing either.
 
     While a process may leave alone, the first signal ends what it is doing, and is remembered.
@@ -386,7 +384,7 @@ def test_a_second_interrupt_ends_the_program(monkeypatch: pytest.MonkeyPatch) ->
         assert stop.received
 
 
-def test_what_nohup_ignores_stays_ignored() -> None:
+def test_what_nohup_ignores_stays_ignored():
     """SIGHUP of a terminal that closes."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.models.registry import find
@@ -28,6 +27,7 @@ from shardwise.verify.finding import Finding
 from shardwise.verify.own import model_of
 from shardwise.verify.parity import theory_of
 from shardwise.verify.proof_options import table_in
+from tests.train.runs import ended
 
 STYLES = {"0": "colwise", "2": "rowwise"}
 
@@ -98,7 +98,7 @@ def of_rows(count: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("loss", "holds"), [(mean, True), (summed, False)])
-def test_a_model_of_a_program_is_proved_or_not(loss: Loss, holds: bool) -> None:
+def test_a_model_of_a_program_is_proved_or_not(loss: Loss, holds: bool):
     """The report says so, and is a text, an object and rows; a loss that is no mean fails."""
     report = sw.verify(loaded, "dp2 zero3", batch=ROWS, loss=loss, steps=1)
     assert report.holds == holds == all(row.holds for row in report.rows)
@@ -147,9 +147,7 @@ def centred(model: nn.Module, batch: Tensor) -> Tensor:
         (Counting, mean, "changes the buffer seen by its rows"),
     ],
 )
-def test_why_no_plan_can_hold_is_named(
-    build: Callable[[], nn.Module], loss: Loss, said: str
-) -> None:
+def test_why_no_plan_can_hold_is_named(build: Callable[[], nn.Module], loss: Loss, said: str):
     """Each is tried in one process; what all ranks compute alike is no cause."""
     model = model_of(build, ROWS, loss, None)
     assert isinstance(model, Trainable)
@@ -157,7 +155,7 @@ def test_why_no_plan_can_hold_is_named(
     assert re.search(said, found) and bool(found) == bool(said)
 
 
-def test_a_loss_that_depends_on_the_rank_is_named() -> None:
+def test_a_loss_that_depends_on_the_rank_is_named():
     """One process has the same batch on every rank."""
     model = model_of(linear, ROWS, mean, None)
     assert isinstance(model, Trainable)
@@ -165,7 +163,7 @@ def test_a_loss_that_depends_on_the_rank_is_named() -> None:
     assert "is 1 on rank 0, and on another rank 1.01" in cause(model, alone)
 
 
-def test_rows_of_an_example_batch_are_drawn_alike_often() -> None:
+def test_rows_of_an_example_batch_are_drawn_alike_often():
     """Any number of them, by the seed; a tensor without rows is the same in every batch."""
     model = model_of(linear, {"x": ROWS, "scale": torch.tensor(2.0)}, mean, None)
     assert isinstance(model, Trainable)
@@ -176,7 +174,7 @@ def test_rows_of_an_example_batch_are_drawn_alike_often() -> None:
     assert sorted(made["x"][:, 0].tolist()) == sorted([*ROWS[:, 0].tolist()] * 2)
 
 
-def test_what_is_given_replaces_what_the_model_has() -> None:
+def test_what_is_given_replaces_what_the_model_has():
     """Batches, the loss and the tokens, of a function that has its own and of a named model."""
 
     def build() -> tuple[nn.Module, object, object]:
@@ -235,7 +233,7 @@ def single(model: nn.Module, batch: Tensor) -> Tensor:
 )
 def test_what_is_no_model_or_batch_is_refused_in_a_paragraph(
     build: Any, batch: object, loss: Loss, said: str
-) -> None:
+):
     """Before any rank starts, with what to write instead, or with its own error and line."""
     with pytest.raises(InputError, match=said) as error:
         sw.verify(build, "dp2", batch=batch, loss=loss)
@@ -283,7 +281,7 @@ def one_feature():
 )
 def test_an_error_of_a_file_is_answered_with_its_line(
     plan: str, build: str, said: str, tmp_path: Path
-) -> None:
+):
     """Before any rank starts."""
     (tmp_path / "own.py").write_text(ASKS)
     with pytest.raises(InputError, match=said):
@@ -293,19 +291,17 @@ def test_an_error_of_a_file_is_answered_with_its_line(
 @pytest.mark.full
 def test_what_only_a_rank_finds_is_answered_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """Each rank refuses the model: the command says it once, without traceback, and ends with 2."""
     (tmp_path / "own.py").write_text(ASKS)
-    with pytest.raises(SystemExit) as leaving:
-        main(["verify", "pp2", "--model", f"{tmp_path}/own.py:asks"])
-    said = capsys.readouterr().err.strip()
-    assert leaving.value.code == 2
+    code, _, said = ended(capsys, "verify", "pp2", "--model", f"{tmp_path}/own.py:asks")
+    assert code == 2
     assert re.match(
         r"Given: item of a tensor that comes from sum after .*, in own\.py:15: it reads values",
         said,
     )
     assert said.count("Write instead:") == 1
-    assert len(said.splitlines()) == 1
+    assert said.count("\n") == 1
 
 
 @pytest.mark.full
