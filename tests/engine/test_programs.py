@@ -275,7 +275,6 @@ KINDS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any, Tensor], Ten
     "closure": (lambda b, x: lambda: plain(b, x), lambda out, x: x + out()),
     "weight": (lambda b, x: (plain(b, x), b.down.weight[:, :6]), lambda out, _: out[0] @ out[1]),
 }
-LAZY = ("generator", "closure", "weight")
 
 
 class Block(nn.Module):
@@ -365,15 +364,14 @@ def on_rank(world: World, name: str, how: str) -> Any:
 
 def assert_program(name: str, how: str, run: Callable[..., list[Any]] = run_threads) -> None:
     """Weights and what the program noted; state_dict, full_state_dict and unwrap agree."""
-    loop, make_plain, _ = PROGRAMS[name]
     ranks = 4 if "HYBRID" in how else 2
-    side = Side(make_plain(), list(range(ranks)), ranks, False)
-    loop(side)
+    side = Side(PROGRAMS[name][1](), list(range(ranks)), ranks, False)
+    PROGRAMS[name][0](side)
     expected = side.model.state_dict()
-    for rank, found in enumerate(run(ranks, on_rank, name, how)):
-        state, kept, seen, unwrapped, unwatched = found
+    found = run(ranks, on_rank, name, how)
+    for rank, (state, kept, seen, unwrapped, unwatched) in enumerate(found):
         assert seen == pytest.approx(side.seen, rel=1e-10)
-        assert unwatched == (name in [f"gives {kind}" for kind in LAZY])
+        assert unwatched == (name.removeprefix("gives ") in ("generator", "closure", "weight"))
         for values in (state, unwrapped, *([kept] if rank == 0 else [])):
             assert list(values) == list(expected)
             for key, value in values.items():
@@ -418,9 +416,8 @@ def trained(world: World, name: str, plan: str, inside: bool) -> tuple[list[floa
     loss, make_plain, _ = LOSSES[name]
     options: dict[str, Any] = {"optimizer": sw.SGD(lr=0.1), "least_unit_bytes": 0}
     options |= {"units": Block} if name.startswith("gives") else {}
-    model = make_plain()
     with torch.inference_mode(inside):
-        engine = sw.parallelize(model, f"{plan} fp64", world, loss=loss, **options)
+        engine = sw.parallelize(make_plain(), f"{plan} fp64", world, loss=loss, **options)
     losses = list[float]()
     for step in range(3):
         losses.append(engine.step(rows(step, engine.data_rank)).loss)
