@@ -16,7 +16,6 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection
 from pathlib import Path
 
 from shardwise.core.errors import InputError, bad
@@ -138,17 +137,15 @@ def _none(folder: Path, what: str) -> InputError:
     )
 
 
-def prune(
-    folder: str | os.PathLike[str], keep: int, *, best: bool = False, also: Collection[Path] = ()
-) -> list[Path]:
+def prune(folder: str | os.PathLike[str], keep: int, *, best: bool = False) -> list[Path]:
     """Remove all but the `keep` newest checkpoints; returns those removed.  One rank calls it.
 
-    The checkpoint that `find` returns stays, with `best` the one of `best_in`, and those in `also`.
+    The checkpoint that `find` returns stays, and with `best` the one of `best_in`.
     Raises InputError for keep below one.
     """
     integer("keep", keep, 1, 2)
     whole = all_in(as_path(folder))
-    kept = {*whole[-keep:], *also, *([best_in(folder)] if best else [])}
+    kept = {*whole[-keep:], *([best_in(folder)] if best else [])}
     old = [path for path in whole if path not in kept and path != find(folder)]
     for path in old:
         remove(path)

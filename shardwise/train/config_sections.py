@@ -191,11 +191,6 @@ class TrainSection(BaseModel):
         description="write checkpoints beside the next steps, from a copy in host memory; not with "
         "states on a disk",
     )
-    mirror: PathText | None = Field(
-        default=None,
-        description="a second folder of checkpoints, on a shared disk: each is copied there when "
-        "it is saved, and `--resume` takes the newest of both",
-    )
 
     @model_validator(mode="before")
     @classmethod

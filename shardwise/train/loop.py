@@ -105,7 +105,6 @@ def train(
                 return say(NOTHING, world, console)
             stopped = steps(run, at)
             run.saves.close()
-            run.note(run.saves.copy_failure())
         return None if stopped else finish(run, at, console)
 
 
@@ -240,7 +239,6 @@ def steps(run: Run, at: Position) -> bool:
             run.note(run.saves.settle())
         if last or flags.stop or due:
             run.note(run.saves.save(at, validation, wait=last or flags.stop))
-        run.note(run.saves.copy_failure())
         run.note(run.metrics.take_unwritten())
         if flags.stop and not last:
             run.progress.note(

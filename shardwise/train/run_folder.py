@@ -38,7 +38,6 @@ from shardwise.checkpoint.folder import (
     best_in,
     find,
     is_named_by_step,
-    remove,
     step_of,
 )
 from shardwise.checkpoint.lock import RUN_LOCK, SAVING_LOCK
@@ -88,8 +87,6 @@ def check(config: Config, resume: bool, overwrite: bool) -> None:
         saved = all_in(checkpoints_of(config))
     except OSError as error:  # a name that is too long; no permission to read the folder
         raise unwritable_folder(folder, "run.folder", error) from None
-    copies = _copies(config)
-    saved += copies
     if found and not run:
         raise _foreign(folder, found)
     if resume and not saved:
@@ -107,15 +104,7 @@ def check(config: Config, resume: bool, overwrite: bool) -> None:
             "or --overwrite to replace it",
             setting("run.folder", beside(folder)),
         )
-    if copies and not (resume or overwrite):
-        raise bad(
-            f"train.mirror = '{config.train.mirror}', where checkpoints of a run are already",
-            "a new folder, --resume to continue that run, or --overwrite to remove them",
-            setting("train.mirror", beside(copies[0].parent)),
-        )
     _try_to_write(folder, "run.folder")
-    if config.train.mirror:
-        _try_to_write(Path(config.train.mirror), "train.mirror")
 
 
 def checkpoints_of(config: Config) -> Path:
@@ -124,37 +113,14 @@ def checkpoints_of(config: Config) -> Path:
 
 
 def newest(config: Config) -> Path:
-    """The newest whole checkpoint of a run, in its folder or in its mirror.
-
-    Raises InputError if there is none.
-    """
-    places = [checkpoints_of(config), *([Path(config.train.mirror)] if config.train.mirror else [])]
-    found = [find(place) for place in places if all_in(place)]
-    return max(found or [find(places[0])], key=step_of)
+    """The newest whole checkpoint of a run. Raises InputError if there is none."""
+    return find(checkpoints_of(config))
 
 
 def best_name(config: Config) -> str:
     """The name of the checkpoint with the lowest validation loss; "" unless it is kept."""
     best = best_in(checkpoints_of(config)) if config.train.keep_best else None
     return "" if best is None else best.name
-
-
-def _copies(config: Config) -> list[Path]:
-    """The checkpoints in the run's mirror. Raises InputError if it has to be another."""
-    if config.train.mirror is None:
-        return []
-    mirror = Path(config.train.mirror)
-    try:
-        own = checkpoints_of(config)
-        if mirror.resolve() in (own.resolve(), own.parent.resolve()):
-            raise bad(
-                f"train.mirror = '{mirror}', the folder of the run or of its own checkpoints",
-                "another folder, on a shared disk",
-                setting("train.mirror", beside(mirror)),
-            )
-        return all_in(mirror)
-    except OSError as error:
-        raise unwritable_folder(mirror, "train.mirror", error) from None
 
 
 def is_run(folder: Path) -> bool:
@@ -166,7 +132,7 @@ def is_run(folder: Path) -> bool:
 def has_checkpoint(config: Config) -> bool:
     """Whether a run has saved a checkpoint. Raises InputError for a folder that cannot be read."""
     try:
-        return bool(all_in(checkpoints_of(config)) or _copies(config))
+        return bool(all_in(checkpoints_of(config)))
     except OSError as error:
         raise unwritable_folder(config.folder, "run.folder", error) from None
 
@@ -187,8 +153,6 @@ def claim(config: Config, overwrite: bool) -> None:
     try:
         if overwrite:
             clear(config.folder)
-            for copy in _copies(config):
-                remove(copy)
         for name in (REPORT, PAGE):  # of fewer steps
             (config.folder / name).unlink(missing_ok=True)
         (config.folder / PLOTS).mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,6 @@ from shardwise.core.errors import RunError, bad
 from shardwise.core.tools.arguments import is_count
 from shardwise.engine.engine import Engine
 from shardwise.train.measure.save_costs import SaveCosts
-from shardwise.train.mirror import Mirror
 from shardwise.train.prepare import PreparedRun
 from shardwise.train.run_folder import checkpoints_of, newest
 
@@ -35,15 +34,13 @@ class Position:
 
 
 class RunSaves:
-    """The checkpoints that a run saves: at most one is being written, and one copied."""
+    """The checkpoints that a run saves: at most one is being written."""
 
     def __init__(
         self, prepared: PreparedRun, engine: Engine, saved: Callable[[int, Path], object]
     ) -> None:
         """`saved` is called on all ranks with the step and the path of what was published."""
         self.prepared, self.engine, self.saved = prepared, engine, saved
-        train, first = prepared.config.train, engine.world.rank == 0
-        self.mirror = Mirror(Path(train.mirror), train) if train.mirror and first else None
         self.pending: PendingCheckpoint | None = None
         self.costs = SaveCosts()
 
@@ -105,29 +102,21 @@ class RunSaves:
         self._published(step_of(path), path)
         return ""
 
-    def copy_failure(self) -> str:
-        """What to say of a copy to the mirror that failed, once."""
-        return "" if self.mirror is None else self.mirror.take_failure()
-
     def close(self, *, failed: bool = False) -> None:
         """Wait for what this rank writes, but not for long if the run has failed.  Raises nothing.
 
         Other ranks may be gone, whose parts would never come.
         """
-        for each in (self.pending, self.mirror):
-            if each is not None:
-                each.wait(FAILED_S if failed else None)
+        if self.pending is not None:
+            self.pending.wait(FAILED_S if failed else None)
 
     def _published(self, step: int, path: Path) -> None:
         self.costs = replace(self.costs, saves=self.costs.saves + 1)
-        if self.mirror is not None:
-            self.mirror.copy(path)
         self.saved(step, path)
 
     def _prune(self) -> None:
         train = self.prepared.config.train
-        also = [] if self.mirror is None else self.mirror.sources
-        prune(checkpoints_of(self.prepared.config), train.keep, best=train.keep_best, also=also)
+        prune(checkpoints_of(self.prepared.config), train.keep, best=train.keep_best)
 
 
 def _goes_on(error: RunError) -> str:

@@ -164,13 +164,12 @@ def test_without_a_good_pointer_the_newest_whole_checkpoint_is_found(
 def test_prune_keeps_the_newest_the_latest_and_the_best(
     tmp_path: Path, losses: tuple[float | None, ...]
 ):
-    """The lowest validation loss is kept, of checkpoints that have one, and what is asked for."""
+    """The lowest validation loss is kept, of checkpoints that have one."""
     for step, loss in enumerate(losses, start=1):
         saved(tmp_path, step, **({} if loss is None else {"validation": loss}))
     assert folders.best_in(tmp_path) == tmp_path / "step-000002"
-    removed = prune(str(tmp_path), 1, best=True, also=[tmp_path / "step-000003"])
-    assert [path.name for path in removed] == ["step-000001"]
-    prune(tmp_path, 1, best=True)
+    removed = prune(str(tmp_path), 1, best=True)
+    assert [path.name for path in removed] == ["step-000001", "step-000003"]
     assert names(tmp_path) == ["step-000002", "step-000004"]
     prune(tmp_path, 1)
     assert folders.best_in(tmp_path) is None or losses[-1] == 3.0

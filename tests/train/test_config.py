@@ -170,7 +170,6 @@ def test_paths_have_variables_as_in_a_shell(monkeypatch: pytest.MonkeyPatch):
     keys = {
         "model": ["name"],
         "data": ["source", "tokens", "cache"],
-        "train": ["mirror"],
         "plan": ["table"],
         "run": ["folder", "cluster"],
         "offload": ["folder"],

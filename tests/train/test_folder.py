@@ -10,7 +10,6 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -339,44 +338,3 @@ def test_a_run_keeps_the_best_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
     assert "step-000004, by the validation loss" in said
     found = [record.validation for record in metrics.read(given.folder)]
     assert found == [None, 3.0, None, 1.0, None, 2.0, 4.0]
-
-
-@pytest.mark.parametrize("async_save", [False, True])
-def test_a_run_goes_on_from_its_mirror(tmp_path: Path, async_save: bool):
-    """After the local disk is lost, as if it were not; the mirror keeps as many checkpoints."""
-    mirror = tmp_path / "shared" / "run"
-    own: dict[str, Any] = {"async_save": async_save, "decay": "constant", "mirror": str(mirror)}
-    straight = runs.run(runs.settings(tmp_path / "straight", decay="constant"))
-    given = runs.settings(tmp_path / "run", **own)
-    stopped = runs.run(runs.changed(given, "train", steps=5))
-    assert names(mirror)[-1] == "step-000005" and not [*mirror.glob(".*")]
-    assert (mirror / "latest").read_text() == "step-000005\n"
-    assert describe(mirror, deep=True) == describe(mirror / "step-000005")
-    shutil.rmtree(given.folder)
-    with pytest.raises(InputError, match=r"train\.mirror = .*where checkpoints of a run are"):
-        prepare(given, 1, RunStart())
-    assert RunStart(auto=True).resolve_auto(given) == RunStart(resume=True)
-    found = runs.run(given, start=RunStart(resume=True))
-    assert [(r.step, r.loss) for r in found] == [(r.step, r.loss) for r in straight[5:]]
-    assert len(stopped) == 5 and names(mirror)[-1] == "step-000007"
-    again = runs.changed(given, "train", steps=2, save_every=0)
-    runs.run(again, start=RunStart(overwrite=True))
-    assert names(mirror) == names(given.folder / "checkpoints") == ["step-000002"]
-
-
-def test_a_copy_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A line names the folder, and the mirror has no half of it; the next copy is whole."""
-    copy, mirror = shutil.copyfile, tmp_path / "mirror"
-
-    def full(source: Path, to: Path) -> object:
-        if source.parent.name == "step-000002" and source.name.endswith(".distcp"):
-            to.write_bytes(b"half")
-            runs.full_disk()
-        return copy(source, to)
-
-    monkeypatch.setattr("shardwise.train.mirror.shutil.copyfile", full)
-    given = runs.settings(tmp_path / "run", mirror=str(mirror), steps=3)
-    said = shown(alone(), given)
-    assert said.count(f"step-000002 could not be copied to '{mirror}'") == 1
-    assert names(mirror) == ["step-000003"] and not [*mirror.glob(".*")]
-    assert names(given.folder / "checkpoints") == ["step-000002", "step-000003"]

@@ -285,8 +285,6 @@ def test_memory_that_is_not_there_is_a_paragraph(tmp_path: Path, monkeypatch: py
         ("", "model", {"capacity": 1.25}, r"model\.capacity = .*model\.experts = 8"),
         ("pp2 1f1b:2 stages:1,1", "plan", {"stages": "time"}, r"plan\.stages = 'time' under .*'pa"),
         ("offload:optim@disk", "train", {"async_save": True}, r"async_save = true .* on a disk"),
-        ("", "train", {"mirror": "run/checkpoints"}, "the run or of its own checkpoints"),
-        ("", "train", {"mirror": "run"}, "the run or of its own checkpoints"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused_before_memory_is_allocated(
