@@ -24,10 +24,9 @@ from shardwise.models.decoder import logits, parameters
 from shardwise.models.user_text import UserConfig
 from shardwise.prediction.traffic import by_kind
 from shardwise.train.measure import metrics
-from shardwise.train.measure.baseline import ddp_baseline
 from shardwise.train.measure.disk_line import disk_line
 from shardwise.train.measure.time_cost import TimeCost, time_cost
-from shardwise.train.model import optimizer_of, prediction_of
+from shardwise.train.model import prediction_of
 from shardwise.train.report.files import write
 from shardwise.train.report.report_contents import contents_of, table
 from shardwise.train.report.summary import RankCost, Summary
@@ -88,7 +87,6 @@ def collect(run: Run, began: Position, console: Console | None) -> Summary | Non
     run.stop.leaving = True  # no other rank waits for this one
     if run.stop.received:
         raise StoppedError
-    optimizer = optimizer_of(config.train)
     summary = Summary(
         config=config,
         plan=str(prepared.plan),
@@ -99,7 +97,6 @@ def collect(run: Run, began: Position, console: Console | None) -> Summary | Non
         unigram=run.unigram,
         began=began.step,
         costs=costs,
-        baseline=attempt("ddp", lambda: ddp_baseline(prepared.sizes, prepared.plan, optimizer)),
         sample=text,
         recording=recording,
         saves=run.saves.costs,

@@ -16,28 +16,22 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-import shardwise as sw
-from shardwise.comm.world import World, alone
+from shardwise.comm.world import alone
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
-from shardwise.models.gpt import GPT, SIZES, loss, random_text
 from shardwise.prediction.time.step_time import StepTime
 from shardwise.train import config, end, loop, run_folder
 from shardwise.train import sample as sampling
-from shardwise.train.config import TrainSection
 from shardwise.train.config_sections import SampleSection
 from shardwise.train.data.packed import Packed
 from shardwise.train.data.tokens import ByteVocabulary
 from shardwise.train.measure import metrics, progress
-from shardwise.train.measure.baseline import Baseline, ddp_baseline
 from shardwise.train.measure.metrics import Record
 from shardwise.train.measure.time_cost import time_cost
-from shardwise.train.model import optimizer_of
 from shardwise.train.report import html, markdown
 from shardwise.train.report.files import write
 from shardwise.train.report.report_contents import contents_of
 from shardwise.train.report.summary import RankCost, Summary
-from tests.pool import run_threads
 from tests.train import runs
 
 if TYPE_CHECKING:
@@ -77,7 +71,6 @@ def whole(path: Path) -> Summary:
         given,
         plan="dp2 pp2 ep2 1f1b:4 | head: zero2",
         records=[replace(record, expert_loads=loads) for record in given.records],
-        baseline=Baseline(held, {"dp all_reduce": 12 * MIB}),
         sample="<b>def</b> f(a & b):\n" + "x" * 300,
     )
 
@@ -198,45 +191,18 @@ def test_speed_is_that_of_the_steps_made_since_the_run_was_resumed(tmp_path: Pat
     assert "| MFU | 50.0% of the device's peak |" in text
 
 
-def test_ddp_on_the_same_ranks_stands_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A third bar and column with what plain data parallelism would hold and send; and the sums."""
+def test_bars_have_their_sizes_and_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured beside predicted; what one of them lacks is a dash."""
     labels: list[str] = []
     drawn = Axes.bar_label
     monkeypatch.setattr(
         Axes, "bar_label", lambda *a, **k: labels.extend(k["labels"]) or drawn(*a, **k)
     )
-    cost = RankCost({"x": 4, "y": 5}, {"x": 4, "y": 5}, {"dp gather": 1}, {"dp gather": 1})
-    ddp = Baseline({"x": 8, "y": 3 * MIB}, {"dp all_reduce": 7})
-    text = written(replace(summary(tmp_path, cost, cost), baseline=ddp))
-    assert "| rank 0, bytes | measured | predicted | ddp on the same ranks |" in text
-    assert "| x | 4 | 4 | 8 |" in text
-    assert "| total | 9 | 9 | 3,145,736 |" in text
-    assert "| dp all_reduce | - | - | 7 |" in text
-    assert labels[:9] == [" 4 B", " 5 B", " 9 B"] * 2 + [" 8 B", " 3.0 MiB", " 3.0 MiB"]
-
-
-def one_step(world: World, plan: str) -> tuple[dict[str, int], dict[str, int]]:
-    """What a step's engine holds and has sent, the second step of the run."""
-    model = GPT(SIZES["tiny"])
-    engine = sw.parallelize(model, plan, world, optimizer=sw.AdamW(lr=1e-3), loss=loss, clip=1.0)
-    for _ in range(2):
-        engine.step(random_text(2, 8, 250, 0))
-    return engine.memory(), engine.measured_bytes()
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_baseline_is_what_ddp_holds_and_sends(precision: str):
-    """Of a `dp2 ddp` engine, which has a few bytes of padding besides; with the run's optimizer."""
-    baseline = ddp_baseline(SIZES["tiny"], Plan.parse(f"dp2 zero3 {precision}"))
-    assert baseline is not None
-    for memory, sent in run_threads(2, one_step, f"dp2 {precision}"):
-        assert memory == {k: pytest.approx(v, rel=1e-3) for k, v in baseline.memory.items()}
-        assert sent == {k: pytest.approx(v, rel=1e-3) for k, v in baseline.sent.items()}
-    lion = optimizer_of(TrainSection.model_validate({"optimizer": "lion"}))
-    other = ddp_baseline(SIZES["tiny"], Plan.parse("dp2 zero3 fp32"), lion)
-    assert other is not None and other.memory["optimizer"] // other.memory["parameters"] == 1
-    for plan in ("dp4", "dp1", "dp2 bf16"):  # ddp itself, and one rank
-        assert ddp_baseline(SIZES["tiny"], Plan.parse(plan)) is None
+    held = {"x": 4, "y": 3 * MIB}
+    text = written(summary(tmp_path, RankCost(held, {"x": 5}, {"dp gather": 1}, {})))
+    assert "| x | 4 | 5 |" in text and "| y | 3,145,728 | - |" in text
+    assert "| total | 3,145,732 | 5 |" in text
+    assert labels[:4] == [" 4 B", " 3.0 MiB", " 3.0 MiB", " 5 B"]
 
 
 def test_the_time_of_a_step_stands_beside_its_prediction(tmp_path: Path):

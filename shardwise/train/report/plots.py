@@ -1,11 +1,10 @@
-"""The plots of a run as PNG: the loss; memory and traffic: measured, predicted, and of ddp."""
+"""The plots of a run as PNG: the loss; memory and traffic, measured and predicted."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.train.measure.progress import size_text, unit_of
 from shardwise.train.report.section import (
-    DDP,
     MEASURED,
     MOST_NUMBERS,
     PREDICTED,
@@ -17,7 +16,7 @@ from shardwise.train.report.section import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOURS = {MEASURED: "#2a6f97", PREDICTED: "#f4a259", DDP: "#b0b0b0"}
+COLOURS = {MEASURED: "#2a6f97", PREDICTED: "#f4a259"}
 
 
 def loss(path: Path, curve: Curve) -> None:

@@ -11,10 +11,8 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_parser import word_of
 from shardwise.train.data.packed import Packed
 from shardwise.train.measure import experts, time_cost, tracing
-from shardwise.train.measure.baseline import Baseline
 from shardwise.train.measure.progress import duration, ranks_text, size_text
 from shardwise.train.report.section import (
-    DDP,
     MEASURED,
     PREDICTED,
     TOTAL,
@@ -169,16 +167,14 @@ def _curve(summary: Summary) -> Curve:
 
 def _memory(summary: Summary) -> Section:
     rank, cost = summary.memory
-    ddp = (summary.baseline or Baseline({}, {})).memory
     title = f"What rank {rank} holds between steps"
-    bars = _bars(title, cost.memory, cost.predicted_memory, ddp)
+    bars = _bars(title, cost.memory, cost.predicted_memory)
     return Section("Memory", bars, PICTURES[1], table=_bytes_table(rank, bars))
 
 
 def _bytes(summary: Summary) -> Section:
     rank, cost = summary.sent
-    ddp = (summary.baseline or Baseline({}, {})).sent
-    bars = _bars(f"What rank {rank} sends in a step", cost.sent, cost.predicted_sent, ddp)
+    bars = _bars(f"What rank {rank} sends in a step", cost.sent, cost.predicted_sent)
     if not bars.names:
         none = ["No bytes: there is no other rank."]
         return Section("Bytes", bars, PICTURES[2], none)
@@ -190,11 +186,9 @@ def _bytes(summary: Summary) -> Section:
     return Section("Bytes", bars, PICTURES[2], [axes, *said], _bytes_table(rank, bars))
 
 
-def _bars(
-    title: str, measured: dict[str, int], predicted: dict[str, int], ddp: dict[str, int]
-) -> Bars:
-    """Measured and predicted bytes, and those of `ddp` on the same ranks if the plan is another."""
-    series = {MEASURED: measured, PREDICTED: predicted} | ({DDP: ddp} if ddp else {})
+def _bars(title: str, measured: dict[str, int], predicted: dict[str, int]) -> Bars:
+    """Measured and predicted bytes, with their sums if there are several."""
+    series = {MEASURED: measured, PREDICTED: predicted}
     if len({name for sizes in series.values() for name in sizes}) > 1:
         series = {label: sizes | {TOTAL: sum(sizes.values())} for label, sizes in series.items()}
     return Bars(title, series)

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 TOTAL: Final = "total"
 MOST_NUMBERS: Final = 16
 NUMBER: Final = re.compile(r"-|[0-9][0-9,.]*%?")
-MEASURED, PREDICTED, DDP = "measured", "predicted", "ddp on the same ranks"
+MEASURED, PREDICTED = "measured", "predicted"
 
 
 class Curve(NamedTuple):

@@ -7,7 +7,6 @@ from statistics import median
 
 from shardwise.train.config import Config
 from shardwise.train.data.packed import Packed
-from shardwise.train.measure.baseline import Baseline
 from shardwise.train.measure.metrics import Record
 from shardwise.train.measure.save_costs import SaveCosts
 from shardwise.train.measure.time_cost import TimeCost
@@ -58,10 +57,9 @@ def all_agree(found: Iterable[bool | None]) -> bool | None:
 class Summary:
     """A finished run, as rank 0 saw it. `unigram` is in nats per token.
 
-    `costs` has an entry for every rank; `baseline` is the cost of `ddp`. `best` names the
-    checkpoint with the lowest validation loss, if it is kept. `time` is that of a step of rank 0,
-    with a cluster. `began` is the step after which this process started or resumed the run: the
-    speed is that of the steps since then.
+    `costs` has an entry for every rank. `best` names the checkpoint with the lowest validation
+    loss, if it is kept. `time` is that of a step of rank 0, with a cluster. `began` is the step
+    after which this process started or resumed the run: the speed is that of the steps since then.
     """
 
     config: Config
@@ -72,7 +70,6 @@ class Summary:
     records: Sequence[Record]
     unigram: float
     costs: Sequence[RankCost]
-    baseline: Baseline | None = None
     began: int = 0
     sample: str = ""
     recording: Recording | None = None
