@@ -4,7 +4,7 @@
 
 Each run is trained to its end, however often it is disturbed:
 
-    kill       a rank is killed; an elastic run goes on by itself, another is started again
+    kill       a rank is killed, and the run is started again
     stop       a rank is stopped by SIGSTOP, and must be found within seconds
     launcher   the launcher is killed, and its ranks must end
     signal     the launcher gets SIGTERM, and the run is saved
@@ -69,9 +69,9 @@ class Job:
 
 
 JOBS = (
-    Job("zero3 fp64", ("2", "3", "2:3", "1:3")),
-    Job("zero1 accumulate:2 fp64", ("2", "1:2")),
-    Job("ep2 zero2 fp64", ("2", "2:4"), (("experts", 4), ("experts_per_token", 2))),
+    Job("zero3 fp64", ("2", "3")),
+    Job("zero1 accumulate:2 fp64", ("1", "2")),
+    Job("ep2 zero2 fp64", ("2", "4"), (("experts", 4), ("experts_per_token", 2))),
 )
 
 

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -153,18 +152,6 @@ def known_resume(resume: str | None) -> str | None:
     return resume
 
 
-def known_nproc(nproc: str | None) -> str | None:
-    """Check the value of --nproc, before a file is read."""
-    from shardwise.cli.elastic import nproc_of
-
-    try:
-        if nproc is not None:
-            nproc_of(nproc)
-    except InputError as error:
-        raise typer.BadParameter(f"it takes {error.problems[0].allowed}") from None
-    return nproc
-
-
 def application(given: Sequence[str] = ()) -> typer.Typer:
     """The commands.  Modules of other commands are imported only if named in `given`."""
     app = typer.Typer(
@@ -238,12 +225,9 @@ def train(
         typer.Option(metavar="FILE", help="Styles of tensor parallelism (shardwise table)."),
     ] = None,
     nproc: Annotated[
-        str | None,
+        int | None,
         typer.Option(
-            metavar="N|MIN:MAX",
-            callback=known_nproc,
-            help="Processes to start here; without it, the fewest on which the plan runs. With "
-            "MIN:MAX, a run that loses a rank goes on with those that are left, and grows again.",
+            min=1, help="Processes to start here; without it, the fewest on which the plan runs."
         ),
     ] = None,
     set_: Annotated[
@@ -282,7 +266,7 @@ def _started(
     config: Path,
     overrides: Sequence[str],
     resume: str | None,
-    nproc: str | None,
+    nproc: int | None,
     overwrite: bool,
     dry_run: bool,
 ) -> int:
@@ -314,21 +298,19 @@ def _started(
 
 
 def _train(
-    config: Path, overrides: Sequence[str], start: "RunStart", nproc: str | None, stop: "StopSignal"
+    config: Path, overrides: Sequence[str], start: "RunStart", nproc: int | None, stop: "StopSignal"
 ) -> int:
     """Train in this process, or start the ranks; returns the exit code."""
-    from shardwise.cli.elastic import train_elastic
     from shardwise.comm.start.rendezvous import environment, require_cores, require_local
     from shardwise.train import run_lock
     from shardwise.train.config import read
-    from shardwise.train.prepare import RunStart, prepare
+    from shardwise.train.prepare import prepare
     from shardwise.train.run_folder import finished_message, forget
 
     settings = read(config, overrides)
     if environment() is not None:  # our launcher holds the lock for its ranks
         return _train_here(settings, start, stop, locked=launched())
-    sizes = _sizes(settings, nproc)
-    ranks = sizes[-1]
+    ranks = _ranks(settings, nproc)
     require_local(ranks)
     with run_lock.hold(settings, start) as settled:
         prepare(settings, ranks, settled)
@@ -340,15 +322,10 @@ def _train(
         if ranks == 1:
             return _train_here(settings, settled, stop, locked=True)
         before = _metrics_mtime_ns(settings.folder)
-
-        def run(ranks: int, again: bool, stop_when: "Callable[[], bool] | None") -> "Ended":
-            now = RunStart(auto=True) if again else start
-            ended = _launch(config, overrides, now, ranks, stop_when)
-            if ended.killed:
-                print(f"shardwise: {_kept(settings)}", file=sys.stderr, flush=True)
-            return ended
-
-        code = train_elastic(settings, sizes, run, overwrite=start.overwrite)
+        ended = _launch(config, overrides, start, ranks)
+        if ended.killed:
+            print(f"shardwise: {_kept(settings)}", file=sys.stderr, flush=True)
+        code = ended.code
         if code and not settled.resume:  # rank 0 may have been killed before it could
             forget(settings)
         # a signal may have killed ranks before they installed a handler
@@ -359,7 +336,7 @@ def _train(
 
 
 def _dry_run(
-    config: Path, overrides: Sequence[str], start: "RunStart", nproc: str | None, _: "StopSignal"
+    config: Path, overrides: Sequence[str], start: "RunStart", nproc: int | None, _: "StopSignal"
 ) -> int:
     """Check and predict the run that `_train` would start; returns the exit code."""
     from shardwise.comm.start.rendezvous import environment, require_cores, require_local
@@ -368,7 +345,7 @@ def _dry_run(
     settings, started = read(config, overrides), environment()
     if started is not None and started.rank > 0:
         return 0
-    ranks = _sizes(settings, nproc)[-1]
+    ranks = _ranks(settings, nproc)
     if started is None:
         require_local(ranks)
         if nproc is None:
@@ -393,20 +370,11 @@ def _train_here(settings: "Config", start: "RunStart", stop: "StopSignal", *, lo
     return 0
 
 
-def _sizes(settings: "Config", nproc: str | None) -> list[int]:
-    """The numbers of ranks on which this command may run: several if the run is elastic."""
-    from shardwise.cli.elastic import nproc_of, usable_sizes
-    from shardwise.comm.start.rendezvous import require_local
+def _ranks(settings: "Config", nproc: int | None) -> int:
+    """The number of ranks of this command, unless a launcher has started it."""
     from shardwise.core.plan.plan import Plan
-    from shardwise.train.prepare import checked_plan
 
-    if nproc is None:
-        return [Plan.parse(settings.plan.text).size]
-    asked = nproc_of(nproc)
-    if not asked.elastic:
-        return [asked.most]
-    require_local(asked.most)
-    return usable_sizes(asked, partial(checked_plan, settings), settings.plan.text)
+    return nproc or Plan.parse(settings.plan.text).size
 
 
 def _kept(settings: "Config") -> str:
@@ -429,21 +397,15 @@ def _metrics_mtime_ns(folder: Path) -> int:
     return file.stat().st_mtime_ns if file.exists() else 0
 
 
-def _launch(
-    config: Path,
-    overrides: Sequence[str],
-    start: "RunStart",
-    ranks: int,
-    stop_when: "Callable[[], bool] | None",
-) -> "Ended":
-    """Run the same command in `ranks` processes, until `stop_when` stops them."""
+def _launch(config: Path, overrides: Sequence[str], start: "RunStart", ranks: int) -> "Ended":
+    """Run the same command in `ranks` processes."""
     from shardwise.comm.start.launch import launch
 
     argv = ["train", str(config)]
     argv += [part for override in overrides for part in ("--set", override)]
     argv += ["--resume"] * (start.resume or start.auto) + ["auto"] * start.auto
     argv += ["--overwrite"] * start.overwrite
-    return launch(argv, ranks, stop_when=stop_when)
+    return launch(argv, ranks)
 
 
 if __name__ == "__main__":

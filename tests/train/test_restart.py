@@ -1,6 +1,5 @@
 """Runs whose ranks are killed and whose world changes: they go on, and compute the same."""
 
-import json
 import os
 import signal
 import time
@@ -8,20 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from shardwise.checkpoint.folder import CHECKPOINTS
-from shardwise.cli.elastic import nproc_of, train_elastic, usable_sizes
-from shardwise.comm.start.launch import Ended
-from shardwise.core.errors import InputError
 from shardwise.train import config
 from shardwise.train.measure.metrics import Record, read
-from shardwise.train.prepare import checked_plan
 from tests.comm.hosts import HOSTS, joined_hosts, processes_on
 from tests.comm.test_start import free_port
-from tests.programs import Program, run_program, start_program
+from tests.programs import Program, start_program
 from tests.train import runs
 
 #: Kills rank 1 after step 1, and once more after step 5: what is killed at once leaves no
@@ -151,105 +144,3 @@ def test_a_host_that_is_lost_and_returns_is_left_out_meanwhile(tmp_path: Path) -
             texts = [each.communicate(timeout=240)[1] for each in (first, second)]
         assert (first.returncode, second.returncode) == (0, 0), texts
     assert_same_curve(read(given.folder), straight)
-
-
-# --- our launcher -------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_a_run_that_loses_ranks_goes_on_and_grows_again(tmp_path: Path) -> None:
-    """Rank 1 of 3 is killed before there is a checkpoint, and again after; the curve is equal."""
-    straight = runs.run(runs.settings(tmp_path / "straight", "zero3 fp64"), 1)
-    given, file = killed(tmp_path, "zero3 fp64", most=3)
-    done = run_program(["-m", "shardwise", "train", file, "--nproc", "2:3"], timeout=240)
-    said = done.stderr
-    assert done.returncode == 0, said[-3000:]
-    assert (tmp_path / "kills").read_text() == "xx"
-    assert said.count("goes on with 2 of 3 ranks") == 2 and "goes on with 3 ranks" in said
-    found = read(given.folder)
-    assert_same_curve(found, straight)
-    assert found[0].ranks == 2 and {r.ranks for r in found} == {2, 3}
-    assert "it changed: 3 ranks after step " in (given.folder / "report.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("text", "plan", "said"),
-    [
-        ("1:4", "zero3", [1, 2, 3, 4]),
-        ("2:8", "tp2 zero1", [2, 4, 6, 8]),
-        ("3:4", "dp4 zero3", "which runs on 4 ranks alone"),
-        ("1:8", "zero3", "train.batch = 6"),
-        ("4:2", "zero3", "--nproc 4:2"),
-        ("2:", "zero3", "--nproc '2:'"),
-        ("1:" + "9" * 5000, "zero3", "a whole number, or MIN:MAX"),
-        ("3:4", "dp2 tp2", "Write instead: the plan without dp2, or --nproc 4"),
-        ("3:4", "tp2", "Write instead: a lower MIN, or --nproc 4"),
-        ("1:2", "tp2", "Write instead: --nproc 2"),
-    ],
-)
-def test_the_sizes_are_those_on_which_the_plan_runs(
-    text: str, plan: str, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Multiples of the other axes, at most a row for each data rank; else it says so at once."""
-    monkeypatch.chdir(tmp_path)
-    given = runs.settings(Path("run"), plan, batch=6)
-    found = lambda: usable_sizes(nproc_of(text), lambda n: checked_plan(given, n), plan)  # noqa: E731
-    if isinstance(said, list):
-        assert found() == said
-        return
-    with pytest.raises(InputError, match=said):
-        found()
-
-
-class Script:
-    """Starts that end as written: in each, checkpoints are saved, and then ranks are lost."""
-
-    def __init__(self, folder: Path, *acts: tuple[int, int]) -> None:
-        self.folder, self.acts = folder / CHECKPOINTS, [*acts]
-        self.ranks, self.again, self.steps = list[int](), list[bool](), 0
-
-    def start(self, ranks: int, again: bool, stop_when: Callable[[], bool] | None) -> Ended:
-        self.ranks.append(ranks)
-        self.again.append(again)
-        saves, lost = self.acts.pop(0)
-        for _ in range(saves):
-            self.steps += 1
-            path = self.folder / f"step-{999_998 + self.steps:06d}"
-            path.mkdir(parents=True)
-            for name in (".metadata", "scalars.json"):
-                (path / name).write_text(json.dumps({"step": self.steps}))
-            if stop_when is not None and stop_when():
-                return Ended(0, stopped=True)
-        return Ended(1 if lost else 0, lost)
-
-
-@pytest.mark.parametrize(
-    ("acts", "ranks"),
-    [
-        ([(2, 0)], [4]),
-        ([(2, 1), (9, 0), (1, 0)], [4, 3, 4]),
-        ([(1, 2), (9, 0), (0, 1), (9, 0), (9, 0)], [4, 2, 4, 3, 4]),
-        ([(0, 1), (0, 1), (0, 1)], [4, 3, 2]),
-        ([(1, 3)], [4]),
-    ],
-)
-def test_a_world_shrinks_by_what_is_lost_and_grows_after_a_checkpoint(
-    acts: list[tuple[int, int]], ranks: list[int], tmp_path: Path
-) -> None:
-    """Until the run ends, too few ranks are left, or three starts in a row save nothing.
-
-    Names of checkpoints get longer at a million steps.
-    """
-    script = Script(tmp_path, *acts)
-    code = train_elastic(runs.settings(tmp_path), [2, 3, 4], script.start)
-    assert script.ranks == ranks and code == (1 if acts[-1][1] else 0)
-    assert script.again == [False] + [True] * (len(ranks) - 1)
-
-
-def test_a_run_that_overwrites_another_never_continues_it(tmp_path: Path) -> None:
-    """Until it has a checkpoint of its own, a start again begins anew."""
-    script = Script(tmp_path, (1, 0), (0, 1), (1, 1), (0, 0))
-    script.start(4, again=False, stop_when=None)  # the other run
-    found = train_elastic(runs.settings(tmp_path), [2, 3, 4], script.start, overwrite=True)
-    assert found == 0
-    assert script.again[:3] == [False] * 3 and script.again[3:] == [True] * len(script.again[3:])

@@ -13,7 +13,6 @@ class Failure:
 
     `code` is the exit code of a rank that called sys.exit, otherwise None.  `input_error` is the
     text of an InputError, empty for any other error.  `output` is what a dead rank had written.
-    `lost`: the process died or hangs, and reported nothing.
     """
 
     at_ns: int
@@ -22,7 +21,6 @@ class Failure:
     code: int | None = None
     input_error: str = ""
     output: str = ""
-    lost: bool = False
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:

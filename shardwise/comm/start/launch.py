@@ -107,25 +107,15 @@ def can_fork(device: str = "cpu") -> bool:
 class Ended:
     """How the ranks of a command ended.
 
-    code       one exit code
-    lost       how many ranks failed by themselves, none of them with an exit code of its own
-    stopped    whether `stop_when` ended them, and they did so
-    killed     whether ranks were killed, which could not say what they had saved
+    code      one exit code
+    killed    whether ranks were killed, which could not say what they had saved
     """
 
     code: int
-    lost: int = 0
-    stopped: bool = False
     killed: bool = False
 
 
-def launch(
-    argv: Sequence[str],
-    nproc: int,
-    module: str = "shardwise.cli.main",
-    *,
-    stop_when: Callable[[], bool] | None = None,
-) -> Ended:
+def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.cli.main") -> Ended:
     """Run the command `main()` of `module` with `argv` as `nproc` ranks; return how they ended.
 
     The code is 0 if every rank exited with 0, otherwise that of the rank that failed first, whose
@@ -133,8 +123,7 @@ def launch(
     only if they fail first.
 
     The first signal of stop_signal.py is forwarded as SIGTERM, and the ranks have `save_s` of the
-    limits to save and leave.  A second Ctrl-C kills them at once, with the code 130.  Ranks are
-    stopped in this way too when `stop_when` returns true.
+    limits to save and leave.  A second Ctrl-C kills them at once, with the code 130.
 
     Raises InputError for fewer than one process.
     """
@@ -142,12 +131,12 @@ def launch(
     work, started = pickle.dumps((run_command, (module, tuple(argv)))), Ranks()
     try:
         with StopSignal() as stop:
-            started.run(nproc, work, None, stop, quiet=True, stop_when=stop_when)
+            started.run(nproc, work, None, stop, quiet=True)
     except KeyboardInterrupt:
         print("the ranks were killed by a second Ctrl-C", file=sys.stderr)
         return Ended(130, killed=True)
     if started.results() is not None:
-        return Ended(0, stopped=started.stopped and not stop.received)
+        return Ended(0)
     failures = started.failures()
     if not failures:
         late = rank_names([rank.number for rank in started.ranks if rank.killed])
@@ -162,8 +151,7 @@ def launch(
             print(first.output or f"rank {first.rank} failed: {first.text}", file=sys.stderr)
         return Ended(first.code)
     print(RankError(first.rank, described(failures, first)), file=sys.stderr)
-    lost = {first.rank, *(each.rank for each in failures if each.lost)}
-    return Ended(1, 0 if stop.received else len(lost), killed=True)
+    return Ended(1, killed=True)
 
 
 def require_ranks(ranks: int, device: str | None) -> None:
@@ -248,7 +236,7 @@ class Rank:
         """Record the failure of a rank that cannot report its own."""
         if not isinstance(self.outcome, Failure):
             at_ns = time.monotonic_ns()
-            self.outcome = Failure(at_ns, self.number, text, output=output, lost=True)
+            self.outcome = Failure(at_ns, self.number, text, output=output)
 
     def release(self) -> None:
         """Let the process exit, since all ranks have results."""
@@ -282,7 +270,6 @@ class Ranks:
     def __init__(self) -> None:
         self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.ranks: list[Rank] = []
-        self.stopped = False  # stopped as by a signal
 
     def run(
         self,
@@ -292,12 +279,8 @@ class Ranks:
         stop: StopSignal | None = None,
         *,
         quiet: bool = False,
-        stop_when: Callable[[], bool] | None = None,
     ) -> None:
-        """Run the ranks until they have all exited; no process is left afterwards.
-
-        When `stop_when` returns true, the ranks are stopped as by a signal.
-        """
+        """Run the ranks until they have all exited; no process is left afterwards."""
         variables = {
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)),
             "GROUP_RANK": "0",
@@ -310,7 +293,7 @@ class Ranks:
             with _environment(_early_variables(device)):
                 for number in range(size):
                     self.ranks.append(Rank(number, work, variables, quiet=quiet))
-            self._watch(stop or StopSignal(), stop_when)
+            self._watch(stop or StopSignal())
         finally:
             self._kill()
         if self.results() is not None:
@@ -325,7 +308,7 @@ class Ranks:
         """The failures so far, earliest first."""
         return sorted(rank.outcome for rank in self.ranks if isinstance(rank.outcome, Failure))
 
-    def _watch(self, stop: StopSignal, stop_when: Callable[[], bool] | None) -> None:
+    def _watch(self, stop: StopSignal) -> None:
         """Return when all processes have exited, or when it is time to kill those that remain."""
         deadlines = dict[str, float]()  # each begins at the first event of its kind
         while (alive := self._alive()) and time.monotonic() < min(deadlines.values(), default=inf):
@@ -337,8 +320,7 @@ class Ranks:
                 return
             if failed:
                 deadlines.setdefault("failed", now + _GRACE_S)
-            self.stopped = self.stopped or (stop_when is not None and stop_when())
-            if (stop.received or self.stopped) and "signalled" not in deadlines:
+            if stop.received and "signalled" not in deadlines:
                 deadlines["signalled"] = now + read_limits().save_s
                 for rank in alive:
                     rank.process.terminate()
