@@ -4,7 +4,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.models import gpt, hf, moe, pretrained, user_text
 from shardwise.models.gpt import GPT, GPTConfig
@@ -48,13 +48,6 @@ def loss_of(sizes: Sizes) -> Loss:
     return gpt.loss if isinstance(sizes, GPTConfig) else moe.loss
 
 
-def logits(model: nn.Module, tokens_BT: Tensor) -> Tensor:
-    """The logits [B, T, V] in the model's output."""
-    with hf.Wide():
-        made = model(tokens_BT)
-    return made if isinstance(made, Tensor) else made.logits
-
-
 def parameters(sizes: Sizes) -> int:
     """The number of parameters; a shared one counts once."""
     if isinstance(sizes, FolderConfig | UserConfig):
@@ -77,7 +70,7 @@ def numbers(sizes: Sizes) -> dict[str, Any]:
     """The sizes by the keys of the configuration's section [model]."""
     if isinstance(sizes, FolderConfig | UserConfig):
         # the path may be another when a run is resumed
-        hidden = ("path", "multiplied", "name", "seed", "logits")
+        hidden = ("path", "multiplied", "name", "seed")
         return {k: v for k, v in asdict(sizes).items() if k not in hidden}
     if isinstance(sizes, GPTConfig):
         return asdict(sizes)

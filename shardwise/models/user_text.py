@@ -28,7 +28,6 @@ class UserConfig:
     parameters  a shared one counts once
     multiplied  parameters outside of embeddings
     layers      at least
-    logits      whether the model returns logits for rows of any length, so that it writes a sample
     """
 
     name: str
@@ -37,7 +36,6 @@ class UserConfig:
     sequence: int
     parameters: int
     multiplied: int
-    logits: bool
     layers: int = 1
 
 
@@ -62,8 +60,7 @@ def read(name: str, sequence: int, vocabulary: int, seed: int) -> UserConfig:
         for p in module.parameters(recurse=False)
     }
     count = sum(p.numel() for p in model.parameters())
-    own = size or vocabulary
-    return UserConfig(name, seed, own, sequence, count, sum(multiplied.values()), bool(size))
+    return UserConfig(name, seed, size or vocabulary, sequence, count, sum(multiplied.values()))
 
 
 def build(config: UserConfig) -> nn.Module:

@@ -1,9 +1,8 @@
 """The configuration of a run: the keys of a TOML file, their defaults, and errors in plain words.
 
     [model]   sizes of the GPT         [plan]    how it is distributed
-    [data]    text and tokens          [sample]  what is generated at the end
-    [train]   steps, batch, optimizer  [run]     the folder
-    [offload] the folder of states on a disk
+    [data]    text and tokens          [run]     the folder
+    [train]   steps, batch, optimizer  [offload] the folder of states on a disk
 
 Every key has a default; an empty file is refused, since it is probably the wrong file. The error
 for an unknown key names the nearest one, and values are not converted between types: true is not a
@@ -29,7 +28,6 @@ from shardwise.train.config_sections import (
     OffloadSection,
     PlanSection,
     RunSection,
-    SampleSection,
     TrainSection,
 )
 
@@ -43,7 +41,6 @@ class Config(BaseModel):
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     plan: PlanSection = PlanSection()
-    sample: SampleSection = SampleSection()
     run: RunSection = RunSection()
     offload: OffloadSection = OffloadSection()
 

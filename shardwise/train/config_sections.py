@@ -18,7 +18,6 @@ from shardwise.core.tools.user_files import expanded
 
 CLOSED: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 MOST: Final = 10**9  # of anything that is counted
-MOST_SAMPLED: Final = 10**5  # tokens, each a forward pass of the model
 WARMUP: Final = 50
 #: The class of `sw.callbacks` of each tracker.
 TRACKERS: Final = {"tensorboard": "TensorBoard", "wandb": "WandB", "mlflow": "MLflow"}
@@ -171,7 +170,7 @@ class TrainSection(BaseModel):
         default=0,
         ge=0,
         lt=2**63,
-        description="seed of the weights, the order of the data, the gates and the sample",
+        description="seed of the weights, the order of the data and the gates",
     )
     eval_every: Count = Field(
         default=100, description="steps between evaluations; `0`: only at the end"
@@ -225,25 +224,6 @@ class PlanSection(BaseModel):
         """Accept a list of names too."""
         listed = isinstance(given, list) and all(isinstance(name, str) for name in given)
         return ", ".join(given) if listed else given
-
-
-class SampleSection(BaseModel):
-    """The text that is generated at the end."""
-
-    model_config = CLOSED
-
-    tokens: Annotated[int, Field(ge=0, le=MOST_SAMPLED)] = Field(
-        default=240, description="tokens to generate; `0` for no sample"
-    )
-    prompt: Annotated[str, Field(min_length=0)] = Field(  # the bound makes pydantic check UTF-8
-        default="", description="the text that the sample continues"
-    )
-    temperature: float = Field(
-        default=0.8, ge=0, description="`0` always takes the most likely token"
-    )
-    top_k: Count = Field(
-        default=40, description="the number of most likely tokens to draw from; `0` for all"
-    )
 
 
 class RunSection(BaseModel):

@@ -1,27 +1,20 @@
-"""The end of a run, after its last save: the sample, the costs and the report.
+"""The end of a run, after its last save: the costs and the report.
 
 Nothing here fails the run. What goes wrong is said in a line, and --resume makes a missing report.
-A signal ends it: on all ranks before the next token of the sample, on rank 0 at once after that.
+A signal ends it: on all ranks before the report, on rank 0 at once after that.
 """
 
-import math
 import resource
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-import torch
 from rich.console import Console
-from rich.panel import Panel
-from rich.text import Text
-from torch import Tensor
 
 from shardwise.comm.objects import all_gather_object
 from shardwise.core.errors import InputError, one_line
-from shardwise.models.decoder import logits, parameters
-from shardwise.models.user_text import UserConfig
+from shardwise.models.decoder import parameters
 from shardwise.prediction.traffic import by_kind
 from shardwise.train.measure import metrics
 from shardwise.train.measure.disk_line import disk_line
@@ -32,19 +25,13 @@ from shardwise.train.report.report_contents import contents_of, table
 from shardwise.train.report.summary import RankCost, Summary
 from shardwise.train.run import Run, is_due, say
 from shardwise.train.run_folder import PAGE, REPORT, best_name
-from shardwise.train.sample import NextToken, sample, visible
 from shardwise.train.saving import Position
 from shardwise.train.stop import any_rank
 
 NO_REPORT = "stopped by a signal after the last step, which is saved; --resume makes the report"
-SAMPLE_S = 60.0  # of a sample that was not asked for
 MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # the unit of getrusage's ru_maxrss
 
 T = TypeVar("T")
-
-
-class SlowSampleError(Exception):
-    """The default sample takes too long; raised on all ranks."""
 
 
 class StoppedError(Exception):
@@ -52,7 +39,7 @@ class StoppedError(Exception):
 
 
 def finish(run: Run, began: Position, console: Console | None) -> Summary | None:
-    """Make the sample and collect the costs (all ranks), then write the report (rank 0)."""
+    """Collect the costs (all ranks), then write the report (rank 0)."""
     try:
         made = collect(run, began, console)
         return None if made is None else publish_report(made, console)
@@ -73,8 +60,6 @@ def collect(run: Run, began: Position, console: Console | None) -> Summary | Non
     """The summary on rank 0, None on the other ranks. Called by all ranks."""
     prepared, engine = run.prepared, run.engine
     config = prepared.config
-    require_no_signal(run)
-    text = sample_text(run, console)
     recording = run.tracing.gather_recording()
     if traced := run.updates.write(config.folder):
         say(traced, engine.world, console)
@@ -97,7 +82,6 @@ def collect(run: Run, began: Position, console: Console | None) -> Summary | Non
         unigram=run.unigram,
         began=began.step,
         costs=costs,
-        sample=text,
         recording=recording,
         saves=run.saves.costs,
         best=attempt("the best checkpoint", lambda: best_name(config)) or "",
@@ -117,8 +101,6 @@ def own_time(run: Run, summary: Summary) -> TimeCost | None:
 def publish_report(summary: Summary, console: Console | None) -> Summary:
     """Write and show the report, with a line for each picture that fails."""
     screen = console or Console(highlight=False, markup=False)
-    if summary.sample:
-        screen.print(Panel(Text(summary.sample), title="sample"))
     contents, path = contents_of(summary), summary.config.folder
     screen.print(table(contents))
     for failure in write(contents, path):
@@ -148,51 +130,6 @@ def require_no_signal(run: Run) -> None:
     """Raise StoppedError on all ranks if one has received a signal."""
     if any_rank(run.stop.received, run.engine.world):
         raise StoppedError
-
-
-def next_token_logits(run: Run) -> NextToken:
-    """The trained model as a function to the next token's logits, the same on all ranks."""
-    engine, size = run.engine, run.prepared.vocabulary.size
-    chosen = "tokens" in run.prepared.config.sample.model_fields_set
-    until_s = math.inf if chosen else time.monotonic() + SAMPLE_S
-    # rows of the model beyond the vocabulary are never sampled
-    like_V = torch.zeros(size, device=engine.world.device)
-
-    def after(seen: Sequence[int]) -> Tensor:
-        """The logits after these tokens. Raises SlowSampleError on all ranks after `SAMPLE_S`."""
-        require_no_signal(run)
-        if any_rank(time.monotonic() > until_s, engine.world):
-            raise SlowSampleError
-        seen_BT = torch.tensor([seen], device=like_V.device)
-        return engine.outputs(
-            lambda model: logits(model, seen_BT)[0, -1, :size].float(), like_V
-        ).cpu()
-
-    return after
-
-
-def sample_text(run: Run, console: Console | None) -> str:
-    """The sample; none if `sample.tokens` is 0, or a default and parameters are on a disk.
-
-    Nor of a user's model that returns no logits.
-    """
-    prepared, how = run.prepared, run.prepared.config.sample
-    if not how.tokens:
-        return ""
-    if isinstance(prepared.sizes, UserConfig) and not prepared.sizes.logits:
-        say("no sample: the model does not return logits", run.engine.world, console)
-        return ""
-    if prepared.plan.states.moves().fetch == "disk" and "tokens" not in how.model_fields_set:
-        why = f"no sample: each of its {how.tokens} tokens would read all parameters from the disk"
-        say(f"{why}; --set sample.tokens=8 makes a short one", run.engine.world, console)
-        return ""
-    seed, window = prepared.config.train.seed, prepared.corpus.sequence
-    try:
-        return visible(sample(next_token_logits(run), prepared.vocabulary, window, how, seed))
-    except SlowSampleError:
-        why = f"no sample: its {how.tokens} tokens would take more than {SAMPLE_S:.0f} s"
-        say(f"{why}; --set sample.tokens=8 makes a short one", run.engine.world, console)
-        return ""
 
 
 def own_cost(run: Run) -> RankCost:

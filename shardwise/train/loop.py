@@ -6,8 +6,8 @@
     agree on whether a rank has received a signal to stop
     save
 
-After the last save nothing fails the run: what goes wrong with its sample, pictures or report is
-said in a line. After a signal there is no report, since a batch system may give only seconds.
+After the last save nothing fails the run: what goes wrong with its pictures or report is said in a
+line. After a signal there is no report, since a batch system may give only seconds.
 
 All decisions (the batch, the learning rate, when to evaluate and save) are functions of the step.
 So all ranks decide the same, and a resumed run continues as the first run would have.

@@ -5,8 +5,8 @@
       metrics.jsonl    one object a step            tensorboard/   the same numbers (wandb/, too)
       checkpoints/     step-000100/, ..., latest    plots/         loss, memory, bytes
       report.html      the report, for a browser    report.md      the same, as Markdown
-      sample.txt       generated at the end         timeline.svg   of a pipeline
-      trace.json       with run.trace               step_time.json with run.cluster
+      timeline.svg     of a pipeline                step_time.json with run.cluster
+      trace.json       with run.trace
       tokenizer/       the tokenizer, unless tokens are bytes (tokenizer_files.py)
       run.lock         held by the run that writes here (run_lock.py)
 
@@ -55,7 +55,7 @@ PICTURES: Final = (f"{PLOTS}/loss.png", f"{PLOTS}/memory.png", f"{PLOTS}/bytes.p
 #: The files that a run writes, and its folders with patterns of names; --overwrite removes these.
 FILES: Final = (
     *(CONFIG, METRICS, REPORT, PAGE),
-    *("sample.txt", "trace.json", "timeline.svg", "step_time.json"),
+    *("trace.json", "timeline.svg", "step_time.json"),
 )
 FOLDERS: Final = {
     "tensorboard": re.compile(r"events\.out\.tfevents\..+"),

@@ -27,7 +27,7 @@ HERE = {
     "dp4 zero3 bf16. --model gpt:small": "dp2 zero3' --model gpt:tiny",
 }
 #: What is smaller here of a run, and of the model of an example.
-SHORT = {"train.warmup": 4, "sample.tokens": 8}
+SHORT = {"train.warmup": 4}
 SMALL = {"model.layers": 2, "model.width": 32, "model.hidden": 48, "model.sequence": 32}
 #: What is proved and measured where a command names no model.
 MODEL = f"{ROOT}/tests/verify/small.py:build"

@@ -43,7 +43,6 @@ def settings(folder: Path, plan: str = "fp64", **train: Any) -> config.Config:
             "data": {"source": str(text), "validation": 0.15},
             "train": {**steps, **train},
             "plan": {"text": plan},
-            "sample": {"tokens": 5},
             "run": {"folder": str(folder), "trackers": [], "device": "cpu"},
         }
     )
@@ -95,10 +94,9 @@ def run(given: config.Config, ranks: int = 1, start: RunStart | None = None) -> 
     return read(given.folder)
 
 
-def trained(world: World, given: config.Config, start: RunStart | None = None) -> str:
-    """Train; the sample on rank 0."""
-    summary = loop.train(given, world, start)
-    return summary.sample if summary else ""
+def trained(world: World, given: config.Config, start: RunStart | None = None) -> None:
+    """Train, in a process of a pool."""
+    loop.train(given, world, start)
 
 
 def shown(world: World, given: config.Config, start: RunStart | None = None) -> str:

@@ -92,7 +92,7 @@ def test_a_process_that_outlives_its_command_is_ended(keep: str) -> None:
         ("train ''", "no configuration: the name of its file is empty"),
         ("train EXAMPLE --set train.step=3", "train.steps"),
         ("train EXAMPLE --set stesp=9", "Write instead: --set train.steps=9."),
-        ("train EXAMPLE --set tokens=9", "--set data.tokens=9 or --set sample.tokens=9"),
+        ("train EXAMPLE --set tokens=9", "--set data.tokens=9"),
         ("train EXAMPLE --plan 'dp2 zero9'", "zero9"),
         ("train EXAMPLE --nproc 3", "needs 2 processes"),
         ("train EXAMPLE --plan tp63", "tp63 for a model of 4 query heads"),

@@ -50,7 +50,6 @@ def test_what_is_written_reads_back(text: str, lr: float, layers: int | None, ti
     given_values = {
         # no file's name has a zero, and a dollar begins a variable
         "run": {"folder": text.replace("\0", "0").replace("$", "s")},
-        "sample": {"prompt": text},
         "train": {"lr": lr},
         "model": {"layers": layers, "tied": tied},
     }
@@ -93,7 +92,7 @@ def test_an_override_sets_one_key(override: str, expected: object):
         ({"train": {"steps": 7.0}}, ["train.steps = 7.0", "a valid integer", "train.steps = 1000"]),
         ({"run": {"folder": 8}}, ["run.folder = 8", "a valid string"]),
         ({"run": {"folder": "a\0b"}}, ["run.folder", "match pattern"]),
-        ({"sample": {"prompt": "\udcff"}}, ["sample.prompt", "unicode"]),
+        ({"data": {"field": "\udcff"}}, ["data.field", "unicode"]),
         ({"run": {"trackers": ["wnb"]}}, ['run.trackers = ["wnb"]', "'wandb' or 'mlflow'"]),
         ({"train": {"betas": [1.5, 2]}}, ["train.betas = [1.5, 2]", "less than 1", "[0.9, 0.95]"]),
         ({"train": {"warmup": 60, "steps": 50}}, ["train.steps = 50", "train.warmup = 5."]),

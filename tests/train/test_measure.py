@@ -15,7 +15,6 @@ from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.models.gpt import GPT, SIZES, loss, parameters
 from shardwise.train import config, loop
-from shardwise.train.config_sections import SampleSection
 from shardwise.train.measure.disk_line import disk_line
 from shardwise.train.prepare import RunStart
 from shardwise.train.sizes import disk_bytes, state_bytes
@@ -105,20 +104,6 @@ def test_the_disk_counts_what_the_ledger_counts(tmp_path: Path) -> None:
     assert second == ""
     assert [line for _, line in run_gloo(2, used, str(tmp_path), "")] == ["", ""]
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.full
-def test_a_sample_from_parameters_on_a_disk_is_made_only_if_asked_for(
-    tmp_path: Path, capsys: runs.Capture
-) -> None:
-    """Without sample.tokens the run says why there is none; with it the sample is printed."""
-    for section in (SampleSection(), SampleSection(tokens=2)):
-        given = runs.settings(tmp_path / f"run{section.tokens}", "offload:param@disk", steps=2)
-        given = runs.changed(given, "offload", folder=str(tmp_path))
-        sample = runs.trained(alone(), given.model_copy(update={"sample": section}))
-        said = capsys.readouterr().out
-        assert ("no sample: each of its 240 tokens" in said) == (section.tokens == 240)
-        assert bool(sample) == (section.tokens == 2)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
-"""What a run shows: its lines, its report as text and as a page, its sample."""
+"""What a run shows: its lines, its report as text and as a page."""
 
 import io
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,16 +12,11 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 from rich.console import Console
-from torch import Tensor
-from torch.nn.functional import one_hot
 
-from shardwise.comm.world import alone
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.prediction.time.step_time import StepTime
-from shardwise.train import config, end, loop, run_folder
-from shardwise.train import sample as sampling
-from shardwise.train.config_sections import SampleSection
+from shardwise.train import config, end, run_folder
 from shardwise.train.data.packed import Packed
 from shardwise.train.data.tokens import ByteVocabulary
 from shardwise.train.measure import metrics, progress
@@ -53,7 +47,6 @@ def summary(folder: Path, *costs: RankCost) -> Summary:
     return Summary(
         config=config.build({"run": {"folder": str(folder)}}), plan="dp2 zero3", ranks=len(costs),
         parameters=1234, packed=PACKED, records=records, unigram=3.0, costs=costs,
-        sample="def f():\n    pass\n",
     )  # fmt: skip
 
 
@@ -71,7 +64,6 @@ def whole(path: Path) -> Summary:
         given,
         plan="dp2 pp2 ep2 1f1b:4 | head: zero2",
         records=[replace(record, expert_loads=loads) for record in given.records],
-        sample="<b>def</b> f(a & b):\n" + "x" * 300,
     )
 
 
@@ -145,8 +137,8 @@ def written(given: Summary) -> str:
     return (given.config.folder / "report.md").read_text()
 
 
-def test_the_report_holds_the_numbers_and_the_pictures(tmp_path: Path):
-    """Loss, baseline and its distance, measured beside predicted, the sample; three PNG files."""
+def test_the_report_holds_the_numbers_and_the_pictures(tmp_path: Path) -> None:
+    """Loss, baseline and its distance, measured beside predicted; three PNG files."""
     held = {"parameters": 4096}
     cost = RankCost(held, held, {"all_gather": 10}, {"all_gather": 12})
     text = written(summary(tmp_path, cost, cost))
@@ -155,7 +147,6 @@ def test_the_report_holds_the_numbers_and_the_pictures(tmp_path: Path):
         "1,234 parameters",
         "50% below the unigram baseline",
         "1.5000 nats a token, 4.328 bits a byte",  # of which each has two tokens
-        "    def f():",
         "| training loss | 3.2000 nats a token in the last step, 3.4953 smoothed |",
         "4.0 KiB (4,096 bytes, as predicted) by each rank",
         "10 B (10 bytes, predicted 12 B, 12 bytes) by each rank",
@@ -254,10 +245,9 @@ def test_the_page_loads_nothing_and_escapes_text(page: str):
     assert not re.search(r"<script|<iframe|<object|@import|url\(", page)
     assert "default-src 'none'" in page
     assert "a&lt;script&gt;alert(1)&lt;script&gt;" in page
-    assert "&lt;b&gt;def&lt;/b&gt; f(a &amp; b):" in page
 
 
-SECTIONS = ["Loss", "Memory", "Bytes", "Timeline", "Experts", "Plan", "Sample", "Run"]
+SECTIONS = ["Loss", "Memory", "Bytes", "Timeline", "Experts", "Plan", "Run"]
 
 
 def test_the_page_and_the_markdown_say_the_same(run: Summary, page: str):
@@ -305,47 +295,3 @@ def test_the_end_says_how_to_open_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     end.publish_report(run, Console(file=said, width=300))
     assert f"{line}\n" in said.getvalue()
     assert "report.html could not be made (ValueError: no page)" in said.getvalue()
-
-
-# --- the sample ---------------------------------------------------------------------------------
-
-
-def test_the_likeliest_tokens_continue_the_prompt():
-    """At temperature 0 a model that counts, counts on; a pass a token, within the window."""
-    passes: list[int] = []
-
-    def counting(seen: Sequence[int]) -> Tensor:
-        passes.append(len(seen))
-        return 50.0 * one_hot(torch.tensor((seen[-1] + 1) % BYTES.size), BYTES.size)
-
-    how = SampleSection(tokens=9, prompt="ab", temperature=0.0)
-    assert sampling.sample(counting, BYTES, 5, how, seed=0) == "abcdefghijk"
-    assert (max(passes), len(passes)) == (5, 9)
-
-
-def test_the_draw_is_of_the_seed_and_of_the_k_likeliest():
-    """With top_k = 2 of four tokens two never come; near temperature zero only the likeliest."""
-    how = SampleSection(tokens=40, temperature=1.0, top_k=0)
-    even = lambda _: torch.zeros(BYTES.size)  # noqa: E731
-    texts = [sampling.sample(even, BYTES, 8, how, seed) for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.tensor([0.0, 3.0, 1.0, 3.1])
-    assert {sampling.draw(logits, 5.0, 2, generator) for _ in range(200)} == {1, 3}
-    assert {sampling.draw(logits, 5.0, 0, generator) for _ in range(400)} == {0, 1, 2, 3}
-    logits = torch.tensor([0.0, 30.0, -1e30, 31.0])
-    for temperature in (1e-3, 1e-45, 1e-300, 1e-320):
-        for top_k in (0, 2):
-            assert {sampling.draw(logits, temperature, top_k, generator) for _ in range(9)} == {3}
-
-
-def test_what_a_terminal_would_obey_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Control characters and other line ends, on the screen, in sample.txt and in report.md."""
-    shown = "a\\rb\\x1b[2J\tc\n\\x85é\\u2028"
-    assert sampling.visible("a\rb\x1b[2J\tc\n\x85é\u2028") == shown
-    monkeypatch.setattr(end, "sample", lambda *_: "left\rright")
-    given = runs.settings(tmp_path / "run", steps=1, warmup=0)
-    said = io.StringIO()
-    loop.train(given, alone(), console=Console(file=said, width=80))
-    files = [(given.folder / name).read_text() for name in ("sample.txt", "report.md")]
-    assert all("left\\rright" in text for text in (said.getvalue(), *files))

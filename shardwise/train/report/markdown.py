@@ -24,8 +24,6 @@ def _section(section: Section) -> Iterator[str]:
         yield from (sentence, "")
     if section.table is not None:
         yield from (*_table(section.table), "")
-    if section.quoted:
-        yield from (*(f"    {line}" for line in section.quoted.splitlines()), "")
 
 
 def _table(table: ReportTable) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """What the report of a run says: each number and figure is made here, once."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from rich.table import Table as Grid
@@ -40,9 +40,8 @@ def contents_of(summary: Summary) -> ReportContents:
         tracing.section(summary.recording, plan),
         experts.section(summary.records),
         _plan(plan),
-        Section("Sample", quoted=summary.sample) if summary.sample else None,
     ]
-    files = {"sample.txt": lambda: summary.sample} if summary.sample else {}
+    files: dict[str, Callable[[], str]] = {}
     if (recording := summary.recording) is not None:
         files[tracing.TRACE] = lambda: tracing.trace(recording)
     if timed is not None:

@@ -89,7 +89,7 @@ class ReportTable(NamedTuple):
 class Section:
     """A part of a report. `picture` is the figure's file for report.md, beside it.
 
-    Text in `backquotes` is code. `quoted` is shown as it stands.
+    Text in `backquotes` is code.
     """
 
     title: str
@@ -97,7 +97,6 @@ class Section:
     picture: str = ""
     sentences: Sequence[str] = ()
     table: ReportTable | None = None
-    quoted: str = ""
 
 
 class Card(NamedTuple):

@@ -71,7 +71,6 @@ class Summary:
     unigram: float
     costs: Sequence[RankCost]
     began: int = 0
-    sample: str = ""
     recording: Recording | None = None
     saves: SaveCosts = field(default_factory=SaveCosts)
     best: str = ""
