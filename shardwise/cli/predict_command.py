@@ -16,11 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 import typer
 from rich.console import Console
 
-from shardwise.cli import predict_time
 from shardwise.cli.configured import CONFIG, PLAN, PlannedModel, configured
 from shardwise.cli.predict_table import Answer, answer, show
-from shardwise.cli.predict_time import require_cluster, write_trace
-from shardwise.cli.zero_table import print_zero_table
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import choice, integer
@@ -38,11 +35,6 @@ CLUSTER: Final = typer.Option(
     metavar="CLUSTER",
     help="a100-80gb, h100-sxm, h200, b200 or a file, for a step's time.",
 )
-TRACE: Final = typer.Option(
-    metavar="FILE", help="Write the predicted timeline: .json for a viewer, .svg of a pipeline."
-)
-RANKS: Final = typer.Option(metavar="N,N", help="The time of an open plan on 8,64,512 ranks.")
-SVG: Final = typer.Option(metavar="FILE", help="Draw the curve of --ranks into this file.")
 TABLE: Final = typer.Option(metavar="FILE", help="Styles by module, TOML or JSON.")
 DEVICE: Final = typer.Option(
     help="cpu or cuda: the device whose kernels are modelled. Default: that of the cluster, or cpu."
@@ -66,9 +58,6 @@ def predict_command(
     rank: Annotated[int, typer.Option(help="The rank to predict.")] = 0,
     table: Annotated[Path | None, TABLE] = None,
     cluster: Annotated[str | None, CLUSTER] = None,
-    trace: Annotated[Path | None, TRACE] = None,
-    ranks: Annotated[str | None, RANKS] = None,
-    svg: Annotated[Path | None, SVG] = None,
     device_memory: Annotated[
         str | None,
         typer.Option(
@@ -82,55 +71,21 @@ def predict_command(
         bool, typer.Option("--measure", help="Measure the memory of a step too, on local ranks.")
     ] = False,
     device: Annotated[str | None, DEVICE] = None,
-    zero_table: Annotated[
-        str | None,
-        typer.Option(metavar="PARAMETERS", help="Print ZeRO's table for 7.5e9,128e9 and so on."),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Predict the memory and the traffic of any rank of a plan, without starting a process."""
     began = time.perf_counter()
-    if zero_table is not None:
-        print_zero_table(zero_table, _console(), as_json=as_json)
-        return
     timing = None if cluster is None else cluster_of(cluster)
     device = device or ("cuda" if timing is not None and timing.device.asynchronous else "cpu")
     choice("--device", device, ("cpu", "cuda"))
-    require_cluster(timing, trace, ranks, svg)
     run = configured(config, plan, model)
     request = predict_request(run, batch, sequence, rank, table, device)
     found, step = _predicted(request, rank, Picture(timeline, device if measure else None))
-    if trace is not None and timing is not None:
-        write_trace(trace, found, timing)
-    if ranks is not None and timing is not None:
-        _print_curve(run, found, ranks, timing, svg, as_json=as_json)
-        return
     rows, size = run.batch if batch is None else None, _device_bytes(device_memory, timing)
     told = answered(found, request.batch, size, rows=rows, device=run.device)
     _print(numbers_of(found, run.name, began, timing), told, step, as_json=as_json)
     for note in found.notes:
         print(f"Note: {note}.", file=sys.stderr)
-
-
-def _print_curve(
-    run: PlannedModel,
-    found: "Prediction",
-    ranks: str,
-    cluster: "Cluster",
-    file: Path | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Print the time of the plan on each number of ranks, and draw it."""
-    plan = replace(run.plan, precision=found.plan.precision)
-    times = predict_time.over_ranks(found, plan, ranks, cluster)
-    title = f"{plan} on {run.name}, {cluster.device.name}"
-    if file is not None:
-        predict_time.draw_curve(file, title, times)
-    if as_json:
-        print(json.dumps({"plan": str(plan), "curve": predict_time.as_json(times)}))
-        return
-    _console().print(title, predict_time.table(times), sep="\n")
 
 
 class Picture(NamedTuple):

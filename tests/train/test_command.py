@@ -112,7 +112,6 @@ def test_a_process_that_outlives_its_command_is_ended(keep: str) -> None:
         ("predict 'dp2 zero3' --rank 2", "--rank 2"),
         ("predict dp2 --batch 1000000000", "1000000000 rows"),
         ("predict dp2 --device-memory 80GB", "Write instead: --device-memory 80GiB"),
-        ("predict --zero-table many", "7.5e9"),
         ("predict dp2 --timeline /no/such/folder/x.svg", "a picture that cannot be written"),
         ("predict dp2 --timeline x.doc", ".svg or .png"),
         ("predict 'dp2 activations:host' --timeline x.svg", "--measure"),

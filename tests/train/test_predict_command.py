@@ -108,16 +108,6 @@ def test_the_page_shows_what_the_commands_print(tmp_path: Path, capsys: Capture)
         assert f"](../{figure})" in page
 
 
-def test_the_table_of_the_zero_paper(capsys: Capture) -> None:
-    """A row has the digits of the paper, as tests/core/test_zero.py; as JSON they are bytes."""
-    said = printed(capsys, "predict", "--zero-table", "7.5e9").replace("│", " ").splitlines()
-    rows = [line.split() for line in said if " 64 " in line]
-    assert rows == [["7.5e+09", "64", "31.4", "16.6", "1.88"]]
-    found = json.loads(printed(capsys, "predict", "--zero-table", "1e9", "--json"))
-    wanted = {"parameters": 1e9, "ranks": 4, "zero1": 7e9, "zero2": 5.5e9, "zero3": 4e9}
-    assert (found["k_bytes"], found["zero_table"][1]) == (12, wanted)
-
-
 def test_the_moments_of_a_step(tmp_path: Path, capsys: Capture) -> None:
     """A step ends with what is between steps; its peak and where it is; the picture is an SVG."""
     argv = ("predict", "dp2 zero3", "--timeline", str(tmp_path / "step.svg"))

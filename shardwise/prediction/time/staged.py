@@ -91,8 +91,8 @@ def least_makespan_s(found: "Prediction", seconds: StageSeconds) -> float:
     return least
 
 
-def staged_streams(work: RankWork, ahead: int) -> tuple[Streams, float, Timeline]:
-    """The streams of a rank at the end of a step, the seconds of its bubble, and the schedule."""
+def staged_streams(work: RankWork, ahead: int) -> tuple[Streams, float]:
+    """The streams of a rank at the end of a step, and the seconds of its bubble."""
     found, (kernels, inline, least) = work.found, stage_kernels(work)
     schedule = schedule_of(found.plan)
     assert schedule is not None
@@ -113,7 +113,7 @@ def staged_streams(work: RankWork, ahead: int) -> tuple[Streams, float, Timeline
     bubble_s = runs * timeline.makespan - streams.now
     for axis, late_s in _late(work, timeline).items():
         streams.exchange({axis: late_s})
-    return streams, bubble_s, timeline
+    return streams, bubble_s
 
 
 def _exposed(work: RankWork, ahead: int) -> Mapping[str, Mapping[str, float]]:

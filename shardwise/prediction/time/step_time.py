@@ -93,7 +93,7 @@ def step_time(found: "Prediction", cluster: Cluster | str | Path, ahead: int = 1
     if found.plan.pipeline is None:
         streams, bubble_s = unstaged_streams(work, ahead), 0.0
     else:
-        streams, bubble_s, _ = staged_streams(work, ahead)
+        streams, bubble_s = staged_streams(work, ahead)
     streams.exchange(work.after())
     streams.exchange({"tier": _copies_s(found, cluster)})
     kind, flops, run = _most_flops(work), sum(each.flops for each in work.recorded), found.spec.run
@@ -155,7 +155,6 @@ class RankWork:
         whole = {phase: sum(compute[phase].values()) or 1.0 for phase in PHASES}
         return [
             UnitSeconds(
-                self.found.spec.shape.units[n].name,
                 {phase: compute[phase][n] for phase in PHASES},
                 {
                     phase: {

@@ -19,25 +19,14 @@ from shardwise.prediction.unit_acts import FREES, GATHERS, UnitActs
 AxisSeconds = Mapping[str, float]
 
 
-class StreamSpan(NamedTuple):
-    """A part of a step on a stream: "compute", or the axis that sends."""
-
-    stream: str
-    name: str
-    start_s: float
-    end_s: float
-
-
 class UnitSeconds(NamedTuple):
     """The seconds of a unit: its kernels, its collectives within them, and its own moves.
 
-    name      of the unit
     inline    by phase and axis: those of layers, which wait for their results
     gather    of its parameters, before a use
     sums      the first sum of its gradient, and those that follow on other axes
     """
 
-    name: str
     compute: Mapping[str, float]
     inline: Mapping[str, AxisSeconds]
     gather: AxisSeconds
@@ -53,30 +42,25 @@ class Streams:
         self.busy_until: dict[str, float] = {}
         self.exposed_s = defaultdict[str, float](float)
         self.waited_s = defaultdict[str, float](float)  # of these, for moves that had begun before
-        self.spans: list[StreamSpan] = []
 
-    def compute(self, seconds: float, name: str = "") -> None:
+    def compute(self, seconds: float) -> None:
         """Kernels run."""
-        self._span("compute", name, self.now, seconds)
         self.now += seconds
         self.compute_s += seconds
 
-    def exchange(self, moves: AxisSeconds, name: str = "") -> None:
+    def exchange(self, moves: AxisSeconds) -> None:
         """A collective whose result is needed immediately."""
         for axis, seconds in moves.items():
-            self._span(axis, name, self.now, seconds)
             self.now += seconds
             self.exposed_s[axis] += seconds
 
-    def begin(self, moves: AxisSeconds, name: str = "") -> dict[str, float]:
+    def begin(self, moves: AxisSeconds) -> dict[str, float]:
         """Begin moves; returns when those of each axis end."""
         ends: dict[str, float] = {}
         for axis, seconds in moves.items():
             own_s = (1 - self.overlap) * seconds
-            self._span(axis, name, self.now, own_s)
             self.wait({axis: self.now + own_s})
             begin = max(self.now, self.busy_until.get(axis, 0.0))
-            self._span(axis, name, begin, self.overlap * seconds)
             ends[axis] = self.busy_until[axis] = begin + self.overlap * seconds
         return ends
 
@@ -87,10 +71,6 @@ class Streams:
             self.exposed_s[axis] += waits_s
             self.waited_s[axis] += waits_s
             self.now = max(self.now, end)
-
-    def _span(self, stream: str, name: str, start_s: float, seconds: float) -> None:
-        if seconds:
-            self.spans.append(StreamSpan(stream, name, start_s, start_s + seconds))
 
 
 class TimedActs:
@@ -110,23 +90,22 @@ class TimedActs:
     def use(self, unit: int) -> None:
         """The unit computes, forward or backward."""
         own, phase = self.units[unit], self.acts.phase
-        self.streams.compute(own.compute[phase], f"{phase} {own.name}")
-        self.streams.exchange(own.inline[phase], f"{phase} {own.name}")
+        self.streams.compute(own.compute[phase])
+        self.streams.exchange(own.inline[phase])
 
     def act(self, act: Act) -> None:
         """Begin a move, or wait for one."""
         kind, unit = act
-        name = self.units[unit].name
         if kind in GATHERS:
             if unit not in self.arrivals:
-                self.arrivals[unit] = self.streams.begin(self.units[unit].gather, f"gather {name}")
+                self.arrivals[unit] = self.streams.begin(self.units[unit].gather)
             self.streams.wait(self.arrivals[unit] if kind != "gather" else {})
         elif kind in FREES:
             self.arrivals.pop(unit, None)
         elif kind == "reduce":
-            self.sums[unit] = self.streams.begin(self.units[unit].sums[0], f"reduce {name}")
+            self.sums[unit] = self.streams.begin(self.units[unit].sums[0])
         elif kind in ("reduced", "replicate", "arrive"):
             self.streams.wait(self.sums.get(unit, {}))
             further = self.units[unit].sums[1]
             again: AxisSeconds = further if kind == "replicate" else {}
-            self.sums[unit] = self.streams.begin(again, f"reduce {name}")
+            self.sums[unit] = self.streams.begin(again)
