@@ -212,18 +212,6 @@ class PlanSection(BaseModel):
         description="a file of styles of tensor parallelism, as `shardwise table` prints it; "
         "unset: the model's own table, or a derived one",
     )
-    stages: Text = Field(
-        default="parameters",
-        description="stages of a pipeline: balanced by `parameters` or by measured `time`, or the "
-        'modules that begin each stage except the first, `"blocks.1, blocks.3"` or a list',
-    )
-
-    @field_validator("stages", mode="before")
-    @classmethod
-    def _join_list(cls, given: Any) -> Any:
-        """Accept a list of names too."""
-        listed = isinstance(given, list) and all(isinstance(name, str) for name in given)
-        return ", ".join(given) if listed else given
 
 
 class RunSection(BaseModel):

@@ -195,8 +195,6 @@ def opening(run: Run, at: Position) -> None:
         f"{len(packed.stream):,} tokens of {config.data.source}"
         + (f", resumed after step {at.step}" if at.step else "")
     )
-    if run.engine.staging and config.plan.stages == "time":
-        run.progress.note(f"stages begin at {', '.join(run.engine.staging.begins)}, by time")
     if at.step and (over := passed_over(config.folder / run_folder.CHECKPOINTS)):
         run.progress.note(over)
     run.progress.note(

@@ -6,14 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World
-from shardwise.core.errors import RunError, bad
+from shardwise.core.errors import RunError
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.plan_schedule import schedule_of
-from shardwise.core.tools.suggest import suggest
 from shardwise.engine.checks.offload_choice import AUTO, with_offload
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.optimizer_spec import Adafactor, AdamW, Lion, Muon, OptimizerSpec
@@ -24,8 +21,6 @@ from shardwise.models import decoder, gpt, moe
 from shardwise.models.decoder import Sizes
 from shardwise.observe.kernels import kernels_of
 from shardwise.prediction.prediction import Prediction
-from shardwise.techniques.pipeline.partition import balance_by_time
-from shardwise.techniques.pipeline.stage_module import stage_starts
 from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.train.config import Config
 from shardwise.train.config_sections import TrainSection
@@ -127,7 +122,7 @@ def _options(prepared: PreparedRun, device: torch.device) -> EngineOptions:
 def options_of_run(
     config: Config, sizes: Sizes, table: Table | Mapping[str, str] | None
 ) -> EngineOptions:
-    """The options of the engine; stages that are balanced by time are not known yet."""
+    """The options of the engine."""
     train = config.train
     return EngineOptions(
         optimizer=optimizer_of(train),
@@ -137,7 +132,6 @@ def options_of_run(
         clip=train.clip or float("inf"),
         table=table,
         on_nonfinite=train.on_nonfinite,
-        stages=named_stages(config.plan.stages, sizes),
         check_every=config.run.check_every,
     )
 
@@ -156,65 +150,9 @@ def _build_engine(prepared: PreparedRun, world: World) -> Engine:
         _options(prepared, world.device),
         tokens=gpt.tokens,
         fill=decoder.fill(prepared.sizes, train.seed),
-        stages=starts(prepared, world),
         offload_folder=prepared.config.offload.folder,
     )
     return build_engine(model, prepared.plan, world, options)
-
-
-def starts(prepared: PreparedRun, world: World) -> list[str] | None:
-    """The modules that begin each stage except the first; None to balance parameters.
-
-    To balance by time, the first rank measures a forward pass of one microbatch, and broadcasts
-    the result.
-    """
-    given = prepared.config.plan.stages
-    if given != "time" or prepared.plan.pipeline is None:
-        return named_stages(given, prepared.sizes)
-    with torch.device("meta"):
-        model = decoder.build(prepared.sizes)
-    stage_starts(model, prepared.plan, None)  # raises for too few layers, before measuring
-    measured = _stages_by_time(prepared, world.device) if world.rank == 0 else []
-    return all_gather_object(measured, world)[0]
-
-
-def named_stages(given: str, sizes: Sizes) -> list[str] | None:
-    """The modules that `plan.stages` names; None if it names a way to balance."""
-    if given in ("parameters", "time"):
-        return None
-    with torch.device("meta"):
-        return _stage_names(decoder.build(sizes), given)
-
-
-def _stage_names(model: nn.Module, given: str) -> list[str]:
-    """The modules in `plan.stages`. Raises InputError for an unknown one."""
-    names = [name.strip() for name in given.split(",") if name.strip()]
-    known = [name for name, _ in model.named_modules() if name]
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        ways = ["parameters", "time", *known]
-        near = suggest(unknown[0].lower() if unknown else "", ways)
-        raise bad(
-            f"plan.stages = '{given}'"
-            + (f", of which {unknown[0]} is no module of the model" if names else ""),
-            "parameters, time, or the modules that begin each stage except the first, such as "
-            + ", ".join(name for name in known if name.rpartition(".")[2].isdigit()),
-            f"plan.stages = '{near}'",
-        )
-    return names
-
-
-def _stages_by_time(prepared: PreparedRun, device: torch.device) -> list[str]:
-    """The stages whose slowest takes the least time on `device`."""
-    plan, schedule = prepared.plan, schedule_of(prepared.plan)
-    assert schedule is not None
-    rows = prepared.config.train.batch // (plan.shares * plan.microbatches)
-    tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64, device=device)
-    with torch.device(device):
-        model = decoder.build(prepared.sizes).to(device)
-    if has_clusters(prepared):
-        moe.fit_clusters(model, tokens)
-    return list(balance_by_time(model, lambda whole: whole(tokens), len(schedule.home)))
 
 
 def batch(rows: Rows, least: int, device: torch.device) -> Batch:

@@ -101,13 +101,6 @@ def checked_plan(config: Config, ranks: int) -> Plan:
             "states in device or host memory, since a snapshot is a copy of them in host memory",
             "train.async_save = false",
         )
-    if plan.stages is not None and config.plan.stages != "parameters":
-        raise bad(
-            f"plan.stages = '{config.plan.stages}' under the plan '{plan}', whose word stages has "
-            "the blocks of each stage",
-            "one of the two",
-            "plan.stages = 'parameters'",
-        )
     least = plan.microbatches * plan.shares
     if least > config.train.batch:
         what = "each rank" if plan.pipeline is None else "each data rank"

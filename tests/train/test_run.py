@@ -14,11 +14,10 @@ import pytest
 from shardwise.checkpoint.folder import all_in
 from shardwise.comm.ledger import Key
 from shardwise.comm.start.stop_signal import NOTHING, SIGNALS, StopSignal
-from shardwise.comm.world import World, alone, traced
+from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RankError, RunError
 from shardwise.train import config, loop, run_folder, run_lock
 from shardwise.train.measure.metrics import Record, read
-from shardwise.train.model import build
 from shardwise.train.prepare import RunStart, prepare
 from shardwise.train.stop import any_rank, ranks_with
 from tests.pool import run_gloo, run_threads
@@ -282,7 +281,6 @@ def test_memory_that_is_not_there_is_a_paragraph(tmp_path: Path, monkeypatch: py
         ("", "model", {"width": 15, "heads": 2}, "width = 15"),
         ("", "model", {"gate": "switch"}, r"model\.gate = .*model\.experts = 8"),
         ("", "model", {"capacity": 1.25}, r"model\.capacity = .*model\.experts = 8"),
-        ("pp2 1f1b:2 stages:1,1", "plan", {"stages": "time"}, r"plan\.stages = 'time' under .*'pa"),
         ("offload:optim@disk", "train", {"async_save": True}, r"async_save = true .* on a disk"),
     ],
 )
@@ -302,37 +300,6 @@ def test_inputs_that_do_not_fit_are_refused_before_memory_is_allocated(
         prepare(given, 2 if "p2" in plan else 1, RunStart())
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
     assert not given.folder.exists()
-
-
-# --- stages -------------------------------------------------------------------------------------
-
-
-def staged(folder: Path, stages: str) -> config.Config:
-    """A run of two stages that are cut as `stages` says."""
-    return runs.changed(runs.settings(folder, "pp2 1f1b:2 fp64"), "plan", stages=stages)
-
-
-def test_stages_are_cut_where_the_configuration_says(tmp_path: Path):
-    """With what is allowed and the nearest of it where they are none."""
-    no_stages = {
-        "block.1": "of which block.1 is no module.*plan.stages = 'blocks.1'",
-        "Time": "parameters, time, or the modules.*plan.stages = 'time'",
-        ",": "parameters, time, or the modules",
-        "blocks.1, norm": "2 starts .* for 2 stages",
-    }
-
-    def begins(stages: str) -> Any:
-        engine = build(prepare(staged(tmp_path / "run", stages), 2, RunStart()), traced(0, 2))
-        assert engine.staging is not None
-        return engine.staging.begins
-
-    for stages in ("blocks.1", "norm"):
-        assert begins(stages) == [stages]
-    for stages, said in no_stages.items():
-        with pytest.raises(InputError, match=said):
-            begins(stages)
-    listed = config.build({"plan": {"text": "pp3 1f1b:4", "stages": ["blocks.1", "blocks.3"]}})
-    assert listed.plan.stages == "blocks.1, blocks.3"
 
 
 # --- signals ------------------------------------------------------------------------------------
