@@ -249,7 +249,7 @@ def train(
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the run in run.folder by a new one.")
+        bool, typer.Option("--overwrite", help="Begin a new run; the old one moves to FOLDER.old.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and predict; start nothing.")
@@ -305,7 +305,7 @@ def _train(
     from shardwise.train import run_lock
     from shardwise.train.config import read
     from shardwise.train.prepare import prepare
-    from shardwise.train.run_folder import finished_message, forget
+    from shardwise.train.run_folder import finished_message
 
     settings = read(config, overrides)
     if environment() is not None:  # our launcher holds the lock for its ranks
@@ -326,8 +326,6 @@ def _train(
         if ended.killed:
             print(f"shardwise: {_kept(settings)}", file=sys.stderr, flush=True)
         code = ended.code
-        if code and not settled.resume:  # rank 0 may have been killed before it could
-            forget(settings)
         # a signal may have killed ranks before they installed a handler
         stop.leaving = code > 128 and _metrics_mtime_ns(settings.folder) in (0, before)
         if stop.leaving:

@@ -76,7 +76,7 @@ def train(
 
     Rank 0 holds the lock on the run's folder, unless it is `locked` for this run (run_lock.py).
     `stop` receives signals from before the call; without it, the loop receives them. A signal
-    before the first step ends the run and leaves no file.
+    before the first step ends the run, which can then be started again.
 
     Raises InputError for wrong inputs, before anything is written, and NonFiniteError for a
     non-finite loss or gradient; older checkpoints stay.
@@ -94,8 +94,6 @@ def train(
         # every rank has checked the folder and built the engine, before rank 0 changes the folder
         if any_rank(stop.received, world):
             return say(NOTHING, world, console)
-        if world.rank == 0 and not start.resume:
-            stack.callback(run_folder.forget, config)  # keeps a run with a recorded step
         on_rank_zero(lambda: claim(prepared, overwrite=start.overwrite), world)
         with ExitStack() as shown:
             run = begin(prepared, engine, at, stop, console=console, stack=shown)

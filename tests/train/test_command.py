@@ -289,27 +289,6 @@ def test_ranks_that_a_signal_ended_before_they_listened_have_trained_nothing(
     assert (found, NOTHING in out) == (code, not trained)
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_ranks_that_fail_before_a_step_leave_no_run(
-    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    """The rank that would remove it may have been ended; what can be resumed is never removed."""
-    left = tmp_path / "run" / "config.toml"
-    monkeypatch.setattr("shardwise.train.run_folder.finished_message", lambda _: "")
-    monkeypatch.setattr("shardwise.train.prepare.prepare", lambda *_: None)
-    monkeypatch.setattr("shardwise.train.run_folder.check", lambda *_: None)
-
-    def launched(*_: object, **__: object) -> Ended:
-        left.parent.mkdir(exist_ok=True)
-        left.write_text("")
-        return Ended(1)
-
-    monkeypatch.setattr("shardwise.comm.start.launch.launch", launched)
-    argv = configured(tmp_path, "--nproc", "2", *["--resume"] * resume)
-    assert ended(capsys, *argv)[0] == 1
-    assert left.exists() == resume
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loss_that_is_not_a_number_ends_with_exit_code_1(
     ranks: int, tmp_path: Path, capfd: Capture

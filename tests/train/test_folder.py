@@ -43,30 +43,35 @@ def files(path: Path) -> list[str]:
 # --- the folder ---------------------------------------------------------------------------------
 
 
-def test_a_new_folder_is_made_with_the_configuration_in_it(tmp_path: Path):
-    """Looking makes none.  config.toml reads back; what is there is refused with both ways on."""
+def test_a_new_folder_is_made_with_the_configuration_in_it(tmp_path: Path) -> None:
+    """Looking makes none.  config.toml reads back; a recorded step is refused with both ways on."""
     run = made(tmp_path / "new" / "run")
     check(run.folder)
     assert list(tmp_path.iterdir()) == []
     run_folder.claim(run, overwrite=False)
     assert config.read(run.folder / "config.toml") == run
+    check(run.folder)
+    (run.folder / "metrics.jsonl").write_text("{}")
     with pytest.raises(InputError, match=r"--resume .* --overwrite"):
         check(run.folder)
     check(run.folder, overwrite=True)
 
 
-def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path: Path):
-    """A file of the user's own in the folder stays."""
-    run_folder.claim(made(tmp_path), overwrite=False)
-    (tmp_path / "metrics.jsonl").write_text("{}")
-    (tmp_path / "plots" / "loss.png").write_bytes(b"")
-    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "latest").write_text("step-000001")
-    mine = ("thesis.txt", "plots/a.png", "checkpoints/mymodel.pt", "checkpoints/step-best")
-    for name in mine:
-        (tmp_path / name).write_text("mine")
-    run_folder.claim(made(tmp_path), overwrite=True)
-    assert files(tmp_path) == sorted([*mine, "config.toml"])
+def test_overwrite_puts_aside_what_has_saved(tmp_path: Path) -> None:
+    """All of it in NAME.old, a second time in NAME.old2; tokens and the lock stay."""
+    run = made(tmp_path / "run")
+    values = {"run": {"folder": str(run.folder)}, "data": {"cache": str(run.folder / "tokens")}}
+    for number in (1, 2):
+        run_folder.claim(config.build(values), overwrite=True)
+        (run.folder / "metrics.jsonl").write_text(f"{number}")
+        (run.folder / "checkpoints" / "step-000001").mkdir(parents=True)
+        for name in ("mine.txt", "run.lock", "checkpoints/mymodel.pt", "tokens"):
+            (run.folder / name).write_text("")
+    run_folder.claim(config.build(values), overwrite=True)
+    assert files(run.folder) == [".shardwise-run", "config.toml", "run.lock", "tokens"]
+    for number, aside in ((1, "run.old"), (2, "run.old2")):
+        assert (tmp_path / aside / "metrics.jsonl").read_text() == f"{number}"
+        assert {"mine.txt", "checkpoints/mymodel.pt"} <= {*files(tmp_path / aside)}
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -97,24 +102,6 @@ def test_tokens_that_are_kept_in_the_runs_folder_are_nobodys(tmp_path: Path):
         tokens.write_text("")
         run_folder.check(config.build(values), resume=False, overwrite=False)
         tokens.unlink()
-
-
-@pytest.mark.parametrize("name", ["plots/experts.png", "thesis.txt", ".report.md.1234"])
-def test_a_replaced_run_that_ends_before_its_first_step_can_be_started_again(
-    name: str, tmp_path: Path
-):
-    """A picture, the user's own file, and what a killed process has left; a step is kept."""
-    run = made(tmp_path / "run")
-    run_folder.claim(run, overwrite=False)
-    (run.folder / name).write_text("")
-    run_folder.claim(run, overwrite=True)
-    run_folder.forget(run)
-    check(run.folder, overwrite=True)
-    assert (run.folder / "thesis.txt").exists() == (name == "thesis.txt") == run.folder.exists()
-    run_folder.claim(run, overwrite=True)
-    (run.folder / "metrics.jsonl").write_text('{"step": 1}')
-    run_folder.forget(run)
-    assert {"config.toml", "metrics.jsonl"} <= {*files(run.folder)}
 
 
 def settled(given: config.Config) -> RunStart:
@@ -157,8 +144,8 @@ def test_a_folder_in_which_a_run_writes_is_refused(start: RunStart, tmp_path: Pa
             run_lock.hold(run, start),
         ):
             pass
-        assert files(run.folder) == ["config.toml", "run.lock"]
-    assert files(run.folder) == ["config.toml"]
+        assert files(run.folder) == [".shardwise-run", "config.toml", "run.lock"]
+    assert files(run.folder) == [".shardwise-run", "config.toml"]
     with run_lock.hold(run, RunStart(overwrite=True)):
         pass
 

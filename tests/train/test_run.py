@@ -83,12 +83,12 @@ def test_a_stopped_run_goes_on_under_another_plan(
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("where", ["prepare", "build", "opening"])
-def test_a_signal_before_the_first_step_leaves_no_trace(where: str, tmp_path: Path):
+def test_a_signal_before_the_first_step_ends_the_run(where: str, tmp_path: Path) -> None:
     """Heard by one of two ranks in start-up, it ends both; the same command can be given again."""
     given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", steps=2)
     said = run_gloo(2, runs.stopped, given, 1, f"loop.{where}")
     assert said[0].endswith(f"{NOTHING}\n")
-    assert not (tmp_path / "run").exists()
+    assert (tmp_path / "run").exists() == (where == "opening")
     assert len(runs.run(given, 2)) == 2
 
 
@@ -208,12 +208,11 @@ def test_a_full_disk_ends_all_ranks_in_one_paragraph(where: str, tmp_path: Path)
     assert len(runs.run(given, 2)) == 1
 
 
-def test_what_fails_before_its_first_step_is_over_leaves_no_run(tmp_path: Path):
-    """Nothing of it could be resumed, so the same command can be given again."""
+def test_what_fails_before_its_first_step_can_be_started_again(tmp_path: Path) -> None:
+    """Nothing of it could be resumed, so the same command is not refused."""
     given = runs.settings(tmp_path / "run", steps=2)
     with runs.before("loop.first_pass", runs.full_disk), pytest.raises(OSError, match="No space"):
         loop.train(given, alone())
-    assert not given.folder.exists()
     with run_lock.hold(given, RunStart()), pytest.raises(InputError, match="another run is writ"):
         loop.train(given, alone(), RunStart(overwrite=True))
     assert len(runs.run(given)) == 2
