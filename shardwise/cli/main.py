@@ -302,9 +302,8 @@ def _train(
 ) -> int:
     """Train in this process, or start the ranks; returns the exit code."""
     from shardwise.comm.start.rendezvous import environment, require_cores, require_local
-    from shardwise.train import run_lock
     from shardwise.train.config import read
-    from shardwise.train.prepare import prepare
+    from shardwise.train.prepare import hold_folder, prepare
     from shardwise.train.run_folder import finished_message
 
     settings = read(config, overrides)
@@ -312,7 +311,7 @@ def _train(
         return _train_here(settings, start, stop, locked=launched())
     ranks = _ranks(settings, nproc)
     require_local(ranks)
-    with run_lock.hold(settings, start) as settled:
+    with hold_folder(settings, start) as settled:
         prepare(settings, ranks, settled)
         if nproc is None:
             require_cores(ranks, settings.plan.text)

@@ -17,16 +17,14 @@ from shardwise.core.errors import InputError, one_line
 from shardwise.models.decoder import parameters
 from shardwise.prediction.traffic import by_kind
 from shardwise.train.measure import metrics
-from shardwise.train.measure.disk_line import disk_line
-from shardwise.train.measure.time_cost import TimeCost, time_cost
+from shardwise.train.measure.costs import TimeCost, disk_line, time_cost
 from shardwise.train.model import prediction_of
 from shardwise.train.report.files import write
 from shardwise.train.report.report_contents import contents_of, table
 from shardwise.train.report.summary import RankCost, Summary
-from shardwise.train.run import Run, is_due, say
+from shardwise.train.run import Run, any_rank, is_due, say
 from shardwise.train.run_folder import PAGE, REPORT, best_name
 from shardwise.train.saving import Position
-from shardwise.train.stop import any_rank
 
 NO_REPORT = "stopped by a signal after the last step, which is saved; --resume makes the report"
 MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # the unit of getrusage's ru_maxrss

@@ -32,12 +32,10 @@ from shardwise.engine.checks.out_of_memory import explained, ran_out
 from shardwise.engine.engine import Engine
 from shardwise.engine.training import Metrics as StepMetrics
 from shardwise.models.decoder import flops_per_token
-from shardwise.train import run_folder, run_lock
+from shardwise.train import run_folder
 from shardwise.train.config import Config
-from shardwise.train.data import tokenizer_files
 from shardwise.train.data.data import Index, block, unigram_entropy
 from shardwise.train.end import finish
-from shardwise.train.learning import learning_rate
 from shardwise.train.measure import metrics, progress
 from shardwise.train.measure.experts import step_loads
 from shardwise.train.measure.metrics import Record
@@ -49,14 +47,14 @@ from shardwise.train.model import (
     build,
     fit_clusters,
     has_clusters,
+    learning_rate,
     predictor,
     with_least_offload,
 )
-from shardwise.train.prepare import PreparedRun, RunStart, prepare
+from shardwise.train.prepare import PreparedRun, RunStart, hold_folder, prepare
 from shardwise.train.report.summary import Summary
-from shardwise.train.run import Run, is_due, say
+from shardwise.train.run import Flags, Run, any_rank, is_due, say
 from shardwise.train.saving import Position, RunSaves, load_run
-from shardwise.train.stop import Flags, any_rank
 
 LOCK_PATIENCE_S = 5.0  # for the ranks of torchrun and Slurm: a restart may come before an end
 SAME = ("model", "train", "plan")  # sections that all ranks have alike
@@ -74,7 +72,7 @@ def train(
 ) -> Summary | None:
     """Train by a configuration; returns the summary on rank 0, None on other ranks.
 
-    Rank 0 holds the lock on the run's folder, unless it is `locked` for this run (run_lock.py).
+    Rank 0 holds the lock on the run's folder, unless it is `locked` for this run.
     `stop` receives signals from before the call; without it, the loop receives them. A signal
     before the first step ends the run, which can then be started again.
 
@@ -129,7 +127,7 @@ def require_same_inputs(prepared: PreparedRun, world: World) -> None:
 def claim(prepared: PreparedRun, *, overwrite: bool) -> None:
     """Prepare the run's folder. Raises InputError if it cannot be written."""
     run_folder.claim(prepared.config, overwrite)
-    tokenizer_files.keep(prepared.config, prepared.vocabulary)
+    run_folder.keep_tokenizer(prepared.config, prepared.vocabulary)
 
 
 def begin(
@@ -178,7 +176,7 @@ def own_folder(
 
     def hold() -> RunStart:
         patience_s = LOCK_PATIENCE_S if world.size > 1 else 0.0
-        held = nullcontext(start) if locked else run_lock.hold(config, start, patience_s)
+        held = nullcontext(start) if locked else hold_folder(config, start, patience_s)
         return stack.enter_context(held).resolve_auto(config)
 
     return on_rank_zero(hold, world)

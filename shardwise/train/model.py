@@ -1,5 +1,6 @@
-"""The model of a run: of the configured sizes, built for its plan; and its batches."""
+"""The model of a run: of the configured sizes, built for its plan; its batches and rates."""
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -162,3 +163,24 @@ def batch(rows: Rows, least: int, device: torch.device) -> Batch:
         "inputs": torch.from_numpy(filled.inputs).to(device),
         "targets": torch.from_numpy(filled.targets).to(device),
     }
+
+
+def learning_rate(step: int, train: TrainSection) -> float:
+    r"""The rate of step `step`, counted from 0; the last one's is `final * lr`.
+
+        lr |   /‾‾\
+           |  /    ‾\
+           | /       ‾‾\__ final * lr
+           +---+-----------+--- step
+             warmup      steps
+
+    A function of the step alone, so that a resumed run continues the same curve.
+    """
+    if step < train.warmup:
+        return train.lr * (step + 1) / train.warmup
+    if train.decay == "constant":
+        return train.lr
+    span = max(1, train.steps - 1 - train.warmup)
+    done = min(1.0, (step - train.warmup) / span)
+    left = 1 - done if train.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return train.lr * (train.final + (1 - train.final) * left)

@@ -6,19 +6,23 @@ tokenised when the ranks start.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from shardwise.checkpoint.lock import RUN_LOCK, LockedError, locked
 from shardwise.comm.start.rendezvous import environment
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
+from shardwise.core.tools.suggest import beside, setting
 from shardwise.prediction.cluster_file import cluster_of
 from shardwise.train import run_folder
 from shardwise.train.config import Config
 from shardwise.train.config_sections import TRACKERS, RunSection
 from shardwise.train.data.data import Batches, Corpus, split
-from shardwise.train.data.packed import tokenise
+from shardwise.train.data.packed import tokenise, unwritable_folder
 from shardwise.train.data.sources import find
 from shardwise.train.data.tokens import Vocabulary, check_fits
 
@@ -213,3 +217,30 @@ def prepare(
     if before is not None:
         check_same(model_sizes(before.model, packed.vocabulary.size), sizes)
     return PreparedRun(config, plan, corpus, sizes, table, called)
+
+
+@contextmanager
+def hold_folder(config: Config, start: RunStart, patience_s: float = 0.0) -> Iterator[RunStart]:
+    """Hold the lock on the run's folder; yields `start` with `auto` resolved under the lock.
+
+    One run at a time writes there. The launcher holds the lock for its ranks, else rank 0 does.
+    Raises InputError if another run holds it for `patience_s`, and unless a run can start in the
+    folder in this way. Removes the folders that it made, if they are empty at the end.
+    """
+    path = config.folder / RUN_LOCK
+    with ExitStack() as held:
+        try:
+            if not path.exists():
+                settled = start.resolve_auto(config)
+                run_folder.check(config, settled.resume, settled.overwrite)
+            held.enter_context(locked(path, patience_s))
+        except LockedError as error:
+            raise bad(
+                f"run.folder = '{config.folder}', where another run is writing ({error})",
+                "a folder that no other run is using; nothing was changed",
+                f"{setting('run.folder', beside(config.folder))}, or the same command when that "
+                "run has ended",
+            ) from None
+        except OSError as error:
+            raise unwritable_folder(config.folder, "run.folder", error) from None
+        yield start.resolve_auto(config)

@@ -8,7 +8,7 @@
       report.html      the report, for a browser    report.md      the same, as Markdown
       timeline.svg     of a pipeline                step_time.json with run.cluster
       trace.json       with run.trace               run.lock       held by the run that writes here
-      tokenizer/       the tokenizer, unless tokens are bytes (tokenizer_files.py)
+      tokenizer/       the tokenizer, unless tokens are bytes
 
 A run is never overwritten by accident: --resume continues it, --overwrite puts a run that has saved
 aside in NAME.old and starts anew, and without either the start is refused once a step is recorded.
@@ -17,6 +17,7 @@ serves the first start and every restart; it never replaces a run whose checkpoi
 folder with other files and no run is always refused. A start that is refused leaves no files.
 """
 
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -27,6 +28,8 @@ from shardwise.checkpoint.folder import (
     LATEST,
     METADATA,
     SCALARS,
+    TOKENIZER,
+    TOKENIZER_FILES,
     all_in,
     best_in,
     find,
@@ -37,12 +40,13 @@ from shardwise.checkpoint.lock import RUN_LOCK
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.suggest import beside, setting
 from shardwise.train.config import Config, dump, read
-from shardwise.train.data.packed import PROBE, unwritable_folder
-from shardwise.train.publish import publish
+from shardwise.train.data.packed import PROBE, publish, unwritable_folder
+from shardwise.train.data.tokens import TokenizerVocabulary, Vocabulary
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 PLOTS = "plots"
+TOKENIZER_FILE, ABOUT_TOKENIZER = "tokenizer.json", "tokenizer_config.json"
 REPORT, PAGE = "report.md", "report.html"
 PICTURES: Final = (f"{PLOTS}/loss.png", f"{PLOTS}/memory.png", f"{PLOTS}/bytes.png")
 #: In every folder of a run, from its start.
@@ -229,3 +233,34 @@ def _try_to_write(folder: Path, key: str) -> None:
             pass
     except OSError as error:
         raise unwritable_folder(folder, key, error) from None
+
+
+def keep_tokenizer(config: Config, vocabulary: Vocabulary) -> None:
+    """Write the tokenizer into the run's folder; none for tokens that are bytes.  Rank 0 calls it.
+
+    Raises InputError if the folder cannot be written.
+    """
+    if not isinstance(vocabulary, TokenizerVocabulary):
+        return
+    to, beside = config.folder / TOKENIZER, Path(config.data.tokens).expanduser().parent
+    try:
+        to.mkdir(exist_ok=True)
+        publish(to / TOKENIZER_FILE, vocabulary.save)
+        trained = config.data.tokens.startswith("bpe:")
+        for name in TOKENIZER_FILES if not trained else ():
+            if name != TOKENIZER_FILE and (beside / name).is_file():
+                publish(to / name, lambda path, name=name: shutil.copyfile(beside / name, path))
+        if not (to / ABOUT_TOKENIZER).exists():
+            about = json.dumps(_about(vocabulary), indent=2)
+            publish(to / ABOUT_TOKENIZER, lambda path: path.write_text(about, encoding="utf-8"))
+    except OSError as error:
+        raise unwritable_folder(config.folder, "run.folder", error) from None
+
+
+def _about(vocabulary: TokenizerVocabulary) -> dict[str, object]:
+    """What transformers needs besides tokenizer.json."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": vocabulary.separator_text,
+        "clean_up_tokenization_spaces": False,
+    }

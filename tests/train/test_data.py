@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from shardwise.core.errors import InputError
-from shardwise.train.data import data, hashes, packed, sources, tokens
+from shardwise.train.data import data, packed, sources, tokens
 
 quick = settings(deadline=None, max_examples=40)  # no test asserts a time
 BYTES = tokens.ByteVocabulary()
@@ -43,7 +43,7 @@ def texts_of(source: object, field: str = "text", encoding: str = "utf-8") -> li
 
 
 def digest(source: sources.Source, cache: Path) -> str:
-    return source.digest(lambda files: hashes.hashes(files, cache))
+    return source.digest(lambda files: packed.hashes(files, cache))
 
 
 # --- sequences ----------------------------------------------------------------------------------
@@ -198,8 +198,7 @@ def test_a_cache_that_cannot_be_written_serves_what_it_has(
 
     monkeypatch.setattr(packed.tempfile, "TemporaryFile", read_only)
     monkeypatch.setattr("shardwise.checkpoint.lock._acquire", read_only)
-    for name in ("packed", "hashes"):
-        monkeypatch.setattr(f"shardwise.train.data.{name}.publish", read_only)
+    monkeypatch.setattr(packed, "publish", read_only)
     again = packed.tokenise(source, "bpe:280", tmp_path / "cache")
     assert (again.key, again.stream.tolist()) == (first.key, first.stream.tolist())
     for other in ("bytes", "bpe:290"):
@@ -230,7 +229,7 @@ def test_a_file_is_hashed_again_only_if_it_has_changed(
     monkeypatch.setattr(hashlib, "file_digest", lambda f, k: (read.append(f.name), real(f, k))[1])
     first = digest(found, cache)
     assert digest(found, cache) == first and len(read) == 2
-    monkeypatch.setattr(hashes, "SETTLED_S", 0.0)
+    monkeypatch.setattr(packed, "SETTLED_S", 0.0)
     os.utime(file, ns=(0, 0))
     time.sleep(0.02)
     assert [digest(found, cache) for _ in range(3)] == [first] * 3 and len(read) == 3

@@ -18,10 +18,10 @@ from shardwise.checkpoint.contents import describe
 from shardwise.checkpoint.folder import METADATA, all_in, best_in
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.train import config, loop, run_folder, run_lock
+from shardwise.train import config, loop, run_folder
 from shardwise.train.measure import metrics
 from shardwise.train.measure.metrics import Record
-from shardwise.train.prepare import RunStart, prepare
+from shardwise.train.prepare import RunStart, hold_folder, prepare
 from tests.checkpoint.support import refuse, writing
 from tests.pool import run_gloo
 from tests.train import runs
@@ -137,34 +137,34 @@ def test_a_folder_in_which_a_run_writes_is_refused(start: RunStart, tmp_path: Pa
     """By name, in any way of starting, until that run ends; then the folder is as it was."""
     run = made(tmp_path / "run")
     who = rf"process {os.getpid()} on {socket.gethostname()}, since \d+"
-    with run_lock.hold(run, RunStart()):
+    with hold_folder(run, RunStart()):
         run_folder.claim(run, overwrite=False)
         with (
             pytest.raises(InputError, match=rf"another run is writing \({who}"),
-            run_lock.hold(run, start),
+            hold_folder(run, start),
         ):
             pass
         assert files(run.folder) == [".shardwise-run", "config.toml", "run.lock"]
     assert files(run.folder) == [".shardwise-run", "config.toml"]
-    with run_lock.hold(run, RunStart(overwrite=True)):
+    with hold_folder(run, RunStart(overwrite=True)):
         pass
 
 
 def test_a_killed_run_leaves_no_lock(tmp_path: Path):
     """The kernel releases it, so a restart gets it; a refused start removes what it made."""
     program = (
-        "import os, sys; from shardwise.train import config, run_lock; "
-        "from shardwise.train.prepare import RunStart\n"
+        "import os, sys; from shardwise.train import config; "
+        "from shardwise.train.prepare import RunStart, hold_folder\n"
         "run = config.build({'run': {'folder': sys.argv[1]}})\n"
-        "with run_lock.hold(run, RunStart()): os.kill(os.getpid(), 9)"
+        "with hold_folder(run, RunStart()): os.kill(os.getpid(), 9)"
     )
     run = made(tmp_path / "a" / "run")
     subprocess.run([sys.executable, "-c", program, str(run.folder)], check=False)
     assert files(run.folder) == ["run.lock"]
-    with run_lock.hold(run, RunStart()):
+    with hold_folder(run, RunStart()):
         pass
     assert files(run.folder) == []
-    with pytest.raises(ZeroDivisionError), run_lock.hold(made(tmp_path / "b" / "run"), RunStart()):
+    with pytest.raises(ZeroDivisionError), hold_folder(made(tmp_path / "b" / "run"), RunStart()):
         _ = 1 / 0
     assert not (tmp_path / "b").exists()
 
@@ -178,7 +178,7 @@ def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(fcntl, "flock", refuses)
     with (
         pytest.warns(UserWarning, match=r"file system without locks \(No locks available\)"),
-        run_lock.hold(made(tmp_path / "run"), RunStart()) as start,
+        hold_folder(made(tmp_path / "run"), RunStart()) as start,
     ):
         assert start == RunStart()
 

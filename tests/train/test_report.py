@@ -20,10 +20,10 @@ from shardwise.train import config, end, run_folder
 from shardwise.train.data.packed import Packed
 from shardwise.train.data.tokens import ByteVocabulary
 from shardwise.train.measure import metrics, progress
+from shardwise.train.measure.costs import time_cost
 from shardwise.train.measure.metrics import Record
-from shardwise.train.measure.time_cost import time_cost
-from shardwise.train.report import html, markdown
-from shardwise.train.report.files import write
+from shardwise.train.report import files
+from shardwise.train.report.files import markdown, write
 from shardwise.train.report.report_contents import contents_of
 from shardwise.train.report.summary import RankCost, Summary
 from tests.train import runs
@@ -161,7 +161,7 @@ def test_the_report_holds_the_numbers_and_the_pictures(tmp_path: Path) -> None:
 def test_the_rank_with_most_is_named(tmp_path: Path):
     """Of a pipeline the ranks hold and send different things; one rank alone sends nothing."""
     costs = [RankCost({"x": n}, {"x": n}, {"send": m}, {"send": m}) for n, m in ((8, 9), (9, 8))]
-    text = markdown.text(contents_of(summary(tmp_path, *costs)))
+    text = markdown(contents_of(summary(tmp_path, *costs)))
     most = "9 B (9 bytes, as predicted) by rank"
     assert f"| sent in a step | {most} 0, the most of any rank |" in text
     assert f"| held between steps | {most} 1, the most" in text
@@ -177,7 +177,7 @@ def test_speed_is_that_of_the_steps_made_since_the_run_was_resumed(tmp_path: Pat
     given = summary(tmp_path, RankCost({}, {}, {}, {}))
     slow = [replace(r, tokens_per_s=1.0, mfu=0.9) for r in given.records[:6]]
     fast = [replace(r, mfu=0.5) for r in given.records[6:]]
-    text = markdown.text(contents_of(replace(given, records=[*slow, *fast], began=6)))
+    text = markdown(contents_of(replace(given, records=[*slow, *fast], began=6)))
     assert "| speed | 128 tokens/s (median) |" in text
     assert "| MFU | 50.0% of the device's peak |" in text
 
@@ -253,7 +253,7 @@ SECTIONS = ["Loss", "Memory", "Bytes", "Timeline", "Experts", "Plan", "Run"]
 def test_the_page_and_the_markdown_say_the_same(run: Summary, page: str):
     """Each section, sentence and cell of the one is in the other; the answer comes first."""
     contents = contents_of(run)
-    text = markdown.text(contents)
+    text = markdown(contents)
     assert re.findall(r"<h2>(.*)</h2>", page) == SECTIONS
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SECTIONS[:-1]
     plain = re.sub("<code>|</code>", "`", page)
@@ -291,7 +291,7 @@ def test_the_end_says_how_to_open_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise ValueError("no page")
 
     (run.config.folder / "report.html").unlink()
-    monkeypatch.setattr(html, "page", broken)
+    monkeypatch.setattr(files, "page", broken)
     end.publish_report(run, Console(file=said, width=300))
     assert f"{line}\n" in said.getvalue()
     assert "report.html could not be made (ValueError: no page)" in said.getvalue()

@@ -16,10 +16,10 @@ from shardwise.comm.ledger import Key
 from shardwise.comm.start.stop_signal import NOTHING, SIGNALS, StopSignal
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RankError, RunError
-from shardwise.train import config, loop, run_folder, run_lock
+from shardwise.train import config, loop, run_folder
 from shardwise.train.measure.metrics import Record, read
-from shardwise.train.prepare import RunStart, prepare
-from shardwise.train.stop import any_rank, ranks_with
+from shardwise.train.prepare import RunStart, hold_folder, prepare
+from shardwise.train.run import any_rank
 from tests.pool import run_gloo, run_threads
 from tests.train import runs
 
@@ -213,7 +213,7 @@ def test_what_fails_before_its_first_step_can_be_started_again(tmp_path: Path) -
     given = runs.settings(tmp_path / "run", steps=2)
     with runs.before("loop.first_pass", runs.full_disk), pytest.raises(OSError, match="No space"):
         loop.train(given, alone())
-    with run_lock.hold(given, RunStart()), pytest.raises(InputError, match="another run is writ"):
+    with hold_folder(given, RunStart()), pytest.raises(InputError, match="another run is writ"):
         loop.train(given, alone(), RunStart(overwrite=True))
     assert len(runs.run(given)) == 2
 
@@ -304,17 +304,16 @@ def test_inputs_that_do_not_fit_are_refused_before_memory_is_allocated(
 # --- signals ------------------------------------------------------------------------------------
 
 
-def agreed(world: World, wishing: list[int]) -> tuple[bool, list[int], dict[Key, int]]:
-    flag = world.rank in wishing
-    found = any_rank(flag, world), ranks_with(flag, world)
-    return *found, {key: tally.sent_bytes for key, tally in world.ledger.lines.items()}
+def agreed(world: World, wishing: list[int]) -> tuple[bool, dict[Key, int]]:
+    found = any_rank(world.rank in wishing, world)
+    return found, {key: tally.sent_bytes for key, tally in world.ledger.lines.items()}
 
 
-def test_one_rank_is_enough():
-    """All four ranks know of the one that was asked; twice an all-reduce of four bytes."""
-    sent = {Key("world", "all_reduce", "check"): 2 * 2 * 4 * 3 // 4}
-    assert run_threads(4, agreed, [2]) == [(True, [2], sent)] * 4
-    assert run_threads(4, agreed, []) == [(False, [], sent)] * 4
+def test_one_rank_is_enough() -> None:
+    """All four ranks know of the one that was asked, by an all-reduce of four bytes."""
+    sent = {Key("world", "all_reduce", "check"): 2 * 4 * 3 // 4}
+    assert run_threads(4, agreed, [2]) == [(True, sent)] * 4
+    assert run_threads(4, agreed, []) == [(False, sent)] * 4
 
 
 @pytest.mark.parametrize("number", SIGNALS)

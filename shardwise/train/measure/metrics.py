@@ -22,8 +22,7 @@ from shardwise.core.errors import InputError, RunError, one_line
 from shardwise.core.plan.plan import Plan
 from shardwise.prediction.cluster_file import cluster_of
 from shardwise.prediction.cluster_presets import PRESETS
-from shardwise.train.data.packed import unwritable_folder
-from shardwise.train.publish import publish
+from shardwise.train.data.packed import publish, unwritable_folder
 
 FILE = "metrics.jsonl"
 

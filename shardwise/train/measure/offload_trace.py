@@ -18,8 +18,8 @@ from shardwise.core.schedule.measured import trace_text
 from shardwise.engine.engine import Engine
 from shardwise.engine.one_stage import OneStage
 from shardwise.techniques.offload.spans import CopySpan
+from shardwise.train.data.packed import publish
 from shardwise.train.measure.tracing import TRACE, watching
-from shardwise.train.publish import publish
 
 #: Tracks of a rank.
 STEPS, MAIN, HOST, DISK = "steps", "main thread", "host thread", "disk"
