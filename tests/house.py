@@ -36,7 +36,7 @@ FOREIGN = {
     "data": 50,
     "tensor": 36,
     "expert": 25,
-    "pipeline": 18,
+    "pipeline": 17,
     "recompute": 14,
     **dict.fromkeys(("layers", "offload"), 9),
     **dict.fromkeys(("tile", "context"), 6),

@@ -17,7 +17,7 @@ from shardwise.core.errors import InputError, one_line
 from shardwise.models.decoder import parameters
 from shardwise.prediction.traffic import by_kind
 from shardwise.train.measure import metrics
-from shardwise.train.measure.costs import TimeCost, disk_line, time_cost
+from shardwise.train.measure.run_costs import TimeCost, disk_line, time_cost
 from shardwise.train.model import prediction_of
 from shardwise.train.report.files import write
 from shardwise.train.report.report_contents import contents_of, table

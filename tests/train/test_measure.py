@@ -15,7 +15,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.models.gpt import GPT, SIZES, loss, parameters
 from shardwise.train import config, loop
-from shardwise.train.measure.costs import disk_line
+from shardwise.train.measure.run_costs import disk_line
 from shardwise.train.prepare import RunStart
 from shardwise.train.sizes import disk_bytes, state_bytes
 from tests.pool import run_gloo

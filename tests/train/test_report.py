@@ -20,8 +20,8 @@ from shardwise.train import config, end, run_folder
 from shardwise.train.data.packed import Packed
 from shardwise.train.data.tokens import ByteVocabulary
 from shardwise.train.measure import metrics, progress
-from shardwise.train.measure.costs import time_cost
 from shardwise.train.measure.metrics import Record
+from shardwise.train.measure.run_costs import time_cost
 from shardwise.train.report import files
 from shardwise.train.report.files import markdown, write
 from shardwise.train.report.report_contents import contents_of

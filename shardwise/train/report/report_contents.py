@@ -10,7 +10,7 @@ from rich.text import Text
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_parser import word_of
 from shardwise.train.data.packed import Packed
-from shardwise.train.measure import costs, experts, tracing
+from shardwise.train.measure import experts, run_costs, tracing
 from shardwise.train.measure.progress import duration, ranks_text, size_text
 from shardwise.train.report.section import (
     MEASURED,
@@ -45,7 +45,7 @@ def contents_of(summary: Summary) -> ReportContents:
     if (recording := summary.recording) is not None:
         files[tracing.TRACE] = lambda: tracing.trace(recording)
     if timed is not None:
-        files[costs.STEP_TIME] = timed.json
+        files[run_costs.STEP_TIME] = timed.json
     last, steps = summary.records[-1], summary.config.train.steps
     return ReportContents(
         title=summary.config.folder.name,

@@ -7,8 +7,8 @@ from statistics import median
 
 from shardwise.train.config import Config
 from shardwise.train.data.packed import Packed
-from shardwise.train.measure.costs import SaveCosts, TimeCost
 from shardwise.train.measure.metrics import Record
+from shardwise.train.measure.run_costs import SaveCosts, TimeCost
 from shardwise.train.measure.tracing import Recording
 
 
