@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from benchmarks.stack import stack
+from benchmarks.contenders.contender import stack
 from benchmarks.table import aligned
 from shardwise.comm.start.launch import spawn
 from shardwise.comm.world import World

@@ -74,7 +74,7 @@ class DeviceLine:
 
 def run(rounds: int | None) -> list[DeviceLine]:
     """All comparisons, in one process on the first GPU. Raises InputError without a GPU."""
-    require_gpu("data")
+    require_gpu()
     count = 10 if rounds is None else rounds
     sizes = (("small", SIZES["small"], "fp32", 32), ("1B", BILLION, "bf16", 4))
     pairs = [
@@ -85,13 +85,13 @@ def run(rounds: int | None) -> list[DeviceLine]:
     return spawn(rank, ranks=1, args=(pairs,), device="cuda")[0]
 
 
-def require_gpu(suite: str) -> None:
+def require_gpu() -> None:
     """Raise InputError where PyTorch sees no GPU."""
     if not torch.cuda.is_available():
         raise bad(
             "--device cuda, where PyTorch sees no GPU",
             "a machine with an NVIDIA GPU and a PyTorch built for it; or the CPU",
-            f"python -m benchmarks {suite} --device cpu",
+            "python -m benchmarks data --device cpu",
         )
 
 

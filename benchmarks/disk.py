@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from benchmarks.contenders.contender import LEARNING_RATE, WEIGHT_DECAY
-from benchmarks.stack import stack
+from benchmarks.contenders.contender import LEARNING_RATE, WEIGHT_DECAY, stack
 from benchmarks.table import aligned
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.start.launch import spawn

@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +26,7 @@ import torch.distributed as dist
 
 from benchmarks.contenders.contender import Batch, Contender, Loop, Setup, Task, TierBytes
 from benchmarks.contenders.roster import ROSTER
-from benchmarks.expert_shares import shares
-from benchmarks.meters.communication_bytes import CommunicationBytes
-from benchmarks.meters.interface import sent_bytes
-from benchmarks.meters.live_bytes import LiveBytes
+from benchmarks.meters import LOOPBACK, CommunicationBytes, LiveBytes, sent_bytes
 from shardwise.models import gpt
 from shardwise.models.registry import of_gpt
 
@@ -72,7 +68,7 @@ class Runner:
     def advance(self, steps: int) -> None:
         """Run `steps` training steps."""
         assert self.loop is not None
-        for _ in range(steps if not self.contender.alone or dist.get_rank() == 0 else 0):
+        for _ in range(steps):
             self.record.loss = self.loop.step(self.batches[self.steps % len(self.batches)])
             self.steps += 1
         self.loop.settle()
@@ -101,8 +97,6 @@ def measure(task: Task) -> list[Record]:
     for runner in _racing(runners):
         _attempt(runner, lambda runner=runner: runner.advance(task.warm_up))
     _race(task, runners)
-    for runner in _racing(runners):
-        _attempt(runner, lambda runner=runner: _shares(task, runner))
     return [runner.record for runner in runners]
 
 
@@ -112,7 +106,7 @@ def _part(batch: Batch, rank: int, ranks: int) -> Batch:
 
 
 def _race(task: Task, runners: list[Runner]) -> None:
-    idle = _barrier_bytes(task)
+    idle = _barrier_bytes()
     for index in range(task.rounds):
         _progress(f"{task.size}: round {index + 1} of {task.rounds}")
         racing = _racing(runners)
@@ -128,7 +122,7 @@ def _turn(task: Task, runner: Runner, idle: float) -> None:
     dist.barrier()
     assert runner.loop is not None
     shared_bytes = runner.loop.shared_bytes
-    sent, shared, began = sent_bytes(task.interface), shared_bytes(), time.perf_counter()
+    sent, shared, began = sent_bytes(LOOPBACK), shared_bytes(), time.perf_counter()
     failure: Exception | None = None
     try:
         runner.advance(task.steps)
@@ -136,36 +130,27 @@ def _turn(task: Task, runner: Runner, idle: float) -> None:
         failure = error
     dist.barrier()
     elapsed_s = time.perf_counter() - began
-    over = sent_bytes(task.interface)
+    over = sent_bytes(LOOPBACK)
     time.sleep(QUIET_S)
-    late = sent_bytes(task.interface) - over
+    late = sent_bytes(LOOPBACK) - over
     gc.enable()
     if failure is not None:
         raise failure
-    shares = task.steps * (dist.get_world_size() if task.shared else 1)
+    shares = task.steps * dist.get_world_size()  # the interface carries the traffic of all ranks
     runner.record.step_s.append(elapsed_s / task.steps)
     handed = (shared_bytes() - shared) / task.steps
     runner.record.wire.append((over - sent - idle) / shares + handed)
     runner.record.late.append(late / shares)
 
 
-def _shares(task: Task, runner: Runner) -> None:
-    """A note on what layers of experts spend their time in, in further steps."""
-    assert runner.loop is not None
-    if runner.loop.model is not None:
-        loss, steps = runner.record.loss, partial(runner.advance, task.steps * min(3, task.rounds))
-        runner.record.note = shares(runner.loop.model, steps)
-        runner.record.loss = loss  # that of the steps that all contenders make
-
-
-def _barrier_bytes(task: Task) -> float:
+def _barrier_bytes() -> float:
     """The bytes of a pair of barriers."""
     costs: list[int] = []
     for _ in range(9):
         dist.barrier()
-        sent = sent_bytes(task.interface)
+        sent = sent_bytes(LOOPBACK)
         dist.barrier()
-        costs.append(sent_bytes(task.interface) - sent)
+        costs.append(sent_bytes(LOOPBACK) - sent)
     return statistics.median(costs)
 
 
@@ -193,10 +178,10 @@ def _metered(runner: Runner) -> None:
         runner.advance(1)
         runner.live.peak_bytes = runner.communication.peak_bytes = 0
         runner.advance(1)
-    runner.record.peak_bytes = None if runner.contender.alone else runner.live.peak_bytes
+    runner.record.peak_bytes = runner.live.peak_bytes
     if runner.loop is not None and runner.loop.tiers is not None:
         runner.record.tiers = runner.loop.tiers()
-    if runner.contender.package == "torch" and not runner.contender.alone:
+    if runner.contender.package == "torch":
         runner.record.buffers_bytes = runner.communication.peak_bytes  # other packages: not known
 
 

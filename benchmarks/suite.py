@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from benchmarks.contenders.contender import Task
 from benchmarks.contenders.roster import ROSTER, choose, references
-from benchmarks.halves import fits
-from benchmarks.link import between_hosts
 from benchmarks.measure import Record, measure
 from benchmarks.table import Line, as_text, lines
 from shardwise.comm.start.launch import spawn
@@ -75,9 +73,14 @@ def _piped(task: Task, ranks: int, named: bool) -> None:
 
     A schedule that does not allow them raises only if it was named; otherwise its row says so.
     """
-    fits(ranks, task.config)
-    for name in task.contenders if named else ():
-        fits(len(build(ROSTER[name].row, ranks).home), task.config)
+    words = [ROSTER[name].row for name in task.contenders if named]
+    stages = max([ranks, *(len(build(word, ranks).home) for word in words)])
+    if stages > task.config.layers:
+        raise bad(
+            f"{stages} stages of a model with {task.config.layers} layers",
+            f"at most {task.config.layers}",
+            "--nproc 2",
+        )
 
 
 def heats(suite: str, chosen: Sequence[str]) -> list[tuple[str, ...]]:
@@ -92,20 +95,16 @@ def heats(suite: str, chosen: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(names) for names in found.values()]
 
 
-def run(tasks: Sequence[Task], ranks: int, link: str | None = None) -> list[Line]:
-    """Run all tasks on local processes, or with `link` between two hosts; returns the rows.
+def run(tasks: Sequence[Task], ranks: int) -> list[Line]:
+    """Run all tasks on local processes; returns the rows.
 
     With several tasks, each one's rows are printed to stderr as soon as it has finished.
 
-    Raises InputError if the link cannot be created, RankError if a contender ends a process.
+    Raises RankError if a contender ends a process.
     """
     found: list[Line] = []
     for task in tasks:
-        if link is None:
-            by_rank = spawn(rank, ranks=ranks, args=(task,))
-        else:
-            by_rank = between_hosts(replace(task, interface="eth0", shared=False), link)
-        rows = lines(task, by_rank)
+        rows = lines(task, spawn(rank, ranks=ranks, args=(task,)))
         if len(tasks) > 1:
             print(as_text(rows), file=sys.stderr, flush=True)
         found += rows

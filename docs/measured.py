@@ -9,20 +9,19 @@ RESULTS: Final = Path(__file__).parents[1] / "benchmarks" / "results"
 #: The files of the page, in its order; tables that are not shown there are in the files alone.
 FILES: Final = (
     *("data", "tensor", "context", "pipeline", "layers", "experts", "memory", "offload", "disk"),
-    *("parity", "quickstart", "foresight", "dataparallel", "derived", "mutations"),
+    *("parity", "quickstart", "derived", "mutations"),
 )
 HEAD: Final = """\
 # Measurements
 
 <!-- Written by `make docs` from benchmarks/results: change the data, not this page. -->
 
-`python -m benchmarks SUITE` compares Shardwise with torch, DeepSpeed and fairscale. All
-contenders run in the same processes, take turns in each round, and have the same model,
-weights, batches and optimizer. `time` is the median over the rounds of a step's time
-divided by that of the first row (of torch's same schedule for pipelines). `bytes` are those
-sent, divided by the least possible. Absolute times vary on a shared machine; ratios, bytes
-and live memory are stable. This page is a summary: the data, with more tables and other
-machines, are in `benchmarks/results/`.
+`python -m benchmarks SUITE` compares Shardwise with torch and DeepSpeed. All contenders run in
+the same processes, take turns in each round, and have the same model, weights, batches and
+optimizer. `time` is the median over the rounds of a step's time divided by that of the first row
+(of torch's same schedule for pipelines). `bytes` are those sent, divided by the least possible.
+Absolute times vary on a shared machine; ratios, bytes and live memory are stable. This page is a
+summary: the data, with more tables and other machines, are in `benchmarks/results/`.
 
 **Step times on machines A, B and D are from the version before 2026-11-26**, which had nodes of
 its own for norms and embeddings. Products and norms are now torch's. Measured again on machine B

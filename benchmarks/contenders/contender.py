@@ -1,13 +1,16 @@
 """The interface of a contender: a name, and a function that prepares a model for training."""
 
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from math import isqrt
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.errors import bad
 from shardwise.models.gpt import GPTConfig
 
 Batch = dict[str, Tensor]
@@ -35,7 +38,6 @@ class Loop:
     shared_bytes  the bytes sent so far through shared memory, which no interface counts
     on_host       whether a tensor rests in host memory or on disk, which is no part of the peak
     tiers         the bytes beyond the device; None: not known
-    model         one with layers of experts, whose shares of a step are measured
     """
 
     step: Callable[[Batch], float | None]
@@ -43,7 +45,6 @@ class Loop:
     shared_bytes: Callable[[], int] = lambda: 0
     on_host: Callable[[Tensor], bool] = lambda _: False
     tiers: Callable[[], TierBytes] | None = None
-    model: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,6 @@ class Contender(Generic[Built]):
     whole_batch  every rank gets the whole global batch, otherwise its part of the sequences
     package      must be importable
     against      the contender that its ratio refers to, if not the first of the suite
-    alone        rank 0 trains, in threads of its own, and the other ranks wait; the meter of live
-                 bytes does not see these threads
     """
 
     name: str
@@ -79,7 +78,6 @@ class Contender(Generic[Built]):
     note: str = ""
     whole_batch: bool = False
     against: str = ""
-    alone: bool = False
 
     @property
     def missing(self) -> bool:
@@ -89,7 +87,7 @@ class Contender(Generic[Built]):
 
 @dataclass(frozen=True)
 class Task:
-    """The settings of a run. The bytes of `interface` are counted."""
+    """The settings of a run."""
 
     size: str
     config: GPTConfig
@@ -98,8 +96,6 @@ class Task:
     rounds: int = 8
     steps: int = 1  # steps between two barriers
     warm_up: int = 2
-    interface: str = "lo"
-    shared: bool = True  # the interface carries the traffic of all ranks, not only this one's
 
     @property
     def reference(self) -> str:
@@ -130,3 +126,30 @@ def plain_loop(
         return loss.item()
 
     return Loop(step)
+
+
+# --- the model of the suites `disk` and `save`, which measure by its number of parameters alone ---
+
+_WIDTH: Final = 2048
+_SIZE: Final = re.compile(r"([1-9]\d*)([KM]?)")
+_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6}
+
+
+def parameter_count(text: str, instead: str) -> int:
+    """The number that "100M", "20K" or "5000" says. Raises InputError for other text."""
+    found = _SIZE.fullmatch(text)
+    if found is None or not 64 <= int(found[1]) * _UNITS[found[2]] <= 10**10:
+        allowed = "a number of parameters from 64 to 10000M: digits, then K, M or nothing"
+        raise bad(f"--size {text}", allowed, f"--size {instead}")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def stack(count: int) -> nn.Sequential:
+    """Square layers without biases, at least 4 unless `count` is small, the same in each call."""
+    width = min(_WIDTH, isqrt(max(1, count // 4)))
+    layers = max(1, round(count / width**2))
+    own = torch.Generator().manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.02, generator=own)
+    return model

@@ -43,7 +43,7 @@ def routed(experts: int, plan: str) -> Callable[[nn.Module, Setup], Loop]:
     def build(model: nn.Module, setup: Setup) -> Loop:
         """The engine's loop."""
         made = mixture(model, experts)
-        return replace(looped(engine_of(made, plan, replace(setup, loss=moe.loss))), model=made)
+        return looped(engine_of(made, plan, replace(setup, loss=moe.loss)))
 
     return build
 
@@ -145,7 +145,6 @@ def deepspeed_experts(model: nn.Module, setup: Setup) -> Loop:
     numel = sum(p.numel() for p in made.parameters())
     engine: Any
     engine, *_ = library.initialize(
-        model=made,
         optimizer=adamw(groups),
         config=settings(0, numel),
         dist_init_required=False,

@@ -16,9 +16,7 @@ from benchmarks.contenders.contender import (
     Setup,
     TierBytes,
 )
-from benchmarks.halves import stage_starts
 from shardwise.comm.torch_links import TorchLinks
-from shardwise.core.schedule.library import build as schedule_of
 from shardwise.core.zero import ROWS
 from shardwise.models import gpt
 
@@ -45,18 +43,6 @@ def planned(plan: str) -> Callable[[nn.Module, Setup], Loop]:
     def build(model: nn.Module, setup: Setup) -> Loop:
         """The engine's loop."""
         return looped(engine_of(model, plan, setup, offload_folder=tempfile.gettempdir()))
-
-    return build
-
-
-def piped(word: str) -> Callable[[nn.Module, Setup], Loop]:
-    """A pipeline over all ranks with the schedule of a plan word and the common partition."""
-
-    def build(model: nn.Module, setup: Setup) -> Loop:
-        """This rank's stages of the model."""
-        assert isinstance(model, gpt.GPT)
-        begin = stage_starts(model, len(schedule_of(word, setup.ranks).home))
-        return looped(engine_of(model, f"pp{{n}} {word}", setup, stages=begin))
 
     return build
 
@@ -154,6 +140,6 @@ SCHEDULES: Final = tuple(
     )
 )
 PIPELINE = tuple(
-    Contender(word, word, piped(word), whole_batch=True, against=f"torch {word}")
+    Contender(word, word, planned(f"pp{{n}} {word}"), whole_batch=True, against=f"torch {word}")
     for word in SCHEDULES
 )

@@ -3,13 +3,9 @@
 from typing import Final
 
 from benchmarks.contenders import (
-    context_peers,
     deepspeed_peers,
     expert_peers,
-    fairscale_peers,
     ours,
-    replicas,
-    torch_memory,
     torch_peers,
     torch_pipeline,
     torch_tensor,
@@ -21,17 +17,15 @@ from shardwise.core.tools.suggest import suggest
 _DATA: Final = (
     *torch_peers.PEERS,
     *deepspeed_peers.PEERS,
-    *fairscale_peers.PEERS,
     *ours.DATA,
 )
 _TENSOR: Final = (*torch_tensor.PEERS, torch_peers.DDP, *ours.TENSOR)
-_CONTEXT: Final = (*context_peers.PEERS, *ours.CONTEXT)
-_REPLICAS: Final = (replicas.DDP, *replicas.ONE_PROCESS, torch_peers.DDP)
+_CONTEXT: Final = (*torch_tensor.CONTEXT, *ours.CONTEXT)
 _MEMORY: Final = (
     *(each for each in ours.DATA if each.name == "zero3"),
     *ours.MEMORY,
     *(each for each in torch_peers.PEERS if each.name in ("torch DDP", "FSDP2")),
-    *torch_memory.PEERS,
+    *torch_peers.MEMORY,
 )
 _OFFLOAD: Final = (
     *(each for each in ours.DATA if each.name in ("zero2", "zero3")),
@@ -55,7 +49,7 @@ _PIPELINE: Final = tuple(
 ROSTER: Final[dict[str, Contender[Loop]]] = {
     each.name: each
     for suite in (
-        *(_DATA, _TENSOR, _CONTEXT, _PIPELINE, _MEMORY, _OFFLOAD, _REPLICAS, _LAYERS),
+        *(_DATA, _TENSOR, _CONTEXT, _PIPELINE, _MEMORY, _OFFLOAD, _LAYERS),
         expert_peers.PEERS,
     )
     for each in suite
@@ -71,7 +65,6 @@ SUITES: Final[dict[str, tuple[str, ...]]] = {
     "memory": tuple(each.name for each in _MEMORY),
     "offload": tuple(each.name for each in _OFFLOAD),
     "layers": tuple(each.name for each in _LAYERS),
-    "dataparallel": tuple(each.name for each in _REPLICAS),
     "experts": tuple(each.name for each in expert_peers.PEERS),
 }
 

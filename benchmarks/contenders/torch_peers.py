@@ -1,23 +1,26 @@
-"""PyTorch's own data parallelism as contenders, with default settings."""
+"""PyTorch's own data parallelism and activation checkpointing as contenders."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FullyShardedDataParallel,
     OffloadPolicy,
-    ShardingStrategy,
     fully_shard,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.contenders.contender import (
     Contender,
@@ -46,23 +49,6 @@ def zero_redundancy(model: nn.Module, setup: Setup) -> Loop:
         wrapped.parameters(), optimizer_class=AdamW, **adamw_options()
     )
     return plain_loop(wrapped, optimizer, setup)
-
-
-def fsdp1(strategy: ShardingStrategy) -> Callable[[nn.Module, Setup], Loop]:
-    """FullyShardedDataParallel with one unit per block (arXiv 2304.11277)."""
-
-    def build(model: nn.Module, setup: Setup) -> Loop:
-        """The model wrapped with this strategy."""
-        wrapped = FullyShardedDataParallel(
-            model,
-            sharding_strategy=strategy,
-            auto_wrap_policy=ModuleWrapPolicy({setup.block}),
-            device_id=setup.device,
-            use_orig_params=True,
-        )
-        return plain_loop(wrapped, adamw(wrapped.parameters()), setup)
-
-    return build
 
 
 def fsdp2(reshard: bool, offload: bool = False) -> Callable[[nn.Module, Setup], Loop]:
@@ -99,12 +85,28 @@ def _local(x: Any) -> torch.Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def ddp_by_hand(model: nn.Module, setup: Setup) -> Loop:
+    """DDP of a model whose blocks call torch.utils.checkpoint around their own forward."""
+    for module in model.modules():
+        if isinstance(module, setup.block):
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    return ddp(model, setup)
+
+
+def fsdp2_checkpointed(model: nn.Module, setup: Setup) -> Loop:
+    """fully_shard of a model whose blocks are in torch's checkpoint wrapper, as torchtitan does."""
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=checkpoint_wrapper,
+        check_fn=lambda module: isinstance(module, setup.block),
+    )
+    return fsdp2(reshard=True)(model, setup)
+
+
 DDP = Contender("torch DDP", "ddp", ddp)
 PEERS = (
     DDP,
     Contender("ZeroRedundancyOptimizer", "zero1", zero_redundancy),
-    Contender("FSDP1 SHARD_GRAD_OP", "zero2", fsdp1(ShardingStrategy.SHARD_GRAD_OP)),
-    Contender("FSDP1 FULL_SHARD", "zero3", fsdp1(ShardingStrategy.FULL_SHARD)),
     Contender("FSDP2 without reshard", "zero2", fsdp2(reshard=False)),
     Contender("FSDP2", "zero3", fsdp2(reshard=True)),
 )
@@ -114,4 +116,8 @@ OFFLOAD = Contender(
     fsdp2(reshard=True, offload=True),
     note="its parameters rest in host memory too; on CPUs it copies nothing",
     against="zero3",
+)
+MEMORY = (
+    Contender("torch DDP checkpoint", "ddp", ddp_by_hand),
+    Contender("FSDP2 checkpoint", "zero3", fsdp2_checkpointed),
 )

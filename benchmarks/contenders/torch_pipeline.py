@@ -11,7 +11,7 @@ converts the gradients to those of the mean over the batch. Outputs are not merg
 """
 
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,9 @@ from torch.nn import functional
 
 from benchmarks.contenders.contender import Batch, Contender, Loop, Setup, adamw
 from benchmarks.contenders.ours import SCHEDULES
-from benchmarks.halves import Half, halves, place, stage_starts
 from shardwise.core.schedule.library import build as schedule_of
 from shardwise.models.gpt import GPT, rotation
+from shardwise.techniques.pipeline.partition import starts
 
 #: Torch's class for each of our schedules. ZB-H1 is torch's ZB1P with one stage per rank.
 CLASSES: Final = {
@@ -44,21 +44,19 @@ class Part(nn.Module):
     Parameters keep the modules' own names below `parts`; the rotation is made in every stage.
     """
 
-    def __init__(self, model: GPT, mine: list[Half], first: bool, last: bool) -> None:
+    def __init__(self, model: GPT, blocks: range, first: bool, last: bool) -> None:
         super().__init__()
         self.head_width = model.config.head_width
         self.embed = model.embed if first else None
-        self.parts = nn.ModuleList(nn.ModuleList(half.modules(model)) for half in mine)
-        self.is_attention = [half.attention for half in mine]
+        self.parts = nn.ModuleList(model.blocks[block] for block in blocks)
         self.norm, self.head = (model.norm, model.head) if last else (None, None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens [B, T] (first stage) or x [B, T, D] to x, or to logits [B, T, V] (last stage)."""
         x_BTD = x if self.embed is None else self.embed(x)
         turn = rotation(x_BTD.shape[1], self.head_width, x_BTD)
-        for part, attends in zip(self.parts, self.is_attention, strict=True):
-            norm, body = cast(nn.ModuleList, part)
-            x_BTD = x_BTD + (body(norm(x_BTD), turn) if attends else body(norm(x_BTD)))
+        for block in self.parts:
+            x_BTD = block(x_BTD, turn)
         if self.norm is None or self.head is None:
             return x_BTD
         return self.head(self.norm(x_BTD))
@@ -93,10 +91,9 @@ def scheduled(word: str) -> Callable[[nn.Module, Setup], Loop]:
 
 def part(model: GPT, stage: int, stages: int) -> Part:
     """Stage `stage` of `stages`, with the same partition as ours."""
-    every = halves(model.config)
-    starts = [0, *(place(start, model.config) for start in stage_starts(model, stages)), len(every)]
-    first, last = stage == 0, stage == stages - 1
-    return Part(model, every[starts[stage] : starts[stage + 1]], first, last)
+    numbers = [int(start.split(".")[1]) for start in starts(model, stages)]
+    ends = [0, *numbers, model.config.layers]
+    return Part(model, range(*ends[stage : stage + 2]), stage == 0, stage == stages - 1)
 
 
 def stepping(

@@ -1,4 +1,4 @@
-"""PyTorch's own tensor parallelism as contenders, with torchtitan's plan for llama.
+"""PyTorch's own tensor parallelism, with torchtitan's plan for llama, and context parallelism.
 
 The plan is that of December 2024, torchtitan/parallelisms/parallelize_llama.py. Without sequence
 parallelism it is the same with a replicated stream:
@@ -10,13 +10,19 @@ parallelism it is the same with a replicated stream:
     q k v gate up    columns                         columns
     out down         rows, summed                    rows, reduce-scattered
     head         columns; the logits stay sharded for loss_parallel's cross-entropy
+
+PyTorch's `context_parallel` has kernels for GPUs alone. So in its place stands DDP over the
+positions: each rank has a block of every sequence, and attention gathers the keys and values of all
+ranks, as llama 3 was trained (arXiv 2407.21783, section 3.3.2), and masks what is later.
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -27,6 +33,9 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from benchmarks.contenders.contender import Batch, Contender, Loop, Setup, adamw
 
@@ -100,3 +109,60 @@ PEERS = (
         whole_batch=True,
     ),
 )
+
+
+# --- context parallelism ------------------------------------------------------------------------
+
+
+class _Gathered(TorchFunctionMode):
+    """Attention of a block of positions to all, and the numbers of these positions."""
+
+    def __init__(self, rank: int, ranks: int, length: int) -> None:
+        super().__init__()
+        own = length // ranks
+        self.own, self.first = own, rank * own
+        past = torch.ones(length, length, dtype=torch.bool).tril()
+        self.mask = past[self.first : self.first + own]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.arange and args == (self.own,):
+            return torch.arange(self.first, self.first + self.own, **kwargs)
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        query, key, value = args
+        key, value = (_whole(x) for x in (key, value))
+        grouped = kwargs.get("enable_gqa", False)
+        return func(query, key, value, self.mask, enable_gqa=grouped)
+
+
+def _whole(x: Tensor) -> Tensor:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    return all_gather_tensor_autograd(x.contiguous(), 2, group)
+
+
+def gathered(model: nn.Module, setup: Setup) -> Loop:
+    """DDP, whose ranks have the same rows and a block of positions each."""
+    wrapped = DistributedDataParallel(model)
+    optimizer = adamw(wrapped.parameters())
+    rank = torch.distributed.get_rank()
+
+    def step(batch: Batch) -> float:
+        """One step on this rank's positions of the whole batch."""
+        own = {name: x.chunk(setup.ranks, 1)[rank] for name, x in batch.items()}
+        with _Gathered(rank, setup.ranks, batch["inputs"].shape[1]):
+            loss = setup.loss(wrapped, own)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / setup.ranks
+        torch.distributed.all_reduce(mean)
+        return mean.item()
+
+    return Loop(step)
+
+
+CONTEXT = (Contender("gathered keys and values", "cp", gathered, whole_batch=True),)

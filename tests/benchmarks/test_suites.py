@@ -8,23 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import async_save, disk, largest, table, update
+from benchmarks import async_save, disk, table
 from benchmarks.contenders.contender import Contender, Loop, Setup, Task
 from benchmarks.contenders.roster import ROSTER, SUITES
 from benchmarks.cuda import Pair, compare
-from benchmarks.expert_shares import PARTS
-from benchmarks.fit import Room, predicted
-from benchmarks.least import least_bytes
 from benchmarks.measure import Record, measure
+from benchmarks.table import least_bytes
 from shardwise.checkpoint.folder import find
 from shardwise.comm.world import World
 from shardwise.core.zero import ROWS
 from shardwise.models.gpt import GPTConfig, parameters
-from shardwise.prediction.peak_memory import device_peak_bytes
-from shardwise.prediction.prediction import Prediction
 from tests.pool import run_gloo
 
-MICRO = GPTConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, hidden=48, sequence=8)
+MICRO = GPTConfig(vocabulary=64, layers=4, width=32, heads=4, kv_heads=2, hidden=48, sequence=8)
 REFERENCE = SUITES["data"][0]
 TASK = Task("micro", MICRO, (REFERENCE,), rows=4, rounds=1, steps=2, warm_up=1)
 MIXTURES = ("experts 8", "experts 8 without ep", "torch loop", "DeepSpeed MoE")
@@ -85,10 +81,8 @@ def test_data() -> None:
 
 @pytest.mark.full
 def test_experts() -> None:
-    """Ours report their shares of a step, and send less than replicated experts."""
+    """Ours send less than replicated experts."""
     rows = rows_of("experts", ("dense", *MIXTURES, "experts 4"))
-    for name in ("experts 8", "experts 8 without ep", "experts 4"):
-        assert all(part in rows[name].note for part in PARTS)
     assert rows["dense"].loss is not None
     sent, replicated = rows["experts 8"].wire_bytes, rows["torch loop"].wire_bytes
     assert sent is not None and replicated is not None and sent < replicated
@@ -168,26 +162,6 @@ def test_on_one_rank_the_engine_is_the_plain_loop() -> None:
 COUNT = 4 * 32 * 32
 
 
-def updated(_world: World) -> list[update.UpdateLine]:
-    return update.compare(COUNT, rounds=2)
-
-
-def test_every_contender_makes_the_same_update() -> None:
-    """Three steps of AdamW from one gradient: the weights of FSDP2's, in rows with their times."""
-    rows = {row.contender: row for row in run_gloo(1, updated)[0]}
-    assert list(rows) == [each.name for each in update.CONTENDERS]
-    for name, row in rows.items():
-        assert row.parameters == COUNT
-        if name == "DeepSpeedCPUAdam" and row.update_s is None:
-            assert row.note  # not installed, or its kernel cannot be built
-            continue
-        assert row.update_s and row.ratio and row.with_copies
-        assert row.difference is not None and row.difference <= 1e-5
-        assert bool(row.copies_s) == name.startswith("offload:")
-    assert "difference" in update.as_text([*rows.values()])
-    assert len(json.loads(json.dumps(table.as_json([*rows.values()])))["rows"]) == len(rows)
-
-
 def on_disk(world: World, folder: str) -> list[disk.DiskLine]:
     return disk.compare(world, folder, COUNT, rounds=2, file_bytes=2**20)
 
@@ -215,39 +189,3 @@ def test_saves_are_measured_beside_none(tmp_path: Path) -> None:
     assert (row.plan, row.ranks, row.parameters, row.rounds) == ("dp2 zero3 fp32", 2, COUNT, 2)
     assert min(row.step_s, row.ratio, row.held_s, row.write_s) > 0
     assert find(tmp_path).name == "step-000007" and "dp2 zero3" in async_save.as_text([row])
-
-
-SMALL = GPTConfig(
-    vocabulary=64, layers=1, width=64, heads=2, kv_heads=2, hidden=192, sequence=16, tied=False
-)
-MIB = 2**20
-ROOM = Room(7 * MIB // 2, 4 * MIB, 0, SMALL, rows=2, device="cpu", least_unit_bytes=1)
-
-
-def found(offload: str | None, room: Room = ROOM) -> largest.LargestLine:
-    return largest.largest(offload, room, rounds=1)
-
-
-def held(prediction: Prediction) -> tuple[int, int]:
-    """The bytes of a step on the device and on the host."""
-    return device_peak_bytes(prediction), sum(prediction.host_memory.values())
-
-
-@pytest.mark.full
-def test_offload_trains_larger_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is predicted to fit and trains; a model of twice the layers is predicted not to fit."""
-    lines = [found(offload) for offload in (None, "optim", "param")]
-    none, optim, param = (line.layers for line in lines)
-    assert none < param < optim  # the host is full; it has the parameters too
-    for line, offload in zip(lines, (None, "optim", "param"), strict=True):
-        assert line.predicted_bytes <= ROOM.device_bytes
-        device, host = held(predicted(offload, ROOM, 2 * line.layers))
-        assert device > ROOM.device_bytes or host > ROOM.host_bytes
-    assert 0.5 < lines[0].share <= 1.0
-    assert "offload:param" in largest.as_text(lines)
-    monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 4096)  # a disk's buffers in 400 KiB
-    room = replace(ROOM, host_bytes=2 * MIB, disk_bytes=4 * MIB, folder=str(tmp_path))
-    line = found("optim@disk", room)
-    assert line.contender == "offload:optim@disk"
-    assert line.layers > found("optim", room).layers
-    assert line.predicted_bytes <= room.device_bytes

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from benchmarks.meters.communication_bytes import CommunicationBytes
+from benchmarks.meters import CommunicationBytes
 from shardwise.comm import move as c
 from shardwise.comm.gloo.gloo import Gloo
 from shardwise.comm.gloo.pool import Pool

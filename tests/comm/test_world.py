@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardwise as sw
-from benchmarks.meters.interface import sent_bytes
+from benchmarks.meters import sent_bytes
 from shardwise.comm.gloo.gloo import Gloo
 from shardwise.comm.move import all_gather, all_reduce
 from shardwise.comm.start.hosts import host_number

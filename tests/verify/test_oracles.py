@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.meters import interface
+from benchmarks import meters as interface
 from shardwise.comm.ledger import TIER, rank_bytes
 from shardwise.comm.start.launch import spawn
 from shardwise.comm.world import World, init

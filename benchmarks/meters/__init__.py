@@ -1,1 +1,0 @@
-"""Meters of bytes: what is live, what communication holds, what leaves an interface."""
