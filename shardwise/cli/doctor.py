@@ -18,11 +18,9 @@ from shardwise.comm.world import World, init
 from shardwise.core.errors import InputError, bad
 from shardwise.core.mesh import Mesh
 from shardwise.core.tools.arguments import choice, integer
-from shardwise.doctor import collective_checks, timing
+from shardwise.doctor import collectives
 from shardwise.doctor.device_speed import measure_device
-from shardwise.doctor.diagnosis import Diagnosis, RankDiagnosis
-from shardwise.doctor.machine import look
-from shardwise.doctor.measured_cluster import measured_cluster
+from shardwise.doctor.diagnosis import Diagnosis, RankDiagnosis, look, measured_cluster
 from shardwise.prediction.cluster_file import text_of
 
 MOST_BYTES: Final = 2**24  # of a message
@@ -35,11 +33,13 @@ def examine(world: World, mesh: Mesh, most_bytes: int, *, devices: bool = False)
     """
     world = world.on(mesh)
     axes = [world.axis(name) for name, size in mesh.axes if size > 1]
-    sizes = [numel for numel in timing.SIZES if 4 * numel <= most_bytes] or timing.SIZES[:1]
+    sizes = [numel for numel in collectives.SIZES if 4 * numel <= most_bytes] or collectives.SIZES[
+        :1
+    ]
     return RankDiagnosis(
         look(),
-        {axis.name: collective_checks.check(axis, world.device) for axis in axes},
-        [one for axis in axes for one in timing.measure(axis, world.device, sizes)],
+        {axis.name: collectives.check(axis, world.device) for axis in axes},
+        [one for axis in axes for one in collectives.measure(axis, world.device, sizes)],
         link_times.pairs(world.everyone, world.device) if world.size > 1 else {},
         measure_device(world) if devices else None,
     )

@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwise.comm import move
 from shardwise.comm.world import Axis, World, alone
 from shardwise.core.plan.plan import Plan
-from shardwise.doctor.timing import lower_quartile
+from shardwise.doctor.collectives import lower_quartile
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
 from shardwise.engine.predict import predict_with

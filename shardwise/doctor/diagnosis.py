@@ -1,16 +1,91 @@
-"""The combined findings of all ranks: failures, warnings and text."""
+"""The findings of all ranks: machines, failures, warnings, text, and the cluster they measured."""
 
+import os
+import platform
+import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
+import torch
+from torch.cuda import nccl
+
+import shardwise
+from shardwise.comm.backends import available_backends
 from shardwise.comm.link_times import slow_ranks
+from shardwise.comm.start.hosts import host_number
 from shardwise.comm.tiers.disk_bandwidth import DiskBandwidth
-from shardwise.doctor.device_speed import DeviceSpeed
-from shardwise.doctor.machine import Machine
-from shardwise.doctor.timing import Fit, Timing, fits, slowest
+from shardwise.comm.tiers.host_memory import free_bytes, limit_bytes
+from shardwise.core.errors import bad
+from shardwise.core.plan.plan import Plan
+from shardwise.doctor.collectives import Fit, Timing, fits, slowest
+from shardwise.doctor.device_speed import DeviceSpeed, median_device
+from shardwise.prediction.cluster import (
+    Cluster,
+    CollectiveSpeed,
+    Derating,
+    Device,
+    DiskSpeed,
+    LinkSpeed,
+)
+from shardwise.prediction.time.network import Network
 
-GIB = 2**30
+GIB: Final = 2**30
+_LEAST_S: Final = 1e-7  # of a latency: times that do not grow with the size of a short message
+_FREE: Final = LinkSpeed(latency_s=0.0, bytes_per_s=1e15)  # between the ranks of a world of one
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that PyTorch sees."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine, seen from one process."""
+
+    host: str
+    host_number: int
+    cores: int
+    threads: int  # of torch in this process
+    memory_bytes: int
+    free_bytes: int
+    gpus: tuple[Gpu, ...]
+    backends: tuple[str, ...]
+    versions: tuple[tuple[str, str], ...]
+
+
+def look() -> Machine:
+    """This machine."""
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    memory_bytes = limit_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return Machine(
+        host=socket.gethostname(),
+        host_number=host_number(),
+        cores=len(os.sched_getaffinity(0)),
+        threads=torch.get_num_threads(),
+        memory_bytes=memory_bytes,
+        free_bytes=int(min(memory_bytes, free_bytes())),
+        gpus=tuple(Gpu(each.name, each.total_memory) for each in properties),
+        backends=available_backends(),
+        versions=versions(),
+    )
+
+
+def versions() -> tuple[tuple[str, str], ...]:
+    """The versions that must be equal on all ranks."""
+    found = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "shardwise": shardwise.__version__,
+    }
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        found["nccl"] = ".".join(map(str, nccl.version()))
+    return tuple(found.items())
 
 
 @dataclass(frozen=True)
@@ -86,36 +161,34 @@ class Diagnosis:
         return found
 
     def _versions(self) -> list[str]:
-        mine = dict(self.findings[0].machine.versions)
-        found: list[str] = []
-        for rank, finding in enumerate(self.findings):
-            theirs = dict(finding.machine.versions)
-            different = [
-                f"{name} {theirs.get(name, 'missing')} instead of {mine.get(name, 'missing')}"
-                for name in dict.fromkeys([*mine, *theirs])
-                if mine.get(name) != theirs.get(name)
-            ]
-            if different:
-                host = finding.machine.host
-                found.append(f"rank {rank} ({host}) has {', '.join(different)} on rank 0")
-        return found
+        machines = [finding.machine for finding in self.findings]
+        other = [
+            r for r, machine in enumerate(machines) if machine.versions != machines[0].versions
+        ]
+        if not other:
+            return []
+        listed = {f"{name} {version}" for r in other for name, version in machines[r].versions}
+        apart = sorted(listed - {f"{name} {version}" for name, version in machines[0].versions})
+        ranks = ", ".join(f"{rank} ({machines[rank].host})" for rank in other)
+        return [f"rank {ranks}: other versions than on rank 0: {', '.join(apart) or 'missing'}"]
 
     def _slow(self) -> list[str]:
         seconds = {way: s for finding in self.findings for way, s in finding.pair_s.items()}
-        return [
-            f"rank {rank} ({self.findings[rank].machine.host}) has a slow link: 1 MiB there "
-            f"and back with each partner takes at least {link.times:.1f} times as long as between "
-            "others"
+        named = ", ".join(
+            f"{rank} ({self.findings[rank].machine.host}, {link.times:.1f} times)"
             for rank, link in slow_ranks(seconds).items()
-        ]
+        )
+        text = "a slow link: 1 MiB there and back takes so many times as long as between others"
+        return [f"rank {named}: {text}"] if named else []
 
     def _poor(self) -> list[str]:
-        return [
-            f"{fit.collective} on axis {fit.axis}: its times are {fit.residual:.0%} off the line, "
-            "so the machine was busy, or another network is used for long messages"
+        named = ", ".join(
+            f"{fit.collective} on axis {fit.axis} ({fit.residual:.0%})"
             for fit in self.fits
             if fit.residual > 0.5
-        ]
+        )
+        why = "the machine was busy, or another network is used for long messages"
+        return [f"times off the line: {named}; {why}"] if named else []
 
     def object(self) -> dict[str, Any]:
         """The object that `--json` prints."""
@@ -159,14 +232,6 @@ class Diagnosis:
             f"  GPU {i}: {gpu.name}, {gpu.memory_bytes / GIB:.1f} GiB"
             for i, gpu in enumerate(machine.gpus)
         ] or ["  no GPU"]
-        if machine.links:
-            lines.append("  links " + "".join(f"{f'GPU{i}':>6}" for i in range(len(machine.links))))
-            lines += [
-                f"  GPU{i:<3}" + "".join(f"{link:>6}" for link in row)
-                for i, row in enumerate(machine.links)
-            ]
-        elif machine.gpus:
-            lines.append("  links unknown: install nvidia-ml-py")
         return "\n".join(lines)
 
     def _table(self) -> str:
@@ -178,3 +243,86 @@ class Diagnosis:
                 f"{fit.residual:9.1%}"
             )
         return "\n".join(lines) if len(lines) > 1 else "one rank: no link to measure"
+
+
+def measured_cluster(found: Diagnosis) -> Cluster:
+    """The cluster that `shardwise predict --cluster FILE` reads.
+
+    Devices are the median over ranks. Links are the line of `send`, of an axis within a host and of
+    one across hosts; collectives are their lines, relative to what such links would take.
+
+    Raises InputError for hosts none of whose links inside were measured.
+    """
+    hosts = list(found.hosts.values())
+    local = max(map(len, hosts))
+    inside, between = _links(found, hosts)
+    if inside is None and local > 1:
+        given = f"--save on {len(hosts)} hosts with the mesh '{found.mesh}'"
+        instead = f"--mesh 'dp{len(hosts)} tp{local}'"
+        raise bad(given, "a mesh with an axis within the hosts, and one across them", instead)
+    inside = inside or between or _FREE
+    cluster = Cluster(
+        devices_per_host=local,
+        hosts=len(hosts),
+        device=_device(found, local),
+        inside=inside,
+        between=between or inside,
+        host_link=_host_link(found),
+        disk=None
+        if found.disk is None
+        else DiskSpeed(
+            read_bytes_per_s=found.disk.read_bytes_per_s,
+            write_bytes_per_s=found.disk.write_bytes_per_s,
+        ),
+        derating=Derating(products=1.0, memory=1.0, links=1.0),
+    )
+    network = Network(cluster, Plan.parse(found.mesh), 0)
+    collectives = {
+        fit.collective: CollectiveSpeed(
+            latency=max(_LEAST_S, fit.latency_s) / network.latency_s(fit.axis, fit.collective),
+            rate=(fit.bytes_per_s or _FREE.bytes_per_s) / network.rate(fit.axis, fit.collective),
+        )
+        for fit in reversed(found.fits)  # of several axes the first one counts
+    }
+    return cluster.model_copy(update={"collectives": collectives})
+
+
+def _links(found: Diagnosis, hosts: list[list[int]]) -> tuple[LinkSpeed | None, LinkSpeed | None]:
+    """The link within a host, and that between hosts."""
+    mesh, host_of = Plan.parse(found.mesh).mesh, {r: n for n, own in enumerate(hosts) for r in own}
+    links: dict[bool, LinkSpeed] = {}
+    for fit in (fit for fit in found.fits if fit.collective == "send"):
+        crosses = len({host_of[rank] for rank in mesh.line(fit.axis, 0)}) > 1
+        links.setdefault(crosses, _link(fit))
+    return links.get(False), links.get(True)
+
+
+def _link(fit: Fit) -> LinkSpeed:
+    rate = fit.bytes_per_s or _FREE.bytes_per_s
+    return LinkSpeed(latency_s=max(_LEAST_S, fit.latency_s), bytes_per_s=rate)
+
+
+def _device(found: Diagnosis, local: int) -> Device:
+    """The device of a rank; ranks on processors share their host's memory."""
+    machine = found.findings[0].machine
+    speed = median_device([each.device for each in found.findings if each.device is not None])
+    gpu = machine.gpus[0] if speed.kind == "cuda" else None
+    return Device(
+        name="cpu" if gpu is None else gpu.name,
+        memory_bytes=machine.memory_bytes // local if gpu is None else gpu.memory_bytes,
+        memory_bytes_per_s=speed.memory_bytes_per_s,
+        launch_s=speed.launch_s,
+        step_s=speed.step_s,
+        peak_flops={name: max(r for _, r in pairs) for name, pairs in speed.products.items()},
+        asynchronous=gpu is not None,
+        overlap=speed.overlap,
+        products={name: tuple(pairs) for name, pairs in speed.products.items()},
+    )
+
+
+def _host_link(found: Diagnosis) -> LinkSpeed | None:
+    device = found.findings[0].device
+    if device is None or device.host_link is None:
+        return None
+    latency_s, rate = device.host_link
+    return LinkSpeed(latency_s=latency_s, bytes_per_s=rate)

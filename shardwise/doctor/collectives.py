@@ -1,7 +1,17 @@
-"""The time of collectives by size, and the fitted line: latency + bytes / bandwidth.
+"""Checks the collectives that a step uses, and fits a line to their times by size.
 
-The bytes are those of the ledger, so the bandwidths of different collectives can be compared.
-(Hockney's model, "The communication challenge for MPP", 1994.)
+Rank r of n holds [0, 1, ..., n-1] + r.
+
+    n = 4     rank 0  0 1 2 3        all-reduce         6 10 14 18   on every rank
+              rank 1  1 2 3 4        reduce-scatter     6 | 10 | 14 | 18
+              rank 2  2 3 4 5        all-gather         0 1 2 3  1 2 3 4  2 3 4 5  3 4 5 6
+              rank 3  3 4 5 6        broadcast from 3   3 4 5 6
+
+All-to-all of these would return each rank its own vector, so there rank r holds
+[0, 1, ..., n-1] + 10 r, and gets [r, 10 + r, 20 + r, ...].
+
+A time is latency + bytes / bandwidth, with the bytes of the ledger, so that the bandwidths of
+different collectives can be compared (Hockney, "The communication challenge for MPP", 1994).
 """
 
 import time
@@ -16,6 +26,83 @@ from torch import Tensor
 from shardwise.comm import move
 from shardwise.comm.link_times import settle
 from shardwise.comm.world import Axis
+
+
+@dataclass(frozen=True)
+class Example:
+    """The example on this rank: its own vector `x`, and the vectors of all ranks as rows."""
+
+    axis: Axis
+    x: Tensor
+    everyone: Tensor
+
+    @classmethod
+    def on(cls, axis: Axis, device: torch.device) -> "Example":
+        """The example on the ranks of `axis`."""
+        first = torch.arange(axis.size, dtype=torch.float64, device=device)
+        return cls(axis, first + axis.rank, first + first.unsqueeze(1))
+
+    @property
+    def sums(self) -> Tensor:
+        """[6, 10, 14, 18] of four ranks."""
+        return self.everyone.sum(0)
+
+
+Found = tuple[Tensor, Tensor]
+Check = Callable[[Example], Found]
+
+
+def _mine(e: Example, whole: Tensor) -> Tensor:
+    return whole[e.axis.rank : e.axis.rank + 1]
+
+
+def _exchanged(e: Example) -> Found:
+    n, rank = e.axis.size, e.axis.rank
+    first = torch.arange(n, dtype=torch.float64, device=e.x.device)
+    ones = [1] * n
+    return move.all_to_all(first + 10 * rank, e.axis, ones, ones), 10 * first + rank
+
+
+def _to_next(x: Tensor, axis: Axis) -> Tensor:
+    """Each rank sends to the next, and the last to the first."""
+    n, rank = axis.size, axis.rank
+    sending = move.begin_send(x, axis, (rank + 1) % n)
+    out = torch.empty_like(x)
+    move.begin_receive(out, axis, (rank - 1) % n).wait()
+    sending.wait()
+    return out
+
+
+CHECKS: Final[dict[str, Check]] = {
+    "all_reduce": lambda e: (move.all_reduce(e.x.clone(), e.axis), e.sums),
+    "reduce_scatter": lambda e: (move.reduce_scatter(e.x, e.axis), _mine(e, e.sums)),
+    "all_gather": lambda e: (torch.stack(move.all_gather(e.x, e.axis)), e.everyone),
+    "all_to_all": _exchanged,
+    "broadcast": lambda e: (
+        move.broadcast(e.x.clone(), e.axis, e.axis.size - 1),
+        e.everyone[-1],
+    ),
+    "send and receive": lambda e: (
+        _to_next(e.x, e.axis),
+        e.everyone[(e.axis.rank - 1) % e.axis.size],
+    ),
+}
+
+
+def check(axis: Axis, device: torch.device) -> dict[str, str]:
+    """Make every check on `axis`; returns by name the problem, or ""."""
+    example = Example.on(axis, device)
+    return {name: _verdict(one, example) for name, one in CHECKS.items()}
+
+
+def _verdict(one: Check, example: Example) -> str:
+    found, wanted = one(example)
+    if torch.equal(found, wanted):
+        return ""
+    return f"gave {found.tolist()} instead of {wanted.tolist()}"
+
+
+# --- times --------------------------------------------------------------------------------
 
 #: Elements (fp32) of a rank's tensor: 4 KiB to 16 MiB.
 SIZES: Final = tuple(2**power for power in range(10, 23, 2))
@@ -55,13 +142,6 @@ def _all_gather(x: Tensor, axis: Axis) -> object:
     return move.all_gather(x, axis)
 
 
-def _around(x: Tensor, axis: Axis) -> None:
-    n, rank = axis.size, axis.rank
-    sending = move.begin_send(x, axis, (rank + 1) % n)
-    move.begin_receive(torch.empty_like(x), axis, (rank - 1) % n).wait()
-    sending.wait()
-
-
 def _exchange(x: Tensor, axis: Axis) -> object:
     counts = [len(x) // axis.size] * axis.size
     return move.all_to_all(x[: sum(counts)], axis, counts, counts)
@@ -74,7 +154,7 @@ TIMED: Final[dict[str, Callable[[Tensor, Axis], object]]] = {
     "all_gather": _all_gather,
     "all_to_all": _exchange,
     "broadcast": move.broadcast,
-    "send": _around,
+    "send": _to_next,
 }
 
 
