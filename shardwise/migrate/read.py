@@ -12,7 +12,7 @@ from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
 from shardwise.core.tools.user_files import read_text
-from shardwise.migrate.systems import ACCELERATE, DEEPSPEED, TORCHTITAN, Key, System
+from shardwise.migrate.systems import ACCELERATE, DEEPSPEED, TORCHTITAN, Meaning, System
 from shardwise.techniques.offload.word import share_text
 from shardwise.train.config import build
 
@@ -198,7 +198,7 @@ def _carried(draft: Draft, system: System, name: str, value: Any) -> str:
     return draft.set(key.target, value) if value is not None else ""
 
 
-def _translated(key: Key, value: Any) -> tuple[str, Any]:
+def _translated(key: Meaning, value: Any) -> tuple[str, Any]:
     """The value here, and ""; or what is allowed, and the value as it is."""
     if key.values is not None:
         said = value.lower() if isinstance(value, str) else value

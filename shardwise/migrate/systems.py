@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 
-class Key(NamedTuple):
+class Meaning(NamedTuple):
     """What a key of another system means here."""
 
     target: str
@@ -27,7 +27,7 @@ class System(NamedTuple):
     """Another system: its keys, and what it does without them, where we do otherwise."""
 
     name: str
-    keys: Mapping[str, Key]
+    keys: Mapping[str, Meaning]
     defaults: Callable[[Values], dict[str, Any]]
 
 
@@ -45,19 +45,19 @@ def _on(value: Any) -> dict[Any, Any]:
     return {True: value, False: None}
 
 
-def _sections(section: str, keys: Mapping[str, Key], prefix: str = "") -> dict[str, Key]:
+def _sections(section: str, keys: Mapping[str, Meaning], prefix: str = "") -> dict[str, Meaning]:
     return {f"{section}.{prefix}{name}": key for name, key in keys.items()}
 
 
 # --- DeepSpeed ---------------------------------------------------------------------------------
 
 _ZERO: Final = {
-    "stage": Key("row", STAGES),
-    "offload_optimizer.device": Key("offload", PLACES),
-    "offload_optimizer.ratio": Key("offload_share"),
-    "offload_optimizer.nvme_path": Key("offload.folder"),
-    "offload_param.device": Key("offload_param", PLACES),
-    "offload_param.nvme_path": Key("offload.folder"),
+    "stage": Meaning("row", STAGES),
+    "offload_optimizer.device": Meaning("offload", PLACES),
+    "offload_optimizer.ratio": Meaning("offload_share"),
+    "offload_optimizer.nvme_path": Meaning("offload.folder"),
+    "offload_param.device": Meaning("offload_param", PLACES),
+    "offload_param.nvme_path": Meaning("offload.folder"),
 }
 _SCHEDULES: Final = {
     "warmuplr": "constant",
@@ -85,22 +85,22 @@ DEEPSPEED: Final = System(
     "DeepSpeed",
     {
         **_sections("zero_optimization", _ZERO),
-        "fp16.enabled": Key("precision", _on("fp16")),
-        "bf16.enabled": Key("precision", _on("bf16")),
-        "gradient_accumulation_steps": Key("accumulate"),
-        "train_batch_size": Key("train.batch"),
-        "gradient_clipping": Key("train.clip"),
-        "optimizer.type": Key("train.optimizer", OPTIMIZERS),
-        "optimizer.params.lr": Key("train.lr"),
-        "optimizer.params.weight_decay": Key("train.weight_decay"),
-        "optimizer.params.betas": Key("train.betas"),
-        "scheduler.type": Key("train.decay", _SCHEDULES),
-        "scheduler.params.warmup_max_lr": Key("train.lr"),
-        "scheduler.params.warmup_num_steps": Key("train.warmup"),
-        "scheduler.params.total_num_steps": Key("train.steps"),
-        "scheduler.params.cos_min_ratio": Key("train.final"),
-        "tensor_parallel.autotp_size": Key("tp"),
-        "sequence_parallel_size": Key("ulysses"),
+        "fp16.enabled": Meaning("precision", _on("fp16")),
+        "bf16.enabled": Meaning("precision", _on("bf16")),
+        "gradient_accumulation_steps": Meaning("accumulate"),
+        "train_batch_size": Meaning("train.batch"),
+        "gradient_clipping": Meaning("train.clip"),
+        "optimizer.type": Meaning("train.optimizer", OPTIMIZERS),
+        "optimizer.params.lr": Meaning("train.lr"),
+        "optimizer.params.weight_decay": Meaning("train.weight_decay"),
+        "optimizer.params.betas": Meaning("train.betas"),
+        "scheduler.type": Meaning("train.decay", _SCHEDULES),
+        "scheduler.params.warmup_max_lr": Meaning("train.lr"),
+        "scheduler.params.warmup_num_steps": Meaning("train.warmup"),
+        "scheduler.params.total_num_steps": Meaning("train.steps"),
+        "scheduler.params.cos_min_ratio": Meaning("train.final"),
+        "tensor_parallel.autotp_size": Meaning("tp"),
+        "sequence_parallel_size": Meaning("ulysses"),
     },
     _deepspeed_defaults,
 )
@@ -115,38 +115,38 @@ _STRATEGIES: Final = {
     "hybrid_shard_zero2": "hybrid zero2",
 }
 _FSDP: Final = {
-    "sharding_strategy": Key("row", _STRATEGIES),
-    "reshard_after_forward": Key("row", {True: "zero3", False: "zero2", **_STRATEGIES}),
-    "activation_checkpointing": Key("recompute", _on("full")),
-    "offload_params": Key("offload_param", PLACES),
+    "sharding_strategy": Meaning("row", _STRATEGIES),
+    "reshard_after_forward": Meaning("row", {True: "zero3", False: "zero2", **_STRATEGIES}),
+    "activation_checkpointing": Meaning("recompute", _on("full")),
+    "offload_params": Meaning("offload_param", PLACES),
 }
 _MEGATRON: Final = {
-    "tp_degree": Key("tp"),
-    "pp_degree": Key("pp"),
-    "context_parallel_size": Key("cp"),
-    "expert_model_parallel_size": Key("ep"),
-    "num_micro_batches": Key("microbatches"),
-    "sequence_parallelism": Key("sp", SWITCH),
-    "recompute_activations": Key("recompute", _on("selective")),
-    "recompute_granularity": Key("recompute", RECOMPUTE),
-    "use_distributed_optimizer": Key("row", {True: "zero1", False: "ddp"}),
-    "optimizer_cpu_offload": Key("offload", PLACES),
-    "gradient_clipping": Key("train.clip"),
+    "tp_degree": Meaning("tp"),
+    "pp_degree": Meaning("pp"),
+    "context_parallel_size": Meaning("cp"),
+    "expert_model_parallel_size": Meaning("ep"),
+    "num_micro_batches": Meaning("microbatches"),
+    "sequence_parallelism": Meaning("sp", SWITCH),
+    "recompute_activations": Meaning("recompute", _on("selective")),
+    "recompute_granularity": Meaning("recompute", RECOMPUTE),
+    "use_distributed_optimizer": Meaning("row", {True: "zero1", False: "ddp"}),
+    "optimizer_cpu_offload": Meaning("offload", PLACES),
+    "gradient_clipping": Meaning("train.clip"),
 }
 _AXES: Final = {
-    "dp_replicate_size": Key("dp_replicate"),
-    "dp_shard_size": Key("dp_shard"),
-    "tp_size": Key("tp"),
-    "cp_size": Key("cp"),
-    "sp_size": Key("ulysses"),
+    "dp_replicate_size": Meaning("dp_replicate"),
+    "dp_shard_size": Meaning("dp_shard"),
+    "tp_size": Meaning("tp"),
+    "cp_size": Meaning("cp"),
+    "sp_size": Meaning("ulysses"),
 }
 _PLUGIN: Final = {
-    "zero_stage": Key("row", STAGES),
-    "gradient_accumulation_steps": Key("accumulate"),
-    "gradient_clipping": Key("train.clip"),
-    "offload_optimizer_device": Key("offload", PLACES),
-    "offload_optimizer_nvme_path": Key("offload.folder"),
-    "offload_param_device": Key("offload_param", PLACES),
+    "zero_stage": Meaning("row", STAGES),
+    "gradient_accumulation_steps": Meaning("accumulate"),
+    "gradient_clipping": Meaning("train.clip"),
+    "offload_optimizer_device": Meaning("offload", PLACES),
+    "offload_optimizer_nvme_path": Meaning("offload.folder"),
+    "offload_param_device": Meaning("offload_param", PLACES),
 }
 
 
@@ -166,13 +166,13 @@ def _accelerate_defaults(values: Values) -> dict[str, Any]:
 ACCELERATE: Final = System(
     "accelerate",
     {
-        "num_processes": Key("processes"),
-        "num_machines": Key("hosts"),
-        "mixed_precision": Key(
+        "num_processes": Meaning("processes"),
+        "num_machines": Meaning("hosts"),
+        "mixed_precision": Meaning(
             "precision", {"no": "fp32", False: "fp32", "fp16": "fp16", "bf16": "bf16"}
         ),
-        "gradient_accumulation_steps": Key("accumulate"),
-        "use_cpu": Key("run.device", _on("cpu")),
+        "gradient_accumulation_steps": Meaning("accumulate"),
+        "use_cpu": Meaning("run.device", _on("cpu")),
         **_sections("fsdp_config", _FSDP, "fsdp_"),
         **_sections("deepspeed_config", _PLUGIN),
         **_sections("megatron_lm_config", _MEGATRON, "megatron_lm_"),
@@ -184,16 +184,16 @@ ACCELERATE: Final = System(
 # --- torchtitan --------------------------------------------------------------------------------
 
 _PARALLELISM: Final = {
-    "data_parallel_replicate_degree": Key("dp_replicate"),
-    "data_parallel_shard_degree": Key("dp_shard"),
-    "fsdp_reshard_after_forward": Key(
+    "data_parallel_replicate_degree": Meaning("dp_replicate"),
+    "data_parallel_shard_degree": Meaning("dp_shard"),
+    "fsdp_reshard_after_forward": Meaning(
         "row", {"always": "zero3", "never": "zero2", "default": "default"}
     ),
-    "tensor_parallel_degree": Key("tp"),
-    "context_parallel_degree": Key("cp"),
-    "expert_parallel_degree": Key("ep"),
-    "pipeline_parallel_degree": Key("pp"),
-    "pipeline_parallel_schedule": Key(
+    "tensor_parallel_degree": Meaning("tp"),
+    "context_parallel_degree": Meaning("cp"),
+    "expert_parallel_degree": Meaning("ep"),
+    "pipeline_parallel_degree": Meaning("pp"),
+    "pipeline_parallel_schedule": Meaning(
         "schedule",
         {
             "gpipe": "gpipe",
@@ -237,25 +237,25 @@ TORCHTITAN: Final = System(
     "torchtitan",
     {
         **_sections("parallelism", _PARALLELISM),
-        "training.steps": Key("train.steps"),
-        "training.seq_len": Key("model.sequence"),
-        "training.max_norm": Key("train.clip"),
-        "training.global_batch_size": Key("train.batch"),
-        "training.mixed_precision_param": Key(
+        "training.steps": Meaning("train.steps"),
+        "training.seq_len": Meaning("model.sequence"),
+        "training.max_norm": Meaning("train.clip"),
+        "training.global_batch_size": Meaning("train.batch"),
+        "training.mixed_precision_param": Meaning(
             "precision", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
         ),
-        "training.enable_cpu_offload": Key("offload_param", PLACES),
-        "optimizer.name": Key("train.optimizer", OPTIMIZERS),
-        "optimizer.lr": Key("train.lr"),
-        "optimizer.weight_decay": Key("train.weight_decay"),
-        "lr_scheduler.warmup_steps": Key("train.warmup"),
-        "lr_scheduler.decay_type": Key("train.decay", {"linear": "linear", "cosine": "cosine"}),
-        "lr_scheduler.min_lr_factor": Key("train.final"),
-        "activation_checkpoint.mode": Key("recompute", RECOMPUTE),
-        "checkpoint.enable": Key("train.save_every", _NEVER),
-        "checkpoint.interval": Key("train.save_every"),
-        "validation.enable": Key("train.eval_every", _NEVER),
-        "validation.freq": Key("train.eval_every"),
+        "training.enable_cpu_offload": Meaning("offload_param", PLACES),
+        "optimizer.name": Meaning("train.optimizer", OPTIMIZERS),
+        "optimizer.lr": Meaning("train.lr"),
+        "optimizer.weight_decay": Meaning("train.weight_decay"),
+        "lr_scheduler.warmup_steps": Meaning("train.warmup"),
+        "lr_scheduler.decay_type": Meaning("train.decay", {"linear": "linear", "cosine": "cosine"}),
+        "lr_scheduler.min_lr_factor": Meaning("train.final"),
+        "activation_checkpoint.mode": Meaning("recompute", RECOMPUTE),
+        "checkpoint.enable": Meaning("train.save_every", _NEVER),
+        "checkpoint.interval": Meaning("train.save_every"),
+        "validation.enable": Meaning("train.eval_every", _NEVER),
+        "validation.freq": Meaning("train.eval_every"),
     },
     _torchtitan_defaults,
 )
