@@ -413,11 +413,11 @@ LOSSES: dict[str, tuple[LossOf, Make, tuple[str, ...]]] = {
 
 def trained(world: World, name: str, plan: str, inside: bool) -> tuple[list[float], Any]:
     """Three steps and evaluations, built and evaluated in inference mode or outside of it."""
-    loss, make_plain, _ = LOSSES[name]
+    loss, model = LOSSES[name][0], LOSSES[name][1]()
     options: dict[str, Any] = {"optimizer": sw.SGD(lr=0.1), "least_unit_bytes": 0}
     options |= {"units": Block} if name.startswith("gives") else {}
     with torch.inference_mode(inside):
-        engine = sw.parallelize(make_plain(), f"{plan} fp64", world, loss=loss, **options)
+        engine = sw.parallelize(model, f"{plan} fp64", world, loss=loss, **options)
     losses = list[float]()
     for step in range(3):
         losses.append(engine.step(rows(step, engine.data_rank)).loss)

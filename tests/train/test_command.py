@@ -148,7 +148,7 @@ def test_help_says_how_options_are_given(capsys: Capture) -> None:
     said = " ".join(printed(capsys, "train", "--help").split())
     assert "<bool>" not in said + printed(capsys, "--help")
     assert "Can be given several times." in said
-    assert said.count("run in run.folder") == 2
+    assert said.count("run in run.folder") == 1
 
 
 def test_the_words_are_printed(capsys: Capture) -> None:
