@@ -56,7 +56,7 @@ OWN = [
 ]
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("plan", "name"), OWN)
 def test_tables_of_ones_own_train(plan: str, name: str):
     """Biases, packed weights, recomputation, frozen parts, keys that ranks share: as one process.

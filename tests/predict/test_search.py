@@ -91,6 +91,7 @@ def exhaustive() -> dict[str, tuple[float, int]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("memory_bytes", [AMPLE, ROOM])
 def test_the_choice_is_the_best_of_all_plans(memory_bytes: int) -> None:
     """The first plan has the least time of all plans of the task that fit, each predicted alone."""
@@ -102,6 +103,7 @@ def test_the_choice_is_the_best_of_all_plans(memory_bytes: int) -> None:
     assert fitting[str(best.plan)] == best.seconds
 
 
+@pytest.mark.full
 def test_a_search_predicts_what_predict_does() -> None:
     """The time and the peak of each ranked plan are those of its own recorded pass."""
     ranked = searched(ROOM).ranked

@@ -275,8 +275,10 @@ def names(folder: Path) -> list[str]:
 
 def shown(world: World, given: config.Config) -> str:
     """Train; what is shown. No thread outlives the run."""
+    before = {*threading.enumerate()}
     text = runs.shown(world, given)
-    assert not [each for each in threading.enumerate() if each.name.startswith("shardwise-")]
+    begun = {*threading.enumerate()} - before
+    assert not [each for each in begun if each.name.startswith("shardwise-")]
     return text
 
 
