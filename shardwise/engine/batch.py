@@ -8,7 +8,6 @@
 Tensors are found wherever they are: in containers, and in attributes of objects (core/tools/tree).
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,7 +20,6 @@ from shardwise.comm.world import Axis, World
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.tree import leaves, mapped, paths
-from shardwise.techniques.data.same_on_ranks import SameOnRanks
 
 #: Rows of a stand-in: batch normalisation needs more than one.
 STAND_IN_ROWS = 2
@@ -151,18 +149,6 @@ def few_rows(batch: Any, count: Count | None, microbatches: int) -> int:
     """The rows of a batch that has some, but fewer than there are microbatches; else 0."""
     found = rows(batch, count) if microbatches > 1 else 0
     return found if found < microbatches else 0
-
-
-def warn_of_few(found: int, microbatches: int, same: SameOnRanks, ranks: int) -> None:
-    """Print that this rank has few rows in the first step, as so many ranks have; if all, once."""
-    copies = any(axis.rank for axis in (*same.others, *same.batches))
-    rank = same.data_rank()
-    if found and not copies and (ranks < same.data_ranks or not rank):
-        print(
-            f"shardwise: data rank {rank} has {found} rows, fewer than its {microbatches} "
-            f"microbatches, of which some are empty. Write accumulate:{found}, or pass more rows.",
-            file=sys.stderr,
-        )
 
 
 def _part(x: Any, *, k: int, parts: int) -> Any:

@@ -238,7 +238,7 @@ class Engine:
             summed = share_sums(batch, own, self.consensus, warns=warns)
         shares.require_counted(summed[1], refused)
         shares.require_equal_lists(batch, summed[2:4], self.plan.data_size)
-        shares.warn_of_few(few, self.microbatches, self.consensus.same, int(summed[4]))
+        self.consensus.same.warn_of_few(few, self.microbatches, int(summed[4]))
         self.shares_compared = True
 
     def _settle(self, summed: Tensor, count: float, arriving: Iterator[Unit]) -> StepResult:

@@ -28,6 +28,7 @@ axes a second such sum is in the message with which they agree on the loss or th
 """
 
 import math
+import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -240,6 +241,18 @@ class SameOnRanks:
     @property
     def data_ranks(self) -> int:
         return math.prod(axis.size for axis in self.axes)
+
+    def warn_of_few(self, found: int, microbatches: int, ranks: int) -> None:
+        """Print that this rank has few rows, as so many `ranks` have; if all of them, once."""
+        copies = any(axis.rank for axis in (*self.others, *self.batches))
+        rank = self.data_rank()
+        if found and not copies and (ranks < self.data_ranks or not rank):
+            print(
+                f"shardwise: data rank {rank} has {found} rows, fewer than its {microbatches} "
+                "microbatches, of which some are empty. "
+                f"Write accumulate:{found}, or pass more rows.",
+                file=sys.stderr,
+            )
 
     def data_rank(self, axis: Axis | None = None, ahead: int = 0) -> int:
         """The place of this rank among the data ranks, or of one `ahead` of it on an axis."""
