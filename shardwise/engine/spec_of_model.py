@@ -221,17 +221,21 @@ def _with_table(
     heads = _heads(tensors, tensor_world(plan, rank).axis(TENSOR))
     runs = by_shape(parts, lambda part: record(part, heads))
 
-    def on(rank: int, part: Any = parts[0]) -> ModelPass:
+    def on(rank: int, part: Any) -> ModelPass:
         laid_out = on_tensor_axis(plain, plan, rank, table)
         return taped(runs[0], laid_out, call, part)
 
-    found: dict[str, Any] = {"tensors": replace(tensors, runs=runs), "run": on(rank)}
-    found |= {"expert_moves": tuple(run.moves for run in runs)}
-    if plan.cp > 1:
-        found |= {"row_gathers": by_shape(parts, lambda part: on(rank, part).rows)}
-    found |= {"tapes": by_shape(parts, lambda part: on(rank, part).tape) if spec.on_host else ()}
-    spec, kinds = replace(spec, **found), dict(spec.recomputed)
-    widest = replace(spec, run=on(0)) if recompute_budget(plan.recompute) else spec
+    every = by_shape(parts if plan.cp > 1 or spec.on_host else parts[:1], partial(on, rank))
+    spec = replace(
+        spec,
+        run=every[0],
+        tensors=replace(tensors, runs=runs),
+        expert_moves=tuple(run.moves for run in runs),
+        row_gathers=tuple(run.rows for run in every) if plan.cp > 1 else spec.row_gathers,
+        tapes=tuple(run.tape for run in every) if spec.on_host else (),
+    )
+    kinds = dict(spec.recomputed)
+    widest = replace(spec, run=on(0, parts[0])) if recompute_budget(plan.recompute) else spec
     return replace(spec, recomputed=recomputed_kinds(widest, plan, kinds))
 
 

@@ -102,7 +102,7 @@ class Meter(TorchDispatchMode):
             if self.peaks:
                 self._look()
             else:
-                self._claim(self._gradients())
+                self._claim_gradients()
         return made
 
     # --- results ------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Meter(TorchDispatchMode):
         """Track the results of an operation."""
         place = None
         for leaf in pytree.tree_leaves(made):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            if _is_strided(leaf):
                 known = leaf.untyped_storage()._cdata in self.storages
                 if not known and not self._elsewhere(leaf, args):
                     place = place or MeterKey(ACTIVATIONS, self._running(), self._tier(args))
@@ -157,16 +157,9 @@ class Meter(TorchDispatchMode):
 
         That is the batch, or what another rank in this process sends.
         """
-        key = x.untyped_storage()._cdata
-        strided = (
-            y
-            for y in pytree.tree_leaves(args)
-            if isinstance(y, Tensor) and y.layout == torch.strided
-        )
-        return (
-            any(y.untyped_storage()._cdata == key for y in strided)
-            and self.engine.world.tiers.of(x) == "device"
-        )
+        key, operands = x.untyped_storage()._cdata, filter(_is_strided, pytree.tree_leaves(args))
+        known = any(y.untyped_storage()._cdata == key for y in operands)
+        return known and self.engine.world.tiers.of(x) == "device"
 
     def _look(self) -> None:
         every = self.now()
@@ -220,12 +213,13 @@ class Meter(TorchDispatchMode):
         for category, flat, tensor in memory.owned(self.engine):
             yield MeterKey(PART_OF.get(category, category), unit_of.get(id(flat), "")), tensor
 
-    def _gradients(self) -> Iterator[tuple[MeterKey, Tensor]]:
-        """Gradients that are being made; once reduced, nobody owns what was sent."""
+    def _claim_gradients(self) -> None:
+        """Claim gradients that are being made; once reduced, nobody owns what was sent."""
         for unit in self.engine.data.units.order:
-            for group in unit.trained:
-                for gradient in memory.gradients_of(group):
-                    yield MeterKey("gradients", unit.name), gradient
+            for x in (x for group in unit.trained for x in memory.gradients_of(group)):
+                known = self.storages.get(x.untyped_storage()._cdata)
+                if known is None or known.place.category == ACTIVATIONS:
+                    self._claim([(MeterKey("gradients", unit.name), x)])
 
     def _running(self) -> str:
         """The innermost unit whose forward pass is running; "" in the backward pass."""
@@ -236,3 +230,7 @@ class Meter(TorchDispatchMode):
 def by_category(places: dict[MeterKey, int]) -> dict[str, int]:
     """Bytes by category, 0 for a category without any."""
     return {c: sum(n for place, n in places.items() if place.category == c) for c in METERED}
+
+
+def _is_strided(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout == torch.strided
