@@ -292,6 +292,7 @@ class _Pass:
         """The first half; every rank gets the last stage's output, concatenated along rows."""
         axis = self.staged.axis
         run(self.piped.halves[0], axis, self.work, table=self.table)
+        self.staged.share_buffers(known.trace for known in self.known)
         last = self.staged.schedule.home[-1]
         outs: list[Tensor] = []
         for k, like in enumerate(self.like):

@@ -45,7 +45,7 @@ from tests.engine.tensors import (
     pieces,
     train,
 )
-from tests.engine.zoo import Stack
+from tests.engine.zoo import Buffered, Stack
 from tests.pool import run_threads
 
 SHARED = [
@@ -239,10 +239,13 @@ def states_of(world: World, work: Task, case: Case) -> list[Piece]:
     return pieces(engine.boxes(), "")
 
 
-@pytest.mark.parametrize("word", ["zb-h1:4", "interleaved:4x2"])
-def test_batch_norm_is_of_the_microbatch(word: str):
+@pytest.mark.parametrize(
+    ("word", "make"),
+    [("zb-h1:4", lambda: settled(Buffered())), ("interleaved:4x2", chain(Stack, Normed))],
+)
+def test_statistics_are_of_the_microbatch(word: str, make: Callable[[], nn.Module]):
     """Weights, moments and running statistics are those of one process that accumulates."""
-    normed = rows_task(chain(Stack, Normed), partial(vectors, rows=10))
+    normed = rows_task(make, partial(vectors, rows=10))
     [wanted], found = (
         run_threads(ranks, states_of, normed, Case(f"{plan} fp64", **ADAMW))
         for ranks, plan in ((1, "accumulate:4"), (2, f"pp2 {word}"))

@@ -285,7 +285,9 @@ def dims() -> nn.Module:
 
 
 class Buffered(nn.Module):
-    """Tied weights, a shared module, buffers that are kept and one that is not, a scalar."""
+    """Tied weights, a shared module, a scalar; buffers: a statistic, and one that is not kept."""
+
+    ramp: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,6 +303,8 @@ class Buffered(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.again(self.blocks(self.norm(self.enter(x)))) + self.ramp
+        if self.training:
+            self.ramp.mul_(0.9).add_(y.detach().mean(0))
         return self.leave(y) * self.scale
 
 

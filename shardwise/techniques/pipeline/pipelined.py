@@ -114,6 +114,7 @@ class Pipelined:
             with self._whole_run(), self.stale.running() if self.stale else nullcontext():
                 run(self.staging.schedule, self.staging.axis, work, self.watch)
             self.data.end_run()
+            self.staging.share_buffers(each.trace for each in microbatches)
         if self.stale is None:
             self.data.reduce_last()
         for flat in () if self.trains else self.data.consensus.trained:
@@ -159,6 +160,7 @@ class Pipelined:
         with self._whole_run():
             run(forward_only(self.staging.schedule), self.staging.axis, work)
         self.data.end_run()
+        self.staging.share_buffers([microbatches[0].trace])
         return result.value
 
     def _trace(self, part: Any) -> "_Traced":

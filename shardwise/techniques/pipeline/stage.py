@@ -20,12 +20,13 @@ The trace (tracer.py) lists the events of the forward: calls of layers, and oper
 This costs about 4 us per operation, about 5 us per layer, and nothing inside of a layer.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.tree import leaves, mapped
@@ -256,6 +257,28 @@ class Stage:
                 "layers whose outputs have shapes that follow from those of their inputs",
                 "a start that is not between this layer and the next one that uses its output",
             )
+
+    @contextmanager
+    def writing(self, containers: Sequence[tuple[nn.Module, nn.Module]]) -> Iterator[None]:
+        """At the end, buffers outside of layers have what this stage wrote, or what they had."""
+        tables = [container._buffers for container, _ in containers]
+        before = [dict(table) for table in tables]
+        try:
+            yield
+        finally:
+            for table, old in zip(tables, before, strict=True):
+                self._settle(table, old)
+
+    def _settle(self, table: dict[str, Tensor | None], old: Mapping[str, Tensor | None]) -> None:
+        for key, b in table.items():
+            number = None if b is None else self.seen.number(b)
+            if b is None or number is None or (number in self.here and number not in self.received):
+                continue
+            real = self.received.get(number)
+            if b is not old.get(key):  # assigned, in an earlier stage if it is not received
+                table[key] = old.get(key) if real is None else real.detach()
+            elif real is not None and real is not b:
+                b.data.copy_(real)
 
     def end(self) -> None:
         """Raise InputError if the user's code returned before the end of the stage."""

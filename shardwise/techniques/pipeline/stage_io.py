@@ -55,6 +55,7 @@ class StageTrace:
     trained       values through which gradients flow
     read[s]       parameters of stage s, by number, that are read there outside of layers
     answers       what the forward read from the batch (techniques/pipeline/trace/answers.py)
+    outside       what it writes of buffers outside of layers (trace/outside_buffers.py)
     """
 
     events: tuple[ForwardStep, ...]
@@ -65,6 +66,7 @@ class StageTrace:
     trained: frozenset[int]
     read: tuple[frozenset[int], ...]
     answers: tuple[Any, ...] = ()
+    outside: tuple[Any, ...] = ()
 
 
 def maker(made: Sequence[int], use: int) -> int | None:

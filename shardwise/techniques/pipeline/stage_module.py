@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.move import begin_sum
+from shardwise.comm.move import begin_sum, broadcast
 from shardwise.comm.world import Axis, World, traced
 from shardwise.core.errors import bad
 from shardwise.core.layouts.layouts import stage_layout
@@ -27,6 +27,7 @@ from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine import cut
 from shardwise.techniques.data.wrap_policy import UnitSpec
 from shardwise.techniques.pipeline.partition import calls_of, starts, starts_of_counts
+from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.staged_model import Stages
 from shardwise.techniques.pipeline.trace.placeholders import Calls, layers
 from shardwise.techniques.pipeline.trace.placeholders import twin as twin_of
@@ -85,6 +86,25 @@ class Staging:
             if any(f"{called}.".startswith(f"{known}.") for known in (name, *layer.names)):
                 return self.owners(layer.stages).index(self.axis.rank)
         return self.axis.rank  # every rank has buffers outside of layers
+
+    @torch.no_grad()
+    def share_buffers(self, traces: Iterable[StageTrace]) -> None:
+        """Copy what these forwards wrote to buffers outside of layers to all ranks of the axis."""
+        written = {(b.index, b.key): b for trace in traces for b in trace.outside}
+        for (index, key), buffer in sorted(written.items()):
+            table, source = (
+                self.stages.layers.pairs[index][0]._buffers,
+                self.schedule.home[buffer.stage],
+            )
+            whole = torch.empty_like(buffer.like, device=self.stages.device)
+            if self.axis.rank == source:
+                whole.copy_(table[key])
+            broadcast(whole.view(-1).view(torch.uint8), self.axis, source)
+            old = table.get(key)
+            if old is None or old.shape != whole.shape or old.dtype != whole.dtype:
+                table[key] = whole
+            elif self.axis.rank != source:
+                old.data.copy_(whole)
 
     # --- consensus of the stages --------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from shardwise.techniques.pipeline.stage import Over, Ran, Stage
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.trace.answers import AnswerReplay
 from shardwise.techniques.pipeline.trace.interceptor import Glue, Player, Seen
+from shardwise.techniques.pipeline.trace.outside_buffers import OutsideBuffers
 from shardwise.techniques.pipeline.trace.placeholders import Calls, StageLayers
 from shardwise.techniques.pipeline.trace.tracer import Ask, Tracer
 
@@ -71,14 +72,18 @@ class Stages:
             seen,
             self.device,
             partial(as_on, strict=True),
+            OutsideBuffers(layers.pairs),
             ask,
         )
         with self._twin(follow, seen) as twin:
+            with torch._C.DisableTorchFunction():
+                follow.outside.begin()
             try:
                 call(twin)
             except UNKNOWN as error:
                 raise self._hooked(follow.blame(error)) from error
-        return follow.finish()
+            with torch._C.DisableTorchFunction():
+                return follow.finish(several=len(layers.own_stages) > 1)
 
     def _hooked(self, error: Exception) -> Exception:
         """The error to raise instead of `error`, if hooks on layers may have caused it."""
@@ -137,7 +142,7 @@ class Stages:
         player = Stage(stage, trace, seen, layers.holding(stage))
         player.take(inputs)
         glue, ran = Glue(player, seen, self.device), Ran()
-        with suppress(Over), layers.playing(glue) as model, glue:
+        with suppress(Over), layers.playing(glue) as model, player.writing(layers.pairs), glue:
             try:
                 ran.result = call(model)
             except UNKNOWN as error:

@@ -28,6 +28,8 @@ from shardwise.techniques.pipeline.stage import UNKNOWN
 from shardwise.techniques.pipeline.stage_io import ForwardStep, Spec, StageTrace, crossing, maker
 from shardwise.techniques.pipeline.trace.answers import ASKED, READS, answers, by_numbers, masks
 from shardwise.techniques.pipeline.trace.interceptor import Seen, line, name_of
+from shardwise.techniques.pipeline.trace.outside_buffers import OutsideBuffers
+from shardwise.techniques.pipeline.trace.outside_buffers import storage_of as _storage
 from shardwise.techniques.pipeline.trace.placeholders import Of
 
 META: Final = torch.device("meta")
@@ -61,9 +63,10 @@ class Tracer:
         seen: Seen,
         device: torch.device,
         around: Callable[[torch.device], AbstractContextManager[None]],
+        outside: OutsideBuffers,
         ask: Ask | None = None,
     ) -> None:
-        self.ask = ask
+        self.outside, self.ask = outside, ask
         self.seen, self.count, self.device, self.around = seen, count, device, around
         self.values = [
             TracedValue(origin, stages, x, x.detach(), trained=x.requires_grad)
@@ -93,6 +96,7 @@ class Tracer:
 
     def _check_common(self, x: Tensor, what: Any) -> None:
         """Raise InputError for a tensor that is not a value and differs between ranks."""
+        self.outside.use(x, what, self.stage)
         if x.is_meta:
             raise bad(
                 f"a tensor that {name_of(what)} takes after layer {self.last or '(none)'}, and "
@@ -309,11 +313,16 @@ class Tracer:
         for value in self.values[self.opened :]:
             value.trained = value.meta.requires_grad
         self.opened = len(self.values)
+        self.outside.close(self.stage)
 
     # --- the result ---------------------------------------------------------------------------
 
-    def finish(self) -> StageTrace:
-        """The trace. Raises InputError if the forward did not reach the last stage."""
+    def finish(self, several: bool) -> StageTrace:
+        """The trace, for a rank that has `several` stages or one.
+
+        Raises InputError if the forward did not reach the last stage, and for buffers outside of
+        layers (outside_buffers.py).
+        """
         if self.stage < self.count - 1:
             raise bad(
                 f"a forward that ends in stage {self.stage} of {self.count}, after {self.last}",
@@ -332,6 +341,7 @@ class Tracer:
             frozenset(n for n, value in enumerate(values) if value.trained),
             tuple(self._read(stage, crossed) for stage in range(self.count)),
             tuple(self.answers),
+            self.outside.written(self.wrote, self.seen, several),
         )
 
     def _crossed(
@@ -418,10 +428,6 @@ def _settle(module: nn.Module) -> None:
         return out
 
     vars(module)["forward"] = assumed
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
 
 
 def _staying(func: Any, args: Any) -> tuple[Any, Any]:
