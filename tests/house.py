@@ -190,11 +190,6 @@ def _inner(node: ast.AST, child: ast.AST) -> int:
 # --- state and shape -------------------------------------------------------------------------
 
 
-def no_globals(source: Source) -> list[str]:
-    found = [n for n in source.nodes if isinstance(n, ast.Global)]
-    return [source.say(n, f"global {', '.join(n.names)}") for n in found]
-
-
 def no_module_state(source: Source) -> list[str]:
     """An empty container at the top of a module is there to be filled: state of the module."""
     empty = ("[]", "{}", "set()", "dict()", "list()", "deque()", "OrderedDict()")
@@ -426,13 +421,13 @@ def says_its_fact(source: Source) -> list[str]:
 SIZE: list[Rule] = [short_file, short_functions, few_parameters, shallow_functions]
 PACKAGE: list[Rule] = [
     *SIZE,
-    *(no_globals, no_module_state, abstract_or_final, plain_names),
+    *(no_module_state, abstract_or_final, plain_names),
     *(downward_imports, techniques_apart, one_door, oracles_apart),
     *(no_torch_below, no_environment, names_dtype_and_device),
     counted_apart,
     *(module_docstring, public_docstrings),
 ]
-TESTS: list[Rule] = [*SIZE, no_globals, plain_names, says_its_fact]
+TESTS: list[Rule] = [*SIZE, plain_names, says_its_fact]
 
 
 @cache

