@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.core.tools.tree import leaves
 from shardwise.observe.kernels import Kernels
 from shardwise.observe.meta_pass import as_on_processor
+from shardwise.observe.work import call_tensors
 from shardwise.prediction.memory_timeline import Mark
 from shardwise.techniques.data.outputs import tensors_in
 
@@ -100,7 +100,7 @@ class Made(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        for x in (x for x in tree_leaves(made) if isinstance(x, Tensor)):
+        for x in call_tensors(made):
             storage = x.untyped_storage()
             self.alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         return made

@@ -21,11 +21,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.engine import memory
 from shardwise.engine.engine import Engine
+from shardwise.observe.work import call_tensors
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,4 @@ class Live(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> Iterable[Tensor]:
-    leaves = pytree.tree_leaves(tree)
-    return (
-        leaf
-        for leaf in leaves
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.device.type != "meta"
-    )
+    return (x for x in call_tensors(tree) if x.layout == torch.strided and not x.is_meta)

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.parameter import parameter_like
 from shardwise.comm.world import Axis
@@ -31,7 +31,7 @@ from shardwise.core.model_spec import Call, CutLoss, ModelPass, Value
 from shardwise.core.tools.tree import leaves
 from shardwise.observe.kernels import FusedAttention, Kernels, attention_on, fused_on
 from shardwise.observe.recorded_tape import TapeRecorder, attention_flops
-from shardwise.observe.work import WorkRecorder
+from shardwise.observe.work import WorkRecorder, call_tensors
 from shardwise.techniques.data.outputs import tensors_in
 from shardwise.techniques.expert.apply import recorded
 from shardwise.techniques.expert.expert_moves import LayerMove
@@ -354,15 +354,15 @@ class _ToMeta(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():  # of logits that autograd has saved
-            if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
+            on_meta = {x.is_meta for x in call_tensors((args, kwargs))}
+            if True in on_meta:
                 if self.strict and func._schema.is_mutable and not args[0].is_meta:
                     raise RuntimeError(f"{func}: unknown values written to a known tensor")
-                args = tree_map_only(Tensor, _moved, args)
-                kwargs = dict(
-                    zip(kwargs, tree_map_only(Tensor, _moved, [*kwargs.values()]), strict=True)
-                )
+                if False in on_meta:
+                    args = tree_map_only(Tensor, _moved, args)
+                    kwargs = {k: tree_map_only(Tensor, _moved, x) for k, x in kwargs.items()}
                 if "device" in kwargs:  # x.to(y.device): the device that a tensor reports
-                    kwargs["device"] = torch.device("meta")
+                    kwargs = kwargs | {"device": torch.device("meta")}
             out = func(*args, **kwargs)
             if self.record is not None:
                 self.record.operation(func, args, kwargs, out)

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.memory_table import ACTIVATIONS, CATEGORIES, PART_OF
 from shardwise.core.zero import Tier
 from shardwise.engine import memory
+from shardwise.observe.work import call_tensors
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -145,8 +145,8 @@ class Meter(TorchDispatchMode):
     def _track_results(self, func: Any, args: Any, made: Any) -> None:
         """Track the results of an operation."""
         place = None
-        for leaf in pytree.tree_leaves(made):
-            if _is_strided(leaf):
+        for leaf in call_tensors(made):
+            if leaf.layout == torch.strided:
                 known = leaf.untyped_storage()._cdata in self.storages
                 if not known and not self._elsewhere(leaf, args):
                     place = place or MeterKey(ACTIVATIONS, self._running(), self._tier(args))
@@ -157,8 +157,9 @@ class Meter(TorchDispatchMode):
 
         That is the batch, or what another rank in this process sends.
         """
-        key, operands = x.untyped_storage()._cdata, filter(_is_strided, pytree.tree_leaves(args))
-        known = any(y.untyped_storage()._cdata == key for y in operands)
+        key = x.untyped_storage()._cdata
+        strided = (y for y in call_tensors(args) if y.layout == torch.strided)
+        known = any(y.untyped_storage()._cdata == key for y in strided)
         return known and self.engine.world.tiers.of(x) == "device"
 
     def _look(self) -> None:
@@ -189,8 +190,7 @@ class Meter(TorchDispatchMode):
 
     def _tier(self, args: Any) -> Tier:
         """The tier of new results: that of the operands; a copy has one on each tier."""
-        operands = (x for x in pytree.tree_leaves(args) if isinstance(x, Tensor))
-        found = {self._known_tier(x) for x in operands}
+        found = {self._known_tier(x) for x in call_tensors(args)}
         return "host" if found == {"host"} else "device"
 
     def _known_tier(self, x: Tensor) -> Tier:
@@ -230,7 +230,3 @@ class Meter(TorchDispatchMode):
 def by_category(places: dict[MeterKey, int]) -> dict[str, int]:
     """Bytes by category, 0 for a category without any."""
     return {c: sum(n for place, n in places.items() if place.category == c) for c in METERED}
-
-
-def _is_strided(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout == torch.strided

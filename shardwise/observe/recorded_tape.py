@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from shardwise.core.tools.tape import Product, Taken, Tape
+from shardwise.observe.work import call_tensors
 from shardwise.techniques.recompute.kept import ATTENTION, is_kept, is_product
 
 
@@ -65,10 +65,10 @@ class TapeRecorder:
                 flops = attention_flops(*args[:3])
             else:
                 flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-            kept = _tensors(out) if is_kept(func, args, kwargs, out) else []
+            kept = call_tensors(out) if is_kept(func, args, kwargs, out) else []
             self._product(module, flops, kept, self.saves)
         elif func._schema.is_mutable and self.made_by:
-            for x in _tensors((args, kwargs)):
+            for x in call_tensors((args, kwargs)):
                 place = self.made_by.get(self.numbers.get(_storage(x), -1))
                 if place is not None:
                     self.products[place] = self.products[place]._replace(storages=())
@@ -109,10 +109,6 @@ def attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
         return (*x.shape[:-3], *query.shape[-3:-2], *x.shape[-2:])
 
     return sdpa_flop_count(query.shape, shared(key), shared(value))
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def _storage(x: Tensor) -> int:

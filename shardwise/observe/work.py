@@ -7,13 +7,12 @@ look-up        0                                          the rows that are read
 view           not recorded: it moves nothing
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from shardwise.core.tools.tape import Operation
@@ -47,7 +46,7 @@ class WorkRecorder:
         if _moves_nothing(func):
             return
         args, kwargs = arguments
-        tensors, results = _tensors(arguments), _tensors(out)
+        tensors, results = call_tensors(arguments), call_tensors(out)
         if _name(func) in LOOKUPS:
             tensors = [*tensors[1:], *results]
         counts = flop_registry.get(_out_of_place(func))
@@ -118,6 +117,12 @@ def _dtype(tensors: Sequence[Tensor]) -> str:
     return "" if largest is None else str(largest.dtype).removeprefix("torch.")
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    leaves: Iterable[Any] = tree_leaves(values)
-    return [x for x in leaves if isinstance(x, Tensor)]
+def call_tensors(values: Any) -> list[Tensor]:
+    """The tensors in the arguments or results of an operation; pytree takes longer than some."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, tuple | list):
+        return []
+    return [x for value in values for x in call_tensors(value)]

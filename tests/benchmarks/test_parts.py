@@ -5,22 +5,18 @@ import tomllib
 from dataclasses import replace
 
 import pytest
-import torch
 import typer
 
 from benchmarks import suite, table
 from benchmarks.__main__ import bench_command
-from benchmarks.contenders.contender import Task, parameter_count
+from benchmarks.contenders.contender import Task
 from benchmarks.contenders.ours import SCHEDULES
 from benchmarks.contenders.roster import ROSTER, SUITES, choose
-from benchmarks.contenders.torch_pipeline import part
 from benchmarks.measure import Record
-from benchmarks.meters import LiveBytes, sent_bytes
 from benchmarks.table import least_bytes
 from shardwise.core.errors import InputError
 from shardwise.core.zero import ROWS
-from shardwise.models.gpt import GPT, GPTConfig, parameters
-from shardwise.models.registry import of_gpt
+from shardwise.models.gpt import GPTConfig, parameters
 from tests.house import ROOT
 
 MICRO = GPTConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, hidden=48, sequence=8)
@@ -70,38 +66,6 @@ def test_the_least_bytes_of_a_pipeline_are_the_boundaries(ranks: int) -> None:
     for word in (word for word in SCHEDULES if ":8" in word):
         many = crossings.get(word.partition(":")[0], ranks - 1)
         assert least_bytes(word, TASK, ranks) == 2 * numel * many * 4 // ranks
-
-
-def test_live_bytes_follow_storages() -> None:
-    """A storage is counted once, at the size it has now, no longer than it lives; meta is none."""
-    live = LiveBytes()
-    with live:
-        shape = torch.zeros(1000, device="meta")
-        assert live.bytes() == 0
-        kept = torch.zeros(1000)
-        view = kept.view(10, 100)[3:]
-        assert live.bytes() == 4000
-        passing = torch.ones(500) + 1
-        assert live.bytes() == 6000
-        del passing
-        kept.untyped_storage().resize_(400)
-    assert live.bytes() == 400
-    assert live.peak_bytes == 8000  # the ones, and one more than they
-    del kept, view, shape
-    assert live.bytes() == 0
-
-
-def test_the_parts_are_the_model() -> None:
-    """Torch's stages one after another give the model's own logits, for every number of them."""
-    trainable = of_gpt("micro", MICRO)
-    model, tokens = trainable.build(), trainable.batch(2, 0)["inputs"]
-    assert isinstance(model, GPT)
-    whole = model(tokens)
-    for stages in range(1, MICRO.layers + 1):
-        x = tokens
-        for stage in range(stages):
-            x = part(model, stage, stages)(x)
-        assert torch.equal(x, whole)
 
 
 def test_contenders_are_found_by_the_beginning_of_their_names() -> None:
@@ -162,11 +126,3 @@ def test_the_commands_of_the_results_are_those_of_the_program() -> None:
         argv = shlex.split(line.removeprefix(PROGRAM))
         assert argv[0] in {*SUITES, "disk", "save"}, line
         parser.make_context("benchmarks", argv)
-
-
-def test_interfaces_and_sizes_are_read() -> None:
-    """Of an interface that does not exist the others are named."""
-    assert sent_bytes("lo") >= 0
-    with pytest.raises(InputError, match="lo"):
-        sent_bytes("nothing0")
-    assert [parameter_count(text, "1M") for text in ("100M", "20K", "64")] == [10**8, 20000, 64]

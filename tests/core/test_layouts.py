@@ -49,17 +49,6 @@ def test_which_moves_exist():
         price(R, P, 4, 1)
 
 
-@pytest.mark.parametrize(("src", "dst"), MOVES, ids=str)
-def test_backward_is_duality(src: Placement, dst: Placement):
-    """The adjoint of every move is a move, whose adjoint is the move; on one rank all are free."""
-    move = price(src, dst, 24, 4)
-    back = price(*move.adjoint, 24, 4)
-    assert back.adjoint == (src, dst)
-    assert price(*back.adjoint, 24, 4) == move
-    alone = price(src, dst, 24, 1)
-    assert (alone.what, alone.sent) == ("keep", 0)
-
-
 @pytest.mark.parametrize(
     ("src", "dst", "what", "adjoint"),
     [

@@ -1,7 +1,6 @@
 """The states table against the figures of the ZeRO paper; small parts of the core."""
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -51,24 +50,6 @@ def test_zero_table_1(n: int):
             held = held_bytes(Plan.parse(f"dp{n} {stage} bf16"), model, ADAM)
             states = sum(held[state] for state in ("parameters", "gradients", "optimizer"))
             assert states / 1e9 == pytest.approx(ours, rel=1e-5), stage
-
-
-@pytest.mark.parametrize(
-    ("row", "formula", "volume"),
-    [
-        ("ddp", lambda n: 16 + 0 / n, 2),
-        ("zero1", lambda n: 4 + 12 / n, 2),
-        ("zero2", lambda n: 2 + 14 / n, 2),
-        ("zero3", lambda n: 16 / n, 3),
-    ],
-)
-@pytest.mark.parametrize("n", [2, 4, 64])
-def test_bytes_and_volume(row: str, formula: Callable[[int], float], volume: int, n: int):
-    """Bytes a parameter are the design's column; a step sends 2 N or 3 N, times (n-1)/n."""
-    assert bytes_per_parameter(ROWS[row], n) == pytest.approx(formula(n), rel=1e-15)
-    numel = 1024 * 1024
-    sent = sum(move.sent for move in step_moves(ROWS[row], numel, n))
-    assert sent == volume * numel * (n - 1) // n
 
 
 @pytest.mark.parametrize(

@@ -314,19 +314,15 @@ EACH_ROW = ["dp2 ddp", "dp2 zero1", "dp2 zero2", "dp2 zero3", "dp_replicate2 dp_
 @pytest.mark.crossed
 @pytest.mark.cases(6)
 @pytest.mark.parametrize("model", TASKS)
-@pytest.mark.parametrize("plan", ["dp_replicate2 dp_shard2 zero3", "dp2 ddp", "dp2 zero2"])
+@pytest.mark.parametrize(
+    "plan", ["dp_replicate2 dp_shard2 zero3", "dp2 ddp", "dp2 zero2", "dp2 zero3 accumulate:2"]
+)
 def test_parity_of_every_kind_of_model(plan: str, model: str):
     """Sharing, freezing, lists of parameters, recomputation, any output: as in one process.
 
     Bytes and memory are as predicted.
     """
     holds(run_threads, TASKS[model], Case(f"{plan} fp64", clip=1.0, **SGD))
-
-
-@pytest.mark.parametrize("model", TASKS)
-def test_parity_on_processes_with_accumulation(model: str):
-    """The same on gloo, every state sharded, in two microbatches, gathered three units ahead."""
-    equals_one(run_gloo, TASKS[model], Case("dp2 zero3 fp64 accumulate:2", prefetch=3, **SGD))
 
 
 OTHERWISE = [

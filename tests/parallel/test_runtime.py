@@ -16,11 +16,9 @@ from shardwise.comm.transport import Pending
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError, bad
 from shardwise.core.schedule.draw import as_svg
-from shardwise.core.schedule.library import LIBRARY
 from shardwise.core.schedule.measured import Measured, as_trace
 from shardwise.engine.engine import Engine
 from shardwise.techniques.pipeline.runtime import AHEAD, ActionRecorder
-from tests.core.schedule.schedules import allowed
 from tests.engine.cases import Case, build, rows_task, settled, vectors
 from tests.engine.tensors import equals_one, mine
 from tests.pool import run_gloo, run_threads
@@ -39,20 +37,6 @@ def batch(step: int, rows: int = 16, width: int = 6) -> tuple[Tensor, Tensor]:
 TASK = rows_task(deep, batch)
 #: 4 MB and more of each microbatch between two stages.
 LARGE = rows_task(partial(deep, 64), partial(batch, rows=4 * 8192, width=64))
-#: Every synchronous schedule that four ranks can have, with few and with many microbatches.
-WORDS = [
-    f"{name}:{m}{'x2' if LIBRARY[name].chunks is None else ''}"
-    for name in LIBRARY
-    if name not in ("naive", "pipedream", "2bw")
-    for m in (1, 3, 8)
-    if allowed(name, 4, m)
-]
-
-
-@pytest.mark.parametrize("word", ["naive", *WORDS])
-def test_every_schedule_on_four_ranks(word: str):
-    """Losses, gradients and weights are one process's; tests/test_plans.py tells of two ranks."""
-    equals_one(run_threads, TASK, Case(f"pp4 {word} fp64"))
 
 
 # --- messages -------------------------------------------------------------------------------------

@@ -152,10 +152,10 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
     """Plans above the memory of a device are refused, with the bytes that are too many."""
     found = searched(ROOM)
     assert max(each.peak_bytes for each in found.ranked) <= ROOM
-    large = {str(each.plan): each.over_bytes for each in found.refused if each.over_bytes}
-    assert large and not large.keys() & {str(each.plan) for each in found.ranked}
-    for plan, over in large.items():
-        assert 0 < over <= exhaustive()[plan][1] - ROOM, plan
+    large = [each for each in found.refused if each.over_bytes]
+    assert large and not {each.plan for each in large} & {each.plan for each in found.ranked}
+    for each in large[::8]:
+        assert 0 < each.over_bytes <= costs(each.plan, each.rows)[1] - ROOM, each.plan
 
 
 def test_why_a_plan_does_not_fit_or_is_slower() -> None:

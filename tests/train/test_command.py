@@ -13,7 +13,6 @@ from shardwise.cli import main as cli
 from shardwise.cli.usage import EXAMPLES
 from shardwise.comm.start.launch import Ended
 from shardwise.comm.start.stop_signal import NOTHING
-from shardwise.core.plan.plan import words_table
 from shardwise.train import config
 from shardwise.train.measure.metrics import read
 from tests import surface
@@ -149,11 +148,6 @@ def test_help_says_how_options_are_given(capsys: Capture) -> None:
     assert "<bool>" not in said + printed(capsys, "--help")
     assert "Can be given several times." in said
     assert said.count("run in run.folder") == 1
-
-
-def test_the_words_are_printed(capsys: Capture) -> None:
-    """What `shardwise plan --words` prints is the table of plan words."""
-    assert printed(capsys, "plan", "--words").strip() == words_table().strip()
 
 
 def test_more_processes_than_cores_are_started_only_where_asked(

@@ -30,6 +30,7 @@ from shardwise.verify.proof_options import Options
 from shardwise.verify.report import Report, report
 from tests.engine.cases import settled
 from tests.pool import run_threads
+from tests.verify import micro
 
 
 def shortly(
@@ -128,7 +129,7 @@ def doubled(flat_step: Any, engine: Engine, name: str) -> Any:
 
 def test_a_broken_gradient_is_named_with_its_rank(monkeypatch: pytest.MonkeyPatch):
     """One gradient doubled on rank 1 is found: its name, its rank, its error."""
-    name, real = "blocks.2.mlp.up.weight", engine_of
+    name, real = "blocks.1.mlp.up.weight", engine_of
 
     def broken(trainable: Trainable, plan: Plan, world: World, *args: Any) -> Engine:
         engine = real(trainable, plan, world, *args)
@@ -137,7 +138,7 @@ def test_a_broken_gradient_is_named_with_its_rank(monkeypatch: pytest.MonkeyPatc
         return engine
 
     monkeypatch.setattr(parity, "engine_of", broken)
-    found = shortly("dp2 fp64", "gpt")
+    found = shortly("dp2 fp64", micro.find("gpt"))
     first = found.first_difference
     assert not found.holds and first is not None
     assert (first.kind, first.name, first.rank) == ("gradients", name, 1)

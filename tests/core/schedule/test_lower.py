@@ -275,10 +275,3 @@ def test_the_trace_is_of_the_format_of_trace_events():
     assert len(starts) == 4
     assert starts.keys() == ends.keys()
     assert all(ends[k][0] > starts[k][0] and ends[k][1] != starts[k][1] for k in starts)
-
-
-def test_nothing_measured_is_nothing():
-    """Rows without steps have no costs, no bubble, and a trace of tracks alone."""
-    empty = Measured(SCHEDULE, ((), ()))
-    assert empty.costs.of("F", 0) == empty.timeline.bubble == 0
-    assert all(e["ph"] == "M" for e in json.loads(as_trace(empty))["traceEvents"])
