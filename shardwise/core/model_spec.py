@@ -228,13 +228,17 @@ class StageSpec:
 
     `params` and `layers` map names to stages; a tied parameter has several stages. Every rank holds
     the modules and buffers that are in no layer. `bundles` has an entry for each microbatch of a
-    step; `outside` has the parameters that each stage reads outside of its layers.
+    step; `outside` has the parameters that each stage reads outside of its layers; `written` the
+    stage and bytes of each buffer outside of layers that a microbatch writes; `parts` the stages of
+    layers that are parts of other layers too, by their first names.
     """
 
     params: dict[str, tuple[int, ...]]
     layers: dict[str, tuple[int, ...]]
     bundles: tuple[Bundles, ...]
     outside: tuple[frozenset[str], ...]
+    written: tuple[tuple[int, int], ...]
+    parts: dict[str, tuple[int, ...]]
 
     @property
     def number(self) -> int:

@@ -74,8 +74,8 @@ class StagedLayout(NamedTuple):
     calls: Calls | None
 
 
-#: The bundles of each microbatch, and the parameters that each stage reads outside of its layers.
-StageCuts = tuple[tuple[Bundles, ...], tuple[frozenset[str], ...]]
+#: The bundles of each microbatch; what stages read, and what they write, outside of their layers.
+StageCuts = tuple[tuple[Bundles, ...], tuple[frozenset[str], ...], tuple[tuple[int, int], ...]]
 
 
 class ModelStructure(NamedTuple):
@@ -113,7 +113,8 @@ def model_spec(
 
     def staged(layout: StagedLayout) -> StageCuts:
         made = _Staged(plain, tensor_world(plan, rank), plan.sp, layout)
-        return by_shape(parts, lambda part: made.bundles(call, part)), made.outside
+        bundles = by_shape(parts, lambda part: made.bundles(call, part))
+        return bundles, made.outside, made.written
 
     spec, table, plans, begin = structure(plain, plan, options, staged)
     real = partial(_real, model, plan, options)
@@ -128,13 +129,13 @@ def model_spec(
 
 def stage_cuts(
     plain: nn.Module, plan: Plan, batch: Any, options: EngineOptions, layout: StagedLayout
-) -> tuple[Bundles, tuple[frozenset[str], ...]]:
+) -> tuple[Bundles, tuple[frozenset[str], ...], tuple[tuple[int, int], ...]]:
     """What crosses stages for a batch of one microbatch, and what they read outside of layers."""
     context = positions_of(plain, plan, 0, options)
     call = partial(_call, options.objective, context, DTYPES[plan.precision])
     (part,) = context.cut(computed_parts(batch, 1, plan.cut, options.rows))
     made = _Staged(plain, tensor_world(plan, 0), plan.sp, layout)
-    return made.bundles(call, part), made.outside
+    return made.bundles(call, part), made.outside, made.written
 
 
 def positions_of(
@@ -303,6 +304,7 @@ class _Staged:
         self.stream = tensor_parallel.lay_out(whole, world, sp, layout.table).stream
         self.names = {id(p): name for name, p in ours.named_parameters()}
         self.outside: tuple[frozenset[str], ...] = ()  # parameters that stages read outside layers
+        self.written: tuple[tuple[int, int], ...] = ()  # stage and bytes of buffers outside layers
         every = range(len(layout.begin) + 1)
         device = torch.device("cpu")
         self.stages = Stages(ours, whole, layout.begin, every, device, layout.calls)
@@ -316,6 +318,7 @@ class _Staged:
             frozenset(self.names[id(p)] for number, p in own[stage].items() if number in read)
             for stage, read in enumerate(trace.read)
         )
+        self.written = tuple((each.stage, each.like.nbytes) for each in trace.outside)
         return tuple(
             tuple(
                 StageTensor(math.prod(spec.shape), spec.dtype.itemsize, spec.requires_grad)
@@ -417,7 +420,10 @@ def structure(
     if plan.pipeline:
         within = known(("layers", stages), lambda: layers(plain, begin, calls))
         names = {name: layer.stages for layer in within.values() for name in layer.names}
-        cuts = StageSpec(at, names, *staged(StagedLayout(table, begin, calls)))
+        first = {module: name for name, module in plain.named_modules()}
+        parts = {first[plain.get_submodule(name)]: stages for name, stages in names.items()}
+        parts = {name: stages for name, stages in parts.items() if name not in names}
+        cuts = StageSpec(at, names, *staged(StagedLayout(table, begin, calls)), parts)
     spec = replace(
         without_passes(plain, plan, specs, facts, expert_parallel.shapes_of(plain)),
         stages=cuts,

@@ -218,14 +218,18 @@ def _calls(calls: Iterable[Call], stages: StageSpec, stage: int) -> Iterator[Cal
     """The calls that run in `stage`.
 
     The call of a layer that several stages hold runs in the earliest of them that has not ended.
+    A module that is a layer, and a part of another, is a part while the other runs.
     """
-    reached = 0
+    reached, inside = 0, ""
     for call in calls:
-        if call.begins and not call.recomputed:
-            held_by = (s for s in stages.of(call.module) if s >= reached)
-            reached = min(held_by, default=reached)
+        if call.begins and not call.recomputed and not inside:
+            held_by = stages.parts.get(call.module) or stages.of(call.module)
+            inside = call.module if held_by else ""
+            reached = min((s for s in held_by if s >= reached), default=reached)
         if reached == stage:
             yield call
+        if not call.begins and not call.recomputed and call.module == inside:
+            inside = ""
 
 
 def states_of(

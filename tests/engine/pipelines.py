@@ -11,7 +11,7 @@ from torch.nn import functional
 from shardwise.engine.engine import Engine
 from tests.engine.cases import Task, rows_task, settled, vectors
 from tests.engine.tensors import ADAMW
-from tests.engine.zoo import Stack
+from tests.engine.zoo import Stack, make
 
 #: Eight rows and one more: of the numbers of microbatches only three divides them.
 ROWS = 9
@@ -204,6 +204,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "outside": partial(made, Outside),
     "used first": partial(made, Half, "first"),
     "used last": partial(made, Half, "last"),
+    "twice": partial(make, "twice"),
 }
 
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.rnn import PackedSequence
 
 import shardwise as sw
 from shardwise.comm.world import World, alone, traced
@@ -114,6 +116,7 @@ class Skips(nn.Module):
         super().__init__()
         self.embed, self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
         self.head.weight = self.embed.weight
+        parametrizations.weight_norm(self.body)
 
     def forward(self, x: Tensor, mask: Tensor, scale: float = 2.0) -> Found:
         hidden = torch.tanh(self.embed(x)) * mask
@@ -125,8 +128,9 @@ def skipping(model: nn.Module) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Output, integer output, and the gradients of what stands before the pipe and of its own."""
     before = settled(nn.Linear(16, 16).double())
     mask = functional.one_hot(torch.arange(9) % 16, 16).double()
-    found = model(before(rows(9)), mask=mask, scale=3.0)
-    (found.out * rows(9, 1)).sum().backward()
+    with parametrize.cached():  # has one value for a module and its copies
+        found = model(before(rows(9)), mask=mask, scale=3.0)
+        (found.out * rows(9, 1)).sum().backward()
     assert not found.more.places.requires_grad
     grads = [p.grad for p in [before.weight, *dict(model.named_parameters()).values()]]
     return found.out.detach(), found.more.places, grads
@@ -139,7 +143,7 @@ def test_a_forward_of_ones_own():
 
     def on_rank(world: World) -> Any:
         model = sw.Pipe(settled(Skips().double()), 4, ["body", "head"], world=world)
-        held = {"embed.weight", "embed.bias"}, {"body.weight", "body.bias"}, {"head.weight"}
+        held = {"embed.weight", "embed.bias"}, {"body.bias"}, {"head.weight"}
         own = [name for name, _ in model.named_parameters()]
         assert held[world.rank] <= {*own}
         return skipping(model), own
@@ -197,6 +201,16 @@ class Mean(nn.Module):
         return x.mean()
 
 
+class Packs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rnn = nn.Linear(16, 6), nn.LSTM(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.ones(len(x), dtype=torch.int64)
+        return self.rnn(PackedSequence(self.embed(x), lengths))[0].data
+
+
 def pipe(model: Any, chunks: int = 8, world: World | None = None, **options: Any) -> nn.Module:
     return sw.Pipe(model, chunks, world=world or alone(), **options)
 
@@ -224,6 +238,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         lambda: pipe(nn.Sequential(known_example(), Mean()))(rows(16)),
         r"an output of shape \[\] of a pipe.*sw\.parallelize",
     ),
+    (lambda: pipe(Packs().double())(rows(16)), "a PackedSequence that rnn takes or returns"),
     (lambda: twice(pipe(known_example())), "a second backward pass"),
     (
         lambda: pipe(known_example(), 2)(rows(4), rows(3)),

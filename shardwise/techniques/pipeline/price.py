@@ -1,7 +1,8 @@
 """The bytes of a pipeline: what a rank sends to other stages, and the versions of weights it keeps.
 
 In a step the schedule's transfers are sent: values cross boundaries forward, and the gradients of
-trained ones cross backward. An evaluation sends what goes from each stage to a following one.
+trained ones cross backward; then the buffers outside of layers that a run has written. An
+evaluation sends what goes from each stage to a following one.
 
 An asynchronous schedule keeps old versions of trained parameters, at the peak of the step
 (core/schedule/live_tokens.py). There are none between steps.
@@ -20,7 +21,7 @@ from shardwise.core.zero import Tier
 from shardwise.prediction.group import groups
 from shardwise.prediction.stored_bytes import block_bytes
 from shardwise.prediction.technique_price import Price, Share
-from shardwise.prediction.traffic import Counted, Tariff
+from shardwise.prediction.traffic import Counted, Tariff, TrafficLine
 
 
 def _sends(share: Share) -> Counted:
@@ -37,6 +38,11 @@ def _sends(share: Share) -> Counted:
     steps = schedule.rows[here]
     sends = [step.token for step in steps if isinstance(step, Transfer) and step.op == "SEND"]
     runs = range(0, len(bundles), schedule.microbatches)
+    assert share.spec.stages is not None
+    others = len(runs) * (len(schedule.rows) - 1)
+    for stage, stored_bytes in share.spec.stages.written:
+        if schedule.home[stage] == here:
+            tariff.add(TrafficLine(AXIS, "broadcast", "check"), stored_bytes * others)
     for first, (kind, stage, microbatch) in product(runs, sends):
         forward = kind == "act"
         for x in bundles[first + microbatch][stage if forward else stage - 1]:

@@ -99,7 +99,8 @@ class Staging:
             whole = torch.empty_like(buffer.like, device=self.stages.device)
             if self.axis.rank == source:
                 whole.copy_(table[key])
-            broadcast(whole.view(-1).view(torch.uint8), self.axis, source)
+            with self.axis.ledger.phase("check"):
+                broadcast(whole.view(-1).view(torch.uint8), self.axis, source)
             old = table.get(key)
             if old is None or old.shape != whole.shape or old.dtype != whole.dtype:
                 table[key] = whole

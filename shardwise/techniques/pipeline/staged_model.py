@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.hook import Absent
@@ -83,7 +84,7 @@ class Stages:
             except UNKNOWN as error:
                 raise self._hooked(follow.blame(error)) from error
             with torch._C.DisableTorchFunction():
-                return follow.finish(several=len(layers.own_stages) > 1)
+                return follow.finish(several=1 < len(layers.own_stages) < layers.count)
 
     def _hooked(self, error: Exception) -> Exception:
         """The error to raise instead of `error`, if hooks on layers may have caused it."""
@@ -117,7 +118,8 @@ class Stages:
         """The twin, whose glue goes to `player`; no random number is drawn."""
         glue = Glue(player, seen, self.device)
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), self.layers.following(glue) as twin, glue:
+        alone = torch.random.fork_rng(devices=devices)
+        with alone, _own_cache(), self.layers.following(glue) as twin, glue:
             yield twin
 
     def run(
@@ -142,7 +144,8 @@ class Stages:
         player = Stage(stage, trace, seen, layers.holding(stage))
         player.take(inputs)
         glue, ran = Glue(player, seen, self.device), Ran()
-        with suppress(Over), layers.playing(glue) as model, player.writing(layers.pairs), glue:
+        written = player.writing(layers.pairs)
+        with suppress(Over), _own_cache(), layers.playing(glue) as model, written, glue:
             try:
                 ran.result = call(model)
             except UNKNOWN as error:
@@ -150,6 +153,16 @@ class Stages:
         player.end()
         ran.outputs = player.outputs()
         return ran
+
+
+@contextmanager
+def _own_cache() -> Iterator[None]:
+    """What `parametrize.cached` keeps is of one pass, and a copy of a module has the same key."""
+    before, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = before
 
 
 def _hooks(layer: nn.Module) -> bool:

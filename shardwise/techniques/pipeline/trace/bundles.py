@@ -10,9 +10,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
+from shardwise.core.errors import bad
 from shardwise.core.schedule.action import Token
-from shardwise.core.tools.tree import PLAIN, paths
+from shardwise.core.tools.tree import PLAIN, leaves, paths
 from shardwise.techniques.pipeline.stage_io import Spec, StageTrace
 
 #: Shapes of microbatches whose traces are kept.
@@ -23,6 +25,30 @@ KEPT_OF_SHAPE = 8
 _DESCRIBED = Tensor, *PLAIN, torch.dtype, torch.device, FunctionType
 
 T = TypeVar("T")
+
+
+def memory_order(x: Tensor) -> tuple[int, ...] | None:
+    """The dims of `x` from the outermost in memory; None where it is contiguous or has gaps."""
+    if x.is_contiguous():
+        return None
+    order = sorted(range(x.dim()), key=lambda dim: (-x.stride(dim), x.shape[dim] == 1))
+    return tuple(order) if x.permute(order).is_contiguous() else None
+
+
+def spec_of(x: Tensor, order: Sequence[int] | None, trained: bool) -> Spec:
+    """The spec of a tensor that is sent in this order of its dims."""
+    return Spec(tuple(x.shape[dim] for dim in order or range(x.dim())), x.dtype, trained)
+
+
+def require_unpacked(name: str, x: Any) -> None:
+    """Raise InputError for packed sequences, which torch does not make on the meta device."""
+    if leaves(x, PackedSequence):
+        raise bad(
+            f"a PackedSequence that {name} takes or returns, in a pipeline",
+            "tensors between layers: the lengths of a packed sequence are values",
+            "a layer (any nn.Module) that packs, calls the network and pads its output, or a plan "
+            "without pp",
+        )
 
 
 def specs(trace: StageTrace, token: Token) -> Sequence[Spec]:

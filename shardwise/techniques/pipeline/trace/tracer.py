@@ -27,6 +27,7 @@ from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.pipeline.stage import UNKNOWN
 from shardwise.techniques.pipeline.stage_io import ForwardStep, Spec, StageTrace, crossing, maker
 from shardwise.techniques.pipeline.trace.answers import ASKED, READS, answers, by_numbers, masks
+from shardwise.techniques.pipeline.trace.bundles import memory_order, require_unpacked, spec_of
 from shardwise.techniques.pipeline.trace.interceptor import Seen, line, name_of
 from shardwise.techniques.pipeline.trace.outside_buffers import OutsideBuffers
 from shardwise.techniques.pipeline.trace.outside_buffers import storage_of as _storage
@@ -177,6 +178,7 @@ class Tracer:
             self._close()
             self.stage, self.entered = stage, of.name
         self.last = of.name
+        require_unpacked(of.name, (args, kwargs))
         inputs, metas, on_meta, named = self._on_meta(of.name, args, kwargs)
         versions = [x._version for x in metas]
         try:
@@ -184,6 +186,7 @@ class Tracer:
                 out = of.twin(*on_meta, **named)
         except RuntimeError:  # it reads numbers, for example
             out, versions = self._run(of.twin, inputs, metas, args, kwargs)
+        require_unpacked(of.name, out)
         if "forward" in vars(of.twin):
             self.assumed.append(of.name)
         return self._note(of.name, out, inputs, metas, versions)
@@ -351,8 +354,12 @@ class Tracer:
         values = self.values
         crossed = crossing([v.stages for v in values], [sorted(v.uses) for v in values], stages)
         numbers = {number for bundle in crossed for number in bundle}
-        orders = {n: order for n in numbers if (order := _order(values[n].shape)) is not None}
-        return crossed, {n: _spec(values[n], orders.get(n)) for n in numbers}, orders
+        orders = {n: order for n in numbers if (order := memory_order(values[n].shape)) is not None}
+        return (
+            crossed,
+            {n: spec_of(values[n].shape, orders.get(n), values[n].trained) for n in numbers},
+            orders,
+        )
 
     def _read(self, stage: int, crossed: Sequence[Sequence[int]]) -> frozenset[int]:
         """Parameters and buffers of a stage that its glue uses, or that cross to the next stage."""
@@ -437,17 +444,3 @@ def _staying(func: Any, args: Any) -> tuple[Any, Any]:
     if func is Tensor.to:
         return func, tuple(META if isinstance(x, str) else x for x in args)
     return func, args
-
-
-def _order(x: Tensor) -> tuple[int, ...] | None:
-    """The dims of `x` from the outermost in memory; None where it is contiguous or has gaps."""
-    if x.is_contiguous():
-        return None
-    order = sorted(range(x.dim()), key=lambda dim: (-x.stride(dim), x.shape[dim] == 1))
-    return tuple(order) if x.permute(order).is_contiguous() else None
-
-
-def _spec(value: TracedValue, order: Sequence[int] | None) -> Spec:
-    shape = value.shape.shape
-    lying = tuple(shape[dim] for dim in order) if order else tuple(shape)
-    return Spec(lying, value.shape.dtype, value.trained)
