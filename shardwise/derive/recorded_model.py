@@ -10,6 +10,7 @@ The numbers are those of `sw.predict`, except that a tensor between two stages i
 many elements as its microbatch has rows, times those of one row.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import PIPELINE, TENSOR
-from shardwise.core.model_spec import Bundles, ModelPass, ModelShape, ModelSpec, StageSpec
+from shardwise.core.model_spec import ModelPass, ModelShape, ModelSpec, StageSpec
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_schedule import schedule_of
 from shardwise.derive.chosen_table import table_or_derived
@@ -30,6 +31,7 @@ from shardwise.engine.model_structure import SharedParts
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor, notes_of
 from shardwise.engine.spec_of_model import (
+    MicrobatchCuts,
     StagedLayout,
     plain_copy,
     recomputed_kinds,
@@ -64,7 +66,7 @@ class RecordedModel:
         self.linear = dict[Plan, bool]()
         self.passes = dict[object, RecordedPass | InputError]()
         self.structures = dict[object, ModelSpec | InputError]()
-        self.cuts = dict[object, tuple[Bundles, tuple[frozenset[str], ...]] | InputError]()
+        self.cuts = dict[object, MicrobatchCuts | InputError]()
         self.shapes = dict[object, ModelShape | InputError]()
         self.tables = dict[object, Any]()
         self.kinds = dict[object, dict[str, str] | InputError]()
@@ -167,35 +169,34 @@ class RecordedModel:
             options = replace(self.options, table=self._table(alone, None))
 
             def staged(layout: StagedLayout) -> Any:
-                bundles, outside = self._cuts(alone, options, layout)
-                return (bundles,), outside
+                bundles, *outside = self._cuts(alone, options, layout)
+                return (bundles,), *outside
 
             known = SharedParts() if plan.layers else self.known
             return structure(self.plain, alone, options, staged, known).spec
 
         return _once(self.structures, alone, made)
 
-    def _cuts(
-        self, plan: Plan, options: EngineOptions, layout: StagedLayout
-    ) -> tuple[Bundles, tuple[frozenset[str], ...]]:
+    def _cuts(self, plan: Plan, options: EngineOptions, layout: StagedLayout) -> MicrobatchCuts:
         """What crosses the stages, from the trace in which every stage is as short as possible."""
         places = stage_places(self.plain, options, self.known)
         finest = layout._replace(begin=places[1:])
         axes = plan.mesh.size_of(TENSOR), plan.context, plan.sp
 
-        def traced(layout: StagedLayout) -> tuple[Bundles, tuple[frozenset[str], ...]]:
-            def trace() -> tuple[Bundles, tuple[frozenset[str], ...]]:
+        def traced(layout: StagedLayout) -> MicrobatchCuts:
+            def trace() -> MicrobatchCuts:
                 return stage_cuts(self.plain, plan, self._rows(1), options, layout)
 
             return _once(self.cuts, (axes, layout.begin), trace)
 
         if set(layout.begin) <= set(finest.begin):
             with suppress(InputError):
-                bundles, outside = traced(finest)
+                bundles, outside, written = traced(finest)
                 begins = [finest.begin.index(name) + 1 for name in layout.begin]
                 ends = pairwise([0, *begins, len(places)])
                 every = (frozenset[str]().union(*outside[a:b]) for a, b in ends)
-                return tuple(bundles[begin - 1] for begin in begins), tuple(every)
+                at = tuple((bisect_right(begins, stage), size) for stage, size in written)
+                return tuple(bundles[begin - 1] for begin in begins), tuple(every), at
         return traced(layout)
 
     def _predictor(self, plan: Plan, depth: int | None) -> Predictor:

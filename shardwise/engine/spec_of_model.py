@@ -76,6 +76,8 @@ class StagedLayout(NamedTuple):
 
 #: The bundles of each microbatch; what stages read, and what they write, outside of their layers.
 StageCuts = tuple[tuple[Bundles, ...], tuple[frozenset[str], ...], tuple[tuple[int, int], ...]]
+#: The same of one microbatch.
+MicrobatchCuts = tuple[Bundles, tuple[frozenset[str], ...], tuple[tuple[int, int], ...]]
 
 
 class ModelStructure(NamedTuple):
@@ -129,7 +131,7 @@ def model_spec(
 
 def stage_cuts(
     plain: nn.Module, plan: Plan, batch: Any, options: EngineOptions, layout: StagedLayout
-) -> tuple[Bundles, tuple[frozenset[str], ...], tuple[tuple[int, int], ...]]:
+) -> MicrobatchCuts:
     """What crosses stages for a batch of one microbatch, and what they read outside of layers."""
     context = positions_of(plain, plan, 0, options)
     call = partial(_call, options.objective, context, DTYPES[plan.precision])

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 import shardwise as sw
 from shardwise.comm.ledger import Key
 from shardwise.comm.world import World, alone, traced
-from shardwise.core.errors import InputError
+from shardwise.core.errors import InputError, RankError
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE
 from shardwise.engine.optimizer.lion import Lion
 from shardwise.models import gpt
@@ -190,12 +190,12 @@ def test_pieces_are_only_for_what_is_known_to_update_elements(of: type[Optimizer
 LOOKUPS = torch.tensor([[[0, 1, 3], [2, 2, 3]], [[5, 1, 3], [5, 2, 9]], [[7, 1, 3], [0, 0, 0]]])
 
 
-def looked_up(world: World, ddp: bool = True) -> Tensor:
+def looked_up(world: World, wrap: Any = sw.DDP) -> Tensor:
     """A table after steps of SparseAdam; rows with a gradient of zero have a step of their own."""
     table = nn.Embedding(10, 4, padding_idx=3, sparse=True, dtype=torch.float64)
     head = nn.Linear(4, 1, dtype=torch.float64)
     model = settled(nn.Sequential(table, head, nn.ReLU()))
-    model = sw.DDP(model, world=world) if ddp else model
+    model = wrap(model, world=world) if wrap else model
     sparse = torch.optim.SparseAdam([table.weight], lr=0.1)
     dense = torch.optim.SGD(head.parameters(), lr=0.1)
     for step in range(6):
@@ -210,10 +210,12 @@ def looked_up(world: World, ddp: bool = True) -> Tensor:
 
 
 def test_sparse_adam_updates_what_any_rank_looked_up():
-    """Under sw.DDP, as in one process."""
-    wanted = looked_up(alone(), ddp=False)
+    """Under sw.DDP, as in one process; pieces of a table are refused."""
+    wanted = looked_up(alone(), wrap=None)
     for found in run_threads(2, looked_up):
         assert difference(found, wanted) <= 1e-10
+    with pytest.raises(RankError, match="a step of SparseAdam on shards"):
+        run_threads(2, looked_up, sw.FSDP)
 
 
 @pytest.mark.parametrize("plan", ["dp2 zero2 bf16", "dp2 zero3 fp64", "dp2 offload:optim fp64"])

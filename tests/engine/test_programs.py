@@ -142,6 +142,7 @@ def watched(side: Side) -> None:
     """Weights are read between backward and update; the last pass is one that nobody needs."""
     model: Any = side.model
     groups = [{"params": [model.scale], "lr": 0.1}, {"params": model.leave.parameters()}]
+    assert {*model.parameters()} > {model.leave.weight, model.leave.weight}
     nn.init.constant_(model.leave.weight, 0.3)
     optim = torch.optim.Adam(groups, lr=0.05)
     for step in range(3):

@@ -80,6 +80,8 @@ class Read(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func in (Tensor.eq, Tensor.__eq__) and _are_one(*args):
+            return True
         values = func not in _OF_PARAMETER
 
         def parameter(read: Read) -> Tensor:
@@ -108,6 +110,13 @@ class Read(Tensor):
         return f"Parameter of shape {tuple(self.shape)}, of which this rank holds a part"
 
 
+def _are_one(x: Any, y: Any) -> bool:
+    """Whether two objects are one parameter, so that it is found in a set or a dict."""
+    if x is y:
+        return False  # by elements, as of any tensor
+    return (x.of if isinstance(x, Read) else x) is (y.of if isinstance(y, Read) else y)
+
+
 class Parameters(dict[str, nn.Parameter | None]):
     """The parameters of one module by name; `readers` give what an attribute's read returns."""
 
@@ -115,6 +124,9 @@ class Parameters(dict[str, nn.Parameter | None]):
         super().__init__(table)
         self.readers: dict[str, list[Callable[[], Tensor | None]]] = defaultdict(list)
         self.iterated: list[Callable[[], None]] = []
+
+    def __setitem__(self, name: str, p: nn.Parameter | None) -> None:
+        super().__setitem__(name, p.of if isinstance(p, Read) else p)  # tied by hand
 
     def __getitem__(self, name: str) -> Any:
         for reader in self.readers.get(name, ()):
