@@ -11,6 +11,7 @@ Tensors are found wherever they are: in containers, and in attributes of objects
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -81,6 +82,29 @@ def require_equal_lists(batch: Any, entries: Tensor, ranks: int) -> None:
             "one sample per row?",
             "lists of fields, which are equally long on all ranks",
             _INSTEAD,
+        )
+
+
+def dtype_numbers(batch: Any) -> tuple[int, int, int]:
+    """1, a number of the dtypes of a batch's floats, and its square; zeros without floats."""
+    number = crc32(_float_dtypes(batch).encode()) % 2**16
+    return (1, number, number**2) if _float_dtypes(batch) else (0, 0, 0)
+
+
+def _float_dtypes(batch: Any) -> str:
+    floats = [x for x in leaves(batch, Tensor, objects=True) if x.is_floating_point()]
+    return ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in floats}))
+
+
+def require_equal_dtypes(batch: Any, numbers: Tensor) -> None:
+    """Raise InputError if the floats of ranks differ in dtype, by the sum of `dtype_numbers`."""
+    ranks, total, squares = numbers.tolist()
+    if ranks * squares != total**2:
+        raise bad(
+            f"a batch whose floats are {_float_dtypes(batch) or 'none'} here, and of another dtype "
+            "on other data ranks",
+            "the same dtypes on all ranks",
+            "x.float() in the dataset",
         )
 
 

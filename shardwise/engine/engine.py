@@ -232,12 +232,13 @@ class Engine:
             return
         lists = 0 if self.rows or self.training.tokens else shares.list_entries(batch)
         few = 0 if refused else shares.few_rows(batch, self.rows, self.microbatches)
-        own = [mine, refused is not None, lists, lists**2, few > 0]
+        own = [mine, refused is not None, lists, lists**2, few > 0, *shares.dtype_numbers(batch)]
         warns = self.data_ranks > 1 and not self.world.rank
         with self.ledger.phase("check"):
             summed = share_sums(batch, own, self.consensus, warns=warns)
         shares.require_counted(summed[1], refused)
         shares.require_equal_lists(batch, summed[2:4], self.plan.data_size)
+        shares.require_equal_dtypes(batch, summed[5:8])
         self.consensus.same.warn_of_few(few, self.microbatches, int(summed[4]))
         self.shares_compared = True
 

@@ -45,8 +45,8 @@ from shardwise.prediction.group import Group, groups, layout_of
 from shardwise.prediction.stored_bytes import ADAM, OptimizerShape, master_bytes, owners_of
 
 CONSENSUS_BYTES = 8  # added as doubles: a count of tokens must not be rounded
-#: Before the first step: tokens, errors, too few rows, lengths of lists, a checksum (engine.py).
-FIRST_NUMBERS = 7
+#: Before the first step: tokens, errors, too few rows, lists, dtypes, a checksum (engine.py).
+FIRST_NUMBERS = 10
 #: Of an evaluation: the loss and the tokens.
 EVALUATED_NUMBERS = 2
 

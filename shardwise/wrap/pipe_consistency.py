@@ -107,6 +107,7 @@ class PipeConsistency:
         same = self.same
         same.batch = batch_hash(batch, _HASHES, self.device, floats=same.floats)
         same.recheck = partial(self.check.require_batch, batch)
+        same.note_autocast()
         same.difference(self.calls)
         with self.axis.ledger.phase("check"):
             differs = doubles_on([0], self.device) + same.difference_on_others()

@@ -34,15 +34,13 @@ def before_step(optimizer: Optimizer, *_: Any) -> None:
     owners_of_pieces = list(dict.fromkeys(d for p, d in pairs if d.places[p][1].split))
     for data in owners_of_pieces:
         data.scaling.look()
-    if all(optimizer in data.optimizers for data in owned):
-        return
-    if owners_of_pieces:
+    if owners_of_pieces and any(optimizer not in data.optimizers for data in owned):
         _require_by_element(optimizer)
         _require_pieces(optimizer)
         optimizer.register_state_dict_pre_hook(_refuse_state_dict)
         optimizer.register_load_state_dict_post_hook(_require_pieces)
     for data in owned:
-        data.optimizers.add(optimizer)
+        data.optimizers[optimizer] = bool(optimizer.state)
 
 
 def _record(optimizer: Optimizer, data: Data) -> None:
@@ -56,7 +54,10 @@ def _record(optimizer: Optimizer, data: Data) -> None:
     if data.computes_loss:  # a forward pass was recorded, and no backward pass has begun
         require_gradients(optimizer)
     same, kind = data.consensus.same, type(optimizer).__name__
-    same.stepped(kind, options_of(optimizer))
+    options = options_of(optimizer)
+    lost = data.optimizers.get(optimizer, False) and not optimizer.state
+    options[f"missing states of the {kind}"] = lost
+    same.stepped(kind, options)
     new = optimizer not in data.optimizers
     for number, group in enumerate(optimizer.param_groups if new else ()):
         places = [data.places[p] for p in group["params"] if p in data.places]

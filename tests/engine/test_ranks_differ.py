@@ -244,14 +244,20 @@ def of_a_loop(world: World, odd: bool, what: str) -> None:
     optim = kind([{"params": half} for half in halves], lr=0.01)
     for step in range(CHANGED + 3):
         now = odd and step == CHANGED
-        loss(loop, rows(step, world.rank)).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=now and what == "autocast"):
+            found = loss(loop, rows(step, world.rank))
+        found.backward()
         if what == "norm":
             sw.clip_grad_norm(loop, 0.1 + now)
+        if now and what == "scaled":
+            torch.nn.utils.clip_grad_norm_(params, 1e-3)
+        if now and what == "states":
+            optim.state.clear()
         optim.step()
         if now and what == "steps":
             optim.step()
-        if not (now and what == "zero_grad"):
-            optim.zero_grad()
+        for p in params[: -1 if now and what == "zero_grad" else None]:
+            p.grad = None
         if now and what == "frozen":
             loop.get_submodule("1").requires_grad_(False)
 
@@ -265,11 +271,15 @@ def of_an_engine(world: World, odd: bool, what: str) -> None:
         now = odd and step == CHANGED
         if now and what == "mode":
             engine.model.eval()
+        if now and what == "states":
+            engine.optimizer.state.clear()
         if now and what == "weights":
             with torch.no_grad():
                 engine.model.get_parameter("0.weight").mul_(1 + 1e-6)
                 engine.model.get_parameter("1.weight").mul_(3)
-        engine.step(rows(step, now if "batch" in what else world.rank))
+        batch = rows(step, now if "batch" in what else world.rank)
+        with torch.autocast("cpu", torch.bfloat16, enabled=now and what == "autocast"):
+            engine.step(batch.double() if odd and what == "dtype" else batch)
     engine.evaluate(rows(0, odd))
     sw.full_state_dict(engine)
 
@@ -292,6 +302,12 @@ def of_an_engine(world: World, odd: bool, what: str) -> None:
         (of_a_loop, "norm", "max_norm of sw.clip_grad_norm on data rank 1: 1.1"),
         (of_a_loop, "zero_grad", "gradients kept from the step before on data rank 1: True"),
         (of_a_loop, "frozen", "requires_grad of 1.bias on data rank 1: False"),
+        (of_a_loop, "autocast", "torch.autocast in the forward pass on data rank 1: 'torch.bfloat"),
+        (of_a_loop, "scaled", "gradients that each rank scaled by another factor"),
+        (of_a_loop, "states", "missing states of the AdamW on data rank 1: True"),
+        (of_an_engine, "autocast", "torch.autocast in the forward pass on data rank 1: 'torch.bf"),
+        (of_an_engine, "dtype", "of another dtype on other data ranks"),
+        (of_an_engine, "states", "missing states of engine.optimizer on data rank 1: True"),
         (of_an_engine, "mode", "training of 0 on data rank 1: False"),
         (of_an_engine, "weights", "1.weight on data rank 1, whose norm"),
         (of_an_engine, "batch", "a batch on rank 1 of the tp axis"),
@@ -314,12 +330,17 @@ def triple(*args: Any) -> Any:
 
 
 def odd_rank_warns(world: World, what: str, said: str) -> None:
-    """Rank 1 has other weights, by rounding, or a hook of its own."""
+    """Rank 1 has other weights, by rounding, a hook of its own, or one more backward pass."""
     wrapped = sw.DDP(model(), world)
     if what == "weights":
         with torch.no_grad():
             for p in wrapped.parameters():
                 p.mul_((1 + 1e-6) ** world.rank)
+    elif what == "numbers":
+        vars(wrapped)["gain"] = float(world.rank)
+    elif world.rank and what == "passes":
+        with sw.no_sync(wrapped):
+            loss(wrapped, rows(0, world.rank)).backward()
     elif world.rank:
         layer = wrapped.get_submodule("1")
         owner = layer.weight if what == "register_hook" else layer
@@ -333,6 +354,8 @@ def odd_rank_warns(world: World, what: str, said: str) -> None:
     ("what", "said"),
     [
         ("weights", r"on data rank 1 differ .* by rounding"),
+        ("passes", "the backward passes of the step on data rank 1: 2; on data rank 0: 1"),
+        ("numbers", r"numbers of the model on data rank 1: {'gain': 1.0}; on data rank 0: {'gain'"),
         ("register_hook", r"hooks of 1.weight on data rank 1: \['backward_hook triple"),
         ("register_forward_hook", r"hooks of 1 on data rank 1: .* on data rank 0: 'none'"),
     ],

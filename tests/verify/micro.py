@@ -6,6 +6,7 @@ tied       the same with one weight for the embedding and the logits
 squared    the GPT with a loss that has a z-loss
 layers     linear layers with biases, a frozen one among them, and running statistics
 training   the layers, with a factor that they apply in training alone
+spare      the layers, with a larger one that nothing uses
 constant   the layers, with a buffer of a number that 16 bits do not have
 wide       layers with tensors of several chunks of a disk
 fused      layers whose two projections are the halves of one product
@@ -145,6 +146,13 @@ def constant() -> nn.Module:
     return model
 
 
+def spare() -> nn.Module:
+    """The layers with another one that nothing uses."""
+    model = layers(1.0)
+    model.add_module("spare", nn.Linear(WIDTH, 99))
+    return settled(model)
+
+
 def _gpt(name: str, config: gpt.GPTConfig) -> Trainable:
     return Trainable(name, partial(reader, config), gpt.loss, text, gpt.tokens)
 
@@ -167,6 +175,7 @@ MODELS: dict[str, Callable[[], Trainable]] = {
     "every": lambda: _moe("every", "topk", experts=2),
     "choice": lambda: _moe("choice", "expert-choice"),
     "constant": lambda: Trainable("constant", constant, error, vectors),
+    "spare": lambda: Trainable("spare", spare, error, vectors),
     "training": lambda: Trainable("training", partial(layers, 0.7), error, vectors),
 }
 

@@ -138,6 +138,7 @@ ONCE_REFUSED = (
     ("moe", "dp2 ep2 recompute:24KiB"),
     ("gpt", "pp2 dp2 pipedream:4"),
     ("constant", "tp2 bf16"),
+    ("spare", "pp2 1f1b:2"),
     ("moe", "dp2 ep2 offload:optim-delayed=0"),
 )
 

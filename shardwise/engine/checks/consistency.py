@@ -7,14 +7,11 @@
                                  the batch: equal ones are a mistake       the data axes
     in the first three steps     the loss, and each gradient of a          the tp axis
                                  replicated parameter
-    each step                    options of the optimizer, flags, a hash   the data, tp and pp
-                                 of the batch along cp, tp and pp          axes
     each evaluation              the batch                                 cp, tp and pp axes
-    every `check_every` steps    weights that several ranks hold           the data axes
-                                 the batch                                 tp and pp axes
+    every `check_every` steps    the batch                                 tp and pp axes
                                  the loss, a sum and a norm of gradients   the tp axis
 
-Data ranks compare by a number that they sum anyway (techniques/data/same_on_ranks.py).
+What ranks compare by numbers that they sum anyway is in techniques/data/same_on_ranks.py.
 
 The ranks of a tp axis compute one step together, and compute every replicated parameter's gradient
 redundantly.  If such a parameter is applied to a part of the features, its gradient is a partial
@@ -50,7 +47,7 @@ from shardwise.engine.optimizer.norm import squared_norm
 from shardwise.techniques.data.checksum import INTEGERS, exact_sum, fold, weighted, weighted_sum
 from shardwise.techniques.data.consensus import Consensus
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.same_on_ranks import SameOnRanks
+from shardwise.techniques.data.same_on_ranks import SameOnRanks, floats_of
 
 #: Relative difference of batches that counts as rounding.
 BATCH_TOLERANCE = 1e-6
@@ -108,13 +105,13 @@ def require_same(
 
 
 def model_signature(model: nn.Module) -> list[Any]:
-    """What ranks compare of a model: its tensors, and the classes and options of its modules."""
+    """What ranks compare of a model: its tensors, and the classes and numbers of its modules."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     found: list[Any] = [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors]
     for name, module in model.named_modules():
         of_torch = type(module).__module__.startswith("torch.nn.")
         mode = "training" if module.training else "evaluation"
-        own = module.extra_repr() if of_torch else ""
+        own = module.extra_repr() if of_torch else floats_of(module)
         found.append((name, type(module).__qualname__, own, mode))
     return found
 

@@ -33,7 +33,7 @@ from shardwise.engine.optimizer.owners import Owners
 from shardwise.engine.optimizer.torch_step import step_over
 from shardwise.engine.precision import HALF
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.same_on_ranks import SameOnRanks
+from shardwise.techniques.data.same_on_ranks import SameOnRanks, named_parts
 from shardwise.techniques.offload.spans import Spans
 
 #: A tensor that an engine keeps between steps: its category, its flat group if any, and itself.
@@ -118,6 +118,7 @@ class ShardedOptimizer(Optimizer):
             self.torch = spec.build(named)
             super().__init__(self.torch.param_groups, {})
         self.defaults = self.torch.defaults
+        self.had_states = False
         self.param_groups, self.state = self.torch.param_groups, self.torch.state  # shared
         self.spec_options = [groups.options(group) for group in self.param_groups]
         numbered = enumerate(self.param_groups)
@@ -282,14 +283,17 @@ class ShardedOptimizer(Optimizer):
         found: dict[str, Any] = {}
         for group in self.param_groups:
             found |= groups.compared(group, f"the group {group['name']!r} of engine.optimizer")
+        found["missing states of engine.optimizer"] = self.had_states and not self.state
+        self.had_states = bool(self.state)
         return found
 
     def compare_on(self, same: SameOnRanks) -> None:
         """Let ranks compare masters of 16-bit weights, and states, that no other thread writes."""
         compared = [k for k, flat in enumerate(self.flats) if not flat.moves.offload]
         half = [k for k in compared if k in self.masters and self.flats[k].dtype in HALF]
-        same.add_masters({self.flats[k]: self.masters[k] for k in half})
-        same.add_states({self.flats[k]: partial(self._named_states, k) for k in compared})
+        name = partial(named_parts, "the fp32 master of ")
+        same.add({(f := self.flats[k]): partial(name, f, self.masters[k]) for k in half})
+        same.add({self.flats[k]: partial(self._named_states, k) for k in compared})
 
     def _named_states(self, k: int) -> Iterator[tuple[str, Tensor]]:
         for name, target in zip(self.flats[k].names, self.targets[k], strict=True):

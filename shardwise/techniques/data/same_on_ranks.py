@@ -1,9 +1,11 @@
 """What must be equal on all ranks, compared by numbers that they sum in each step.
 
-    options    of the optimizer's groups: rates, betas, weight decay             in each step
+    options    of the optimizer's groups: rates, betas, ...; autocast            in each step
     facts      of a loop: steps of its optimizers, sw.clip_grad_norm, ...        in each step
     flags      training of modules, requires_grad of parameters                  in each step
+    passes     of a loop, whose gradients are summed at once; a warning          in each step
     hooks      of the program on modules and parameters; a warning       every `every` steps
+    numbers    of modules: epsilon, the rate of a dropout; a warning             the same
     batch      along cp, tp and pp: shapes, and the sum of the bits              in each step
     weights    that several data ranks hold: all of them under ddp, the          every `every` steps
                shards of hybrid sharding, what zero1 and zero2 keep gathered,
@@ -59,6 +61,12 @@ _OF_EXPERTS: Final = "edp"
 #: The name of the fact that counts the steps of a loop's optimizers, by their class.
 STEPS: Final = "the optimizer steps since the last backward pass"
 Options = dict[str, Any]
+#: What may be no mistake if it differs, by kind.
+_MAY_DIFFER: Final = {
+    "passes": "If the loss of each pass is divided by their number, this is no mistake.",
+    "hooks": "A hook that only reads may stay.",
+    "numbers": "A number that a module only records may stay.",
+}
 
 
 class _Copy(NamedTuple):
@@ -82,7 +90,7 @@ def _weights(flat: Flat) -> list[Tensor]:
     return [flat.shard]
 
 
-def _named(what: str, flat: Flat, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+def named_parts(what: str, flat: Flat, values: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The name of each parameter, and its values in a flat tensor."""
     pieces = len(values) < flat.plan.padded
     parts = range(len(flat.params)) if pieces else ()
@@ -96,6 +104,7 @@ class SameOnRanks:
     options    by name, set before each step; None: this rank has nothing to update.  An option that
                a rank does not have is no difference: groups may be made by the shapes of pieces
     facts      by name, of this step; a fact that a rank does not have is a difference
+    passes     backward passes, in a loop of the program's own, of which the gradients are summed
     modules    whose training flags data ranks have in common, as requires_grad of parameters
     every      steps between two comparisons of weights; 0: none
     step       the number of the step, from 1
@@ -127,7 +136,9 @@ class SameOnRanks:
         self.sent: tuple[Options, Options] | None = None  # those that the ranks compare
         self.hash = 0  # of them
         self.weighs = False  # whether they compare weights and hooks too
-        self.warned = False  # of hooks that differ; then they compare them no more
+        self.passes = 0
+        self.doubts: dict[str, Options] = {}  # what they compare that may be no mistake
+        self.warned = set[str]()  # of these kinds, which they compare no more
         experts = any(_OF_EXPERTS in (f.shard_axis.name, f.replicate_axis.name) for f in flats)
         self.modules = {} if experts else dict(modules or {})  # else those of other ranks differ
         named = (zip(flat.names, flat.params, strict=True) for flat in flats if not experts)
@@ -140,7 +151,7 @@ class SameOnRanks:
                 flat.split and flat.reshards,
                 partial(_weights, flat),
                 lambda flat=flat: chain.from_iterable(
-                    _named("", flat, values) for values in _weights(flat)
+                    named_parts("", flat, values) for values in _weights(flat)
                 ),
             )
         ]
@@ -167,28 +178,15 @@ class SameOnRanks:
         part = shard.rank if split else 0, flat.local.coordinates.get("ep", 0) if experts else 0
         return [_Copy(part, rank, ranks, whole, of_parameters)] if ranks > 1 else []
 
-    def add_masters(self, masters: Mapping[Flat, Tensor]) -> None:
-        """Compare the fp32 masters of 16-bit weights too, and name them first."""
-        self.copies = [
-            copy
-            for flat, master in masters.items()
-            for copy in self._copies(
-                flat,
-                flat.split,
-                lambda master=master: [master],
-                lambda flat=flat, master=master: _named("the fp32 master of ", flat, master),
-            )
-        ] + self.copies
-
-    def add_states(self, states: Mapping[Flat, Callable[[], Iterable[tuple[str, Tensor]]]]) -> None:
-        """Compare the states of the optimizer too, and name them first.
+    def add(self, tensors: Mapping[Flat, Callable[[], Iterable[tuple[str, Tensor]]]]) -> None:
+        """Compare these too, and name them first: masters of 16-bit weights, optimizer states.
 
         If weights differ, states stay equal, since ranks sum their gradients. States that
         differ make weights differ in the next update.
         """
         self.copies = [
             copy
-            for flat, named in states.items()
+            for flat, named in tensors.items()
             for copy in self._copies(
                 flat, flat.split, lambda named=named: [x for _, x in named()], named
             )
@@ -197,6 +195,14 @@ class SameOnRanks:
     def begin(self, step: int, options: Options) -> None:
         """Step number `step`, from 1, begins with these options."""
         self.step, self.options, self.batch, self.recheck = step, options, 0, None
+        self.note_autocast()
+
+    def note_autocast(self) -> None:
+        """A forward pass begins, under the autocast of the program."""
+        kind = self.device.type
+        own = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off"
+        if self.options is not None:
+            self.options = self.options | {"torch.autocast in the forward pass": own}
 
     def stepped(self, kind: str, options: Options) -> None:
         """An optimizer of the class `kind` is about to step with these options of its groups."""
@@ -220,8 +226,9 @@ class SameOnRanks:
             flags = bytes([m.training for m in self.modules.values()])
             flags += bytes([p.requires_grad for _, p in self.params])
             own += _share(self.data_rank(), self.data_ranks) * self._hash(repr(flags))
-        if self.weighs and self.data_ranks > 1:
-            own += _share(self.data_rank(), self.data_ranks) * self._hash(repr(self._hooks()))
+        self.doubts = self._doubts() if self.data_ranks > 1 else {}
+        if self.doubts:
+            own += _share(self.data_rank(), self.data_ranks) * self._hash(repr(self.doubts))
         for axis in self.batches:
             own = own + _share(axis.rank, axis.size) * self.batch
         if self.reruns is not None:
@@ -292,7 +299,7 @@ class SameOnRanks:
             f"training of {name or 'the model'}": m.training for name, m in self.modules.items()
         }
         modes |= {f"requires_grad of {name}": p.requires_grad for name, p in self.params}
-        every: list[Any] = [(self.sent, modes, weights, shown(self.reruns), self._hooks())]
+        every: list[Any] = [(self.sent, modes, weights, shown(self.reruns), self.doubts)]
         for axis in (*self.axes, *self.others):
             parts = gather_object(every, axis, self.device)
             every = [each for part in parts for each in part]
@@ -307,12 +314,13 @@ class SameOnRanks:
             reruns = [each for *_, each, _ in data_ranks]
             require_same(reruns, self.step, lambda rank, start=start: self._place(start + rank))
             self._require_weights(start, [each for _, _, each, *_ in data_ranks])
-            try:
-                hooks = [(start + rank, hooks) for rank, (*_, hooks) in enumerate(data_ranks)]
-                self._require_options(hooks, every=True)
-            except InputError as error:
-                self.warned = True
-                warnings.warn(f"{error} A hook that only reads may stay.", stacklevel=2)
+            for kind, excuse in _MAY_DIFFER.items():
+                doubts = [(start + k, own.get(kind, {})) for k, (*_, own) in enumerate(data_ranks)]
+                try:
+                    self._require_options(doubts, every=True)
+                except InputError as error:
+                    self.warned.add(kind)
+                    warnings.warn(f"{error} {excuse}", stacklevel=2)
 
     def _require_options(self, have: Sequence[tuple[int, Options]], *, every: bool = False) -> None:
         """Raise InputError for a value that differs; with `every`, for one that a rank lacks."""
@@ -338,16 +346,16 @@ class SameOnRanks:
             several += [(axis.name, own)] if axis.size > 1 else []
         return ", ".join(f"{name} rank {own}" for name, own in several)
 
-    def _hooks(self) -> dict[str, list[str]]:
-        """The program's hooks by the module or parameter that has them, where ranks compare them.
-
-        One that only reads, as of a logger on rank 0, is no mistake.
-        """
-        owners = [*self.modules.items(), *self.params] if self.weighs and not self.warned else []
-        found = (
-            (f"hooks of {name or 'the model'}", program_hooks(owner)) for name, owner in owners
-        )
-        return {name: hooks for name, hooks in found if hooks}
+    def _doubts(self) -> dict[str, Options]:
+        """What may be no mistake if it differs: by kind, then by module or parameter."""
+        found = defaultdict[str, Options](dict)
+        if self.passes:
+            found["passes"] = {"the backward passes of the step": self.passes}
+        for name, owner in (*self.modules.items(), *self.params) if self.weighs else ():
+            numbers = floats_of(owner) if isinstance(owner, nn.Module) else {}
+            for kind, own in ("hooks", program_hooks(owner)), ("numbers", numbers):
+                found[kind] |= {f"{kind} of {name or 'the model'}": own} if own else {}
+        return {kind: own for kind, own in found.items() if kind not in self.warned and own}
 
     def _require_weights(self, start: int, every: Sequence[Mapping[Any, Any]]) -> None:
         """Compare all tensors of the data ranks that begin with the rank `start`.
@@ -389,6 +397,11 @@ class SameOnRanks:
             for name, x in copy.of_parameters():
                 bits, total, norm, rounding = numbers_of(x)
                 yield (name, copy.part), Values(int(bits), total.item(), norm.item(), rounding)
+
+
+def floats_of(module: nn.Module) -> dict[str, float]:
+    """The floats of a module by name: epsilon, the rate of a dropout, ..."""
+    return {name: x for name, x in vars(module).items() if type(x) is float}
 
 
 def _share(rank: int, ranks: int) -> int:

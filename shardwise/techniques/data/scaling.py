@@ -5,6 +5,7 @@ that each rank scales by its own factor.  No hook sees that call, but what it le
 
     backward ends     a sample of the gradients, and their version
     optimizer steps   all gradients have another version: are they one factor times the sample?
+                      none has: the factor is 1
     next backward     ranks add up 1, the factor and its square (0 if it is not one factor); factors
                       with a variance differ, which is an InputError on all ranks
 
@@ -39,10 +40,11 @@ class Scaling:
         self.rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
         self.noted: list[tuple[Gradient, Tensor, int]] = []
         self.changed: list[tuple[Tensor, Tensor]] = []
+        self.kept = False  # an optimizer stepped on the gradients of the backward pass
 
     def note(self) -> None:
         """A backward pass has ended: remember its gradients."""
-        self.changed = []
+        self.changed, self.kept = [], False
         self.noted = [
             (each, _sample(gradient).clone(), gradient._version)
             for each in self.gradients
@@ -51,8 +53,10 @@ class Scaling:
 
     def look(self) -> None:
         """An optimizer is about to step: see which gradients have changed."""
+        self.kept = bool(self.noted)
         for noted in list(self.noted):
             (gradient, count), sample, version = noted[0](), *noted[1:]
+            self.kept &= gradient is not None and gradient._version == version
             if gradient is not None and count and gradient._version - version >= count:
                 self.noted.remove(noted)
                 self.changed.append((sample, _sample(gradient).clone()))
@@ -63,7 +67,7 @@ class Scaling:
         if not self.compares:
             return numbers
         if not self.changed:
-            return torch.cat([numbers.new_zeros(3), numbers])
+            return torch.cat([numbers.new_full((3,), float(self.kept)), numbers])
         old, new = (torch.cat([pair[k] for pair in self.changed]).double() for k in (0, 1))
         factor = (old @ new) / (old @ old)
         off = torch.linalg.vector_norm(new - factor * old) / torch.linalg.vector_norm(new)

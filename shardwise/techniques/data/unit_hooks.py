@@ -14,7 +14,7 @@ hooks of the root module, or, under a schedule, with `enter` and `leave` around 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,8 @@ class Data:
         self.handles: list[RemovableHandle | Lease] = []  # of all that is on the model or opened
         flats = [group for unit in units.order for group in unit.groups]
         self.scaling = scaling_of(flats if pace.by_hand else ())
-        self.optimizers = WeakSet[Optimizer]()  # that have stepped on pieces (plain_optimizer.py)
+        #: that have stepped (plain_optimizer.py), and whether they had states in the last step
+        self.optimizers = WeakKeyDictionary[Optimizer, bool]()
         self.on_grads = GradientHooks()
         frozen = [p for group in flats if not group.trained for p in group.params]
         self.structure = Structure(root, frozen, BY_HAND if pace.by_hand else BY_ENGINE)
@@ -254,6 +255,8 @@ class Data:
         if self._in_backward():
             return
         self.in_root, self.records = True, torch.is_grad_enabled()
+        if self.records and self.pace.by_hand:
+            self.consensus.same.note_autocast()
         # without a gradient, values lent by torch.func.functional_call do no harm
         self.structure.require_unchanged(lent=() if torch.is_grad_enabled() else (Tensor,))
         self.units.take_assigned()
@@ -346,8 +349,9 @@ class Data:
         self.computes_loss = False
         self.on_grads.begun()
         self.begins |= self.sync
+        self.consensus.same.passes += self.pace.by_hand
         if self.pace.by_hand:
-            kept = any(group.params[0].grad is not None for group in self.trained)
+            kept = any(p.grad is not None for group in self.trained for p in group.params)
             self.consensus.same.facts.setdefault("gradients kept from the step before", kept)
         acts = self.order.begin_backward(sync=self.sync)
         self.units.order = [self.numbered[number] for number in self.order.forward]
@@ -418,6 +422,7 @@ class Data:
         self.computes_loss = False
         if self.pace.by_hand and self.sync:
             self.consensus.begin(self.scaling)
+            self.consensus.same.passes = 0
             self.finish_sums()
             self.consensus.end()
             self.units.attach_grads()

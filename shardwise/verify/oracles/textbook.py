@@ -53,7 +53,7 @@ SHARDED: Final[Mapping[str, tuple[bool, bool, bool]]] = {
 }
 #: Bytes of AdamW's state for each element of a parameter of so many bytes.
 STATE_BYTES: Final = {2: 12, 4: 8, 8: 16}
-#: The same without the master. There are none of padding.
+#: The same without the master.
 MOMENT_BYTES: Final = {2: 8, 4: 8, 8: 16}
 #: The relative difference that padding and step counts may cause, and the bytes of such a count.
 SLACK, COUNT_BYTES = 0.25, 8
@@ -186,20 +186,22 @@ def _stored(engine: Engine, flats: Sequence[Flat]) -> list[int]:
 def _promised(words: str, flats: Sequence[Flat]) -> list[tuple[float, float]]:
     """The least and the most bytes of parameters, gradients and optimizer state.
 
-    The optimizer has no moments of padding, all of which may be on this rank.
+    The optimizer has no moments of padding, and of parameters without a gradient, all of which may
+    be on this rank.
     """
     columns = words.removeprefix("row:").split(",")
     sharded = SHARDED.get(words) or tuple(column == "S" for column in columns)
-    found, padding_bytes = [0.0, 0.0, 0.0], 0
+    found, without_bytes = [0.0, 0.0, 0.0], 0
     for flat in flats:
         size, numel = flat.shard.element_size(), flat.plan.padded
         every = numel * size, numel * size * flat.trained, numel * STATE_BYTES[size] * flat.trained
         for k, (whole, cut) in enumerate(zip(every, sharded, strict=True)):
             found[k] += whole / (flat.shard_axis.size if cut else 1)
-        padding_bytes += (numel - sum(flat.plan.numels)) * MOMENT_BYTES[size] * flat.trained
+        graded = zip(flat.plan.numels, flat.grads.used, strict=True) if flat.trained else ()
+        moments = numel * flat.trained - sum(n for n, used in graded if used)
+        without_bytes += moments * MOMENT_BYTES[size]
     parameters, gradients, states = found
-    least = states - padding_bytes
-    return [(parameters, parameters), (gradients, gradients), (least, states)]
+    return [(parameters, parameters), (gradients, gradients), (states - without_bytes, states)]
 
 
 def _recomputed(engine: Engine, what: str) -> Promises:
