@@ -22,8 +22,6 @@ from shardwise.verify.proof_options import Options
 from tests.pool import run_threads
 from tests.train.runs import ended
 
-TINY = ["--model", "gpt:tiny", "--cluster", "h100-sxm"]
-
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> tuple[str, str]:
     """Output and error output of the command."""

@@ -85,6 +85,20 @@ def test_the_choice_is_the_best_of_all(seed: int, moments: int):
         assert (sum(c.flops for c in chosen), sum(kept)) == expected
 
 
+def test_blocks_that_all_differ():
+    """Of 60 blocks of different sizes the choice fits, and uses 95 % of the budget."""
+    own, room = random.Random(0), 10**8
+    sizes = [(own.randint(10**5, 10**6), own.randint(10**6, 10**7)) for _ in range(60)]
+    costs = [
+        [BlockCost((full,), flops), BlockCost((5 * 10**6 + n,), 0)]
+        for n, (full, flops) in enumerate(sizes)
+    ]
+    found = cheapest(costs, (room,))
+    assert found is not None
+    kept = sum(block[kind].kept_bytes[0] for block, kind in zip(costs, found, strict=True))
+    assert 0.95 * room <= kept <= room
+
+
 SIZES: dict[str, Any] = {"width": 64, "heads": 8, "kv_heads": 4, "hidden": 96, "sequence": 16}
 
 

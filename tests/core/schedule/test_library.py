@@ -1,14 +1,13 @@
 """The library: every schedule against its paper's closed forms, for all sizes up to 8 by 8."""
 
 from collections import Counter
-from itertools import combinations, product
+from itertools import product
 
 import pytest
 
 from shardwise.core.errors import InputError
-from shardwise.core.schedule.action import Action
 from shardwise.core.schedule.asynchronous import pipedream, two_buffered
-from shardwise.core.schedule.classic import dapple, one_stage_a_rank
+from shardwise.core.schedule.classic import dapple
 from shardwise.core.schedule.clock import ActionCosts, clock
 from shardwise.core.schedule.library import LIBRARY, build, size
 from shardwise.core.schedule.live_tokens import peaks, versions
@@ -107,31 +106,6 @@ def earliest(r: int, p: int, m: int) -> list[int]:
     return [
         start + i for f, b in (down, up) for start in (f, b, b + 1) for i in range(m)
     ]  # W comes one after its I
-
-
-@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 2), (3, 1)])
-def test_no_order_is_shorter_than_zb_h1(p: int, m: int):
-    """Of all orders that can be run there is none that ends before ZB-H1 does."""
-    spans: list[float] = []
-    for rows in product(*(orders(r, m) for r in range(p))):
-        schedule = one_stage_a_rank(p, m, lambda r, rows=rows: iter(rows[r]))
-        try:
-            spans.append(clock(schedule).makespan)
-        except InputError:
-            continue
-    assert min(spans) == clock(build(f"zb-h1:{m}", p)).makespan
-
-
-def orders(stage: int, m: int) -> list[list[Action]]:
-    """Every order of one stage's F, I, W in which each microbatch's come in turn (m at most 2)."""
-    lines = [[Action(op, stage, i) for op in ("F", "I", "W")] for i in range(m)]
-    if m == 1:
-        return lines
-    found: list[list[Action]] = []
-    for first in combinations(range(6), 3):
-        takers = [iter(lines[0]), iter(lines[1])]
-        found.append([next(takers[k not in first]) for k in range(6)])
-    return found
 
 
 @pytest.mark.parametrize("policy", ["A", "B"])
