@@ -308,3 +308,13 @@ def _named(batch: Any) -> str:
 def _what(batch: Any) -> str:
     shape = f" of shape {list(batch.shape)}" if isinstance(batch, Tensor) else ""
     return f"{type(batch).__name__}{shape}"
+
+
+def copied(part: Any) -> Any:
+    """The part of a batch with tensors of its own, to which a forward may write."""
+    return mapped(lambda x: x if x.requires_grad else x.clone(), part, Tensor, objects=True)
+
+
+def is_written(copy: Any) -> bool:
+    """Whether a forward has written to this copy."""
+    return any(x._version for x in leaves(copy, Tensor, objects=True) if not x.is_inference())

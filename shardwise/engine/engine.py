@@ -11,7 +11,6 @@ while the forward runs, and each microbatch's mean weighs as many as it has (sca
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -316,7 +315,10 @@ class Engine:
         count = self._count(batch)
         (part,) = self._begin(batch, [batch], trains=False)
         count = self._weight(count, part)
-        found = self._made(partial(self._objective, part=part))
+        fresh = (
+            shares.copied if self.staging else lambda part: part
+        )  # a trace, and each stage, writes
+        found = self._made(lambda model: self._objective(model, fresh(part)))
         zero = torch.zeros((), dtype=torch.float64, device=self.world.device)
         loss = zero if found is None or not count else found.to(zero)  # of no tokens it may be NaN
         own = torch.stack([loss * count, zero + count])

@@ -41,7 +41,7 @@ from shardwise.core.tools.graph_break import graph_break
 from shardwise.core.tools.hook import no_copy
 from shardwise.core.tools.structure import Structure
 from shardwise.core.tools.tree import leaves, mapped
-from shardwise.engine.batch import enough, split
+from shardwise.engine.batch import copied, enough, is_written, split
 from shardwise.engine.checks import consistency, validate
 from shardwise.engine.checks.compiled import without_compiler
 from shardwise.engine.default_fill import default_fill
@@ -168,6 +168,7 @@ class _TracedCall:
     trace: StageTrace
     out: list[Tensor]
     structure: Any
+    written: bool
 
 
 class Piped(Wrapper):
@@ -242,12 +243,12 @@ class Piped(Wrapper):
     def _traced(self, part: Any) -> _TracedCall:
         stages = self.staged.stages
         modes = torch.is_grad_enabled(), stages.layers.modes
-        return self.known.get(
-            part,
-            modes,
-            lambda: self._trace(part),
-            lambda known: stages.fits(known.trace, lambda model: self.call(model, part)),
-        )
+
+        def fits(known: _TracedCall) -> bool:
+            own = copied(part) if known.written else part
+            return stages.fits(known.trace, lambda model: self.call(model, own))
+
+        return self.known.get(part, modes, lambda: self._trace(copied(part)), fits)
 
     def _trace(self, part: Any) -> _TracedCall:
         found: list[Any] = []
@@ -256,7 +257,7 @@ class Piped(Wrapper):
         trace = stages.trace(lambda model: found.append(self.call(model, part)), probe)
         out = mapped(_on_meta, found[0], Tensor, objects=True)
         _whole(_tensors(out), _rows(part))
-        return _TracedCall(trace, _tensors(out), out)
+        return _TracedCall(trace, _tensors(out), out, is_written(part))
 
 
 @dataclass(eq=False)
@@ -278,7 +279,7 @@ class _Pass:
             NoUnits(),
             self.last,
             self.piped.call,
-            [Microbatch(index, part, trace=known.trace) for index, (part, known) in pairs],
+            [Microbatch(k, p, trace=of.trace, written=of.written) for k, (p, of) in pairs],
             trains=torch.is_grad_enabled(),
         )
         self.like, self.structure = self.known[0].out, self.known[0].structure

@@ -194,6 +194,11 @@ def break_in(engine: Engine, name: str, forward: int) -> None:
         layer.breaks = forward
 
 
+class Writes(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5).add_(1.0))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "deep": deep,
     "half frozen": half_frozen,
@@ -205,6 +210,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "used first": partial(made, Half, "first"),
     "used last": partial(made, Half, "last"),
     "twice": partial(make, "twice"),
+    "writes to the batch": chain(Writes, plain),
 }
 
 

@@ -141,8 +141,8 @@ def by_side(model: Any, x: Tensor) -> Tensor:
 def watched(side: Side) -> None:
     """Weights are read between backward and update; the last pass is one that nobody needs."""
     model: Any = side.model
+    assert {*model.parameters()} > {model.scale, model.leave.weight}
     groups = [{"params": [model.scale], "lr": 0.1}, {"params": model.leave.parameters()}]
-    assert {*model.parameters()} > {model.leave.weight, model.leave.weight}
     nn.init.constant_(model.leave.weight, 0.3)
     optim = torch.optim.Adam(groups, lr=0.05)
     for step in range(3):
@@ -326,8 +326,7 @@ def zoo(name: str) -> Make:
     return lambda: make(name).double()
 
 
-#: A program, its model, and the wrappers under which it runs. It also runs on a plain module with
-#: the shares of all ranks.
+#: A program, its model, and its wrappers. A plain module runs it with the shares of all ranks.
 PROGRAMS: dict[str, tuple[Loop, Make, list[str]]] = {
     **{name: (loop, zoo("stack"), WAYS) for name, loop in LOOPS.items()},
     "reads": (watched, coder, WAYS[:4]),

@@ -23,7 +23,7 @@ from shardwise.core.applied import Applied, during
 from shardwise.core.errors import RunError
 from shardwise.core.schedule.action import Action, Step, Token, Transfer
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.engine.batch import Count, enough
+from shardwise.engine.batch import Count, copied, enough, is_written
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer.scale import LossWeights
@@ -43,12 +43,14 @@ from shardwise.techniques.tensor.tensor_state import Tensors
 class _Traced(NamedTuple):
     """The trace of a forward, the lengths of its sharded sequences, whether its loss has gradients.
 
-    `trains`: whether the loss is computed from a parameter of the model that trains.
+    `trains`: whether the loss is computed from a parameter of the model that trains; `written`:
+    whether it writes to the batch.
     """
 
     trace: StageTrace
     lengths: Mapping[int, int]
     trains: bool = False
+    written: bool = False
 
 
 class Pipelined:
@@ -126,7 +128,8 @@ class Pipelined:
         place, update = index % self.microbatches, index // size if size else 0
         traced = self._trace(part)
         self.trains |= traced.trains
-        return Microbatch(place, part, tokens, update, traced.trace, traced.lengths, seed)
+        of = traced.trace, traced.lengths, seed, traced.written
+        return Microbatch(place, part, tokens, update, *of)
 
     @contextmanager
     def _whole_run(self) -> Iterator[None]:
@@ -167,12 +170,14 @@ class Pipelined:
         """What crosses for a microbatch of these shapes; traced once for each shape."""
 
         def make() -> _Traced:
-            losses: list[Tensor] = []
-            traced = self._trace_call(lambda model: losses.append(self.objective(model, part)))
-            return traced._replace(trains=reaches(losses[-1], stages.layers.numbers))
+            losses, own = list[Tensor](), copied(part)
+            traced = self._trace_call(lambda model: losses.append(self.objective(model, own)))
+            trains = reaches(losses[-1], stages.layers.numbers)
+            return traced._replace(trains=trains, written=is_written(own))
 
         def fits(known: _Traced) -> bool:
-            return stages.fits(known.trace, lambda model: self.objective(model, part))
+            own = copied(part) if known.written else part
+            return stages.fits(known.trace, lambda model: self.objective(model, own))
 
         stages = self.staging.stages
         return self.known.get(part, stages.layers.modes, make, fits)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.schedule.action import Action, Token
+from shardwise.engine.batch import copied
 from shardwise.engine.optimizer.scale import LossWeights
 from shardwise.techniques.pipeline.backward import Rest, StageTape
 from shardwise.techniques.pipeline.stage import Ran
@@ -48,6 +49,7 @@ class Microbatch:
     trace     what crosses between stages
     lengths   the lengths of sequences that are sharded on the tensor axis
     seed      the random seed of stage 0; stage s adds s
+    written   whether the forward writes to the batch: each stage that runs it does so to a copy
     """
 
     index: int
@@ -57,6 +59,7 @@ class Microbatch:
     trace: StageTrace = NOTHING_CROSSES
     lengths: Mapping[int, int] = field(default_factory=dict[int, int])
     seed: int = 0
+    written: bool = False
 
 
 class WholeModel:
@@ -140,10 +143,9 @@ class StageWork:
         own = self.microbatches[microbatch]
         if self.trains:
             require_grads(inputs, own.trace, stage)
+        part = copied(own.part) if own.written else own.part
         with self.units.around("F", stage, own):
-            ran = self.stages.run(
-                stage, own.trace, inputs, lambda model: self.call(model, own.part)
-            )
+            ran = self.stages.run(stage, own.trace, inputs, lambda model: self.call(model, part))
         roots = [x for x in ran.outputs if x.requires_grad]
         if self._is_last(stage):
             roots = self.last.outputs(own, ran.result)
