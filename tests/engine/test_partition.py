@@ -60,6 +60,11 @@ CUT: dict[str, tuple[Callable[[], nn.Module], int, tuple[str, ...]]] = {
     "heavy ends": (lambda: small(vocabulary=200), 3, ("blocks.1", "blocks.5")),
     "a tied head weighs twice": (lambda: small(6, True, 200), 3, ("blocks.1", "blocks.5")),
     "one stage": (small, 1, ()),
+    "classes of their own": (
+        lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))),
+        2,
+        ("0.1",),
+    ),
     "more stages than blocks": (
         lambda: small(2, vocabulary=112),
         4,

@@ -10,9 +10,9 @@ heaviest stage is as light as possible (core/balance.py), or a plan counts the b
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, chain, pairwise, product
 from typing import Any, Final
 
 import torch
@@ -203,6 +203,9 @@ def candidates(model: nn.Module, stages: int, calls: Calls | None = None) -> tup
         return tuple(blocks)
     moved = misplaced(model)
     every = tuple(name for name in layers(model, blocks[1:], calls) if name not in moved)
+    if len(every) < stages:  # layers in lists may each have a class of their own
+        found = sorted(chain(*_lists(model, "", sum)), key=lambda name: places[name][0])
+        every = tuple(name for name in layers(model, found[1:], calls) if name not in moved)
     if len(every) < stages:
         raise bad(
             f"{stages} stages for a {type(model).__name__} of {len(every)} layers",
@@ -221,17 +224,19 @@ def _repeated(model: nn.Module) -> list[str]:
     return [name for found, weight in pairs if weight >= heavy for name in found]
 
 
-def _lists(module: nn.Module, name: str) -> Iterator[dict[str, nn.Module]]:
-    """Yield each list of layers, as a dict from names to modules."""
+def _lists(
+    module: nn.Module, name: str, most: Callable[[Iterable[int]], int] = max
+) -> Iterator[dict[str, nn.Module]]:
+    """Yield each list with several layers of one class (`sum`: of any), from names to modules."""
     children = {f"{name}.{key}" if name else key: m for key, m in module.named_children()}
     layers = {key: m for key, m in children.items() if next(m.parameters(), None) is not None}
     kinds = Counter(type(m) for m in layers.values() if type(m).forward is not nn.Module.forward)
     is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
-    if is_list and max(kinds.values(), default=0) > 1:
+    if is_list and most([0, *kinds.values()]) > 1:
         yield layers
     else:
         for key, child in layers.items():
-            yield from _lists(child, key)
+            yield from _lists(child, key, most)
 
 
 def _planned(model: nn.Module) -> list[str]:
