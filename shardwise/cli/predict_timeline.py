@@ -88,11 +88,16 @@ def predicted_step(
 ) -> "tuple[Prediction, Sequence[Event]]":
     """The prediction for a rank, and the events of a step; none if they are not predicted.
 
-    Raises InputError for a step that is neither predicted nor measured.
+    Raises InputError for a step that is neither predicted nor measured, or cannot be measured here.
     """
+    from shardwise.comm.start.rendezvous import require_local
+    from shardwise.models.trainable import WEIGHT_BYTES
     from shardwise.observe.measured_timeline import predict_events
     from shardwise.prediction.memory_timeline import unpredicted
 
+    if measure:  # before a prediction, which may take long
+        require_local(wanted.plan.size)
+        wanted.trainable.require_memory(WEIGHT_BYTES * wanted.plan.size)
     if word := unpredicted(wanted.plan):
         if not measure:
             raise bad(
@@ -108,15 +113,11 @@ def predicted_step(
 def measured_step(wanted: PredictRequest, device: str) -> "list[Measured]":
     """The events of a step, and how an allocator places it, on each of new local ranks.
 
-    Raises InputError for ranks that cannot be started here, RankError if one fails.
+    Raises RankError if one fails.
     """
     from shardwise.comm.start.launch import spawn
-    from shardwise.comm.start.rendezvous import require_local
-    from shardwise.models.trainable import WEIGHT_BYTES
 
     ranks = wanted.plan.size
-    require_local(ranks)
-    wanted.trainable.require_memory(WEIGHT_BYTES * ranks)
     with Console(stderr=True).status(Text(f"{wanted.plan}: {STEPS} steps on {ranks} ranks")):
         return spawn(_measure_step, ranks, (*wanted.given, device), device=device)
 

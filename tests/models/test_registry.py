@@ -105,7 +105,7 @@ def test_a_gpt_by_name() -> None:
     assert find("gpt:small").initial is not None
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "use",
     [
