@@ -315,10 +315,7 @@ class Engine:
         count = self._count(batch)
         (part,) = self._begin(batch, [batch], trains=False)
         count = self._weight(count, part)
-        fresh = (
-            shares.copied if self.staging else lambda part: part
-        )  # a trace, and each stage, writes
-        found = self._made(lambda model: self._objective(model, fresh(part)))
+        found = self._made(lambda m: self._objective(m, shares.copied(part, self.staging)))
         zero = torch.zeros((), dtype=torch.float64, device=self.world.device)
         loss = zero if found is None or not count else found.to(zero)  # of no tokens it may be NaN
         own = torch.stack([loss * count, zero + count])

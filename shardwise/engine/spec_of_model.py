@@ -76,7 +76,6 @@ class StagedLayout(NamedTuple):
 
 #: The bundles of each microbatch; what stages read, and what they write, outside of their layers.
 StageCuts = tuple[tuple[Bundles, ...], tuple[frozenset[str], ...], tuple[tuple[int, int], ...]]
-#: The same of one microbatch.
 MicrobatchCuts = tuple[Bundles, tuple[frozenset[str], ...], tuple[tuple[int, int], ...]]
 
 
@@ -423,8 +422,7 @@ def structure(
         within = known(("layers", stages), lambda: layers(plain, begin, calls))
         names = {name: layer.stages for layer in within.values() for name in layer.names}
         first = {module: name for name, module in plain.named_modules()}
-        parts = {first[plain.get_submodule(name)]: stages for name, stages in names.items()}
-        parts = {name: stages for name, stages in parts.items() if name not in names}
+        parts = {n: names[x] for x in names if (n := first[plain.get_submodule(x)]) not in names}
         cuts = StageSpec(at, names, *staged(StagedLayout(table, begin, calls)), parts)
     spec = replace(
         without_passes(plain, plan, specs, facts, expert_parallel.shapes_of(plain)),

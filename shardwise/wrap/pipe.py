@@ -245,7 +245,7 @@ class Piped(Wrapper):
         modes = torch.is_grad_enabled(), stages.layers.modes
 
         def fits(known: _TracedCall) -> bool:
-            own = copied(part) if known.written else part
+            own = copied(part, known.written)
             return stages.fits(known.trace, lambda model: self.call(model, own))
 
         return self.known.get(part, modes, lambda: self._trace(copied(part)), fits)

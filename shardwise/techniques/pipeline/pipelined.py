@@ -176,7 +176,7 @@ class Pipelined:
             return traced._replace(trains=trains, written=is_written(own))
 
         def fits(known: _Traced) -> bool:
-            own = copied(part) if known.written else part
+            own = copied(part, known.written)
             return stages.fits(known.trace, lambda model: self.objective(model, own))
 
         stages = self.staging.stages

@@ -143,7 +143,7 @@ class StageWork:
         own = self.microbatches[microbatch]
         if self.trains:
             require_grads(inputs, own.trace, stage)
-        part = copied(own.part) if own.written else own.part
+        part = copied(own.part, own.written)
         with self.units.around("F", stage, own):
             ran = self.stages.run(stage, own.trace, inputs, lambda model: self.call(model, part))
         roots = [x for x in ran.outputs if x.requires_grad]
