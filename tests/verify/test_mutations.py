@@ -129,6 +129,7 @@ ONCE_REFUSED = (
     ("gpt", "dp2 zero3 | blocks.1: tp2"),
     ("moe", "dp2 ep2 activations:host"),
     ("moe", "dp2 ep2 accumulate:2"),
+    ("moe", "dp_replicate2 dp_shard2 zero3 ep2 accumulate:2"),
     ("gpt", "dp2 zero3 accumulate:2 bucket:1MiB offload:optim"),
     ("gpt", "dp2 accumulate:2 | blocks.0: offload:param"),
     ("sigmoid", "recompute:full arenas"),

@@ -157,7 +157,7 @@ class Data:
                     unit.unshard()
                     self.consensus.gathers(number)
                 case "reduce":
-                    unit.begin_reduce(self.see)
+                    unit.begin_reduce(self.see, last=self.order.sums.sync)
                 case "offload":
                     unit.offload(self.leave_device)
                 case _:

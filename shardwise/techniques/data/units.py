@@ -104,9 +104,13 @@ class Unit:
         for group in self.groups:
             group.set_placeholders()
 
-    def begin_reduce(self, see: Callable[[Flat], None]) -> None:
-        """Begin to reduce the gradients, after `see` of each group."""
-        for group in self.trained:
+    def begin_reduce(self, see: Callable[[Flat], None], *, last: bool) -> None:
+        """Begin to reduce the gradients, after `see` of each group.
+
+        Before the `last` pass of a step only those that are reduced in each: experts beside the
+        dense layers of a unit may not be.
+        """
+        for group in (g for g in self.trained if last or g.moves.each_backward):
             see(group)
             group.grads.begin_reduce()
 
