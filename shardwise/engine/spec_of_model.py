@@ -224,8 +224,7 @@ def _with_table(
     runs = by_shape(parts, lambda part: record(part, heads))
 
     def on(rank: int, part: Any) -> ModelPass:
-        laid_out = on_tensor_axis(plain, plan, rank, table)
-        return taped(runs[0], laid_out, call, part)
+        return taped(runs[0], on_tensor_axis(plain, plan, rank, table), call, part)
 
     every = by_shape(parts if plan.cp > 1 or spec.on_host else parts[:1], partial(on, rank))
     spec = replace(
@@ -233,12 +232,11 @@ def _with_table(
         run=every[0],
         tensors=replace(tensors, runs=runs),
         expert_moves=tuple(run.moves for run in runs),
-        row_gathers=tuple(run.rows for run in every) if plan.cp > 1 else spec.row_gathers,
+        row_gathers=tuple(run.rows for run in every),
         tapes=tuple(run.tape for run in every) if spec.on_host else (),
     )
-    kinds = dict(spec.recomputed)
     widest = replace(spec, run=on(0, parts[0])) if recompute_budget(plan.recompute) else spec
-    return replace(spec, recomputed=recomputed_kinds(widest, plan, kinds))
+    return replace(spec, recomputed=recomputed_kinds(widest, plan, dict(spec.recomputed)))
 
 
 def _with_meshes(
