@@ -109,13 +109,14 @@ class Engine:
         self.data.see = guard.see
         return guard
 
-    def _objective(self, model: nn.Module, part: Any) -> Tensor:
+    def _objective(self, model: nn.Module, part: Any, fresh: object = None) -> Tensor:
         before = part
         for each in reversed(self.sharded.applied):
             before = each.enter(before, model)
         self.data.computes_loss = torch.is_grad_enabled()
         with hint.shapes(self.plan):
-            return self.training.loss(model, shares.widened(part, self.dtype))
+            own = shares.copied(part, fresh)  # after `enter`, which knows the part itself
+            return self.training.loss(model, shares.widened(own, self.dtype))
 
     __call__, __getattr__ = hint.no_call, hint.no_attribute
 
@@ -315,7 +316,7 @@ class Engine:
         count = self._count(batch)
         (part,) = self._begin(batch, [batch], trains=False)
         count = self._weight(count, part)
-        found = self._made(lambda m: self._objective(m, shares.copied(part, self.staging)))
+        found = self._made(lambda m: self._objective(m, part, self.staging))
         zero = torch.zeros((), dtype=torch.float64, device=self.world.device)
         loss = zero if found is None or not count else found.to(zero)  # of no tokens it may be NaN
         own = torch.stack([loss * count, zero + count])
