@@ -27,7 +27,7 @@ from shardwise.techniques.recompute import apply as recomputation
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.verify.not_comparable import without_dropout
 from shardwise.verify.oracles.batches import ROWS, ROWS_16, SEED
-from shardwise.verify.parity import engine_of, theory_of
+from shardwise.verify.parity import alone_of, clip_of, engine_of, theory_of
 from shardwise.verify.proof_options import Options
 
 TENSORS = 4  # of the size of a parameter, on one process: it, its gradient, two states of AdamW
@@ -71,17 +71,22 @@ def _trained(model: str | Trainable, plan: Plan) -> nn.Module:
     name = trainable.name
     if isinstance(model, str) and model.partition(":")[0] == "gpt":  # ours; a step may take long
         return trainable.build()
+    plain, precision = Plan(precision=plan.precision), plan.precision
     try:
-        engine = engine_of(trainable, Plan(precision=plan.precision), alone())
+        engine = engine_of(trainable, plain, alone())
         engine.step(trainable.batch(ROWS, SEED))
+        if precision in ("bf16", "fp16"):
+            precision = "fp64, with which 16 bits are compared,"
+            clip_of(alone_of(trainable, plain, engine.world.device), trainable, engine.world.device)
     except InputError:
         raise
     except Exception as error:
         raise bad(
-            f'the model "{name}", whose step in {plan.precision} on one process gives '
+            f'the model "{name}", whose step in {precision} on one process gives '
             f"{type(error).__name__}: {' '.join(str(error).split())} ({place_of(error, name)})",
             "a model that trains on its own batches, in the precision of the plan",
-            "the same command, once it does; fp32 in the plan if the model fixes its dtypes",
+            "the same command, once it does: a mixture of transformers with "
+            'experts_implementation="eager"; fp32 in the plan if the model fixes its dtypes',
         ) from error
     return engine.model
 
