@@ -29,7 +29,8 @@ def optimizer_shape(spec: OptimizerSpec, params: Sequence[ParamShape]) -> Optimi
 
     def shape_of(number: int) -> OptimizerShape:
         first = next(k for k, member in enumerate(members) if member[1] is members[number][1])
-        return _shape(spec, first, default, whole=not members[number][1].by_element)
+        found = _shape(spec, first, default, whole=not members[number][1].by_element)
+        return replace(found, group=number)
 
     own = {p.name: spec.number(p.name, len(p.shape)) for p in params}
     shapes = {number: shape_of(number) for number in {0, *own.values()}}

@@ -6,10 +6,11 @@
     buffers      those of the model, all on every rank; and the pool of communication buffers,
                  which the plan fixes (core/pool_size.py)
 
-Padding is stored with parameters and gradients, and with the fp32 masters of 16-bit weights. The
-optimizer's states have the shape of this rank's piece of each parameter: no padding there. Where an
-optimizer needs whole tensors, one rank has the states of all of a parameter: its owner. With Adam,
-of a group with K elements in pieces here and B in the block:
+Padding is stored with parameters and gradients, and with the fp32 masters of 16-bit weights. Where
+an optimizer needs whole tensors, one rank has the states of all of a parameter: its owner. Others
+have states of runs, from the first element to the last of parameters that are updated as one
+tensor (engine/optimizer/runs.py). With Adam, of a group with K elements in runs here and B in the
+block:
 
     fp32    4 B + 4 B + 8 K              bf16, fp16    2 B + 2 B + (4 B + 8 K)
 
@@ -20,15 +21,16 @@ precisions; the device keeps parameters and buffers. With Adam:
 
 With `offload:param` parameters are elsewhere too. In 32 bits and more they are their own masters.
 
-Adam has a step count of 4 bytes for each parameter. A parameter that gets no gradient has no state,
-but it has a gradient's memory and a master. (ZeRO, arXiv 1910.02054, section 3.1, where
-16-bit states take 2 + 2 + 12 bytes.)
+Adam has a step count of 4 bytes for each run. A parameter that gets no gradient has no state, but
+it has a gradient's memory and a master; then each of the others in its flat parameter is a run.
+(ZeRO, arXiv 1910.02054, section 3.1, where 16-bit states take 2 + 2 + 12 bytes.)
 """
 
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from shardwise.core.balance import owners
 from shardwise.core.model_spec import ModelShape
@@ -46,14 +48,15 @@ class OptimizerShape:
 
     `factored`: also a mean for each row and each column of a matrix, and for each element of a
     vector (Adafactor, arXiv 1804.04235, section 3). `whole`: one of the ranks that shard a
-    parameter, its owner, has the states of all of it. `others` are parameters, by name, of groups
-    with another class of optimizer.
+    parameter, its owner, has the states of all of it. `others` are parameters, by name, of other
+    groups, by their numbers.
     """
 
     states: int
     scalar_bytes: int
     factored: bool = False
     whole: bool = False
+    group: int = 0
     others: "tuple[tuple[str, OptimizerShape], ...]" = ()
 
     @cached_property
@@ -129,8 +132,14 @@ def optimizer_bytes(
     rank = place if group.shard > 1 else 0
     apart = group.params[0].dtype in HALF or group.moves.publish is not None
     total = element_bytes * flat.share if apart else 0
-    for index, param in enumerate(group.params):
-        shape, (start, stop) = optimizer.of(param.name), flat.piece(index, rank)
+    shapes = [optimizer.of(param.name) for param in group.params]
+    alone = any(s.whole or p.name in owned for s, p in zip(shapes, group.params, strict=True))
+    key = range(len(shapes)).__getitem__ if alone else shapes.__getitem__
+    for _, run in groupby(range(len(shapes)), key):
+        first, *others = run
+        last = others[-1] if others else first
+        shape, param = shapes[first], group.params[first]
+        start, stop = flat.piece(first, rank)[0], flat.piece(last, rank)[1]
         if param.name in owned:
             start, stop = 0, param.numel
         if owned.get(param.name, rank) == rank:

@@ -7,6 +7,7 @@ in one pass, some 30 microseconds for 200 modules.
 
 import inspect
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from shardwise.core.errors import InputError, bad
@@ -38,17 +39,12 @@ class Structure:
         self.before = [dict(table) for table in self._tables()]
         self.ids = self._ids()
 
-    def _tables(self) -> Iterator[dict[str, Any]]:
+    def _tables(self) -> list[dict[str, Any]]:
         """Both tables of each module; they may be of a class of their own."""
-        for module in self.modules:
-            yield module._parameters
-            yield module._modules
+        return [table for m in self.modules for table in (m._parameters, m._modules)]
 
-    def _ids(self) -> tuple[int, ...]:
-        found: list[int] = []
-        for table in self._tables():
-            found += map(id, dict[str, Any].values(table))
-        return tuple(found)
+    def _ids(self) -> list[int]:
+        return [*map(id, chain.from_iterable(map(dict[str, Any].values, self._tables())))]
 
     def require_unchanged(self, *, lent: tuple[type, ...] = ()) -> None:
         """Raise InputError if a module or parameter is another, or if a frozen one is trained now.

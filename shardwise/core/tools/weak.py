@@ -5,18 +5,23 @@ the object that owns the parameter would keep both alive forever, process groups
 """
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
-from weakref import WeakMethod
+from weakref import ref
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A function that calls the bound `method`, and does nothing once its object is gone."""
-    known = WeakMethod(method)
+def weakly(method: Callable[..., None], *more: Any) -> Callable[..., None]:
+    """A function that calls the bound `method`, and does nothing once its object is gone.
+
+    `more` are further arguments, after those of the call.
+    """
+    assert isinstance(method, MethodType)
+    known, act = ref(method.__self__), method.__func__
 
     def call(*args: Any) -> None:
         own = known()
         if own is not None:
-            own(*args)
+            act(own, *args, *more)
 
     call.weakly_of = known  # type: ignore[attr-defined]
     return call
@@ -24,5 +29,4 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 def owner(function: Any) -> Any:
     """The object of the method behind a function made by `weakly`; None for other functions."""
-    method: Any = getattr(function, "weakly_of", lambda: None)()
-    return getattr(method, "__self__", None)
+    return getattr(function, "weakly_of", lambda: None)()

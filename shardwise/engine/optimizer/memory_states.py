@@ -1,14 +1,17 @@
 """Masters and states of an optimizer in memory, of the device or of the host.
 
-fp32, fp64    the class steps on the user's own parameters at rest (flat_parameter.py)
-bf16, fp16    it steps on fp32 masters of the pieces, one unit at a time:
-master.grad = p.grad in fp32;  step;  p = master in 16 bits
-so that a parameter costs 2 (weight) + 2 (gradient) + 12 (master, two moments)
-bytes, and 4 more for one unit at a time
+fp32, fp64    the class steps on this rank's blocks of the flat parameters (flat_parameter.py)
+bf16, fp16    it steps on fp32 masters of the blocks, one unit at a time:
+              master.grad = gradient in fp32;  step;  block = master in 16 bits
+              so that a parameter costs 2 (weight) + 2 (gradient) + 12 (master, two moments)
+              bytes, and 4 more for one unit at a time
 offload       masters, in 32 bits or in those of the weight, their gradients and their states
-are in host memory, where the class steps on them; then `publish` copies the
-updated masters to the device, in the precision of the weight.  Where parameters
-rest in host memory too, they are updated there, as above
+              are in host memory, where the class steps on them; then `publish` copies the
+              updated masters to the device, in the precision of the weight.  Where parameters
+              rest in host memory too, they are updated there, as above
+
+A step of many small tensors costs more in calls than in arithmetic.  So parameters side by side in
+a block that one group of the optimizer updates element by element are one tensor (runs.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +22,16 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.tiers.tiers import Tiers, begin_copy
-from shardwise.engine.optimizer.optimizer import ShardedOptimizer, States
+from shardwise.engine.optimizer.optimizer import Member, ShardedOptimizer, States
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer.optimizer_state import device_of
+from shardwise.engine.optimizer.runs import Runs
 from shardwise.engine.precision import HALF
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.units import Units
+
+#: The gradient of a block, if there is any, and for each parameter whether it has one.
+Gradient = tuple[Tensor | None, Sequence[bool]]
 
 
 class MemoryStates(States):
@@ -40,6 +47,7 @@ class MemoryStates(States):
             if flat.dtype in HALF or flat.moves.publish
         }
         self.optimizer = ShardedOptimizer(spec, flats, self, self.masters)
+        self.runs = [Runs(self.optimizer, k) for k in range(len(flats))]
 
     def _master(self, flat: Flat) -> Tensor:
         """A copy of the shard on the tier of its optimizer state, with 32 bits or more."""
@@ -53,16 +61,19 @@ class MemoryStates(States):
         return self.tiers.empty(copied.numel(), torch.float32).copy_(copied)
 
     def later(self, chosen: Sequence[int], factor: float) -> Callable[[], None]:
-        return partial(self._update, {k: self._gradients(k, factor) for k in chosen}, factor)
+        return partial(self._update, {k: self._gradient(k, factor) for k in chosen}, factor)
 
-    def _gradients(self, k: int, factor: float) -> list[Tensor | None]:
-        """The gradient of each parameter for the update; in 32 bits and more it is multiplied."""
-        flat = self.flats[k]
-        if factor != 1.0 and flat.grads.gshard is not None and flat.dtype not in HALF:
-            flat.grads.gshard.mul_(factor)
-        return [flat.grads.piece(index) for index in range(len(flat.params))]
+    def _gradient(self, k: int, factor: float) -> Gradient:
+        """The gradient for the update, and which parameters have one.
 
-    def _update(self, gradients: Mapping[int, Sequence[Tensor | None]], factor: float) -> None:
+        In 32 bits and more it is multiplied here.
+        """
+        grads = self.flats[k].grads
+        if factor != 1.0 and grads.gshard is not None and self.flats[k].dtype not in HALF:
+            grads.gshard.mul_(factor)
+        return grads.gshard, list(grads.used)
+
+    def _update(self, gradients: Mapping[int, Gradient], factor: float) -> None:
         """Update flat groups in one call of torch's optimizer, as far as it may be several.
 
         In 16 bits each has its own call, which needs its gradients in 32.
@@ -72,23 +83,19 @@ class MemoryStates(States):
         wide = [k for k in gradients if k in self.masters and k not in half]
         parts = [[*gradients]] if self.together else [plain, wide, *([k] for k in half)]
         for part in filter(None, parts):
-            for k in (k for k in part if k in self.masters):
-                self._attach(k, gradients[k], factor)
+            members = [pair for k in part for pair in self._attach(k, gradients[k], factor)]
             with self._whole(part, factor):
-                self.optimizer.step_pieces((p, p) for k in part for p in self.optimizer.targets[k])
-            for k in (k for k in part if k in self.masters):
+                self.optimizer.step_members(members)
+            for k in part:
                 self._end_step(k)
-        for k in gradients:
-            self._own(k)
 
-    def _attach(self, k: int, gradients: Sequence[Tensor | None], factor: float) -> None:
-        """Give the pieces of masters their gradients, in 32 bits or more."""
-        self.tiers.settle(self.masters[k])
-        half, owned = self.flats[k].dtype in HALF, self.optimizer.owners.targets
-        pieces = [None if (k, i) in owned else g for i, g in enumerate(gradients)]
-        pieces = _in_32_bits(pieces, factor) if half else pieces
-        for target, gradient in zip(self.optimizer.targets[k], pieces, strict=True):
-            target.grad = gradient
+    def _attach(self, k: int, gradient: Gradient, factor: float) -> list[Member]:
+        """Give what is updated its gradient, in 32 bits or more; the tensors and their groups."""
+        block, (values, used) = self.masters.get(k, self.flats[k].shard), gradient
+        self.tiers.settle(block)
+        if values is not None and self.flats[k].dtype in HALF:
+            values = _in_32_bits(values, factor)
+        return self.runs[k].attach(block, values, used)
 
     @contextmanager
     def _whole(self, part: Sequence[int], factor: float, *, update: bool = True) -> Iterator[None]:
@@ -110,18 +117,12 @@ class MemoryStates(States):
 
     def _end_step(self, k: int) -> None:
         """Drop the gradients, and copy the masters to the weights that are on their tier."""
-        for target in self.optimizer.targets[k]:
-            target.grad = None
-        if not self.flats[k].moves.publish:
+        made, offloaded = self.runs[k].detach(), self.flats[k].moves.offload
+        for value in made if offloaded else ():  # in host memory
+            self.tiers.own(value)
+        if k in self.masters and not self.flats[k].moves.publish:
             self.tiers.settle(self.flats[k].shard)
             self.flats[k].shard.copy_(self.masters[k])
-
-    def _own(self, k: int) -> None:
-        """Count torch's states of masters in host memory as host memory."""
-        for target in self.optimizer.targets[k] if self.flats[k].moves.offload else ():
-            for value in list(self.optimizer.state.get(target, {}).values()):
-                if isinstance(value, Tensor):
-                    self.tiers.own(value)
 
     @torch.no_grad()
     def publish(self, chosen: Sequence[int]) -> None:
@@ -134,11 +135,14 @@ class MemoryStates(States):
                     source = self.tiers.empty(source.numel(), flat.dtype).copy_(source)
                 begin_copy(source, self.tiers, "host", tier, flat.shard).wait()
 
+    def loading(self) -> None:
+        for runs in self.runs:
+            runs.part()
+
     @torch.no_grad()
     def loaded(self) -> None:
-        for k in range(len(self.flats)):
-            self._own(k)
-        for k in self.masters:
+        for k, runs in enumerate(self.runs):
+            runs.loaded()
             self._end_step(k)
         self.publish(list(self.masters))
 
@@ -150,5 +154,5 @@ class MemoryStates(States):
         return self.tiers.own(made) if self.flats[k].moves.offload else made
 
 
-def _in_32_bits(gradients: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
-    return [None if g is None else g.float().mul_(factor) for g in gradients]
+def _in_32_bits(gradient: Tensor, factor: float) -> Tensor:
+    return gradient.float().mul_(factor)

@@ -38,6 +38,8 @@ from shardwise.techniques.offload.spans import Spans
 
 #: A tensor that an engine keeps between steps: its category, its flat group if any, and itself.
 Owned = tuple[str, Flat | None, Tensor]
+#: What a step of torch's optimizer updates: the number of its group, and the tensor.
+Member = tuple[int, nn.Parameter]
 
 
 class States(Protocol):
@@ -54,6 +56,9 @@ class States(Protocol):
     @abstractmethod
     def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """New memory for a state tensor of a parameter of the k-th flat, on the state's tier."""
+
+    def loading(self) -> None:
+        """Before a checkpoint is read into masters and states."""
 
     @abstractmethod
     def loaded(self) -> None:
@@ -137,18 +142,17 @@ class ShardedOptimizer(Optimizer):
 
     # --- the update ---------------------------------------------------------------------------
 
-    def step(self, flats: Sequence[Flat] | None = None, factor: float = 1.0) -> None:
-        """Update `flats` from the gradients on their parameters at rest, each times `factor`.
+    def step(self, closure: Any = None) -> None:
+        """Raise InputError: `engine.step(batch)` updates."""
+        raise bad(
+            "engine.optimizer.step()",
+            "engine.step(batch), which runs forward, backward and the update; a scheduler on "
+            "engine.optimizer steps after it",
+            "engine.step(batch), then scheduler.step()",
+        )
 
-        Raises InputError where a user's loop calls it: `engine.step(batch)` updates.
-        """
-        if flats is None:
-            raise bad(
-                "engine.optimizer.step()",
-                "engine.step(batch), which runs forward, backward and the update; a scheduler on "
-                "engine.optimizer steps after it",
-                "engine.step(batch), then scheduler.step()",
-            )
+    def update(self, flats: Sequence[Flat], factor: float = 1.0) -> None:
+        """Update `flats` from their gradients, each times `factor`."""
         self.follow(flats)  # not all: others may be becoming pieces in the main thread
         self.torch.param_groups = self.param_groups
         self._begin(flats, factor)()
@@ -167,7 +171,7 @@ class ShardedOptimizer(Optimizer):
         return update
 
     def _begin(self, flats: Sequence[Flat], factor: float) -> Callable[[], None]:
-        self.factor = factor
+        self.factor, self._opt_called = factor, True  # torch's schedulers check that
         names = [name for flat in flats for name in flat.names]
         ends = " .. ".join(dict.fromkeys([*names[:1], *names[-1:]]))
         return self.spans.timed(f"update {ends}", self.states.later(self._chosen(flats), factor))
@@ -188,12 +192,12 @@ class ShardedOptimizer(Optimizer):
         """The bytes of this rank's blocks."""
         return sum(flat.shard.nbytes for flat in flats)
 
-    def step_pieces(self, pairs: Iterable[tuple[Tensor, nn.Parameter]]) -> None:
-        """Torch's own step over pieces of parameters: pairs (the parameter, the piece)."""
-        members: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
-        for target, piece in pairs:
-            members[self.group_of[id(target)]].append(piece)
-        step_over(self.torch, members)
+    def step_members(self, members: Iterable[Member]) -> None:
+        """Torch's own step over `members`."""
+        by_group: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
+        for group, target in members:
+            by_group[group].append(target)
+        step_over(self.torch, by_group)
 
     @torch.no_grad()
     def follow(self, flats: Sequence[Flat]) -> None:
@@ -242,7 +246,7 @@ class ShardedOptimizer(Optimizer):
 
     def skip(self) -> None:
         """Record a skipped update (fp16 overflow), after which a scheduler may step."""
-        self._opt_called = True  # torch's schedulers check this
+        self._opt_called = True
 
     def state_dict(self) -> dict[str, Any]:
         """The options of the groups (rates, betas), without tensors: `sw.save` keeps those.

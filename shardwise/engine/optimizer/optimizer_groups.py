@@ -70,10 +70,10 @@ def compared(group: Options, called: str) -> dict[str, Any]:
     Tensors on a GPU are left out: to read them would wait for it.
     """
     found: dict[str, Any] = {}
-    for key, value in group.items():
+    for key, value in ((k, v) for k, v in group.items() if k not in (*NAMING, *_HOW)):
         on_host = not isinstance(value, Tensor) or (value.dim() == 0 and value.device.type == "cpu")
         listed = _listed(value) if on_host else None
-        if key not in (*NAMING, *_HOW) and (isinstance(listed, bool) or _numeric(listed)):
+        if isinstance(listed, bool) or _numeric(listed):
             found[f"{key} of {called}"] = listed
     return found
 

@@ -123,10 +123,10 @@ class Updates:
         self.scale.update(overflow=False)
 
     def _parts(self, units: Iterable[Unit], least_bytes: float) -> Iterator[list[Flat]]:
-        """Flat groups with their gradients attached, units of at least this size together."""
+        """Flat groups at rest, units of at least this size together."""
         part: list[Flat] = []
         for unit in units:
-            unit.attach_grads()
+            unit.to_sharded()
             part += unit.trained
             if self.optimizer.size_bytes(part) >= least_bytes:
                 yield part
@@ -147,7 +147,7 @@ class Updates:
         with self.guard.world.ledger.phase("backward"):
             self.data.finish_sums()
         if not self.updater.by_schedule:
-            self.data.units.attach_grads()
+            self.data.units.to_sharded()
         self.updater.finish()
         error = self.guard.record_skip(step, summed, self.optimizer.flats, norm, self.scale.on)
         self.scale.update(overflow=True)

@@ -84,6 +84,7 @@ class Loading:
         saved: Catalogue,
         scalars: Mapping[str, Any],
     ) -> None:
+        optimizer.states.loading()
         idle, every = {*scalars.get("idle", ())}, held_parameters(optimizer)
         saved = {name: of for name, of in saved.items() if name.split("/", 2)[-1] not in idle}
         self.optimizer = optimizer

@@ -24,28 +24,30 @@ class GradientHooks:
     """
 
     def __init__(self) -> None:
-        self.numbers: dict[nn.Parameter, int] = {}
-        self.late: list[nn.Parameter] = []
+        self.numbers: list[int] = []  # of the hook on each parameter
+        self.late: list[int] = []
         self.begins: list[RemovableHandle] = []
 
-    def add(self, p: nn.Parameter, collected: Callable[[nn.Parameter], None]) -> RemovableHandle:
-        """Call `collected` after a gradient of `p` is accumulated."""
-        handle = p.register_post_accumulate_grad_hook(weakly(collected))
-        self.numbers[p] = handle.id
+    def add(
+        self, p: nn.Parameter, collected: Callable[[nn.Parameter, int], None]
+    ) -> RemovableHandle:
+        """Call `collected` after a gradient of `p` is accumulated, with the number of `p`."""
+        handle = p.register_post_accumulate_grad_hook(weakly(collected, len(self.numbers)))
+        self.numbers.append(handle.id)
         return handle
 
-    def is_last(self, p: nn.Parameter) -> bool:
+    def is_last(self, p: nn.Parameter, number: int) -> bool:
         """Whether our hook on `p` is the last; if not, it will be in later passes."""
         hooks: Any = p._post_accumulate_grad_hooks
-        own = self.numbers[p]
-        if next(reversed(hooks)) == own:
+        own = self.numbers[number]
+        if len(hooks) == 1 or next(reversed(hooks)) == own:
             return True
         hooks[own] = hooks.pop(own)
-        self.late.append(p)
+        self.late.append(number)
         return False
 
-    def take_late(self) -> list[nn.Parameter]:
-        """The parameters to collect at the end of this pass."""
+    def take_late(self) -> list[int]:
+        """The numbers of the parameters to collect at the end of this pass."""
         late, self.late = self.late, []
         return late
 

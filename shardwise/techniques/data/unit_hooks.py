@@ -30,7 +30,6 @@ from shardwise.core.tools.hook import (
     Hook,
     in_backward,
     no_copy,
-    nothing,
     others_after,
     outside_of_step,
 )
@@ -81,10 +80,11 @@ class Data:
         for number, unit in enumerate(units.order):
             unit.number = number
         self.places: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
+        self.numbered_places: list[tuple[Unit, Flat, int]] = []  # by the number of their hook
         self.sync = True  # whether the gradients of this backward pass are the last of the step
         self.see: Callable[[Flat], None] = lambda _: None  # before the sum of a group begins
         #: after a gradient of this pass is in the flat gradient
-        self.collects: Callable[[Flat, int], None] = lambda *_: None
+        self.collects: Callable[[Flat, int], None] | None = None
         self.leave_device: Callable[[Flat], None] = lambda _: None  # before it is copied to a tier
         self.in_step = False  # of an engine: it has begun and not ended; it stays after an error
         self.begins = True  # of a loop of the program's own: its next forward pass begins a step
@@ -129,15 +129,16 @@ class Data:
         for group in unit.trained:
             for index, p in enumerate(group.params):
                 self.places[p] = unit, group, index
+                self.numbered_places.append(self.places[p])
                 keep(self.on_grads.add(p, self.collected))
         acts = partial(self._before, unit), partial(self._after, unit)
         # otherwise it stays gathered on the device
         divided = any(group.moves_to_rest for group in unit.groups)
         if self.staged is not None:
             unit.state.stays |= any(module not in self.staged.inside for module in unit.modules)
-            if unit.state.stays or not divided:
-                return
-        before, after = map(graph_break, acts) if divided else (nothing, nothing)
+        if not divided or (self.staged is not None and unit.state.stays):
+            return
+        before, after = map(graph_break, acts)
         for module in unit.modules:  # the user's hooks may read weights, so ours come first
             keep(module.register_forward_pre_hook(Hook(self, before), prepend=True))
             keep(module.register_forward_hook(Hook(self, after), always_call=True))
@@ -202,8 +203,8 @@ class Data:
 
     def leave(self) -> None:
         """End the action."""
-        for p in self.on_grads.take_late():
-            self._collect(p)
+        for number in self.on_grads.take_late():
+            self._collect(number)
         self._do(self.order.leave(recorded=torch.is_grad_enabled()))
 
     def reduce_stage(self, stage: int) -> None:
@@ -387,35 +388,47 @@ class Data:
         while products:
             self.product(*products.pop())
 
-    def collected(self, p: nn.Parameter) -> None:
-        """Collect the gradient of `p`, which is complete for this pass."""
-        new, (_, group, index) = None, self.places[p]
-        group.grads.require_whole(index)
-        if group.split and not self.order.in_backward:
-            # no output has announced the pass: p.grad is not a piece of an earlier one
+    def collected(self, p: nn.Parameter, number: int) -> None:
+        """Collect the gradient of `p`, which is complete for this pass.
+
+        It runs for every parameter: what it costs, every step costs as often.
+        """
+        _, group, index = self.numbered_places[number]
+        if group.split:
+            group.grads.require_whole(index)
+        if not self.order.in_backward:
+            self._first_collected(p, group)
+        if self.on_grads.is_last(p, number):
+            self._collect(number)
+
+    def _first_collected(self, p: nn.Parameter, group: Flat) -> None:
+        """No output has announced the pass, which begins with this gradient."""
+        new = None
+        if group.split:  # p.grad is not a piece of an earlier one
             new, p.grad = p.grad, None
         self._begin_backward()
         if new is not None:
             p.grad = new if p.grad is None else p.grad + new
-        if self.on_grads.is_last(p):
-            self._collect(p)
 
-    def _collect(self, p: nn.Parameter) -> None:
-        unit, group, index = self.places[p]
+    def _collect(self, number: int) -> None:
+        unit, group, index = self.numbered_places[number]
+        p = group.params[index]
         if p.grad is None and others_after(p):
             raise in_backward(f"a hook that drops the gradient of {group.names[index]}, as")
         if unit.state.complete:  # checkpointed reentrantly
             raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")
-        p.grad = None if self.mute else p.grad
+        if self.mute:
+            p.grad = None
         group.grads.collect(index, self.pace.scale)
-        self.collects(group, index)
-        if self.staged is None:
-            self._do(self.order.complete(unit.number))
+        if self.collects is not None:
+            self.collects(group, index)
+        if self.staged is None and (acts := self.order.complete(unit.number)):
+            self._do(acts)
 
     def _end_backward(self) -> None:
         """End a backward pass: reduce units in which some parameter has no gradient."""
-        for p in self.on_grads.take_late():
-            self._collect(p)
+        for number in self.on_grads.take_late():
+            self._collect(number)
         for group in self.trained:
             group.grads.unshow(self.pace.scale)
         self._do(self.order.end_backward())

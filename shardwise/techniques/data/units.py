@@ -132,11 +132,14 @@ class Unit:
             leave(group)
             group.grads.begin_offload()
 
-    def attach_grads(self) -> None:
+    def to_sharded(self) -> None:
         for group in self.groups:
             group.to_sharded()
-            if group.trained:
-                group.grads.attach()
+
+    def attach_grads(self) -> None:
+        self.to_sharded()
+        for group in self.trained:
+            group.grads.attach()
 
 
 class Units:
@@ -160,8 +163,7 @@ class Units:
         for unit in self.order:
             if between_passes or not unit.recorded:
                 unit.close()
-                for group in unit.groups:
-                    group.to_sharded()
+                unit.to_sharded()
 
     def drop_gradients(self) -> None:
         """Drop the gradients of a failed step."""

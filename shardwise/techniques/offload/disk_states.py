@@ -168,7 +168,8 @@ class DiskStates(States):
                     for key, value in before.items()
                 }
             members.append((i, target, views))
-        self.optimizer.step_pieces((targets[i], target) for i, target, _ in members)
+        groups = self.optimizer.group_of
+        self.optimizer.step_members((groups[id(targets[i])], p) for i, p, _ in members)
         for i, target, views in members:
             after = state_of.pop(target, {})
             fresh[targets[i]] = self._new_state(k, i, after, views)

@@ -45,7 +45,7 @@ MOST_S: Final = 10.0
 class FlatOptimizer(Protocol[T_contra]):
     """The optimizer of items, which are its flat groups (engine/optimizer/optimizer.py)."""
 
-    def step(self, items: Sequence[T_contra], factor: float, /) -> None: ...
+    def update(self, items: Sequence[T_contra], factor: float, /) -> None: ...
     def later(self, items: Sequence[T_contra], factor: float, /) -> Callable[[], None]: ...
     def publish(self, items: Sequence[T_contra], /) -> None: ...
     def clear(self, items: Sequence[T_contra], /) -> None: ...
@@ -89,7 +89,7 @@ class InPlace(Updater[T]):
 
     def update(self, parts: Iterable[Sequence[T]], factor: float, most_bytes: int) -> None:
         for part in parts:
-            self.optimizer.step(part, factor)
+            self.optimizer.update(part, factor)
             self.optimizer.publish(part)
             self.optimizer.clear(part)
 
@@ -134,7 +134,7 @@ class HostThread(Updater[T]):
         while waiting and (not taken or size_bytes(taken + waiting[0]) <= most_bytes):
             taken += waiting.popleft()
         if taken:
-            self.optimizer.step(taken, factor)
+            self.optimizer.update(taken, factor)
         return taken
 
     def _end(self, update: Future[list[T]]) -> None:

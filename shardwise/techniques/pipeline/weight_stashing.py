@@ -172,12 +172,12 @@ class Stale(Updater[Flat]):
             del self.kept[stage][version]
         params = tuple(p for flat in flats for p in flat.params)
         for unit in self.units.units[stage]:
-            unit.attach_grads()
+            unit.to_sharded()
         if spoilt:
             self.guard.spoil(flats)
         else:
             with _uncounted(params):
-                self.optimizer.step(flats, 1 / (divided_by or 1.0))
+                self.optimizer.update(flats, 1 / (divided_by or 1.0))
         self.optimizer.clear(flats)
         for unit in self.units.units[stage]:
             unit.unshard()

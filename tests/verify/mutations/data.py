@@ -96,7 +96,7 @@ def truncated(master: Any) -> Any:
 ROWS |= {
     # --- the optimizer ----------------------------------------------------------------------------
     "gradients 1.0001 times as large [dp2 zero1]": around(
-        ShardedOptimizer, "step", lambda real, o, flats, f=1.0: real(o, flats, f * 1.0001)
+        ShardedOptimizer, "update", lambda real, o, flats, f=1.0: real(o, flats, f * 1.0001)
     ),
     "weight decay dropped [dp2]": options(weight_decay=0.0),
     "other betas [dp2 zero2]": options(betas=(0.9, 0.999)),
@@ -105,9 +105,9 @@ ROWS |= {
         Updates, "by_norm", lambda u, *of: (replace(u, clip=u.clip / 2), *of)
     ),
     "an update made twice [dp2 zero3]": around(
-        ShardedOptimizer, "step", lambda real, o, f, *of: [real(o, f, *of), real(o, f, 1.0)]
+        ShardedOptimizer, "update", lambda real, o, f, *of: [real(o, f, *of), real(o, f, 1.0)]
     ),
-    "steps are counted double [dp2 zero1]": after(ShardedOptimizer, "step", counted_again),
+    "steps are counted double [dp2 zero1]": after(ShardedOptimizer, "update", counted_again),
     "a frozen parameter trained [dp2] error": before(
         Flat, "__init__", lambda _, params, *__: [p.requires_grad_(True) for _, p in params]
     ),

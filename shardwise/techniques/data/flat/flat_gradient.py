@@ -86,10 +86,11 @@ class FlatGradient:
     def collect(self, index: int, scale: float) -> None:
         """Take the gradient autograd has just left on parameter `index`, times `scale`."""
         p = self.params[index]
-        if p.grad is None:
+        gradient = p.grad
+        if gradient is None:
             return
+        p.grad = None
         view, filled = self._fill(index)
-        gradient, p.grad = p.grad, None
         if gradient.requires_grad:  # under create_graph=True
             before = self.graphs.get(index)
             self.graphs[index] = gradient if before is None else before + gradient
