@@ -228,7 +228,7 @@ GROUPS: Final = {
     "Prove and predict": ("verify", "predict"),
     "Plans": ("Plan", "Mesh", "core"),
     "Tensor parallelism": ("Table", "derive_table", "cross_entropy"),
-    "Experts": ("Gate", "MoE", "place_experts"),
+    "Experts": ("Gate", "MoE"),
     "Pipelines": ("balance_by_time",),
     "Errors": ("InputError", "RankError", "RunError"),
     "More": (),

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from shardwise.techniques import replicas
     from shardwise.techniques.expert.gate import Gate
     from shardwise.techniques.expert.moe_layer import MoE
-    from shardwise.techniques.expert.placement import place_experts
     from shardwise.techniques.pipeline.partition import balance_by_time
     from shardwise.techniques.tensor.tensor_table import Table
     from shardwise.verify import Verify
@@ -64,7 +63,6 @@ _HOMES = {
     "Metrics": "engine.training",
     "balance_by_time": "techniques.pipeline.partition",
     "parallelize": "engine.parallelize",
-    "place_experts": "techniques.expert.placement",
     "predict": "engine.predict",
     "Pipe": "wrap.pipe",
     "full_state_dict": "engine.state.full",
@@ -142,7 +140,6 @@ __all__ = [
     "load",
     "no_sync",
     "parallelize",
-    "place_experts",
     "predict",
     "replicas",
     "save",

@@ -205,7 +205,9 @@ class Predictor:
             rank,
             shape,
             spec,
-            optimizer=optimizer_shape(self.spec, [p for p in shape.params if p.trainable]),
+            optimizer=optimizer_shape(
+                self.spec, [p for p in (*shape.params, *spec.shape.params) if p.trainable]
+            ),
             norm=self.options.clip is not None,
             check_every=self.options.checks,
             rerun_bytes=rerun_bytes,

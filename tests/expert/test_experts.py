@@ -14,29 +14,24 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm import overlap
 from shardwise.comm.transport import Pending
-from shardwise.comm.world import World, alone, traced
+from shardwise.comm.world import World, traced
 from shardwise.core.errors import InputError, NonFiniteError
 from shardwise.core.mesh import Mesh
 from shardwise.models import hf
 from shardwise.models.registry import find
 from shardwise.techniques.expert import products
-from shardwise.techniques.expert.apply import ExpertLayout, layers_of
-from shardwise.techniques.expert.expert_moves import Loads
+from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.expert.global_batch import GlobalBatch
 from shardwise.techniques.expert.moe_layer import ExpertPlace
-from shardwise.techniques.expert.placement import balanced
 from shardwise.techniques.expert.products import Stacks, feed_forward, fits, grouped, looped
 from shardwise.techniques.tensor.source import table_of
-from tests.engine.cases import CONFIG, Case, Task, build, difference, foreseen, oracle, ranks_of
+from tests.engine.cases import CONFIG, Case, Task, build, difference, ranks_of
 from tests.engine.tensors import (
     ADAMW,
-    Held,
     assert_counted,
     assert_parity,
-    assert_pieces,
     mine,
-    sent,
     train,
     whole_run,
 )
@@ -168,103 +163,6 @@ def test_a_plan_that_does_not_fit_is_refused():
     with pytest.raises(InputError, match=r"blocks\.\*\.moe.*gather"):
         sw.parallelize(model, "tp2 sp", traced(0, 2), table=lacks)
     assert model.get_parameter("blocks.0.moe.experts.up").shape[1] == CONFIG.hidden
-
-
-# --- placement ------------------------------------------------------------------------------------
-
-
-def test_busy_experts_are_on_different_ranks():
-    """The busiest expert goes to the rank with the least load that has room."""
-    assert balanced([9, 8, 1, 2], 2) == ((0, 2), (1, 3))
-    assert balanced([9, 1, 1, 1], 2) == ((0, 3), (1, 2))
-
-
-def placed(world: World, task: Task, case: Case, folder: str = "") -> Held:
-    """Three steps; the experts are placed anew before the second and before the third."""
-    engine, held, theory = build(world, task, case), Held(), foreseen(world, task, case)
-    loads, order = oracle(task, case).loads, dict[str, tuple[int, ...]]()
-    for step in range(3):
-        held.step(engine, own := mine(engine, task.batch(step)))
-        told = theory.of(own).in_step(step, loads=[_moved(each, order) for each in loads[step]])
-        held.bytes.append((sent(engine), told))
-        found = sw.place_experts(engine, _others(engine) if step == 0 else None)
-        order = {name: sum(by_rank, ()) for name, by_rank in found.items()}
-    held.memory = engine.memory(), theory.of(mine(engine, task.batch(2))).memory
-    if folder:
-        sw.save(engine, folder)
-    return held.ended(engine)
-
-
-def _others(engine: sw.Engine) -> dict[str, list[list[int]]]:
-    """Four experts in each of this rank's layers: every rank gets others than at first."""
-    ranks = engine.plan.ep
-    order = [list(range(r, 4, ranks)) for r in range(ranks)][::-1]
-    return dict.fromkeys(engine.sharded.of(ExpertLayout).loads, order)
-
-
-def _moved(loads: Loads, order: dict[str, tuple[int, ...]]) -> Loads:
-    """The loads in the order of the ranks that have the experts."""
-    choices = {
-        name: tuple(tuple(row[e] for e in order.get(name, range(len(row)))) for row in by_rank)
-        for name, by_rank in loads.choices.items()
-    }
-    return replace(loads, choices=choices)
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [
-        ("topk", "dp2 ep2 zero3 offload:optim recompute:full"),
-        ("sigmoid", "dp2 ep2 pp2 1f1b:2"),
-        ("expert-choice", "dp2 tp2 ep2 zero3 sp"),
-    ],
-)
-def test_experts_that_move_train_as_before(name: str, plan: str):
-    """Losses, norms, gradients and weights are one process's, wherever the experts are."""
-    holds(moe.task(name, 1.25, rows=9), plan, one_rank=placed)
-
-
-@pytest.mark.full
-def test_masters_move_in_bf16():
-    """In bf16 the fp32 weights and moments move too: the losses are bit for bit the same."""
-    task, case = moe.task("topk"), Case("dp4 ep2 zero3 bf16", clip=0.5, **ADAMW)
-    moved, stayed = (run_threads(4, run, task, case) for run in (placed, train))
-    assert [held.losses for held in moved] == [held.losses for held in stayed]
-
-
-def reloaded(world: World, task: Task, plan: str, folder: str) -> Held:
-    engine, held = build(world, task, Case(f"{plan} fp64", seeds=True, **ADAMW)), Held()
-    sw.place_experts(engine, {"blocks.1.moe": [[3, 0], [2, 1]]})
-    sw.load(engine, folder)
-    held.step(engine, mine(engine, task.batch(3)))
-    return held.ended(engine)
-
-
-def test_checkpoints_name_experts_by_their_numbers(tmp_path: Path):
-    """A checkpoint of one placement is continued under another, with the biases of its gates."""
-    task, folder = moe.task("sigmoid"), str(tmp_path)
-    run_gloo(4, placed, task, Case("dp4 ep2 zero3 fp64", **ADAMW), folder)
-    expected = whole_run(task, Case("dp2 fp64", steps=4, **ADAMW))
-    found = run_gloo(2, reloaded, task, "dp2 ep2 zero1", folder)
-    assert [held.losses for held in found] == [pytest.approx(expected.losses[3:], rel=1e-10)] * 2
-    assert_pieces([held.weights for held in found], expected.weights, 1e-10)
-
-
-@pytest.mark.cases(3)
-@pytest.mark.parametrize(
-    ("placement", "allowed"),
-    [
-        (None, "the loads of a step"),
-        ({"blocks.0.moe": [[0, 1, 2, 2]]}, "1 lists of 4, with every expert once"),
-        ({"blocks.0.moe": [[0, 1], [2, 3]]}, "1 lists of 4"),
-    ],
-)
-def test_no_placement(placement: Any, allowed: str):
-    """What is no placement of the experts is refused."""
-    engine = build(alone(), moe.task("topk"), Case("dp1 fp64"))
-    with pytest.raises(InputError, match=allowed):
-        sw.place_experts(engine, placement)
 
 
 # --- gates that change with each pass -------------------------------------------------------------

@@ -30,6 +30,7 @@ from shardwise.core.tools.hook import (
     Hook,
     in_backward,
     no_copy,
+    nothing,
     others_after,
     outside_of_step,
 )
@@ -136,9 +137,9 @@ class Data:
         divided = any(group.moves_to_rest for group in unit.groups)
         if self.staged is not None:
             unit.state.stays |= any(module not in self.staged.inside for module in unit.modules)
-        if not divided or (self.staged is not None and unit.state.stays):
+        if (unit.state.stays and self.staged is not None) or not (divided or self.pace.by_hand):
             return
-        before, after = map(graph_break, acts)
+        before, after = map(graph_break, acts) if divided else (nothing, nothing)
         for module in unit.modules:  # the user's hooks may read weights, so ours come first
             keep(module.register_forward_pre_hook(Hook(self, before), prepend=True))
             keep(module.register_forward_hook(Hook(self, after), always_call=True))

@@ -156,7 +156,7 @@ ROWS |= {
     "unscaled in 16 bits [dp2 zero1 fp16 of gpt]": instead(
         memory_states,
         "_in_32_bits",
-        lambda gradients, factor: [None if g is None else (g * factor).float() for g in gradients],
+        lambda gradient, factor: (gradient * factor).float(),
     ),
     # --- the loss scale ---------------------------------------------------------------------------
     "the loss scale never rises [dp2 fp16]": before(
@@ -287,7 +287,7 @@ def an_overflow_not_skipped_by_one_rank(real, updates: Updates, *args: Any) -> A
     """Rank 1 updates from gradients that are not finite."""
     if updates.guard.world.rank == 1:
         updates.data.units.attach_grads()
-        updates.optimizer.step(updates.optimizer.flats, 1.0)
+        updates.optimizer.update(updates.optimizer.flats, 1.0)
     return real(updates, *args)
 
 
