@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from benchmarks import async_save, cuda, disk
+from benchmarks import async_save, disk, one_device
 from benchmarks.contenders.contender import parameter_count
 from benchmarks.contenders.roster import SUITES
 from benchmarks.suite import MOST_REPEATS, plan_tasks, run
@@ -27,8 +27,8 @@ def bench_command(
         list[str],
         typer.Argument(
             metavar="SUITE",
-            help="data, tensor, context, pipeline, memory, offload, layers, experts, disk, save; "
-            "then contenders, or for disk its folder.",
+            help="data, tensor, context, pipeline, memory, offload, layers, experts, host, disk, "
+            "save; then contenders, or for disk its folder.",
         ),
     ],
     size: Annotated[
@@ -41,7 +41,7 @@ def bench_command(
 ) -> None:
     """Measure side by side with the peers: step time, bytes on the wire, memory, loss."""
     suite, *contenders = words
-    every = (*SUITES, *_OF_PARTS)
+    every = (*SUITES, "host", *_OF_PARTS)
     if suite not in every:
         close = suggest(suite, every, 0.5) or every[0]
         raise bad(f'the suite "{suite}"', ", ".join(every), f"python -m benchmarks {close}")
@@ -57,7 +57,15 @@ def bench_command(
                 "the suite data with --repeats and --json: one rank on its own models",
                 "python -m benchmarks data --device cuda",
             )
-        rows, text = cuda.run(repeats), cuda.as_text
+        rows, text = one_device.run(repeats), one_device.as_text
+    elif suite == "host":
+        if contenders or size or nproc is not None:
+            given, alone = (
+                f"the suite host with {words[1:]}, --size or --nproc",
+                "--repeats, --json",
+            )
+            raise bad(given, alone, "python -m benchmarks host")
+        rows, text = one_device.run(repeats, "cpu"), one_device.as_text
     elif suite in _OF_PARTS:
         rows, text = _of_part(suite, contenders, size or (), nproc, repeats)
     else:

@@ -11,8 +11,8 @@ import torch
 from benchmarks import async_save, disk, table
 from benchmarks.contenders.contender import Contender, Loop, Setup, Task
 from benchmarks.contenders.roster import ROSTER, SUITES
-from benchmarks.cuda import Pair, compare
 from benchmarks.measure import Record, measure
+from benchmarks.one_device import Pair, compare
 from benchmarks.table import least_bytes
 from shardwise.checkpoint.folder import find
 from shardwise.comm.world import World

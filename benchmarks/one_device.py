@@ -1,10 +1,13 @@
-"""The suite `data` on one GPU: the overhead of Shardwise without communication.
+"""The overhead of Shardwise without communication: the suite `data` on one GPU, and `host`.
 
     A   the model, loss and AdamW in a plain PyTorch loop
     B   a row of the states table on a world of one: the same arithmetic, with all hooks
 
 A and B take turns. With one rank every row keeps everything (2 + 2 + 12 bytes per parameter in
 bf16, 16 in fp32), so the measured states can be compared with the formula.
+
+On a GPU the time is that of a step; the suite `host` measures the processor's time for a model of
+many small layers on the CPU, of which the host's part of a step is large.
 """
 
 import copy
@@ -33,6 +36,10 @@ from shardwise.models.registry import of_gpt
 #: 1.05e9 parameters.
 BILLION: Final = GPTConfig(
     vocabulary=32768, layers=18, width=2048, heads=16, kv_heads=16, hidden=5504, sequence=2048
+)
+#: 24 layers whose products take little time.
+NARROW: Final = GPTConfig(
+    vocabulary=256, layers=24, width=64, heads=4, kv_heads=4, hidden=256, sequence=32
 )
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -72,17 +79,20 @@ class DeviceLine:
     plain_loss: float
 
 
-def run(rounds: int | None) -> list[DeviceLine]:
-    """All comparisons, in one process on the first GPU. Raises InputError without a GPU."""
-    require_gpu()
-    count = 10 if rounds is None else rounds
-    sizes = (("small", SIZES["small"], "fp32", 32), ("1B", BILLION, "bf16", 4))
+def run(rounds: int | None, device: str = "cuda") -> list[DeviceLine]:
+    """All comparisons, in one process on that device. Raises InputError without a GPU."""
+    if device == "cuda":
+        require_gpu()
+        sizes = (("small", SIZES["small"], "fp32", 32), ("1B", BILLION, "bf16", 4))
+    else:
+        sizes = tuple(("24 layers", NARROW, precision, 2) for precision in DTYPES)
+    count = (10 if device == "cuda" else 40) if rounds is None else rounds
     pairs = [
-        Pair(size, config, precision, row, rows, count)
+        Pair(size, config, precision, row, rows, count, device)
         for size, config, precision, rows in sizes
         for row in ROWS
     ]
-    return spawn(rank, ranks=1, args=(pairs,), device="cuda")[0]
+    return spawn(rank, ranks=1, args=(pairs,), device=device)[0]
 
 
 def require_gpu() -> None:
@@ -96,8 +106,8 @@ def require_gpu() -> None:
 
 
 def rank(pairs: Sequence[Pair]) -> list[DeviceLine]:
-    """The one rank, on NCCL."""
-    dist.init_process_group("nccl")
+    """The one rank."""
+    dist.init_process_group("nccl" if pairs[0].device == "cuda" else "gloo")
     return [compare(pair) for pair in pairs]
 
 
@@ -186,11 +196,12 @@ def _timed(
     step: Callable[[Batch], float | None], batch: Batch, device: torch.device
 ) -> tuple[float, float]:
     _settle(device)
-    began = time.perf_counter()
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    began = clock()
     loss = step(batch)
     _settle(device)
     assert loss is not None  # every rank knows the loss of a world of one
-    return time.perf_counter() - began, loss
+    return clock() - began, loss
 
 
 def _settle(device: torch.device) -> None:
