@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Run:
+class FlatRun:
     """Parameters `indices`, all of one group: the elements [low, high) of a block."""
 
     group: int
@@ -49,13 +49,13 @@ class Runs:
         self.runs = [] if whole else [*self._runs()]
         self.joined = self._join()
 
-    def _runs(self) -> Iterator[Run]:
+    def _runs(self) -> Iterator[FlatRun]:
         block = self.optimizer.masters.get(self.k, self.flat.shard)
         for group, run in groupby(range(len(self.targets)), self.groups.__getitem__):
             indices = [*run]
             low, high = self.pieces[indices[0]][0], self.pieces[indices[-1]][1]
             none = block.new_empty(0)
-            yield Run(group, indices, low, high, nn.Parameter(none), none)
+            yield FlatRun(group, indices, low, high, nn.Parameter(none), none)
 
     def attach(self, block: Tensor, values: Tensor | None, used: Sequence[bool]) -> "list[Member]":
         """What to update, with its gradient: parts of `block` with those of `values`."""
@@ -93,7 +93,7 @@ class Runs:
                 made += [value for value in state.values() if isinstance(value, Tensor)]
         return made
 
-    def _show(self, run: Run, state: dict[str, Any]) -> None:
+    def _show(self, run: FlatRun, state: dict[str, Any]) -> None:
         """Give each parameter its part of the run's state."""
         run.state = state
         for i in run.indices:
@@ -108,10 +108,11 @@ class Runs:
     def part(self) -> None:
         """Update each parameter alone from now on, with a step count of its own."""
         for run in self.runs if self.joined else ():
-            for state in [self.optimizer.state.get(self.targets[i], {}) for i in run.indices[1:]]:
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and value is run.state.get(key):
-                        state[key] = value.clone()
+            size = (run.high - run.low,)
+            tensors = {k: v for k, v in run.state.items() if isinstance(v, Tensor)}
+            shared = {k: v for k, v in tensors.items() if v.shape != size}
+            for i in run.indices[1:] if run.state else ():
+                self.optimizer.state[self.targets[i]] |= {k: v.clone() for k, v in shared.items()}
             run.state = {}
         self.joined = False
 
@@ -134,7 +135,7 @@ class Runs:
                 self._show(run, state)
         return bool(self.runs)
 
-    def _joined(self, run: Run, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    def _joined(self, run: FlatRun, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         """The state of a run from those of its parameters; None if they differ."""
         found: dict[str, Any] = {}
         shapes = [self.shapes[i] for i in run.indices]
