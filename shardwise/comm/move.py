@@ -359,34 +359,43 @@ def begin_send(x: Tensor, axis: Axis, to: int) -> Pending[Any]:
     """Begin to send `x` (any shape) to rank `to`, which calls `begin_receive`.
 
     `x` must not change until it is waited for.  Messages from one rank to another arrive in the
-    order in which they were begun.  Messages to higher ranks use the queue `transport` of the axis
-    and those to lower ranks `behind`: NCCL carries out one queue in order, so two ranks that send
-    to each other on one queue would each wait for the other to receive.
+    order in which they were begun.
     """
-    return _queue(axis, axis.rank, to).send(x.detach().contiguous(), to)
+    queue, other = _queue(axis, axis.rank, to)
+    return queue.send(x.detach().contiguous(), other)
 
 
 def begin_receive(out: Tensor, axis: Axis, source: int) -> Pending[Any]:
     """Begin to overwrite `out` (contiguous) with what rank `source` sends by `begin_send`."""
-    return _queue(axis, source, axis.rank).receive(out, source)
+    queue, other = _queue(axis, source, axis.rank)
+    return queue.receive(out, other)
 
 
 def open_ways(axis: Axis, ways: Iterable[tuple[int, int]], device: torch.device) -> None:
     """Prepare `begin_send` for these pairs (source, destination); called by all ranks.
 
+    NCCL carries out the calls of one communicator in order, each when both ranks have come to it.
+    If messages between three ranks, or of both directions between two, shared one, ranks could wait
+    for each other in a circle.  So each pair gets a communicator of its own.
+
     NCCL connects two ranks at their first message, and both must take part: here each pair sends
     one element, in the same order on all ranks.  The ledger counts them under phase "open".
     """
-    for transport in (axis.transport, axis.behind):
-        transport.ready()
+    axis.transport.ready()
     for source, to in sorted(set(ways)):
+        if axis.open_way is not None and (source, to) not in axis.ways:
+            axis.ways[source, to] = axis.open_way(source, to)
         one = torch.zeros(1, dtype=torch.float32, device=device)
         if axis.rank == source:
             with axis.ledger.phase("open"):
-                _queue(axis, source, to).send(one, to).wait()
+                begin_send(one, axis, to).wait()
         elif axis.rank == to:
-            _queue(axis, source, to).receive(one, source).wait()
+            begin_receive(one, axis, source).wait()
 
 
-def _queue(axis: Axis, source: int, to: int) -> Transport:
-    return axis.transport if source < to else axis.behind
+def _queue(axis: Axis, source: int, to: int) -> tuple[Transport, int]:
+    """What carries the messages of a pair, and the number of the other rank in it."""
+    way = axis.ways.get((source, to))
+    if way is None:
+        return axis.transport, to if axis.rank == source else source
+    return way, 1 - way.rank

@@ -105,6 +105,11 @@ class TorchLinks(Links):
         for transport in own:
             dist.destroy_process_group(transport.group)
 
+    @property
+    def in_order(self) -> bool:
+        """Each communicator of NCCL has one stream."""
+        return self._backend() == "nccl"
+
     def _backend(self) -> str:
         """The name of the user's backend; for several it is "undefined" or a list."""
         name = dist.get_backend()

@@ -209,6 +209,11 @@ class Links(ABC):
         """The links of the world that `init` returned."""
         return self
 
+    @property
+    def in_order(self) -> bool:
+        """Whether each call on a queue waits for those before it."""
+        return False
+
 
 class Lease(Links):
     """The links of one wrapped module, whose `remove` gives back all that it has opened."""

@@ -9,7 +9,8 @@ The world is passed as an argument; there is no "current" world.
 
 import atexit
 import faulthandler
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,6 +52,9 @@ class Axis:
     `transport` carries messages that the next computation needs, `behind` those that overlap with
     computation (gradient reductions).  They are two queues, so that neither delays the other.  Both
     count their bytes in `ledger`, and take their buffers from `pool`.
+
+    `open_way` opens a queue for messages from one rank to another, where calls on a queue wait for
+    each other, and `ways` has those that are open (move.py).  All ranks of the world call it.
     """
 
     name: str
@@ -58,6 +62,8 @@ class Axis:
     behind: Transport = field(default_factory=Fake)
     ledger: Ledger = field(default_factory=Ledger)
     pool: Pool = field(default_factory=Pool)
+    open_way: Callable[[int, int], Transport] | None = None
+    ways: dict[tuple[int, int], Transport] = field(default_factory=dict[tuple[int, int], Transport])
 
     def __reduce__(self) -> Any:
         """An axis can be copied and pickled only if it has no process groups."""
@@ -169,7 +175,20 @@ class World:
         """
         now = self.links.transport(called, lines, self.rank)
         behind = self.links.transport(called, lines, self.rank, "behind")
-        return counted_axis(called, (now, behind), self.ledger, self.device, self.pool)
+        found = counted_axis(called, (now, behind), self.ledger, self.device, self.pool)
+        return self._with_ways(found, lines)
+
+    def _with_ways(self, axis: Axis, lines: Sequence[Sequence[int]]) -> Axis:
+        """The axis over these lines of ranks, which can open ways if calls wait for each other."""
+
+        def open_way(source: int, to: int) -> Transport:
+            pairs = [sorted((line[source], line[to])) for line in lines]
+            others = {*range(self.size)}.difference(*pairs)
+            every = [*pairs, *([rank] for rank in others)]
+            found = self.links.transport(axis.name, every, self.rank, f"{source} to {to}")
+            return found.with_ledger(axis.name, self.ledger, self.device, self.pool)
+
+        return replace(axis, open_way=open_way) if self.links.root.in_order else axis
 
     def within(self, name: str, groups: Sequence[Sequence[int]], called: str = "") -> Axis:
         """The ranks of axis `name` that are in the same group as this one.  All ranks must call it.
@@ -186,7 +205,8 @@ class World:
         # every rank opens every group, in the same order, as torch.distributed requires
         pair = [self.links.transport(name, lines, self.rank, queue) for queue in ("now", "behind")]
         opened = pair if len(mine) > 1 else []
-        return counted_axis(called, opened, self.ledger, self.device, self.pool)
+        found = counted_axis(called, opened, self.ledger, self.device, self.pool)
+        return self._with_ways(found, lines)
 
     def device_mesh(self) -> DeviceMesh:
         """The axes as torch's DeviceMesh, on the same process groups, without axes of size one.
@@ -256,7 +276,7 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
         flag("shared_memory", shared_memory)
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
-        where = _device(device, local_rank(rank))
+        where = device_of_rank(device, local_rank(rank))
         install_excepthook(rank, size)
         return world_of(rank, size, _ready(where), _links_of_program(where, shared_memory))
     try:
@@ -265,7 +285,7 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
         install_excepthook()
         raise
     install_excepthook(start.rank if start else 0)  # for errors of the start itself too
-    where = _ready(_device(device, start.local_rank if start else 0))
+    where = _ready(device_of_rank(device, start.local_rank if start else 0))
     if start is None or not start.host:
         return alone(where)
     left = TorchLinks.of_process
@@ -312,13 +332,16 @@ def leased(world: World | None) -> World:
 def _ready(device: torch.device) -> torch.device:
     if device.type == "cpu":
         keep_freed_memory()
+        return device
+    # a communicator that waits for another rank must not stand before kernels in a hardware queue:
+    # there are 8 for all streams, unless this says more before the GPU is used
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    torch.cuda.set_device(device)
     return device
 
 
 def _begin(start: Start, device: torch.device, limits: Limits) -> Store:
     gpu = device.type == "cuda"
-    if gpu:
-        torch.cuda.set_device(device)
     store, timeout = meet(start, limits), group_timeout(limits)
     dist.init_process_group(
         "nccl" if gpu else "gloo",
@@ -331,16 +354,24 @@ def _begin(start: Start, device: torch.device, limits: Limits) -> Store:
     return store
 
 
-def _device(asked: str | None, local_rank: int) -> torch.device:
+def device_of_rank(asked: str | None, local_rank: int) -> torch.device:
+    """The device of a process: the one asked for; None: a GPU if every local rank has one.
+
+    Raises InputError for "cuda" where there are fewer GPUs than local ranks.
+    """
     if asked is not None:
         choice("device", asked, ("cpu", "cuda"))
     gpus = torch.cuda.device_count()
-    if asked == "cuda" and gpus <= local_rank:
+    # a scheduler may show each process its own GPU alone; torchrun shows all ranks the same
+    own = gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    own &= "TORCHELASTIC_RUN_ID" not in os.environ
+    needed = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    if asked == "cuda" and gpus < needed and not own:
         raise bad(
-            f"device cuda for local rank {local_rank}, with {gpus} GPUs available",
+            f"device cuda for {needed} local ranks, with {gpus} GPUs available",
             "as many local ranks as GPUs, or the CPU",
             'device = "cpu"',
         )
-    if asked == "cuda" or (asked is None and gpus > local_rank):
-        return torch.device("cuda", local_rank)
+    if asked == "cuda" or (asked is None and (own or gpus >= needed)):
+        return torch.device("cuda", 0 if own else local_rank)
     return torch.device("cpu")

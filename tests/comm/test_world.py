@@ -20,7 +20,7 @@ from shardwise.comm.gloo.gloo import Gloo
 from shardwise.comm.move import all_gather, all_reduce
 from shardwise.comm.start.hosts import host_number
 from shardwise.comm.torch_links import TorchLinks
-from shardwise.comm.world import World, alone, init, traced, world_of
+from shardwise.comm.world import World, alone, device_of_rank, init, traced, world_of
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan.plan import Plan
@@ -49,6 +49,32 @@ def test_worlds_of_one_process(monkeypatch: pytest.MonkeyPatch):
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match='device = "cpu"'):
             init("cuda")
+
+
+@pytest.mark.parametrize(
+    ("asked", "rank", "gpus", "variables", "expected"),
+    [
+        (None, 1, 2, {"LOCAL_WORLD_SIZE": "2"}, "cuda:1"),
+        (None, 0, 1, {"LOCAL_WORLD_SIZE": "2"}, "cpu"),  # as on the other rank
+        ("cuda", 3, 1, {"CUDA_VISIBLE_DEVICES": "5"}, "cuda:0"),  # Slurm, one GPU for each task
+        (None, 1, 1, {"CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "a"}, "cpu"),
+    ],
+)
+def test_each_rank_has_a_gpu_or_none_has(
+    asked: str | None,
+    rank: int,
+    gpus: int,
+    variables: dict[str, str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A GPU for every local rank, also where each process sees its own alone; else the CPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for name in ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert str(device_of_rank(asked, rank)) == expected
 
 
 def part_and_meet() -> None:

@@ -3,8 +3,10 @@
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -12,13 +14,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.fake import Fake
 from shardwise.comm.transport import Pending
-from shardwise.comm.world import World
+from shardwise.comm.world import Axis, World
 from shardwise.core.errors import InputError, RankError, bad
+from shardwise.core.schedule.action import Token
 from shardwise.core.schedule.draw import as_svg
+from shardwise.core.schedule.library import LIBRARY
+from shardwise.core.schedule.library import build as build_schedule
+from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.measured import Measured, as_trace
+from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine.engine import Engine
-from shardwise.techniques.pipeline.runtime import AHEAD, ActionRecorder
+from shardwise.techniques.pipeline.runtime import AHEAD, ActionRecorder, run
+from shardwise.techniques.pipeline.stage_io import Spec
+from tests.core.schedule.schedules import allowed
 from tests.engine.cases import Case, build, rows_task, settled, vectors
 from tests.engine.tensors import equals_one, mine
 from tests.pool import run_gloo, run_threads
@@ -74,34 +84,113 @@ def engine_of(world: World, word: str) -> Engine:
 
 
 def counting(world: World, word: str) -> list[tuple[int, int]]:
-    """Of sends and of receives in both queues: how many in a step, and the most with a peer."""
+    """Of sends and of receives: how many in a step, and the most with a peer at once."""
     engine = engine_of(world, word)
     assert engine.staging is not None
-    queues = engine.staging.axis.transport, engine.staging.axis.behind
-    counted = {(name, q): Counted() for name in ("send", "receive") for q in (0, 1)}
+    queue = engine.staging.axis.transport
+    counted = {name: Counted() for name in ("send", "receive")}
     with ExitStack() as patches:
-        for (name, q), each in counted.items():
-            begin = each.begin(getattr(queues[q], name))
-            patches.enter_context(patch.object(queues[q], name, begin))
+        for name, each in counted.items():
+            begin = each.begin(getattr(queue, name))
+            patches.enter_context(patch.object(queue, name, begin))
         engine.step(mine(engine, batch(1)))
         engine.wait()
     assert not any(any(each.now.values()) for each in counted.values())
     return [(each.all, each.most) for each in counted.values()]
 
 
-def test_messages_up_and_down_the_axis_have_a_queue_each():
-    """Of two ranks with two stages each: 0 to 1 and 2 to 3 go up, 1 to 2 down; grads return."""
-    up, down = 2 * (2 + 1), 2 * (1 + 2)  # two microbatches: an act up, its grad down
-    found = [[n for n, _ in each] for each in run_threads(2, counting, "interleaved:2x2")]
-    assert found == [[up, 0, 0, down], [0, down, up, 0]]
-
-
 @pytest.mark.parametrize(("word", "kept"), [("gpipe:8", 8), ("1f1b:8", 2)])
 def test_so_many_messages_are_under_way_at_once(word: str, kept: int):
     """AHEAD messages are awaited, and those whose arrival is not proved are kept."""
-    for found in run_threads(2, counting, word):
-        sends, receives = ([most for _, most in part] for part in (found[:2], found[2:]))
-        assert (max(sends), max(receives)) == (kept, AHEAD)
+    found = run_threads(2, counting, word)
+    assert max(most for (_, most), _ in found) == kept
+    assert [most for _, (_, most) in found] == [AHEAD, AHEAD]
+
+
+class Recorded:
+    """What one rank issues: actions, calls on queues, and waits for them (by their numbers)."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, schedule: Schedule, rank: int, pairs: Sequence[tuple[int, int]]) -> None:
+        self.issued: list[tuple[str, Any]] = []
+        axis = Axis("pp", Queue(self, rank, schedule.ranks, "all"))
+        axis.ways.update({pair: Queue(self, pair.index(rank), 2, f"{pair}") for pair in pairs})
+        work: Any = self
+        run(schedule, axis, work)
+
+    def specs(self, token: Token) -> list[Spec]:
+        return [Spec((1,), torch.float32, True)]
+
+    def __getattr__(self, op: str) -> Any:
+        def act(*_: Any) -> Any:
+            self.issued.append(("act", op))
+            one = [torch.zeros(1)]
+            return one if op == "backward" else (one, None)
+
+        return act
+
+
+class Queue(Fake):
+    """A queue of one rank, whose calls are recorded."""
+
+    def __init__(self, of: Recorded, rank: int, size: int, name: str) -> None:
+        super().__init__(rank, size)
+        self.of, self.name = of, name
+
+    def _call(self, source: int, to: int) -> Pending[Any]:
+        number = len(self.of.issued)
+        self.of.issued.append(("call", (self.name, source, to)))
+        return Pending([lambda: self.of.issued.append(("wait", number))])
+
+    def send(self, x: Tensor, to: int) -> Pending[Any]:
+        return self._call(self.rank, to)
+
+    def receive(self, x: Tensor, source: int) -> Pending[Any]:
+        return self._call(source, self.rank)
+
+
+def ends(rows: list[list[tuple[str, Any]]]) -> bool:
+    """Whether all is done where each queue carries out its calls in order, as NCCL does.
+
+    A call begins when the rank has done what it issued before, and ends when both ranks have begun.
+    """
+    computed, done = [0] * len(rows), [set[int]() for _ in rows]
+    while True:
+        before = computed.copy(), sum(map(len, done))
+        begun: dict[Any, list[tuple[int, int]]] = {}
+        for rank, issued in enumerate(rows):
+            while computed[rank] < len(issued):
+                kind, of = issued[computed[rank]]
+                if kind == "wait" and of not in done[rank]:
+                    break
+                computed[rank] += 1
+            waiting = [n for n, (kind, _) in enumerate(issued) if kind == "call"]
+            heads: dict[str, int] = {}
+            for n in (n for n in waiting if n not in done[rank]):
+                heads.setdefault(issued[n][1][0], n)
+            for n in (n for n in heads.values() if n < computed[rank]):
+                begun.setdefault(issued[n][1], []).append((rank, n))
+        for both in (both for both in begun.values() if len(both) == 2):
+            for rank, n in both:
+                done[rank].add(n)
+        if (computed, sum(map(len, done))) == before:
+            return all(c == len(issued) for c, issued in zip(computed, rows, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_no_ranks_wait_for_each_other_in_a_circle(ranks: int):
+    """No schedule stops where each pair of ranks has a queue, as on NCCL; with one, some do."""
+    for name, m in product(LIBRARY, (1, 4, 8)):
+        if not allowed(name, ranks, m):
+            continue
+        word = f"{name}:{m}{'x2' if LIBRARY[name].chunks is None else ''}"
+        schedule = lower(build_schedule("naive" if name == "naive" else word, ranks))
+        ways = {(r, s.peer) for r, row in enumerate(schedule.rows) for s in row if s.op == "SEND"}
+        own = [[way for way in sorted(ways) if rank in way] for rank in range(ranks)]
+        assert ends([Recorded(schedule, r, own[r]).issued for r in range(ranks)]), (word, ranks)
+    stuck = lower(build_schedule("1f1b:8", ranks))
+    assert not ends([Recorded(stuck, r, []).issued for r in range(ranks)])
 
 
 # --- failure, and measuring -----------------------------------------------------------------------

@@ -117,12 +117,15 @@ class MemoryStates(States):
 
     def _end_step(self, k: int) -> None:
         """Drop the gradients, and copy the masters to the weights that are on their tier."""
-        made, offloaded = self.runs[k].detach(), self.flats[k].moves.offload
-        for value in made if offloaded else ():  # in host memory
-            self.tiers.own(value)
+        self._own(k, self.runs[k].detach())
         if k in self.masters and not self.flats[k].moves.publish:
             self.tiers.settle(self.flats[k].shard)
             self.flats[k].shard.copy_(self.masters[k])
+
+    def _own(self, k: int, states: Sequence[Tensor]) -> None:
+        """Count new states of masters in host memory as host memory."""
+        for value in states if self.flats[k].moves.offload else ():
+            self.tiers.own(value)
 
     @torch.no_grad()
     def publish(self, chosen: Sequence[int]) -> None:
@@ -142,7 +145,7 @@ class MemoryStates(States):
     @torch.no_grad()
     def loaded(self) -> None:
         for k, runs in enumerate(self.runs):
-            runs.loaded()
+            self._own(k, runs.loaded())
             self._end_step(k)
         self.publish(list(self.masters))
 

@@ -82,8 +82,7 @@ class Runs:
         if not self.joined:
             for target in self.targets:
                 target.grad = None
-            states = [self.optimizer.state.get(target, {}) for target in self.targets]
-            return [v for state in states for v in [*state.values()] if isinstance(v, Tensor)]
+            return self._tensors()
         made: list[Tensor] = []
         for run in self.runs:
             run.param.grad, run.param.data = None, run.resting  # the block may be replaced
@@ -116,9 +115,14 @@ class Runs:
             run.state = {}
         self.joined = False
 
-    def loaded(self) -> None:
-        """After states were loaded: join them again if they are alike."""
+    def loaded(self) -> list[Tensor]:
+        """After states were loaded: join them again if they are alike; returns them."""
         self.joined = self.joined or self._join()
+        return self._tensors()
+
+    def _tensors(self) -> list[Tensor]:
+        states = [self.optimizer.state.get(target, {}) for target in self.targets]
+        return [v for state in states for v in [*state.values()] if isinstance(v, Tensor)]
 
     @torch.no_grad()
     def _join(self) -> bool:

@@ -25,7 +25,6 @@ position is not sent.  On CUDA, `open_ways` prepares the pairs (r, r + 1 mod n).
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -78,11 +77,11 @@ class Ring:
         rank, n = self.axis.rank, self.axis.size
         positions = self.cut.numel((owner - 1) % n)
         arriving = x.new_empty((*x.shape[:-2], positions, x.shape[-1]))
-        sends = partial(begin_send, x, self.axis, (rank + 1) % n)
-        receives = partial(begin_receive, arriving, self.axis, (rank - 1) % n)
-        # NCCL works off a queue in order: if all ranks sent first, each would wait for the next one
-        acts = [(x, sends), (arriving, receives)][:: 1 if rank % 2 == 0 else -1]
-        pending = [begin() for message, begin in acts if message.numel()]
+        pending: list[Pending[Any]] = []
+        if x.numel():
+            pending.append(begin_send(x, self.axis, (rank + 1) % n))
+        if arriving.numel():
+            pending.append(begin_receive(arriving, self.axis, (rank - 1) % n))
         return Pending([*(each.wait for each in pending), lambda: arriving])
 
     def part(self, q: Tensor, mask: Tensor | None, source: int) -> BlockPart | None:

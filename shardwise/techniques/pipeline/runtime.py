@@ -100,7 +100,7 @@ def run(
     Without it a schedule must leave no token.
 
     Errors of a step propagate; in a pipeline a note adds the row and marks the step.  Messages use
-    the axis's two queues (`begin_send`), and its ledger counts them.  On CUDA the processor runs
+    the ways of the axis (`open_channels`), and its ledger counts them.  On CUDA the processor runs
     ahead of the device, unless `watch` synchronises.
     """
     whole = lower(schedule)
