@@ -77,7 +77,7 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     lse.copy_(torch.logaddexp(lse, more_lse))
 
 
-def twice(_: Data, p: torch.nn.Parameter) -> None:
+def twice(_: Data, p: torch.nn.Parameter, __: int) -> None:
     p.grad = None if p.grad is None else 2 * p.grad
 
 
