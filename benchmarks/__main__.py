@@ -76,11 +76,7 @@ def bench_command(
 
 
 def _of_part(
-    suite: str,
-    words: Sequence[str],
-    sizes: Sequence[str],
-    ranks: int | None,
-    rounds: int | None,
+    suite: str, words: Sequence[str], sizes: Sequence[str], ranks: int | None, rounds: int | None
 ) -> tuple[list[Any], Callable[[Any], str]]:
     """The results of the suites `disk` and `save`, and what prints them."""
     usual = _OF_PARTS[suite]

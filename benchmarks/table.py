@@ -80,10 +80,7 @@ def lines(task: Task, by_rank: Sequence[Sequence[Record]]) -> list[Line]:
 
 
 def _line(
-    task: Task,
-    records: Sequence[Record],
-    step_s: list[float],
-    everyones: Mapping[str, list[float]],
+    task: Task, records: Sequence[Record], step_s: list[float], everyones: Mapping[str, list[float]]
 ) -> Line:
     name, ranks = records[0].name, len(records)
     finished = len(step_s) == task.rounds

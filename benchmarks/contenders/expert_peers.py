@@ -145,9 +145,7 @@ def deepspeed_experts(model: nn.Module, setup: Setup) -> Loop:
     numel = sum(p.numel() for p in made.parameters())
     engine: Any
     engine, *_ = library.initialize(
-        optimizer=adamw(groups),
-        config=settings(0, numel),
-        dist_init_required=False,
+        optimizer=adamw(groups), config=settings(0, numel), dist_init_required=False
     )
 
     def step(batch: dict[str, Tensor]) -> float:

@@ -14,11 +14,7 @@ from benchmarks.contenders.contender import Contender, Loop
 from shardwise.core.errors import bad
 from shardwise.core.tools.suggest import suggest
 
-_DATA: Final = (
-    *torch_peers.PEERS,
-    *deepspeed_peers.PEERS,
-    *ours.DATA,
-)
+_DATA: Final = (*torch_peers.PEERS, *deepspeed_peers.PEERS, *ours.DATA)
 _TENSOR: Final = (*torch_tensor.PEERS, torch_peers.DDP, *ours.TENSOR)
 _CONTEXT: Final = (*torch_tensor.CONTEXT, *ours.CONTEXT)
 _MEMORY: Final = (

@@ -43,11 +43,7 @@ LINGER_S = 20.0
 
 # command: where its function is, and its line in the help
 ELSEWHERE = {
-    "verify": (
-        "shardwise.cli.verify",
-        "verify_command",
-        "Prove a plan: parity, bytes, memory.",
-    ),
+    "verify": ("shardwise.cli.verify", "verify_command", "Prove a plan: parity, bytes, memory."),
     "predict": (
         "shardwise.cli.predict_command",
         "predict_command",
@@ -74,16 +70,8 @@ ELSEWHERE = {
         "Draw and price a schedule.",
     ),
     "inspect": ("shardwise.cli.inspect", "inspect_command", "What a checkpoint holds."),
-    "export": (
-        "shardwise.cli.weights",
-        "export_command",
-        "Write weights as safetensors.",
-    ),
-    "import": (
-        "shardwise.cli.weights",
-        "import_command",
-        "Begin a run with safetensors.",
-    ),
+    "export": ("shardwise.cli.weights", "export_command", "Write weights as safetensors."),
+    "import": ("shardwise.cli.weights", "import_command", "Begin a run with safetensors."),
 }
 
 

@@ -38,10 +38,7 @@ class MeasuredPlan(NamedTuple):
 
 
 def measure_plans(
-    ranked: "Sequence[RankedPlan]",
-    config: "Path | None",
-    model: str | None,
-    sequence: int | None,
+    ranked: "Sequence[RankedPlan]", config: "Path | None", model: str | None, sequence: int | None
 ) -> list[MeasuredPlan]:
     """The plans by their measured time, the fastest first.
 

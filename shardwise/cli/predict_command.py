@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 ROWS = 2  # per microbatch
 CLUSTER: Final = typer.Option(
-    metavar="CLUSTER",
-    help="a100-80gb, h100-sxm, h200, b200 or a file, for a step's time.",
+    metavar="CLUSTER", help="a100-80gb, h100-sxm, h200, b200 or a file, for a step's time."
 )
 TABLE: Final = typer.Option(metavar="FILE", help="Styles by module, TOML or JSON.")
 DEVICE: Final = typer.Option(

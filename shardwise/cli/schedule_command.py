@@ -35,8 +35,7 @@ class Request:
 
 def schedule_command(
     name: Annotated[
-        str | None,
-        typer.Argument(metavar="[NAME]", help="1f1b, or 1f1b:8 as in a plan."),
+        str | None, typer.Argument(metavar="[NAME]", help="1f1b, or 1f1b:8 as in a plan.")
     ] = None,
     *,
     stages: Annotated[int | None, typer.Option(help="Ranks of the pipeline; 4 if not given.")] = (

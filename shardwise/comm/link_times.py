@@ -32,10 +32,7 @@ class SlowLink(NamedTuple):
 
 
 def pairs(
-    axis: Axis,
-    device: torch.device,
-    ranks: Sequence[int] | None = None,
-    numel: int = PAIR_ELEMENTS,
+    axis: Axis, device: torch.device, ranks: Sequence[int] | None = None, numel: int = PAIR_ELEMENTS
 ) -> dict[tuple[int, int], float]:
     """Seconds of a round trip of `numel` fp32, for the pairs of `ranks` of which this one is first.
 

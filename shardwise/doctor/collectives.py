@@ -78,10 +78,7 @@ CHECKS: Final[dict[str, Check]] = {
     "reduce_scatter": lambda e: (move.reduce_scatter(e.x, e.axis), _mine(e, e.sums)),
     "all_gather": lambda e: (torch.stack(move.all_gather(e.x, e.axis)), e.everyone),
     "all_to_all": _exchanged,
-    "broadcast": lambda e: (
-        move.broadcast(e.x.clone(), e.axis, e.axis.size - 1),
-        e.everyone[-1],
-    ),
+    "broadcast": lambda e: (move.broadcast(e.x.clone(), e.axis, e.axis.size - 1), e.everyone[-1]),
     "send and receive": lambda e: (
         _to_next(e.x, e.axis),
         e.everyone[(e.axis.rank - 1) % e.axis.size],

@@ -81,13 +81,7 @@ class ShardedModel:
             return Pipelined(model, units, objective)
         device = self.data.consensus.device
         return OneStage(
-            model,
-            self.data,
-            self.applied,
-            objective,
-            device,
-            apart=apart,
-            rerun_every=rerun_every,
+            model, self.data, self.applied, objective, device, apart=apart, rerun_every=rerun_every
         )
 
     def of(self, technique: type[Technique]) -> Technique:

@@ -211,10 +211,7 @@ def _loaded(
 
 
 def _with_table(
-    spec: ModelSpec,
-    under: tuple[Plan, int, Table],
-    how: Recording,
-    parts: Sequence[Any],
+    spec: ModelSpec, under: tuple[Plan, int, Table], how: Recording, parts: Sequence[Any]
 ) -> ModelSpec:
     """The spec of a model under a plan, on a rank, with a table of styles."""
     (plan, rank, table), (plain, record, call, taped) = under, how
@@ -390,12 +387,10 @@ def structure(
     schedule = schedule_of(plan)
     stages = 1 if schedule is None else plan.stages or len(schedule.home)
     begin = known(
-        ("begin", stages),
-        lambda: stage_module.stage_starts(plain, plan, options.stages, calls),
+        ("begin", stages), lambda: stage_module.stage_starts(plain, plan, options.stages, calls)
     )
     at = known(
-        ("at", stages),
-        lambda: stage_module.stages_of(plain, begin, calls) if plan.pipeline else {},
+        ("at", stages), lambda: stage_module.stages_of(plain, begin, calls) if plan.pipeline else {}
     )
 
     def unit_key(spec: UnitSpec) -> object:

@@ -129,10 +129,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def causal_batch(rows: int, seed: int, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
     """Random text, with the next token as target; rows have different lengths."""
     text, generator = _text(rows, seed, vocabulary)
-    return {
-        "inputs": text[:, :-1].contiguous(),
-        "targets": _ragged(text[:, 1:].clone(), generator),
-    }
+    return {"inputs": text[:, :-1].contiguous(), "targets": _ragged(text[:, 1:].clone(), generator)}
 
 
 def masked_batch(rows: int, seed: int, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
@@ -140,10 +137,7 @@ def masked_batch(rows: int, seed: int, vocabulary: int = VOCABULARY) -> dict[str
     text, generator = _text(rows, seed, vocabulary)
     hidden = torch.rand(text.shape, generator=generator) < 0.25
     hidden[:, 0] = True  # every row has at least one target
-    return {
-        "inputs": text.masked_fill(hidden, MASK),
-        "targets": text.masked_fill(~hidden, IGNORED),
-    }
+    return {"inputs": text.masked_fill(hidden, MASK), "targets": text.masked_fill(~hidden, IGNORED)}
 
 
 def seq2seq_batch(rows: int, seed: int, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
@@ -328,11 +322,7 @@ def kind_of(name: str) -> str:
 
 
 def _make(
-    name: str,
-    kind: str,
-    seed: int,
-    config: Callable[[], Any],
-    trial: Callable[[nn.Module], Tensor],
+    name: str, kind: str, seed: int, config: Callable[[], Any], trial: Callable[[nn.Module], Tensor]
 ) -> nn.Module:
     """Make the model with the library's random weights under `seed`, and call it once."""
     family = _family(kind)
@@ -354,11 +344,7 @@ def _make(
 
 def _family(kind: str) -> Any:
     """The class that makes models of a kind."""
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForMaskedLM,
-        AutoModelForSeq2SeqLM,
-    )
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
     return {
         "causal": AutoModelForCausalLM,

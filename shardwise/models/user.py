@@ -281,11 +281,7 @@ def _guess(model: nn.Module, name: str) -> Callable[[int, int], Tensor]:
 
 
 def failed(
-    name: str,
-    doing: str,
-    error: BaseException,
-    what: str = "the model",
-    returns: str = RETURNS,
+    name: str, doing: str, error: BaseException, what: str = "the model", returns: str = RETURNS
 ) -> InputError:
     """An InputError with the user's error and the line of the user's file that raised it."""
     place = place_of(error, name)

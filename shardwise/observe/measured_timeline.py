@@ -37,12 +37,7 @@ from shardwise.observe import meta_pass
 from shardwise.observe.allocation_trace import EVENT, LiveStorage, MemoryRecorder
 from shardwise.observe.kept_pass import SavedStorages, marks_of
 from shardwise.observe.meter import Meter
-from shardwise.prediction.memory_timeline import (
-    Event,
-    Mark,
-    predicted_timeline,
-    require_predicted,
-)
+from shardwise.prediction.memory_timeline import Event, Mark, predicted_timeline, require_predicted
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.data.outputs import tensors_in
 from shardwise.techniques.data.units import Unit

@@ -26,13 +26,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.prediction.group import Group, groups
 from shardwise.prediction.rank_shape import gathered_bytes_on
 from shardwise.prediction.stored_bytes import block_bytes
-from shardwise.prediction.unit_acts import (
-    UnitActs,
-    by_unit,
-    gathered_bytes,
-    most_by_unit,
-    order_on,
-)
+from shardwise.prediction.unit_acts import UnitActs, by_unit, gathered_bytes, most_by_unit, order_on
 from shardwise.techniques.recompute.price import Within, storages
 from shardwise.techniques.recompute.price_host import pieces
 

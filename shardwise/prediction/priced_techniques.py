@@ -11,12 +11,4 @@ from shardwise.techniques.pipeline.price import PIPELINE
 from shardwise.techniques.recompute.price_step import RECOMPUTE
 from shardwise.techniques.tensor.price import TENSOR
 
-PRICES: Final[tuple[Price, ...]] = (
-    PIPELINE,
-    TENSOR,
-    CONTEXT,
-    RECOMPUTE,
-    LAYERS,
-    OFFLOAD,
-    EXPERT,
-)
+PRICES: Final[tuple[Price, ...]] = (PIPELINE, TENSOR, CONTEXT, RECOMPUTE, LAYERS, OFFLOAD, EXPERT)

@@ -12,11 +12,7 @@ from dataclasses import replace
 
 from shardwise.core.layouts.layouts import layouts, on_tiers
 from shardwise.core.mesh import PIPELINE
-from shardwise.core.model_spec import (
-    ModelShape,
-    ModelSpec,
-    ParamShape,
-)
+from shardwise.core.model_spec import ModelShape, ModelSpec, ParamShape
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_schedule import schedule_of
 from shardwise.core.schedule.live_tokens import most_alive
@@ -33,12 +29,7 @@ from shardwise.techniques.recompute.price import added_flops
 
 
 def shape_on(
-    spec: ModelSpec,
-    plan: Plan,
-    rank: int,
-    *,
-    trains: bool = True,
-    parts: ModelShape | None = None,
+    spec: ModelSpec, plan: Plan, rank: int, *, trains: bool = True, parts: ModelShape | None = None
 ) -> ModelShape:
     """The units as `rank` holds them, and how often it gathers each.
 

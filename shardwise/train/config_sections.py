@@ -2,14 +2,7 @@
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from shardwise.core.check_every import CHECK_EVERY, CheckEvery
@@ -235,8 +228,7 @@ class RunSection(BaseModel):
         default=(), description="callbacks of your own, each `file.py:function`"
     )
     trace: bool = Field(
-        default=False,
-        description="record the timeline of a pipeline, or of offloaded updates, in five steps",
+        default=False, description="record the timeline of a pipeline in five steps"
     )
     cluster: PathText | None = Field(
         default=None,

@@ -59,8 +59,6 @@ def collect(run: Run, began: Position, console: Console | None) -> Summary | Non
     prepared, engine = run.prepared, run.engine
     config = prepared.config
     recording = run.tracing.gather_recording()
-    if traced := run.updates.write(config.folder):
-        say(traced, engine.world, console)
     costs = all_gather_object(own_cost(run), engine.world)
     if disk := disk_line(engine):
         say(disk, engine.world, console)

@@ -39,7 +39,6 @@ from shardwise.train.end import finish
 from shardwise.train.measure import metrics, progress
 from shardwise.train.measure.experts import step_loads
 from shardwise.train.measure.metrics import Record
-from shardwise.train.measure.offload_trace import OffloadTracing
 from shardwise.train.measure.tracing import Tracing
 from shardwise.train.model import (
     Batch,
@@ -161,7 +160,6 @@ def begin(
         progress=stack.enter_context(progress.display(of, first, console)),
         stop=stop,
         tracing=tracing,
-        updates=OffloadTracing(engine, tracing.steps, on=config.run.trace),
         saves=saves,
     )
 
@@ -212,8 +210,7 @@ def steps(run: Run, at: Position) -> bool:
         began = time.perf_counter()
         run.engine.set_lr(learning_rate(at.step, config))
         mine = share(run, numbers)
-        recording = run.tracing.recording(at.step), run.updates.recording(at.step)
-        with recording[0], recording[1]:
+        with run.tracing.recording(at.step):
             done = train_step(run, mine)
             seconds = time.perf_counter() - began
         at = Position(at.step + 1, at.consumed + len(numbers))

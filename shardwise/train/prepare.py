@@ -93,10 +93,10 @@ def checked_plan(config: Config, ranks: int) -> Plan:
     plan = Plan.parse(config.plan.text)
     require(plan, ranks)
     plan = plan.completed(ranks)
-    if config.run.trace and plan.pipeline is None and plan.offload is None:
+    if config.run.trace and plan.pipeline is None:
         raise bad(
             f"run.trace = true under the plan '{plan}', which has no pipeline",
-            "a plan with a pipeline, whose schedule has a timeline to measure, or with offload",
+            "a plan with a pipeline, whose schedule has a timeline to measure",
             "--plan 'pp2 1f1b:4', for example, or run.trace = false",
         )
     if config.train.async_save and plan.states.moves().offload == "disk":
@@ -197,7 +197,6 @@ def prepare(
     from shardwise.train.sizes import (
         machine_bytes,
         model_sizes,
-        require_disk,
         require_fit,
         require_memory,
         run_table,
@@ -212,7 +211,6 @@ def prepare(
     # with ranks started by torchrun, only this rank is known to be on this machine
     share = 1.0 if environment() is None else 1 / ranks
     require_memory(config.model.name, sizes, plan, machine_bytes(config.run.device), share)
-    require_disk(sizes, plan, config, share)
     before = run_folder.config_of(config.folder) if start.resume else None
     if before is not None:
         check_same(model_sizes(before.model, packed.vocabulary.size), sizes)

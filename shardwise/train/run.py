@@ -16,7 +16,6 @@ from shardwise.comm.world import World
 from shardwise.core.errors import one_line
 from shardwise.engine.engine import Engine
 from shardwise.train.measure.metrics import MetricsWriter
-from shardwise.train.measure.offload_trace import OffloadTracing
 from shardwise.train.measure.progress import Progress
 from shardwise.train.measure.tracing import Tracing
 from shardwise.train.model import Batch
@@ -50,7 +49,6 @@ class Run:
     metrics: MetricsWriter
     stop: StopSignal
     tracing: Tracing
-    updates: OffloadTracing
     saves: RunSaves
     last: LastStep = field(default_factory=LastStep)
 

@@ -1,7 +1,6 @@
 """The sizes of a run's model, and the checks that it fits the plan and this machine."""
 
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from shardwise.techniques.expert import apply as expert_parallel
 from shardwise.techniques.expert.gate import FIXED, GATES, Gate
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor.tensor_table import Table
-from shardwise.train.config import Config
 from shardwise.train.config_sections import ModelSection
 from shardwise.train.measure.progress import size_text
 from shardwise.verify.proof_options import table_in
@@ -166,42 +164,6 @@ def state_bytes(sizes: Sizes, plan: Plan) -> int:
     # tensor ranks and stages divide the parameters; the data ranks replicate each part,
     # at least once for each group over which experts are distributed
     return int(parameters(sizes) * each * plan.data_size / plan.ep)
-
-
-def disk_bytes(sizes: Sizes, plan: Plan, optimizer: str = "adamw") -> int:
-    """The bytes of all ranks' states on a disk, without padding."""
-    states, precision = plan.states, plan.precision or "fp32"
-    if states.optim_tier != "disk":
-        return 0
-    param, grad, optim = STATE_BYTES[precision]
-    wide = 8 if precision == "fp64" else 4
-    optim -= wide * (optimizer == "lion")  # one moment
-    if states.param_tier != "disk" and precision not in ("bf16", "fp16"):
-        optim += param  # a master apart from the parameter on the device
-    param *= states.param_tier == "disk"
-    # gradients on a disk are always those of the block that a rank updates
-    shard = plan.mesh.size_of(plan.shard_axis or "none")
-    each = param * states.param.share(shard) + (grad + optim) * states.optim.share(shard)
-    return int(parameters(sizes) * each * plan.data_size / plan.ep)
-
-
-def require_disk(sizes: Sizes, plan: Plan, config: Config, share: float = 1.0) -> None:
-    """Raise InputError if the disk has no room for the states of the plan.
-
-    `share` is the fraction of the plan's ranks that run on this machine.
-    """
-    folder, needed = config.offload.folder, disk_bytes(sizes, plan, config.train.optimizer) * share
-    if not needed or folder is None or not Path(folder).is_dir():
-        return  # answered when the engine is built
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise bad(
-            f"offload.folder = '{folder}', whose disk has {size_text(free)} free, for a model of "
-            f"{parameters(sizes):,} parameters under the plan '{plan}', whose states on the disk "
-            f"take {size_text(needed)}",
-            f"a folder on a disk with {size_text(needed)} free, for the ranks on this machine",
-            "--set offload.folder=/a/larger/disk, a smaller model, or more machines",
-        )
 
 
 def machine_bytes(device: str) -> int:

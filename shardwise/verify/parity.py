@@ -75,11 +75,7 @@ OTHER_SEEDS: Final = 1000
 
 
 def prove(
-    world: World,
-    plan: Plan,
-    model: str | Trainable,
-    steps: int,
-    options: Options | None = None,
+    world: World, plan: Plan, model: str | Trainable, steps: int, options: Options | None = None
 ) -> Finding:
     """Train `model` under `plan` and in one process, and compare. All ranks must call it."""
     promises, plan = textbook.first_delayed(plan), with_early_delays(plan)

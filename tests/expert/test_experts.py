@@ -27,14 +27,7 @@ from shardwise.techniques.expert.moe_layer import ExpertPlace
 from shardwise.techniques.expert.products import Stacks, feed_forward, fits, grouped, looped
 from shardwise.techniques.tensor.source import table_of
 from tests.engine.cases import CONFIG, Case, Task, build, difference, ranks_of
-from tests.engine.tensors import (
-    ADAMW,
-    assert_counted,
-    assert_parity,
-    mine,
-    train,
-    whole_run,
-)
+from tests.engine.tensors import ADAMW, assert_counted, assert_parity, mine, train, whole_run
 from tests.expert import moe
 from tests.pool import run_gloo, run_threads
 

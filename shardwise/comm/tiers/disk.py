@@ -220,11 +220,7 @@ class Disk:
         return self._threads.submit(self._read, extent, chunk, buffer, before)
 
     def begin_write(
-        self,
-        extent: Extent,
-        chunk: int,
-        buffer: Buffer,
-        ready: Callable[[], object] = lambda: None,
+        self, extent: Extent, chunk: int, buffer: Buffer, ready: Callable[[], object] = lambda: None
     ) -> None:
         """Begin to write `buffer` once `ready()` returns, and give it back after that."""
         self.require()

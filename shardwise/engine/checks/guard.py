@@ -100,12 +100,7 @@ class Guard:
         self.first = self.first or _first(flats)
 
     def record_skip(
-        self,
-        step: int,
-        summed: Tensor,
-        flats: Sequence[Flat],
-        norm: float | None,
-        expected: bool,
+        self, step: int, summed: Tensor, flats: Sequence[Flat], norm: float | None, expected: bool
     ) -> NonFiniteError | None:
         """Record that the step was not updated.  Returns the error to raise on every rank, if any.
 

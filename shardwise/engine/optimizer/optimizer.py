@@ -34,7 +34,6 @@ from shardwise.engine.optimizer.torch_step import step_over
 from shardwise.engine.precision import HALF
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.same_on_ranks import SameOnRanks, named_parts
-from shardwise.techniques.offload.spans import Spans
 
 #: A tensor that an engine keeps between steps: its category, its flat group if any, and itself.
 Owned = tuple[str, Flat | None, Tensor]
@@ -130,7 +129,6 @@ class ShardedOptimizer(Optimizer):
         self.group_of = {id(p): number for number, group in numbered for p in group["params"]}
         self.factor = 1.0  # of the last step
         self.base_lr = [group["lr"] for group in self.param_groups]
-        self.spans = Spans()
 
     def _targets(self, k: int, flat: Flat) -> list[nn.Parameter]:
         if k not in self.masters:
@@ -172,9 +170,7 @@ class ShardedOptimizer(Optimizer):
 
     def _begin(self, flats: Sequence[Flat], factor: float) -> Callable[[], None]:
         self.factor, self._opt_called = factor, True  # torch's schedulers check that
-        names = [name for flat in flats for name in flat.names]
-        ends = " .. ".join(dict.fromkeys([*names[:1], *names[-1:]]))
-        return self.spans.timed(f"update {ends}", self.states.later(self._chosen(flats), factor))
+        return self.states.later(self._chosen(flats), factor)
 
     def _chosen(self, flats: Sequence[Flat]) -> list[int]:
         return [k for k, flat in enumerate(self.flats) if flat in flats]

@@ -99,12 +99,7 @@ def math_forward(
 
 
 def math_backward(
-    grad: Tensor,
-    qkv: Three,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
+    grad: Tensor, qkv: Three, bias: Tensor | None, out: Tensor, lse: Tensor, scale: float
 ) -> Three:
     """`backward` in plain operations, in fp32 (fp64 for fp64)."""
     q, k, v = _grouped(*qkv)

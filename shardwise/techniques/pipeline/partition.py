@@ -63,10 +63,7 @@ NAMED: Final = 6  # modules named in an error
 
 
 def starts(
-    model: nn.Module,
-    stages: int,
-    names: Sequence[str] | None = None,
-    calls: Calls | None = None,
+    model: nn.Module, stages: int, names: Sequence[str] | None = None, calls: Calls | None = None
 ) -> tuple[str, ...]:
     """The names of the modules that begin stages 1 to `stages` - 1.
 

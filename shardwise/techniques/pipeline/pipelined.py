@@ -56,12 +56,7 @@ class _Traced(NamedTuple):
 class Pipelined:
     """The stages of one rank at work."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: "ScheduledUnits",
-        objective: Objective,
-    ) -> None:
+    def __init__(self, model: nn.Module, units: "ScheduledUnits", objective: Objective) -> None:
         self.stale: Stale | None = None
         staging, data = units.staging, units.data
         self.model, self.units, self.staging, self.data = model, units, staging, data

@@ -259,9 +259,7 @@ class ActionRecorder:
     """A watch that records the steps of one run.  On CUDA it synchronises at each step."""
 
     def __init__(
-        self,
-        device: torch.device | str = "cpu",
-        clock_s: Callable[[], float] = time.perf_counter,
+        self, device: torch.device | str = "cpu", clock_s: Callable[[], float] = time.perf_counter
     ) -> None:
         self.device, self.clock_s = torch.device(device), clock_s
         self.seen: list[TimedStep] = []

@@ -137,10 +137,7 @@ class Staging:
 
 
 def stage_starts(
-    model: nn.Module,
-    plan: Plan,
-    names: Sequence[str] | None,
-    calls: Calls | None = None,
+    model: nn.Module, plan: Plan, names: Sequence[str] | None, calls: Calls | None = None
 ) -> tuple[str, ...]:
     """The modules that begin the stages of a pipeline after the first; none without a pipeline.
 

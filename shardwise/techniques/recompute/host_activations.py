@@ -227,12 +227,7 @@ class _OnHost:
     """Replaces the forward of a block."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        host: HostActivations,
-        place: tuple[int, int],
-        *,
-        hooks: bool,
+        self, module: nn.Module, host: HostActivations, place: tuple[int, int], *, hooks: bool
     ) -> None:
         self.module, self.forward, self.host = module, module.forward, host
         self.place, self.hooks = place, hooks

@@ -113,11 +113,7 @@ def applied(model: nn.Module, build: "Build") -> Tensors:
 
 
 def lay_out(
-    model: nn.Module,
-    world: World,
-    sp: bool,
-    table: Table | None,
-    layers: Sequence[str] = (),
+    model: nn.Module, world: World, sp: bool, table: Table | None, layers: Sequence[str] = ()
 ) -> Tensors:
     """Shard `model` in place on the tensor axis of `world` according to `table`.
 

@@ -133,10 +133,7 @@ class Table:
         if not name:
             return self
         return replace(
-            self,
-            styles=longer(self.styles),
-            sequence=longer(self.sequence),
-            sets=longer(self.sets),
+            self, styles=longer(self.styles), sequence=longer(self.sequence), sets=longer(self.sets)
         )
 
     @property

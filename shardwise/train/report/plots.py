@@ -4,14 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.train.measure.progress import size_text, unit_of
-from shardwise.train.report.section import (
-    MEASURED,
-    MOST_NUMBERS,
-    PREDICTED,
-    Bars,
-    Curve,
-    HeatMap,
-)
+from shardwise.train.report.section import MEASURED, MOST_NUMBERS, PREDICTED, Bars, Curve, HeatMap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

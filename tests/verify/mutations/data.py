@@ -154,9 +154,7 @@ ROWS |= {
         Updates, "by_norm", lambda u, norm, factor: (u, norm, factor * u.scale.value)
     ),
     "unscaled in 16 bits [dp2 zero1 fp16 of gpt]": instead(
-        memory_states,
-        "_in_32_bits",
-        lambda gradient, factor: (gradient * factor).float(),
+        memory_states, "_in_32_bits", lambda gradient, factor: (gradient * factor).float()
     ),
     # --- the loss scale ---------------------------------------------------------------------------
     "the loss scale never rises [dp2 fp16]": before(
