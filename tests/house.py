@@ -38,7 +38,8 @@ FOREIGN = {
     "expert": 25,
     "pipeline": 17,
     "recompute": 14,
-    **dict.fromkeys(("layers", "offload"), 9),
+    "layers": 9,
+    "offload": 7,
     **dict.fromkeys(("tile", "context"), 6),
     "replicas": 2,
 }

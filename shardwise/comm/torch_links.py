@@ -164,3 +164,15 @@ def device_mesh(mesh: Mesh, transports: Sequence[Transport], device_type: str) -
     ranks = torch.arange(mesh.size, dtype=torch.int64, device="cpu").view(sizes)
     given = groups if len(groups) > 1 else groups[0]
     return DeviceMesh.from_group(given, device_type, ranks, mesh_dim_names=names)
+
+
+def available_backends() -> tuple[str, ...]:
+    """The backends of torch.distributed in this build of PyTorch; Shardwise uses gloo and nccl."""
+    if not dist.is_available():
+        return ()
+    there = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    return tuple(name for name, yes in there.items() if yes)

@@ -11,11 +11,11 @@ import torch
 from torch.cuda import nccl
 
 import shardwise
-from shardwise.comm.backends import available_backends
 from shardwise.comm.link_times import slow_ranks
 from shardwise.comm.start.hosts import host_number
 from shardwise.comm.tiers.disk_bandwidth import DiskBandwidth
 from shardwise.comm.tiers.host_memory import free_bytes, limit_bytes
+from shardwise.comm.torch_links import available_backends
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.doctor.collectives import Fit, Timing, fits, slowest

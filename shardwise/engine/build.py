@@ -41,11 +41,10 @@ from shardwise.techniques.data.apply import (
 )
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.flat.weight_gradient import take_over
-from shardwise.techniques.data.pace import Pace
 from shardwise.techniques.data.rerun import Objective
 from shardwise.techniques.data.staged_hooks import StagedUnits
 from shardwise.techniques.data.unit_hooks import Data
-from shardwise.techniques.data.units import Unit, Units
+from shardwise.techniques.data.units import Pace, Unit, Units
 from shardwise.techniques.data.wrap_policy import UnitSpec
 from shardwise.techniques.pipeline import stage_module
 from shardwise.techniques.pipeline.pipelined import Pipelined, ScheduledUnits

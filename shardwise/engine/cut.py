@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.comm.move import broadcast, part
 from shardwise.comm.world import Axis, World
 from shardwise.core.layouts.param_layout import AxisLayout, Groups, Layout
-from shardwise.techniques.data.flat.initial_weights import Fill
+from shardwise.techniques.data.flat.flat_parameter import Fill
 
 
 def agree(tensors: Iterable[Tensor], axis: Axis, device: torch.device) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import bad
-from shardwise.techniques.data.flat.initial_weights import Fill
+from shardwise.techniques.data.flat.flat_parameter import Fill
 
 
 @dataclass(frozen=True)

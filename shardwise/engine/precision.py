@@ -13,13 +13,15 @@ bits and gives 16 bits, and computes in fp32 (Micikevicius et al., arXiv 1710.03
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.engine.input_cast import InputCast
+from shardwise.core.tools.tree import mapped
 
 #: The dtype of each precision; None for the parameters' own.
 DTYPES = {
@@ -73,3 +75,21 @@ def _takes_cast_inputs(module: nn.Module) -> bool:
         return any(p.is_floating_point() for p in module.parameters())
     alone = not any(True for child in module.children() for _ in child.parameters())
     return bool(own) and (alone or any(p.dim() > 1 and 1 not in p.shape for p in own))
+
+
+@dataclass(frozen=True)
+class InputCast:
+    """A hook that casts real floating-point tensors in the arguments of a call; copied with it."""
+
+    dtype: torch.dtype
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+            x = args[0]  # the usual call, quickly
+            return None if x.dtype == self.dtype else ((self._cast(x),), kwargs)
+        return mapped(self._cast, args, Tensor), mapped(self._cast, kwargs, Tensor)
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype) if x.is_floating_point() and x.dtype != self.dtype else x

@@ -22,8 +22,7 @@ from shardwise.comm.parameter import become
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import bad
 from shardwise.engine.precision import param_dtypes
-from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.flat.initial_weights import Fill
+from shardwise.techniques.data.flat.flat_parameter import Fill, Flat
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from shardwise.core.check_every import USUAL, CheckEvery
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.batch import Count
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.techniques.data.flat.initial_weights import Fill
+from shardwise.techniques.data.flat.flat_parameter import Fill
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.layers.plans import LayerPlans
 from shardwise.techniques.recompute.apply import Recomputation

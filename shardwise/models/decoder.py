@@ -13,7 +13,7 @@ from shardwise.models.moe import MoEConfig, MoEGPT
 from shardwise.models.pretrained import FolderConfig
 from shardwise.models.trainable import Loss
 from shardwise.models.user_text import UserConfig
-from shardwise.techniques.data.flat.initial_weights import Fill
+from shardwise.techniques.data.flat.flat_parameter import Fill
 
 Sizes = GPTConfig | MoEConfig | FolderConfig | UserConfig
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.weights_folder import open_weights
 from shardwise.core.errors import bad
 from shardwise.models import hf
-from shardwise.techniques.data.flat.initial_weights import Fill
+from shardwise.techniques.data.flat.flat_parameter import Fill
 
 PREFIX: Final = "hf:"
 #: Positions of a training sequence, unless the configuration or the model says fewer.

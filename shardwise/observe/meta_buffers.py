@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.core.errors import bad
 from shardwise.engine.default_fill import initialiser
-from shardwise.techniques.data.flat.initial_weights import Fill
+from shardwise.techniques.data.flat.flat_parameter import Fill
 from shardwise.techniques.data.inference import renew_buffers
 
 

@@ -48,7 +48,7 @@ from shardwise.engine.default_fill import default_fill
 from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
 from shardwise.observe.meta_buffers import materialise
 from shardwise.techniques.data.apply import drivers
-from shardwise.techniques.data.flat.initial_weights import Fill
+from shardwise.techniques.data.flat.flat_parameter import Fill
 from shardwise.techniques.data.inference import normal_mode
 from shardwise.techniques.pipeline import stage_module
 from shardwise.techniques.pipeline.partition import calls_of, starts

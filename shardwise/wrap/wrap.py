@@ -48,8 +48,8 @@ from shardwise.techniques.data.apply import (
     units_of,
 )
 from shardwise.techniques.data.inference import normal_mode
-from shardwise.techniques.data.pace import Pace
 from shardwise.techniques.data.unit_hooks import Data
+from shardwise.techniques.data.units import Pace
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.wrap import plain_optimizer
 from shardwise.wrap.wrapper import no_wrapper, wrapper_of

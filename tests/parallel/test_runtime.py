@@ -160,11 +160,10 @@ def ends(rows: list[list[tuple[str, Any]]]) -> bool:
         before = computed.copy(), sum(map(len, done))
         begun: dict[Any, list[tuple[int, int]]] = {}
         for rank, issued in enumerate(rows):
-            while computed[rank] < len(issued):
-                kind, of = issued[computed[rank]]
-                if kind == "wait" and of not in done[rank]:
-                    break
-                computed[rank] += 1
+            stops = (
+                n for n, (kind, of) in enumerate(issued) if kind == "wait" and of not in done[rank]
+            )
+            computed[rank] = next(stops, len(issued))
             waiting = [n for n, (kind, _) in enumerate(issued) if kind == "call"]
             heads: dict[str, int] = {}
             for n in (n for n in waiting if n not in done[rank]):

@@ -28,9 +28,8 @@ from shardwise.core.errors import bad
 from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer import optimizer_groups as groups
 from shardwise.engine.optimizer.norm import counts, squares
-from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec, step_over
 from shardwise.engine.optimizer.owners import Owners
-from shardwise.engine.optimizer.torch_step import step_over
 from shardwise.engine.precision import HALF
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.same_on_ranks import SameOnRanks, named_parts

@@ -23,13 +23,11 @@ from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.observe.meta_buffers import materialise
 from shardwise.techniques.data.buffers import Buffers
 from shardwise.techniques.data.consensus import Consensus
-from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.flat.initial_weights import Fill
+from shardwise.techniques.data.flat.flat_parameter import Fill, Flat
 from shardwise.techniques.data.flat.local_layout import LocalLayout
-from shardwise.techniques.data.pace import Pace
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.unit_parts import UnitParts, WholeUnits
-from shardwise.techniques.data.units import Unit, Units
+from shardwise.techniques.data.units import Pace, Unit, Units
 from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, choose
 
 #: Neighbours smaller than this are one unit: below it a message costs more than what it carries.

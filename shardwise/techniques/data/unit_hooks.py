@@ -40,10 +40,9 @@ from shardwise.techniques.data.consensus import Consensus
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.gradient_hooks import GradientHooks
 from shardwise.techniques.data.outputs import Output, shares_memory, tensors_in, watch
-from shardwise.techniques.data.pace import Pace
 from shardwise.techniques.data.scaling import scaling_of
 from shardwise.techniques.data.staged_hooks import PutOff, StagedUnits
-from shardwise.techniques.data.units import Unit, Units, mark_kept
+from shardwise.techniques.data.units import Pace, Unit, Units, mark_kept
 
 #: What does an act on a unit, where it needs the unit alone.
 ACTS: Mapping[str, Callable[[Unit], None]] = {
@@ -439,6 +438,7 @@ class Data:
             self.consensus.same.passes = 0
             self.finish_sums()
             self.consensus.end()
-            self.units.attach_grads()
+            for unit in self.units.order:
+                unit.attach_grads()
             self.scaling.note()
             self.units.step_in_backward()

@@ -7,6 +7,7 @@ During a pass hooks unshard and reshard them one by one (unit_hooks.py).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +15,29 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.core.arena_slots import IN_FLIGHT
 from shardwise.core.errors import bad
 from shardwise.core.reduce_order import UnitState
 from shardwise.core.tools.hook import in_backward
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.gradient_hooks import before_gradients
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far communication runs ahead of computation, and how gradients are scaled.
+
+    ahead      units gathered before they are needed
+    in_flight  concurrent reductions, if each holds buffers
+    scale      a factor for every collected gradient (for a mean over ranks: 1/n)
+    by_hand    the user's own loop updates: each backward pass ends with sharded parameters and
+               gradients
+    """
+
+    ahead: int = 1
+    in_flight: int = IN_FLIGHT
+    scale: float = 1.0
+    by_hand: bool = True
 
 
 class Unit:
@@ -137,6 +156,7 @@ class Unit:
             group.to_sharded()
 
     def attach_grads(self) -> None:
+        """Shard its parameters, and set their gradients: an optimizer may update them."""
         self.to_sharded()
         for group in self.trained:
             group.grads.attach()
@@ -147,11 +167,6 @@ class Units:
 
     def __init__(self, order: Sequence[Unit]) -> None:
         self.order = list(order)
-
-    def attach_grads(self) -> None:
-        """Shard all parameters, and set their gradients: the optimizer may update them."""
-        for unit in self.order:
-            unit.attach_grads()
 
     def take_assigned(self) -> None:
         """Take over what the program has assigned to parameters (flat_parameter.py)."""

@@ -19,9 +19,13 @@ the same one.
 
 `torch.state` of the optimizer has, under each parameter's master, views of the maps of the file:
 what checkpoints read, and write.  The update replaces only the tensors without dims there.
+(ZeRO-Infinity, arXiv 2104.07857, sections 5.1.1 and 6.2: the update of NVMe-resident states.)
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,10 +45,37 @@ from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.precision import DTYPES
 from shardwise.engine.training import Training
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.offload.read_ahead import ChunkRead, read_ahead
 
 #: The state of one parameter, by key.
 State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ChunkRead:
+    """The same chunk of several tensors; `key` is the index of their flat parameter."""
+
+    key: int
+    chunk: int
+    extents: Sequence[Extent]
+
+
+def read_ahead(disk: Disk, jobs: Sequence[ChunkRead]) -> Iterator[tuple[ChunkRead, list[Buffer]]]:
+    """Each job with its chunks in buffers, which the caller writes back or releases.
+
+    While a job is in use, those after it are read into whatever buffers are free. Raises DiskError.
+    """
+    begun: deque[tuple[ChunkRead, list[Buffer], list[Future[None]]]] = deque()
+    upcoming = deque(jobs)
+    while upcoming or begun:
+        while upcoming and (not begun or disk.free >= len(upcoming[0].extents)):
+            job = upcoming.popleft()
+            buffers = [disk.acquire() for _ in job.extents]
+            pairs = zip(job.extents, buffers, strict=True)
+            begun.append((job, buffers, [disk.begin_read(e, job.chunk, b) for e, b in pairs]))
+        job, buffers, reads = begun.popleft()
+        for read in reads:
+            disk.finish(read)
+        yield job, buffers
 
 
 class DiskStates(States):

@@ -22,7 +22,6 @@ from torch import Tensor
 from shardwise.comm.move import begin_receive, begin_send, open_ways, receive, send
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
-from shardwise.core.schedule.acks import acks
 from shardwise.core.schedule.action import Action, Step, Token, Transfer
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.measured import Measured, TimedStep
@@ -180,12 +179,33 @@ class _Live:
         assert not left, f"left over: {', '.join(left)}"
 
 
+def acks(schedule: Schedule, rank: int) -> dict[Token, tuple[Token, ...]]:
+    """For each token that `rank` receives, the tokens it sent whose arrival this newly proves.
+
+    rank 0   SEND:act0.0>1 ................ RECV:grad1.0<1     grad1.0 was sent by a rank that
+    rank 1   RECV:act0.0<0 F1.0 B1.0 SEND:grad1.0>0            had received act0.0 before
+    """
+    row = schedule.rows[rank]
+    peers = {step.peer for step in row if isinstance(step, Transfer) and step.op == "RECV"}
+    found: dict[Token, tuple[Token, ...]] = {}
+    for peer in peers:
+        got: list[Token] = []
+        for step in schedule.rows[peer]:
+            if not isinstance(step, Transfer) or step.peer != rank:
+                continue
+            if step.op == "RECV":
+                got.append(step.token)
+            else:
+                found[step.token], got = tuple(got), []
+    return found
+
+
 class _Post:
     """The messages of one rank in flight.
 
     From the start, the next AHEAD receives from each rank are posted, in the order of the row; a
     rank holds their bundles beyond the schedule's memory.  A sent bundle is kept until a message
-    proves that it has arrived (acks.py), or until the end.
+    proves that it has arrived (`acks`), or until the end.
     """
 
     def __init__(self, schedule: Schedule, axis: Axis, work: Work) -> None:

@@ -48,7 +48,7 @@ from shardwise.engine.training import Build, Training
 from shardwise.observe.meta_buffers import materialise
 from shardwise.observe.meta_pass import meta_copy
 from shardwise.techniques.data.apply import cast_whole
-from shardwise.techniques.data.flat.initial_weights import Fill
+from shardwise.techniques.data.flat.flat_parameter import Fill
 from shardwise.techniques.tensor.apply import lay_out
 from shardwise.techniques.tensor.tensor_state import Tensors, nowhere
 from shardwise.techniques.tensor.tensor_table import Table

@@ -8,7 +8,6 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from shardwise.core.schedule.acks import acks
 from shardwise.core.schedule.action import COMPUTE_OPS, Action, Step, Token, Transfer
 from shardwise.core.schedule.clock import ActionCosts, clock
 from shardwise.core.schedule.draw import as_svg, as_text
@@ -18,6 +17,7 @@ from shardwise.core.schedule.measured import Measured, TimedStep, as_trace
 from shardwise.core.schedule.relation import makes, needs, takes
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.schedule.simulate import simulate
+from shardwise.techniques.pipeline.runtime import acks
 from tests.core.schedule.schedules import check, read, sizes, write
 
 SOME = ["1f1b:3", "interleaved:4x3", "bfs:3x2", "zb-h1:5", "zb-v:5", "dualpipe-v:4"]

@@ -284,7 +284,7 @@ def masters_on_the_host_truncated(real, states: MemoryStates, *args: Any) -> Non
 def an_overflow_not_skipped_by_one_rank(real, updates: Updates, *args: Any) -> Any:
     """Rank 1 updates from gradients that are not finite."""
     if updates.guard.world.rank == 1:
-        updates.data.units.attach_grads()
+        updates.data.units.to_sharded()
         updates.optimizer.update(updates.optimizer.flats, 1.0)
     return real(updates, *args)
 

@@ -16,6 +16,7 @@ Where updates are made one step late, two take turns: `swap` after a step.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,6 @@ from shardwise.core.tools.hook import others_after
 from shardwise.core.zero import RowMoves
 from shardwise.techniques.data.flat.flat_views import FlatViews
 from shardwise.techniques.data.flat.local_layout import LocalLayout
-from shardwise.techniques.data.mean import mean_with_graph
 
 #: out, left, right, beta, alpha: out becomes beta out + alpha left right; of beta 0 it is not read.
 
@@ -262,14 +262,10 @@ class FlatGradient:
 
     # --- on the parameters --------------------------------------------------------------------
 
-    def piece(self, index: int) -> Tensor | None:
-        """The piece of `gshard` for parameter `index`; None if no rank had a gradient for it."""
-        return self._own(index) if self.used[index] else None
-
     def attach(self) -> None:
         """Set each p.grad to its piece of `gshard`, unless that is not where p is."""
         for i, p in enumerate(self.params if self.moves.publish is None else ()):
-            p.grad = self.piece(i)
+            p.grad = self._own(i) if self.used[i] else None
             if i in self.graphs and p.grad is not None:
                 p.grad = mean_with_graph(self.graphs.pop(i), p.grad)
         for i, rows in self.touched.items():
@@ -337,3 +333,23 @@ class FlatGradient:
         self.graphs.clear()
         for p in self.params:
             p.grad = None
+
+
+def mean_with_graph(own: Tensor, mean: Tensor) -> Tensor:
+    """The values of `mean` in memory of their own, with the graph of `own`, of the same shape.
+
+    The derivative of the mean goes to this rank's own gradient with weight 1: data parallelism
+    averages over ranks what each makes of it.  For `backward(create_graph=True)`.
+    """
+    with torch.enable_grad():
+        return _Mean.apply(own, mean)
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, mean: Tensor) -> Tensor:  # noqa: ARG004
+        return mean.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return grad, None

@@ -37,22 +37,26 @@ then in another memory while SHARDED.  So it is with a dtype for computation: `s
 parameters' own dtype, `full` that one; `begin_unshard` casts this rank's block and gathers it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.move import start
+from shardwise.comm.move import broadcast, start
+from shardwise.comm.parameter import become
 from shardwise.comm.tiers.tiers import begin_copy
 from shardwise.comm.transport import Pending
+from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.zero import RowMove
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat.flat_views import FlatViews
-from shardwise.techniques.data.flat.initial_weights import Fill, initialize
 from shardwise.techniques.data.flat.local_layout import LocalLayout
+
+#: Called with a parameter's full name and the tensor to write its initial weights to.
+Fill = Callable[[str, Tensor], None]
 
 
 class State(Enum):
@@ -368,3 +372,29 @@ def _is_view_of_ours(p: Tensor, own: Tensor) -> bool:
     if p.data_ptr() != own.data_ptr() or p.shape != own.shape:
         return False
     return bool(own.numel()) or (p.untyped_storage().data_ptr() == own.untyped_storage().data_ptr())
+
+
+@torch.no_grad()
+def initialize(
+    full: Tensor,
+    params: Sequence[tuple[str, nn.Parameter]],
+    views: Sequence[Tensor],
+    fill: Fill | None,
+    axes: Sequence[Axis],
+) -> None:
+    """Write the weights of `params` to `views`, parts of `full`, the same on all data ranks.
+
+    Parameters on the meta device are filled by name, and become real. If any has data, rank 0 of
+    each of `axes` sends all of `full` to the others.
+    """
+    given = [not p.is_meta for _, p in params]
+    for (name, p), view in zip(params, views, strict=True):
+        if not p.is_meta:
+            view.copy_(p.detach())
+            continue
+        if fill is not None:
+            fill(name, view)
+        # not with a view of full: autograd would count every write to full as one to the parameter
+        become(p, torch.empty(0, dtype=full.dtype, device=full.device))
+    for axis in axes if any(given) else ():
+        broadcast(full, axis)
