@@ -109,14 +109,15 @@ class Engine:
         self.data.see = guard.see
         return guard
 
-    def _objective(self, model: nn.Module, part: Any, fresh: object = None) -> Tensor:
+    def _objective(self, model: nn.Module, part: Any, copy: Any = None) -> Tensor:
+        """The loss of a part of a batch, or of its copy, to which the forward may write."""
         before = part
         for each in reversed(self.sharded.applied):
             before = each.enter(before, model)
         self.data.computes_loss = torch.is_grad_enabled()
         with hint.shapes(self.plan):
-            own = shares.copied(part, fresh)  # after `enter`, which knows the part itself
-            return self.training.loss(model, shares.widened(own, self.dtype))
+            own = shares.widened(part if copy is None else copy, self.dtype)
+            return self.training.loss(model, own)
 
     __call__, __getattr__ = hint.no_call, hint.no_attribute
 
@@ -316,7 +317,8 @@ class Engine:
         count = self._count(batch)
         (part,) = self._begin(batch, [batch], trains=False)
         count = self._weight(count, part)
-        found = self._made(lambda m: self._objective(m, part, self.staging))
+        fresh = shares.copied if self.staging else lambda _: None
+        found = self._made(lambda model: self._objective(model, part, fresh(part)))
         zero = torch.zeros((), dtype=torch.float64, device=self.world.device)
         loss = zero if found is None or not count else found.to(zero)  # of no tokens it may be NaN
         own = torch.stack([loss * count, zero + count])

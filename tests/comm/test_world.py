@@ -52,7 +52,7 @@ def test_worlds_of_one_process(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "rank", "gpus", "variables", "expected"),
+    "case",
     [
         (None, 1, 2, {"LOCAL_WORLD_SIZE": "2"}, "cuda:1"),
         (None, 0, 1, {"LOCAL_WORLD_SIZE": "2"}, "cpu"),  # as on the other rank
@@ -60,15 +60,9 @@ def test_worlds_of_one_process(monkeypatch: pytest.MonkeyPatch):
         (None, 1, 1, {"CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "a"}, "cpu"),
     ],
 )
-def test_each_rank_has_a_gpu_or_none_has(
-    asked: str | None,
-    rank: int,
-    gpus: int,
-    variables: dict[str, str],
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_each_rank_has_a_gpu_or_none_has(case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
     """A GPU for every local rank, also where each process sees its own alone; else the CPU."""
+    asked, rank, gpus, variables, expected = case
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     for name in ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

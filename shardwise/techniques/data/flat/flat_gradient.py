@@ -336,10 +336,9 @@ class FlatGradient:
 
 
 def mean_with_graph(own: Tensor, mean: Tensor) -> Tensor:
-    """The values of `mean` in memory of their own, with the graph of `own`, of the same shape.
+    """The values of `mean` in new memory, with the graph of `own`, for `create_graph=True`.
 
-    The derivative of the mean goes to this rank's own gradient with weight 1: data parallelism
-    averages over ranks what each makes of it.  For `backward(create_graph=True)`.
+    The mean's derivative goes to the rank's own gradient: data parallelism averages over ranks.
     """
     with torch.enable_grad():
         return _Mean.apply(own, mean)
