@@ -173,13 +173,13 @@ def the_last_units_not_updated(real, updates: Updates, units: Any, least_bytes: 
             yield part
 
 
-@ROWS.around("dp2 zero3", ShardedOptimizer, "step_pieces")
-def a_bit_of_a_moment_flips(real, optimizer: ShardedOptimizer, *args: Any) -> None:
+@ROWS.around("dp2 zero3", ShardedOptimizer, "update")
+def a_bit_of_a_moment_flips(real, optimizer: ShardedOptimizer, flats: Any, *args: Any) -> None:
     """On the second rank of the axis, in one number of its first flat parameter."""
-    real(optimizer, *args)
-    pieces = (p for p in optimizer.targets[0] if p.numel())
-    if optimizer.flats[0].shard_axis.rank == 1:
-        moment = optimizer.state[next(pieces)]["exp_avg"].view(-1)[:1]
+    real(optimizer, flats, *args)
+    if optimizer.flats[0] in flats and optimizer.flats[0].shard_axis.rank == 1:
+        piece = next(p for p in optimizer.targets[0] if p.numel())
+        moment = optimizer.state[piece]["exp_avg"].view(-1)[:1]
         moment.copy_(moment.view(torch.int64).bitwise_xor(1 << 54).view(moment.dtype))
 
 
