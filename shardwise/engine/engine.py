@@ -52,9 +52,8 @@ class Engine:
         self.model, self.plan, self.world, self.training = model, build.plan, build.world, training
         self.ledger: Ledger = build.world.ledger
         self.dtype, self.recompute = DTYPES[build.plan.precision], build.recompute
-        self.names = [
-            plain_key(name) for name, _ in model.named_parameters()
-        ]  # those of all stages
+        # those of all stages
+        self.names = [plain_key(name) for name, _ in model.named_parameters()]
         self.disk = open_disk(self.plan, training, self.world, model)
         by_unit = self.plan.states.moves().fetch is not None  # the model may not fit
         weights = RankZeroWeights.take(model, build.missing, self.world, self.dtype)
@@ -110,7 +109,6 @@ class Engine:
         return guard
 
     def _objective(self, model: nn.Module, part: Any, copy: Any = None) -> Tensor:
-        """The loss of a part of a batch, or of its copy, to which the forward may write."""
         before = part
         for each in reversed(self.sharded.applied):
             before = each.enter(before, model)
