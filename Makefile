@@ -4,9 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
-# Tests run four at a time, since many of them wait for processes. A test that hangs ends its process (pyproject.toml), which starts once more
+# Tests run three at a time, since many of them wait for processes. A test that hangs ends its process (pyproject.toml), which starts once more
 # and repeats it. Processes that tests start share compiled modules, also where the environment says to keep none.
-TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal --max-worker-restart 1
+TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --max-worker-restart 1
 
 .PHONY: setup train train-moe test nightly soak mutants check docs format wheel clean
 

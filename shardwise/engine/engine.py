@@ -52,8 +52,9 @@ class Engine:
         self.model, self.plan, self.world, self.training = model, build.plan, build.world, training
         self.ledger: Ledger = build.world.ledger
         self.dtype, self.recompute = DTYPES[build.plan.precision], build.recompute
-        # those of all stages
-        self.names = [plain_key(name) for name, _ in model.named_parameters()]
+        self.names = [
+            plain_key(name) for name, _ in model.named_parameters()
+        ]  # those of all stages
         self.disk = open_disk(self.plan, training, self.world, model)
         by_unit = self.plan.states.moves().fetch is not None  # the model may not fit
         weights = RankZeroWeights.take(model, build.missing, self.world, self.dtype)
@@ -108,14 +109,14 @@ class Engine:
         self.data.see = guard.see
         return guard
 
-    def _objective(self, model: nn.Module, part: Any, copy: Any = None) -> Tensor:
+    def _objective(self, model: nn.Module, part: Any, fresh: object = None) -> Tensor:
         before = part
         for each in reversed(self.sharded.applied):
             before = each.enter(before, model)
         self.data.computes_loss = torch.is_grad_enabled()
         with hint.shapes(self.plan):
-            own = shares.widened(part if copy is None else copy, self.dtype)
-            return self.training.loss(model, own)
+            own = shares.copied(part, fresh)  # after `enter`, which knows the part itself
+            return self.training.loss(model, shares.widened(own, self.dtype))
 
     __call__, __getattr__ = hint.no_call, hint.no_attribute
 
@@ -315,8 +316,7 @@ class Engine:
         count = self._count(batch)
         (part,) = self._begin(batch, [batch], trains=False)
         count = self._weight(count, part)
-        fresh = shares.copied if self.staging else lambda _: None
-        found = self._made(lambda model: self._objective(model, part, fresh(part)))
+        found = self._made(lambda m: self._objective(m, part, self.plan.cp == 1 and self.staging))
         zero = torch.zeros((), dtype=torch.float64, device=self.world.device)
         loss = zero if found is None or not count else found.to(zero)  # of no tokens it may be NaN
         own = torch.stack([loss * count, zero + count])

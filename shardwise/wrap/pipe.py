@@ -19,7 +19,6 @@ gets the sum of the stages' gradients.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -236,9 +235,9 @@ class Piped(Wrapper):
         made = iter(outs)
         return mapped(lambda _: next(made), pass_.structure, Tensor, objects=True)
 
-    def call(self, module: nn.Module, part: Any, copy: Any = None) -> Any:
+    def call(self, module: nn.Module, part: Any) -> Any:
         """The module's own forward on one microbatch."""
-        args, kwargs = part if copy is None else copy
+        args, kwargs = part
         return self.forward(module, *args, **kwargs)
 
     def _traced(self, part: Any) -> _TracedCall:
@@ -246,19 +245,19 @@ class Piped(Wrapper):
         modes = torch.is_grad_enabled(), stages.layers.modes
 
         def fits(known: _TracedCall) -> bool:
-            own = copied(part) if known.written else None
-            return stages.fits(known.trace, lambda model: self.call(model, part, own))
+            own = copied(part, known.written)
+            return stages.fits(known.trace, lambda model: self.call(model, own))
 
-        return self.known.get(part, modes, lambda: self._trace(part), fits)
+        return self.known.get(part, modes, lambda: self._trace(copied(part)), fits)
 
     def _trace(self, part: Any) -> _TracedCall:
-        found, own, stages = list[Any](), copied(part), self.staged.stages
-        call = partial(self.call, part=part, copy=own)
-        probe = ActivationProbe(self.staged, call, NoUnits().around)
-        trace = stages.trace(lambda model: found.append(call(model)), probe)
+        found: list[Any] = []
+        probe = ActivationProbe(self.staged, lambda model: self.call(model, part), NoUnits().around)
+        stages = self.staged.stages
+        trace = stages.trace(lambda model: found.append(self.call(model, part)), probe)
         out = mapped(_on_meta, found[0], Tensor, objects=True)
         _whole(_tensors(out), _rows(part))
-        return _TracedCall(trace, _tensors(out), out, is_written(own))
+        return _TracedCall(trace, _tensors(out), out, is_written(part))
 
 
 @dataclass(eq=False)

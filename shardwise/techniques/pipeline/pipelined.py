@@ -27,12 +27,13 @@ from shardwise.engine.batch import Count, copied, enough, is_written
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer.scale import LossWeights
+from shardwise.techniques.data.rerun import Objective
 from shardwise.techniques.data.staged_hooks import PutOff
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.pipeline.runtime import Watch, open_channels, run
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.stage_module import Staging
-from shardwise.techniques.pipeline.stage_work import Call, Microbatch, Result, ScaledLoss, StageWork
+from shardwise.techniques.pipeline.stage_work import Microbatch, Result, ScaledLoss, StageWork
 from shardwise.techniques.pipeline.trace.bundles import ByShape
 from shardwise.techniques.pipeline.trace.probe import ActivationProbe
 from shardwise.techniques.pipeline.weight_stashing import Stale
@@ -55,7 +56,7 @@ class _Traced(NamedTuple):
 class Pipelined:
     """The stages of one rank at work."""
 
-    def __init__(self, model: nn.Module, units: "ScheduledUnits", objective: Call) -> None:
+    def __init__(self, model: nn.Module, units: "ScheduledUnits", objective: Objective) -> None:
         self.stale: Stale | None = None
         staging, data = units.staging, units.data
         self.model, self.units, self.staging, self.data = model, units, staging, data
@@ -165,13 +166,13 @@ class Pipelined:
 
         def make() -> _Traced:
             losses, own = list[Tensor](), copied(part)
-            traced = self._trace_call(lambda model: losses.append(self.objective(model, part, own)))
+            traced = self._trace_call(lambda model: losses.append(self.objective(model, own)))
             trains = reaches(losses[-1], stages.layers.numbers)
             return traced._replace(trains=trains, written=is_written(own))
 
         def fits(known: _Traced) -> bool:
-            own = copied(part) if known.written else None
-            return stages.fits(known.trace, lambda model: self.objective(model, part, own))
+            own = copied(part, known.written)
+            return stages.fits(known.trace, lambda model: self.objective(model, own))
 
         stages = self.staging.stages
         return self.known.get(part, stages.layers.modes, make, fits)

@@ -17,7 +17,6 @@ Executions differ in three parts:
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +31,8 @@ from shardwise.techniques.pipeline.stage_io import Spec, StageTrace
 from shardwise.techniques.pipeline.staged_model import Stages
 from shardwise.techniques.pipeline.trace.bundles import grads_back, require_grads, specs
 
-#: The user's forward of one microbatch, with the loss if there is one, or of its `copy`.
-Call = Callable[..., Any]
+#: The user's forward of one microbatch, with the loss if there is one.
+Call = Callable[[nn.Module, Any], Any]
 
 #: The trace of a model in one stage.
 NOTHING_CROSSES = StageTrace((), (), (), {}, (), frozenset(), ())
@@ -144,9 +143,9 @@ class StageWork:
         own = self.microbatches[microbatch]
         if self.trains:
             require_grads(inputs, own.trace, stage)
-        call = partial(self.call, copy=copied(own.part)) if own.written else self.call
+        part = copied(own.part, own.written)
         with self.units.around("F", stage, own):
-            ran = self.stages.run(stage, own.trace, inputs, lambda model: call(model, own.part))
+            ran = self.stages.run(stage, own.trace, inputs, lambda model: self.call(model, part))
         roots = [x for x in ran.outputs if x.requires_grad]
         if self._is_last(stage):
             roots = self.last.outputs(own, ran.result)

@@ -38,7 +38,7 @@ from shardwise.core.applied import during
 from shardwise.core.errors import bad
 from shardwise.core.tools.garbage import collect
 from shardwise.core.tools.hook import in_place_of
-from shardwise.engine.batch import copied, is_empty, on_device, split, widened
+from shardwise.engine.batch import is_empty, on_device, split, widened
 from shardwise.engine.checks import hint
 from shardwise.engine.checks.consistency import TOLERANCE, TOLERANCE_16_BIT
 from shardwise.engine.engine import Engine
@@ -221,7 +221,7 @@ def _loss(engine: Engine, model: nn.Module, tensors: Tensors, share: Any) -> flo
     with tensors.random.during(engine.world.device):
         tensors.begin(None, (), trains=True)
         with hint.shapes(engine.plan), in_place_of(engine.model, model):
-            loss = engine.training.loss(model, copied(share))  # the step is yet to come
+            loss = engine.training.loss(model, share)
         tensors.end(trains=True)
     return float(loss)
 
