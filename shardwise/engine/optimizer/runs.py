@@ -116,7 +116,7 @@ class Runs:
         self.joined = False
 
     def loaded(self) -> list[Tensor]:
-        """After states were loaded: join them again if they are alike; returns them."""
+        """Join loaded states that are alike again; returns the state tensors."""
         self.joined = self.joined or self._join()
         return self._tensors()
 

@@ -76,7 +76,7 @@ class OutsideBuffers:
     def written(
         self, wrote: Mapping[int, tuple[int, int]], seen: Seen, several: bool
     ) -> tuple[WrittenBuffer, ...]:
-        """The buffers that not all ranks have alike.  Raises InputError as the module says.
+        """The buffers that differ between ranks after the forward.  Raises InputError: see above.
 
         `wrote` is the tracer's; `several`: this rank has several stages.
         """
