@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.predict import predict
     from shardwise.engine.state.full import full_state_dict
-    from shardwise.engine.training import Metrics
+    from shardwise.engine.step_end import Metrics
     from shardwise.kernels.cross_entropy import cross_entropy
     from shardwise.techniques import replicas
     from shardwise.techniques.expert.gate import Gate
@@ -60,7 +60,7 @@ _HOMES = {
     "no_sync": "wrap.wrap",
     "DataParallel": "wrap.data_parallel",
     "Engine": "engine.engine",
-    "Metrics": "engine.training",
+    "Metrics": "engine.step_end",
     "balance_by_time": "techniques.pipeline.partition",
     "parallelize": "engine.parallelize",
     "predict": "engine.predict",

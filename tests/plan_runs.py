@@ -22,7 +22,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.model_structure import shapes_of
 from shardwise.engine.state.box import Box
-from shardwise.engine.training import Metrics
+from shardwise.engine.step_end import Metrics
 from shardwise.observe.kernels import kernels_of
 from shardwise.observe.meter import Leak, Meter
 from shardwise.prediction.prediction import Prediction

@@ -21,7 +21,7 @@ from shardwise.core.tools.arguments import short_repr
 if TYPE_CHECKING:
     from shardwise.comm.world import World
     from shardwise.engine.engine import Engine
-    from shardwise.engine.training import Metrics
+    from shardwise.engine.step_end import Metrics
 
 #: What the end of a callback may take. A tracker that waits for its server is then left.
 END_S: Final = 60.0

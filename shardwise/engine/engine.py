@@ -9,7 +9,6 @@ The loss is the mean over the tokens of the *global* batch.  The tokens of all r
 while the forward runs, and each microbatch's mean weighs as many as it has (scale.py).
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -25,7 +24,7 @@ from shardwise.core.mesh import PIPELINE
 from shardwise.core.pool_size import pool_bytes
 from shardwise.core.tools.structure import plain_key
 from shardwise.engine import batch as shares
-from shardwise.engine import memory
+from shardwise.engine import memory, step_end
 from shardwise.engine.build import lay_out
 from shardwise.engine.checks import compiled, hint, validate
 from shardwise.engine.checks.consistency import ConsistencyCheck, share_sums
@@ -36,7 +35,8 @@ from shardwise.engine.optimizer.updating import Updates, optimizer_and_updater
 from shardwise.engine.precision import DTYPES
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.state import state
-from shardwise.engine.training import Build, Metrics, StepResult, Training
+from shardwise.engine.step_end import Metrics, StepResult, Unread
+from shardwise.engine.training import Build, Training
 from shardwise.prediction.traffic import TrafficLine, by_kind
 from shardwise.techniques.data.apply import cast_whole
 from shardwise.techniques.data.inference import normal_mode
@@ -97,6 +97,7 @@ class Engine:
         self.coming: state.Loading | None = None  # a checkpoint that is being loaded
         self.shares_compared = False  # whether data ranks have compared a batch
         self.weights: LossWeights | None = None  # of a step that has not ended, or raised
+        self.unread: Unread | None = None  # of the last step, until it is reported
         self.last: dict[Key, Tally] = {}  # what the last step sent
         self.world.tiers.bound_device(self.plan.device_memory_bytes)
 
@@ -158,14 +159,14 @@ class Engine:
         self.data.structure.require_unchanged()
         compiled.as_followed(self.plan, self.model, None, self.world.rank)
         self.consensus.same.begin(self.steps + 1, self.optimizer.compared())
-        batch = shares.on_device(batch, self.world.device)
+        given, batch = batch, shares.on_device(batch, self.world.device)
         self.passes.require(batch, self.microbatches, self.rows)
         before = self.ledger.copy()
         if self.data.in_step:  # the step before raised
             self.data.abandon()
             self.consensus.rounds += 1  # if not on all ranks, this one is a step ahead
         self.data.in_step = True
-        parts, counts = self._microbatches(batch)
+        parts, counts = self._microbatches(batch, given)
         apart = self.consistency.begin(self.steps_run, batch)
         try:
             parts = self._begin(batch, parts, trains=True)
@@ -182,22 +183,25 @@ class Engine:
         del parts  # may be copies of parts of the batch
         for each in self.sharded.applied:
             each.end(trains=True)
+        step_end.report(self)  # of the step before, now that the device has work to do
         with self.ledger.phase("update"):
             loss = summed / max(1, sum(counts))
             arriving = self.consistency.compare_gradients(self._arrivals(), loss, self.flats)
             result = self._settle(summed, sum(counts), arriving)
-        self.consistency.end(skipped=result.skipped)
+        self.consistency.end(skipped=isinstance(result, StepResult) and result.skipped)
         self.steps, self.steps_run = self.steps + 1, self.steps_run + 1
         self.data.in_step = False
         self.last = self.ledger.since(before, apart)
         sent_bytes, lr = rank_bytes(self.last), self.optimizer.lr
-        return Metrics(result.loss, result.tokens, result.norm, result.skipped, lr, sent_bytes)
+        return Metrics(result, lr, sent_bytes, clips=self.training.clip is not None)
 
     def _loss_weights(self, counts: Sequence[float]) -> LossWeights:
         scale = self.scale.of_each(self.data_ranks * len(counts))
         size = self.staging.schedule.update if self.staging else 0
         with self.ledger.phase("check"):
-            return LossWeights(counts, size, self.consensus.begin_agree, self.world.device, scale)
+            begin, device = self.consensus.begin_agree, self.world.device
+            alone = self.consensus.ranks == 1
+            return LossWeights(counts, size, begin, device, scale, alone=alone)
 
     def _begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
         """A step or an evaluation begins; returns the parts of the batch to compute."""
@@ -211,11 +215,16 @@ class Engine:
             count = each.weight(count, part, self.training.tokens)
         return count
 
-    def _microbatches(self, batch: Any) -> tuple[list[Any], list[int]]:
-        """The microbatches and their tokens; the first step raises an error of one rank on all."""
+    def _microbatches(self, batch: Any, given: Any) -> tuple[list[Any], list[int]]:
+        """The microbatches and their tokens; the first step raises an error of one rank on all.
+
+        Tokens are counted in the batch as it was `given`: what is on the host needs no wait.
+        """
+        how = self.microbatches, self.plan.cut, self.rows
         try:
-            parts = shares.split(batch, self.microbatches, self.plan.cut, self.rows)
-            counts = [self._count(part) for part in parts]
+            parts = shares.split(batch, *how)
+            on_host = self.training.tokens is not None and self.world.device.type == "cuda"
+            counts = [self._count(x) for x in (shares.split(given, *how) if on_host else parts)]
         except InputError as error:
             self._compare_shares(batch, 0, error)
             raise
@@ -242,12 +251,14 @@ class Engine:
         self.consensus.same.warn_of_few(few, self.microbatches, int(summed[4]))
         self.shares_compared = True
 
-    def _settle(self, summed: Tensor, count: float, arriving: Iterator[Unit]) -> StepResult:
+    def _settle(
+        self, summed: Tensor, count: float, arriving: Iterator[Unit]
+    ) -> Unread | StepResult:
         """Finish the reductions, agree, update, and begin to gather for the next step."""
         reported = self.guard.reported_loss(summed).view(1)
         own = torch.cat([reported, summed.new_full((1,), count), self.consensus.summary()])
         assert self.weights is not None
-        factor, self.weights = self.weights.factor, None
+        weights, self.weights = self.weights, None
         with self.ledger.phase("check"):
             agreed = self.consensus.begin_agree(own)
         first = [unit for unit in (next(arriving, None),) if unit is not None]
@@ -257,29 +268,20 @@ class Engine:
             # the loss is known on the last stage
             sums[:1], differs = self.guard.over_tensors(*self._over_stages(own).split(1))
             sums[2:] = self.passes.shared(self.optimizer.names, sums[2:])
-        by_norm = self.guard.by_norm
+        by_norm, raises = self.guard.by_norm, not self.guard.skip
         squares, differs = self.updates.squares(differs) if by_norm else (sums[:1] * 0, differs)
-        # the step's only wait for the device: from these numbers follows whether it updates
-        numbers = [*factor, sums, squares, differs]
-        over, parts, loss_sum, tokens, *used, squared, difference = torch.cat(numbers).tolist()
-        counted = round(tokens)
-        loss, correction = loss_sum / max(1, counted), over / (max(1.0, tokens) * parts)
-        self.consensus.apply(used, difference)
-        if counted and not self.passes.trains and not any(used[:-1]):  # the last is a checksum
-            raise validate.no_gradient("a step")
-        asked = self.training.clip is not None
-        norm, skipped = None, not math.isfinite(loss)
-        if by_norm:
-            norm = math.sqrt(squared) * correction
-            skipped = skipped or not math.isfinite(norm)
-            if not skipped:
-                self.updates.by_norm(norm, correction)
-        elif not skipped:
-            self.updates.early(chain(first, arriving), correction)
-        if skipped:
-            self._leave_out(summed, norm if math.isfinite(loss) else None)
+        numbers = torch.cat([*weights.factor, sums, squares, differs])
+        same, late, arriving = self.consensus.same, self.updates.on_device, chain(first, arriving)
+        unread = Unread(self.steps + 1, numbers, same, by_norm=by_norm, raises=raises)
+        if not late:
+            step_end.update_or_skip(self, unread, summed, arriving)
+        else:
+            self.updates.without_wait(unread, numbers, weights.alone, arriving)
         self.data.units.begin_unshard()
-        return StepResult(loss, counted, norm if asked and not skipped else None, skipped)
+        self.unread = unread if late else None
+        if unread.numbers.ready:
+            step_end.report(self, summed)
+        return unread.found or unread
 
     def _arrivals(self) -> Iterator[Unit]:
         arriving = self.data.arrivals()
@@ -289,16 +291,6 @@ class Engine:
             if unit is None:
                 return
             yield unit
-
-    def _leave_out(self, summed: Tensor, norm: float | None = None) -> None:
-        """End a step without its update. Raises NonFiniteError unless it may be skipped."""
-        error = self.updates.leave_out(self.steps + 1, summed, norm)
-        if error is None:
-            return
-        if not self.passes.leave_out():  # the step has changed nothing
-            self.data.units.begin_unshard()
-            self.data.in_step = False
-        raise error
 
     def _over_stages(self, x: Tensor) -> Tensor:
         """The sum of a small vector over the pipeline axis."""
@@ -363,6 +355,7 @@ class Engine:
         Called by all ranks; the step after it computes with the parameters of all updates. To
         evaluate and to save a checkpoint does so.
         """
+        step_end.report(self)
         if self.updates.updater.pending:
             self.data.units.to_sharded()
             with self.ledger.phase("update"):

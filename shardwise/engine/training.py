@@ -1,4 +1,4 @@
-"""The arguments of an engine as dataclasses, and the metrics it returns for each step."""
+"""The arguments of an engine as dataclasses."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,26 +18,6 @@ from shardwise.techniques.recompute.apply import Recomputation
 from shardwise.techniques.tensor.tensor_table import Table
 
 Loss = Callable[[nn.Module, Any], Tensor]
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """The metrics of one step.
-
-    loss       the mean over the tokens of the global batch
-    tokens     their number
-    grad_norm  the norm of the gradient before clipping; None without clipping
-    skipped    no update was made: fp16 overflowed, or the loss or a gradient was not finite
-    lr         the learning rate
-    bytes      the bytes that this rank sent
-    """
-
-    loss: float
-    tokens: int
-    grad_norm: float | None
-    skipped: bool
-    lr: float
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -85,13 +65,3 @@ class Build:
     rows: Count | None = None
     missing: tuple[str, ...] = ()
     broadcast_buffers: bool = True
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What the ranks agreed on at the end of a step; `norm` is None unless it was needed."""
-
-    loss: float
-    tokens: int
-    norm: float | None
-    skipped: bool

@@ -33,7 +33,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.parallelize import parallelize, plan_of
 from shardwise.engine.state.full import full_state_dict
-from shardwise.engine.training import Metrics
+from shardwise.engine.step_end import Metrics
 from shardwise.hf import training_arguments
 from shardwise.hf.accelerator import DataRanks, Updated
 from shardwise.hf.shares import PADDING, first_rows, joined, rows_in

@@ -30,7 +30,7 @@ from shardwise.comm.world import World
 from shardwise.core.errors import NonFiniteError, bad
 from shardwise.engine.checks.out_of_memory import explained, ran_out
 from shardwise.engine.engine import Engine
-from shardwise.engine.training import Metrics as StepMetrics
+from shardwise.engine.step_end import Metrics as StepMetrics
 from shardwise.models.decoder import flops_per_token
 from shardwise.train import run_folder
 from shardwise.train.config import Config

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
-from shardwise.engine.training import Metrics
+from shardwise.engine.step_end import Metrics
 from shardwise.verify.difference import Wholes, compared, scalar
 from shardwise.verify.finding import BoxPlace, Errors, Parts
 from shardwise.verify.oracles.async_oracle import AsyncOracle

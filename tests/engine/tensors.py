@@ -14,7 +14,7 @@ from shardwise.comm.world import World
 from shardwise.core.memory_table import by_tier
 from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
-from shardwise.engine.training import Metrics
+from shardwise.engine.step_end import Metrics
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 from shardwise.prediction.traffic import TrafficLine

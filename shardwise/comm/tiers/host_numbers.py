@@ -1,7 +1,7 @@
 """Numbers that go to the device and back without a wait for the work that it has been given.
 
     x = doubles_on([1.0, 7.0], device)                    a copy to the device is queued
-    numbers = HostNumbers(begin_sum(x, axis), device)     and one to the host
+    numbers = HostNumbers(begin_sum(x, axis).wait())      and one to the host
     ...                                                   an update, the next forward
     numbers.read()                                        waits for the second copy alone
 
@@ -13,8 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.comm.transport import Pending
-
 
 def doubles_on(numbers: Sequence[float], device: torch.device) -> Tensor:
     """The numbers as doubles on `device`."""
@@ -24,15 +22,15 @@ def doubles_on(numbers: Sequence[float], device: torch.device) -> Tensor:
 
 
 class HostNumbers:
-    """The result of `arriving`, on its way to the host."""
+    """Numbers of the device, on their way to the host."""
 
-    def __init__(self, arriving: Pending[Tensor], device: torch.device) -> None:
+    def __init__(self, numbers: Tensor) -> None:
         self.copied: torch.cuda.Event | None = None
-        self.numbers = arriving.wait()
-        if device.type == "cuda":
-            self.numbers = self.numbers.to("cpu", non_blocking=True)  # pinned
+        self.numbers = numbers
+        if numbers.is_cuda:
+            self.numbers = numbers.to("cpu", non_blocking=True)  # pinned
             self.copied = torch.cuda.Event()
-            self.copied.record(torch.cuda.current_stream(device))
+            self.copied.record(torch.cuda.current_stream(numbers.device))
 
     @property
     def ready(self) -> bool:

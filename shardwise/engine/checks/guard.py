@@ -16,13 +16,14 @@ Finite numbers whose sum overflows count as not finite.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.move import all_gather, begin_sum
+from shardwise.comm.tiers.host_numbers import HostNumbers
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import NonFiniteError
 from shardwise.techniques.data.flat.flat_parameter import Flat
@@ -94,18 +95,20 @@ class Guard:
             found += 0 if gradient is None else 0 * _sum(gradient).to(found)
         return found.isnan().to(found)
 
-    def spoil(self, flats: Sequence[Flat]) -> None:
-        """Record that an asynchronous update was skipped, on all ranks that hold these weights."""
-        self.made.append(torch.full((), math.nan, dtype=torch.float64, device=self.world.device))
-        self.first = self.first or _first(flats)
+    def spoil(self, bad_ranks: Tensor, flats: Sequence[Flat]) -> None:
+        """Record that an asynchronous update was skipped, if `bad_ranks` [1] is not 0."""
+        self.made.append(torch.where(bad_ranks > 0, math.nan, 0.0).squeeze())
+        numbers = HostNumbers(bad_ranks)
+        if numbers.ready and numbers.read()[0]:
+            self.first = self.first or _first(flats)
 
     def record_skip(
-        self, step: int, summed: Tensor, flats: Sequence[Flat], norm: float | None, expected: bool
+        self, step: int, find: Callable[[], NonFiniteError], *, expected: bool
     ) -> NonFiniteError | None:
         """Record that the step was not updated.  Returns the error to raise on every rank, if any.
 
-        `norm` is the norm of the gradients if that is what is not finite.  `expected` says that
-        such steps are normal (fp16, where they lower the loss scale).  All ranks must call it.
+        `find` makes the error, and `expected` says that such steps are normal (fp16, where they
+        lower the loss scale).  All ranks must call it.
         """
         self.skips += 1
         error = None
@@ -116,13 +119,17 @@ class Guard:
                 "learning rate, or use bf16 or fp32."
             )
         elif not (self.skip or expected):
-            error = self._error(step, summed, flats, norm)
+            error = find()
         self.begin()
         return error
 
-    def _error(
+    def error(
         self, step: int, summed: Tensor, flats: Sequence[Flat], norm: float | None
     ) -> NonFiniteError:
+        """What is not finite, on which ranks; `norm` of the gradients if that is it.
+
+        All ranks must call it, while they have the gradients of the step.
+        """
         first = self.first or _first(flats)
         name = first.encode()[:NAME_BYTES]
         own = [

@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.tiers.tiers import Tiers, begin_copy
-from shardwise.engine.optimizer.optimizer import Member, ShardedOptimizer, States
+from shardwise.engine.optimizer.optimizer import (
+    Factor,
+    Member,
+    OnDevice,
+    ShardedOptimizer,
+    States,
+)
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer.optimizer_state import device_of
 from shardwise.engine.optimizer.runs import Runs
@@ -60,49 +66,60 @@ class MemoryStates(States):
             return copied
         return self.tiers.empty(copied.numel(), torch.float32).copy_(copied)
 
-    def later(self, chosen: Sequence[int], factor: float) -> Callable[[], None]:
-        return partial(self._update, {k: self._gradient(k, factor) for k in chosen}, factor)
+    def later(self, chosen: Sequence[int], factor: Factor) -> Callable[[], None]:
+        scale, skips = factor if isinstance(factor, OnDevice) else (factor, None)
+        gradients = {k: self._gradient(k, scale) for k in chosen}
+        return partial(self._update, gradients, scale, skips)
 
-    def _gradient(self, k: int, factor: float) -> Gradient:
+    def _gradient(self, k: int, scale: Tensor | float) -> Gradient:
         """The gradient for the update, and which parameters have one.
 
         In 32 bits and more it is multiplied here.
         """
         grads = self.flats[k].grads
-        if factor != 1.0 and grads.gshard is not None and self.flats[k].dtype not in HALF:
-            grads.gshard.mul_(factor)
+        scales = isinstance(scale, Tensor) or scale != 1.0
+        if scales and grads.gshard is not None and self.flats[k].dtype not in HALF:
+            grads.gshard.mul_(scale)
         return grads.gshard, list(grads.used)
 
-    def _update(self, gradients: Mapping[int, Gradient], factor: float) -> None:
+    def _update(
+        self, gradients: Mapping[int, Gradient], scale: Tensor | float, skips: Tensor | None
+    ) -> None:
         """Update flat groups in one call of torch's optimizer, as far as it may be several.
 
         In 16 bits each has its own call, which needs its gradients in 32.
         """
+        if skips is not None:
+            vars(self.optimizer.torch)["found_inf"] = skips
         half = [k for k in gradients if self.flats[k].dtype in HALF]
         plain = [k for k in gradients if k not in self.masters]
         wide = [k for k in gradients if k in self.masters and k not in half]
         parts = [[*gradients]] if self.together else [plain, wide, *([k] for k in half)]
         for part in filter(None, parts):
-            members = [pair for k in part for pair in self._attach(k, gradients[k], factor)]
-            with self._whole(part, factor):
+            members = [pair for k in part for pair in self._attach(k, gradients[k], scale)]
+            with self._whole(part, scale):
                 self.optimizer.step_members(members)
             for k in part:
                 self._end_step(k)
+        if skips is not None:
+            del vars(self.optimizer.torch)["found_inf"]
 
-    def _attach(self, k: int, gradient: Gradient, factor: float) -> list[Member]:
+    def _attach(self, k: int, gradient: Gradient, scale: Tensor | float) -> list[Member]:
         """Give what is updated its gradient, in 32 bits or more; the tensors and their groups."""
         block, (values, used) = self.masters.get(k, self.flats[k].shard), gradient
         self.tiers.settle(block)
         if values is not None and self.flats[k].dtype in HALF:
-            values = _in_32_bits(values, factor)
+            values = _in_32_bits(values, scale)
         return self.runs[k].attach(block, values, used)
 
     @contextmanager
-    def _whole(self, part: Sequence[int], factor: float, *, update: bool = True) -> Iterator[None]:
+    def _whole(
+        self, part: Sequence[int], scale: Tensor | float, *, update: bool = True
+    ) -> Iterator[None]:
         """The tensors that this rank owns are whole inside, and sent to all ranks at the end."""
         weights = {k: self.masters.get(k, self.flats[k].shard) for k in part}
         with torch.no_grad():
-            self.optimizer.owners.collect(weights, factor, update=update)
+            self.optimizer.owners.collect(weights, scale, update=update)
         yield
         with torch.no_grad():
             self.optimizer.owners.give(weights)
@@ -157,5 +174,5 @@ class MemoryStates(States):
         return self.tiers.own(made) if self.flats[k].moves.offload else made
 
 
-def _in_32_bits(gradient: Tensor, factor: float) -> Tensor:
-    return gradient.float().mul_(factor)
+def _in_32_bits(gradient: Tensor, scale: Tensor | float) -> Tensor:
+    return gradient.float().mul_(scale)

@@ -18,7 +18,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,17 @@ Owned = tuple[str, Flat | None, Tensor]
 Member = tuple[int, nn.Parameter]
 
 
+class OnDevice(NamedTuple):
+    """A factor that the host may not know; `skips` is 1.0 to update nothing, else 0.0."""
+
+    factor: Tensor | float
+    skips: Tensor
+
+
+#: What gradients are multiplied by.
+Factor = float | OnDevice
+
+
 class States(Protocol):
     """The masters and states of an optimizer's flat groups, which are numbered in its order."""
 
@@ -48,7 +59,7 @@ class States(Protocol):
     scales_in_place = True
 
     @abstractmethod
-    def later(self, chosen: Sequence[int], factor: float) -> Callable[[], None]:
+    def later(self, chosen: Sequence[int], factor: Factor) -> Callable[[], None]:
         """The update of flat groups from their gradients of now, each times `factor`."""
 
     @abstractmethod
@@ -126,7 +137,7 @@ class ShardedOptimizer(Optimizer):
         self.spec_options = [groups.options(group) for group in self.param_groups]
         numbered = enumerate(self.param_groups)
         self.group_of = {id(p): number for number, group in numbered for p in group["params"]}
-        self.factor = 1.0  # of the last step
+        self.factor: Tensor | float = 1.0  # of the last step
         self.base_lr = [group["lr"] for group in self.param_groups]
 
     def _targets(self, k: int, flat: Flat) -> list[nn.Parameter]:
@@ -148,13 +159,19 @@ class ShardedOptimizer(Optimizer):
             "engine.step(batch), then scheduler.step()",
         )
 
-    def update(self, flats: Sequence[Flat], factor: float = 1.0) -> None:
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether its kernels can skip an update by a number on the device."""
+        fused = all(group.get("fused") for group in self.param_groups)
+        return fused and hasattr(self.torch, "_step_supports_amp_scaling")
+
+    def update(self, flats: Sequence[Flat], factor: Factor = 1.0) -> None:
         """Update `flats` from their gradients, each times `factor`."""
         self.follow(flats)  # not all: others may be becoming pieces in the main thread
         self.torch.param_groups = self.param_groups
         self._begin(flats, factor)()
 
-    def later(self, flats: Sequence[Flat], factor: float) -> Callable[[], None]:
+    def later(self, flats: Sequence[Flat], factor: Factor) -> Callable[[], None]:
         """The update of `flats`, all in host memory, as a function that may run beside a step.
 
         It has the options that the groups have now, and takes the gradients of now along: the next
@@ -167,8 +184,9 @@ class ShardedOptimizer(Optimizer):
             flat.grads.swap()
         return update
 
-    def _begin(self, flats: Sequence[Flat], factor: float) -> Callable[[], None]:
-        self.factor, self._opt_called = factor, True  # torch's schedulers check that
+    def _begin(self, flats: Sequence[Flat], factor: Factor) -> Callable[[], None]:
+        self.factor = factor.factor if isinstance(factor, OnDevice) else factor
+        self._opt_called = True  # torch's schedulers check that
         return self.states.later(self._chosen(flats), factor)
 
     def _chosen(self, flats: Sequence[Flat]) -> list[int]:

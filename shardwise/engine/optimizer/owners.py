@@ -65,7 +65,9 @@ class Owners:
             return nn.Parameter(like.new_zeros((), dtype=wide).expand(shape))
         return nn.Parameter(like.new_zeros([0] * len(shape), dtype=wide))
 
-    def collect(self, weights: Mapping[int, Tensor], factor: float, *, update: bool = True) -> None:
+    def collect(
+        self, weights: Mapping[int, Tensor], factor: Tensor | float, *, update: bool = True
+    ) -> None:
         """Give this rank's targets their weights and, for an update, their gradients.
 
         `weights` are the blocks of the flat groups; 16-bit gradients are multiplied by `factor`.

@@ -25,7 +25,8 @@ class LossWeights:
     """The factors of a step's microbatches, from numbers that are summed while the forward runs.
 
     `counts` are the tokens of this rank's microbatches; an update uses `size` of them (0: all).
-    `begin_sum` begins the sum over the data ranks; `scale` is the loss scale.
+    `begin_sum` begins the sum over the data ranks, which may be this one `alone`; `scale` is the
+    loss scale.
     """
 
     def __init__(
@@ -35,11 +36,15 @@ class LossWeights:
         begin_sum: Callable[[Tensor], Pending[Tensor]],
         device: torch.device,
         scale: float = 1.0,
+        *,
+        alone: bool = False,
     ) -> None:
         self.scale, size = scale, size or len(counts)
         parts = [counts[k : k + size] for k in range(0, len(counts), size)]
         own = [float(sum(part)) for part in parts]
         own += [float(sum(n > 0 for n in part)) for part in parts]
+        #: P times the loss scale, if this rank is the only one that computes tokens
+        self.alone = self.scale * max(1.0, sum(n > 0 for n in counts)) if alone else None
         self._arriving = begin_sum(doubles_on(own, device))
         self._totals: Tensor | None = None
 

@@ -10,6 +10,8 @@ Where an update is made is the rule of the updater (techniques/offload/updater.p
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +24,10 @@ from shardwise.core.errors import NonFiniteError
 from shardwise.core.reduce_order import EARLY_BYTES
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.memory_states import MemoryStates
-from shardwise.engine.optimizer.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer.optimizer import Factor, OnDevice, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer.scale import LossScale
+from shardwise.engine.step_end import Unread
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Unit
@@ -89,12 +92,40 @@ class Updates:
     clip: float | None
     early_bytes: int | None = None
 
-    def early(self, arriving: Iterable[Unit], correction: float) -> None:
+    @property
+    def on_device(self) -> bool:
+        """Whether the update waits for no number, on any rank or on none."""
+        in_place = type(self.updater) is InPlace
+        return in_place and not self.scale.on and self.optimizer.skips_on_device
+
+    def early(self, arriving: Iterable[Unit], correction: Factor) -> None:
         """Update units as soon as their gradients are summed, while other sums are under way.
 
         Small units are updated together: the overhead of a call exceeds its work on few elements.
         """
         self._update(self._parts(arriving, self.early_bytes or EARLY_BYTES), correction)
+
+    def without_wait(
+        self, unread: Unread, numbers: Tensor, alone: float | None, arriving: Iterable[Unit]
+    ) -> None:
+        """Update by the numbers of a step that the device may not have made yet.
+
+        `alone` is the number of microbatches if no other rank computes tokens.
+        """
+        consensus = self.data.consensus
+        flags = consensus.flags()
+        if not all(flags):  # of which other ranks may have a gradient
+            flags = [n > 0 for n in unread.read().used[:-1]]
+        consensus.set_used(flags)
+        over, parts, loss, tokens = numbers[:4].split(1)
+        squares = numbers[-2:-1]
+        correction = over / (tokens.clamp(min=1) * parts) if alone is None else 1 / alone
+        finite = torch.cat([loss, squares]).isfinite().all()
+        factor = OnDevice(correction, finite.logical_not().float())
+        if unread.by_norm:
+            self.by_norm(squares.sqrt() * correction, factor)
+        else:
+            self.early(arriving, factor)
 
     def squares(self, number: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of squares of all ranks' gradients [1], loss scale included: a double.
@@ -114,12 +145,17 @@ class Updates:
                 found.append(squared)
             return self.over_stages(torch.stack(found).sum(0)), number
 
-    def by_norm(self, norm: float, correction: float) -> None:
+    def by_norm(self, norm: Tensor | float, correction: Factor) -> None:
         """Update all units at once, scaled by the norm of all gradients."""
         parts = self._parts(self.data.units.order, math.inf)
         # Pascanu et al., "On the difficulty of training recurrent neural networks", 2013
-        shrink = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
-        self._update(parts, shrink * correction)
+        shrink: Any = 1.0 if self.clip is None else self.clip / (norm + 1e-6)
+        if isinstance(correction, OnDevice):
+            shrink = shrink.nan_to_num(1.0).clamp(max=1.0)
+            correction = OnDevice(shrink * correction.factor, correction.skips)
+        else:
+            correction = min(1.0, shrink) * correction
+        self._update(parts, correction)
         self.scale.update(overflow=False)
 
     def _parts(self, units: Iterable[Unit], least_bytes: float) -> Iterator[list[Flat]]:
@@ -134,9 +170,8 @@ class Updates:
         if part:
             yield part
 
-    def _update(self, parts: Iterable[Sequence[Flat]], factor: float) -> None:
+    def _update(self, parts: Iterable[Sequence[Flat]], factor: Factor) -> None:
         self.updater.update(parts, factor, self.early_bytes or MOST_BYTES)
-        self.guard.passed()
 
     def leave_out(self, step: int, summed: Tensor, norm: float | None) -> NonFiniteError | None:
         """End a step without its update. Returns the error to raise if it must not be skipped.
@@ -149,7 +184,8 @@ class Updates:
         if not self.updater.by_schedule:
             self.data.units.to_sharded()
         self.updater.finish()
-        error = self.guard.record_skip(step, summed, self.optimizer.flats, norm, self.scale.on)
+        find = partial(self.guard.error, step, summed, self.optimizer.flats, norm)
+        error = self.guard.record_skip(step, find, expected=self.scale.on)
         self.scale.update(overflow=True)
         self.optimizer.skip()
         self.optimizer.clear(self.optimizer.flats)

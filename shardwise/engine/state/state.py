@@ -182,7 +182,7 @@ def gradients(optimizer: ShardedOptimizer) -> list[Box]:
         in_place = flat.dtype not in HALF and optimizer.states.scales_in_place
         factor = 1.0 if in_place else optimizer.factor
         wide = torch.promote_types(flat.dtype, torch.float32)
-        used = flat.grads.gshard.to(wide) * factor if factor != 1.0 else flat.grads.gshard
+        used = flat.grads.gshard if in_place else flat.grads.gshard.to(wide) * factor
         found += boxes_of(flat, "grad", used)
     return found
 

@@ -78,27 +78,28 @@ class Consensus:
         self.mark, self.gathered = (self.gathered + 7 * self.rounds) % MARKS, 0
         on_device = isinstance(difference, Tensor)
         last = self.mark + (0 if on_device else MARKS * self.ranks * difference)
-        numbers = doubles_on([*self._flags(), last], self.device)
+        numbers = doubles_on([*self.flags(), last], self.device)
         if on_device:
             numbers[-1] += MARKS * self.ranks * difference.to(self.device)
         return numbers
 
-    def _flags(self) -> list[bool]:
+    def flags(self) -> list[bool]:
+        """Whether this rank had a gradient, for each trained parameter."""
         return [flag for group in self.trained for flag in group.grads.has_grad]
 
     def begin(self, scaling: Scaling) -> None:
         """Begin to sum the summary of a backward pass, and what `scaling` adds."""
         if self.ranks > 1:
             own = scaling.joined(self.summary())
-            self.unread = HostNumbers(self.begin_agree(own), self.device), scaling
+            self.unread = HostNumbers(self.begin_agree(own).wait()), scaling
 
     def end(self) -> None:
         """Which parameters have a gradient on any rank.
 
         Waits for the device if this rank has no gradient for one of them.
         """
-        flags = self._flags()
-        self._set_used(flags)
+        flags = self.flags()
+        self.set_used(flags)
         if self.unread is not None and (self.unread[0].ready or not all(flags)):
             self.check(all_ranks=self.unread[0].ready)
 
@@ -162,17 +163,18 @@ class Consensus:
         """The number to sum over the other axes, from the sum over the data ranks."""
         return difference.abs().clamp(max=1) / MARKS + self.same.difference_on_others()
 
-    def apply(self, summed: Sequence[float], differs: float) -> None:
+    def apply(self, summed: Sequence[float], differs: float, same: SameOnRanks) -> None:
         """Take the sum of `summary` over the ranks: which parameters have a gradient on any rank.
 
         `differs` is 0 on all ranks of the model if they have the same, else on none; NaN says
-        nothing.  Raises InputError if the checksums of the ranks differ.  Called by all of them.
+        nothing.  `same` is a copy of what the ranks had then.  Raises InputError if the checksums
+        of the ranks differ.  Called by all of them.
         """
         self._take(summed)
         self.differs = False
         if differs != 0 and not math.isnan(differs):
-            self.same.require(on_all=differs % 1 != 0)
-        self.same.batch, self.same.recheck = 0, None  # which hold tensors
+            same.require(on_all=differs % 1 != 0)
+            self.same.floats = same.floats
 
     def _take(self, summed: Sequence[float]) -> None:
         *found, last = summed
@@ -187,9 +189,10 @@ class Consensus:
                 "zero2 (SHARD_GRAD_OP) for modules that some ranks skip; no step after an error "
                 "of one rank",
             )
-        self._set_used([each > 0 for each in found])
+        self.set_used([each > 0 for each in found])
 
-    def _set_used(self, flags: Sequence[bool]) -> None:
+    def set_used(self, flags: Sequence[bool]) -> None:
+        """Which trained parameters have a gradient on any rank."""
         each = iter(flags)
         for group in self.trained:
             group.grads.used = [next(each) for _ in group.grads.used]

@@ -45,8 +45,8 @@ MOST_S: Final = 10.0
 class FlatOptimizer(Protocol[T_contra]):
     """The optimizer of items, which are its flat groups (engine/optimizer/optimizer.py)."""
 
-    def update(self, items: Sequence[T_contra], factor: float, /) -> None: ...
-    def later(self, items: Sequence[T_contra], factor: float, /) -> Callable[[], None]: ...
+    def update(self, items: Sequence[T_contra], factor: Any, /) -> None: ...
+    def later(self, items: Sequence[T_contra], factor: Any, /) -> Callable[[], None]: ...
     def publish(self, items: Sequence[T_contra], /) -> None: ...
     def clear(self, items: Sequence[T_contra], /) -> None: ...
     def size_bytes(self, items: Sequence[T_contra], /) -> int: ...
@@ -67,7 +67,7 @@ class Updater(ABC, Generic[T]):
         return False
 
     @abstractmethod
-    def update(self, parts: Iterable[Sequence[T]], factor: float, most_bytes: int) -> None:
+    def update(self, parts: Iterable[Sequence[T]], factor: Any, most_bytes: int) -> None:
         """Update parts as they arrive, from their gradients times `factor`.
 
         `most_bytes` bounds what another thread updates in one call, if that is several items.
@@ -87,7 +87,7 @@ class InPlace(Updater[T]):
     def __init__(self, optimizer: FlatOptimizer[T]) -> None:
         self.optimizer = optimizer
 
-    def update(self, parts: Iterable[Sequence[T]], factor: float, most_bytes: int) -> None:
+    def update(self, parts: Iterable[Sequence[T]], factor: Any, most_bytes: int) -> None:
         for part in parts:
             self.optimizer.update(part, factor)
             self.optimizer.publish(part)
@@ -100,7 +100,7 @@ class Together(Updater[T]):
     def __init__(self, optimizer: FlatOptimizer[T]) -> None:
         self.at_once = InPlace(optimizer)
 
-    def update(self, parts: Iterable[Sequence[T]], factor: float, most_bytes: int) -> None:
+    def update(self, parts: Iterable[Sequence[T]], factor: Any, most_bytes: int) -> None:
         self.at_once.update([[item for part in parts for item in part]], factor, most_bytes)
 
 
@@ -110,7 +110,7 @@ class HostThread(Updater[T]):
     def __init__(self, optimizer: FlatOptimizer[T]) -> None:
         self.optimizer = optimizer
 
-    def update(self, parts: Iterable[Sequence[T]], factor: float, most_bytes: int) -> None:
+    def update(self, parts: Iterable[Sequence[T]], factor: Any, most_bytes: int) -> None:
         """Publish what is updated when something else arrives, or at the end."""
         waiting, running = deque[list[T]](), deque[Future[list[T]]]()
         take = partial(self._take, waiting, factor, most_bytes)
@@ -127,7 +127,7 @@ class HostThread(Updater[T]):
         finally:
             thread.shutdown(wait=True, cancel_futures=True)
 
-    def _take(self, waiting: deque[list[T]], factor: float, most_bytes: int) -> list[T]:
+    def _take(self, waiting: deque[list[T]], factor: Any, most_bytes: int) -> list[T]:
         """Update what waits; nothing if an earlier call has taken it along."""
         taken: list[T] = []
         size_bytes = self.optimizer.size_bytes
@@ -165,7 +165,7 @@ class NextStep(Updater[T]):
     def pending(self) -> bool:
         return bool(self._running)
 
-    def update(self, parts: Iterable[Sequence[T]], factor: float, most_bytes: int) -> None:
+    def update(self, parts: Iterable[Sequence[T]], factor: Any, most_bytes: int) -> None:
         """Finish the update of the step before when all parts have arrived, and begin theirs."""
         if not self.delays():
             self.finish()

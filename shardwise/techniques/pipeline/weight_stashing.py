@@ -35,6 +35,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.action import COMPUTE_OPS
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine.checks.guard import Guard
+from shardwise.engine.optimizer.optimizer import Factor, OnDevice
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.options import EngineOptions
 from shardwise.techniques.data.flat.flat_parameter import Flat
@@ -161,7 +162,7 @@ class Stale(Updater[Flat]):
         self.data.reduce_last()  # of tied parameters
         self.data.finish_sums()
         phase("check")
-        divided_by, spoilt = self._agree(flats, divisor)
+        factor, spoilt = self._agree(flats, divisor)
         phase("update")
         version = self._newest(stage)
         self._show(stage, version)
@@ -173,11 +174,10 @@ class Stale(Updater[Flat]):
         params = tuple(p for flat in flats for p in flat.params)
         for unit in self.units.units[stage]:
             unit.to_sharded()
-        if spoilt:
-            self.guard.spoil(flats)
-        else:
-            with _uncounted(params):
-                self.optimizer.update(flats, 1 / (divided_by or 1.0))
+        with _uncounted(params):
+            if isinstance(factor, OnDevice) or not spoilt.item():
+                self.optimizer.update(flats, factor)
+        self.guard.spoil(spoilt, flats)
         self.optimizer.clear(flats)
         for unit in self.units.units[stage]:
             unit.unshard()
@@ -185,10 +185,11 @@ class Stale(Updater[Flat]):
         self.shown[stage] = version + 1
         self.peak_bytes = max(self.peak_bytes, self._old_bytes())
 
-    def _agree(self, flats: Sequence[Flat], number: Tensor) -> tuple[float, bool]:
+    def _agree(self, flats: Sequence[Flat], number: Tensor) -> tuple[Factor, Tensor]:
         """Set which parameters have a gradient on any data rank.
 
-        Returns `number`, and whether a gradient of any data or tensor rank is not finite.
+        Returns what gradients are multiplied by, 1 over `number`, and [1], of how many data and
+        tensor ranks one is not finite.
         """
         own = [float(flag) for flat in flats for flag in flat.grads.has_grad]
         spoilt = self.guard.not_finite(flats)
@@ -196,11 +197,14 @@ class Stale(Updater[Flat]):
         spoilt = begin_sum(agreed[:1], self.guard.axis).wait()
         names = [name for flat in flats for name in flat.names]
         used = self.staged.shared(names, agreed[1:])
-        bad_ranks, found_number, *found = torch.cat([spoilt, number.view(1), used]).tolist()
-        flags = iter(found)
+        on_device = self.optimizer.skips_on_device
+        flags = iter(own if on_device and all(own) else used.tolist())
         for flat in flats:
             flat.grads.used = [next(flags) > 0 for _ in flat.grads.used]
-        return found_number, bad_ranks > 0
+        divisor = torch.where(number == 0, 1.0, number)
+        if on_device:
+            return OnDevice(1 / divisor, (spoilt > 0).float().squeeze()), spoilt
+        return 1 / divisor.item(), spoilt
 
     def _show(self, stage: int, version: int) -> None:
         if self.shown[stage] != version:

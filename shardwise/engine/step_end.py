@@ -1,0 +1,187 @@
+"""The end of a step: its numbers on their way to the host, what they decide, and its metrics.
+
+    the device        gradients, loss, tokens, norm --> factor, skips --> the update
+    the host          issues all of it;  reads the numbers of step n at the end of step n + 1
+
+On the CPU numbers are there at once, and a step reports its own.  Where torch's optimizer cannot
+skip an update by a number on the device, and in fp16, the host reads them before the update.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from shardwise.comm.tiers.host_numbers import HostNumbers
+from shardwise.core.errors import NonFiniteError
+from shardwise.engine.checks import validate
+from shardwise.techniques.data.same_on_ranks import SameOnRanks
+from shardwise.techniques.data.units import Unit
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the ranks agreed on at the end of a step; `norm` is None unless it was needed."""
+
+    loss: float
+    tokens: int
+    norm: float | None
+    skipped: bool
+    correction: float  # the factor of the gradients without clipping
+    used: Sequence[float]  # by how many ranks each trained parameter, then a checksum
+    differs: float  # not 0 if ranks that must have the same have not
+
+
+class Unread:
+    """The numbers of a step on their way to the host, with what is needed to report them.
+
+    over, parts, loss, tokens, used..., checksum, sum of squares of gradients, differs
+    """
+
+    def __init__(
+        self, step: int, numbers: Tensor, same: SameOnRanks, *, by_norm: bool, raises: bool
+    ) -> None:
+        self.step, self.by_norm, self.raises = step, by_norm, raises
+        self.numbers = HostNumbers(numbers)
+        self.same: SameOnRanks | None = copy(same)  # until it is reported
+        same.batch, same.recheck = 0, None  # which hold tensors
+        self.found: StepResult | None = None
+
+    def read(self) -> StepResult:
+        """Wait for the numbers."""
+        if self.found is None:
+            over, parts, loss, tokens, *used, squared, differs = self.numbers.read()
+            counted, correction = round(tokens), over / (max(1.0, tokens) * parts)
+            loss, norm = loss / max(1, counted), math.sqrt(squared) * correction
+            skipped = not (math.isfinite(loss) and math.isfinite(norm))
+            shown = norm if self.by_norm else None
+            self.found = StepResult(loss, counted, shown, skipped, correction, used, differs)
+        return self.found
+
+    def checked(self) -> StepResult:
+        """The result. Raises NonFiniteError if the step was not updated and should have been."""
+        if self.read().skipped and self.raises:
+            raise _not_finite(self.step, self.read())
+        return self.read()
+
+
+class Metrics:
+    """The metrics of one step.  On a GPU, to read one waits until the step has made its gradients.
+
+    loss       the mean over the tokens of the global batch
+    tokens     their number
+    grad_norm  the norm of the gradient before clipping; None without clipping
+    skipped    no update was made: fp16 overflowed, or the loss or a gradient was not finite
+    lr         the learning rate
+    bytes      the bytes that this rank sent
+
+    Raises NonFiniteError for a loss or gradient that is not finite, unless such steps are skipped.
+    """
+
+    def __init__(
+        self, result: Unread | StepResult, lr: float, sent_bytes: int, *, clips: bool
+    ) -> None:
+        self._result, self._clips = result, clips
+        self.lr, self.bytes = lr, sent_bytes
+
+    def _read(self) -> StepResult:
+        if isinstance(self._result, Unread):
+            self._result = self._result.checked()
+        return self._result
+
+    @property
+    def loss(self) -> float:
+        return self._read().loss
+
+    @property
+    def tokens(self) -> int:
+        return self._read().tokens
+
+    @property
+    def grad_norm(self) -> float | None:
+        found = self._read()
+        return found.norm if self._clips and not found.skipped else None
+
+    @property
+    def skipped(self) -> bool:
+        return self._read().skipped
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_result": self._read()}
+
+    def __repr__(self) -> str:
+        names = "loss", "tokens", "grad_norm", "skipped", "lr", "bytes"
+        return f"Metrics({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+
+def update_or_skip(
+    engine: "Engine", unread: Unread, summed: Tensor, arriving: Iterable[Unit]
+) -> None:
+    """Update after the host has read the numbers of the step; `summed` is this rank's loss."""
+    result, updates = _heard(engine, unread), engine.updates
+    if result.skipped:
+        error = updates.leave_out(unread.step, summed, _norm_of(result))
+        if error is not None and not engine.passes.leave_out():  # the step has changed nothing
+            engine.data.units.begin_unshard()
+            engine.data.in_step = False
+        if error is not None:
+            raise error
+        return
+    if result.norm is not None:
+        updates.by_norm(result.norm, result.correction)
+    else:
+        updates.early(arriving, result.correction)
+    engine.guard.passed()
+
+
+def report(engine: "Engine", summed: Tensor | None = None) -> None:
+    """Read the numbers of the last step, if it has not; raise on all ranks what is wrong with it.
+
+    `summed` is its loss, while its gradients are there.
+    """
+    unread, engine.unread = engine.unread, None
+    if unread is None:
+        return
+    result, guard = _heard(engine, unread), engine.guard
+    if not result.skipped:
+        guard.passed()
+        return
+    find = partial(_not_finite, unread.step, result)
+    if summed is not None:
+        flats = engine.optimizer.flats
+        find = partial(guard.error, unread.step, summed, flats, _norm_of(result))
+    error = guard.record_skip(unread.step, find, expected=False)
+    if error is not None:
+        engine.data.in_step &= summed is None  # else nothing has changed
+        engine.weights = None
+        raise error
+
+
+def _heard(engine: "Engine", unread: Unread) -> StepResult:
+    """The numbers of a step. Raises InputError on all ranks for what differs between them."""
+    result, same = unread.read(), unread.same
+    unread.same = None
+    assert same is not None
+    engine.consensus.apply(result.used, result.differs, same)
+    if result.tokens and not engine.passes.trains and not any(result.used[:-1]):
+        raise validate.no_gradient("a step")  # the last is a checksum
+    return result
+
+
+def _norm_of(result: StepResult) -> float | None:
+    """The norm if that is what is not finite."""
+    return result.norm if math.isfinite(result.loss) else None
+
+
+def _not_finite(step: int, result: StepResult) -> NonFiniteError:
+    """The error of a step whose gradients are gone."""
+    norm = _norm_of(result)
+    what = "the loss or a gradient is" if norm is None else f"the gradient's norm is {norm},"
+    return NonFiniteError(f"Step {step}: {what} not finite. It was not used in any update")
