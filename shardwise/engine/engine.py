@@ -148,9 +148,9 @@ class Engine:
             InputError: a batch that cannot be split; a learning rate that is not finite; in an
                 engine's first step and in one of `check_every`, ranks that compute it together and
                 have not the same batch, loss, or gradients of what each holds.
-            NonFiniteError: on every rank, a loss or gradient that is not finite; nothing was
-                updated.  With `on_nonfinite="skip"`, and where fp16 overflows, only after a
-                hundred such steps in a row.
+            NonFiniteError: on every rank, a loss or gradient that is not finite, on a GPU in the
+                next step; nothing was updated.  With `on_nonfinite="skip"`, and where fp16
+                overflows, only after a hundred such steps in a row.
             torch.OutOfMemoryError: on CUDA, `device_memory` allows no more memory.
         """
         self.world.require_open()

@@ -3,10 +3,12 @@
 All ranks raise at once, before any update.
 """
 
+import math
 import re
 import threading
+import traceback
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial, partialmethod
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.tiers.host_numbers import HostNumbers
 from shardwise.comm.world import World, alone
 from shardwise.core.check_every import CheckEvery
 from shardwise.core.errors import InputError, NonFiniteError
@@ -28,6 +31,8 @@ from shardwise.train import loop
 from tests.engine.cases import ranks_of, regression, squares, text, vectors
 from tests.engine.pipelines import deep
 from tests.engine.tensors import ADAMW, Case, build, gpt_task, mine, sent
+from tests.plan_runs import Proof
+from tests.plans import CANONICAL
 from tests.pool import run_gloo, run_threads
 from tests.train.runs import settings
 
@@ -99,13 +104,18 @@ def straight(clip: float | None) -> float:
     return [stepped(engine, step).loss for step in (*range(BAD), BAD + 1)][-1]
 
 
+def last_of(plan: str, kind: str) -> int:
+    """The last rank, of a gradient the one where the stage with HURT is."""
+    return ranks_of(plan) - 1 if kind == "loss" or "pp" not in plan else 0
+
+
 def check(plan: str, kind: str, clip: float | None, run: Callable[..., Any] = run_threads) -> None:
     """The last rank's fault is raised by all ranks in the same words, and nothing has changed.
 
     A program may catch it and go on.
     """
     ranks = ranks_of(plan)
-    last = ranks - 1 if kind == "loss" or "pp" not in plan else 0  # where the stage with HURT is
+    last = last_of(plan, kind)
     found = run(ranks, refused, plan, last, kind, clip)
     assert len({said for said, _, _ in found}) == 1
     said = found[0][0]
@@ -407,3 +417,92 @@ def test_training_ends_with_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(InputError, match=r"out of memory. Tried to allocate 2.00 GiB\)") as told:
         loop.train(settings(tmp_path / "run", "fp32 device_memory:1MiB"), alone())
     assert "rank 0 stores, bytes" in str(told.value)
+
+
+# --- on a GPU, whose numbers are read one step late ----------------------------------------------
+
+
+def read_late(world: World, plan: str, kind: str, clip: float | None) -> tuple[str, str, bool]:
+    """The errors of the metrics of the bad step and of the step after it; whether neither wrote."""
+    engine = engine_of(world, plan, last_of(plan, kind), kind, clip=clip)
+    for step in range(BAD):
+        stepped(engine, step)
+    before = state_of(engine)
+    metrics = stepped(engine, BAD)
+    with pytest.raises(NonFiniteError) as asked:
+        _ = metrics.loss
+    with pytest.raises(NonFiniteError) as caught:
+        stepped(engine, BAD + 1)
+    same = all(map(torch.equal, before, state_of(engine)))
+    assert math.isfinite(stepped(engine, BAD + 2).loss)
+    return str(asked.value), str(caught.value), same
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("plan", [*PLANS[1:5], PLANS[5]])
+def test_a_late_step_updates_nothing_and_the_next_one_says_so(
+    plan: str, kind: str, clip: float | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(HostNumbers, "ready", property(lambda _: False))
+    for asked, caught, same in run_threads(ranks_of(plan), read_late, plan, kind, clip):
+        assert same
+        assert asked.startswith(f"Step {BAD + 1}:")
+        assert caught.startswith(f"Step {BAD + 1}:")
+
+
+#: What waits for the device in a step, and why it must.
+WAITS = {
+    "comm/tiers/host_numbers.py": "of the step before",
+    "models/gpt.py": "tokens, which are counted in the batch on the host",
+    "kernels/cross_entropy.py": "on the CPU alone",
+    "techniques/tensor/embedding.py": "on the CPU alone",
+    "techniques/tensor/rng.py": "a seed, drawn on the host",
+    "techniques/pipeline/pipelined.py": "a seed, drawn on the host",
+    "techniques/expert/routing.py": "sizes of messages",
+    "techniques/expert/dispatch.py": "sizes of messages",
+    "techniques/expert/moe_layer.py": "sizes of messages",
+    "techniques/layers/exchange.py": "sizes of messages",
+}
+READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__")
+OF_FEW = [
+    text
+    for texts in CANONICAL.values()
+    for text in texts
+    if Proof(text).plan.size <= 3 and "@disk" not in text
+]
+
+
+def waits_of(world: World, text: str, noting: threading.local) -> set[str]:
+    """The files of the package that read a tensor in the fifth step."""
+    proof, noting.found = Proof(text), None
+    engine = build(world, proof.task, proof.case)
+    for step in range(5):
+        batch = mine(engine, proof.task.batch(step))
+        noting.found = set[str]() if step == 4 else None
+        engine.step(batch)
+    found, noting.found = noting.found, None
+    engine.flush()
+    return found or set()
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("text", OF_FEW)
+def test_a_step_waits_for_nothing(text: str, monkeypatch: pytest.MonkeyPatch):
+    noting = threading.local()
+
+    def noted(real: Callable[..., Any], x: Tensor, *args: Any, **options: Any) -> Any:
+        if getattr(noting, "found", None) is not None:
+            files = [frame.filename for frame in traceback.extract_stack()]
+            own = [file.split("/shardwise/")[-1] for file in files if "/shardwise/" in file]
+            noting.found.add(own[-1])
+        return real(x, *args, **options)
+
+    monkeypatch.setattr(HostNumbers, "ready", property(lambda _: False))
+    for name in READS:
+        real = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, partialmethod(partial(noted, real)))
+    for found in run_threads(Proof(text).plan.size, waits_of, text, noting):
+        assert "comm/tiers/host_numbers.py" in found
+        assert found <= WAITS.keys()

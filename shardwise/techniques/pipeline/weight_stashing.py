@@ -35,8 +35,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.action import COMPUTE_OPS
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine.checks.guard import Guard
-from shardwise.engine.optimizer.optimizer import Factor, OnDevice
-from shardwise.engine.optimizer.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer.optimizer import Factor, OnDevice, ShardedOptimizer
 from shardwise.engine.options import EngineOptions
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
