@@ -420,6 +420,7 @@ class Engine:
 
         Boxes of this rank's pieces, valid until the next step; zeros for a parameter without one.
         """
+        step_end.note_factor(self, self.unread)
         return state.gradients(self.optimizer)
 
     def memory(self) -> dict[str, int]:

@@ -150,6 +150,7 @@ def report(engine: "Engine", summed: Tensor | None = None) -> None:
     if unread is None:
         return
     result, guard = _heard(engine, unread), engine.guard
+    note_factor(engine, unread)
     if not result.skipped:
         guard.passed()
         return
@@ -162,6 +163,13 @@ def report(engine: "Engine", summed: Tensor | None = None) -> None:
         engine.data.in_step &= summed is None  # else nothing has changed
         engine.weights = None
         raise error
+
+
+def note_factor(engine: "Engine", unread: Unread | None) -> None:
+    """Tell the optimizer the factor of the gradients of its last update."""
+    if unread is not None and not unread.read().skipped:
+        result = unread.read()
+        engine.optimizer.factor = result.correction * engine.updates.shrink(result.norm)
 
 
 def _heard(engine: "Engine", unread: Unread) -> StepResult:

@@ -117,10 +117,10 @@ class Updates:
         if not all(flags):  # of which other ranks may have a gradient
             flags = [n > 0 for n in unread.read().used[:-1]]
         consensus.set_used(flags)
-        over, parts, loss, tokens = numbers[:4].split(1)
-        squares = numbers[-2:-1]
+        over, parts, loss, tokens = numbers[:4].unbind()  # without dims: factors change no dtype
+        squares = numbers[-2]
         correction = over / (tokens.clamp(min=1) * parts) if alone is None else 1 / alone
-        finite = torch.cat([loss, squares]).isfinite().all()
+        finite = torch.stack([loss, squares]).isfinite().all()
         factor = OnDevice(correction, finite.logical_not().float())
         if unread.by_norm:
             self.by_norm(squares.sqrt() * correction, factor)
@@ -148,15 +148,23 @@ class Updates:
     def by_norm(self, norm: Tensor | float, correction: Factor) -> None:
         """Update all units at once, scaled by the norm of all gradients."""
         parts = self._parts(self.data.units.order, math.inf)
-        # Pascanu et al., "On the difficulty of training recurrent neural networks", 2013
-        shrink: Any = 1.0 if self.clip is None else self.clip / (norm + 1e-6)
+        shrink = self.shrink(norm)
         if isinstance(correction, OnDevice):
-            shrink = shrink.nan_to_num(1.0).clamp(max=1.0)
-            correction = OnDevice(shrink * correction.factor, correction.skips)
+            self._update(parts, OnDevice(shrink * correction.factor, correction.skips))
         else:
-            correction = min(1.0, shrink) * correction
-        self._update(parts, correction)
+            self._update(parts, shrink * correction)
         self.scale.update(overflow=False)
+
+    def shrink(self, norm: Any) -> Any:
+        """The factor that bounds gradients of this norm, a number or a tensor.
+
+        (Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.)
+        """
+        if self.clip is None or norm is None:
+            return 1.0
+        ratio = self.clip / (norm + 1e-6)
+        whole = isinstance(ratio, Tensor)
+        return ratio.nan_to_num(1.0).clamp(max=1.0) if whole else min(1.0, ratio)
 
     def _parts(self, units: Iterable[Unit], least_bytes: float) -> Iterator[list[Flat]]:
         """Flat groups at rest, units of at least this size together."""

@@ -202,7 +202,7 @@ class Stale(Updater[Flat]):
             flat.grads.used = [next(flags) > 0 for _ in flat.grads.used]
         divisor = torch.where(number == 0, 1.0, number)
         if on_device:
-            return OnDevice(1 / divisor, (spoilt > 0).float().squeeze()), spoilt
+            return OnDevice(1 / divisor.squeeze(), (spoilt > 0).float().squeeze()), spoilt
         return 1 / divisor.item(), spoilt
 
     def _show(self, stage: int, version: int) -> None:
