@@ -112,7 +112,7 @@ class PipeConsistency:
         with self.axis.ledger.phase("check"):
             differs = doubles_on([0], self.device) + same.difference_on_others()
             own = torch.cat([differs, self.norm, self.norm.square()])
-            self.unread = HostNumbers(begin_sum(self.scaling.joined(own), self.axis), self.device)
+            self.unread = HostNumbers(begin_sum(self.scaling.joined(own), self.axis).wait())
 
 
 def _dense_gradient(p: nn.Parameter) -> tuple[Tensor | None, int]:
