@@ -15,7 +15,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer import memory_states
 from shardwise.engine.optimizer.memory_states import MemoryStates
-from shardwise.engine.optimizer.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer.optimizer import Factor, OnDevice, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer.scale import LossScale, LossWeights
 from shardwise.engine.optimizer.updating import Updates
@@ -96,7 +96,7 @@ def truncated(master: Any) -> Any:
 ROWS |= {
     # --- the optimizer ----------------------------------------------------------------------------
     "gradients 1.0001 times as large [dp2 zero1]": around(
-        ShardedOptimizer, "update", lambda real, o, flats, f=1.0: real(o, flats, f * 1.0001)
+        ShardedOptimizer, "update", lambda real, o, flats, f=1.0: real(o, flats, times(f, 1.0001))
     ),
     "weight decay dropped [dp2]": options(weight_decay=0.0),
     "other betas [dp2 zero2]": options(betas=(0.9, 0.999)),
@@ -171,6 +171,13 @@ def the_last_units_not_updated(real, updates: Updates, units: Any, least_bytes: 
     for part in real(updates, units, least_bytes):
         if updates.optimizer.size_bytes(part) >= enough:
             yield part
+
+
+def times(factor: Factor, by: float) -> Factor:
+    """A factor of gradients times a number."""
+    if isinstance(factor, OnDevice):
+        return factor._replace(factor=factor.factor * by)
+    return factor * by
 
 
 @ROWS.around("dp2 zero3", ShardedOptimizer, "update")
