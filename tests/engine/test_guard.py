@@ -6,9 +6,8 @@ All ranks raise at once, before any update.
 import math
 import re
 import threading
-import traceback
 from collections.abc import Callable
-from functools import cache, partial, partialmethod
+from functools import cache
 from typing import Any
 
 import pytest
@@ -31,8 +30,6 @@ from shardwise.train import loop
 from tests.engine.cases import ranks_of, regression, squares, text, vectors
 from tests.engine.pipelines import deep
 from tests.engine.tensors import ADAMW, Case, build, gpt_task, mine, sent
-from tests.plan_runs import Proof
-from tests.plans import CANONICAL
 from tests.pool import run_gloo, run_threads
 from tests.train.runs import settings
 
@@ -445,64 +442,9 @@ def read_late(world: World, plan: str, kind: str, clip: float | None) -> tuple[s
 def test_a_late_step_updates_nothing_and_the_next_one_says_so(
     plan: str, kind: str, clip: float | None, monkeypatch: pytest.MonkeyPatch
 ):
+    """To read its metrics raises, and so does the next step on all ranks; then training goes on."""
     monkeypatch.setattr(HostNumbers, "ready", property(lambda _: False))
     for asked, caught, same in run_threads(ranks_of(plan), read_late, plan, kind, clip):
         assert same
         assert asked.startswith(f"Step {BAD + 1}:")
         assert caught.startswith(f"Step {BAD + 1}:")
-
-
-#: What waits for the device in a step, and why it must.
-WAITS = {
-    "comm/tiers/host_numbers.py": "of the step before",
-    "models/gpt.py": "tokens, which are counted in the batch on the host",
-    "kernels/cross_entropy.py": "on the CPU alone",
-    "techniques/tensor/embedding.py": "on the CPU alone",
-    "techniques/tensor/rng.py": "a seed, drawn on the host",
-    "techniques/pipeline/pipelined.py": "a seed, drawn on the host",
-    "techniques/expert/routing.py": "sizes of messages",
-    "techniques/expert/dispatch.py": "sizes of messages",
-    "techniques/expert/moe_layer.py": "sizes of messages",
-    "techniques/layers/exchange.py": "sizes of messages",
-}
-READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__")
-OF_FEW = [
-    text
-    for texts in CANONICAL.values()
-    for text in texts
-    if Proof(text).plan.size <= 3 and "@disk" not in text
-]
-
-
-def waits_of(world: World, text: str, noting: threading.local) -> set[str]:
-    """The files of the package that read a tensor in the fifth step."""
-    proof, noting.found = Proof(text), None
-    engine = build(world, proof.task, proof.case)
-    for step in range(5):
-        batch = mine(engine, proof.task.batch(step))
-        noting.found = set[str]() if step == 4 else None
-        engine.step(batch)
-    found, noting.found = noting.found, None
-    engine.flush()
-    return found or set()
-
-
-@pytest.mark.cases(6)
-@pytest.mark.parametrize("text", OF_FEW)
-def test_a_step_waits_for_nothing(text: str, monkeypatch: pytest.MonkeyPatch):
-    noting = threading.local()
-
-    def noted(real: Callable[..., Any], x: Tensor, *args: Any, **options: Any) -> Any:
-        if getattr(noting, "found", None) is not None:
-            files = [frame.filename for frame in traceback.extract_stack()]
-            own = [file.split("/shardwise/")[-1] for file in files if "/shardwise/" in file]
-            noting.found.add(own[-1])
-        return real(x, *args, **options)
-
-    monkeypatch.setattr(HostNumbers, "ready", property(lambda _: False))
-    for name in READS:
-        real = getattr(Tensor, name)
-        monkeypatch.setattr(Tensor, name, partialmethod(partial(noted, real)))
-    for found in run_threads(Proof(text).plan.size, waits_of, text, noting):
-        assert "comm/tiers/host_numbers.py" in found
-        assert found <= WAITS.keys()

@@ -1,9 +1,12 @@
 """A step of the engine: what may come between steps or break them, and what it leaves alone."""
 
+import threading
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, partialmethod
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 import shardwise as sw
+from shardwise.comm.tiers.host_numbers import HostNumbers
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
 from shardwise.techniques.data.flat.flat_parameter import State
@@ -41,6 +45,8 @@ from tests.engine.zoo import (
     make,
     two_views,
 )
+from tests.plan_runs import Proof
+from tests.plans import CANONICAL
 from tests.pool import run_gloo, run_threads
 
 STACK = rows_task(partial(make, "stack"))
@@ -362,3 +368,62 @@ def test_several_dtypes_in_one_unit(plan):
     dtypes = {piece.name: piece.values.dtype for piece in results[0].weights}
     assert dtypes == {"narrow": torch.float32, "wide": torch.float64}
     assert_parity(results, oracle(task, case, None), 1e-6)
+
+
+# --- what waits for the device -------------------------------------------------------------------
+
+#: What waits for the device in a step, and why it must.
+WAITS = {
+    "comm/tiers/host_numbers.py": "of the step before",
+    "models/gpt.py": "tokens, which are counted in the batch on the host",
+    "kernels/cross_entropy.py": "on the CPU alone",
+    "techniques/tensor/embedding.py": "on the CPU alone",
+    "techniques/tensor/rng.py": "a seed, drawn on the host",
+    "techniques/pipeline/pipelined.py": "a seed, drawn on the host",
+    "techniques/expert/routing.py": "sizes of messages",
+    "techniques/expert/dispatch.py": "sizes of messages",
+    "techniques/expert/moe_layer.py": "sizes of messages",
+    "techniques/layers/exchange.py": "sizes of messages",
+}
+READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__")
+OF_FEW = [
+    text
+    for texts in CANONICAL.values()
+    for text in texts
+    if Proof(text).plan.size <= 3 and "@disk" not in text
+]
+
+
+def waits_of(world: World, text: str, noting: threading.local) -> set[str]:
+    """The files of the package that read a tensor in the fifth step."""
+    proof, noting.found = Proof(text), None
+    engine = build(world, proof.task, proof.case)
+    for step in range(5):
+        batch = mine(engine, proof.task.batch(step))
+        noting.found = set[str]() if step == 4 else None
+        engine.step(batch)
+    found, noting.found = noting.found, None
+    engine.flush()
+    return found or set()
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("text", OF_FEW)
+def test_a_step_waits_for_nothing(text: str, monkeypatch: pytest.MonkeyPatch):
+    """Nothing between its first kernel and its last reads a number of its own on the host."""
+    noting = threading.local()
+
+    def noted(real: Callable[..., Any], x: Tensor, *args: Any, **options: Any) -> Any:
+        if getattr(noting, "found", None) is not None:
+            files = [frame.filename for frame in traceback.extract_stack()]
+            own = [file.split("/shardwise/")[-1] for file in files if "/shardwise/" in file]
+            noting.found.add(own[-1])
+        return real(x, *args, **options)
+
+    monkeypatch.setattr(HostNumbers, "ready", property(lambda _: False))
+    for name in READS:
+        real = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, partialmethod(partial(noted, real)))
+    for found in run_threads(Proof(text).plan.size, waits_of, text, noting):
+        assert "comm/tiers/host_numbers.py" in found
+        assert found <= WAITS.keys()
