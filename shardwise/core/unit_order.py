@@ -129,6 +129,7 @@ class UnitOrder:
         if state.depth or not ends:
             return []
         if not recorded:
+            state.reached = False  # as of a teacher under no_grad
             return [] if state.unwatched else self._free([unit])
         if not state.reshards or state.stays:
             return []

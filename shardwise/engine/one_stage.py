@@ -95,8 +95,11 @@ class OneStage:
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
         """The result of `call(model)` in eval mode, without gradients."""
+        self.data.begin_forward()
         with eval_mode(self.model), during(self.applied, self.device):
-            return call(self.model)
+            found = call(self.model)
+        self.data.end_evaluation()
+        return found
 
     def require(self, *_: Any) -> None:
         """Do nothing: a microbatch may have no rows."""
@@ -134,6 +137,8 @@ class OneStageUnits:
     @contextmanager
     def around(self, op: str, stage: int, microbatch: Microbatch) -> Iterator[None]:
         """Reduce gradients in the last B; drop those of a microbatch without tokens."""
+        if op == "F":
+            self.data.begin_forward()
         if op == "B":
             self.data.consensus.phase("backward")
             self.data.mute = self.apart and microbatch.tokens == 0

@@ -10,13 +10,9 @@ Each is tried in one process without a plan, in this order, and the first that i
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.batch import split
@@ -24,6 +20,7 @@ from shardwise.models.trainable import Trainable
 from shardwise.verify.finding import Finding
 from shardwise.verify.not_comparable import without_dropout
 from shardwise.verify.oracles.batches import SEED
+from shardwise.verify.oracles.ties import Calls, Inside
 from shardwise.verify.parity import BUILDING, alone_of
 
 #: The rows of the batches that are tried, and the relative difference of equal losses.
@@ -80,45 +77,31 @@ def drawn(trial: Trial) -> str:
         )
     if first == other:
         return ""
-    with Draws(trial.model) as draws:
-        trial.loss(batch, 1)
     return (
-        f"The forward pass draws random numbers ({draws.found or 'of torch'}), and each rank draws "
-        "its own, so no plan gives the numbers of one process. Dropout as a module, nn.Dropout, is "
-        "set to 0 by the proof; a call of torch.nn.functional.dropout or torch.rand is not. To "
-        "prove the rest, make its rate an attribute whose name has `drop` in it, or switch it off."
+        f"The forward pass draws random numbers ({_first_draw(trial) or 'of torch'}), and each "
+        "rank draws its own, so no plan gives the numbers of one process. Dropout as a module, "
+        "nn.Dropout, is set to 0 by the proof; a call of torch.nn.functional.dropout or torch.rand "
+        "is not. To prove the rest, make its rate an attribute whose name has `drop` in it, or "
+        "switch it off."
     )
 
 
-class Draws(TorchFunctionMode):
+def _first_draw(trial: Trial) -> str:
     """The first function that changes the state of torch's generator, and the module around it."""
+    found = list[str]()
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.inside, self.found, self.hooks = [""], "", ExitStack()
-        for name, module in model.named_modules():
-            begin = module.register_forward_pre_hook(partial(self._begins, name))
-            end = module.register_forward_hook(self._ends)
-            self.hooks.callback(begin.remove)
-            self.hooks.callback(end.remove)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def call(inside: Inside, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function, and note whether it draws."""
         before = torch.get_rng_state()
-        out = func(*args, **(kwargs or {}))
-        if not self.found and not torch.equal(before, torch.get_rng_state()):
-            of = f" in {self.inside[-1]}" if self.inside[-1] else ""
-            self.found = f"{getattr(func, '__name__', func)}{of}"
+        out = func(*args, **kwargs)
+        if not torch.equal(before, torch.get_rng_state()):
+            of = f" in {inside.name}" if inside.name else ""
+            found.append(getattr(func, "__name__", str(func)) + of)
         return out
 
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self.hooks.close()
-
-    def _begins(self, name: str, *_: Any) -> None:
-        self.inside.append(name)
-
-    def _ends(self, *_: Any) -> None:
-        self.inside.pop()
+    with Calls(trial.model, call):
+        trial.loss(trial.batches[0], 1)
+    return next(iter(found), "")
 
 
 def carried(trial: Trial) -> str:

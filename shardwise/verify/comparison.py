@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -20,7 +21,7 @@ from shardwise.core.errors import NonFiniteError
 from shardwise.core.memory_table import by_tier
 from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
-from shardwise.techniques.expert.apply import layers_of
+from shardwise.techniques.expert.apply import experts_in, layers_of
 from shardwise.verify.costs import Costs, Theory
 from shardwise.verify.difference import Wholes, compared, ratio, scalar
 from shardwise.verify.finding import NEVER, BoxPlace, Errors, Finding, Parts, renamed
@@ -63,7 +64,7 @@ class Comparison:
     alone: list[float] = field(default_factory=list[float])  # the losses of the first oracle
 
     def __post_init__(self) -> None:
-        nearest = self.oracles.all[-1].model  # in the precision of the run
+        nearest = self.oracles.nearest.model  # in the precision of the run
         self.choices = Choices(nearest)
         self.first = {name: b.clone() for name, b in nearest.named_buffers()}
         self.routes = Routes(self.oracles)
@@ -84,8 +85,8 @@ class Comparison:
             self.rate(engine, factor_of(step))
         idle = division.idle
         with bounded(engine, step) as clip:
-            metrics = drawn(step, lambda: engine.step(own))
-        self.routes.follow()
+            metrics = drawn(step, lambda: self.routes.run(engine, lambda: engine.step(own)))
+        self.routes.follow(engine, division.counts(whole))
         expected = [
             drawn(step, lambda o=o: OracleStep.of(o, whole, clip, idle)) for o in self.oracles.all
         ]
@@ -117,10 +118,11 @@ class Comparison:
         before = self.states(engine, copied=True)
         kept = (engine.scale.value, engine.scale.good) == (LOSS_SCALE, engine.steps)
         engine.scale.value = OVERFLOW
-        whole, own, _ = self.shared(engine, 0)
-        skipped = drawn(step, lambda: engine.step(own)).skipped
+        whole, own, division = self.shared(engine, 0)
+        run = partial(self.routes.run, engine, lambda: engine.step(own))
+        skipped = drawn(step, run).skipped
         same = skipped and all(map(torch.equal, before, self.states(engine)))
-        self.routes.follow()
+        self.routes.follow(engine, division.counts(whole))
         for oracle in self.oracles.all:
             assert isinstance(oracle, Oracle)
             drawn(step, lambda o=oracle: o.skip(whole))
@@ -174,8 +176,8 @@ class Comparison:
         """
         found: dict[str, float] = {}
         short, undivided = self.oracles.unit > 0, engine.data_ranks * engine.microbatches == 1
-        layers = tuple(f"{name}." for name in layers_of(self.oracles.all[-1].model))
-        wanted = dict(self.oracles.all[-1].model.named_buffers())
+        layers = tuple(f"{name}." for name in layers_of(self.oracles.nearest.model))
+        wanted = dict(self.oracles.nearest.model.named_buffers())
         for box in (box for box in engine.boxes() if box.name.startswith("buffer/")):
             name = box.name.partition("/")[2]
             constant = torch.equal(wanted[name], self.first[name])
@@ -187,15 +189,20 @@ class Comparison:
                 found[name] = NEVER if short and error else error
         self.errors.append(Errors("buffers", tuple(found), tuple(found.values())))
 
-    def agrees(self, name: str, found: tuple[float, int], step: int, whole: Any) -> None:
+    def agrees(
+        self, name: str, engine: Engine, step: int, shared: tuple[Any, Any, Division]
+    ) -> None:
         """Compare the loss of a global batch in eval mode, and its number of tokens."""
+        whole, own, division = shared
+        run = partial(self.routes.run, engine, lambda: engine.evaluate(own))
+        found = drawn(step, run)
         self.choices.evaluated.clear()
 
         def evaluated(oracle: Any) -> float:
             task = oracle.task
             return float(oracle.evaluate(lambda m: task.loss_of(m, whole, oracle.dtype)))
 
-        self.routes.follow()
+        self.routes.follow(engine, replace(division, microbatches=1).counts(whole))
         losses = [drawn(step, lambda o=o: evaluated(o)) for o in self.oracles.all]
         self.errors += self.routes.errors()
         tokens = [float(self.oracles.exact.task.tokens(whole))] * len(losses)
@@ -278,28 +285,28 @@ class Comparison:
         pending = engine.updates.updater.pending  # its bytes are those of an update
         late = isinstance(self.oracles.exact, Oracle) and self.oracles.exact.pending
         self.errors.append(Errors.of_facts("evaluation", {"a pending update": pending == late}))
-        whole, own, division = self.shared(engine, IDLE_STEP)
-        if pending or division.idle:
-            early = drawn(step, lambda: engine.evaluate(own))
-            self.agrees(", with an update pending" if pending else ", first", early, step, whole)
+        shared = self.shared(engine, IDLE_STEP)
+        if pending or shared[2].idle:
+            name = ", with an update pending" if pending else ", first"
+            self.agrees(name, engine, step, shared)
             self.flushed |= pending
         engine.wait()
-        whole, own, division = self.shared(engine, step)
+        whole, own, division = shared = self.shared(engine, step)
         before = engine.ledger.copy()
-        found = drawn(step, lambda: engine.evaluate(own))
+        self.agrees("", engine, step, shared)
         sent = engine.ledger.since(before)
-
-        self.agrees("", found, step, whole)
         at_once = replace(division, microbatches=1)
         loads = self.choices.loads(whole, engine.plan, at_once, trained=False)
         theory = self.theory(own, at_once.counts(whole), whole=True)
         self.costs = self.costs.of_evaluation(sent, theory, loads)
         few = self.batch(ROWS, SEED + step, engine.world.device)
         ranks = engine.data_ranks, engine.data_rank
-        nearest = self.oracles.all[-1]
+        nearest = self.oracles.nearest
         like = torch.zeros_like(expected_outputs(nearest, few, *ranks))
-        found = engine.outputs(lambda m: returned(nearest, m, few), like)
-        self.routes.follow()
+        run = partial(engine.outputs, lambda m: returned(nearest, m, few), like)
+        found = self.routes.run(engine, run)
+        copies = engine.data_ranks if experts_in(nearest.model) else 1
+        self.routes.follow(engine, [(ROWS,) * copies])
         wanted = [expected_outputs(oracle, few, *ranks) for oracle in self.oracles.all]
         self.errors += self.routes.errors()
         shape = tuple(found.shape)

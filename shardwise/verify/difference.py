@@ -6,6 +6,10 @@
 In fp64 and fp32, if a tensor is smaller than a thousandth of the largest tensor of its kind (the
 bias of attention keys, whose gradient is zero except for rounding), the error is divided by that
 thousandth instead: noise relative to noise would be 1. For squared gradients it is the square.
+
+What is computed in fp32 has a second oracle, whose initial weights differ by their last bit. The
+change of a tensor between the two is its noise: no run is nearer to another than that. An error of
+ten times the noise is taken to be 1e-5, the bound of fp32, if it is larger otherwise.
 """
 
 import math
@@ -18,7 +22,8 @@ from shardwise.engine.state.box import Box, block
 from shardwise.verify.finding import NEVER, Errors, Part, Parts
 
 LEAST = 1e-3
-
+#: The least size of a tensor, in units of its noise.
+OF_NOISE = 10 / 1e-5
 
 #: Whole tensors of one process by name.
 Wholes = Mapping[str, Tensor]
@@ -37,12 +42,12 @@ def compared(
     In 16 bits, whose unit roundoff is `unit`, the oracles are one in fp64 and one in the same 16
     bits; with a `start` the change since then is compared.
     """
-    if len(oracles) == 1:
-        return _relative(kind, boxes, oracles[0])
+    if not unit:
+        return _relative(kind, boxes, oracles[0], oracles[-1])
     return Parts(kind, tuple(_part(box, oracles, unit, start) for box in boxes))
 
 
-def _relative(kind: str, boxes: Sequence[Box], exact: Mapping[str, Tensor]) -> Errors:
+def _relative(kind: str, boxes: Sequence[Box], exact: Wholes, perturbed: Wholes) -> Errors:
     sizes = {name: _largest(whole) for name, whole in exact.items()}
     largest: dict[str, float] = {}
     for name, size in sizes.items():
@@ -52,7 +57,8 @@ def _relative(kind: str, boxes: Sequence[Box], exact: Mapping[str, Tensor]) -> E
         name = _name(box)
         least = largest[_key(name)] * LEAST ** (2 if _key(name).endswith("_sq") else 1)
         error = _largest(_beside(box, exact[name]) - _within(exact[name], box).double())
-        found[name] = max(found.get(name, 0.0), ratio(error, max(sizes[name], least)))
+        noise = OF_NOISE * _largest(exact[name] - perturbed[name])
+        found[name] = max(found.get(name, 0.0), ratio(error, max(sizes[name], least, noise)))
     return Errors(kind, tuple(found), tuple(found.values()))
 
 
@@ -73,7 +79,15 @@ def _part(box: Box, oracles: Sequence[Wholes], unit: float, start: Wholes | None
         rounds=unit * twice,
         replica=box.replica,
         independent=min(independent(alone), independent(exact)) / twice,
+        drift=_number(float((alone * exact).sum())),
+        drift_varies=_variance(alone * exact),
     )
+
+
+def _variance(products: Tensor) -> float:
+    """The variance of the sum of these numbers, of which those of a row or a column may agree."""
+    of = [products, *(products.sum(dim) for dim in range(products.dim()) if products.dim() > 1)]
+    return max((_squares(x) for x in of), default=0.0)
 
 
 def independent(errors: Tensor) -> float:
@@ -100,8 +114,9 @@ def scalar(
 ) -> Errors | Parts:
     """The error of one number, as in `compared`."""
     exact, alone = oracles[0], oracles[-1]
-    if len(oracles) == 1:
-        return Errors(kind, (name,), (ratio(abs(found - exact), abs(exact)),))
+    if not unit:
+        noise = OF_NOISE * abs(alone - exact)
+        return Errors(kind, (name,), (ratio(abs(found - exact), max(abs(exact), noise)),))
     return Parts(
         kind,
         (

@@ -37,7 +37,8 @@ class Part:
     `parallel` is that of the parallel run, `alone` that of one process in the same precision.
     `exact` is the sum of squares of the values, `along` the sum of error times value of the
     parallel run, `rounds` the unit roundoff of the precision. `independent` is about how many
-    roundings determine `alone` (rounding.py).
+    roundings determine `alone` (rounding.py). `drift` is the sum of error times value of `alone`,
+    and `drift_varies` its variance.
     """
 
     name: str
@@ -49,6 +50,8 @@ class Part:
     rounds: float
     replica: int = 0
     independent: float = 1.0
+    drift: float = 0.0
+    drift_varies: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,6 @@ def _summed(parts: Sequence[Part]) -> Part:
     def total(name: str) -> float:
         return min(NEVER, sum(getattr(part, name) for part in parts))
 
-    sums = {name: total(name) for name in ("parallel", "alone", "exact", "independent")}
-    along = sum(part.along for part in parts)
-    return replace(parts[0], along=along, **sums)
+    names = ("parallel", "alone", "exact", "independent", "drift_varies")
+    signed = {name: sum(getattr(part, name) for part in parts) for name in ("along", "drift")}
+    return replace(parts[0], **signed, **{name: total(name) for name in names})

@@ -106,6 +106,7 @@ def _prove(
     with BUILDING:
         oracles = alone_of(trainable, plan, world.device)
         clip = None if is_asynchronous(plan) else clip_of(oracles, trainable, world.device)
+        oracles = with_noise(oracles, trainable, plan, world.device)
     clip = all_gather_object(clip, world)[0]  # a rank's own loss may differ
     theory = theory_of(trainable, plan, world.rank, clip, options)
 
@@ -123,7 +124,7 @@ def _prove(
 
     own = attributes(oracles.exact.model).keys()
     with BUILDING:
-        routed = Routed(alone_of(trainable, plan, world.device).all[-1], plan, clip)
+        routed = Routed(alone_of(trainable, plan, world.device).nearest, plan, clip)
 
     def loads(step: int) -> Sequence[Loads]:
         if step == EVALUATED_STEP + 1:
@@ -239,6 +240,22 @@ def alone_of(trainable: Trainable, plan: Plan, device: torch.device) -> Oracles:
     """The oracles: the same training in one process."""
     of = spec_of(plan, trainable.plain()), trainable.loss, trainable.tokens
     return oracles_of(lambda: trainable.build(device), plan, *of)
+
+
+def with_noise(oracles: Oracles, trainable: Trainable, plan: Plan, device: torch.device) -> Oracles:
+    """With an oracle whose weights differ by a bit of fp32, if anything is computed in fp32."""
+    if oracles.unit or (oracles.exact.dtype is torch.float64 and not oracles.exact.task.narrow):
+        return oracles
+
+    def made() -> nn.Module:
+        model, generator = trainable.make(), torch.Generator().manual_seed(SEED)
+        for p in (p for p in model.parameters() if p.is_floating_point()):
+            signs = torch.randint(2, p.shape, generator=generator).to(p) * 2 - 1
+            p.data = p.data * (1 + signs * torch.finfo(torch.float32).eps)
+        return model
+
+    other = alone_of(replace(trainable, make=made), plan, device)
+    return replace(oracles, perturbed=other.exact)
 
 
 def clip_of(oracles: Oracles, trainable: Trainable, device: torch.device) -> float | None:

@@ -25,15 +25,8 @@ from shardwise.comm.transport import Lease
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
 from shardwise.core.reduce_order import Act
+from shardwise.core.tools import hook
 from shardwise.core.tools.graph_break import graph_break
-from shardwise.core.tools.hook import (
-    Hook,
-    in_backward,
-    no_copy,
-    nothing,
-    others_after,
-    outside_of_step,
-)
 from shardwise.core.tools.structure import BY_ENGINE, BY_HAND, Structure
 from shardwise.core.unit_order import CallPlace, UnitOrder
 from shardwise.techniques.data.consensus import Consensus
@@ -88,6 +81,7 @@ class Data:
         self.leave_device: Callable[[Flat], None] = lambda _: None  # before it is copied to a tier
         self.in_step = False  # of an engine: it has begun and not ended; it stays after an error
         self.begins = True  # of a loop of the program's own: its next forward pass begins a step
+        self.begun = False  # an engine has begun a forward pass, whose root has not been called
         self.in_root = False  # a forward pass of the root is running
         self.records = False  # and autograd recorded when it began
         self.computes_loss = False  # what follows in the program, from a recorded pass
@@ -138,14 +132,14 @@ class Data:
             unit.state.stays |= any(module not in self.staged.inside for module in unit.modules)
         if (unit.state.stays and self.staged is not None) or not (divided or self.pace.by_hand):
             return
-        before, after = map(graph_break, acts) if divided else (nothing, nothing)
+        before, after = map(graph_break, acts) if divided else (hook.nothing, hook.nothing)
         for module in unit.modules:  # the user's hooks may read weights, so ours come first
-            keep(module.register_forward_pre_hook(Hook(self, before), prepend=True))
-            keep(module.register_forward_hook(Hook(self, after), always_call=True))
+            keep(module.register_forward_pre_hook(hook.Hook(self, before), prepend=True))
+            keep(module.register_forward_hook(hook.Hook(self, after), always_call=True))
 
     def _hook_root(self) -> None:
-        begin = Hook(self, graph_break(self._before_root))
-        end = Hook(self, graph_break(self._after_root))
+        begin = hook.Hook(self, graph_break(self._before_root))
+        end = hook.Hook(self, graph_break(self._after_root))
         self.handles.append(self.root.register_forward_pre_hook(begin, prepend=True))
         self.handles.append(self.root.register_forward_hook(end, always_call=True))
 
@@ -167,9 +161,9 @@ class Data:
     def require_copyable(self) -> None:
         """Raise InputError if this rank has only a part of the values (core/tools/hook.py)."""
         if self.staged is not None:
-            raise no_copy("model in stages")
+            raise hook.no_copy("model in stages")
         if self.split:
-            raise no_copy(type(self.root).__name__)
+            raise hook.no_copy(type(self.root).__name__)
 
     @property
     def frees(self) -> bool:
@@ -252,18 +246,30 @@ class Data:
 
     # --- forward ------------------------------------------------------------------------------
 
-    def _before_root(self, module: nn.Module, args: Any) -> None:
-        if self._in_backward():
-            return
-        self.in_root, self.records = True, torch.is_grad_enabled()
-        if self.records and self.pace.by_hand:
-            self.consensus.same.note_autocast()
+    def begin_forward(self) -> None:
+        """Begin a forward pass of the root; of an engine, also of modules that its loss calls."""
+        self.begun = not self.pace.by_hand
         # without a gradient, values lent by torch.func.functional_call do no harm
         self.structure.require_unchanged(lent=() if torch.is_grad_enabled() else (Tensor,))
         self.units.take_assigned()
         self.consensus.phase("forward")
         self.order.begin_forward(recorded=torch.is_grad_enabled())
         self.units.begin_unshard()  # if the user's optimizer has updated them
+
+    def end_evaluation(self) -> None:
+        """End a forward pass without gradients."""
+        self.begun = False
+        self._do(self.order.end_evaluation())
+
+    def _before_root(self, module: nn.Module, args: Any) -> None:
+        if self._in_backward():
+            return
+        self.in_root, self.records = True, torch.is_grad_enabled()
+        if self.records and self.pace.by_hand:
+            self.consensus.same.note_autocast()
+        if not self.begun:
+            self.begin_forward()
+        self.begun = False
         if self.pace.by_hand and self.begins and module.training and torch.is_grad_enabled():
             self.begins = False
             self.consensus.buffers.refresh()
@@ -297,7 +303,7 @@ class Data:
             self.on_grads.expect(self.trained, self._begin_backward)
             return
         self.consensus.check(all_ranks=False)
-        self._do(self.order.end_evaluation())
+        self.end_evaluation()
         if self.pace.by_hand:
             self.units.to_sharded(between_passes=False)
 
@@ -337,7 +343,7 @@ class Data:
             return
         if not (self.pace.by_hand or self.in_step):
             self.abandon()
-            raise outside_of_step(type(self.root).__name__)
+            raise hook.outside_of_step(type(self.root).__name__)
         freed = self.split and (self.pace.by_hand or self.frees)
         if freed and torch.is_grad_enabled():
             raise bad(
@@ -347,7 +353,7 @@ class Data:
                 "sw.DDP(module), or the plan word ddp",
             )
         self.consensus.check()
-        self.computes_loss = False
+        self.computes_loss = self.begun = False
         self.on_grads.begun()
         self.begins |= self.sync
         self.consensus.same.passes += self.pace.by_hand
@@ -413,8 +419,8 @@ class Data:
     def _collect(self, number: int) -> None:
         unit, group, index = self.numbered_places[number]
         p = group.params[index]
-        if p.grad is None and others_after(p):
-            raise in_backward(f"a hook that drops the gradient of {group.names[index]}, as")
+        if p.grad is None and hook.others_after(p):
+            raise hook.in_backward(f"a hook that drops the gradient of {group.names[index]}, as")
         if unit.state.complete:  # checkpointed reentrantly
             raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")
         if self.mute:

@@ -36,17 +36,24 @@ ASYNCHRONOUS: Final = ("pipedream", "2bw")
 class Oracles:
     """The oracles of a run: `exact`, and in 16 bits also `alone`, in the same precision.
 
-    `start` are the common initial weights in 16 bits, where only the change is compared.
+    `start` are the common initial weights in 16 bits, where only the change is compared. In fp32
+    `perturbed` began with other last bits of the weights (difference.py).
     """
 
     exact: Oracle | AsyncOracle
     alone: Oracle | AsyncOracle | None = None
     start: Mapping[str, Tensor] | None = None
+    perturbed: Oracle | AsyncOracle | None = None
 
     @property
     def all(self) -> tuple[Oracle | AsyncOracle, ...]:
         """All oracles, the exact one first."""
-        return (self.exact,) if self.alone is None else (self.exact, self.alone)
+        return (self.exact, *(o for o in (self.alone, self.perturbed) if o is not None))
+
+    @property
+    def nearest(self) -> Oracle | AsyncOracle:
+        """The oracle in the precision of the run."""
+        return self.alone or self.exact
 
     @property
     def unit(self) -> float:

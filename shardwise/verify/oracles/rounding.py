@@ -17,12 +17,17 @@ allowed, beside the factor sqrt(2):
                  norm(parallel error)         <= max(1.5, sqrt(2) exp(4 / sqrt(n))) norm(alone)
                  its component along the exact values
                                               <= max(0.75, sqrt(2) 4 sqrt(3/n)) norm(alone)
+                                                 or sqrt(2) 4 drift
     few      fewer elements: the first rule for all such tensors of a kind together, if they have
              1024, each relative to its alone, with the largest n of one, because all share the
              roundings before them; and for each tensor both rules, with 4 and 2 instead of 1.5 and
              0.75
     noise    alone is half of the tensor or more (the bias of attention keys, whose exact gradient
              is zero): 10 instead of 1.5
+
+`drift` is the component of alone along the values, or its standard deviation, if the errors of a
+row or of a column may agree. It is large where a few of the largest values, as those of squares, or
+of the rows of the batch determine it.
 
 The second rule detects wrong scales. Rounding errors point in all directions, so their component
 along the tensor is only about 1/sqrt(n) of their norm. The error of a gradient that is 3 % too
@@ -76,6 +81,11 @@ class _RoundedSum:
     @property
     def along(self) -> float:
         return abs(sum(part.along for part in self.parts)) / self.exact if self.exact else 0.0
+
+    @property
+    def drift(self) -> float:
+        varies = math.sqrt(sum(part.drift_varies for part in self.parts))
+        return _of(max(varies, abs(sum(part.drift for part in self.parts))), self.exact)
 
     @property
     def noise(self) -> bool:
@@ -146,6 +156,7 @@ def _score(s: _RoundedSum, usual: float) -> float:
     floor = max(s.floor, usual * s.exact) if few else s.floor
     least, by_chance = MOST_OF_FEW if few else MOST, SIGMAS / math.sqrt(s.independent)
     along = max(least * MOST_ALONG / MOST, math.sqrt(2 * 3) * by_chance)
+    along = max(along, math.sqrt(2) * SIGMAS * _of(s.drift, floor))
     ratio = _of(s.parallel, floor) * MOST / _most(least, by_chance)
     return max(ratio, _of(s.along, floor) * MOST / along)
 

@@ -1,5 +1,7 @@
 """The tokens of a run in 16 bits go to the same experts in its oracles.
 
+So do those of a mixture of another library, and other choices of a model (ties.py).
+
 A token with two experts of nearly equal scores may take either after rounding. It then adds to the
 gradients of another expert, which is no rounding error: no bound on rounding holds. So both oracles
 take the choices of the run, and compute everything else themselves. Each choice of the run that is
@@ -12,10 +14,11 @@ A choice among rounded scores is at most 2 e away, in exact ones, from the choic
 there. For e stands that of one process (rounding.py).
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,93 +26,90 @@ from torch import Tensor, nn
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.objects import gather_object
 from shardwise.comm.world import Axis, counted_axis
+from shardwise.core.layouts.uneven import Counts
 from shardwise.engine.engine import Engine
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.routing import Routing
 from shardwise.verify.finding import Part, Parts
 from shardwise.verify.oracles.mixture_oracle import Follow, Mixture
 from shardwise.verify.oracles.oracles import Oracles
+from shardwise.verify.oracles.ties import Calls, Follower, Sight, joined
 
-#: Experts [N, K] of the tokens of a data rank, and the places in the queues of these.
-Choices = tuple[Tensor, Tensor]
+#: The numbers of a layer's experts [N, K] of its tokens, and of their places in the queues.
+EXPERTS, PLACES = -1, -2
 
 
 class Routes:
     """The choices of a run since they were last followed, on all ranks."""
 
     def __init__(self, oracles: Oracles) -> None:
-        models = [oracle.model for oracle in oracles.all if oracles.alone is not None]
-        self.mixtures, self.unit = [_mixtures(model) for model in models], oracles.unit
-        self.seen: dict[tuple[str, int], list[Choices]] = {}  # by layer and data rank
+        pair = oracles.all if oracles.alone is not None else ()
+        self.mixtures, self.unit = [_mixtures(oracle.model) for oracle in pair], oracles.unit
+        self.followers = [Follower(oracle) for oracle in pair]
+        self.sight = Sight(tuple(f"{name}." for name in layers_of(oracles.exact.model)))
         self.everyone = Axis("routes")
         self.device = torch.device("cpu")
 
     @property
     def on(self) -> bool:
-        """Whether there are choices that may round differently."""
-        return any(self.mixtures)
+        """Whether choices may round differently."""
+        return bool(self.followers)
+
+    def run(self, engine: Engine, act: Callable[[], Any]) -> Any:
+        """Call `act`, in which `engine` runs, and see its choices."""
+        with Calls(engine.model, self.sight.call) if self.on else nullcontext():
+            return act()
 
     def watch(self, engine: Engine) -> None:
-        """See the choices of this engine from now on."""
+        """See the choices of this engine's layers of experts from now on."""
         if self.on:
             world = engine.world
             queue, self.device = world.everyone.transport, world.device
             self.everyone = counted_axis("routes", (queue,), Ledger(), self.device)
             for name, layer in layers_of(engine.model).items():
-                see = partial(self._see, name, layer.place.batch.rank, layer.place.on_routing)
+                see = partial(self._see, name, layer.place.on_routing)
                 layer.place = replace(layer.place, on_routing=see)
 
-    def _see(
-        self, name: str, rank: int, before: Callable[[Routing], None], routing: Routing
-    ) -> None:
+    def _see(self, name: str, before: Callable[[Routing], None], routing: Routing) -> None:
         before(routing)
-        choices = routing.experts.detach(), routing.positions.detach()
-        self.seen.setdefault((name, rank), []).append(choices)
+        self.sight.note(name, EXPERTS, routing.experts)
+        self.sight.note(name, PLACES, routing.positions)
 
-    def follow(self) -> None:
-        """The oracles' next passes follow the choices of all ranks. Called by all of them."""
+    def follow(self, engine: Engine, rows: Sequence[Counts]) -> None:
+        """The oracles' next passes follow the choices of all ranks. Called by all of them.
+
+        `rows` are those of each microbatch on each data rank.
+        """
         if not self.on:
             return
-        every = gather_object(
-            {key: [(e.cpu(), p.cpu()) for e, p in each] for key, each in self.seen.items()},
-            self.everyone,
-            self.device,
-        )
-        self.seen.clear()
-        by_layer: dict[str, dict[int, list[Choices]]] = defaultdict(dict)
-        for seen in every:
-            for (name, rank), choices in seen.items():
-                by_layer[name][rank] = choices
-        for mixtures in self.mixtures:
+        own = engine.sharded.place, self.sight.seen
+        every = gather_object(own, self.everyone, self.device)
+        self.sight.seen = {}
+        for mixtures, follower in zip(self.mixtures, self.followers, strict=True):
+            found = joined(every, rows, engine.plan, at_once=follower.at_once)
             for name, mixture in mixtures.items():
-                mixture.follow(_passes(by_layer[name], self.device))
+                pairs = zip(found.pop((name, EXPERTS)), found.pop((name, PLACES)), strict=True)
+                mixture.follow([Follow(x.to(self.device), at.to(self.device)) for x, at in pairs])
+            follower.follow(found)
 
     def errors(self) -> list[Parts]:
         """How near to ties the choices were that the oracles followed, and follow no more."""
         if not self.on:
             return []
-        exact, alone = self.mixtures
-        parts = tuple(
-            _part(name, exact[name].following, alone[name].following, self.unit) for name in exact
-        )
+        (exact, alone), (one, other) = self.mixtures, (f.following for f in self.followers)
+        pairs = [(name, exact[name].following, alone[name].following) for name in exact]
+        pairs += [(name, of, other[name, number]) for (name, number), of in one.items()]
+        parts = tuple(_part(*pair, self.unit) for pair in pairs)
         for mixture in (*exact.values(), *alone.values()):
             mixture.follow(())
-        return [Parts("routing", parts)]
+        for follower in self.followers:
+            follower.follow({})
+        return [Parts("routing", parts)] if parts else []
 
 
 def _mixtures(model: nn.Module) -> dict[str, Mixture]:
     layers = layers_of(model).items()
     return {name: layer.forward for name, layer in layers if isinstance(layer.forward, Mixture)}
-
-
-def _passes(by_rank: dict[int, list[Choices]], device: torch.device) -> list[Follow]:
-    """The choices of all data ranks, those of the first first, of each pass that has tokens."""
-    found: list[Follow] = []
-    for of_pass in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True):
-        experts, positions = (torch.cat(each).to(device) for each in zip(*of_pass, strict=True))
-        if len(experts):
-            found.append(Follow(experts, positions))
-    return found
 
 
 def _part(name: str, exact: Sequence[Follow], alone: Sequence[Follow], unit: float) -> Part:

@@ -1,0 +1,177 @@
+"""What a model chooses by `topk`, `argmax` and `max` along the last dim: routers, codebooks.
+
+In 16 bits the oracles take the choices of the run (routes.py): the i-th choice in each call of a
+module is the i-th there, in the same microbatch of all data ranks.
+
+    rank 0, microbatches 0 1    [3, K] [2, K]
+    rank 1                      [3, K] [2, K]    at once: [10, K], the rows of the global batch
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwise.core.layouts.uneven import Counts
+from shardwise.core.plan.plan import Plan
+from shardwise.verify.oracles.loads import of_positions
+from shardwise.verify.oracles.mixture_oracle import Follow
+from shardwise.verify.oracles.oracle import Oracle
+
+#: The functions, and the place of `dim` in their arguments.
+FUNCTIONS: Final = {"topk": 2, "argmax": 1, "max": 1}
+#: The name of what is outside of all modules.
+LOSS: Final = "the loss"
+#: A module by name, and the number of a choice in a call of it.
+Key = tuple[str, int]
+#: The choices [..., K] of one rank, in order.
+Seen = dict[Key, list[Tensor]]
+
+
+@dataclass
+class Inside:
+    """A call of a module, by its name, and how many choices it has made."""
+
+    name: str
+    choices: int = 0
+
+
+class Calls(TorchFunctionMode):
+    """`act(innermost module, function, arguments, options)` makes each call of a function."""
+
+    def __init__(self, model: nn.Module, act: Callable[[Inside, Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self.model, self.act, self.inside, self.hooks = model, act, [Inside(LOSS)], ExitStack()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.act(self.inside[-1], func, args, kwargs or {})
+
+    def __enter__(self) -> Self:
+        for name, module in self.model.named_modules():
+            begin = module.register_forward_pre_hook(partial(self._begins, name))
+            end = module.register_forward_hook(self._ends, always_call=True)
+            self.hooks.callback(begin.remove)
+            self.hooks.callback(end.remove)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.hooks.close()
+
+    def _begins(self, name: str, *_: Any) -> None:
+        self.inside.append(Inside(name))
+
+    def _ends(self, *_: Any) -> None:
+        self.inside.pop()
+
+
+def chosen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Tensor | None:
+    """The indices [..., K] that a call chose along the last dim; None if it chose none there."""
+    name = getattr(func, "__name__", "")
+    if name not in FUNCTIONS or torch._C._current_graph_task_id() != -1:  # recomputed
+        return None
+    place, index = FUNCTIONS[name], out if name == "argmax" else getattr(out, "indices", None)
+    dim = kwargs.get("dim", args[place] if len(args) > place else -1)
+    if not isinstance(index, Tensor) or dim not in (-1, args[0].dim() - 1):
+        return None
+    return index if index.dim() == args[0].dim() else index.unsqueeze(-1)
+
+
+class Follower:
+    """An oracle whose next choices are those in `following`, in this order; none: its own."""
+
+    def __init__(self, oracle: Any) -> None:
+        self.following, self.made = dict[Key, list[Follow]](), Counter[Key]()
+        one = oracle.microbatches if isinstance(oracle, Oracle) else None
+        self.at_once = one is not None and not (one.alone and one.number > 1)
+        oracle.task = replace(oracle.task, loss=partial(self._loss, oracle.task.loss))
+
+    def follow(self, choices: Mapping[Key, Sequence[Tensor]]) -> None:
+        """Take these choices from now on."""
+        self.made.clear()
+        self.following = {key: [Follow(x, x) for x in each] for key, each in choices.items()}
+
+    def _loss(self, loss: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> Tensor:
+        with Calls(model, self._call):
+            return loss(model, batch)
+
+    def _call(self, inside: Inside, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        if (own := chosen(func, args, kwargs, out)) is None:
+            return out
+        key = inside.name, inside.choices
+        inside.choices, at = inside.choices + 1, self.made[key]
+        self.made[key] += 1
+        if at >= len(self.following.get(key, ())):
+            return out
+        now = self.following[key][at]
+        index = now.choose(args[0], own, now.experts.to(own.device))
+        if isinstance(out, Tensor):
+            return index.view(out.shape)
+        values = args[0].gather(-1, index).view(out.values.shape)
+        return type(out)((values, index.view(out.indices.shape)))
+
+
+class Sight:
+    """The choices of a rank's run, but for those in modules whose names begin so."""
+
+    def __init__(self, but: tuple[str, ...]) -> None:
+        self.but, self.seen = but, Seen()
+
+    def note(self, name: str, number: int, choice: Tensor) -> None:
+        """Note one."""
+        self.seen.setdefault((name, number), []).append(choice.detach().cpu())
+
+    def call(self, inside: Inside, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function, and note what it chooses."""
+        out = func(*args, **kwargs)
+        index = chosen(func, args, kwargs, out)
+        but = inside.name == LOSS or f"{inside.name}.".startswith(self.but)
+        if index is not None and not but:
+            self.note(inside.name, inside.choices, index)
+            inside.choices += 1
+        return out
+
+
+def joined(
+    every: Sequence[tuple[int, Seen]], rows: Sequence[Counts], plan: Plan, *, at_once: bool
+) -> Seen:
+    """The choices of all ranks, for an oracle's passes.
+
+    `every` has the place of each rank on the data axes, of which `cp` is the last; `rows` are those
+    of each microbatch on each data rank.
+    """
+    by_key: dict[Key, dict[int, list[Tensor]]] = defaultdict(dict)
+    for place, seen in every:
+        for key, choices in seen.items():
+            by_key[key][place] = choices
+    return {key: _passes(of, rows, plan, at_once=at_once) for key, of in by_key.items()}
+
+
+def _passes(
+    by_place: Mapping[int, list[Tensor]], rows: Sequence[Counts], plan: Plan, *, at_once: bool
+) -> list[Tensor]:
+    """A choice in the passes of an oracle; none if ranks chose differently often."""
+    calls, rest = divmod(min(map(len, by_place.values())), len(rows))
+    if rest or len({*map(len, by_place.values())}) > 1:
+        return []
+
+    def whole(m: int, rank: int, i: int) -> Tensor:
+        """The i-th choice of a microbatch of a data rank."""
+        own = [by_place[rank * plan.cp + k][m * calls + i] for k in range(plan.cp)]
+        return own[0] if plan.cp == 1 else of_positions(own, rows[m][rank], plan)
+
+    passes = [range(len(rows))] if at_once else [[m] for m in range(len(rows))]
+    return [
+        torch.cat([whole(m, r, i) for r in range(len(rows[0])) for m in ms if rows[m][r]])
+        for ms in passes
+        for i in range(calls)
+        if any(any(rows[m]) for m in ms)
+    ]
