@@ -124,8 +124,9 @@ def _along(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -
 
 
 def _reduce(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
-    """A sum, a mean, a maximum over dims."""
-    dims, places = given[0], args[1] if len(args) > 1 else None
+    """A sum, a mean, a maximum over dims; a vector norm has its order before them."""
+    at = 2 if "norm" in name else 1
+    dims, places = given[0], args[at] if len(args) > at else None
     listed = [places] if isinstance(places, int) else places
     reduced = {p % len(dims) for p in listed} if listed else set(range(len(dims)))
     mix([dims[p] for p in reduced], f"{name} mixes it")

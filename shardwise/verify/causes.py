@@ -1,7 +1,7 @@
 """Why a proof does not hold: what a model, its loss and its batches may have that no plan repeats.
 
     random numbers   the loss of one batch depends on the state of a generator
-    buffers          a training pass changes a buffer by its rows, and the loss depends on it
+    buffers          a training pass changes a buffer, and the loss depends on it
     a sum            the loss of all rows is the sum of the losses of their halves, or no mean
     the rank         the loss of one batch in one process differs between ranks
 
@@ -105,17 +105,18 @@ def _first_draw(trial: Trial) -> str:
 
 
 def carried(trial: Trial) -> str:
-    """The buffer that a pass changes by its rows, and that later passes read."""
+    """The buffer that a pass changes, and that later passes read."""
     one, other = trial.batches
     plain = trial.loss(other)
     trial.loss(one)
     changed = [n for n, b in trial.model.named_buffers() if not torch.equal(b, trial.start[n])]
-    if not changed or _close(trial.loss(other, kept=True), plain):
+    if not changed or trial.loss(other, kept=True) == plain:
         return ""
     return (
-        f"A training pass changes the buffer {changed[0]} by its rows, and the loss depends on it. "
-        "A rank has other rows than one process, so its buffer differs. Compute it from what all "
-        "ranks have, or sum it over the data ranks (torch.distributed.all_reduce) in the forward."
+        f"A training pass changes the buffer {changed[0]}, and the loss depends on it. A rank has "
+        "other rows, or more microbatches, than one process, so its buffer differs. Compute it "
+        "from what all ranks have, or sum it over the data ranks (torch.distributed.all_reduce) in "
+        "the forward; spectral norm computes it anew in each microbatch."
     )
 
 

@@ -240,7 +240,9 @@ CHANGES: dict[str, Change] = {
     ),
     "'mean' over positions": lambda x: x - x.mean(1, keepdim=True),
     "'cumsum' over positions": lambda x: x.cumsum(dim=1),
-    "'flip' over positions": lambda x: x.flip(1),
+    "an embedding bag over positions": lambda x: (
+        x + F.embedding_bag(x[..., 0].long().clamp(0, 1), x.new_ones(2, WIDTH)).unsqueeze(1)
+    ),
     "a difference of neighbours": lambda x: (
         x + torch.diff(x[..., 0].long(), prepend=x.new_zeros(len(x), 1).long()).unsqueeze(-1)
     ),

@@ -144,7 +144,7 @@ def centred(model: nn.Module, batch: Tensor) -> Tensor:
         (linear, summed, "The loss is a sum over the rows"),
         (linear, centred, "The loss is no mean over the rows"),
         (lambda: nn.Sequential(linear(), Noisy(3, 3)), mean, r"random numbers \(dropout in 1\)"),
-        (Counting, mean, "changes the buffer seen by its rows"),
+        (Counting, mean, "changes the buffer seen, and"),
     ],
 )
 def test_why_no_plan_can_hold_is_named(build: Callable[[], nn.Module], loss: Loss, said: str):

@@ -310,6 +310,8 @@ class OwnPositions(TorchFunctionMode):
             return ""
         if func in _RECURRENT:
             return "a recurrent layer"
+        if func is F.embedding_bag and of.numel == x.shape[-1]:
+            return "an embedding bag over positions"
         if func in _CONVOLUTIONS and of.numel in x.shape[2:] and max(args[1].shape[2:]) > 1:
             return "a convolution over positions"
         if func in _SOFTMAX and x.dim() > 2 and x.shape[-2:] == (of.numel, of.numel):
