@@ -227,8 +227,10 @@ class RunSection(BaseModel):
     callbacks: tuple[PathText, ...] = Field(
         default=(), description="callbacks of your own, each `file.py:function`"
     )
-    trace: bool = Field(
-        default=False, description="record the timeline of a pipeline in five steps"
+    profile: bool = Field(
+        default=False,
+        description="record five steps of each rank with torch.profiler: kernels, messages, the "
+        "actions of a pipeline and, on CUDA, memory",
     )
     cluster: PathText | None = Field(
         default=None,

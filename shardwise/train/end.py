@@ -58,7 +58,6 @@ def collect(run: Run, began: Position, console: Console | None) -> Summary | Non
     """The summary on rank 0, None on the other ranks. Called by all ranks."""
     prepared, engine = run.prepared, run.engine
     config = prepared.config
-    recording = run.tracing.gather_recording()
     costs = all_gather_object(own_cost(run), engine.world)
     if disk := disk_line(engine):
         say(disk, engine.world, console)
@@ -78,7 +77,6 @@ def collect(run: Run, began: Position, console: Console | None) -> Summary | Non
         unigram=run.unigram,
         began=began.step,
         costs=costs,
-        recording=recording,
         saves=run.saves.costs,
         best=attempt("the best checkpoint", lambda: best_name(config)) or "",
     )

@@ -39,7 +39,7 @@ from shardwise.train.end import finish
 from shardwise.train.measure import metrics, progress
 from shardwise.train.measure.experts import step_loads
 from shardwise.train.measure.metrics import Record
-from shardwise.train.measure.tracing import Tracing
+from shardwise.train.measure.profiling import profiling
 from shardwise.train.model import (
     Batch,
     batch,
@@ -147,7 +147,7 @@ def begin(
     on_rank_zero(lambda: opened.append(stack.enter_context(writer)), world)
     run = callbacks.run(config.folder, config=config.model_dump(), step=done, engine=engine)
     on_all_ranks(lambda: stack.enter_context(run), world)
-    tracing = Tracing(engine, done, of, on=config.run.trace)
+    profile = profiling(world, config.folder, of - done, on=config.run.profile)
     writing = metrics.MetricsWriter(opened[0] if first else None, callbacks)
     saves = RunSaves(prepared, engine, writing.saved)
     stack.push(lambda kind, *_: saves.close(failed=kind is not None))
@@ -159,7 +159,7 @@ def begin(
         metrics=writing,
         progress=stack.enter_context(progress.display(of, first, console)),
         stop=stop,
-        tracing=tracing,
+        profiled=stack.enter_context(profile),
         saves=saves,
     )
 
@@ -210,9 +210,9 @@ def steps(run: Run, at: Position) -> bool:
         began = time.perf_counter()
         run.engine.set_lr(learning_rate(at.step, config))
         mine = share(run, numbers)
-        with run.tracing.recording(at.step):
-            done = train_step(run, mine)
-            seconds = time.perf_counter() - began
+        done = train_step(run, mine)
+        seconds = time.perf_counter() - began
+        run.profiled()
         at = Position(at.step + 1, at.consumed + len(numbers))
         last = at.step == config.steps
         validation = None

@@ -93,12 +93,6 @@ def checked_plan(config: Config, ranks: int) -> Plan:
     plan = Plan.parse(config.plan.text)
     require(plan, ranks)
     plan = plan.completed(ranks)
-    if config.run.trace and plan.pipeline is None:
-        raise bad(
-            f"run.trace = true under the plan '{plan}', which has no pipeline",
-            "a plan with a pipeline, whose schedule has a timeline to measure",
-            "--plan 'pp2 1f1b:4', for example, or run.trace = false",
-        )
     if config.train.async_save and plan.states.moves().offload == "disk":
         raise bad(
             f"train.async_save = true under the plan '{plan}', whose states are on a disk",

@@ -5,6 +5,7 @@ step, or some would wait forever in the next step's collectives. So after each s
 their flags: one byte per rank, counted in the ledger under the phase `check`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +18,6 @@ from shardwise.core.errors import one_line
 from shardwise.engine.engine import Engine
 from shardwise.train.measure.metrics import MetricsWriter
 from shardwise.train.measure.progress import Progress
-from shardwise.train.measure.tracing import Tracing
 from shardwise.train.model import Batch
 from shardwise.train.prepare import PreparedRun
 from shardwise.train.saving import RunSaves
@@ -48,7 +48,7 @@ class Run:
     progress: Progress
     metrics: MetricsWriter
     stop: StopSignal
-    tracing: Tracing
+    profiled: Callable[[], object]
     saves: RunSaves
     last: LastStep = field(default_factory=LastStep)
 

@@ -7,7 +7,7 @@
       checkpoints/     step-000100/, ..., latest    plots/         loss, memory, bytes
       report.html      the report, for a browser    report.md      the same, as Markdown
       timeline.svg     of a pipeline                step_time.json with run.cluster
-      trace.json       with run.trace               run.lock       held by the run that writes here
+      profile/         with run.profile             run.lock       held by the run that writes here
       tokenizer/       the tokenizer, unless tokens are bytes
 
 A run is never overwritten by accident: --resume continues it, --overwrite puts a run that has saved

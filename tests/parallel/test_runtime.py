@@ -1,7 +1,5 @@
 """The runtime of pipelines: every schedule on four ranks, its messages, its errors, its clocks."""
 
-import json
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,14 +17,12 @@ from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import InputError, RankError, bad
 from shardwise.core.schedule.action import Token
-from shardwise.core.schedule.draw import as_svg
 from shardwise.core.schedule.library import LIBRARY
 from shardwise.core.schedule.library import build as build_schedule
 from shardwise.core.schedule.lower import lower
-from shardwise.core.schedule.measured import Measured, as_trace
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine.engine import Engine
-from shardwise.techniques.pipeline.runtime import AHEAD, ActionRecorder, run
+from shardwise.techniques.pipeline.runtime import AHEAD, run
 from shardwise.techniques.pipeline.stage_io import Spec
 from tests.core.schedule.schedules import allowed
 from tests.engine.cases import Case, build, rows_task, settled, vectors
@@ -222,44 +218,3 @@ def test_an_error_bears_the_row_with_its_step_marked(error: Exception):
     assert head.startswith("rank 1 of the pipeline was at step 10 of the ")
     assert line.startswith("RECV:act0.0<0 F1.0 B1.0 SEND:grad1.0>0 RECV:act0.1<0")
     assert line.split().index(">>F1.2<<") == 9
-
-
-def measured(world: World, word: str, late_s: float) -> Measured | None:
-    """A step seen by recorders, where rank r's clock is r times so much late."""
-    engine = engine_of(world, word)
-    assert engine.staging is not None
-    axis, passes = engine.staging.axis, engine.passes
-    late_s *= axis.rank
-    passes.watch = recorder = ActionRecorder(clock_s=lambda: time.perf_counter() - late_s)
-    engine.step(mine(engine, batch(1)))
-    return recorder.gather(engine.staging.schedule, axis)
-
-
-@pytest.mark.parametrize("run_on", [run_threads, run_gloo], ids=["threads", "gloo"])
-def test_what_was_measured_is_told_by_rank_0(run_on: Any):
-    """Every step of all ranks in order, on the clock of rank 0, which may be a day ahead."""
-    found, other = run_on(2, measured, "zb-v:4", 0.0)
-    assert other is None
-    assert tuple(tuple(seen.step for seen in row) for row in found.rows) == found.schedule.rows
-    sent = {s.step.token: s.start_s for row in found.rows for s in row if s.step.op == "SEND"}
-    for row in found.rows:
-        times = [time_s for seen in row for time_s in seen[1:]]
-        assert times == sorted(times)
-        assert all(s.end_s > sent[s.step.token] for s in row if s.step.op == "RECV")
-    assert 0 < found.predicted.bubble < 1
-    assert 0 < found.timeline.bubble < 1
-    assert "F0.0" in as_svg(found.timeline, "measured")
-    assert len(json.loads(as_trace(found))["traceEvents"]) > len(sent)
-    late, _ = run_on(2, measured, "1f1b:2", 86400.0)
-    times = [time_s for row in late.rows for seen in row for time_s in seen[1:]]
-    assert max(times) - min(times) < 3600
-
-
-def test_the_device_is_waited_for_only_where_a_recorder_looks_on():
-    """A recorder of a CUDA device waits for it before it looks at the clock; a run never does."""
-    with patch.object(torch.cuda, "synchronize") as waited:
-        run_threads(2, engine_of, "1f1b:2")
-        assert ActionRecorder("cpu").now() <= ActionRecorder("cpu").now()
-        assert waited.call_count == 0
-        ActionRecorder("cuda").now()
-        assert waited.call_count == 1

@@ -99,7 +99,6 @@ def test_a_process_that_outlives_its_command_is_ended(keep: str) -> None:
         ("train EXAMPLE --resume", "no checkpoint"),
         ("train EXAMPLE --set model.width=1000000000", "of memory. Allowed"),
         ("train EXAMPLE --plan 'pp2 pipedream:4'", "--set train.clip=0 (in Python: clip=None)."),
-        ("train EXAMPLE --set run.trace=true", "which has no pipeline"),
         ("train EXAMPLE --plan 'pp2 1f1b:9'", "Write instead: train.batch = 9"),
         ("train EXAMPLE --dry-run --set train.batch=1", "train.batch = 1 under the plan"),
         # proofs and predictions

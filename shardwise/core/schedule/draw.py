@@ -69,22 +69,14 @@ def as_text(timeline: Timeline) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def as_svg(
-    timeline: Timeline, title: str, *below: tuple[Timeline, str], unit: tuple[str, float] = ("", 1)
-) -> str:
-    """The drawing as SVG, to scale; a tooltip on each cell shows its action and times.
-
-    Several timelines, each with its title, are drawn one below the other at one scale. `unit` is
-    the name of the axes' unit and its number per 1 of the timelines: ("ms", 1000) for seconds.
-    """
-    charts = [(*_shown(one), one, name) for one, name in ((timeline, title), *below)]
-    longest = max(one.makespan for _, _, one, _ in charts)
-    scale = min(26 / min(shortest for _, shortest, _, _ in charts), COLUMNS / (longest or 1.0))
-    rows = [row for found, *_ in charts for row in found]
+def as_svg(timeline: Timeline, title: str) -> str:
+    """The drawing as SVG, to scale; a tooltip on each cell shows its action and times."""
+    rows, shortest = _shown(timeline)
+    longest = timeline.makespan
+    scale = min(26 / shortest, COLUMNS / (longest or 1.0))
     ops = [op for op in COLOURS if any(span.action.op == op for row in rows for span in row)]
-    named = _LETTER * max(len(name) for *_, name in charts)
-    wide = max(_LEFT + longest * scale, named, _LEFT + _ENTRY * len(ops)) + 10
-    foot = (_HEAD + _AXIS) * len(charts) + _ROW * len(rows)
+    wide = max(_LEFT + longest * scale, _LETTER * len(title), _LEFT + _ENTRY * len(ops)) + 10
+    foot = _HEAD + _AXIS + _ROW * len(rows)
     styles = "".join(
         f".{op}{shade}{{fill:{colour}}}" for op in ops for shade, colour in enumerate(COLOURS[op])
     )
@@ -95,11 +87,8 @@ def as_svg(
         f"<style>{styles}.m{{text-anchor:middle}}</style>",
         f'<rect {size} fill="#fff"/>',
     ]
-    top = 0
-    for found, _, one, name in charts:
-        parts += _chart(found, one, name, (top, scale))
-        top += _HEAD + _ROW * len(found) + _AXIS
-        parts += _axis(one.makespan, unit, (top - _AXIS, scale))
+    parts += _chart(rows, timeline, title, scale)
+    parts += _axis(longest, foot - _AXIS, scale)
     for k, op in enumerate(ops):
         x, y = _LEFT + _ENTRY * k, foot + 8
         parts.append(f'<rect class="{op}0" x="{x}" y="{y}" width="14" height="14"/>')
@@ -107,14 +96,11 @@ def as_svg(
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _chart(
-    rows: list[list[ActionSpan]], timeline: Timeline, title: str, at: tuple[int, float]
-) -> list[str]:
-    """One timeline of an SVG; `at` is its top and its scale."""
-    top, scale = at
-    parts = [f'<text x="10" y="{top + 20}" font-size="13">{escape(title)}</text>']
+def _chart(rows: list[list[ActionSpan]], timeline: Timeline, title: str, scale: float) -> list[str]:
+    """The title and the rows."""
+    parts = [f'<text x="10" y="20" font-size="13">{escape(title)}</text>']
     for rank, row in enumerate(rows):
-        y = top + _HEAD + _ROW * rank
+        y = _HEAD + _ROW * rank
         waiting = f'width="{timeline.makespan * scale:.2f}" height="22" fill="#eee"'
         parts.append(f'<text x="10" y="{y + 15}">rank {rank}</text>')
         parts.append(f'<rect x="{_LEFT}" y="{y}" {waiting}/>')
@@ -122,15 +108,14 @@ def _chart(
     return parts
 
 
-def _axis(makespan: float, unit: tuple[str, float], at: tuple[int, float]) -> list[str]:
-    """The time axis below a chart; `at` is its top and its scale, in pixels per 1 of makespan."""
-    (name, many), (top, scale) = unit, at
-    parts = [f'<text x="10" y="{top + 12}">{escape(name or "time")}</text>']
-    step = round_step(60 * many / scale) / many
+def _axis(makespan: float, top: int, scale: float) -> list[str]:
+    """The time axis below the rows; `scale` is in pixels per 1 of makespan."""
+    parts = [f'<text x="10" y="{top + 12}">time</text>']
+    step = round_step(60 / scale)
     for k in range(int(makespan / step + 1e-6) + 1):
         x = _LEFT + k * step * scale
         parts.append(f'<path d="M{x:.2f} {top - 2}v4" stroke="#666"/>')
-        parts.append(f'<text class="m" x="{x:.2f}" y="{top + 12}">{k * step * many:g}</text>')
+        parts.append(f'<text class="m" x="{x:.2f}" y="{top + 12}">{k * step:g}</text>')
     return parts
 
 

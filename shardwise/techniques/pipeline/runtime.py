@@ -10,21 +10,22 @@ stages.  The bundle `grad` of stage s has the gradient of each tensor of the pre
 requires one, zeros if there is none.  A bundle between two stages of one rank is not copied.
 """
 
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from textwrap import fill
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
+from torch.profiler import record_function
 
-from shardwise.comm.move import begin_receive, begin_send, open_ways, receive, send
+from shardwise.comm.move import begin_receive, begin_send, open_ways
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.schedule.action import Action, Step, Token, Transfer
 from shardwise.core.schedule.lower import lower
-from shardwise.core.schedule.measured import Measured, TimedStep
 from shardwise.core.schedule.relation import makes, needs, takes
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.techniques.pipeline.stage_io import Spec
@@ -108,7 +109,8 @@ def run(
         live = _Live(whole, axis, work, table)
         for place in range(len(row)):
             start_s = watch.now() if watch else 0.0
-            live.do(row[place])
+            with record_function(str(row[place])) if _profiler_enabled() else nullcontext():
+                live.do(row[place])
             if watch:
                 watch(row[place], start_s, watch.now())
         live.end(whole=table is None)
@@ -267,66 +269,3 @@ def _marked(row: Sequence[Step], place: int, rank: int) -> str:
     head = f"rank {rank} of the pipeline was at step {place + 1} of the {len(row)} in its row:"
     lines = fill(" ".join(words), 100, break_long_words=False, break_on_hyphens=False)
     return f"{head}\n{lines}"
-
-
-# --- measuring -------------------------------------------------------------------------------
-
-#: Time requests per rank; the answer with the shortest round trip is used.
-ASKS = 8
-
-
-class ActionRecorder:
-    """A watch that records the steps of one run.  On CUDA it synchronises at each step."""
-
-    def __init__(
-        self, device: torch.device | str = "cpu", clock_s: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self.device, self.clock_s = torch.device(device), clock_s
-        self.seen: list[TimedStep] = []
-
-    def now(self) -> float:
-        """Seconds, on this machine's clock."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return self.clock_s()
-
-    def __call__(self, step: Step, start_s: float, end_s: float) -> None:
-        self.seen.append(TimedStep(step, start_s, end_s))
-
-    def gather(self, schedule: Schedule, axis: Axis) -> Measured | None:
-        """The steps of all ranks on rank 0, in the time of its clock; None on other ranks."""
-        whole = lower(schedule)
-        assert [seen.step for seen in self.seen] == list(whole.rows[axis.rank])
-        with axis.ledger.phase("check"):
-            if axis.rank:
-                self._answer(axis)
-                send(self._tensor([seen[1:] for seen in self.seen]), axis, 0)
-                return None
-            rows = [self.seen]
-            for rank in range(1, axis.size):
-                ahead_s = self._ask(axis, rank)
-                times = self._tensor([(0.0, 0.0)] * len(whole.rows[rank]))
-                read = receive(times, axis, rank).tolist()
-                pairs = zip(whole.rows[rank], read, strict=True)
-                rows.append([TimedStep(step, a - ahead_s, b - ahead_s) for step, (a, b) in pairs])
-        return Measured(whole, tuple(map(tuple, rows)))
-
-    def _ask(self, axis: Axis, rank: int) -> float:
-        """Seconds by which a rank's clock is ahead of this one; 0 if they may be one clock."""
-        answers: list[tuple[float, float]] = []
-        for _ in range(ASKS):
-            start_s = self.clock_s()
-            send(self._tensor([0.0]), axis, rank)
-            there_s = receive(self._tensor([0.0]), axis, rank).item()
-            end_s = self.clock_s()
-            answers.append((end_s - start_s, there_s - (start_s + end_s) / 2))
-        took_s, ahead_s = min(answers)
-        return 0.0 if abs(ahead_s) <= took_s else ahead_s
-
-    def _answer(self, axis: Axis) -> None:
-        for _ in range(ASKS):
-            receive(self._tensor([0.0]), axis, 0).item()
-            send(self._tensor([self.clock_s()]), axis, 0)
-
-    def _tensor(self, numbers: Sequence[Any]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.float64, device=self.device)

@@ -10,7 +10,7 @@ from rich.text import Text
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_parser import word_of
 from shardwise.train.data.packed import Packed
-from shardwise.train.measure import experts, run_costs, tracing
+from shardwise.train.measure import experts, profiling, run_costs
 from shardwise.train.measure.progress import duration, ranks_text, size_text
 from shardwise.train.report.section import (
     MEASURED,
@@ -37,13 +37,11 @@ def contents_of(summary: Summary) -> ReportContents:
         _memory(summary),
         _bytes(summary),
         None if timed is None else timed.section(),
-        tracing.section(summary.recording, plan),
+        profiling.section(plan),
         experts.section(summary.records),
         _plan(plan),
     ]
     files: dict[str, Callable[[], str]] = {}
-    if (recording := summary.recording) is not None:
-        files[tracing.TRACE] = lambda: tracing.trace(recording)
     if timed is not None:
         files[run_costs.STEP_TIME] = timed.json
     last, steps = summary.records[-1], summary.config.train.steps
@@ -98,8 +96,6 @@ def _rows(summary: Summary, curve: Curve) -> list[tuple[str, str]]:
     found.append(("checkpoints", summary.saves.text()))
     if summary.best:
         found.append(("best checkpoint", f"{summary.best}, by the validation loss"))
-    if summary.recording is not None:
-        found.append(("bubble", summary.recording.bubbles))
     return found
 
 

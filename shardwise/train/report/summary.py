@@ -9,7 +9,6 @@ from shardwise.train.config import Config
 from shardwise.train.data.packed import Packed
 from shardwise.train.measure.metrics import Record
 from shardwise.train.measure.run_costs import SaveCosts, TimeCost
-from shardwise.train.measure.tracing import Recording
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,6 @@ class Summary:
     unigram: float
     costs: Sequence[RankCost]
     began: int = 0
-    recording: Recording | None = None
     saves: SaveCosts = field(default_factory=SaveCosts)
     best: str = ""
     time: TimeCost | None = None
