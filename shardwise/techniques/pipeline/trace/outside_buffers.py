@@ -66,6 +66,14 @@ class OutsideBuffers:
         elif storage_of(x) in self.storages and not attribute and what not in _READ_NOTHING:
             self.reads.setdefault(storage_of(x), stage)
 
+    def of(self, x: Tensor) -> str:
+        """The buffer whose memory the tensor shares."""
+        key = self.storages.get(storage_of(x))
+        return "a tensor" if key is None else self._named(*key)
+
+    def _named(self, index: int, key: str) -> str:
+        return f"the buffer {type(self.containers[index][0]).__name__}.{key}"
+
     def close(self, stage: int) -> None:
         """A stage ends."""
         before, self.last = self.last, self._now()
@@ -89,10 +97,9 @@ class OutsideBuffers:
             read = self.reads.get(old.get((index, key), -1), stage)
             counts = (index, key) in old and (in_place >= 0 or number is None)
             if stage > read or (several and common >= 0 and counts):
-                name = f"{type(self.containers[index][0]).__name__}.{key}"
                 raise bad(
-                    f"the buffer {name} outside of the layers of a pipeline, which the forward "
-                    f"reads in stage {read} and writes in stage {stage}",
+                    f"{self._named(index, key)} outside of the layers of a pipeline, which the "
+                    f"forward reads in stage {read} and writes in stage {stage}",
                     "buffers that one stage reads and writes, on ranks with one stage each: a "
                     "microbatch reads a buffer before the one before it has come to a later stage",
                     "the buffer in the layer that writes it (any nn.Module with parameters), or a "

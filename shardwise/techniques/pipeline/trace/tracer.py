@@ -108,8 +108,8 @@ class Tracer:
             )
         if _storage(x) in self.wrote:
             raise bad(
-                f"a tensor that {name_of(what)} takes after layer {self.last}, whose memory "
-                f"{self.values[self.wrote[_storage(x)][0]].origin} was written to through "
+                f"{self.outside.of(x)} that {name_of(what)} takes after layer {self.last}, whose "
+                f"memory {self.values[self.wrote[_storage(x)][0]].origin} was written to through "
                 "another tensor",
                 "outputs of layers that are assigned to the tensor itself",
                 "x[:, 0] = y instead of x[:, 0].copy_(y)",
