@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from shardwise.core.tools.tree import leaves
 
 
 @contextmanager
@@ -35,3 +38,14 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
             b.data.copy_(value)
         for table, old in zip(tables, before, strict=True):
             table.update(old)
+
+
+@contextmanager
+def kept_values(batch: Any) -> Iterator[None]:
+    """Restore the tensors of `batch` to which a forward writes, of which no gradient is needed."""
+    found = [x for x in leaves(batch, Tensor, objects=True) if not x.is_inference()]
+    before = [(x, x._version, x.detach().clone()) for x in found]
+    yield
+    for x, version, value in before:
+        if x._version != version:
+            x.data.copy_(value)

@@ -64,10 +64,11 @@ class Applied(Protocol):
         """
         return count
 
-    def enter(self, part: Any, model: Any) -> Any:
+    def enter(self, part: Any, model: Any, own: Any) -> Any:
         """The forward of `model` on this part begins; returns the one that `begin` replaced.
 
         `model` is the engine's, or a copy whose loss is compared with that of the plain model.
+        `own` is the part, or a copy of it to which the forward may write.
         """
         return part
 

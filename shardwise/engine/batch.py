@@ -310,10 +310,8 @@ def _what(batch: Any) -> str:
     return f"{type(batch).__name__}{shape}"
 
 
-def copied(part: Any, when: object = True) -> Any:
-    """The part of a batch with tensors of its own, to which each forward may write; or itself."""
-    if not when:
-        return part
+def copied(part: Any) -> Any:
+    """The part of a batch with tensors of its own, to which a forward may write."""
     return mapped(lambda x: x if x.requires_grad else x.clone(), part, Tensor, objects=True)
 
 

@@ -110,13 +110,13 @@ class Engine:
         self.data.see = guard.see
         return guard
 
-    def _objective(self, model: nn.Module, part: Any, fresh: object = None) -> Tensor:
-        before = part
+    def _objective(self, model: nn.Module, part: Any, own: Any = None) -> Tensor:
+        """The loss of a part, or of its copy `own`, to which the forward may write."""
+        own = part if own is None else own
         for each in reversed(self.sharded.applied):
-            before = each.enter(before, model)
+            part = each.enter(part, model, own)
         self.data.computes_loss = torch.is_grad_enabled()
         with hint.shapes(self.plan):
-            own = shares.copied(part, fresh)  # after `enter`, which knows the part itself
             return self.training.loss(model, shares.widened(own, self.dtype))
 
     __call__, __getattr__ = hint.no_call, hint.no_attribute
@@ -158,7 +158,7 @@ class Engine:
         validate.recording()
         self.data.structure.require_unchanged()
         compiled.as_followed(self.plan, self.model, None, self.world.rank)
-        self.consensus.same.begin(self.steps + 1, self.optimizer.compared())
+        self.consensus.same.begin(self.steps + 1, *self.optimizer.compared())
         given, batch = batch, shares.on_device(batch, self.world.device)
         self.passes.require(batch, self.microbatches, self.rows)
         before = self.ledger.copy()
@@ -308,7 +308,7 @@ class Engine:
         count = self._count(batch)
         (part,) = self._begin(batch, [batch], trains=False)
         count = self._weight(count, part)
-        found = self._made(lambda m: self._objective(m, part, self.plan.cp == 1 and self.staging))
+        found = self._made(lambda m: self._objective(m, part, shares.copied(part)))
         zero = torch.zeros((), dtype=torch.float64, device=self.world.device)
         loss = zero if found is None or not count else found.to(zero)  # of no tokens it may be NaN
         own = torch.stack([loss * count, zero + count])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.unchanged import kept_values
 from shardwise.comm.world import Axis, World
 from shardwise.core.layouts.uneven import Counts, Cut
 from shardwise.core.mesh import TENSOR
@@ -308,7 +309,8 @@ class _Staged:
     def bundles(self, call: Call, part: Any) -> Bundles:
         """What crosses each stage boundary for one microbatch."""
         self.stream.begin()
-        trace = self.stages.trace(lambda model: call(model, part))
+        with kept_values(part):
+            trace = self.stages.trace(lambda model: call(model, part))
         own = self.stages.layers.own
         self.outside = tuple(
             frozenset(self.names[id(p)] for number, p in own[stage].items() if number in read)

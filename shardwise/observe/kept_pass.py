@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.comm.unchanged import kept_values
 from shardwise.core.tools.tree import leaves
 from shardwise.observe.kernels import Kernels
 from shardwise.observe.meta_pass import as_on_processor
@@ -164,6 +165,7 @@ def marks_of(
         for handle in handles:
             stack.callback(handle.remove)
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(kept_values(batch))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(saved_tensors_hooks(saved.save, lambda x: x))
         stack.enter_context(as_on_processor(kernels=kernels))

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.parameter import parameter_like
+from shardwise.comm.unchanged import kept_values
 from shardwise.comm.world import Axis
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import Cut
@@ -142,6 +143,7 @@ def _recorded(
     record = _Record([*model.parameters(), *model.buffers(), *leaves(batch, Tensor, objects=True)])
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(kept_values(batch))
         if "torch._dynamo" in sys.modules:  # otherwise no module is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardwise.core.errors import NonFiniteError
 from shardwise.core.memory_table import by_tier
+from shardwise.engine.batch import copied as own_tensors
 from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
 from shardwise.techniques.expert.apply import experts_in, layers_of
@@ -147,7 +148,7 @@ class Comparison:
         """The global batch of a step, this rank's share, and how it is divided."""
         division = Division.of(engine, step)
         whole = self.rows_for(engine, step, division)
-        return whole, division.share(whole, engine.data_rank), division
+        return whole, own_tensors(division.share(whole, engine.data_rank)), division
 
     def rows_for(self, engine: Engine, step: int, division: Division) -> Any:
         """A global batch for a step."""

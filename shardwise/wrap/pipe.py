@@ -235,9 +235,9 @@ class Piped(Wrapper):
         made = iter(outs)
         return mapped(lambda _: next(made), pass_.structure, Tensor, objects=True)
 
-    def call(self, module: nn.Module, part: Any) -> Any:
-        """The module's own forward on one microbatch."""
-        args, kwargs = part
+    def call(self, module: nn.Module, part: Any, own: Any = None) -> Any:
+        """The module's own forward on one microbatch, or on its copy `own`."""
+        args, kwargs = own or part
         return self.forward(module, *args, **kwargs)
 
     def _traced(self, part: Any) -> _TracedCall:
@@ -245,19 +245,20 @@ class Piped(Wrapper):
         modes = torch.is_grad_enabled(), stages.layers.modes
 
         def fits(known: _TracedCall) -> bool:
-            own = copied(part, known.written)
+            own = copied(part) if known.written else part
             return stages.fits(known.trace, lambda model: self.call(model, own))
 
-        return self.known.get(part, modes, lambda: self._trace(copied(part)), fits)
+        return self.known.get(part, modes, lambda: self._trace(part), fits)
 
     def _trace(self, part: Any) -> _TracedCall:
-        found: list[Any] = []
-        probe = ActivationProbe(self.staged, lambda model: self.call(model, part), NoUnits().around)
-        stages = self.staged.stages
-        trace = stages.trace(lambda model: found.append(self.call(model, part)), probe)
+        found, own, stages = list[Any](), copied(part), self.staged.stages
+        probe = ActivationProbe(
+            self.staged, lambda model: self.call(model, copied(part)), NoUnits().around
+        )
+        trace = stages.trace(lambda model: found.append(self.call(model, own)), probe)
         out = mapped(_on_meta, found[0], Tensor, objects=True)
         _whole(_tensors(out), _rows(part))
-        return _TracedCall(trace, _tensors(out), out, is_written(part))
+        return _TracedCall(trace, _tensors(out), out, is_written(own))
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ state_dict        refused: it would give one rank's pieces as whole parameters
 """
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from shardwise.core.errors import bad
 from shardwise.engine.checks import validate
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE, is_listed
 from shardwise.engine.optimizer.optimizer_groups import compared
+from shardwise.techniques.data.checksum import versions
 from shardwise.techniques.data.gradient_hooks import owners
 from shardwise.techniques.data.unit_hooks import Data
 
@@ -28,19 +30,33 @@ def before_step(optimizer: Optimizer, *_: Any) -> None:
     if not owned:
         return
     _record(optimizer, owned[0])
+    for p, data in pairs:
+        flat, index = data.places[p][1:]
+        same, grads = data.consensus.same, flat.grads
+        if p.grad is None and grads.attached and grads.used[index]:
+            name = "gradients set to None before a step of the optimizer"
+            same.facts.setdefault(name, []).append(flat.names[index])
+        elif p.grad is not None:
+            same.doubts.gradient_writes += grads.is_replaced(p.grad)
     for p, data in pairs if isinstance(optimizer, SparseAdam) else ():
         flat, index = data.places[p][1:]
         p.grad = flat.grads.sparse(index)
     owners_of_pieces = list(dict.fromkeys(d for p, d in pairs if d.places[p][1].split))
     for data in owners_of_pieces:
-        data.scaling.look()
+        data.consensus.same.doubts.gradient_writes += data.scaling.look()
     if owners_of_pieces and any(optimizer not in data.optimizers for data in owned):
         _require_by_element(optimizer)
         _require_pieces(optimizer)
         optimizer.register_state_dict_pre_hook(_refuse_state_dict)
         optimizer.register_load_state_dict_post_hook(_require_pieces)
     for data in owned:
-        data.optimizers[optimizer] = bool(optimizer.state)
+        data.optimizers.setdefault(optimizer, 0)
+
+
+def after_step(optimizer: Optimizer, *_: Any) -> None:
+    """A hook after every optimizer step: what changes its states from now on is the program."""
+    for data in [pair[1] for pair in islice(_owned(optimizer), 1)]:
+        data.optimizers[optimizer] = versions(optimizer.state.values())
 
 
 def _record(optimizer: Optimizer, data: Data) -> None:
@@ -55,8 +71,10 @@ def _record(optimizer: Optimizer, data: Data) -> None:
         require_gradients(optimizer)
     same, kind = data.consensus.same, type(optimizer).__name__
     options = options_of(optimizer)
-    lost = data.optimizers.get(optimizer, False) and not optimizer.state
-    options[f"missing states of the {kind}"] = lost
+    if noted := data.optimizers.get(optimizer, 0):
+        options[f"changes of the states of the {kind}"] = (
+            versions(optimizer.state.values()) != noted
+        )
     same.stepped(kind, options)
     new = optimizer not in data.optimizers
     for number, group in enumerate(optimizer.param_groups if new else ()):

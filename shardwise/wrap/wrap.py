@@ -18,7 +18,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from shardwise.comm.move import begin_sum
 from shardwise.comm.transport import Lease
@@ -323,3 +326,4 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 register_optimizer_step_pre_hook(plain_optimizer.before_step)
+register_optimizer_step_post_hook(plain_optimizer.after_step)

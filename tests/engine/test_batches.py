@@ -247,10 +247,17 @@ def test_the_first_step_refuses_on_all_ranks_what_one_rank_refuses():
     assert run_threads(2, partial(first_step, rows=len), lists)[0][1] == 4
 
 
-def test_equal_shares_of_all_data_ranks_are_reported_once(capfd):
+def passes(world: World, batches: list[Any]) -> None:
+    wrapped = sw.FSDP(nn.Linear(5, 2), world=world)
+    for _ in range(2):
+        wrapped(input=batches[world.rank]["images"]).sum().backward()
+
+
+@pytest.mark.parametrize("run", [first_step, passes])
+def test_equal_shares_of_all_data_ranks_are_reported_once(run: Any, capfd):
     """No sampler: rank 0 says so; different rows are no mistake."""
     for shares, lines in (([1.0, 1.0], 1), ([1.0, 2.0], 0)):
-        run_threads(2, first_step, [{"images": torch.full((2, 3, 4, 5), x)} for x in shares])
+        run_threads(2, run, [{"images": torch.full((2, 3, 4, 5), x)} for x in shares])
         assert capfd.readouterr().err.count("have the same rows in the first step") == lines
 
 

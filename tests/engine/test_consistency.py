@@ -173,7 +173,7 @@ def test_batches_are_compared_by_what_can_be():
 
     Of numbers that are not whole the last digits are no difference; a single value is.
     """
-    sums = partial(consistency._batch_checksum, device=torch.device("cpu"))
+    sums = partial(consistency.batch_checksum, device=torch.device("cpu"))
     same = consistency._same_batch
     zero, one, other = (sums(masked(*of)) for of in [(0,), (1,), (1, 5)])
     assert same(zero, one) and not same(one, other)

@@ -26,6 +26,7 @@ from tests.engine.cases import (
     settled,
     share,
     small_gpt,
+    squares,
     text,
 )
 from tests.engine.loops import rows
@@ -88,6 +89,38 @@ def test_a_first_gradient_beside_momenta(words: str):
 def test_optimizers_over_pieces_of_all_dimensions(kind: Any):
     """The engine's own: states take the shapes of pieces, some of them empty or without dims."""
     equals_one(run_threads, DIMS, Case("dp2 zero3", kind=kind, clip=1.0))
+
+
+RESETS: dict[str, Any] = {
+    "cleared": lambda states, _: states.clear(),
+    "dropped": lambda states, p: states.pop(p),
+    "replaced": lambda states, p: states[p].update(step=torch.ones(())),
+}
+
+
+def reset(world: World, how: str) -> dict[str, Tensor]:
+    """The weights of an engine whose states the program changes; in plain torch on one rank."""
+    model, alone = settled(nn.Linear(6, 6)).double(), world.size == 1
+    plan, options = "dp2 zero1 fp64", {"optimizer": sw.AdamW(lr=0.1), "loss": squares}
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    engine = None if alone else sw.parallelize(model, plan, world, **options)
+    for step in range(4):
+        if step == 2:
+            RESETS[how](optim.state if engine is None else engine.optimizer.state, model.weight)
+        if engine is None:
+            squares(model, torch.cat([rows(step, rank) for rank in range(2)])).backward()
+            optim.step()
+            optim.zero_grad()
+        else:
+            engine.step(rows(step, world.rank))
+    return dict(model.state_dict() if engine is None else sw.full_state_dict(engine))
+
+
+@pytest.mark.parametrize("how", RESETS)
+def test_states_that_a_program_resets_are_those_of_the_next_step(how: str):
+    """In place of those of several parameters that were updated as one."""
+    ours, (expected,) = run_threads(2, reset, how)[0], run_threads(1, reset, how)
+    assert all(difference(ours[name], expected[name]) < 1e-12 for name in expected)
 
 
 def test_lion_is_the_papers():

@@ -37,7 +37,7 @@ def rows(step: int, rank: int) -> Tensor:
 def change(
     world: World, what: str, module: nn.Module, group: dict[str, Any], engine: Engine | None = None
 ) -> None:
-    """On the last rank: an option of a group, weights or masters."""
+    """On the last rank: an option of a group, weights or masters; no trace but their bits."""
     if world.rank < world.size - 1:
         return
     group |= {"lr": {"lr": 0.5}, "betas": {"betas": (0.5, 0.9)}}.get(what, {})
@@ -48,15 +48,14 @@ def change(
         assert engine is not None
         flip_a_bit(engine)
     if what == "weights":
-        with torch.no_grad():
-            for p in module.parameters():
-                p.add_(1.0)
+        for p in module.parameters():
+            p.data.add_(1.0)
 
 
 def flip_a_bit(engine: Engine) -> None:
     """The lowest bit of one number of the last second moment on this rank."""
     moments = [state["exp_avg_sq"] for state in engine.optimizer.state.values()]
-    moments[-1].view(-1).view(torch.int32)[-1] ^= 1 << 20
+    moments[-1].data.view(-1).view(torch.int32)[-1] ^= 1 << 20
 
 
 def in_engine(world: World, plan: str, what: str) -> str:
@@ -252,7 +251,9 @@ def of_a_loop(world: World, odd: bool, what: str) -> None:
         if now and what == "scaled":
             torch.nn.utils.clip_grad_norm_(params, 1e-3)
         if now and what == "states":
-            optim.state.clear()
+            optim.state[params[1]]["step"].zero_()
+        if now and what == "dropped":
+            params[1].grad = None
         optim.step()
         if now and what == "steps":
             optim.step()
@@ -274,9 +275,8 @@ def of_an_engine(world: World, odd: bool, what: str) -> None:
         if now and what == "states":
             engine.optimizer.state.clear()
         if now and what == "weights":
-            with torch.no_grad():
-                engine.model.get_parameter("0.weight").mul_(1 + 1e-6)
-                engine.model.get_parameter("1.weight").mul_(3)
+            engine.model.get_parameter("0.weight").data.mul_(1 + 1e-6)
+            engine.model.get_parameter("1.weight").data.mul_(3)
         batch = rows(step, now if "batch" in what else world.rank)
         with torch.autocast("cpu", torch.bfloat16, enabled=now and what == "autocast"):
             engine.step(batch.double() if odd and what == "dtype" else batch)
@@ -304,7 +304,8 @@ def of_an_engine(world: World, odd: bool, what: str) -> None:
         (of_a_loop, "frozen", "requires_grad of 1.bias on data rank 1: False"),
         (of_a_loop, "autocast", "torch.autocast in the forward pass on data rank 1: 'torch.bfloat"),
         (of_a_loop, "scaled", "gradients that each rank scaled by another factor"),
-        (of_a_loop, "states", "missing states of the AdamW on data rank 1: True"),
+        (of_a_loop, "dropped", "set to None before a step of the optimizer on data rank 1: ['0.bi"),
+        (of_a_loop, "states", "changes of the states of the AdamW on data rank 1: True"),
         (of_an_engine, "autocast", "torch.autocast in the forward pass on data rank 1: 'torch.bf"),
         (of_an_engine, "dtype", "of another dtype on other data ranks"),
         (of_an_engine, "states", "missing states of engine.optimizer on data rank 1: True"),
@@ -336,6 +337,11 @@ def odd_rank_warns(world: World, what: str, said: str) -> None:
         with torch.no_grad():
             for p in wrapped.parameters():
                 p.mul_((1 + 1e-6) ** world.rank)
+    elif what == "writes":
+        loss(wrapped, rows(0, world.rank)).backward()
+        with torch.no_grad():
+            for p in [*wrapped.parameters()][: world.rank]:
+                p.mul_(2)
     elif what == "numbers":
         vars(wrapped)["gain"] = float(world.rank)
     elif world.rank and what == "passes":
@@ -354,6 +360,7 @@ def odd_rank_warns(world: World, what: str, said: str) -> None:
     ("what", "said"),
     [
         ("weights", r"on data rank 1 differ .* by rounding"),
+        ("writes", "changes of parameters since the step before on data rank 1: 1; on"),
         ("passes", "the backward passes of the step on data rank 1: 2; on data rank 0: 1"),
         ("numbers", r"numbers of the model on data rank 1: {'gain': 1.0}; on data rank 0: {'gain'"),
         ("register_hook", r"hooks of 1.weight on data rank 1: \['backward_hook triple"),

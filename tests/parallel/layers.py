@@ -57,9 +57,13 @@ def down() -> nn.Linear:
     return nn.Linear(HIDDEN, WIDTH)
 
 
-def mlp() -> nn.Module:
-    """Norm, two layers with biases, and the residual, all inside one module."""
-    use = lambda m, x: x + m.down(functional.gelu(m.up(m.norm(x))))  # noqa: E731
+def mlp(factor: float = 1.0) -> nn.Module:
+    """Norm, two layers with biases, and the residual; the batch is multiplied in place."""
+
+    def use(m: Any, x: Tensor) -> Tensor:
+        x = x if x.requires_grad or factor == 1 else x.mul_(factor)
+        return x + m.down(functional.gelu(m.up(m.norm(x))))
+
     return Parts(use, up=up(), down=down())
 
 
@@ -250,6 +254,7 @@ MLP = Kind(mlp, PAIR)
 ENDS = {"first": "colwise_gather_output", "last": "rowwise_split_input"}
 KINDS: dict[str, Kind] = {
     "biases, norm and residual inside": MLP,
+    "writes to the batch": Kind(partial(mlp, 0.5), PAIR),
     "gated": Kind(gated, GATED),
     "packed gate and up": Kind(packed, {"both": "colwise:2", "down": "rowwise"}),
     "4 heads, 2 for keys": attention(4, 2, packed=False),

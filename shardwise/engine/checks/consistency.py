@@ -23,11 +23,11 @@ differ if the tensors differ.  They do so in three steps, because a gradient of 
 import dis
 import math
 import re
-import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from hashlib import blake2b
+from inspect import signature
 from itertools import chain, takewhile
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
@@ -44,8 +44,14 @@ from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import rank_names
 from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer.norm import squared_norm
-from shardwise.techniques.data.checksum import INTEGERS, exact_sum, fold, weighted, weighted_sum
-from shardwise.techniques.data.consensus import Consensus
+from shardwise.techniques.data.checksum import (
+    INTEGERS,
+    batch_checksum,
+    share_numbers,
+    text_hash,
+    weighted,
+)
+from shardwise.techniques.data.consensus import Consensus, warn_of_equal_shares
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.same_on_ranks import SameOnRanks, floats_of
 
@@ -57,10 +63,9 @@ TOLERANCE, TOLERANCE_16_BIT = 1e-3, 3e-2
 NEGLIGIBLE = 1e-5
 #: Each gradient is compared in this many first steps; those that are skipped do not count.
 CHECKED_STEPS = 3
-#: The number of checksums of shares, a prime; the square of each, summed over 8192 ranks, is exact.
-SHARE_CHECKSUMS = 1_048_573
 #: Characters of a value that an error shows.
 EXCERPT = 120
+_NUMBERS = "numbers in "
 
 U = TypeVar("U")
 
@@ -81,7 +86,9 @@ def require_same(
     if world.size == 1:
         return
     texts = {name: _text_of(part) for name, part in parts.items()}
-    own = torch.tensor([_hash(repr(texts))], dtype=torch.int64, device=world.device)
+    numbers = {_NUMBERS + name: str(_numbers_of(x)) for name, x in parts.items() if callable(x)}
+    texts |= numbers
+    own = torch.tensor([text_hash(repr(texts))], dtype=torch.int64, device=world.device)
     if len(set(torch.cat(all_gather(own, world.everyone)).tolist())) == 1:
         return
     every = all_gather_object(texts, world)
@@ -90,6 +97,13 @@ def require_same(
         others = [rank for rank, value in enumerate(values) if value != values[0]]
         if others:
             first, other = _excerpts(values[0], values[others[0]])
+            if name in numbers:
+                warnings.warn(
+                    f"{name} on {rank_names(others)} are {other}, on rank 0 {first}: if they are "
+                    "not for logging, ranks compute different functions.",
+                    stacklevel=2,
+                )
+                continue
             instead = "the same call on every rank; only the data may differ"
             if "the function" in first:
                 instead = (
@@ -139,16 +153,30 @@ def _function_text(function: Any) -> str:
         inner = next((each for each in found if callable(each)), None)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"the function {name} (code {_hash(_code_text(code)):014x}){floats or ''}"
+    return f"the function {name} (code {text_hash(_code_text(code)):014x}){floats or ''}"
 
 
 def _floats_of(function: Any) -> dict[str, float]:
-    """The floats that a function closes over or reads from its module, by name.
+    """The floats that a function reads, by name.
 
     Other values may differ between ranks: a device, a file, a rank that prints.
     """
+    return {name: value for name, value in _read_by(function).items() if type(value) is float}
+
+
+def _numbers_of(function: Any) -> dict[str, int]:
+    """The other numbers that a function reads, but for those of a rank."""
+    read = _read_by(function).items()
+    return {n: x for n, x in read if type(x) in (int, bool) and "rank" not in n.lower()}
+
+
+def _read_by(function: Any) -> dict[str, Any]:
+    """What a function closes over or reads from its module, by name; attributes of an object."""
+    if isinstance(function, partial):
+        bound = {f"argument {n}": x for n, x in enumerate(function.args)}
+        return {**_read_by(function.func), **bound, **function.keywords}
     if not isinstance(function, FunctionType):
-        return {}
+        return {**getattr(function, "__dict__", {})}
     names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
     read = {
         step.argval: function.__globals__.get(step.argval)
@@ -157,7 +185,7 @@ def _floats_of(function: Any) -> dict[str, float]:
     }
     with suppress(ValueError):  # a name that has no value yet
         read |= {name: cell.cell_contents for name, cell in names}
-    return {name: value for name, value in read.items() if type(value) is float}
+    return read | {name: x.default for name, x in signature(function).parameters.items()}
 
 
 def _code_text(code: Any) -> str:
@@ -174,10 +202,6 @@ def _excerpts(*texts: str) -> list[str]:
         f"'...{text[begin:][:EXCERPT]}...'" if len(text) > EXCERPT else f"'{text}'"
         for text in texts
     ]
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 # --- batches, losses, gradients --------------------------------------------------------------
@@ -229,7 +253,7 @@ class ConsistencyCheck:
         """Raise InputError on every rank of an axis whose ranks have different batches."""
         for axis in self.axes:
             with axis.ledger.phase("check"):
-                sums = torch.stack(all_gather(_batch_checksum(batch, self.device), axis)).cpu()
+                sums = torch.stack(all_gather(batch_checksum(batch, self.device), axis)).cpu()
             others = [rank for rank in range(axis.size) if not _same_batch(sums[rank], sums[0])]
             if others:
                 raise bad(
@@ -334,25 +358,6 @@ def _is_32_bit(flat: Flat) -> bool:
     return flat.grads.gshard is None or flat.grads.gshard.dtype in (torch.float32, torch.float64)
 
 
-def _batch_checksum(batch: Any, device: torch.device) -> Tensor:
-    """Three numbers: an exact checksum of shapes and integers, then a sum and a norm of floats."""
-    exact = torch.zeros((), dtype=torch.int64, device=device)
-    sums, sizes = [exact.double()], [exact.double()]
-    tensors = leaves(batch, Tensor, objects=True)
-    for x in (x for x in tensors if type(x) is Tensor and x.layout == torch.strided):
-        exact = exact + _hash(f"{x.shape}")
-        with suppress(RuntimeError):  # torch cannot sum quantised and float8 tensors
-            if x.is_floating_point() or x.is_complex():
-                folded = fold(x, torch.float64)
-                sums.append(weighted_sum(folded).to(device))
-                sizes.append(folded.norm().to(device))
-            else:
-                exact = exact + exact_sum(fold(x, torch.int64)).to(device)
-    return torch.stack(
-        [(exact % 2**52).double(), torch.stack(sums).sum(), torch.stack(sizes).sum()]
-    )
-
-
 def batch_hash(batch: Any, hashes: int, device: torch.device, *, floats: bool) -> Tensor:
     """A whole number below `hashes` of the shapes and bits of a batch's tensors, on the device.
 
@@ -361,7 +366,7 @@ def batch_hash(batch: Any, hashes: int, device: torch.device, *, floats: bool) -
     found = torch.zeros((), dtype=torch.int64, device=device)
     tensors = leaves(batch, Tensor, objects=True)
     for x in (x for x in tensors if type(x) is Tensor and x.layout == torch.strided):
-        kind = _hash(f"{x.shape} {x.dtype}")
+        kind = text_hash(f"{x.shape} {x.dtype}")
         found = found + kind
         with suppress(RuntimeError):  # quantised tensors
             if floats or not (x.is_floating_point() or x.is_complex()):
@@ -371,16 +376,6 @@ def batch_hash(batch: Any, hashes: int, device: torch.device, *, floats: bool) -
     return found.remainder(hashes).double()
 
 
-def share_checksum(batch: Any, device: torch.device) -> Tensor:
-    """A checksum of a batch in one double, a whole number so small that ranks may sum its square.
-
-    It stays on the device.
-    """
-    exact, sums, sizes = _batch_checksum(batch, device)
-    mixed = exact.long() + sums.view(torch.int64) * 31 + sizes.view(torch.int64) * 37
-    return (mixed % SHARE_CHECKSUMS).double().view(1)
-
-
 def share_sums(
     batch: Any, numbers: Sequence[float], consensus: Consensus, *, warns: bool
 ) -> Tensor:
@@ -388,18 +383,11 @@ def share_sums(
 
     `warns`: print a line if all data ranks have the same rows.
     """
-    share, ranks = share_checksum(batch, consensus.device), consensus.ranks
-    own = torch.cat([doubles_on(numbers, consensus.device), share, share**2])
-    summed = consensus.agree(own).cpu()
-    tokens, total, squares = summed[[0, -2, -1]].tolist()
-    holds = any(x.numel() for x in leaves(batch, Tensor, objects=True))
-    if warns and tokens and holds and ranks * squares == total**2:
-        print(
-            f"shardwise: all {ranks} data ranks have the same rows in the first step, so that they "
-            "compute the same gradient. Give each its own share: DistributedSampler(dataset, "
-            "engine.data_ranks, engine.data_rank), or batch[engine.data_rank::engine.data_ranks].",
-            file=sys.stderr,
-        )
+    share = share_numbers(batch, consensus.device)
+    summed = consensus.agree(torch.cat([doubles_on(numbers, consensus.device), share])).cpu()
+    if warns and summed[0]:
+        same = "engine.data_ranks, engine.data_rank", "engine.data_rank::engine.data_ranks"
+        warn_of_equal_shares(summed[-2:].tolist(), consensus.ranks, *same)
     return summed
 
 

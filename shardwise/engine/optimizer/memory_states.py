@@ -14,9 +14,11 @@ A step of many small tensors costs more in calls than in arithmetic.  So paramet
 a block that one group of the optimizer updates element by element are one tensor (runs.py).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,6 +156,11 @@ class MemoryStates(States):
                 if flat.dtype in HALF:
                     source = self.tiers.empty(source.numel(), flat.dtype).copy_(source)
                 begin_copy(source, self.tiers, "host", tier, flat.shard).wait()
+
+    def held(self) -> Iterable[Mapping[str, Any]]:
+        if any(flat.moves.offload for flat in self.flats):
+            return ()
+        return chain.from_iterable(runs.held() for runs in self.runs)
 
     def loading(self) -> None:
         for runs in self.runs:

@@ -31,6 +31,7 @@ from shardwise.engine.optimizer.norm import counts, squares
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec, step_over
 from shardwise.engine.optimizer.owners import Owners
 from shardwise.engine.precision import HALF
+from shardwise.techniques.data.checksum import versions
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.same_on_ranks import SameOnRanks, named_parts
 
@@ -65,6 +66,10 @@ class States(Protocol):
     @abstractmethod
     def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """New memory for a state tensor of a parameter of the k-th flat, on the state's tier."""
+
+    def held(self) -> Iterable[Mapping[str, Any]]:
+        """The states that only updates write to, in this thread, unless the program does."""
+        return ()
 
     def loading(self) -> None:
         """Before a checkpoint is read into masters and states."""
@@ -133,6 +138,8 @@ class ShardedOptimizer(Optimizer):
             super().__init__(self.torch.param_groups, {})
         self.defaults = self.torch.defaults
         self.had_states = False
+        self.replaced = False  # whether the program has put states in the place of others
+        self.noted = 0  # what a change of the states since the last update would change
         self.param_groups, self.state = self.torch.param_groups, self.torch.state  # shared
         self.spec_options = [groups.options(group) for group in self.param_groups]
         numbered = enumerate(self.param_groups)
@@ -292,8 +299,8 @@ class ShardedOptimizer(Optimizer):
         """Restore the values that `changed` returned (optimizer_groups.py)."""
         groups.take_changed(self.param_groups, self.spec_options, saved)
 
-    def compared(self) -> dict[str, Any]:
-        """The options of the groups, which all data ranks must have alike.
+    def compared(self) -> tuple[dict[str, Any], bool]:
+        """The options of the groups, which ranks must have alike; if the program changed states.
 
         Raises InputError for a learning rate, of a scheduler or a program, that is not finite.
         """
@@ -303,7 +310,16 @@ class ShardedOptimizer(Optimizer):
             found |= groups.compared(group, f"the group {group['name']!r} of engine.optimizer")
         found["missing states of engine.optimizer"] = self.had_states and not self.state
         self.had_states = bool(self.state)
-        return found
+        changed, self.replaced = self.replaced, False
+        return found, changed or (bool(self.noted) and self._noted() != self.noted)
+
+    def note(self) -> None:
+        """An update has ended: what changes states from now on is the program."""
+        self.noted = self._noted()
+
+    def _noted(self) -> int:
+        held = [*self.states.held()]
+        return len(self.state) + versions(held) if any(held) else 0
 
     def compare_on(self, same: SameOnRanks) -> None:
         """Let ranks compare masters of 16-bit weights, and states, that no other thread writes."""

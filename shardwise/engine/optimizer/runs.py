@@ -11,7 +11,7 @@ from then on (`part`) each parameter is updated alone, until states are loaded t
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +47,7 @@ class Runs:
         named = zip(self.flat.names, self.flat.shapes, strict=True)
         whole = any(optimizer.spec.is_whole(name, len(shape)) for name, shape in named)
         self.runs = [] if whole else [*self._runs()]
+        self.shown = 0
         self.joined = self._join()
 
     def _runs(self) -> Iterator[FlatRun]:
@@ -61,6 +62,10 @@ class Runs:
         """What to update, with its gradient: parts of `block` with those of `values`."""
         if self.joined and not any(used):
             return []
+        if self.joined and self._shown() != self.shown:  # the program has reset or replaced states
+            self.optimizer.replaced = True
+            if not self._join():
+                self.part()
         if not all(used):
             self.part()
         if self.joined:
@@ -90,7 +95,13 @@ class Runs:
             if any(run.state.get(key) is not value for key, value in state.items()):
                 self._show(run, state)
                 made += [value for value in state.values() if isinstance(value, Tensor)]
+        self.shown = self._shown() if made else self.shown
         return made
+
+    def _shown(self) -> int:
+        """What changes if a state of a parameter is another object."""
+        states = filter(None, map(self.optimizer.state.get, self.targets))
+        return hash(tuple(map(id, chain.from_iterable(state.values() for state in states))))
 
     def _show(self, run: FlatRun, state: dict[str, Any]) -> None:
         """Give each parameter its part of the run's state."""
@@ -107,11 +118,11 @@ class Runs:
     def part(self) -> None:
         """Update each parameter alone from now on, with a step count of its own."""
         for run in self.runs if self.joined else ():
-            size = (run.high - run.low,)
-            tensors = {k: v for k, v in run.state.items() if isinstance(v, Tensor)}
-            shared = {k: v for k, v in tensors.items() if v.shape != size}
-            for i in run.indices[1:] if run.state else ():
-                self.optimizer.state[self.targets[i]] |= {k: v.clone() for k, v in shared.items()}
+            known = set[int]()  # tensors that several parameters have: the step count
+            for state in (self.optimizer.state.get(self.targets[i], {}) for i in run.indices):
+                shared = {k: v for k, v in state.items() if id(v) in known}
+                known |= set(map(id, state.values()))
+                state |= {k: v.clone() for k, v in shared.items() if isinstance(v, Tensor)}
             run.state = {}
         self.joined = False
 
@@ -124,6 +135,12 @@ class Runs:
         states = [self.optimizer.state.get(target, {}) for target in self.targets]
         return [v for state in states for v in [*state.values()] if isinstance(v, Tensor)]
 
+    def held(self) -> list[Mapping[str, Any]]:
+        """The states, of runs or of parameters."""
+        if self.joined:
+            return [run.state for run in self.runs]
+        return [self.optimizer.state.get(target, {}) for target in self.targets]
+
     @torch.no_grad()
     def _join(self) -> bool:
         """Make the states of each run one; returns whether it can be done for all."""
@@ -135,8 +152,10 @@ class Runs:
                 return False
             found.append(joined)
         for run, state in zip(self.runs, found, strict=True):
+            run.state = {}
             if state:
                 self._show(run, state)
+        self.shown = self._shown()
         return bool(self.runs)
 
     def _joined(self, run: FlatRun, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -180,6 +180,7 @@ class Updates:
 
     def _update(self, parts: Iterable[Sequence[Flat]], factor: Factor) -> None:
         self.updater.update(parts, factor, self.early_bytes or MOST_BYTES)
+        self.optimizer.note()
 
     def leave_out(self, step: int, summed: Tensor, norm: float | None) -> NonFiniteError | None:
         """End a step without its update. Returns the error to raise if it must not be skipped.

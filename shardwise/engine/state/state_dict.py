@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.errors import bad
+from shardwise.techniques.data.checksum import bits_sum
 from shardwise.techniques.data.flat.flat_parameter import Flat, State
 from shardwise.techniques.data.unit_hooks import Data
 
@@ -65,6 +66,9 @@ def _copy_whole(data: Data, _: nn.Module, state: dict[str, Any], *_more: Any) ->
 
 @torch.no_grad()
 def _after_load(data: Data, flats: Sequence[Flat], *_: Any) -> None:
+    whole = [f.full if f.full_in_own_dtype is None else f.full_in_own_dtype for f in flats]
+    loaded = sum(int(bits_sum(x)) for x in whole) % data.consensus.same.hashes
+    data.consensus.same.facts["the checksum of the weights of load_state_dict"] = loaded
     for flat in flats:
         flat.keep_block()
     data.units.to_sharded()

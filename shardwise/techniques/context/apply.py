@@ -132,14 +132,18 @@ class PositionShards(Applied):
             return tokens(part) if count else 0  # the part may be a stand-in for one without rows
         return count * found.numel / max(1, found.cut.length)
 
-    def enter(self, part: Any, model: nn.Module) -> Any:
+    def enter(self, part: Any, model: nn.Module, own: Any) -> Any:
         """Returns the whole part, which other techniques know, for this rank's positions."""
         if self.mode is None:
             return part
         self.mode.of_model(model)
-        found = ((of, whole) for own, of, whole in self.parts if own is part)
-        self.mode.of, part = next(found, (None, part))
-        return part
+        found = ((of, whole) for cut, of, whole in self.parts if cut is part)
+        of, whole = next(found, (None, part))
+        if of is not None and own is not part:
+            of = of.in_copy(own)
+            self.mode.parts = [*self.mode.parts, of]
+        self.mode.of = of
+        return whole
 
     def during(self, device: Any) -> AbstractContextManager[Any]:
         return self.mode or NOTHING

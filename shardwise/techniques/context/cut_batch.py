@@ -13,7 +13,7 @@ with `position_ids` that begin anew, where several documents are packed into one
 from collections import UserDict
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -61,6 +61,12 @@ class Sequences:
     def stands_for_padding(self, mask: Tensor | None) -> bool:
         """Whether the mask is the marker, or a view of it."""
         return _same_storage(self.marker, mask)
+
+    def in_copy(self, part: Any) -> "Sequences":
+        """The same of a copy of the part, to which a forward may write."""
+        marker = None if self.marker is None else part["attention_mask"]
+        ids = None if self.own_ids is None else part["position_ids"]
+        return replace(self, marker=marker, own_ids=ids)
 
     def is_packed(self, own: Tensor) -> Tensor:
         """Whether a row has several documents, by its position ids, of which `own` are here.

@@ -12,7 +12,9 @@ detects it.
 """
 
 import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,8 @@ from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.techniques.data.buffers import Buffers
+from shardwise.techniques.data.checksum import share_numbers
+from shardwise.techniques.data.doubts import operations_of_pass
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
 from shardwise.techniques.data.scaling import Scaling
@@ -59,9 +63,11 @@ class Consensus:
         self.same = SameOnRanks(self.axes, list(flats), hashes, device, modules)
         self.number = number
         self.differs = False  # whether the ranks have found so, and must exchange what they have
-        self.rounds = self.gathered = self.mark = 0
+        self.rounds = self.passes = self.gathered = self.mark = 0
+        #: of the first forward pass of a loop: a checksum of its inputs, and the square
+        self.share = doubles_on([0, 0], device)
         #: the sums of a step, on their way to the host
-        self.unread: tuple[HostNumbers, Scaling] | None = None
+        self.unread: tuple[HostNumbers, Scaling, bool] | None = None
 
     def gathers(self, unit: int) -> None:
         """Record that the unit of this number is gathered."""
@@ -90,8 +96,11 @@ class Consensus:
     def begin(self, scaling: Scaling) -> None:
         """Begin to sum the summary of a backward pass, and what `scaling` adds."""
         if self.ranks > 1:
+            first = not self.rounds
             own = scaling.joined(self.summary())
-            self.unread = HostNumbers(self.begin_agree(own).wait()), scaling
+            own = torch.cat([own, self.share]) if first else own
+            self.unread = HostNumbers(self.begin_agree(own).wait()), scaling, first
+        self.same.doubts.passes = 0
 
     def end(self) -> None:
         """Which parameters have a gradient on any rank.
@@ -111,11 +120,31 @@ class Consensus:
         """
         unread, self.unread = self.unread, None
         if unread is not None:
-            numbers, scaling = unread
-            self._take(scaling.compared(numbers.read()))
+            numbers, scaling, first = unread
+            found = scaling.compared(numbers.read())
+            if first:
+                *found, total, squares = found
+                if not self.same.data_rank():
+                    part = "world.size, world.rank", "world.rank::world.size"
+                    warn_of_equal_shares((total, squares), self.ranks, *part)
+            self._take(found)
         if self.differs and all_ranks:
             self.differs = False
             self.same.require()
+
+    def see_loss(self) -> None:
+        """A backward pass of a loop begins; in some steps ranks compare its operations."""
+        same, doubts = self.same, self.same.doubts
+        doubts.passes += 1
+        if self.ranks > 1 and same.every and not (self.rounds % same.every or doubts.graph):
+            doubts.graph = operations_of_pass()
+
+    def see_inputs(self, inputs: Any) -> None:
+        """A forward pass of a loop begins; of the first one ranks compare the inputs."""
+        self.same.note_autocast()
+        if not self.passes and self.ranks > 1:
+            self.share = share_numbers(inputs, self.device)
+        self.passes += 1
 
     def begin_agree(self, x: Tensor) -> Pending[Tensor]:
         """Begin to sum a small vector over all data ranks."""
@@ -201,3 +230,18 @@ class Consensus:
         """Count later messages under this phase of the step."""
         for axis in self.axes:
             axis.ledger.now = name
+
+
+def warn_of_equal_shares(sums: Sequence[float], ranks: int, args: str, part: str) -> None:
+    """Print a line if all data ranks have the same rows, by the sums of `share_numbers`.
+
+    `args` of a sampler and `part` of the indices are the remedy.
+    """
+    total, squares = sums
+    if total and ranks > 1 and ranks * squares == total**2:
+        print(
+            f"shardwise: all {ranks} data ranks have the same rows in the first step, so that they "
+            "compute the same gradient. Give each its own share: "
+            f"DistributedSampler(dataset, {args}), or batch[{part}].",
+            file=sys.stderr,
+        )

@@ -33,8 +33,8 @@ from shardwise.techniques.data.computed import LOSS, Computed, Reruns
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 
-#: The loss of a part of the batch.
-Objective = Callable[[nn.Module, Any], Tensor]
+#: The loss of a part of the batch, or of its copy.
+Objective = Callable[..., Tensor]
 #: Runs forward and backward of a part with so many tokens.
 Repeat = Callable[[Any, float, Objective], object]
 #: The state of a GPU's generator: a seed and a position.
@@ -165,9 +165,9 @@ class Rerun:
         return self._noting(objective, part, own)
 
     def _noting(self, objective: Objective, part: Any, computed: Computed) -> Objective:
-        def call(model: nn.Module, x: Any) -> Tensor:
+        def call(model: nn.Module, x: Any, *own: Any) -> Tensor:
             self.now = computed if x is part else None
-            loss = objective(model, x)
+            loss = objective(model, x, *own)
             if self.now is not None:
                 self.now.see(LOSS, loss.detach())
             return loss

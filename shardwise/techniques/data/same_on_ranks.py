@@ -3,9 +3,7 @@
     options    of the optimizer's groups: rates, betas, ...; autocast            in each step
     facts      of a loop: steps of its optimizers, sw.clip_grad_norm, ...        in each step
     flags      training of modules, requires_grad of parameters                  in each step
-    passes     of a loop, whose gradients are summed at once; a warning          in each step
-    hooks      of the program on modules and parameters; a warning       every `every` steps
-    numbers    of modules: epsilon, the rate of a dropout; a warning             the same
+    doubts     what may be no mistake (doubts.py); a warning                     in each step
     batch      along cp, tp and pp: shapes, and the sum of the bits              in each step
     weights    that several data ranks hold: all of them under ddp, the          every `every` steps
                shards of hybrid sharding, what zero1 and zero2 keep gathered,
@@ -35,7 +33,6 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from hashlib import blake2b
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
@@ -47,9 +44,10 @@ from shardwise.comm.objects import gather_object
 from shardwise.comm.tiers.host_numbers import doubles_on
 from shardwise.comm.world import Axis
 from shardwise.core.errors import InputError, bad
-from shardwise.core.tools.hook import program_hooks
-from shardwise.techniques.data.checksum import bits_sum
+from shardwise.core.mesh import PIPELINE
+from shardwise.techniques.data.checksum import bits_sum, text_hash
 from shardwise.techniques.data.computed import Reruns, Values, numbers_of, require_same, shown
+from shardwise.techniques.data.doubts import KINDS, Doubts, Options
 from shardwise.techniques.data.flat.flat_parameter import Flat, State
 
 #: Steps between two comparisons of weights, unless an engine says otherwise.
@@ -60,13 +58,6 @@ _HASHES_ON_OTHERS, _FACTOR = 65521, 8191
 _OF_EXPERTS: Final = "edp"
 #: The name of the fact that counts the steps of a loop's optimizers, by their class.
 STEPS: Final = "the optimizer steps since the last backward pass"
-Options = dict[str, Any]
-#: What may be no mistake if it differs, by kind.
-_MAY_DIFFER: Final = {
-    "passes": "If the loss of each pass is divided by their number, this is no mistake.",
-    "hooks": "A hook that only reads may stay.",
-    "numbers": "A number that a module only records may stay.",
-}
 
 
 class _Copy(NamedTuple):
@@ -104,7 +95,6 @@ class SameOnRanks:
     options    by name, set before each step; None: this rank has nothing to update.  An option that
                a rank does not have is no difference: groups may be made by the shapes of pieces
     facts      by name, of this step; a fact that a rank does not have is a difference
-    passes     backward passes, in a loop of the program's own, of which the gradients are summed
     modules    whose training flags data ranks have in common, as requires_grad of parameters
     every      steps between two comparisons of weights; 0: none
     step       the number of the step, from 1
@@ -136,13 +126,11 @@ class SameOnRanks:
         self.sent: tuple[Options, Options] | None = None  # those that the ranks compare
         self.hash = 0  # of them
         self.weighs = False  # whether they compare weights and hooks too
-        self.passes = 0
-        self.doubts: dict[str, Options] = {}  # what they compare that may be no mistake
-        self.warned = set[str]()  # of these kinds, which they compare no more
+        self.compared: dict[str, Options] = {}  # the doubts of this step
         experts = any(_OF_EXPERTS in (f.shard_axis.name, f.replicate_axis.name) for f in flats)
         self.modules = {} if experts else dict(modules or {})  # else those of other ranks differ
-        named = (zip(flat.names, flat.params, strict=True) for flat in flats if not experts)
-        self.params = list(chain.from_iterable(named))
+        self.doubts = Doubts(() if experts else flats, self.modules)
+        self.params = self.doubts.params
         self.copies = [
             copy
             for flat in flats
@@ -192,9 +180,18 @@ class SameOnRanks:
             )
         ] + self.copies
 
-    def begin(self, step: int, options: Options) -> None:
-        """Step number `step`, from 1, begins with these options."""
+    def begin(self, step: int, options: Options, writes: bool) -> None:
+        """Step number `step`, from 1, begins with these options.
+
+        `writes`: the program has changed optimizer states since the one before.
+        """
         self.step, self.options, self.batch, self.recheck = step, options, 0, None
+        self.doubts.state_writes = writes
+        if any(axis.size > 1 for axis in self.others):  # a stage has some of the modules
+            staged = any(axis.name == PIPELINE and axis.size > 1 for axis in self.others)
+            names = {""} & self.modules.keys() if staged else self.modules
+            off = [name or "the model" for name in names if not self.modules[name].training]
+            self.options = self.options | {"the modules in eval mode": off}
         self.note_autocast()
 
     def note_autocast(self) -> None:
@@ -226,9 +223,9 @@ class SameOnRanks:
             flags = bytes([m.training for m in self.modules.values()])
             flags += bytes([p.requires_grad for _, p in self.params])
             own += _share(self.data_rank(), self.data_ranks) * self._hash(repr(flags))
-        self.doubts = self._doubts() if self.data_ranks > 1 else {}
-        if self.doubts:
-            own += _share(self.data_rank(), self.data_ranks) * self._hash(repr(self.doubts))
+        self.compared = self.doubts.found(all_kinds=self.weighs) if self.data_ranks > 1 else {}
+        if self.compared:
+            own += _share(self.data_rank(), self.data_ranks) * self._hash(repr(self.compared))
         for axis in self.batches:
             own = own + _share(axis.rank, axis.size) * self.batch
         if self.reruns is not None:
@@ -242,8 +239,7 @@ class SameOnRanks:
         return own
 
     def _hash(self, text: str) -> int:
-        digest = blake2b(text.encode(), digest_size=7).digest()
-        return int.from_bytes(digest, "big") % self.hashes
+        return text_hash(text) % self.hashes
 
     @property
     def data_ranks(self) -> int:
@@ -299,10 +295,11 @@ class SameOnRanks:
             f"training of {name or 'the model'}": m.training for name, m in self.modules.items()
         }
         modes |= {f"requires_grad of {name}": p.requires_grad for name, p in self.params}
-        every: list[Any] = [(self.sent, modes, weights, shown(self.reruns), self.doubts)]
+        every: list[Any] = [(self.sent, modes, weights, shown(self.reruns), self.compared)]
         for axis in (*self.axes, *self.others):
             parts = gather_object(every, axis, self.device)
             every = [each for part in parts for each in part]
+        told = self.recheck is not None or not self.weighs
         have = [(rank, each[0]) for rank, each in enumerate(every) if each[0] is not None]
         self._require_options([(rank, facts) for rank, (_, facts) in have], every=True)
         self._require_options([(rank, options) for rank, (options, _) in have])
@@ -313,14 +310,21 @@ class SameOnRanks:
             )
             reruns = [each for *_, each, _ in data_ranks]
             require_same(reruns, self.step, lambda rank, start=start: self._place(start + rank))
-            self._require_weights(start, [each for _, _, each, *_ in data_ranks])
-            for kind, excuse in _MAY_DIFFER.items():
+            told |= self._require_weights(start, [each for _, _, each, *_ in data_ranks])
+            for kind in KINDS:
                 doubts = [(start + k, own.get(kind, {})) for k, (*_, own) in enumerate(data_ranks)]
                 try:
                     self._require_options(doubts, every=True)
                 except InputError as error:
-                    self.warned.add(kind)
-                    warnings.warn(f"{error} {excuse}", stacklevel=2)
+                    told = True
+                    self.doubts.warn(kind, error)
+        if not told:
+            warnings.warn(
+                f"Weights differed between data ranks in step {self.step}; its update has replaced "
+                "them by what each rank updates, which one of them may have changed alone. "
+                "Continue from a checkpoint before it.",
+                stacklevel=2,
+            )
 
     def _require_options(self, have: Sequence[tuple[int, Options]], *, every: bool = False) -> None:
         """Raise InputError for a value that differs; with `every`, for one that a rank lacks."""
@@ -346,19 +350,10 @@ class SameOnRanks:
             several += [(axis.name, own)] if axis.size > 1 else []
         return ", ".join(f"{name} rank {own}" for name, own in several)
 
-    def _doubts(self) -> dict[str, Options]:
-        """What may be no mistake if it differs: by kind, then by module or parameter."""
-        found = defaultdict[str, Options](dict)
-        if self.passes:
-            found["passes"] = {"the backward passes of the step": self.passes}
-        for name, owner in (*self.modules.items(), *self.params) if self.weighs else ():
-            numbers = floats_of(owner) if isinstance(owner, nn.Module) else {}
-            for kind, own in ("hooks", program_hooks(owner)), ("numbers", numbers):
-                found[kind] |= {f"{kind} of {name or 'the model'}": own} if own else {}
-        return {kind: own for kind, own in found.items() if kind not in self.warned and own}
-
-    def _require_weights(self, start: int, every: Sequence[Mapping[Any, Any]]) -> None:
+    def _require_weights(self, start: int, every: Sequence[Mapping[Any, Any]]) -> bool:
         """Compare all tensors of the data ranks that begin with the rank `start`.
+
+        Returns whether any differ.
 
         Raises InputError for the first that differs by more than rounding; warns if there is none.
         """
@@ -390,6 +385,7 @@ class SameOnRanks:
                 "the same change on every rank, or sw.load on every rank. If no code changed it, "
                 "the memory of the rank that is named first is damaged",
             )
+        return bool(different)
 
     def _values(self) -> Iterator[tuple[Any, Values]]:
         """Of each parameter: the bits, a weighted sum, the norm, and the rounding."""

@@ -51,15 +51,17 @@ class Scaling:
             if (gradient := each()[0]) is not None
         ]
 
-    def look(self) -> None:
-        """An optimizer is about to step: see which gradients have changed."""
-        self.kept = bool(self.noted)
+    def look(self) -> int:
+        """An optimizer is about to step: see which gradients have changed, and how often."""
+        self.kept, writes = bool(self.noted), 0
         for noted in list(self.noted):
             (gradient, count), sample, version = noted[0](), *noted[1:]
             self.kept &= gradient is not None and gradient._version == version
+            writes += 0 if gradient is None else gradient._version - version
             if gradient is not None and count and gradient._version - version >= count:
                 self.noted.remove(noted)
                 self.changed.append((sample, _sample(gradient).clone()))
+        return writes
 
     @torch.no_grad()
     def joined(self, numbers: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class Data:
         flats = [group for unit in units.order for group in unit.groups]
         self.scaling = scaling_of(flats if pace.by_hand else ())
         #: that have stepped (plain_optimizer.py), and whether they had states in the last step
-        self.optimizers = WeakKeyDictionary[Optimizer, bool]()
+        self.optimizers = WeakKeyDictionary[Optimizer, int]()
         self.on_grads = GradientHooks()
         frozen = [p for group in flats if not group.trained for p in group.params]
         self.structure = Structure(root, frozen, BY_HAND if pace.by_hand else BY_ENGINE)
@@ -140,8 +140,9 @@ class Data:
     def _hook_root(self) -> None:
         begin = hook.Hook(self, graph_break(self._before_root))
         end = hook.Hook(self, graph_break(self._after_root))
-        self.handles.append(self.root.register_forward_pre_hook(begin, prepend=True))
-        self.handles.append(self.root.register_forward_hook(end, always_call=True))
+        root = self.root
+        self.handles.append(root.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
+        self.handles.append(root.register_forward_hook(end, always_call=True))
 
     def _do(self, acts: Iterable[Act]) -> None:
         """Do acts on units."""
@@ -261,12 +262,12 @@ class Data:
         self.begun = False
         self._do(self.order.end_evaluation())
 
-    def _before_root(self, module: nn.Module, args: Any) -> None:
+    def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._in_backward():
             return
         self.in_root, self.records = True, torch.is_grad_enabled()
         if self.records and self.pace.by_hand:
-            self.consensus.same.note_autocast()
+            self.consensus.see_inputs((args, kwargs))
         if not self.begun:
             self.begin_forward()
         self.begun = False
@@ -356,8 +357,8 @@ class Data:
         self.computes_loss = self.begun = False
         self.on_grads.begun()
         self.begins |= self.sync
-        self.consensus.same.passes += self.pace.by_hand
         if self.pace.by_hand:
+            self.consensus.see_loss()
             kept = any(p.grad is not None for group in self.trained for p in group.params)
             self.consensus.same.facts.setdefault("gradients kept from the step before", kept)
         acts = self.order.begin_backward(sync=self.sync)
@@ -441,7 +442,6 @@ class Data:
         self.computes_loss = False
         if self.pace.by_hand and self.sync:
             self.consensus.begin(self.scaling)
-            self.consensus.same.passes = 0
             self.finish_sums()
             self.consensus.end()
             for unit in self.units.order:

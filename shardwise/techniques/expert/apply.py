@@ -94,7 +94,7 @@ class ExpertLayout(Applied):
             found, before = Load.of(routing), self.loads.get(name)
             self.loads[name] = found if before is None else before.plus(found)
 
-    def enter(self, part: Any, model: nn.Module) -> Any:
+    def enter(self, part: Any, model: nn.Module, own: Any) -> Any:
         """Called before the model computes this part."""
         self.absent = any(part is each for each in self.stand_ins)
         return part

@@ -86,7 +86,7 @@ class Regions(Applied):
             parts = region.tensors.begin(batch, parts, trains=trains)
         return self.exchange.begin(parts)
 
-    def enter(self, part: Any, model: nn.Module) -> Any:
+    def enter(self, part: Any, model: nn.Module, own: Any) -> Any:
         self.exchange.enter(part)
         return part
 

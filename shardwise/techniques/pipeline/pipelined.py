@@ -27,13 +27,12 @@ from shardwise.engine.batch import Count, copied, enough, is_written
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer.scale import LossWeights
-from shardwise.techniques.data.rerun import Objective
 from shardwise.techniques.data.staged_hooks import PutOff
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.pipeline.runtime import Watch, open_channels, run
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.stage_module import Staging
-from shardwise.techniques.pipeline.stage_work import Microbatch, Result, ScaledLoss, StageWork
+from shardwise.techniques.pipeline.stage_work import Call, Microbatch, Result, ScaledLoss, StageWork
 from shardwise.techniques.pipeline.trace.bundles import ByShape
 from shardwise.techniques.pipeline.trace.probe import ActivationProbe
 from shardwise.techniques.pipeline.weight_stashing import Stale
@@ -56,7 +55,7 @@ class _Traced(NamedTuple):
 class Pipelined:
     """The stages of one rank at work."""
 
-    def __init__(self, model: nn.Module, units: "ScheduledUnits", objective: Objective) -> None:
+    def __init__(self, model: nn.Module, units: "ScheduledUnits", objective: Call) -> None:
         self.stale: Stale | None = None
         staging, data = units.staging, units.data
         self.model, self.units, self.staging, self.data = model, units, staging, data
@@ -153,7 +152,7 @@ class Pipelined:
         units = self.units.at()
         microbatches = [Microbatch(0, None, 0, 0, *self._trace_call(call))]
         work = StageWork(
-            self.staging.stages, units, result, lambda m, _: call(m), microbatches, trains=False
+            self.staging.stages, units, result, lambda m, *_: call(m), microbatches, trains=False
         )
         with self._whole_run():
             run(forward_only(self.staging.schedule), self.staging.axis, work)
@@ -165,14 +164,20 @@ class Pipelined:
         """What crosses for a microbatch of these shapes; traced once for each shape."""
 
         def make() -> _Traced:
-            losses, own = list[Tensor](), copied(part)
-            traced = self._trace_call(lambda model: losses.append(self.objective(model, own)))
+            """Trace it on a copy."""
+            copies, losses = list[Any](), list[Tensor]()
+
+            def call(model: nn.Module) -> None:  # again for each read of an activation
+                copies.append(copied(part))
+                losses.append(self.objective(model, part, copies[-1]))
+
+            traced = self._trace_call(call)
             trains = reaches(losses[-1], stages.layers.numbers)
-            return traced._replace(trains=trains, written=is_written(own))
+            return traced._replace(trains=trains, written=is_written(copies[0]))
 
         def fits(known: _Traced) -> bool:
-            own = copied(part, known.written)
-            return stages.fits(known.trace, lambda model: self.objective(model, own))
+            of = (part, copied(part)) if known.written else (part,)
+            return stages.fits(known.trace, lambda model: self.objective(model, *of))
 
         stages = self.staging.stages
         return self.known.get(part, stages.layers.modes, make, fits)

@@ -31,8 +31,8 @@ from shardwise.techniques.pipeline.stage_io import Spec, StageTrace
 from shardwise.techniques.pipeline.staged_model import Stages
 from shardwise.techniques.pipeline.trace.bundles import grads_back, require_grads, specs
 
-#: The user's forward of one microbatch, with the loss if there is one.
-Call = Callable[[nn.Module, Any], Any]
+#: The user's forward of one microbatch, with the loss if there is one, of a copy if it has one.
+Call = Callable[..., Any]
 
 #: The trace of a model in one stage.
 NOTHING_CROSSES = StageTrace((), (), (), {}, (), frozenset(), ())
@@ -143,9 +143,9 @@ class StageWork:
         own = self.microbatches[microbatch]
         if self.trains:
             require_grads(inputs, own.trace, stage)
-        part = copied(own.part, own.written)
+        of = (own.part, copied(own.part)) if own.written else (own.part,)
         with self.units.around("F", stage, own):
-            ran = self.stages.run(stage, own.trace, inputs, lambda model: self.call(model, part))
+            ran = self.stages.run(stage, own.trace, inputs, lambda m: self.call(m, *of))
         roots = [x for x in ran.outputs if x.requires_grad]
         if self._is_last(stage):
             roots = self.last.outputs(own, ran.result)

@@ -33,6 +33,7 @@ from shardwise.comm.random_state import generators_of, seeded
 from shardwise.comm.start.hosts import host_number
 from shardwise.comm.tiers import host_memory
 from shardwise.comm.tiers.host_numbers import doubles_on
+from shardwise.comm.unchanged import kept_values
 from shardwise.comm.world import World
 from shardwise.core.applied import during
 from shardwise.core.errors import bad
@@ -135,7 +136,7 @@ def _loss_of_all(engine: Engine, model: nn.Module, tensors: Tensors, share: Any)
         count = each.weight(count, parts[0], tokens)
     before = parts[0]
     for each in reversed(applied):
-        before = each.enter(before, model)
+        before = each.enter(before, model, parts[0])
     with during(applied, engine.world.device):
         loss = _loss(engine, model, tensors, parts[0])
     own = doubles_on([loss * count if count else 0.0, count], engine.world.device)
@@ -220,7 +221,7 @@ def _loss(engine: Engine, model: nn.Module, tensors: Tensors, share: Any) -> flo
     torch.manual_seed(0)
     with tensors.random.during(engine.world.device):
         tensors.begin(None, (), trains=True)
-        with hint.shapes(engine.plan), in_place_of(engine.model, model):
+        with hint.shapes(engine.plan), in_place_of(engine.model, model), kept_values(share):
             loss = engine.training.loss(model, share)
         tensors.end(trains=True)
     return float(loss)

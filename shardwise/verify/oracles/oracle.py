@@ -61,7 +61,7 @@ class Task:
 
         def converted(x: Tensor) -> Tensor:
             wider = x.is_floating_point() and torch.promote_types(x.dtype, dtype) == dtype
-            return x.to(dtype) if wider else x
+            return x.to(dtype if wider else x.dtype, copy=True)  # a forward may write to it
 
         with Lowered(dtype, self.narrow):
             return self.loss(model, tree_map_only(Tensor, converted, batch))

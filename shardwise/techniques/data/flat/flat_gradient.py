@@ -281,6 +281,13 @@ class FlatGradient:
         values, shape = gradient[rows[:, 0]], gradient.shape
         return torch.sparse_coo_tensor(rows.t(), values, shape, check_invariants=False)
 
+    def is_replaced(self, gradient: Tensor) -> bool:
+        """Whether the program has put this gradient in the place of a piece of ours."""
+        ours = self.gshard
+        return ours is not None and gradient._base is not (
+            ours if ours._base is None else ours._base
+        )
+
     def _own(self, index: int) -> Tensor:
         """The piece of `gshard` that is the gradient of parameter `index`."""
         assert self.gshard is not None

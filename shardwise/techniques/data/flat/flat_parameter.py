@@ -112,6 +112,7 @@ class Flat:
         self.data: list[Tensor] = []  # what was last set as the data of each parameter
         self.versions: list[int] = []  # of the parameters, when they became views of `full`
         self.assigned: set[int] = set()
+        self.assignments = 0
         self.point_at(self.full)
         if self.reshards:
             self.reshard()
@@ -288,6 +289,7 @@ class Flat:
         else:
             self._renew_with(changed)
         self.assigned |= changed.keys()
+        self.assignments += len(changed)
         return True
 
     def _renew_with(self, changed: Mapping[int, Tensor]) -> None:
