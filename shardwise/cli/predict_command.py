@@ -104,7 +104,7 @@ def _predicted(
     from shardwise.train.measure.memory_picture import draw
 
     measuring = picture.device is not None
-    found, events = predicted_step(request, rank, picture.file, measure=measuring)
+    found, events = predicted_step(request, rank, measure=measuring)
     measured = (
         ([], {}, {}) if picture.device is None else measured_step(request, picture.device)[rank]
     )

@@ -7,7 +7,6 @@ three steps on local ranks, and measures the third.
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
@@ -15,15 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.predict_command import PredictRequest, predict_request
-from shardwise.core.errors import bad
 
 if TYPE_CHECKING:
     import torch
 
     from shardwise.comm.world import World
+    from shardwise.core.memory_table import Event
     from shardwise.engine.engine import Engine
     from shardwise.prediction.first_fit import FirstFitResult
-    from shardwise.prediction.memory_timeline import Event
     from shardwise.prediction.prediction import Prediction
     from shardwise.train.measure.memory_picture import Series
 
@@ -84,30 +82,21 @@ class StepMemory(NamedTuple):
 
 
 def predicted_step(
-    wanted: PredictRequest, rank: int, file: Path | None, *, measure: bool
+    wanted: PredictRequest, rank: int, *, measure: bool
 ) -> "tuple[Prediction, Sequence[Event]]":
-    """The prediction for a rank, and the events of a step; none if they are not predicted.
+    """The prediction for a rank, and the events of a step.
 
-    Raises InputError for a step that is neither predicted nor measured, or cannot be measured here.
+    Raises InputError for a step that cannot be measured here.
     """
     from shardwise.comm.start.rendezvous import require_local
     from shardwise.models.trainable import WEIGHT_BYTES
     from shardwise.observe.measured_timeline import predict_events
-    from shardwise.prediction.memory_timeline import unpredicted
 
     if measure:  # before a prediction, which may take long
         require_local(wanted.plan.size)
         wanted.trainable.require_memory(WEIGHT_BYTES * wanted.plan.size)
-    if word := unpredicted(wanted.plan):
-        if not measure:
-            raise bad(
-                f"--timeline {file} under the plan '{wanted.plan}': the timeline of a step with "
-                f"{word} is not predicted, so there is nothing to draw",
-                "--measure, which measures the step on local ranks, or a plan without that word",
-                f"--timeline {file} --measure",
-            )
-        return wanted.prediction(rank), ()
-    return predict_events(wanted.plain, wanted.plan, wanted.batch, wanted.options, rank)
+    options = replace(wanted.options, tokens=wanted.trainable.tokens)
+    return predict_events(wanted.plain, wanted.plan, wanted.batch, options, rank)
 
 
 def measured_step(wanted: PredictRequest, device: str) -> "list[Measured]":
@@ -171,9 +160,8 @@ def _allocator(device: "torch.device") -> dict[str, int]:
 
 
 def _event(title: str, event: "Event") -> dict[str, Any]:
-    """The fields that a prediction or a measurement has."""
-    absent = "temporary_most" if title == "measured" else "peak"
-    return {name: value for name, value in event._asdict().items() if name != absent}
+    """The fields of an event; a prediction has no peak between events."""
+    return {k: v for k, v in event._asdict().items() if k != "peak" or title == "measured"}
 
 
 def print_placements(placements: "dict[str, FirstFitResult]", console: Console) -> None:

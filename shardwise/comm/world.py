@@ -122,6 +122,12 @@ class World:
     background: Background = field(default_factory=Background)
     suffix: str = ""
     number: int = 0
+    meta: bool = False
+
+    @property
+    def storage(self) -> torch.device:
+        """Where tensors of the model are: on the device; in a dry run they have no memory."""
+        return torch.device("meta") if self.meta else self.device
 
     def axis(self, name: str) -> Axis:
         """The axis `name` of the mesh; of size one if the mesh has no such axis.
@@ -154,7 +160,7 @@ class World:
         self.links.root.watch(ledger)
         self.links.root.meshes += 1
         everyone = counted_axis(here.name, (here.transport,), ledger, self.device, pool)
-        tiers = Tiers(ledger, self.device)
+        tiers = Tiers(ledger, self.storage)
         own = replace(self, everyone=everyone, ledger=ledger, pool=pool, tiers=tiers)
         return replace(own, arenas=Arenas(), number=self.links.root.meshes).beside(mesh)
 

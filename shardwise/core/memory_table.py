@@ -15,7 +15,7 @@ of techniques (prediction/technique_price.py).
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 ACTIVATIONS, GATHERED, KEPT, TEMPORARY = "activations", "gathered", "kept", "temporary"
 #: What an engine owns, and the part of it that lasts as long as a unit is used.
@@ -26,6 +26,28 @@ CATEGORIES: Final[tuple[str, ...]] = tuple(name for name in OWNED if name not in
 #: Those at a moment of a step: predicted, and measured.
 PREDICTED: Final[tuple[str, ...]] = (*OWNED, KEPT)
 MEASURED: Final[tuple[str, ...]] = (*PREDICTED, TEMPORARY)
+
+
+class Event(NamedTuple):
+    """A moment of a step: `kind` is forward, loss, backward, update, end or a pipeline action.
+
+    `by_category` has the live bytes of each category; `peak` is the largest sum since the previous
+    event, which a dry run does not look for.
+    """
+
+    kind: str
+    unit: str
+    microbatch: int
+    by_category: dict[str, int]
+    peak: int = 0
+
+    @property
+    def total(self) -> int:
+        """All categories."""
+        return sum(self.by_category.values())
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.unit}".strip()
 
 
 def by_tier(

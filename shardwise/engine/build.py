@@ -145,7 +145,7 @@ def lay_out(
     else:
         data = _driven(model, how, units, staged, pace)
     if plan.arenas and staged is None:
-        world.arenas.gradients.reserve(_gradient_slots(units, data.pace), world.device)
+        world.arenas.gradients.reserve(_gradient_slots(units, data.pace), world.storage)
     if plan.accumulate > 1 or staged is not None:
         take_over(model, data, sizes(units))
     for each in applied:
@@ -197,7 +197,8 @@ def _sharding(
         units=build.units,
         bucket_bytes=plan.bucket_bytes,
         fill=build.fill,
-        device=world.device,
+        device=world.storage,
+        numbers=world.device,
         broadcast_buffers=build.broadcast_buffers,
         least_unit_bytes=build.least_unit_bytes,
         tiers=world.tiers,

@@ -96,7 +96,7 @@ def build_engine(
     validate.no_backward_optimizer(model, "sw.parallelize of a model")
     world = init() if world is None else world
     validate.world(world)
-    options = replace(options, kernels=kernels_of(world.device))
+    options = options if world.meta else replace(options, kernels=kernels_of(world.device))
     plan = plan_of(plan)
     require(plan, world.size)
     plan = _completed(plan, world)
@@ -115,7 +115,7 @@ def build_engine(
     recomputed = recompute_budget.recomputation(model, plan, world.rank, objective, options, begin)
     clip = weight_stashing.require(model, plan, begin, options)
     rerun.require(plan, options.checks)
-    if world.rank == 0:
+    if world.rank == 0 and not world.meta:
         _print_defaults(options, model)
     how = Training(
         spec,

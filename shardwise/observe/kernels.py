@@ -31,6 +31,27 @@ class Fused(NamedTuple):
 
     rows: int = 1
     seeds: int = 0
+    drops: float = 0.0
+
+
+_LIBRARY: Final = torch.library.Library("shardwise", "DEF")
+_LIBRARY.define(
+    "attention(Tensor query, int width, ScalarType wide, int rows, int seeds, float drops) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+#: One operation, as a kernel is, for modes that keep what it makes.
+ATTENTION: Final[Any] = torch.ops.shardwise.attention.default
+
+
+@torch.library.impl(_LIBRARY, "attention", "Meta")
+def _attention(
+    query: Tensor, width: int, wide: torch.dtype, rows: int, seeds: int, _: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, with the strides of the query; the sums of its rows; the seeds of dropout."""
+    out = torch.empty_like(query[..., :1].expand(*query.shape[:-1], width))
+    *outer, positions = query.shape[:-1]
+    sums = query.new_empty((*outer, -(-positions // rows) * rows), dtype=wide)
+    return out, sums, query.new_empty(seeds, dtype=torch.int64)
 
 
 class FusedAttention(torch.autograd.Function):
@@ -44,14 +65,9 @@ class FusedAttention(torch.autograd.Function):
 
         The kernel keeps a mask too, and one of truth values as numbers.
         """
-        # the kernel writes it with the strides of the query
-        out = torch.empty_like(query[..., :1].expand(*query.shape[:-1], value.shape[-1]))
         wide = torch.promote_types(query.dtype, torch.float32)
-        *outer, rows = query.shape[:-1]
-        rows = -(-rows // how.rows) * how.rows
-        sums = query.new_empty((*outer, rows), dtype=wide, device="meta")
+        out, sums, seeds = ATTENTION(query, value.shape[-1], wide, *how)
         masks = [] if mask is None else [mask.to(query.dtype) if mask.dtype == torch.bool else mask]
-        seeds = query.new_empty(how.seeds, dtype=torch.int64, device="meta")
         ctx.save_for_backward(query, key, value, *masks, out, sums, *([seeds] if how.seeds else []))
         return out
 
@@ -132,6 +148,6 @@ def attention_on(
     if kernels == "cpu":
         return None if drops else Fused()
     if query.dtype in (torch.float16, torch.bfloat16) and mask is None:
-        return Fused(seeds=2)
+        return Fused(seeds=2, drops=drops)
     grouped = query.shape[-3] != key.shape[-3]
-    return None if grouped or query.dtype == torch.float64 else Fused(rows=32, seeds=2)
+    return None if grouped or query.dtype == torch.float64 else Fused(32, 2, drops)

@@ -2,9 +2,17 @@
 
     with measuring(engine, batch) as meter:
         engine.step(batch)
-    meter.events            bytes by category at each event (prediction/memory_timeline.py)
+    meter.events            bytes by category at each event (core/memory_table.py)
 
-    found, events = predict_events(model, plan, batch, loss=loss)
+    found, events = predict_events(model, plan, batch, options)     the same of a dry run
+
+    event               gathered            kept by autograd           gradients under zero3
+    forward embed       embed, block 0      -                          shards
+    forward block 0     block 0, block 1    of embed                   .
+    loss                head                of all, and of the loss    .
+    backward block 1    block 1, block 0    of blocks 0 and 1          shards, all of head
+    backward block 0    block 0             of block 0                 shards, all of block 1
+    update, end         -                   -                          shards
 
 A measurement sets hooks on the modules of units and removes them at its end, so other steps are not
 affected. `temporary` are the live bytes in no other category.
@@ -18,34 +26,57 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.core.errors import bad
-from shardwise.core.memory_table import ACTIVATIONS, GATHERED, KEPT, MEASURED, TEMPORARY
+from shardwise.comm.unchanged import kept_values
+from shardwise.core.errors import InputError, bad
+from shardwise.core.memory_table import (
+    ACTIVATIONS,
+    GATHERED,
+    KEPT,
+    MEASURED,
+    PREDICTED,
+    TEMPORARY,
+    Event,
+)
 from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.action import COMPUTE_OPS, Step
 from shardwise.core.tools.tree import leaves
 from shardwise.engine import memory
-from shardwise.engine.batch import computed_parts, widened
 from shardwise.engine.engine import Engine
-from shardwise.engine.model_structure import by_shape
-from shardwise.engine.options import EngineOptions, own_loss
-from shardwise.engine.precision import DTYPES
+from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import predict_with
-from shardwise.engine.spec_of_model import on_tensor_axis, plain_copy, positions_of
 from shardwise.observe import meta_pass
 from shardwise.observe.allocation_trace import EVENT, LiveStorage, MemoryRecorder
-from shardwise.observe.kept_pass import SavedStorages, marks_of
+from shardwise.observe.dry_engine import DryRun
 from shardwise.observe.meter import Meter
-from shardwise.prediction.memory_timeline import Event, Mark, predicted_timeline, require_predicted
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.data.outputs import tensors_in
 from shardwise.techniques.data.units import Unit
 from shardwise.techniques.pipeline.pipelined import Pipelined
-from shardwise.techniques.pipeline.price_timeline import staged_timeline
 from shardwise.techniques.pipeline.runtime import Watch
-from shardwise.techniques.tensor.apply import table_for
-from shardwise.techniques.tile.apply import tile
+
+
+class SavedStorages:
+    """The storages that autograd has saved, each counted once while it is alive."""
+
+    def __init__(self) -> None:
+        self.alive: dict[int, StorageWeakRef] = {}
+
+    def save(self, x: Tensor) -> Tensor:
+        """The hook that autograd calls with each saved tensor.
+
+        Returns it without its node: a node that saves its own output would never be freed.
+        """
+        storage = x.untyped_storage()
+        self.alive.setdefault(storage._cdata, StorageWeakRef(storage))
+        return x.detach() if x.grad_fn is not None else x
+
+    def keys(self) -> set[int]:
+        """The addresses of the saved storages that are alive now."""
+        self.alive = {key: weak for key, weak in self.alive.items() if not weak.expired()}
+        return set(self.alive)
 
 
 class StepMeter(TorchDispatchMode):
@@ -56,7 +87,7 @@ class StepMeter(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.recorder = recorder
-        self.engine, self.meter, self.saved = engine, meter, SavedStorages([])
+        self.engine, self.meter, self.saved = engine, meter, SavedStorages()
         self.batch = {
             x.untyped_storage()._cdata for x in leaves(batch, Tensor, objects=True) if _is_tensor(x)
         }
@@ -204,76 +235,41 @@ def predict_events(
 ) -> tuple[Prediction, tuple[Event, ...]]:
     """The result of `sw.predict`, and the memory of `rank` at each event of a step after the first.
 
-    Raises InputError like `sw.predict`, for plans whose timeline is not predicted
-    (prediction/memory_timeline.py), and for a model that does not run on meta. Assumes that all
-    microbatches of a pipeline have the shapes of the first.
+    Temporary bytes are left out: they depend on the kernels and messages of a device. Raises
+    InputError like `sw.predict`, and for a model that does not run on meta.
     """
     options = options or EngineOptions()
     found = predict_with(model, plan, batch, options, rank)
-    return found, events_of(found, model, batch, options)
+    events = dry_events(model, found.plan, batch, options, rank)
+    return found, tuple(
+        event._replace(by_category={name: event.by_category[name] for name in PREDICTED})
+        for event in events
+    )
 
 
-def events_of(
-    found: Prediction, model: nn.Module, batch: Any, options: EngineOptions
+def dry_events(
+    model: nn.Module, plan: Plan, batch: Any, options: EngineOptions, rank: int
 ) -> tuple[Event, ...]:
-    """The events of `predict_events` for a prediction of the plain `model`."""
-    require_predicted(found.plan)
-    if found.plan.pipeline is not None:
-        return staged_timeline(found, options.prefetch)
-    _require_whole_units(found)
-    every = marks_on(found, model, batch, options)
-    return predicted_timeline(found, every, options.prefetch)
-
-
-def marks_on(
-    found: Prediction, model: nn.Module, batch: Any, options: EngineOptions
-) -> tuple[tuple[Mark, ...], ...]:
-    """The marks of a pass of the plain `model` for each microbatch of a rank's batch.
+    """The events of the third step of a dry run, all on the same batch.
 
     Raises InputError for a model that does not run on meta.
     """
-    plan, plain = found.plan, plain_copy(model, found.plan)
-    table = table_for(plain, plan, options.table)
-    twin = plain if table is None else on_tensor_axis(plain, plan, found.rank, table)
-    tile(twin, plan, options.units).show()
-    objective, dtype = options.loss or own_loss, DTYPES[plan.precision]
-    parts = computed_parts(batch, plan.microbatches, plan.cut, options.rows)
-    context = positions_of(plain, plan, found.rank, options)
-
-    def call(whole: nn.Module, rows: Any) -> Tensor:
-        """The loss of this rank's positions; all parts are cut when a step begins."""
-        number = next(number for number, each in enumerate(parts) if each is rows)
-        cut = context.cut(parts)
-        with context.around(whole):
-            context.enter(cut[number])
-            return objective(whole, widened(cut[number], dtype))
-
-    def marks(part: Any) -> tuple[Mark, ...]:
-        return marks_of(twin, call, part, found.recomputed, options.kernels)
-
     try:
-        return by_shape(parts, marks)
+        with kept_values(batch), DryRun(model, plan, options, rank).running() as engine:
+            for _ in range(2):  # the first step learns the order of units
+                engine.step(batch)
+            with measuring(engine, batch, peaks=False) as seen:
+                engine.step(batch)
     except meta_pass.UNKNOWN as error:
+        if isinstance(error, InputError):
+            raise
         why = " ".join(str(error).split())[:200]
         raise bad(
             f"a timeline of a {type(model).__name__} that does not run on meta ({why})",
             "models that compute tensors from tensors",
             f'shardwise predict "{plan}" --measure',
         ) from error
-
-
-def _require_whole_units(found: Prediction) -> None:
-    """Raise InputError for units inside of recomputed modules, which are called twice."""
-    names = [name for unit in found.spec.modules for name in unit.modules]
-    for name in found.recomputed:
-        inside = next((other for other in names if other.startswith(f"{name}.")), None)
-        if inside is not None:
-            raise bad(
-                f"a timeline of '{found.plan}', which recomputes {name}, with the unit {inside} "
-                "inside of it",
-                "units that are not inside of recomputed modules",
-                f'shardwise predict "{found.plan}" --measure',
-            )
+    return tuple(seen.events)
 
 
 def _in_backward() -> bool:

@@ -340,16 +340,19 @@ class PassRecorder(Protocol):
         """An element-wise function that one kernel computes (kernels.py)."""
 
 
-class _ToMeta(TorchDispatchMode):
+class ToMeta(TorchDispatchMode):
     """Moves the other inputs of an operation on a meta tensor to meta; other operations are real.
 
     So tensors that a model computes only from the batch or from its buffers have values.  A write
     of a meta tensor to one with values is lost; with `strict` it raises RuntimeError.
+    `read` may say what an operation gives (dry_engine.py).
     """
 
-    def __init__(self, record: PassRecorder | None = None, *, strict: bool = False) -> None:
+    def __init__(
+        self, record: PassRecorder | None = None, *, strict: bool = False, read: Any = None
+    ) -> None:
         super().__init__()
-        self.record, self.strict = record, strict
+        self.record, self.strict, self.read = record, strict, read
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -360,6 +363,8 @@ class _ToMeta(TorchDispatchMode):
             if True in on_meta:
                 if self.strict and func._schema.is_mutable and not args[0].is_meta:
                     raise RuntimeError(f"{func}: unknown values written to a known tensor")
+                if self.read and (read := self.read(func, args, kwargs)) is not NotImplemented:
+                    return read
                 if False in on_meta:
                     args = tree_map_only(Tensor, _moved, args)
                     kwargs = {k: tree_map_only(Tensor, _moved, x) for k, x in kwargs.items()}
@@ -371,7 +376,7 @@ class _ToMeta(TorchDispatchMode):
         return out
 
 
-class _AsOn(TorchFunctionMode):
+class AsOn(TorchFunctionMode):
     """Makes meta tensors report another device, and save what its kernels save (kernels.py).
 
     So tensors that a model computes only from sizes (positions, masks) have values that it may
@@ -426,17 +431,14 @@ def as_on(
     Autograd saves what these `kernels` save. Operations on real tensors alone, such as those of
     the batch, compute real values.
     """
-    with _AsOn(record, device, kernels), _ToMeta(record, strict=strict):
+    with AsOn(record, device, kernels), ToMeta(record, strict=strict):
         yield
 
 
 def as_on_processor(
     record: PassRecorder | None = None, kernels: Kernels = "cpu"
 ) -> AbstractContextManager[None]:
-    """Inside the `with`, a model on meta computes as if it were on a CPU, with these kernels.
-
-    With those of CUDA it needs no GPU.
-    """
+    """Inside the `with`, a model on meta computes as if it were on a CPU, with these kernels."""
     return as_on(torch.device("cpu"), record, kernels=kernels)
 
 

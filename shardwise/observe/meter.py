@@ -181,7 +181,8 @@ class Meter(TorchDispatchMode):
     def _track(self, tensor: Tensor, place: MeterKey, made_by: str) -> None:
         """Track a storage, unless it is in an arena, which is counted with it."""
         storage = tensor.untyped_storage()
-        if storage.device.type == "meta" or self.engine.world.arenas.hold(tensor):
+        without_memory = storage.device.type == "meta" and not self.engine.world.meta
+        if without_memory or self.engine.world.arenas.hold(tensor):
             return
         tier = self.engine.world.tiers.of(tensor)
         if tier != "device":

@@ -20,7 +20,15 @@ from shardwise.core.tools.tape import Operation
 #: Operations that read of their first argument only as much as they write.
 LOOKUPS: Final = ("embedding", "index", "index_select", "gather", "nll_loss_forward")
 #: Operations that return memory without touching it; the others of that kind are views by schema.
-UNTOUCHED: Final = ("_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "detach")
+UNTOUCHED: Final = (
+    "_unsafe_view",
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "detach",
+    "attention",
+)
 #: The five products of attention's backward pass, relative to the two of its forward pass.
 BACKWARD_PRODUCTS: Final = 2.5
 

@@ -9,11 +9,11 @@ After the third and the tenth step, two columns are compared:
 Live bytes in host memory are also counted from the storages that comm/tiers/tiers.py knows, because
 a category that leaves one out would leave it out of both columns.
 
-The fourth step is measured at each event of prediction/memory_timeline.py. Of these the largest
+The fourth step is measured at each event of a dry run (observe/dry_engine.py). Of these the largest
 number is compared:
 
-    peak          parameters, gradients, optimizer, buffers and gathered units: equal to the
-                  prediction where the timeline of the plan is predicted, else at most its bound
+    peak          parameters, gradients, optimizer, buffers and gathered units: equal to those of
+                  the dry run, and at most the bound that is computed without the engine
     activations   what autograd keeps is at most a quarter more than predicted, because kernels of
                   devices and dtypes save different statistics. Not compared in a pipeline and in
                   mixtures of experts, where it depends on what no prediction knows
@@ -33,12 +33,11 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from shardwise.comm.start.peers import PEERS
-from shardwise.core.memory_table import KEPT, PREDICTED, by_tier
+from shardwise.core.memory_table import KEPT, PREDICTED, Event, by_tier
 from shardwise.core.tools.garbage import collect
 from shardwise.engine.engine import Engine
 from shardwise.observe.live import Live, Stray
 from shardwise.observe.measured_timeline import StepMeter, measuring
-from shardwise.prediction.memory_timeline import Event
 from shardwise.prediction.peak_memory import device_peak_bytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.expert.apply import experts_in
@@ -149,7 +148,8 @@ def _peaks(
     def most(every: Sequence[Event], names: Collection[str]) -> int:
         return max(sum(event.by_category[name] for name in names) for event in every)
 
-    bound = most(events, OWNED) if events else device_peak_bytes(prediction)
+    bound = device_peak_bytes(prediction)
+    bound = min(bound, most(events, OWNED)) if events else bound
     found = {"peak": (bound, most(seen.events, OWNED))}
     if prediction.plan.pipeline is None and not experts_in(seen.engine.model):
         kept = int(prediction.activations * SAVED_BY_KERNELS) + SLACK_BYTES

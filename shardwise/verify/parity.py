@@ -42,6 +42,7 @@ from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import Counts
+from shardwise.core.memory_table import Event
 from shardwise.core.plan.plan import BUCKET_BYTES, Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
@@ -51,8 +52,7 @@ from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.observe.kernels import kernels_of
 from shardwise.observe.live import Live
-from shardwise.observe.measured_timeline import events_of
-from shardwise.prediction.memory_timeline import Event, unpredicted
+from shardwise.observe.measured_timeline import dry_events
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.comparison import compare, drawn
@@ -143,11 +143,9 @@ def foreseen_events(
     found: Prediction, model: nn.Module, batch: Any, options: EngineOptions
 ) -> Sequence[Event]:
     """The predicted events of a step of the plain `model`; none if they are not predicted."""
-    if unpredicted(found.plan):
-        return ()
     try:
-        return events_of(found, model, batch, options)
-    except InputError:  # a unit inside of a recomputed module, or a model that reads values
+        return dry_events(model, found.plan, batch, options, found.rank)
+    except InputError:  # a model that reads values
         return ()
 
 

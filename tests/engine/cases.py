@@ -162,19 +162,19 @@ def foreseen(world: World, task: Task, case: Case) -> Predictor:
 
 def predictor(rank: int, ranks: int, task: Task, case: Case, kernels: Kernels = "cpu") -> Predictor:
     """The predictions of a rank's steps, from a plain model."""
-    return Predictor(
-        task.make(),
-        case.plan,
-        EngineOptions(
-            optimizer=sw.Optim(case.kind, **case.options),
-            loss=task.loss,
-            tokens=task.tokens,
-            clip=case.clip,
-            units=case.units,
-            kernels=kernels,
-        ),
-        rank=rank,
-        ranks=ranks,
+    options = options_of(task, case, kernels)
+    return Predictor(task.make(), case.plan, options, rank=rank, ranks=ranks)
+
+
+def options_of(task: Task, case: Case, kernels: Kernels = "cpu") -> EngineOptions:
+    """The options of the case's engine that a prediction has too."""
+    return EngineOptions(
+        optimizer=sw.Optim(case.kind, **case.options),
+        loss=task.loss,
+        tokens=task.tokens,
+        clip=case.clip,
+        units=case.units,
+        kernels=kernels,
     )
 
 

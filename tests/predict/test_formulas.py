@@ -20,14 +20,14 @@ from shardwise.core.pool_size import pool_bytes
 from shardwise.core.zero import ROWS, step_moves
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.predict import predict, predict_with
+from shardwise.engine.predict import predict
 from shardwise.engine.spec import optimizer_shape
 from shardwise.models import gpt
 from shardwise.models.gpt import random_text
 from shardwise.models.initial import fill
 from shardwise.models.moe import loss as moe_loss
 from shardwise.models.registry import find
-from shardwise.observe.measured_timeline import marks_on
+from shardwise.observe.measured_timeline import predict_events
 from shardwise.observe.meter import Meter
 from shardwise.prediction.group import groups
 from shardwise.prediction.stored_bytes import ADAM, PLAIN, OptimizerShape, held_bytes
@@ -172,12 +172,12 @@ H100 = [619_936, 1_235_840, 1_851_744]
 
 def test_what_the_kernels_of_a_gpu_keep():
     """It is predicted to the byte, without a GPU."""
-    model, options = find("gpt"), EngineOptions(loss=gpt.loss, kernels="cuda")
+    model = find("gpt")
+    options = EngineOptions(loss=gpt.loss, kernels="cuda", least_unit_bytes=0)
     batch = {name: x[:, :63] for name, x in model.batch(2, 0).items()}
-    found = predict_with(model.plain(), "dp1 fp16", batch, options)
-    (marks,) = marks_on(found, model.plain(), batch, options)
-    blocks = [f"blocks.{n}" for n in (1, 2, 3)]
-    assert [m.kept_bytes for m in marks if m.kind == "call" and m.name in blocks] == H100
+    _, events = predict_events(model.plain(), "dp1 fp16", batch, options)
+    blocks = [f"forward blocks.{n}" for n in (1, 2, 3)]
+    assert [e.by_category["kept"] for e in events if str(e) in blocks] == H100
 
 
 # --- states and buffers ---------------------------------------------------------------------------

@@ -25,13 +25,11 @@ from shardwise.core.schedule.clock import clock
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.zero import Row
-from shardwise.engine.options import EngineOptions
 from shardwise.models import gpt, moe
 from shardwise.models.registry import find
-from shardwise.observe.measured_timeline import predict_events
 from shardwise.techniques.pipeline.partition import starts
 from tests.core.schedule.schedules import read
-from tests.engine.cases import CONFIG, ranks_of, regression, small_gpt, text, vectors
+from tests.engine.cases import CONFIG, ranks_of, regression, small_gpt, vectors
 from tests.engine.pipelines import deep
 from tests.engine.tensors import made
 
@@ -217,22 +215,6 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         ),
         (lambda: engine_of("dp1 activations:host"), "no class of modules repeats"),
         (lambda: engine_of("offload:auto device_memory:1MiB"), "shardwise predict"),
-        *(
-            (
-                lambda p=plan: predict_events(
-                    small_gpt(), p, text(0), EngineOptions(loss=gpt.loss)
-                ),
-                "a timeline of .* with .*--measure",
-            )
-            for plan in (
-                *("pp2 2bw:4", "activations:host", "dp2 offload:optim-delayed", "pp2 tp2 zb-v:4"),
-                *(
-                    "dp2 zero3 recompute:full arenas",
-                    "dp2 recompute:selective",
-                    "tp2 recompute:full",
-                ),
-            )
-        ),
     ],
     "wrapped modules and optimizers": [
         *(

@@ -112,7 +112,6 @@ def test_a_process_that_outlives_its_command_is_ended(keep: str) -> None:
         ("predict dp2 --device-memory 80GB", "Write instead: --device-memory 80GiB"),
         ("predict dp2 --timeline /no/such/folder/x.svg", "a picture that cannot be written"),
         ("predict dp2 --timeline x.doc", ".svg or .png"),
-        ("predict 'dp2 activations:host' --timeline x.svg", "--measure"),
         ("plan cp4:3x2", "a ring of R times Ulysses of U ranks, with R * U = 4"),
         # schedules
         ("schedule", "no schedule"),

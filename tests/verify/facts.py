@@ -24,13 +24,12 @@ from torch.utils import _pytree as pytree
 import shardwise as sw
 from shardwise.checkpoint.pending import PendingCheckpoint
 from shardwise.comm.world import World, alone
-from shardwise.core.memory_table import GATHERED, KEPT, PREDICTED, TEMPORARY
+from shardwise.core.memory_table import GATHERED, KEPT, PREDICTED, TEMPORARY, Event
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.tape import SMALL_BYTES
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import own_loss
-from shardwise.observe.measured_timeline import StepMeter, marks_on, measuring
-from shardwise.prediction.memory_timeline import Event, Mark
+from shardwise.observe.measured_timeline import StepMeter, measuring
 from shardwise.prediction.peak_memory import device_peak_bytes, gathered_most_bytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.verify import parity
@@ -156,15 +155,12 @@ def holds(fact: str, model: str, plan: Plan) -> bool:
 #
 # Between two steps no activation, no gathered weight and no gradient in flight is alive: a copy
 # that is kept from the forward to the backward pass is seen within a step only. Each event of
-# prediction/memory_timeline.py is compared:
+# a dry run (observe/dry_engine.py) is compared:
 #
-#   timeline predicted    each category at each event equals the prediction, `kept` within 1 KiB;
-#                         `temporary` is at most what the plain pass has beside kept activations, a
-#                         copy of each gradient in flight, and 1 KiB; on a tensor axis at each loss
-#   other plans           at each loss the activations are at most those that autograd keeps and
-#                         what the plain pass has beside them; all but `temporary` is at most the
-#                         predicted peak (prediction/peak_memory.py), and what is gathered at most
-#                         three units
+#   equal                 each category at each event, `kept` within 1 KiB; without a pipeline
+#                         `temporary` is at most the dry run's, on a tensor axis at each loss
+#   bounds without it     all but `temporary` is at most the predicted peak
+#                         (prediction/peak_memory.py), and what is gathered at most three units
 #   on the host           activations are at most the predicted ones, and those fetched at once too
 #   tile:N                logits of a cross-entropy have V/N columns at once
 #   an evaluation         nothing is kept, and no more is gathered than in a step's forward pass
@@ -173,6 +169,9 @@ def holds(fact: str, model: str, plan: Plan) -> bool:
 
 #: Events at which messages of the update may be under way, which hold copies of weights.
 UPDATE = ("update", "end")
+#: The events of a dry run by model, plan and rank. A dry run has each fault of its engine, so those
+#: beside a mutation were made before it.
+FORETOLD: dict[tuple[str, str, int], Sequence[Event]] = {}
 #: Fewer bytes are not looked for: flags, sums, the padding of gradients.
 SLACK_BYTES = SMALL_BYTES
 
@@ -211,21 +210,22 @@ def wrong_moments(world: World, model: str, plan: Plan) -> dict[str, tuple[int, 
         engine.step(batch)
     engine.wait()
     found, plain = parity.theory_of(trainable, plan, world.rank, clip)(batch), trainable.plain()
-    events = parity.foreseen_events(found, plain, batch, options)
-    marks = () if events or plan.pipeline else marks_on(found, plain, batch, options)
+    place = model, str(plan), world.rank
+    if place not in FORETOLD:
+        FORETOLD[place] = parity.foreseen_events(found, plain, batch, options)
+    events = FORETOLD[place]
     logits = logits_most_bytes(plan, plain, batch, options.loss or own_loss)
-    moments = Foreseen(found, events, marks, logits).compare(seen, evaluation)
+    moments = Foreseen(found, events, logits).compare(seen, evaluation)
     world.barrier()  # ranks in threads read each other's tensors until here
     return {name: (read, moments.theory[name]) for name, read in moments.read.items()}
 
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What is predicted of a step: its events, or else the marks of the plain pass."""
+    """What is predicted of a step."""
 
     found: Prediction
     events: Sequence[Event]
-    marks: Sequence[Sequence[Mark]]
     logits: Mapping[int, int]  # the most bytes, by classes
 
     def compare(self, seen: StepMeter, evaluation: StepMeter) -> Moments:
@@ -233,7 +233,7 @@ class Foreseen:
         moments = Moments()
         if self.events:
             self._events(moments, seen.events)
-        elif self.found.plan.pipeline is None:
+        if self.found.plan.pipeline is None:
             self._bounded(moments, seen.events)
         for event in (event for event in seen.events if event.kind in UPDATE):
             most = self._copies_bytes
@@ -273,7 +273,7 @@ class Foreseen:
         return wide * sum(one["parameters"] + one["gradients"] for one in tiers)
 
     def _events(self, moments: Moments, events: Sequence[Event]) -> None:
-        """Each event of a predicted timeline."""
+        """Each event of the dry run."""
         moments.equal("moments of a step", len(events), len(self.events))
         for event, foreseen in zip(events, self.events, strict=False):
             for name in PREDICTED:
@@ -281,7 +281,7 @@ class Foreseen:
                 slack = SLACK_BYTES if name == KEPT else 0
                 moments.equal(f"{name} at {event}", read, theory, slack)
             if self.found.plan.pipeline is None and not self._lets(event):
-                read, most = event.by_category[TEMPORARY], foreseen.temporary_most
+                read, most = event.by_category[TEMPORARY], foreseen.by_category[TEMPORARY]
                 moments.at_most(f"{TEMPORARY} at {event}", read, most)
 
     def _lets(self, event: Event) -> bool:
@@ -293,17 +293,11 @@ class Foreseen:
         return event.kind in UPDATE or gathers
 
     def _bounded(self, moments: Moments, events: Sequence[Event]) -> None:
-        """Each event of a plan whose timeline is not predicted."""
+        """Each event, by what is computed without the engine."""
         most = device_peak_bytes(self.found)
         for event in events:
             moments.at_most(f"all but temporary at {event}", _sum(event, PREDICTED), most)
         self._gathered(moments, events)
-        losses = [event for event in events if event.kind == "loss"]
-        others = [next(m for m in marks if m.kind == "loss").other_bytes for marks in self.marks]
-        for event, other in zip(losses, others, strict=False):
-            most = self.found.activations + other
-            read = _sum(event, (KEPT, TEMPORARY))
-            moments.at_most(f"activations at {event}", read, most)
 
     def _gathered(self, moments: Moments, events: Sequence[Event]) -> None:
         """Each event, if a recomputation gathers no units of its own."""

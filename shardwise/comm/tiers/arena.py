@@ -20,6 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.core.arena_slots import Slots, aligned, arena_bytes
 
@@ -36,8 +37,13 @@ class _Slot:
         return self.user is None or self.user.expired()
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor with a storage of its own over the slot's memory."""
         nbytes = prod(shape) * dtype.itemsize
-        own = torch.from_dlpack(self.memory[:nbytes])  # a new storage over the same memory
+        if self.memory.is_meta:  # of a dry run, whose meter must not see memory of its own
+            with _disable_current_modes():
+                own = self.memory.new_empty(nbytes)
+        else:
+            own = torch.from_dlpack(self.memory[:nbytes])  # a new storage over the same memory
         self.user = StorageWeakRef(own.untyped_storage())
         return own.view(dtype).view(shape)
 
@@ -90,12 +96,8 @@ class Arena:
 
     def holds(self, x: Tensor) -> bool:
         """Whether `x` lies in a slot."""
-        if self.memory is None or x.device != self.memory.device:
-            return False
-        begin = self.memory.data_ptr()
-        shared = x.untyped_storage()
-        inside = begin <= shared.data_ptr() < begin + len(self.memory)
-        return inside and shared._cdata != self.memory.untyped_storage()._cdata
+        key = x.untyped_storage()._cdata
+        return any(slot.user is not None and slot.user.cdata == key for slot in self.slots)
 
 
 #: Gives ordinary memory.

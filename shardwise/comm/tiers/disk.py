@@ -65,7 +65,7 @@ class Buffer:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.view = memoryview(cast(Any, memory.numpy()))
+        self.view = memoryview(b"" if memory.is_meta else cast(Any, memory.numpy()))
 
     def tensor(self, dtype: torch.dtype, numel: int) -> Tensor:
         """Its first bytes as a flat tensor."""
@@ -81,8 +81,11 @@ class Extent:
         self.disk, self.name, self.offset = disk, name, offset
         self.numel, self.dtype = numel, dtype
         self.chunks = -(-numel // disk.chunk_numel)
-        self.map = mmap.mmap(disk.file, self.stored_bytes, offset=offset)
-        self.tensor = torch.frombuffer(self.map, dtype=dtype, count=numel)
+        self.map = None if disk.dry else mmap.mmap(disk.file, self.stored_bytes, offset=offset)
+        if self.map is None:
+            self.tensor = torch.empty(numel, dtype=dtype, device="meta")
+        else:
+            self.tensor = torch.frombuffer(self.map, dtype=dtype, count=numel)
         self.writes: dict[int, Future[None]] = {}
 
     @property
@@ -116,7 +119,7 @@ class Extent:
 
 
 class Disk:
-    """A file of chunks in `folder`, for the states of one rank.
+    """A file of chunks in `folder`, for the states of one rank; in a dry run there is none.
 
     Raises InputError for a folder that is missing, is no folder, or cannot be written.
     """
@@ -127,12 +130,15 @@ class Disk:
         rank: int,
         ledger: Ledger,
         chunk_numel: int = CHUNK_NUMEL,
+        *,
+        dry: bool = False,
     ) -> None:
-        self.chunk_numel = chunk_numel
+        self.chunk_numel, self.dry = chunk_numel, dry
         self.folder, self.rank, self.ledger = Path(folder), rank, ledger
-        self.file = open_unnamed(self.folder, rank, _FOLDER)
-        weakref.finalize(self, os.close, self.file)
-        self.direct = set_direct(self.file)
+        if not dry:
+            self.file = open_unnamed(self.folder, rank, _FOLDER)
+            weakref.finalize(self, os.close, self.file)
+            self.direct = set_direct(self.file)
         self.extents: list[Extent] = []
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.failed: DiskError | None = None
@@ -150,7 +156,8 @@ class Disk:
         offset = self.stored_bytes
         wanted = aligned(numel * dtype.itemsize)
         try:
-            os.posix_fallocate(self.file, offset, wanted)
+            if not self.dry:
+                os.posix_fallocate(self.file, offset, wanted)
         except OSError as error:
             given = (
                 f"the folder {self.folder} for {offset + wanted:,} bytes or more of rank "
@@ -217,7 +224,7 @@ class Disk:
         before, size = extent.writes.pop(chunk, None), extent.chunk_bytes(chunk)
         if counted:
             self._count("disk", "host", buffer, size)
-        return self._threads.submit(self._read, extent, chunk, buffer, before)
+        return self._submit(self._read, extent, chunk, buffer, before)
 
     def begin_write(
         self, extent: Extent, chunk: int, buffer: Buffer, ready: Callable[[], object] = lambda: None
@@ -226,8 +233,16 @@ class Disk:
         self.require()
         before, size = extent.writes.get(chunk), extent.chunk_bytes(chunk)
         self._count("host", "disk", buffer, size)
-        done = self._threads.submit(self._write, extent, chunk, buffer, ready, before)
+        done = self._submit(self._write, extent, chunk, buffer, ready, before)
         extent.writes[chunk] = done
+
+    def _submit(self, act: Callable[..., None], *args: Any) -> Future[None]:
+        """Act on a thread; in a dry run, whose modes belong to this thread, here."""
+        if not self.dry:
+            return self._threads.submit(act, *args)
+        done = Future[None]()
+        done.set_result(act(*args))
+        return done
 
     def finish(self, request: Future[None]) -> None:
         """Wait until a request is over.  Raises DiskError."""
@@ -245,8 +260,9 @@ class Disk:
     def drop(self) -> None:
         """Write what was written to the maps, and give back their pages in memory."""
         for extent in self.extents:
-            extent.map.flush()
-            extent.map.madvise(mmap.MADV_DONTNEED)
+            if extent.map is not None:
+                extent.map.flush()
+                extent.map.madvise(mmap.MADV_DONTNEED)
 
     def require(self) -> None:
         """Raise the first error, if there was one."""
@@ -281,6 +297,8 @@ class Disk:
 
     def _transfer(self, act: Transfer, extent: Extent, chunk: int, buffer: Buffer) -> None:
         """Read or write a chunk.  Raises DiskError."""
+        if self.dry:
+            return
         size, position = extent.chunk_bytes(chunk), extent.position(chunk)
         what = "write" if act is os.pwritev else "read"
         try:

@@ -161,7 +161,8 @@ class Tiers:
         """A flat tensor in new host memory; values are undefined."""
         with _disable_current_modes():  # a meter must not see the memory before it is the host's
             nbytes, pinned = numel * dtype.itemsize, self.accelerated
-            made = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            place = "meta" if self.device.type == "meta" else "cpu"
+            made = torch.empty(nbytes, dtype=torch.uint8, device=place, pin_memory=pinned)
             self.own(made)
         return made.view(dtype)
 

@@ -75,7 +75,11 @@ class Guard:
 
     def reported_loss(self, summed: Tensor) -> Tensor:
         """The loss (times tokens) to exchange: NaN if this rank's gradients are not finite."""
-        return summed if self.by_norm or not self.made else summed + torch.stack(self.made).sum()
+        return (
+            summed
+            if self.by_norm or not self.made
+            else summed + torch.stack(self.made).sum().to(summed)
+        )
 
     def over_tensors(self, loss: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
         """The loss [1], NaN if any rank of the tensor axis reported NaN, and the sum of `number`.

@@ -65,11 +65,12 @@ def optimizer_and_updater(
     optimizer = MemoryStates(spec, order(), tiers, data.units).optimizer
     if spec.together:
         return optimizer, Together(optimizer)
+    inline = tiers.device.type == "meta"
     if not any(flat.moves.offload for flat in optimizer.flats):
         return optimizer, InPlace(optimizer)
     if offload is None or offload.undelayed is None:
-        return optimizer, HostThread(optimizer)
-    return optimizer, NextStep(optimizer, order, lambda: offload.delays(steps()))
+        return optimizer, HostThread(optimizer, inline=inline)
+    return optimizer, NextStep(optimizer, order, lambda: offload.delays(steps()), inline=inline)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class Sharding:
     """How parameters are stored: the row, its data axes, and how units are chosen.
 
     device: where they are kept; None leaves them where they are.
+    numbers: where the ranks keep numbers that they agree on; None: with the parameters.
     broadcast_buffers: whether every step begins with rank 0's buffers, or the first one only.
     tiers: of this rank, where the row keeps states in host memory.
     late: whether updates there are made beside the next step.
@@ -61,6 +62,7 @@ class Sharding:
     bucket_bytes: int = 25 * 2**20
     fill: Fill | None = None
     device: torch.device | None = None
+    numbers: torch.device | None = None
     broadcast_buffers: bool = True
     least_unit_bytes: int | None = None
     tiers: Tiers = field(default_factory=Tiers)
@@ -191,7 +193,7 @@ def flats_of(units: Sequence[Unit]) -> list[Flat]:
 def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Consensus:
     """The consensus of the data ranks (consensus.py)."""
     buffers = Buffers(model, how.axes, follow=how.broadcast_buffers)
-    device = how.device or flats_of(units)[0].full.device
+    device = how.numbers or flats_of(units)[0].full.device
     modules = dict(model.named_modules())
     return Consensus(how.axes, flats_of(units), buffers, device, modules, how.number)
 

@@ -316,7 +316,7 @@ def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) ->
 
     Raises InputError without a folder, and for one that cannot be written.
     """
-    folder = training.offload_folder
+    folder = "." if world.meta else training.offload_folder
     moves = plan.states.moves()
     if moves.offload != "disk":
         return None
@@ -327,7 +327,7 @@ def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) ->
             'offload_folder="/mnt/nvme" to sw.parallelize, or --set offload.folder=/mnt/nvme',
         )
     largest = max((p.numel() for p in model.parameters()), default=0)
-    disk = Disk(folder, world.rank, world.ledger, chunk_numel(largest))
+    disk = Disk(folder, world.rank, world.ledger, chunk_numel(largest), dry=world.meta)
     if moves.fetch == "disk":  # parameters are written to it while the model is sharded
         return_freed_memory()
         precision = DTYPES[plan.precision]

@@ -24,7 +24,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from threading import Event
@@ -107,15 +107,15 @@ class Together(Updater[T]):
 class HostThread(Updater[T]):
     """The thread lives as long as a call of `update`, which raises an error of the thread."""
 
-    def __init__(self, optimizer: FlatOptimizer[T]) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: FlatOptimizer[T], *, inline: bool = False) -> None:
+        self.optimizer, self.inline = optimizer, inline
 
     def update(self, parts: Iterable[Sequence[T]], factor: Any, most_bytes: int) -> None:
         """Publish what is updated when something else arrives, or at the end."""
         waiting, running = deque[list[T]](), deque[Future[list[T]]]()
         take = partial(self._take, waiting, factor, most_bytes)
         bounded = (pieces(self.optimizer, part, most_bytes) for part in parts)
-        thread = _thread()
+        thread = _thread(inline=self.inline)
         try:
             for piece in chain.from_iterable(bounded):
                 waiting.append(piece)
@@ -155,9 +155,11 @@ class NextStep(Updater[T]):
         optimizer: FlatOptimizer[T],
         order: Callable[[], Sequence[T]],
         delays: Callable[[], bool],
+        *,
+        inline: bool = False,
     ) -> None:
         self.optimizer, self.order, self.delays = optimizer, order, delays
-        self.at_once = HostThread(optimizer)
+        self.at_once = HostThread(optimizer, inline=inline)
         self._asked = Event()  # `finish` waits
         self._running: list[tuple[Future[Any], list[T]]] = []
 
@@ -175,7 +177,7 @@ class NextStep(Updater[T]):
         self.finish()
         every = list(pieces(self.optimizer, self.order(), most_bytes))
         updates = [self.optimizer.later(piece, factor) for piece in every]
-        self._asked, thread = Event(), _thread()
+        self._asked, thread = Event(), _thread(inline=self.at_once.inline)
         begun = [thread.submit(self._run, update) for update in updates]
         self._running = list(zip(begun, every, strict=True))
         thread.shutdown(wait=False)  # it ends after the last update
@@ -206,7 +208,18 @@ def pieces(optimizer: FlatOptimizer[T], items: Iterable[T], least_bytes: int) ->
         yield piece
 
 
-def _thread() -> ThreadPoolExecutor:
+class _Inline(Executor):
+    """Runs what is submitted at once: modes of a dry run belong to its thread."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done = Future[Any]()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+
+def _thread(*, inline: bool) -> Executor:
     """A thread for updates, with as many threads of OpenMP as this one: each counts its own."""
+    if inline:
+        return _Inline()
     threads = torch.get_num_threads()
     return ThreadPoolExecutor(1, "shardwise-update", torch.set_num_threads, (threads,))

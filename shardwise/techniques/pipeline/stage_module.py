@@ -206,7 +206,8 @@ def lay_out(
 ) -> Staging:
     """Partition `model` into stages, in place; called by all ranks of the world."""
     axis, at = world.axis(PIPELINE), stages_of(model, begin, calls)
-    stages = Stages(model, twins[0], begin, schedule.stages(axis.rank), world.device, calls)
+    mine, devices = schedule.stages(axis.rank), (world.device, world.storage)
+    stages = Stages(model, twins[0], begin, mine, devices[0], calls, devices[1])
     found = {name: stage_layout(used, schedule) for name, used in at.items()}
     groups = {name: on.groups for name, on in found.items() if len(on.holders) > 1}
     sums = cut.open_sums(world, PIPELINE, groups.values())

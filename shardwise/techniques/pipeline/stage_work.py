@@ -68,7 +68,7 @@ class WholeModel:
     count = 1
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model, self.device = model, device
+        self.model, self.storage = model, device
 
     def run(
         self,
@@ -130,7 +130,7 @@ class StageWork:
     ) -> None:
         self.stages, self.units, self.last, self.call = stages, units, last, call
         self.microbatches, self.trains = microbatches, trains
-        self.device = stages.device
+        self.device = stages.storage
 
     def specs(self, token: Token) -> Sequence[Spec]:
         """What crosses: a stage's values forward, and the gradients of those that have one."""

@@ -45,9 +45,11 @@ class Stages:
         mine: Collection[int],
         device: torch.device,
         calls: Calls | None = None,
+        storage: torch.device | None = None,
     ) -> None:
         self.layers = StageLayers(model, twin, starts, mine, calls)
         self.count, self.device = self.layers.count, device
+        self.storage = storage or device
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:

@@ -150,7 +150,7 @@ class Recomputation(Applied):
         axis = None if sp or tensor.size == 1 else tensor
         if self.hosted:
             self.host = HostActivations(model, world.tiers, self.hosted)
-        self.arena, self.device = world.arenas.kept, world.device
+        self.arena, self.device = world.arenas.kept, world.storage
         keep = None if self.sizes is None else self.arena.keep
         self.modules = recompute(model, self.kinds, generators, axis, self.host, keep)
         if self.host is not None:

@@ -110,6 +110,7 @@ class Recomputed:
             *given,
             use_reentrant=False,
             preserve_rng_state=False,  # the engine's generators are replayed here
+            determinism_check="none" if self._on_meta else "default",  # a dry run: two devices
             context_fn=lambda: (first, _Again(first, self.norms)),
         )
         if products is not None:
@@ -117,6 +118,11 @@ class Recomputed:
             if self.host is not None:
                 products.replace(self.host.keep)
         return out
+
+    @property
+    def _on_meta(self) -> bool:
+        module = self.module()
+        return module is not None and next((p.is_meta for p in module.parameters()), False)
 
     def release(self) -> None:
         """Give the module its own forward back, so that no reference cycle keeps it."""

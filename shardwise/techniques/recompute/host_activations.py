@@ -38,7 +38,7 @@ class Stored:
         storage = x.untyped_storage()
         self.host, self.version = host, x._version
         self.source = StorageWeakRef(storage)  # no other storage gets the address
-        flat = torch.empty(0, dtype=torch.uint8, device=x.device)
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
         flat.set_(storage, 0, (storage.nbytes(),), (1,))
         self.rest = host.tiers.empty(storage.nbytes(), torch.uint8)
         self.leaving = begin_copy(flat, host.tiers, "device", "host", self.rest)

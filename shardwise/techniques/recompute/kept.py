@@ -38,6 +38,8 @@ ATTENTION: Final = {
     _ATEN._scaled_dot_product_efficient_attention.default: 5,
     _ATEN._scaled_dot_product_cudnn_attention.default: 5,
 }
+#: What stands for it on the meta device (observe/kernels.py), with the rate at the same place.
+_ON_META: Final = "shardwise::attention"
 _PRODUCTS: Final = frozenset((*_WITH_WEIGHTS, *_OF_ACTIVATIONS, *ATTENTION))
 
 
@@ -90,7 +92,7 @@ class _Keeping(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if is_product(func):
+        if is_product(func) or func._schema.name == _ON_META:
             self.products.add(func, out, is_kept(func, args, kwargs or {}, out))
         elif func._schema.is_mutable and self.products.places:
             self.products.drop((args, kwargs))
@@ -105,7 +107,7 @@ class _Replaying(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kept = next(self.outputs.get(func, iter(())), None) if is_product(func) else None
+        kept = next(self.outputs.get(func, iter(())), None)
         if kept is None:
             return func(*args, **(kwargs or {}))
         kept = tree_map_only(Kept, HostActivations.read, kept)
@@ -122,8 +124,8 @@ def is_kept(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
     if func in _OF_ACTIVATIONS:
         a, b = (args[place] for place in _OF_ACTIVATIONS[func])
         return out.numel() <= a.numel() + b.numel()
-    if func in ATTENTION:
-        place = ATTENTION[func]
+    if func in ATTENTION or func._schema.name == _ON_META:
+        place = ATTENTION.get(func, 5)
         rate = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
         return rate == 0  # otherwise its draws would be missing from the recomputation
     return True

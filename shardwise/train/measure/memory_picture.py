@@ -16,8 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.core.errors import bad
-from shardwise.core.memory_table import GATHERED, KEPT, PREDICTED, TEMPORARY
-from shardwise.prediction.memory_timeline import Event
+from shardwise.core.memory_table import GATHERED, KEPT, PREDICTED, TEMPORARY, Event
 from shardwise.train.measure.progress import size_text, unit_of
 from shardwise.train.report.plots import new_figure
 
