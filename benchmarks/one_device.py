@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from benchmarks.contenders.contender import Batch, Loop, Setup, adamw
 from benchmarks.contenders.ours import engine_of
 from benchmarks.table import aligned
+from shardwise.comm.link_times import settle
 from shardwise.comm.start.launch import spawn
 from shardwise.core.errors import bad
 from shardwise.core.zero import ROWS, STATE_BYTES, bytes_per_parameter
@@ -195,18 +196,15 @@ def bare_loop(model: nn.Module, setup: Setup) -> Loop:
 def _timed(
     step: Callable[[Batch], float | None], batch: Batch, device: torch.device
 ) -> tuple[float, float]:
-    _settle(device)
+    settle(device)
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     began = clock()
     loss = step(batch)
-    _settle(device)
+    settle(device)
     assert loss is not None  # every rank knows the loss of a world of one
     return clock() - began, loss
 
 
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def as_text(rows: Sequence[DeviceLine]) -> str:

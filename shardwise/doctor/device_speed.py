@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import move
+from shardwise.comm.link_times import settle
 from shardwise.comm.world import Axis, World, alone
 from shardwise.core.plan.plan import Plan
 from shardwise.doctor.collectives import lower_quartile
@@ -176,17 +177,12 @@ def _seconds(act: Act, device: torch.device, together: Act, calls: int | None = 
 
 def _timed(act: Act, device: torch.device, calls: int) -> float:
     """Seconds of a call."""
-    _settle(device)
+    settle(device)
     began = time.perf_counter()
     for _ in range(calls):
         act()
-    _settle(device)
+    settle(device)
     return (time.perf_counter() - began) / calls
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def median_device(by_rank: Sequence[DeviceSpeed]) -> DeviceSpeed:

@@ -143,7 +143,7 @@ class Diagnosis:
     @property
     def warnings(self) -> list[str]:
         """Problems that make a run slow or wrong."""
-        return [*self._threads(), *self._versions(), *self._slow(), *self._poor()]
+        return [*self._threads(), *self._versions(), *self._slow()]
 
     def _threads(self) -> list[str]:
         found: list[str] = []
@@ -180,15 +180,6 @@ class Diagnosis:
         )
         text = "a slow link: 1 MiB there and back takes so many times as long as between others"
         return [f"rank {named}: {text}"] if named else []
-
-    def _poor(self) -> list[str]:
-        named = ", ".join(
-            f"{fit.collective} on axis {fit.axis} ({fit.residual:.0%})"
-            for fit in self.fits
-            if fit.residual > 0.5
-        )
-        why = "the machine was busy, or another network is used for long messages"
-        return [f"times off the line: {named}; {why}"] if named else []
 
     def object(self) -> dict[str, Any]:
         """The object that `--json` prints."""

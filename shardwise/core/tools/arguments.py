@@ -63,12 +63,6 @@ def is_number(value: Any) -> bool:
     return (isinstance(value, Real) or single) and not math.isnan(value)
 
 
-def parse_count(text: str) -> int:
-    """The whole number in a text; -1 for another text, or one of more than ten digits."""
-    digits = text.strip()
-    return int(digits) if digits.isdecimal() and len(digits) < 11 else -1
-
-
 def is_count(value: Any) -> bool:
     """Whether `value` is a whole number from 0 to MOST_COUNT."""
     return type(value) is int and 0 <= value <= MOST_COUNT
