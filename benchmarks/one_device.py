@@ -205,8 +205,6 @@ def _timed(
     return clock() - began, loss
 
 
-
-
 def as_text(rows: Sequence[DeviceLine]) -> str:
     """A line for each comparison."""
     times = (

@@ -34,13 +34,14 @@ APPLIED = (
 #: with every file that need not know the technique any more; it never rises.
 FOREIGN = {
     "data": 50,
-    "tensor": 36,
+    "tensor": 35,
     "expert": 25,
-    "pipeline": 17,
-    "recompute": 14,
+    "pipeline": 16,
+    "recompute": 13,
     "layers": 9,
     "offload": 7,
-    **dict.fromkeys(("tile", "context"), 6),
+    "tile": 5,
+    "context": 6,
     "replicas": 2,
 }
 #: Folders that import engine/ and are imported by it.

@@ -8,7 +8,7 @@ for a run of `shardwise train`.
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
@@ -25,6 +25,7 @@ from shardwise.prediction.cluster_file import cluster_of
 
 if TYPE_CHECKING:
     from shardwise.cli.predict_timeline import StepMemory
+    from shardwise.core.memory_table import Event
     from shardwise.engine.options import EngineOptions
     from shardwise.models.trainable import Trainable
     from shardwise.prediction.cluster import Cluster
@@ -105,10 +106,11 @@ def _predicted(
 
     measuring = picture.device is not None
     found, events = predicted_step(request, rank, measure=measuring)
-    measured = (
-        ([], {}, {}) if picture.device is None else measured_step(request, picture.device)[rank]
-    )
-    step = StepMemory(events, *measured) if events or measuring else None
+    seen: Sequence[Event] = ()
+    allocator: dict[str, int] = {}
+    if picture.device is not None:
+        seen, allocator = measured_step(request, picture.device)[rank]
+    step = StepMemory(events, seen, allocator) if events or measuring else None
     if picture.file is not None and step is not None:
         draw(picture.file, step.series)
     return found, step

@@ -21,13 +21,11 @@ if TYPE_CHECKING:
     from shardwise.comm.world import World
     from shardwise.core.memory_table import Event
     from shardwise.engine.engine import Engine
-    from shardwise.prediction.first_fit import FirstFitResult
     from shardwise.prediction.prediction import Prediction
     from shardwise.train.measure.memory_picture import Series
 
-    Measured = tuple[list[Event], dict[str, FirstFitResult], dict[str, int]]
+    Measured = tuple[list[Event], dict[str, int]]
 
-AS_ALLOCATED, IN_ARENA = "as the step allocates", "long-lived tensors in an arena"
 ALLOCATOR = ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
 STEPS = 3  # of a measurement; the last one is measured
 
@@ -35,13 +33,11 @@ STEPS = 3  # of a measurement; the last one is measured
 class StepMemory(NamedTuple):
     """The memory of a rank in a step: `predicted` and `measured` events, if there are any.
 
-    placements  of a measured step, by a first-fit allocator
-    allocator   the highest values of CUDA's own
+    `allocator` has the highest values of CUDA's own.
     """
 
     predicted: "Sequence[Event]"
     measured: "Sequence[Event]"
-    placements: "dict[str, FirstFitResult]"
     allocator: dict[str, int]
 
     @property
@@ -61,22 +57,13 @@ class StepMemory(NamedTuple):
             }
             for one in self.series
         }
-        if self.placements:
-            found["first_fit"] = {name: one._asdict() for name, one in self.placements.items()}
         return found | ({"allocator": self.allocator} if self.allocator else {})
 
     def show(self, console: Console) -> None:
-        """Print a table of peaks, and a bar for each event."""
-        from shardwise.train.measure.memory_picture import legend, on_screen, peaks
+        """Print a table of peaks."""
+        from shardwise.train.measure.memory_picture import peaks
 
         console.print(peaks(self.series))
-        scale = max(one.highest.total for one in self.series)
-        for one in self.series:
-            console.print(f"\n{one.title}:")
-            console.print(on_screen(one, scale))
-        console.print(legend())
-        if self.placements:
-            print_placements(self.placements, console)
         if self.allocator:
             print_allocator(self.allocator, console)
 
@@ -100,7 +87,7 @@ def predicted_step(
 
 
 def measured_step(wanted: PredictRequest, device: str) -> "list[Measured]":
-    """The events of a step, and how an allocator places it, on each of new local ranks.
+    """The events of a step, and the values of CUDA's allocator, on each of new local ranks.
 
     Raises RankError if one fails.
     """
@@ -114,22 +101,17 @@ def measured_step(wanted: PredictRequest, device: str) -> "list[Measured]":
 def _measure_step(*given: Any) -> "Measured":
     """The last of a few steps on this rank and on a device, each on the same batch."""
     from shardwise.comm.world import init
-    from shardwise.observe.allocation_trace import MemoryRecorder
     from shardwise.observe.measured_timeline import measuring
-    from shardwise.prediction.first_fit import LONG, placed
 
     *request, device = given
     world, wanted = init(device), predict_request(*request)
     engine, batch = engine_on(wanted, world)
     for _ in range(STEPS - 1):
         engine.step(batch)
-    recorder = MemoryRecorder()
-    with measuring(engine, batch, recorder) as meter:
+    with measuring(engine, batch) as meter:
         engine.step(batch)
     world.barrier()
-    trace = recorder.trace
-    placements = {AS_ALLOCATED: placed(trace), IN_ARENA: placed(trace, LONG)}
-    return meter.events, placements, _allocator(world.device)
+    return meter.events, _allocator(world.device)
 
 
 def engine_on(request: PredictRequest, world: "World") -> "tuple[Engine, Any]":
@@ -162,15 +144,6 @@ def _allocator(device: "torch.device") -> dict[str, int]:
 def _event(title: str, event: "Event") -> dict[str, Any]:
     """The fields of an event; a prediction has no peak between events."""
     return {k: v for k, v in event._asdict().items() if k != "peak" or title == "measured"}
-
-
-def print_placements(placements: "dict[str, FirstFitResult]", console: Console) -> None:
-    """Print what a first-fit allocator needs for the measured step."""
-    table = Table("first-fit allocator", "bytes needed", "over peak", "fragmentation")
-    for name, one in placements.items():
-        over = f"{one.needed_bytes / one.peak_bytes:.3f}"
-        table.add_row(name, f"{one.needed_bytes:,}", over, f"{one.fragmentation:.1%}")
-    console.print(table)
 
 
 def print_allocator(found: dict[str, int], console: Console) -> None:

@@ -18,7 +18,7 @@ A measurement sets hooks on the modules of units and removes them at its end, so
 affected. `temporary` are the live bytes in no other category.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -48,14 +48,12 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import predict_with
 from shardwise.observe import meta_pass
-from shardwise.observe.allocation_trace import EVENT, LiveStorage, MemoryRecorder
 from shardwise.observe.dry_engine import DryRun
 from shardwise.observe.meter import Meter
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.data.outputs import tensors_in
 from shardwise.techniques.data.units import Unit
 from shardwise.techniques.pipeline.pipelined import Pipelined
-from shardwise.techniques.pipeline.runtime import Watch
 
 
 class SavedStorages:
@@ -82,11 +80,8 @@ class SavedStorages:
 class StepMeter(TorchDispatchMode):
     """The events of one step of one engine, on any device."""
 
-    def __init__(
-        self, engine: Engine, meter: Meter, batch: Any, recorder: MemoryRecorder | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, meter: Meter, batch: Any) -> None:
         super().__init__()
-        self.recorder = recorder
         self.engine, self.meter, self.saved = engine, meter, SavedStorages()
         self.batch = {
             x.untyped_storage()._cdata for x in leaves(batch, Tensor, objects=True) if _is_tensor(x)
@@ -105,14 +100,7 @@ class StepMeter(TorchDispatchMode):
         if in_backward and not self.in_backward and not self.engine.staging:
             self.see("loss")
         self.in_backward = in_backward
-        self._record()
-        made = func(*args, **(kwargs or {}))
-        self._record()
-        return made
-
-    def _record(self) -> None:
-        if self.recorder is not None:
-            self.recorder.look(self._alive())
+        return func(*args, **(kwargs or {}))
 
     def see(self, kind: str, unit: str = "") -> None:
         """Record an event: the live bytes now, and the most since the previous event."""
@@ -123,17 +111,13 @@ class StepMeter(TorchDispatchMode):
         if kind == "forward" and self.events and self.events[-1].kind == "backward":
             self.microbatch += 1
         held = dict.fromkeys(MEASURED, 0)
-        alive = self._alive()
-        for _, category, stored_bytes in alive:
+        for category, stored_bytes in self._alive():
             held[category] += stored_bytes
-        if self.recorder is not None:
-            self.recorder.look(alive)
-            self.recorder.changes.append(EVENT)
         self.events.append(Event(kind, unit, self.microbatch, held, max(peak, sum(held.values()))))
         places = ((s.place, s.nbytes() or 0) for s in self.meter.storages.values())
         self.on_host.append(sum(n for p, n in places if p[::2] == (ACTIVATIONS, "host")))
 
-    def _alive(self) -> list[LiveStorage]:
+    def _alive(self) -> Iterator[tuple[str, int]]:
         """The live storages of the device except the batch: category and bytes of each."""
         self.meter.now()  # tracks new tensors of the engine
         weights = (pair for flat in self.engine.flats for pair in memory.weights_of(flat))
@@ -141,7 +125,6 @@ class StepMeter(TorchDispatchMode):
         recomputed = self.engine.recompute.modules.values()
         inputs = {x.untyped_storage()._cdata for one in recomputed for x in one.kept_tensors()}
         saved = self.saved.keys() | inputs
-        found: list[LiveStorage] = []
         for key, storage in self.meter.storages.items():
             category = storage.place.category
             if key in gathered:
@@ -149,8 +132,7 @@ class StepMeter(TorchDispatchMode):
             elif category == ACTIVATIONS:
                 category = KEPT if key in saved else TEMPORARY
             if key not in self.batch and storage.place.tier == "device":
-                found.append(LiveStorage(storage, category, storage.nbytes() or 0))
-        return found
+                yield category, storage.nbytes() or 0
 
     # --- the hooks --------------------------------------------------------------------------------
 
@@ -185,38 +167,19 @@ class StepMeter(TorchDispatchMode):
             self.see(str(step))
 
 
-class _Watch:
-    """The watch of a pipeline's run: reports each step to the meter and to another watch."""
-
-    def __init__(self, acted: Callable[[Step], None], other: Watch | None) -> None:
-        self.acted, self.other = acted, other
-
-    def now(self) -> float:
-        return 0.0 if self.other is None else self.other.now()
-
-    def __call__(self, step: Step, start_s: float, end_s: float) -> None:
-        if self.other is not None:
-            self.other(step, start_s, end_s)
-        self.acted(step)
-
-
 @contextmanager
-def measuring(
-    engine: Engine, batch: Any, recorder: MemoryRecorder | None = None, *, peaks: bool = True
-) -> Iterator[StepMeter]:
+def measuring(engine: Engine, batch: Any, *, peaks: bool = True) -> Iterator[StepMeter]:
     """Measure the step of `engine` on `batch` inside the `with`.
 
-    `recorder` records every storage that is allocated and freed. Without `peaks` only the live
-    bytes at the events are measured, not the most between them.
+    Without `peaks` only the live bytes at the events are measured, not the most between them.
     """
     with ExitStack() as stack:
         meter = stack.enter_context(Meter(engine, peaks=peaks))
-        seen = StepMeter(engine, meter, batch, recorder)
+        seen = StepMeter(engine, meter, batch)
         passes = engine.passes
         if isinstance(passes, Pipelined):
-            before = passes.watch
-            passes.watch = _Watch(seen.acted, before)
-            stack.callback(setattr, passes, "watch", before)
+            passes.watch = seen.acted
+            stack.callback(setattr, passes, "watch", None)
         else:
             seen.hook(stack)
         stack.callback(engine.optimizer.torch.register_step_pre_hook(seen.updates).remove)

@@ -285,10 +285,7 @@ class Counted:
     buffers: list[Any]
     most: int = 0
 
-    def now(self) -> float:
-        return 0.0
-
-    def __call__(self, step: Any, start_s: float, end_s: float) -> None:
+    def __call__(self, step: Any) -> None:
         self.most = max(self.most, self.alive())
 
     def alive(self) -> int:

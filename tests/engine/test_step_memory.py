@@ -22,18 +22,15 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor
 from shardwise.models import gpt
 from shardwise.models.initial import fill
-from shardwise.observe.allocation_trace import MemoryRecorder
 from shardwise.observe.dry_engine import DryRun
 from shardwise.observe.live import Live, Stray
 from shardwise.observe.measured_timeline import measuring, predict_events
 from shardwise.observe.meter import Meter
-from shardwise.prediction.first_fit import AllocationTrace, peak_bytes
 from shardwise.prediction.rank_shape import gathered_bytes_on
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from tests.engine.cases import (
     Case,
     Task,
-    build,
     options_of,
     predictor,
     ranks_of,
@@ -216,34 +213,6 @@ def test_a_measurement_leaves_nothing_behind():
     after = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in engine.model.modules()]
     assert after == hooks and not engine.optimizer.torch._optimizer_step_pre_hooks
     assert len(meter.events) == seen > 4
-
-
-def recorded(world: World, plan: str) -> tuple[AllocationTrace, list[int], int]:
-    """The allocations of a step, the live bytes at each event, and the most of the meter."""
-    recorder, task = MemoryRecorder(), gpt_task(rows=8)
-    engine = build(world, task, Case(plan))
-    for step in range(2):
-        engine.step(mine(engine, task.batch(step)))
-    with measuring(engine, batch := mine(engine, task.batch(2)), recorder) as meter:
-        engine.step(batch)
-    return recorder.trace, [event.total for event in meter.events], meter.most_bytes
-
-
-@pytest.mark.full
-def test_a_trace_has_the_bytes_of_the_meter():
-    """At each event, and at the peak; each storage is allocated once and freed at most once."""
-    for trace, totals, most in run_threads(2, recorded, "dp2 zero3 fp32 recompute:full"):
-        live, seen = dict[int, int](), list[int]()
-        for storage, stored_bytes, allocated in trace.changes:
-            if not stored_bytes:
-                seen.append(sum(live.values()))
-            elif allocated:
-                assert storage not in live
-                live[storage] = stored_bytes
-            else:
-                assert live.pop(storage) == stored_bytes
-        assert seen == totals
-        assert max(totals) <= peak_bytes(trace.changes) <= most
 
 
 # --- units and arenas -----------------------------------------------------------------------------

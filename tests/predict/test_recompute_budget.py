@@ -1,16 +1,10 @@
-"""`recompute:SIZE`: the choice against all choices; its bytes and operations as measured.
-
-And the first-fit allocator on which a recorded step is run: what it needs, and fragmentation.
-"""
+"""`recompute:SIZE`: the choice against all choices; its bytes and operations as measured."""
 
 import random
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import shardwise as sw
@@ -21,14 +15,6 @@ from shardwise.models import gpt
 from shardwise.models.gpt import random_text
 from shardwise.models.initial import fill
 from shardwise.observe.meter import Meter
-from shardwise.prediction.first_fit import (
-    AllocationTrace,
-    Change,
-    FirstFit,
-    peak_bytes,
-    placed,
-    run,
-)
 from shardwise.techniques.recompute.apply import KEPT, Recomputation
 from shardwise.techniques.recompute.price_budget import BlockCost, cheapest
 from tests.pool import run_threads
@@ -235,55 +221,3 @@ def test_lengths_without_end_cost_a_bounded_number_of_predictions():
     assert asked == [*lengths]
     assert begun(1) == "1" and begun(1000) == "1000" and begun(999) == "1000"
     assert asked == [*lengths, 1, 1000]
-
-
-# --- first fit ------------------------------------------------------------------------------------
-
-
-def freed(storage: int, stored_bytes: int) -> Change:
-    return Change(storage, stored_bytes, allocated=False)
-
-
-#: Blocks keep 10 bytes each among temporary tensors; then one tensor of 60 bytes is wanted.
-CHANGES = [
-    *(Change(0, 30), Change(1, 10), freed(0, 30)),
-    *(Change(2, 25), Change(3, 10), freed(2, 25)),
-    *(Change(-1, 0), Change(4, 60), freed(4, 60), freed(1, 10), freed(3, 10)),
-]
-OF = {0: "temporary", 1: "kept", 2: "temporary", 3: "kept", 4: "temporary"}
-
-
-def test_a_step_that_fails_by_first_fit_and_runs_with_an_arena():
-    """With the bytes of the peak the long-lived tensors divide what is free; in an arena not.
-
-    Fragmentation is one minus the largest request over free bytes: 61 fails though 90 are free.
-    """
-    memory = FirstFit(100)
-    assert memory.allocate(0, 30) and memory.allocate(1, 10)
-    memory.free(0)
-    assert memory.fragmentation == pytest.approx(1 - 60 / 90)
-    assert not memory.allocate(2, 61) and memory.allocate(2, 60)
-    assert memory.fragmentation == 0
-    trace = AllocationTrace(CHANGES, OF)
-    assert peak_bytes(CHANGES) == 80
-    assert run(CHANGES, 80) is None
-    without, with_arena = placed(trace), placed(trace, ("kept",))
-    assert with_arena == (80, 80, 0.0)
-    assert without.needed_bytes > 80 and without.fragmentation > 0.2
-
-
-@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9)), max_size=40))
-def test_ranges_never_overlap_and_a_run_needs_at_least_the_peak(asked: list[tuple[int, int]]):
-    """Whatever is allocated and freed, in any order."""
-    memory, changes, live = FirstFit(1000), list[Change](), list[Change]()
-    for number, (stored_bytes, drop) in enumerate(asked):
-        live.append(Change(number, stored_bytes))
-        changes.append(live[-1])
-        if memory.allocate(number, stored_bytes) and drop < len(live):
-            gone = live.pop(drop)
-            changes.append(gone._replace(allocated=False))
-            memory.free(gone.storage)
-        spans = sorted(memory.of.values())
-        assert all(a[1] <= b[0] for a, b in pairwise(spans))
-    found = placed(AllocationTrace(changes, dict.fromkeys(range(len(asked)), "kept")))
-    assert found.needed_bytes >= found.peak_bytes == peak_bytes(changes)

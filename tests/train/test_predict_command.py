@@ -118,7 +118,7 @@ def test_the_moments_of_a_step(tmp_path: Path, capsys: Capture) -> None:
     totals = [sum(event["by_category"].values()) for event in said["predicted"]["events"]]
     assert said["predicted"]["peak"]["bytes"] == max(totals)
     assert "<svg" in (tmp_path / "step.svg").read_text()
-    assert "forward embed" in printed(capsys, *argv)
+    assert "bytes at the most" in printed(capsys, *argv)
 
 
 @pytest.mark.full
@@ -130,10 +130,7 @@ def test_a_measurement_beside_the_prediction(capsys: Capture) -> None:
     )
     measured = said["measured"]["events"]
     peak = max(event["peak"] for event in measured)
-    assert len(said["first_fit"]) == 2
-    for one in said["first_fit"].values():
-        assert one["needed_bytes"] >= one["peak_bytes"] >= said["measured"]["peak"]["bytes"]
-        assert one["peak_bytes"] <= peak and 0 <= one["fragmentation"] < 1
+    assert peak >= said["measured"]["peak"]["bytes"]
     for event in measured:
         del event["by_category"]["temporary"], event["peak"]
     predicted = [dict(event) for event in said["predicted"]["events"]]

@@ -11,7 +11,7 @@ requires one, zeros if there is none.  A bundle between two stages of one rank i
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from textwrap import fill
 from typing import Any, Protocol
@@ -72,11 +72,8 @@ class Work(Protocol):
         ...
 
 
-class Watch(Protocol):
-    """Observes a run: `now` returns seconds; each step is reported with its two times."""
-
-    def now(self) -> float: ...
-    def __call__(self, step: Step, start_s: float, end_s: float) -> None: ...
+#: Observes a run: each step is reported when it has ended.
+Watch = Callable[[Step], None]
 
 
 def open_channels(schedule: Schedule, axis: Axis, device: torch.device) -> None:
@@ -101,18 +98,17 @@ def run(
 
     Errors of a step propagate; in a pipeline a note adds the row and marks the step.  Messages use
     the ways of the axis (`open_channels`), and its ledger counts them.  On CUDA the processor runs
-    ahead of the device, unless `watch` synchronises.
+    ahead of the device.
     """
     whole = lower(schedule)
     row, place = whole.rows[axis.rank], 0
     try:
         live = _Live(whole, axis, work, table)
         for place in range(len(row)):
-            start_s = watch.now() if watch else 0.0
             with record_function(str(row[place])) if _profiler_enabled() else nullcontext():
                 live.do(row[place])
             if watch:
-                watch(row[place], start_s, watch.now())
+                watch(row[place])
         live.end(whole=table is None)
     except BaseException as error:
         if whole.last_stage:

@@ -1,11 +1,6 @@
-"""The picture of a step: the memory at each of its events, on the screen and as a file.
+"""The memory of a step: a table of the most of each category, and a picture of all events.
 
-    forward blocks.1    3.1 MiB  ####======~~~
-    loss                5.0 MiB  ####======~~~~~~~~~~~
-    backward blocks.1   4.2 MiB  ####====~~~~~~
-
-Each category has a colour; the length of a row is its sum. A measurement and a prediction are drawn
-to one scale.
+A measurement and a prediction are drawn to one scale.
 """
 
 from collections.abc import Sequence
@@ -13,26 +8,23 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from rich.table import Table
-from rich.text import Text
 
 from shardwise.core.errors import bad
 from shardwise.core.memory_table import GATHERED, KEPT, PREDICTED, TEMPORARY, Event
-from shardwise.train.measure.progress import size_text, unit_of
+from shardwise.train.measure.progress import unit_of
 from shardwise.train.report.plots import new_figure
 
-#: By category: the colour, and the character of a bar on the screen.
-LOOK: Final[dict[str, tuple[str, str]]] = {
-    "parameters": ("#2a6f97", "#"),
-    GATHERED: ("#89c2d9", "+"),
-    "gradients": ("#f4a259", "="),
-    "optimizer": ("#8f5a9e", "%"),
-    "buffers": ("#b0b0b0", "b"),
-    KEPT: ("#5b8c5a", "~"),
-    TEMPORARY: ("#d0d0d0", "."),
+#: The colour of each category.
+COLOURS: Final[dict[str, str]] = {
+    "parameters": "#2a6f97",
+    GATHERED: "#89c2d9",
+    "gradients": "#f4a259",
+    "optimizer": "#8f5a9e",
+    "buffers": "#b0b0b0",
+    KEPT: "#5b8c5a",
+    TEMPORARY: "#d0d0d0",
 }
 NOT_PREDICTED: Final = "not predicted"
-WIDTH: Final = 48  # characters of the longest bar
-ROWS: Final = 40  # of a picture on the screen, at most
 
 
 class Series(NamedTuple):
@@ -55,7 +47,7 @@ def peaks(series: Sequence[Series]) -> Table:
         f"{event.peak:,} before {event}" if TEMPORARY in event.by_category else NOT_PREDICTED
         for event in highest
     )
-    for category in LOOK:
+    for category in COLOURS:
         table.add_row(category, *(_most(one, category) for one in series))
     table.add_row("all", *(f"{one.highest.total:,} {one.highest}" for one in series))
     table.add_row("all, between events", *between)
@@ -67,33 +59,6 @@ def _most(series: Series, category: str) -> str:
     if category not in most.by_category:
         return NOT_PREDICTED
     return f"{most.by_category[category]:,} {most if most.by_category[category] else ''}".strip()
-
-
-def on_screen(series: Series, scale_bytes: int) -> Table:
-    """A bar for each event; of more than `ROWS` events, the longest of each few neighbours."""
-    table = Table.grid(padding=(0, 2))
-    for event in _fewer(series.events):
-        bar, used = Text(), 0.0
-        for category, (colour, character) in LOOK.items():
-            before = used
-            used += WIDTH * event.by_category.get(category, 0) / max(1, scale_bytes)
-            bar.append(character * (round(used) - round(before)), style=colour)
-        table.add_row(Text(str(event)), Text(size_text(event.total), justify="right"), bar)
-    return table
-
-
-def legend() -> Text:
-    """The character of each category."""
-    text = Text()
-    for category, (colour, character) in LOOK.items():
-        text.append(f"{character} {category}   ", style=colour)
-    return text
-
-
-def _fewer(events: Sequence[Event]) -> Sequence[Event]:
-    each = -(-len(events) // ROWS)
-    groups = [events[at : at + each] for at in range(0, len(events), each)]
-    return [max(group, key=lambda event: event.total) for group in groups]
 
 
 def draw(path: Path, series: Sequence[Series]) -> None:
@@ -109,7 +74,7 @@ def draw(path: Path, series: Sequence[Series]) -> None:
         shown = [c for c in (*PREDICTED, TEMPORARY) if any(found.get(c) for found in stored)]
         at = range(len(one.events))
         sizes = [[found.get(c, 0) / unit_bytes for found in stored] for c in shown]
-        axes.stackplot(at, sizes, labels=shown, colors=[LOOK[c][0] for c in shown], step="mid")
+        axes.stackplot(at, sizes, labels=shown, colors=[COLOURS[c] for c in shown], step="mid")
         if TEMPORARY in shown:
             highest = [event.peak / unit_bytes for event in one.events]
             axes.step(
