@@ -16,6 +16,7 @@ from docs.reference import ENGINE, MEMBERS, PAGES, WORLD
 from shardwise.comm.start.rendezvous import Limits
 from shardwise.comm.world import alone
 from shardwise.engine.options import EngineOptions
+from shardwise.engine.step_end import StepResult
 from shardwise.train.config import Config
 from shardwise.train.measure.metrics import Record
 from tests.docs.pages import DOCS, ROOT, text_of
@@ -61,9 +62,14 @@ def test_every_key_has_a_meaning() -> None:
     for section in Config.model_fields.values():
         model = type(section.default)
         assert [key for key, field in model.model_fields.items() if not field.description] == []
-    for kind in (Record, sw.Metrics, EngineOptions):
-        listed = rows(inspect.cleandoc(kind.__doc__ or ""))
-        assert [name for name, _ in listed] == [field.name for field in fields(kind)]
+    metrics = sw.Metrics(StepResult(0.0, 0, None, False, 1.0, (), 0.0), 0.1, 0, clips=False)
+    keys: dict[type, list[str]] = {
+        kind: [f.name for f in fields(kind)] for kind in (Record, EngineOptions)
+    }
+    keys[sw.Metrics] = [name for name in dir(metrics) if not name.startswith("_")]
+    for kind, names in keys.items():
+        listed = [name for name, _ in rows(inspect.cleandoc(kind.__doc__ or ""))]
+        assert sorted(listed) == sorted(names)
 
 
 def test_the_variables_are_those_that_the_package_reads() -> None:
