@@ -116,9 +116,20 @@ class Metrics:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_result": self._read()}
 
-    def __repr__(self) -> str:
+    def _values(self) -> dict[str, Any]:
         names = "loss", "tokens", "grad_norm", "skipped", "lr", "bytes"
-        return f"Metrics({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+        return {name: getattr(self, name) for name in names}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Metrics) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._values().values()))
+
+    def __repr__(self) -> str:
+        return (
+            f"Metrics({', '.join(f'{name}={value!r}' for name, value in self._values().items())})"
+        )
 
 
 def update_or_skip(
