@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.derive.axes import Dim, TracedAxis, fresh, leaves, mix, unite
 from shardwise.derive.axis_rules import Dims, propagate
 from shardwise.derive.events import TraceEvent, mixes_positions
+from shardwise.observe import kernels
 from shardwise.observe.meta_pass import as_on_processor
 from shardwise.techniques.data.outputs import tensors_in
 from shardwise.techniques.tensor.styles import ModuleShape
@@ -140,7 +141,7 @@ class OperationTrace:
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Trace the axes through an operation below autograd."""
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel()]
-        if self.done or self._in_layer:
+        if self.done or self._in_layer or func is kernels.ATTENTION:  # see `attention`
             return
         if self.uniform and named(func) in UNIFORM and not given:
             for y in (x for x in tree_leaves(out) if isinstance(x, Tensor) and x.numel()):

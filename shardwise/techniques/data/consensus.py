@@ -67,7 +67,7 @@ class Consensus:
         #: of the first forward pass of a loop: a checksum of its inputs, and the square
         self.share = doubles_on([0, 0], device)
         #: the sums of a step, on their way to the host
-        self.unread: tuple[HostNumbers, Scaling, bool] | None = None
+        self.unread: tuple[HostNumbers, Scaling] | None = None
 
     def gathers(self, unit: int) -> None:
         """Record that the unit of this number is gathered."""
@@ -95,11 +95,10 @@ class Consensus:
 
     def begin(self, scaling: Scaling) -> None:
         """Begin to sum the summary of a backward pass, and what `scaling` adds."""
-        if self.ranks > 1:
-            first = not self.rounds
-            own = scaling.joined(self.summary())
-            own = torch.cat([own, self.share]) if first else own
-            self.unread = HostNumbers(self.begin_agree(own).wait()), scaling, first
+        if self.ranks > 1:  # as many numbers in each step: a rank may be a step ahead
+            own = torch.cat([scaling.joined(self.summary()), self.share])
+            self.share = torch.zeros_like(self.share)
+            self.unread = HostNumbers(self.begin_agree(own).wait()), scaling
         self.same.doubts.passes = 0
 
     def end(self) -> None:
@@ -120,13 +119,11 @@ class Consensus:
         """
         unread, self.unread = self.unread, None
         if unread is not None:
-            numbers, scaling, first = unread
-            found = scaling.compared(numbers.read())
-            if first:
-                *found, total, squares = found
-                if not self.same.data_rank():
-                    part = "world.size, world.rank", "world.rank::world.size"
-                    warn_of_equal_shares((total, squares), self.ranks, *part)
+            numbers, scaling = unread
+            *found, total, squares = scaling.compared(numbers.read())
+            if not self.same.data_rank():
+                part = "world.size, world.rank", "world.rank::world.size"
+                warn_of_equal_shares((total, squares), self.ranks, *part)
             self._take(found)
         if self.differs and all_ranks:
             self.differs = False
