@@ -103,14 +103,13 @@ def _numbers_of(node: Any) -> Iterable[str]:
 
 
 def _differentiated() -> Any:
-    for frame in (sys._getframe(), *sys._current_frames().values()):
-        calls = (f for f in _outer(frame) if f.f_code is torch.autograd.backward.__code__)
-        if (call := next(calls, None)) is not None:
-            return call.f_locals["tensors"]
-    return None
-
-
-def _outer(frame: FrameType | None) -> Iterable[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    """The tensors of the call of `backward` that runs. Keeps no frame, which would keep a model."""
+    found, frames = None, [sys._getframe(1), *sys._current_frames().values()]
+    while frames and found is None:
+        frame: FrameType | None = frames.pop(0)
+        while frame is not None and frame.f_code is not torch.autograd.backward.__code__:
+            frame = frame.f_back
+        found = None if frame is None else frame.f_locals["tensors"]
+        del frame
+    frames.clear()
+    return found
