@@ -35,7 +35,7 @@ from shardwise.engine.optimizer.updating import Updates, optimizer_and_updater
 from shardwise.engine.precision import DTYPES
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.state import state
-from shardwise.engine.step_end import Metrics, StepResult, Unread
+from shardwise.engine.step_end import Metrics, PendingResult, StepResult
 from shardwise.engine.training import Build, Training
 from shardwise.prediction.traffic import TrafficLine, by_kind
 from shardwise.techniques.data.apply import cast_whole
@@ -97,7 +97,7 @@ class Engine:
         self.coming: state.Loading | None = None  # a checkpoint that is being loaded
         self.shares_compared = False  # whether data ranks have compared a batch
         self.weights: LossWeights | None = None  # of a step that has not ended, or raised
-        self.unread: Unread | None = None  # of the last step, until it is reported
+        self.unread: PendingResult | None = None  # of the last step, until it is reported
         self.last: dict[Key, Tally] = {}  # what the last step sent
         self.world.tiers.bound_device(self.plan.device_memory_bytes)
 
@@ -253,7 +253,7 @@ class Engine:
 
     def _settle(
         self, summed: Tensor, count: float, arriving: Iterator[Unit]
-    ) -> Unread | StepResult:
+    ) -> PendingResult | StepResult:
         """Finish the reductions, agree, update, and begin to gather for the next step."""
         reported = self.guard.reported_loss(summed).view(1)
         own = torch.cat([reported, summed.new_full((1,), count), self.consensus.summary()])
@@ -272,7 +272,7 @@ class Engine:
         squares, differs = self.updates.squares(differs) if by_norm else (sums[:1] * 0, differs)
         numbers = torch.cat([*weights.factor, sums, squares, differs])
         same, late, arriving = self.consensus.same, self.updates.on_device, chain(first, arriving)
-        unread = Unread(self.steps + 1, numbers, same, by_norm=by_norm, raises=raises)
+        unread = PendingResult(self.steps + 1, numbers, same, by_norm=by_norm, raises=raises)
         if not late:
             step_end.update_or_skip(self, unread, summed, arriving)
         else:

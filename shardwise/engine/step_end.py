@@ -39,7 +39,7 @@ class StepResult:
     differs: float  # not 0 if ranks that must have the same have not
 
 
-class Unread:
+class PendingResult:
     """The numbers of a step on their way to the host, with what is needed to report them.
 
     over, parts, loss, tokens, used..., checksum, sum of squares of gradients, differs
@@ -73,7 +73,7 @@ class Unread:
 
 
 class Metrics:
-    """The metrics of one step.  On a GPU, to read one waits until the step has made its gradients.
+    """The metrics of one step.  On a GPU, reading one waits for the gradients of the step.
 
     loss       the mean over the tokens of the global batch
     tokens     their number
@@ -86,13 +86,13 @@ class Metrics:
     """
 
     def __init__(
-        self, result: Unread | StepResult, lr: float, sent_bytes: int, *, clips: bool
+        self, result: PendingResult | StepResult, lr: float, sent_bytes: int, *, clips: bool
     ) -> None:
         self._result, self._clips = result, clips
         self.lr, self.bytes = lr, sent_bytes
 
     def _read(self) -> StepResult:
-        if isinstance(self._result, Unread):
+        if isinstance(self._result, PendingResult):
             self._result = self._result.checked()
         return self._result
 
@@ -133,18 +133,18 @@ class Metrics:
 
 
 def update_or_skip(
-    engine: "Engine", unread: Unread, summed: Tensor, arriving: Iterable[Unit]
+    engine: "Engine", unread: PendingResult, summed: Tensor, arriving: Iterable[Unit]
 ) -> None:
     """Update after the host has read the numbers of the step; `summed` is this rank's loss."""
-    result, updates = _heard(engine, unread), engine.updates
+    result, updates = _checked_result(engine, unread), engine.updates
     if result.skipped:
         error = updates.leave_out(unread.step, summed, _norm_of(result))
-        if error is not None and not engine.passes.leave_out():  # the step has changed nothing
+        if error is None:
+            return
+        if not engine.passes.leave_out():  # the step has changed nothing
             engine.data.units.begin_unshard()
             engine.data.in_step = False
-        if error is not None:
-            raise error
-        return
+        raise error
     if result.norm is not None:
         updates.by_norm(result.norm, result.correction)
     else:
@@ -160,7 +160,7 @@ def report(engine: "Engine", summed: Tensor | None = None) -> None:
     unread, engine.unread = engine.unread, None
     if unread is None:
         return
-    result, guard = _heard(engine, unread), engine.guard
+    result, guard = _checked_result(engine, unread), engine.guard
     note_factor(engine, unread)
     if not result.skipped:
         guard.passed()
@@ -176,14 +176,14 @@ def report(engine: "Engine", summed: Tensor | None = None) -> None:
         raise error
 
 
-def note_factor(engine: "Engine", unread: Unread | None) -> None:
+def note_factor(engine: "Engine", unread: PendingResult | None) -> None:
     """Tell the optimizer the factor of the gradients of its last update."""
     if unread is not None and not unread.read().skipped:
         result = unread.read()
         engine.optimizer.factor = result.correction * engine.updates.shrink(result.norm)
 
 
-def _heard(engine: "Engine", unread: Unread) -> StepResult:
+def _checked_result(engine: "Engine", unread: PendingResult) -> StepResult:
     """The numbers of a step. Raises InputError on all ranks for what differs between them."""
     result, same = unread.read(), unread.same
     unread.same = None

@@ -91,8 +91,8 @@ class MemoryStates(States):
 
         In 16 bits each has its own call, which needs its gradients in 32.
         """
-        if skips is not None:
-            vars(self.optimizer.torch)["found_inf"] = skips
+        options = vars(self.optimizer.torch)
+        options["found_inf"] = skips  # which torch's fused kernels read
         half = [k for k in gradients if self.flats[k].dtype in HALF]
         plain = [k for k in gradients if k not in self.masters]
         wide = [k for k in gradients if k in self.masters and k not in half]
@@ -103,8 +103,7 @@ class MemoryStates(States):
                 self.optimizer.step_members(members)
             for k in part:
                 self._end_step(k)
-        if skips is not None:
-            del vars(self.optimizer.torch)["found_inf"]
+        options["found_inf"] = None
 
     def _attach(self, k: int, gradient: Gradient, scale: Tensor | float) -> list[Member]:
         """Give what is updated its gradient, in 32 bits or more; the tensors and their groups."""

@@ -139,7 +139,7 @@ class ShardedOptimizer(Optimizer):
         self.defaults = self.torch.defaults
         self.had_states = False
         self.replaced = False  # whether the program has put states in the place of others
-        self.noted = 0  # what a change of the states since the last update would change
+        self.noted = 0  # a number of the states after the last update: see `versions`
         self.param_groups, self.state = self.torch.param_groups, self.torch.state  # shared
         self.spec_options = [groups.options(group) for group in self.param_groups]
         numbered = enumerate(self.param_groups)
@@ -300,7 +300,9 @@ class ShardedOptimizer(Optimizer):
         groups.take_changed(self.param_groups, self.spec_options, saved)
 
     def compared(self) -> tuple[dict[str, Any], bool]:
-        """The options of the groups, which ranks must have alike; if the program changed states.
+        """The options of the groups, which must be equal on all ranks.
+
+        Also whether the program has changed optimizer states since the last update.
 
         Raises InputError for a learning rate, of a scheduler or a program, that is not finite.
         """
@@ -314,7 +316,7 @@ class ShardedOptimizer(Optimizer):
         return found, changed or (bool(self.noted) and self._noted() != self.noted)
 
     def note(self) -> None:
-        """An update has ended: what changes states from now on is the program."""
+        """An update has ended: states that change from now on are changed by the program."""
         self.noted = self._noted()
 
     def _noted(self) -> int:

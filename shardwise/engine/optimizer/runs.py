@@ -99,7 +99,7 @@ class Runs:
         return made
 
     def _shown(self) -> int:
-        """What changes if a state of a parameter is another object."""
+        """A hash that changes if a parameter's state is replaced by another object."""
         states = filter(None, map(self.optimizer.state.get, self.targets))
         return hash(tuple(map(id, chain.from_iterable(state.values() for state in states))))
 
@@ -127,7 +127,7 @@ class Runs:
         self.joined = False
 
     def loaded(self) -> list[Tensor]:
-        """Join loaded states that are alike again; returns the state tensors."""
+        """After states were loaded, join equal ones into runs again. Returns the state tensors."""
         self.joined = self.joined or self._join()
         return self._tensors()
 

@@ -27,7 +27,7 @@ from shardwise.engine.optimizer.memory_states import MemoryStates
 from shardwise.engine.optimizer.optimizer import Factor, OnDevice, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer.scale import LossScale
-from shardwise.engine.step_end import Unread
+from shardwise.engine.step_end import PendingResult
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Unit
@@ -107,7 +107,7 @@ class Updates:
         self._update(self._parts(arriving, self.early_bytes or EARLY_BYTES), correction)
 
     def without_wait(
-        self, unread: Unread, numbers: Tensor, alone: float | None, arriving: Iterable[Unit]
+        self, unread: PendingResult, numbers: Tensor, alone: float | None, arriving: Iterable[Unit]
     ) -> None:
         """Update by the numbers of a step that the device may not have made yet.
 

@@ -1,4 +1,4 @@
-"""What may be no mistake if ranks differ in it: they warn of each kind once.
+"""Differences between ranks that may be intended: each kind is warned about once.
 
     passes     backward passes of a loop's step, whose gradients are summed at once
     writes     of the program to parameters, optimizer states and gradients, between steps
