@@ -1,8 +1,9 @@
-"""Recipes, their groups, and torch's learning rate schedulers on `engine.optimizer`."""
+"""Recipes, their groups, and torch's learning rate schedulers and hooks on `engine.optimizer`."""
 
 import copy
 import warnings
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch.optim import Optimizer, lr_scheduler
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from tests.engine.cases import regression, share, vectors
+from tests.engine.cases import Case, build, regression, share, vectors
+from tests.engine.tensors import gpt_task, mine
 from tests.engine.zoo import make
 from tests.pool import run_gloo, run_threads
 
@@ -233,3 +235,23 @@ def test_a_rate_that_is_not_finite_is_refused_before_the_update(lr: Any):
     assert all(map(torch.equal, engine.model.parameters(), before))
     engine.set_lr(0.01)
     step_of(engine, 0)
+
+
+def hooked(world: World, plan: str) -> list[str]:
+    """What happens in two steps: hooks of the program, and steps of torch's optimizer."""
+    engine, found = build(world, task := gpt_task(rows=8), Case(plan)), list[str]()
+    engine.optimizer.register_step_pre_hook(lambda *_: found.append("before"))
+    engine.optimizer.register_step_post_hook(lambda *_: found.append("after"))
+    engine.optimizer.torch.register_step_pre_hook(lambda *_: found.append("update"))
+    for step in range(2):
+        engine.step(mine(engine, task.batch(step)))
+    return found
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero1 bf16", "dp2 offload:optim", "pp2 pipedream:2"])
+def test_step_hooks_of_the_program_run_around_each_update(plan: str):
+    """Once a step, however many calls it takes; under PipeDream around each update of a stage."""
+    for found in run_threads(2, hooked, plan):
+        assert [word for word, _ in groupby(found)] == ["before", "update", "after"] * (
+            4 if "pipedream" in plan else 2
+        )

@@ -172,6 +172,15 @@ class ShardedOptimizer(Optimizer):
         fused = all(group.get("fused") for group in self.param_groups)
         return fused and hasattr(self.torch, "_step_supports_amp_scaling")
 
+    @contextmanager
+    def step_hooks(self) -> Iterator[None]:
+        """Run the program's step hooks before and after an update, which is made inside."""
+        for hook in [*self._optimizer_step_pre_hooks.values()]:
+            hook(self, (), {})
+        yield
+        for hook in [*self._optimizer_step_post_hooks.values()]:
+            hook(self, (), {})
+
     def update(self, flats: Sequence[Flat], factor: Factor = 1.0) -> None:
         """Update `flats` from their gradients, each times `factor`."""
         self.follow(flats)  # not all: others may be becoming pieces in the main thread

@@ -9,6 +9,7 @@ Where an update is made is the rule of the updater (techniques/offload/updater.p
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -180,7 +181,9 @@ class Updates:
             yield part
 
     def _update(self, parts: Iterable[Sequence[Flat]], factor: Factor) -> None:
-        self.updater.update(parts, factor, self.early_bytes or MOST_BYTES)
+        hooks = nullcontext() if self.updater.by_schedule else self.optimizer.step_hooks()
+        with hooks:
+            self.updater.update(parts, factor, self.early_bytes or MOST_BYTES)
         self.optimizer.note()
 
     def leave_out(self, step: int, summed: Tensor, norm: float | None) -> NonFiniteError | None:

@@ -173,8 +173,8 @@ class Stale(Updater[Flat]):
         params = tuple(p for flat in flats for p in flat.params)
         for unit in self.units.units[stage]:
             unit.to_sharded()
-        with _uncounted(params):
-            if isinstance(factor, OnDevice) or not spoilt.item():
+        if isinstance(factor, OnDevice) or not spoilt.item():
+            with self.optimizer.step_hooks(), _uncounted(params):
                 self.optimizer.update(flats, factor)
         self.guard.spoil(spoilt, flats)
         self.optimizer.clear(flats)
