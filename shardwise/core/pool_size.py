@@ -2,7 +2,8 @@
 
 Received messages that a rank adds to its own data, and sums of 16-bit numbers in fp32, are in one
 pool (comm/gloo/pool.py). A message that would take more than a quarter of it is sent in pieces, so
-the memory does not grow with the model or the world. (Constant-size buffers, C_B: Rajbhandari et
+the memory does not grow with the model or the world. NCCL sums in the memory of the tensors: on
+CUDA there is a pool only of the size that a plan says. (Constant-size buffers, C_B: Rajbhandari et
 al., "ZeRO", arXiv 1910.02054, section 6.2.)
 """
 
@@ -21,19 +22,21 @@ SUMS: Final = 4
 BUCKETS: Final = 2
 
 
-def pool_bytes(plan: "Plan", model_bytes: int) -> int:
+def pool_bytes(plan: "Plan", model_bytes: int, device: str) -> int:
     """The bytes of each rank's pool; 0 for a plan of one rank, which sends nothing.
 
     `model_bytes` are those of the full model's parameters: the default pool is not larger.
+    `device` is "cpu" or "cuda".
     """
     if plan.size == 1:
         return 0
-    return plan.buffers_bytes or usual_pool_bytes(_longest(plan), plan.bucket_bytes, model_bytes)
+    usual_bytes = usual_pool_bytes(_longest(plan), plan.bucket_bytes, model_bytes, device)
+    return plan.buffers_bytes or usual_bytes
 
 
-def usual_pool_bytes(ranks: int, bucket_bytes: int, model_bytes: int) -> int:
+def usual_pool_bytes(ranks: int, bucket_bytes: int, model_bytes: int, device: str) -> int:
     """The bytes of the default pool for axes of up to `ranks` ranks; 0 for a single rank."""
-    if ranks == 1:
+    if ranks == 1 or device == "cuda":
         return 0
     model_bytes += -model_bytes % (SLOTS * PIECE_BYTES)
     return max(min(BUCKETS * bucket_bytes, model_bytes), _smallest(ranks))

@@ -59,7 +59,7 @@ class Engine:
         by_unit = self.plan.states.moves().fetch is not None  # the model may not fit
         weights = RankZeroWeights.take(model, build.missing, self.world, self.dtype)
         cast_whole(model, self.dtype, self.world.device, build.fill, by_unit=by_unit)
-        pool = pool_bytes(self.plan, sum(p.nbytes for p in model.parameters()))
+        pool = pool_bytes(self.plan, sum(p.nbytes for p in model.parameters()), build.kernels)
         self.world.pool.reserve(pool, self.world.device)
         with self.ledger.phase("start"):
             sharded = self.sharded = lay_out(model, build, training.optimizer, weights, self.disk)

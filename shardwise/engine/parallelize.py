@@ -146,6 +146,7 @@ def build_engine(
         rows=rows,
         missing=missing,
         broadcast_buffers=options.broadcast_buffers,
+        kernels=options.kernels,
     )
     return first_step.engine_of(model, build, how)
 

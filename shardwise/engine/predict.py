@@ -212,6 +212,7 @@ class Predictor:
             check_every=self.options.checks,
             rerun_bytes=rerun_bytes,
             broadcast_buffers=self.options.broadcast_buffers,
+            device=self.options.kernels,
             notes=notes_of(spec.run.note, plan),
         )
 

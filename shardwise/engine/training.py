@@ -49,6 +49,7 @@ class Build:
     rows              rows(batch) is the number of rows of a batch; None: batch.py counts
     missing           tensors that rank 0 alone has (rank_zero_weights.py)
     broadcast_buffers every step and evaluation begins with rank 0's buffers
+    kernels           those of the device: "cpu" or "cuda"
     """
 
     plan: Plan
@@ -65,3 +66,4 @@ class Build:
     rows: Count | None = None
     missing: tuple[str, ...] = ()
     broadcast_buffers: bool = True
+    kernels: str = "cpu"

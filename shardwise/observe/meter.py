@@ -78,6 +78,7 @@ class Meter(TorchDispatchMode):
         self.engine, self.peaks = engine, peaks
         self.storages: dict[int, Storage] = {}
         self.before: set[int] = set()
+        self.bytes_before: dict[MeterKey, int] = {}
         self.peak_bytes = 0
         self.peak_places: dict[MeterKey, int] = {}
         self.host_bytes, self.host_places = 0, dict[MeterKey, int]()
@@ -85,9 +86,8 @@ class Meter(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._claim()
-        self.before = {
-            key for key, storage in self.storages.items() if storage.nbytes() is not None
-        }
+        self.bytes_before = self.now()
+        self.before = {*self.storages}
         self.peak_bytes, self.peak_places, self.most = 0, {}, {}
         self.host_bytes, self.host_places = 0, {}
         self._look()
@@ -130,14 +130,14 @@ class Meter(TorchDispatchMode):
         return total
 
     def leaks(self) -> list[Leak]:
-        """Live storages that were not alive when the meter was last entered.
+        """Live storages of which there are more bytes than when the meter was last entered.
 
-        The first step of an engine leaves its optimizer's state and the memory of gradients; later
-        steps leave nothing.
+        They are new ones, of a category and unit. The first step of an engine leaves its
+        optimizer's state and the memory of gradients; later steps leave nothing.
         """
-        self._claim()
-        new = [storage for key, storage in self.storages.items() if key not in self.before]
-        alive = [(storage, storage.nbytes()) for storage in new]
+        now, new = self.now(), [s for key, s in self.storages.items() if key not in self.before]
+        more = {place for place, n in now.items() if n > self.bytes_before.get(place, 0)}
+        alive = [(storage, storage.nbytes()) for storage in new if storage.place in more]
         return [Leak(n, each.made_by, each.place) for each, n in alive if n is not None]
 
     # --- tracking -----------------------------------------------------------------------------

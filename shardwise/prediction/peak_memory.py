@@ -10,7 +10,8 @@
 The parts are added up for each unit of the backward pass, and the largest sum is the peak:
 
     backward of unit k    kept by units 0 .. k, recomputed in k, and the most that is gathered and
-                          of gradients on the way meanwhile, in the first or a later microbatch
+                          of gradients on the way meanwhile, in the first or a later microbatch;
+                          of one microbatch gradients of units k and later, for a step frees them
 
 Under a pipeline, where several microbatches are on their way, the largest of each part is taken,
 and all gradients, which are reduced at the end.
@@ -60,7 +61,11 @@ def device_peak_bytes(found: "Prediction") -> int:
     most, kept = most_by_unit(acts, stored), _kept(found)
     for microbatches in range(min(2, plan.microbatches), 0, -1):
         acts.microbatch(found.spec, sync=microbatches == 1)
-    moments = [sum(kept[: k + 1]) + again.get(k, 0) + most.get(k, 0) for k in range(len(kept))]
+    later = [_freed(unit) if plan.microbatches == 1 else 0 for unit in every]
+    moments = [
+        sum(kept[: k + 1]) + again.get(k, 0) + most.get(k, 0) - sum(later[:k])
+        for k in range(len(kept))
+    ]
     return lasting + max(moments, default=found.activations)
 
 
@@ -89,6 +94,15 @@ def _on_the_way(unit: Sequence[Group], plan: Plan) -> int:
         block_bytes(group, sharded=False)
         for group in unit
         if group.moves.shards_gradient or (leaves and group.moves.offload)
+    )
+
+
+def _freed(unit: Sequence[Group]) -> int:
+    """The bytes of a unit's gradients between steps, which a step frees when it begins."""
+    return sum(
+        block_bytes(group, sharded=group.moves.shards_gradient)
+        for group in unit
+        if group.trained and not group.moves.offload
     )
 
 

@@ -44,7 +44,7 @@ class Prediction:
     `model` is the rank's part of `spec`, the full model.
     `norm`: gradients are clipped by their norm. `check_every`: in which steps ranks compare what
     they hold and compute; `rerun_bytes`: of a microbatch that another rank repeats.
-    `broadcast_buffers`: a step begins with rank 0's buffers. `notes` name results that depend on
+    `broadcast_buffers`: a step begins with rank 0's buffers. `device`: "cpu" or "cuda". `notes` name results that depend on
     the values of the batch.
     """
 
@@ -57,6 +57,7 @@ class Prediction:
     check_every: CheckEvery = NEVER
     rerun_bytes: int = 0
     broadcast_buffers: bool = True
+    device: str = "cpu"
     notes: tuple[str, ...] = ()
 
     def on(self, rank: int, plan: Plan | None = None) -> "Prediction":
@@ -106,7 +107,7 @@ class Prediction:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes of the device held between steps, by category."""
-        pool = pool_bytes(self.plan, self.spec.shape.stored_bytes)
+        pool = pool_bytes(self.plan, self.spec.shape.stored_bytes, self.device)
         unused = self.spec.run.unused
         rows = held_bytes(self.plan, self.model, self.optimizer, self.rank, pool, unused)
         return self._stored("device", rows)

@@ -101,7 +101,9 @@ def Pipe(  # noqa: N802
     consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
     plan = Plan(axes=((PIPELINE, world.size),))
     world = world.on(plan.mesh)
-    size_bytes = pool_bytes(plan, sum(p.nbytes for p in module.parameters()))
+    size_bytes = pool_bytes(
+        plan, sum(p.nbytes for p in module.parameters()), world.device.type
+    )
     world.pool.reserve(size_bytes, world.device)
     whole = _schedule(schedule, chunks, world.size)
     calls = calls_of(module)

@@ -234,8 +234,11 @@ def test_buffers_are_whole_on_every_rank():
     ],
 )
 def test_communication_buffers_are_the_plans(text: str, model_bytes: int, expected: int):
-    """A pool is no larger for a larger model or world; a single rank has none."""
-    assert pool_bytes(Plan.parse(text), model_bytes) == expected
+    """A pool is no larger for a larger model or world; a single rank, and NCCL, have none."""
+    plan = Plan.parse(text)
+    assert pool_bytes(plan, model_bytes, "cpu") == expected
+    asked = 0 if plan.size == 1 or plan.buffers_bytes is None else expected
+    assert pool_bytes(plan, model_bytes, "cuda") == asked
 
 
 # --- messages -------------------------------------------------------------------------------------

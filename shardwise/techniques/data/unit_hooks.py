@@ -173,6 +173,8 @@ class Data:
 
     def begin_step(self) -> None:
         """Begin the forward passes of an engine's step, with rank 0's buffers on every rank."""
+        for group in self.trained:
+            group.grads.free()
         self.consensus.phase("forward")
         self.consensus.buffers.refresh()
 

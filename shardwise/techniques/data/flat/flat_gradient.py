@@ -331,8 +331,13 @@ class FlatGradient:
             self.grad.zero_()
             self.gshard.copy_(block)
 
+    def free(self) -> None:
+        """Free the memory of dropped gradients on the device, until backward makes others."""
+        if not (self.attached or any(self.filled) or any(self.valid)) and not self.moves.offload:
+            self.grad, self.grad_views, self.gsum, self.gshard = None, [], None, None
+
     def clear(self) -> None:
-        """Drop the gradients; their memory stays for the next step."""
+        """Drop the gradients; their memory stays until the next step: `free`."""
         none = [False] * len(self.params)
         self.filled, self.valid, self.has_grad = list(none), list(none), list(none)
         self.resting = list(none)
