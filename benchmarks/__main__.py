@@ -15,8 +15,7 @@ from benchmarks.suite import MOST_REPEATS, plan_tasks, run
 from benchmarks.table import as_json, as_text
 from shardwise.cli.main import run_app
 from shardwise.core.errors import bad
-from shardwise.core.tools.arguments import choice, integer
-from shardwise.core.tools.suggest import suggest
+from shardwise.core.tools.arguments import choice, integer, suggest
 
 #: Suites that measure a part of offload or of saving, and the number of parameters without --size.
 _OF_PARTS: Final = {"disk": "25M", "save": "1M"}

@@ -23,8 +23,8 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.model_structure import shapes_of
 from shardwise.engine.state.box import Box
 from shardwise.engine.step_end import Metrics
-from shardwise.observe.kernels import kernels_of
 from shardwise.observe.meter import Leak, Meter
+from shardwise.observe.work import kernels_of
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.costs import Costs

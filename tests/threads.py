@@ -6,7 +6,7 @@ Ranks meet at a board: each shows its tensor, all wait, each reads what it needs
         rank 1   show   | gate read  | gate   write
         rank 2   show   |      read  |        write
 
-A collective counts by its definition (volume.py), as in a library.  Tests on threads prove logic,
+A collective counts by its definition (ledger.py), as in a library.  Tests on threads prove logic,
 not transports.  A rank that fails breaks every gate, so the others stop at once.  All ranks may be
 on one GPU.
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from shardwise.comm.transport import Links, Pending, Transport
 from shardwise.core.errors import RankError, causes
-from shardwise.techniques.replicas.threads import choose_vector_functions
+from shardwise.techniques.replicas.replicate import choose_vector_functions
 
 PATIENCE_S = 60.0  # after this time a wait is a hang, and raises
 

@@ -20,7 +20,7 @@ from benchmarks.contenders.contender import Contender, Loop, Setup, adamw, plain
 from benchmarks.contenders.deepspeed_peers import settings
 from benchmarks.contenders.ours import engine_of, looped, planned
 from shardwise.models import gpt, moe
-from shardwise.models.initial import fill
+from shardwise.models.trainable import fill
 from shardwise.techniques.expert.gate import Gate
 from shardwise.techniques.expert.moe_layer import Experts, MoE
 

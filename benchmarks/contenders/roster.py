@@ -12,7 +12,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.contenders.contender import Contender, Loop
 from shardwise.core.errors import bad
-from shardwise.core.tools.suggest import suggest
+from shardwise.core.tools.arguments import suggest
 
 _DATA: Final = (*torch_peers.PEERS, *deepspeed_peers.PEERS, *ours.DATA)
 _TENSOR: Final = (*torch_tensor.PEERS, torch_peers.DDP, *ours.TENSOR)

@@ -52,7 +52,7 @@ from shardwise.checkpoint.weights_folder import (
 from shardwise.checkpoint.writer import writing
 from shardwise.comm.world import alone
 from shardwise.core.errors import bad
-from shardwise.core.tools.suggest import beside
+from shardwise.core.tools.arguments import beside
 from shardwise.engine.state.box import Box, block
 
 BUFFER: Final = "buffer/"

@@ -18,9 +18,8 @@ import re
 import shutil
 from pathlib import Path
 
-from shardwise.core.errors import InputError, bad
+from shardwise.core.errors import InputError, bad, expanded
 from shardwise.core.tools.arguments import integer
-from shardwise.core.tools.user_files import expanded
 
 METADATA, SCALARS, MANIFEST = ".metadata", "scalars.json", "manifest.json"
 LATEST = "latest"

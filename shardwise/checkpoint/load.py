@@ -15,7 +15,7 @@ from shardwise.checkpoint.storage import Check, Pieces
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError
 from shardwise.engine.state.box import Box
-from shardwise.techniques.data.inference import normal_mode
+from shardwise.techniques.data.buffers import normal_mode
 
 _ALONE = "torch.distributed is (disabled|unavailable)"
 

@@ -23,8 +23,7 @@ from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.failure import damaged, foreign, unread
 from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.piece import pieces_of, read_piece
-from shardwise.core.errors import InputError
-from shardwise.core.tools.user_files import open_regular, read_text
+from shardwise.core.errors import InputError, open_regular, read_text
 
 FORMAT: Final = "shardwise manifest 1"
 #: Bytes of the largest manifest, some 400,000 files.

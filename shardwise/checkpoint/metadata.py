@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from shardwise.checkpoint.failure import damaged, unread
 from shardwise.checkpoint.folder import METADATA
 from shardwise.checkpoint.save_plans import check_whole
-from shardwise.core.tools.user_files import open_regular
+from shardwise.core.errors import open_regular
 
 _INDEX, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 #: The classes that an index may name, by module; also dtypes.

@@ -18,9 +18,8 @@ from shardwise.checkpoint.folder import MANIFEST, METADATA, SCALARS
 from shardwise.checkpoint.manifest import Manifest, read_manifest, require_files, require_sizes
 from shardwise.checkpoint.metadata import read_metadata
 from shardwise.checkpoint.piece import Piece, pieces_of
-from shardwise.core.errors import bad
+from shardwise.core.errors import bad, open_regular
 from shardwise.core.tools.arguments import is_count, short_repr
-from shardwise.core.tools.user_files import open_regular
 
 #: The first entry of scalars.json.
 FORMAT = "shardwise 2"

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from shardwise.checkpoint.failure import damaged, unread
-from shardwise.core.tools.user_files import open_regular
+from shardwise.core.errors import open_regular
 
 #: The header of a record in a zip archive: its length, without the name and the extra field after
 #: it, whose lengths are its last two numbers.

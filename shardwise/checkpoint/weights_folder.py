@@ -22,9 +22,8 @@ from torch import Tensor
 
 from shardwise.checkpoint.folder import as_path, sync
 from shardwise.checkpoint.writer import replace, settle, writing
-from shardwise.core.errors import InputError, bad
-from shardwise.core.tools.suggest import beside, suggest
-from shardwise.core.tools.user_files import read_text
+from shardwise.core.errors import InputError, bad, read_text
+from shardwise.core.tools.arguments import beside, suggest
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"

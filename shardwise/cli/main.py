@@ -31,7 +31,7 @@ from shardwise.core.errors import InputError, RankError, RunError, bad
 
 if TYPE_CHECKING:
     from shardwise.comm.start.launch import Ended
-    from shardwise.comm.start.stop_signal import StopSignal
+    from shardwise.comm.start.worker import StopSignal
     from shardwise.train.config import Config
     from shardwise.train.prepare import RunStart
 
@@ -261,7 +261,7 @@ def _started(
     """Train, or check what would be trained; returns the exit code."""
     from shardwise.cli.lossy_stream import LossyStream
     from shardwise.comm.start.rendezvous import environment, launched
-    from shardwise.comm.start.stop_signal import NOTHING, StopSignal
+    from shardwise.comm.start.worker import NOTHING, StopSignal
     from shardwise.train.prepare import RunStart
 
     started = environment()

@@ -247,7 +247,7 @@ def predict_request(
         integer(option, 1 if value is None else value, 1, 2)
     integer("--rank", rank, 0, 0, plan.size - 1)
 
-    from shardwise.engine.checks.offload_choice import AUTO
+    from shardwise.engine.checks.device_room import AUTO
     from shardwise.engine.predict import predict_with
     from shardwise.models.registry import find
     from shardwise.verify import parity

@@ -17,8 +17,7 @@ from shardwise.core.errors import bad
 from shardwise.core.schedule import draw
 from shardwise.core.schedule.clock import ActionCosts, Timeline, clock
 from shardwise.core.schedule.library import Entry, Size, entry, size, written
-from shardwise.core.schedule.live_tokens import peaks, versions
-from shardwise.core.schedule.lower import lower
+from shardwise.core.schedule.lower import lower, peaks, versions
 from shardwise.core.schedule.schedule import Schedule
 
 

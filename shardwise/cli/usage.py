@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import typer
 
-from shardwise.core.tools.suggest import suggest
+from shardwise.core.tools.arguments import suggest
 
 #: The library's error of this kind; typer brings its own click or uses the one that is installed.
 UsageError: Final[type[Exception]] = typer.BadParameter.__mro__[1]

@@ -9,7 +9,7 @@ import typer
 from shardwise.checkpoint.export import export, import_weights
 from shardwise.cli.inspect import of_run
 from shardwise.core.errors import bad
-from shardwise.core.tools.suggest import suggest
+from shardwise.core.tools.arguments import suggest
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -2,7 +2,8 @@
 
     move            change the placement of a tensor on an axis; differentiable
     take, join      the same between a whole tensor and parts of different sizes; differentiable
-    all_to_all      send a different number of rows to each rank; differentiable (also overlap.py)
+    all_to_all      send a different number of rows to each rank; differentiable (also
+    link_times.py)
     start           move flat tensors asynchronously
     all_reduce, all_gather, reduce_scatter, broadcast, barrier
                     the collectives under their usual names, with an axis in place of a group
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.once import once
+from shardwise.comm.torch_links import once
 from shardwise.comm.transport import Pending, Transport
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad

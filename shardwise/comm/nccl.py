@@ -2,7 +2,7 @@
 
 NCCL's stream runs each call after the work that the current stream has so far; `wait` makes the
 current stream wait for it, not the CPU.  No call blocks.  The library's messages are not visible,
-so each collective counts by its definition (volume.py).
+so each collective counts by its definition (ledger.py).
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,20 @@
-"""Process groups of torch.distributed for the lines of a mesh."""
+"""Process groups of torch.distributed for the lines of a mesh.
+
+A cheaper `once_differentiable`: marks a backward function that cannot itself be differentiated.
+
+torch's version switches gradients off and on around every call, which can take longer than the
+backward itself.  This one does so only if gradients are on; usually they are off.
+"""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.fake import Fake
@@ -176,3 +185,17 @@ def available_backends() -> tuple[str, ...]:
         "mpi": dist.is_mpi_available(),
     }
     return tuple(name for name, yes in there.items() if yes)
+
+
+# --- A cheaper `once_differentiable`: marks a backward function that cannot itself be differe -----
+
+
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark the `backward` of an autograd function.  A double backward through it raises."""
+    refusing = once_differentiable(backward)
+
+    @wraps(backward)
+    def chosen(ctx: Any, *grads: Any) -> Any:
+        return (refusing if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return chosen

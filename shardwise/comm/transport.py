@@ -11,20 +11,26 @@ number made on the host works on gloo and fails on NCCL.
     Threads   ranks are threads of this process (tests, and a first look on a laptop)
     Gloo      a process group of gloo, with shared memory between the ranks of one host
     Nccl      a process group of NCCL
+
+Errors of messages between ranks: which rank, which call, and where this rank made it.
+
+Gloo's own errors name a socket.  Each rank whose message fails raises one that names the rank at
+the other end, so both ends are told.
 """
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.gloo.pool import Pool
-from shardwise.comm.ledger import Ledger, Line
-from shardwise.comm.start.call_stack import place
-from shardwise.comm.volume import volume
+from shardwise.comm.ledger import Ledger, Line, volume
+from shardwise.comm.start.peers import place
 from shardwise.core.errors import bad
 
 T = TypeVar("T")
@@ -94,7 +100,7 @@ class Transport(ABC):
                 )
 
     def count(self, kind: str, *tensors: Tensor, root: int = 0, counts: Sequence[int] = ()) -> Line:
-        """Count one collective that a library executes, by its definition (volume.py).
+        """Count one collective that a library executes, by its definition (ledger.py).
 
         The first of `tensors` is the one that this rank passes to it.
         """
@@ -243,3 +249,34 @@ class Lease(Links):
     @property
     def root(self) -> Links:
         return self.inner.root
+
+
+# --- Errors of messages between ranks: which rank, which call, and where this rank made it --------
+
+
+def rank_name(group: dist.ProcessGroup, peer: int) -> str:
+    """`rank 3`: the rank of the world that is number `peer` of the group."""
+    try:
+        return f"rank {dist.get_global_rank(group, peer)}"
+    except (KeyError, RuntimeError, ValueError):  # the group is not, or no longer, registered
+        return f"rank {peer} of the group"
+
+
+def call_name(line: Line) -> str:
+    """The call of this rank that the line counts, and its place."""
+    kind = f"{line.kind} on axis {line.axis}" if line.kind else "a message"
+    return f"{kind}, called by {place()}"
+
+
+@contextmanager
+def naming(group: dist.ProcessGroup, peer: int | None, line: Line) -> Iterator[None]:
+    """Name the call, and the rank at the other end, in an error of gloo."""
+    try:
+        yield
+    except RuntimeError as error:
+        whom = "one of the ranks" if peer is None else rank_name(group, peer)
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise RuntimeError(
+            f"the connection to {whom} failed in {call_name(line)}. That rank has ended or "
+            f"failed: its own error says why ({why})"
+        ) from error

@@ -12,14 +12,14 @@ import faulthandler
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.background import Background
 from shardwise.comm.fake import Fake, FakeLinks
 from shardwise.comm.gloo.pool import Pool
 from shardwise.comm.ledger import Ledger
@@ -35,7 +35,7 @@ from shardwise.comm.start.rendezvous import (
     require_interfaces,
 )
 from shardwise.comm.tiers.arena import Arenas
-from shardwise.comm.tiers.malloc import keep_freed_memory
+from shardwise.comm.tiers.host_memory import keep_freed_memory
 from shardwise.comm.tiers.tiers import Tiers
 from shardwise.comm.torch_links import TorchLinks, device_mesh, group_timeout
 from shardwise.comm.transport import Lease, Links, Transport
@@ -43,6 +43,48 @@ from shardwise.core.errors import InputError, bad
 from shardwise.core.mesh import AXES, Mesh
 from shardwise.core.tools.arguments import choice, flag, short_repr
 from shardwise.core.tools.hook import no_copy
+
+# --- Work of threads beside the steps of a world: one job for each folder that is written ---------
+
+
+class BackgroundJob(Protocol):
+    """A thread that writes into a folder."""
+
+    def wait(self) -> None:
+        """Wait for this rank's part.  Raises nothing."""
+        ...
+
+    def report(self) -> None:
+        """Warn of a failure of this rank that nothing has reported yet.  Does not wait."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for the parts of all ranks, and warn of a failure.  Called by all ranks."""
+        ...
+
+
+class Background:
+    """The jobs of one world that have not been settled, by the folder that they write."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[Path, BackgroundJob] = {}
+
+    def wait(self) -> None:
+        """Wait for this rank's part of all jobs, and report failures."""
+        for job in self.jobs.values():
+            job.wait()
+        self.report()
+
+    def report(self) -> None:
+        """Warn of each failure once."""
+        for job in self.jobs.values():
+            job.report()
+
+    def settle(self, folder: Path | None = None) -> None:
+        """Wait for the job of a folder (None: for all) on all ranks.  Called by all ranks."""
+        for path, job in [*self.jobs.items()]:
+            if folder is None or folder.absolute() == path:
+                job.settle()
 
 
 @dataclass(frozen=True)

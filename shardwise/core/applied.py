@@ -9,7 +9,7 @@
     end()                  its passes have run
 
 An engine holds a list of these, in the order in which they were applied
-(engine/applied_techniques.py), and names none.
+(engine/build.py), and names none.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence

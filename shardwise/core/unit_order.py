@@ -24,7 +24,7 @@ microbatches are done (`reduce_stage`), in the order of reduce_order.py.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
-from shardwise.core.arena_slots import IN_FLIGHT
+from shardwise.core.buffer_sizes import IN_FLIGHT
 from shardwise.core.reduce_order import Act, ReduceOrder, UnitState
 
 #: The most uses to remember if no backward pass follows.

@@ -3,10 +3,17 @@
 A linear layer has an input and an output axis, the same in all its calls; its inner operations are
 not traced. A layer whose output is divided (chunk, split, slices) has an axis for each segment. The
 trace ends with the model's forward, before the loss.
+
+Events of a traced pass: calls of modules and operations, with the dims of what they are given.
+
+The positions of a sequence are the axis of dim 1 of what an embedding returns, and what operations
+without a rule make of it.  An operation *mixes* positions if a rank with a part of them computes
+something else: it is not elementwise in them, or it combines them with a constant of their length.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -14,13 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.derive.axes import Dim, TracedAxis, fresh, leaves, mix, unite
-from shardwise.derive.axis_rules import Dims, propagate
-from shardwise.derive.events import TraceEvent, mixes_positions
-from shardwise.observe import kernels
+from shardwise.derive.axis_rules import Dim, Dims, TracedAxis, fresh, leaves, mix, propagate, unite
+from shardwise.observe import work
 from shardwise.observe.meta_pass import as_on_processor
 from shardwise.techniques.data.outputs import tensors_in
-from shardwise.techniques.tensor.styles import ModuleShape
+from shardwise.techniques.tensor.tensor_table import ModuleShape
 
 Key = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
@@ -141,7 +146,7 @@ class OperationTrace:
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Trace the axes through an operation below autograd."""
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel()]
-        if self.done or self._in_layer or func is kernels.ATTENTION:  # see `attention`
+        if self.done or self._in_layer or func is work.ATTENTION:  # see `attention`
             return
         if self.uniform and named(func) in UNIFORM and not given:
             for y in (x for x in tree_leaves(out) if isinstance(x, Tensor) and x.numel()):
@@ -292,3 +297,47 @@ def named(func: Any) -> str:
 def _key(x: Tensor) -> Key:
     """The memory of a tensor's elements: tensors with equal keys are views of the same elements."""
     return x.untyped_storage()._cdata, int(x.storage_offset()), tuple(x.shape), tuple(x.stride())
+
+
+# --- Events of a traced pass: calls of modules and operations, with the dims of what they are -----
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """A call of a module begins or ends ("call", "end"), or an operation runs ("op").
+
+    `name` is the module's, or the operation's; `inside` has the modules that run, outermost first;
+    `dims` are those of the first tensor argument, or of every argument of an operation.  `active`:
+    a gradient may reach a parameter from it.
+    """
+
+    kind: str
+    name: str
+    inside: tuple[str, ...]
+    dims: tuple[Dims, ...]
+    active: bool = True
+    mixes: bool = False
+
+    def has(self, axes: set[TracedAxis]) -> bool:
+        """Whether a tensor of it has one of the axes."""
+        return any(leaf in axes for dims in self.dims for dim in dims for leaf in leaves(dim))
+
+
+def mixes_positions(
+    positions: Sequence[TracedAxis], func: Any, dims: Sequence[Dims], args: Any, out: Tensor
+) -> bool:
+    """Whether an operation mixes positions: its rule is applied with an axis of their own."""
+    if not positions:
+        return False
+    roots = {axis.root for axis in positions}
+    own = {size: TracedAxis(size) for size in {axis.size for axis in roots}}
+    swapped = [_each(one, lambda leaf: own[leaf.size] if leaf in roots else leaf) for one in dims]
+    used = {leaf for one in swapped for dim in one for leaf in dim} & {*own.values()}
+    if not used:
+        return False
+    kept = {leaf for dim in propagate(func, swapped, args, out) for leaf in leaves(dim)}
+    return any(a.mixed or len(a.leaves) > 1 or a.root not in kept for a in used)
+
+
+def _each(dims: Dims, change: Callable[[TracedAxis], TracedAxis]) -> Dims:
+    return tuple(tuple(change(leaf) for leaf in leaves(dim)) for dim in dims)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardwise.derive.axes import TracedAxis, leaves
+from shardwise.derive.axis_rules import TracedAxis, leaves
 from shardwise.derive.axis_trace import OperationTrace, TracedLayer
 
 #: Of more groups that exclude each other, the largest are chosen one by one.

@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.arguments import integer
 from shardwise.derive.recorded_model import PLAIN, RecordedModel
-from shardwise.engine.options import EngineOptions
-from shardwise.engine.training import Loss
+from shardwise.engine.options import EngineOptions, Loss
 from shardwise.observe.meta_pass import UNKNOWN
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.cluster_file import cluster_of

@@ -25,8 +25,8 @@ from shardwise.core.mesh import PIPELINE, TENSOR
 from shardwise.core.model_spec import ModelPass, ModelShape, ModelSpec, StageSpec
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_schedule import schedule_of
-from shardwise.derive.chosen_table import table_or_derived
 from shardwise.derive.repeated import NotLinearError, equal_blocks, repeated, shortened
+from shardwise.derive.table import table_or_derived
 from shardwise.engine.model_structure import SharedParts
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor, notes_of

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.core.layouts.uneven import even
 from shardwise.core.plan.plan import Plan
-from shardwise.derive.axes import leaves
+from shardwise.derive.axis_rules import leaves
 from shardwise.derive.axis_trace import ATTENTION, NoTape, OperationTrace, checked, named
 from shardwise.derive.groups import LayerGroup
 from shardwise.engine.spec_of_model import on_tensor_axis

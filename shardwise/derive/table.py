@@ -27,14 +27,12 @@ from shardwise.derive.groups import Heads, LayerGroup, chosen, groups, outputs, 
 from shardwise.derive.sequence_styles import Refused, entries
 from shardwise.derive.sharded import Sharded, keeps_shapes
 from shardwise.engine.checks import validate
-from shardwise.engine.options import own_loss
+from shardwise.engine.options import Loss, own_loss
 from shardwise.engine.predict import predict
-from shardwise.engine.training import Loss
 from shardwise.observe.meta_pass import UNKNOWN, meta_copy
-from shardwise.techniques.tensor.source import shapes
-from shardwise.techniques.tensor.styles import ModuleShape, general, parent
+from shardwise.techniques.tensor.source import own_table, shapes
 from shardwise.techniques.tensor.table_check import check
-from shardwise.techniques.tensor.tensor_table import Table, matches
+from shardwise.techniques.tensor.tensor_table import ModuleShape, Table, general, matches, parent
 
 #: More attributes than this are not tried in all combinations.
 _TRIED = 4
@@ -346,3 +344,25 @@ def _nothing(model: nn.Module, ranks: int, whole: Sequence[Whole]) -> InputError
         "models with two linear layers in a row, or an embedding of more rows than ranks",
         f"dp{ranks}, or a table of your own (docs/how-to/tables.md)",
     )
+
+
+# --- The table of a run: its own, the model's own, or one that is derived -------------------------
+
+
+def table_or_derived(
+    table: Table | Mapping[str, str] | None,
+    plan: Plan,
+    model: Callable[[], nn.Module],
+    batch: Callable[[], Any],
+    loss: Loss,
+) -> Table | Mapping[str, str] | None:
+    """The given table; else a derived one, if the plan needs one and the model has none.
+
+    None: the plan has no tensor axis, or the model has its own table.
+    Raises InputError if no layer of the model can be sharded.
+    """
+    ranks = plan.tensor_degrees[-1]
+    if ranks == 1 or table is not None:
+        return table
+    made = model()
+    return None if own_table(made) else derive_table(made, batch(), ranks, loss, sp=plan.sp).table

@@ -29,9 +29,8 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
 from shardwise.engine.predict import predict_with
 from shardwise.models import gpt
-from shardwise.prediction.cluster_presets import PRESETS
-from shardwise.prediction.time.kernel_seconds import PRECISIONS
-from shardwise.prediction.time.step_time import RankWork
+from shardwise.prediction.cluster import PRESETS
+from shardwise.prediction.time.step_time import PRECISIONS, RankWork
 
 Act = Callable[[], object]
 #: The sizes n of products, and the elements (fp32) of tensors in memory.

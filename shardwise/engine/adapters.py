@@ -22,8 +22,7 @@ from dataclasses import replace
 from torch import nn
 
 from shardwise.core.errors import bad
-from shardwise.techniques.tensor.styles import Style, general, last
-from shardwise.techniques.tensor.tensor_table import Entries, Table, matching
+from shardwise.techniques.tensor.tensor_table import Entries, Style, Table, general, last, matching
 
 _GATHERED = "colwise_gather_output"
 #: Style of W -> the layer that is sharded as W is; that whose gradients sp sums, and its style.

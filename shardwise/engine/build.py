@@ -1,34 +1,40 @@
-"""Shards a model: the techniques of applied_techniques.py, then the pipeline, then the data axes.
+"""Shards a model: the techniques of build.py, then the pipeline, then the data axes.
 
 Each axis shards the result of the previous one: the tensor axis shards parameters, the pipeline
 axis keeps those of a rank's stages, and the data axes flatten these.  Stages and units are chosen
 before, by the sizes of full parameters, so that all ranks make the same choice.
+
+The techniques that an engine applies to its model, in this order.  A new one is one line here.
+
+The data technique, which makes flat parameters of what these leave, and the pipeline, which is an
+executor, stand in build.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from torch import nn
 
 from shardwise.comm.tiers.disk import Disk
 from shardwise.comm.world import Axis, World
 from shardwise.core.applied import Applied
-from shardwise.core.arena_slots import Slots, gradient_slots
+from shardwise.core.buffer_sizes import Slots, gradient_slots
 from shardwise.core.layouts.layouts import layouts, norm_axes, on_tiers
 from shardwise.core.layouts.param_layout import Groups
 from shardwise.core.mesh import PIPELINE, TENSOR
+from shardwise.core.model_spec import Facts, TiledParam
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.hook import Hook, nothing
-from shardwise.engine.applied_techniques import APPLY, facts_of
 from shardwise.engine.batch import data_axes
 from shardwise.engine.checks.reads import guard_shards
 from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer.elementwise import require_whole
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.options import Build
 from shardwise.engine.rank_zero_weights import RankZeroWeights
-from shardwise.engine.training import Build
+from shardwise.techniques.context import apply as context
 from shardwise.techniques.data.apply import (
     Held,
     Sharding,
@@ -42,13 +48,18 @@ from shardwise.techniques.data.apply import (
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.flat.weight_gradient import take_over
 from shardwise.techniques.data.rerun import Objective
-from shardwise.techniques.data.staged_hooks import StagedUnits
 from shardwise.techniques.data.unit_hooks import Data
-from shardwise.techniques.data.units import Pace, Unit, Units
+from shardwise.techniques.data.units import Pace, StagedUnits, Unit, Units
 from shardwise.techniques.data.wrap_policy import UnitSpec
+from shardwise.techniques.expert import apply as expert
+from shardwise.techniques.layers import apply as layers
+from shardwise.techniques.layers.plans import LayerPlans, require_units
 from shardwise.techniques.pipeline import stage_module
 from shardwise.techniques.pipeline.pipelined import Pipelined, ScheduledUnits
 from shardwise.techniques.pipeline.stage_module import Staging
+from shardwise.techniques.recompute import apply as recompute
+from shardwise.techniques.tensor import apply as tensor
+from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.techniques.tile.apply import Tiling, tile
 
 Technique = TypeVar("Technique")
@@ -238,3 +249,40 @@ def _driven(
     inside = {m for layer in staged.stages.layers.real for m in layer.modules()}
     by_stage = StagedUnits(stages, last, inside)
     return Data(model, Units(units), pace, agreed(model, how, units), by_stage)
+
+
+# --- The techniques that an engine applies to its model, in this order.  A new one is one lin -----
+
+#: Each changes the model in place, and is called by all ranks.
+APPLY: Final[tuple[Callable[[nn.Module, Build], Applied], ...]] = (
+    tensor.applied,
+    expert.applied,
+    layers.applied,
+    recompute.applied,
+    context.applied,
+)
+
+
+def facts_of(
+    model: nn.Module,
+    units: Mapping[str, Sequence[str]],
+    plan: Plan,
+    table: Table | None,
+    layers: LayerPlans,
+    at: Mapping[str, tuple[int, ...]],
+    tiles: Mapping[str, TiledParam],
+) -> Facts:
+    """What the layouts of a model's parameters follow from, before it is cut.
+
+    `units` are the names of the parameters of each unit, `tiles` those of tiles, `at` the stages of
+    each parameter; none without a pipeline.  Raises InputError for a unit of layers with different
+    plans.
+    """
+    require_units(units, plan)
+    tables = {0: (table, plan)} | {each.number: (each.table, each.plan) for each in layers.meshes}
+    tensors = {
+        number: tensor.tensor_spec(model, of, own.sp, own.mesh.size_of(TENSOR), layers=number > 0)
+        for number, (of, own) in tables.items()
+        if of is not None
+    }
+    return Facts(tensors, expert.layouts_of(model, plan.ep), at, tiles)

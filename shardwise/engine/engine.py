@@ -6,7 +6,7 @@
     begin to gather what the next step uses
 
 The loss is the mean over the tokens of the *global* batch.  The tokens of all ranks are summed
-while the forward runs, and each microbatch's mean weighs as many as it has (scale.py).
+while the forward runs, and each microbatch's mean weighs as many as it has (norm.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,30 +18,30 @@ from torch import Tensor, nn
 
 from shardwise.comm.ledger import Key, Ledger, Tally, rank_bytes
 from shardwise.comm.move import begin_sum
-from shardwise.comm.random_state import kept
+from shardwise.comm.unchanged import kept
+from shardwise.core.buffer_sizes import pool_bytes
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import PIPELINE
-from shardwise.core.pool_size import pool_bytes
 from shardwise.core.tools.structure import plain_key
 from shardwise.engine import batch as shares
 from shardwise.engine import memory, step_end
 from shardwise.engine.build import lay_out
-from shardwise.engine.checks import compiled, hint, validate
+from shardwise.engine.checks import hint, validate
 from shardwise.engine.checks.consistency import ConsistencyCheck, share_sums
 from shardwise.engine.checks.guard import Guard
+from shardwise.engine.optimizer.norm import LossScale, LossWeights
 from shardwise.engine.optimizer.optimizer_state import Catalogue
-from shardwise.engine.optimizer.scale import LossScale, LossWeights
 from shardwise.engine.optimizer.updating import Updates, optimizer_and_updater
+from shardwise.engine.options import Build, Training
 from shardwise.engine.precision import DTYPES
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.state import state
 from shardwise.engine.step_end import Metrics, PendingResult, StepResult
-from shardwise.engine.training import Build, Training
 from shardwise.prediction.traffic import TrafficLine, by_kind
 from shardwise.techniques.data.apply import cast_whole
-from shardwise.techniques.data.inference import normal_mode
+from shardwise.techniques.data.buffers import normal_mode
 from shardwise.techniques.data.units import Unit
-from shardwise.techniques.layers.redistributed import plain
+from shardwise.techniques.layers.exchange import plain
 from shardwise.techniques.offload.disk_states import open_disk
 
 
@@ -157,7 +157,7 @@ class Engine:
         self.world.background.report()
         validate.recording()
         self.data.structure.require_unchanged()
-        compiled.as_followed(self.plan, self.model, None, self.world.rank)
+        hint.as_followed(self.plan, self.model, None, self.world.rank)
         self.consensus.same.begin(self.steps + 1, *self.optimizer.compared())
         given, batch = batch, shares.on_device(batch, self.world.device)
         self.passes.require(batch, self.microbatches, self.rows)

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from shardwise.comm.unchanged import eval_mode
 from shardwise.comm.world import Axis
 from shardwise.core.applied import Applied, during
-from shardwise.core.schedule.action import Action
 from shardwise.core.schedule.lower import lower
-from shardwise.core.schedule.schedule import Schedule
-from shardwise.engine.optimizer.scale import LossWeights
+from shardwise.core.schedule.schedule import Action, Schedule
+from shardwise.engine.optimizer.norm import LossWeights
 from shardwise.techniques.data.rerun import Objective, Rerun
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.pipeline.runtime import Watch, run

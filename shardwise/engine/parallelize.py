@@ -8,23 +8,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.comm.world import World, init
-from shardwise.core.check_every import CHECK_EVERY
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
+from shardwise.core.tools.arguments import CHECK_EVERY
 from shardwise.engine.batch import Count
-from shardwise.engine.checks import compiled, consistency, validate
-from shardwise.engine.checks.offload_choice import require_chosen
+from shardwise.engine.checks import consistency, hint, validate
+from shardwise.engine.checks.device_room import require_chosen
 from shardwise.engine.default_fill import default_fill
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.elementwise import require_possible
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.options import EngineOptions
+from shardwise.engine.options import Build, EngineOptions, Loss, Training
 from shardwise.engine.rank_zero_weights import missing_weights
-from shardwise.engine.training import Build, Loss, Training
-from shardwise.observe.kernels import kernels_of
+from shardwise.observe.work import kernels_of
 from shardwise.techniques.data import rerun
 from shardwise.techniques.data.apply import layable
-from shardwise.techniques.data.inference import normal_mode
+from shardwise.techniques.data.buffers import normal_mode
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.expert.apply import check_experts
 from shardwise.techniques.pipeline import stage_module, weight_stashing
@@ -33,7 +32,7 @@ from shardwise.techniques.tensor import first_step
 from shardwise.techniques.tensor.apply import layer_tables, table_for
 from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.techniques.tile.apply import tiled_layers
-from shardwise.wrap.wrapper import no_wrapper
+from shardwise.wrap.unwrap import no_wrapper
 
 
 @normal_mode()
@@ -100,11 +99,10 @@ def build_engine(
     plan = plan_of(plan)
     require(plan, world.size)
     plan = _completed(plan, world)
-    model, loss = compiled.as_followed(plan, model, options.loss, world.rank)
+    model, loss = hint.as_followed(plan, model, options.loss, world.rank)
     options = replace(options, loss=loss)
-    spec = options.spec
+    spec, objective = options.spec, options.objective
     require_possible(spec, model, plan)
-    objective = options.objective
     tokens, rows = validate.tokens(options.tokens), validate.rows(options.rows)
     fill = validate.fill(options.fill, options.seed) or default_fill(model, options.seed)
     _require_shardable_model(model, plan, options.units)

@@ -10,26 +10,23 @@ from typing import Any, Final
 
 from torch import nn
 
-from shardwise.core.check_every import CHECK_EVERY
 from shardwise.core.layouts.uneven import Counts
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
-from shardwise.core.tools.arguments import integer
+from shardwise.core.tools.arguments import CHECK_EVERY, integer
 from shardwise.engine.batch import Count, computed_parts
 from shardwise.engine.checks import validate
-from shardwise.engine.checks.offload_choice import with_offload
-from shardwise.engine.model_structure import shapes_of
+from shardwise.engine.checks.device_room import with_offload
+from shardwise.engine.model_structure import optimizer_shape, shapes_of
 from shardwise.engine.optimizer.elementwise import require_possible, require_whole
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.options import EngineOptions
+from shardwise.engine.options import EngineOptions, Loss
 from shardwise.engine.parallelize import plan_of
-from shardwise.engine.spec import optimizer_shape
 from shardwise.engine.spec_of_model import model_spec
-from shardwise.engine.training import Loss
-from shardwise.observe.kernels import Kernels
-from shardwise.prediction.group import layout_of
+from shardwise.observe.work import Kernels
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.rank_shape import shape_on
+from shardwise.prediction.stored_bytes import layout_of
 from shardwise.techniques.data import rerun
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.expert.expert_moves import Loads

@@ -28,8 +28,8 @@ from shardwise.core.model_spec import (
 )
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_schedule import schedule_of
-from shardwise.engine.applied_techniques import facts_of
 from shardwise.engine.batch import computed_parts, widened
+from shardwise.engine.build import facts_of
 from shardwise.engine.model_structure import (
     SharedParts,
     by_shape,
@@ -38,11 +38,10 @@ from shardwise.engine.model_structure import (
     valueless,
     without_passes,
 )
-from shardwise.engine.options import EngineOptions
+from shardwise.engine.options import EngineOptions, Loss
 from shardwise.engine.precision import DTYPES
-from shardwise.engine.training import Loss
 from shardwise.observe import meta_pass
-from shardwise.observe.kernels import Kernels
+from shardwise.observe.work import Kernels
 from shardwise.techniques.context.apply import RecordedPositions
 from shardwise.techniques.data.apply import Sharding, cast_params, cast_whole, units_of
 from shardwise.techniques.data.wrap_policy import UnitSpec

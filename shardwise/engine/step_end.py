@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shardwise.comm.tiers.host_numbers import HostNumbers
+from shardwise.comm.tiers.host_memory import HostNumbers
 from shardwise.core.errors import NonFiniteError
 from shardwise.engine.checks import validate
 from shardwise.techniques.data.same_on_ranks import SameOnRanks

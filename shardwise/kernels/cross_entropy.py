@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from shardwise.comm.move import all_reduce
-from shardwise.comm.once import once
+from shardwise.comm.torch_links import once
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.layouts.uneven import Cut, even

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from shardwise.core.errors import InputError, bad
+from shardwise.core.errors import InputError, bad, read_text
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
-from shardwise.core.tools.user_files import read_text
 from shardwise.migrate.systems import ACCELERATE, DEEPSPEED, TORCHTITAN, Meaning, System
 from shardwise.techniques.offload.word import share_text
 from shardwise.train.config import build

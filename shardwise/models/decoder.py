@@ -6,13 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.models import gpt, hf, moe, pretrained, user_text
+from shardwise.models import gpt, hf, moe, pretrained, user
 from shardwise.models.gpt import GPT, GPTConfig
-from shardwise.models.initial import initial
 from shardwise.models.moe import MoEConfig, MoEGPT
 from shardwise.models.pretrained import FolderConfig
-from shardwise.models.trainable import Loss
-from shardwise.models.user_text import UserConfig
+from shardwise.models.trainable import Loss, initial
+from shardwise.models.user import UserConfig
 from shardwise.techniques.data.flat.flat_parameter import Fill
 
 Sizes = GPTConfig | MoEConfig | FolderConfig | UserConfig
@@ -23,7 +22,7 @@ def build(sizes: Sizes) -> nn.Module:
     if isinstance(sizes, FolderConfig):
         return pretrained.build(sizes)
     if isinstance(sizes, UserConfig):
-        return user_text.build(sizes)
+        return user.build(sizes)
     return GPT(sizes) if isinstance(sizes, GPTConfig) else MoEGPT(sizes)
 
 
@@ -44,7 +43,7 @@ def loss_of(sizes: Sizes) -> Loss:
     if isinstance(sizes, FolderConfig):
         return hf.causal_loss
     if isinstance(sizes, UserConfig):
-        return user_text.loss_of(sizes)
+        return user.loss_of(sizes)
     return gpt.loss if isinstance(sizes, GPTConfig) else moe.loss
 
 
@@ -60,7 +59,7 @@ def flops_per_token(sizes: Sizes) -> int:
     if isinstance(sizes, FolderConfig):
         return pretrained.flops_per_token(sizes)
     if isinstance(sizes, UserConfig):
-        return user_text.flops_per_token(sizes)
+        return user.flops_per_token(sizes)
     if isinstance(sizes, GPTConfig):
         return gpt.flops_per_token(sizes)
     return moe.flops_per_token(sizes)

@@ -21,9 +21,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwise.checkpoint.weights_folder import CONFIG, GENERATION, open_model, open_weights
-from shardwise.core.errors import InputError, bad
-from shardwise.core.tools.suggest import suggestions
-from shardwise.core.tools.user_files import expanded
+from shardwise.core.errors import InputError, bad, expanded
+from shardwise.core.tools.arguments import suggestions
 from shardwise.models.folder_sizes import check_sizes
 from shardwise.models.trainable import Loss, Trainable
 

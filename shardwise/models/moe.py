@@ -141,7 +141,7 @@ class MoEGPT(nn.Module):
     def tensor_table(self) -> Table:
         """The table of a GPT; the feed-forward layer is that of the experts that tokens share.
 
-        Routed experts need no style (techniques/expert/tensor_axis.py).
+        Routed experts need no style (techniques/expert/stacked.py).
         """
         like = gpt.table_of(self.config.gpt, "moe.shared", "moe_norm")
         return replace(like, sequence=(*like.sequence, ("blocks.*.moe", "gather")))

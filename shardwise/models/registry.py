@@ -6,14 +6,13 @@ from typing import Final
 from torch import Tensor, nn
 
 from shardwise.core.errors import bad
-from shardwise.core.tools.suggest import suggest
+from shardwise.core.tools.arguments import suggest
 from shardwise.models import decoder, gpt, hf, moe, user
 from shardwise.models.gpt import SIZES, GPTConfig
-from shardwise.models.initial import fill, initial
 from shardwise.models.moe import MoEConfig
-from shardwise.models.published import PUBLISHED
-from shardwise.models.trainable import Trainable
-from shardwise.models.user_text import UserConfig
+from shardwise.models.pretrained import PUBLISHED
+from shardwise.models.trainable import Trainable, fill, initial
+from shardwise.models.user import UserConfig
 
 #: Rows of a first pass, on which clusters of tokens are fitted.
 FIRST_PASS: Final = 8

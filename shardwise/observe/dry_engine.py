@@ -5,7 +5,7 @@
     tensors          parameters, what is computed from them, host memory and the disk have no memory
     other ranks      are assumed to send what this one sends (comm/fake.py)
     numbers          that ranks agree on are on the CPU; unknown ones that are read are zeros
-    kernels          keep what those of the device keep (kernels.py)
+    kernels          keep what those of the device keep (work.py)
 
 A forward that reads values of the model raises torch's error.
 """
@@ -24,8 +24,8 @@ from shardwise.core.plan.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
-from shardwise.observe.kernels import Kernels
 from shardwise.observe.meta_pass import AsOn, ToMeta, meta_copy
+from shardwise.observe.work import Kernels
 
 _CPU: Final = torch.device("cpu")
 

@@ -41,7 +41,7 @@ from shardwise.core.memory_table import (
     Event,
 )
 from shardwise.core.plan.plan import Plan
-from shardwise.core.schedule.action import COMPUTE_OPS, Step
+from shardwise.core.schedule.schedule import COMPUTE_OPS, Step
 from shardwise.core.tools.tree import leaves
 from shardwise.engine import memory
 from shardwise.engine.engine import Engine

@@ -9,8 +9,8 @@ from torch import nn
 
 from shardwise.core.errors import bad
 from shardwise.engine.default_fill import initialiser
+from shardwise.techniques.data.buffers import renew_buffers
 from shardwise.techniques.data.flat.flat_parameter import Fill
-from shardwise.techniques.data.inference import renew_buffers
 
 
 def materialise(model: nn.Module, device: torch.device, fill: Fill | None = None) -> None:

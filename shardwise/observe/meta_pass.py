@@ -30,9 +30,9 @@ from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import Cut
 from shardwise.core.model_spec import Call, CutLoss, ModelPass, Value
 from shardwise.core.tools.tree import leaves
-from shardwise.observe.kernels import FusedAttention, Kernels, attention_on, fused_on
+from shardwise.observe import work
 from shardwise.observe.recorded_tape import TapeRecorder, attention_flops
-from shardwise.observe.work import WorkRecorder, call_tensors
+from shardwise.observe.work import FusedAttention, Kernels, WorkRecorder
 from shardwise.techniques.data.outputs import tensors_in
 from shardwise.techniques.expert.apply import recorded
 from shardwise.techniques.expert.expert_moves import LayerMove
@@ -337,7 +337,7 @@ class PassRecorder(Protocol):
         """A fused attention on the meta device of query, key, value and perhaps a mask."""
 
     def kernel(self, inputs: Sequence[Tensor], out: Tensor, /) -> None:
-        """An element-wise function that one kernel computes (kernels.py)."""
+        """An element-wise function that one kernel computes (work.py)."""
 
 
 class ToMeta(TorchDispatchMode):
@@ -359,7 +359,7 @@ class ToMeta(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():  # of logits that autograd has saved
-            on_meta = {x.is_meta for x in call_tensors((args, kwargs))}
+            on_meta = {x.is_meta for x in work.call_tensors((args, kwargs))}
             if True in on_meta:
                 if self.strict and func._schema.is_mutable and not args[0].is_meta:
                     raise RuntimeError(f"{func}: unknown values written to a known tensor")
@@ -377,7 +377,7 @@ class ToMeta(TorchDispatchMode):
 
 
 class AsOn(TorchFunctionMode):
-    """Makes meta tensors report another device, and save what its kernels save (kernels.py).
+    """Makes meta tensors report another device, and save what its kernels save (work.py).
 
     So tensors that a model computes only from sizes (positions, masks) have values that it may
     read, and attention saves no scores.
@@ -395,7 +395,7 @@ class AsOn(TorchFunctionMode):
         if func == Tensor.device.__get__:
             return self.device
         if func is not functional.scaled_dot_product_attention:
-            found = fused_on(self.kernels, func, args, kwargs)
+            found = work.fused_on(self.kernels, func, args, kwargs)
             if found is not None and self.record is not None:
                 given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
                 self.record.kernel(given, found)
@@ -407,7 +407,7 @@ class AsOn(TorchFunctionMode):
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
         drops = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
         causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
-        how = attention_on(self.kernels, inputs, mask, drops)
+        how = work.attention_on(self.kernels, inputs, mask, drops)
         if how is None:
             return func(*args, **kwargs)
         saves = 0 if self.record is None else self.record.tape.saves

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from shardwise.core.tools.tape import Product, Taken, Tape
+from shardwise.core.model_spec import Product, Taken, Tape
 from shardwise.observe.work import call_tensors
 from shardwise.techniques.recompute.kept import ATTENTION, is_kept, is_product
 

@@ -5,17 +5,29 @@ attention      as torch counts, half of it if causal      query, key, value, out
 element-wise   0                                          all arguments, and the result
 look-up        0                                          the rows that are read, twice
 view           not recorded: it moves nothing
+
+What the kernels of a device save for the backward pass, for passes on the meta device.
+
+                CPU                                     CUDA
+    attention   query, key, value, output, sums of      the same; scores in fp64, and with grouped
+                rows; scores with dropout               heads in fp32 or under a mask
+    RMS norm    what each of its operations saves       input, weight, the norm of each row
+    dropout     the mask in the dtype of the input      a mask of one byte per element
+
+On CUDA, attention is fused in 16 bits, and in fp32 by the kernel that takes masks (those named
+flash, cuDNN and memory-efficient; their sums of rows are fp32).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.flop_counter import flop_registry
 
-from shardwise.core.tools.tape import Operation
+from shardwise.core.model_spec import Operation
 
 #: Operations that read of their first argument only as much as they write.
 LOOKUPS: Final = ("embedding", "index", "index_select", "gather", "nll_loss_forward")
@@ -134,3 +146,141 @@ def call_tensors(values: Any) -> list[Tensor]:
     elif not isinstance(values, tuple | list):
         return []
     return [x for value in values for x in call_tensors(value)]
+
+
+# --- What the kernels of a device save for the backward pass, for passes on the meta device -------
+
+Kernels = Literal["cpu", "cuda"]
+KERNELS: Final = ("cpu", "cuda")
+
+
+def kernels_of(device: torch.device) -> Kernels:
+    """Those of a device."""
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
+class Fused(NamedTuple):
+    """A fused kernel: it pads its sums to a multiple of `rows`, and saves `seeds` for dropout."""
+
+    rows: int = 1
+    seeds: int = 0
+    drops: float = 0.0
+
+
+_LIBRARY: Final = torch.library.Library("shardwise", "DEF")
+_LIBRARY.define(
+    "attention(Tensor query, int width, ScalarType wide, int rows, int seeds, float drops) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+#: One operation, as a kernel is, for modes that keep what it makes.
+ATTENTION: Final[Any] = torch.ops.shardwise.attention.default
+
+
+@torch.library.impl(_LIBRARY, "attention", "Meta")
+def _attention(
+    query: Tensor, width: int, wide: torch.dtype, rows: int, seeds: int, _: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, with the strides of the query; the sums of its rows; the seeds of dropout."""
+    out = torch.empty_like(query[..., :1].expand(*query.shape[:-1], width))
+    *outer, positions = query.shape[:-1]
+    sums = query.new_empty((*outer, -(-positions // rows) * rows), dtype=wide)
+    return out, sums, query.new_empty(seeds, dtype=torch.int64)
+
+
+class FusedAttention(torch.autograd.Function):
+    """Attention on meta: the shape of its result, and the tensors that a fused kernel saves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, how: "Fused"
+    ) -> Tensor:
+        """Of query [B, H, T, E], key and value [B, H or fewer, S, E]: [B, H, T, E], no values.
+
+        The kernel keeps a mask too, and one of truth values as numbers.
+        """
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out, sums, seeds = ATTENTION(query, value.shape[-1], wide, *how)
+        masks = [] if mask is None else [mask.to(query.dtype) if mask.dtype == torch.bool else mask]
+        ctx.save_for_backward(query, key, value, *masks, out, sums, *([seeds] if how.seeds else []))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        found = (torch.empty_like(x, device="meta") for x in ctx.saved_tensors[:3])
+        return *found, None, None
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The norm on meta: the shape of its result, and what the fused kernel of CUDA saves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: int, weight: Tensor | None) -> Tensor:
+        """Of `x`, whose last `dims` dims are normalised; no values."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norms = x.new_empty((*x.shape[:-dims], *(1,) * dims), dtype=wide, device="meta")
+        ctx.save_for_backward(x, norms, *([] if weight is None else [weight]))
+        return torch.empty_like(x, device="meta")
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        found: list[Tensor] = [torch.empty_like(x, device="meta") for x in ctx.saved_tensors]
+        return found[0], None, found[2] if len(found) > 2 else None
+
+
+class _Dropout(torch.autograd.Function):
+    """Dropout on meta, with the mask that the kernel of CUDA saves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(x.new_empty(x.shape, dtype=torch.bool, device="meta"))
+        return torch.empty_like(x, device="meta")
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        return torch.empty_like(ctx.saved_tensors[0], dtype=ctx.dtype, device="meta")
+
+
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, _: Any = None) -> Any:
+    fused = x.is_meta and (weight is None or weight.dtype == x.dtype)
+    return _RMSNorm.apply(x, len(shape), weight) if fused else None
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return _Dropout.apply(x) if x.is_meta and training and 0 < p < 1 and not inplace else None
+
+
+#: The functions that a kernel of CUDA computes as one operation: what stands for them on meta, and
+#: the names of its arguments.
+_ON_CUDA: Final[Mapping[Any, tuple[Callable[..., Any], tuple[str, ...]]]] = {
+    functional.rms_norm: (_rms_norm, ("input", "normalized_shape", "weight", "eps")),
+    torch.rms_norm: (_rms_norm, ("input", "normalized_shape", "weight", "eps")),
+    functional.dropout: (_dropout, ("input", "p", "training", "inplace")),
+    torch.dropout: (_dropout, ("input", "p", "train")),
+}
+
+
+def fused_on(kernels: Kernels, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The result on meta of a function that one kernel computes there; None if none does.
+
+    Attention apart.
+    """
+    if kernels == "cpu" or func not in _ON_CUDA:
+        return None
+    stands, names = _ON_CUDA[func]
+    return stands(*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs))
+
+
+def attention_on(
+    kernels: Kernels, inputs: Sequence[Tensor], mask: Tensor | None, drops: float
+) -> Fused | None:
+    """The fused kernel that computes attention of query, key and value; None if none does."""
+    query, key, _ = inputs
+    if mask is not None and mask.requires_grad:
+        return None
+    if kernels == "cpu":
+        return None if drops else Fused()
+    if query.dtype in (torch.float16, torch.bfloat16) and mask is None:
+        return Fused(seeds=2, drops=drops)
+    grouped = query.shape[-3] != key.shape[-3]
+    return None if grouped or query.dtype == torch.float64 else Fused(32, 2, drops)

@@ -8,11 +8,9 @@ from typing import Any, Final
 import tomli_w
 from pydantic import ValidationError
 
-from shardwise.core.errors import Problem, bad, refusal
-from shardwise.core.tools.suggest import suggest
-from shardwise.core.tools.user_files import expanded, read_text
-from shardwise.prediction.cluster import Cluster
-from shardwise.prediction.cluster_presets import PRESETS
+from shardwise.core.errors import Problem, bad, expanded, read_text, refusal
+from shardwise.core.tools.arguments import suggest
+from shardwise.prediction.cluster import PRESETS, Cluster
 
 _EXAMPLE: Final = "h100-sxm"
 

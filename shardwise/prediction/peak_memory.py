@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Final
 from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan.plan import Plan
-from shardwise.prediction.group import Group, groups
 from shardwise.prediction.rank_shape import gathered_bytes_on
-from shardwise.prediction.stored_bytes import block_bytes
+from shardwise.prediction.stored_bytes import Group, block_bytes, groups
 from shardwise.prediction.unit_acts import UnitActs, by_unit, gathered_bytes, most_by_unit, order_on
 from shardwise.techniques.recompute.price import Within, storages
 from shardwise.techniques.recompute.price_host import pieces

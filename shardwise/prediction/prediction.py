@@ -7,11 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.core.check_every import NEVER, CheckEvery
+from shardwise.core.buffer_sizes import pool_bytes
 from shardwise.core.memory_table import CATEGORIES, by_tier
 from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.plan.plan import Plan
-from shardwise.core.pool_size import pool_bytes
+from shardwise.core.tools.arguments import NEVER, CheckEvery
 from shardwise.core.zero import Tier
 from shardwise.prediction.peak_memory import device_peak_bytes
 from shardwise.prediction.priced_techniques import PRICES
@@ -41,11 +41,10 @@ CHECKED_STEPS = 3
 class Prediction:
     """The memory and the traffic of one rank of a plan.
 
-    `model` is the rank's part of `spec`, the full model.
-    `norm`: gradients are clipped by their norm. `check_every`: in which steps ranks compare what
-    they hold and compute; `rerun_bytes`: of a microbatch that another rank repeats.
-    `broadcast_buffers`: a step begins with rank 0's buffers. `device`: "cpu" or "cuda". `notes` name results that depend on
-    the values of the batch.
+    `model` is the rank's part of `spec`, the full model. `norm`: gradients are clipped by their
+    norm. `check_every`: in which steps ranks compare what they hold and compute; `rerun_bytes`: of
+    a microbatch that another rank repeats. `broadcast_buffers`: a step begins with rank 0's
+    buffers. `device`: "cpu" or "cuda". `notes` name results that depend on the values of the batch.
     """
 
     plan: Plan
@@ -232,7 +231,7 @@ class Prediction:
 
     def message_seconds(self, cluster: "Cluster") -> dict[str, float]:
         """The seconds of `bytes` if none overlap, by axis and kind; copies between tiers apart."""
-        from shardwise.prediction.time.network import Network
+        from shardwise.prediction.time.step_time import Network
 
         network, found = Network(cluster, self.plan, self.rank), dict[str, float]()
         for sent in self._sent(()):

@@ -15,8 +15,8 @@ from shardwise.core.mesh import PIPELINE
 from shardwise.core.model_spec import ModelShape, ModelSpec, ParamShape
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_schedule import schedule_of
-from shardwise.core.schedule.live_tokens import most_alive
-from shardwise.prediction.group import groups, layout_of
+from shardwise.core.schedule.lower import most_alive
+from shardwise.prediction.stored_bytes import groups, layout_of
 from shardwise.prediction.unit_acts import (
     StageActs,
     by_phase,

@@ -1,7 +1,8 @@
 """The parts of a rank's peak on its device, and the plan word that makes a part smaller.
 
-    parameters, gradients, optimizer, buffers, versions    stored between steps (stored_bytes.py)
+    parameters, optimizer, buffers, versions               stored between steps (stored_bytes.py)
     activations                                            what autograd keeps, at most
+    gradients                                              those that are there at the peak
     units in use                                           the rest of the peak: gathered
                                                            parameters, gradients on the way, what is
                                                            computed again
@@ -38,8 +39,11 @@ _VALUES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
 
 def peak_parts(found: "Prediction") -> dict[str, int]:
     """The bytes of each part of the peak on the device; they add up to it."""
-    parts = found.memory | {ACTIVATIONS: found.activations + found.fetched}
-    return parts | {IN_USE: max(0, found.device_peak - sum(parts.values()))}
+    stored = found.memory
+    parts = stored | {"gradients": 0, ACTIVATIONS: found.activations + found.fetched}
+    rest = max(0, found.device_peak - sum(parts.values()))
+    gradients = min(rest, stored["gradients"])
+    return parts | {"gradients": gradients, IN_USE: rest - gradients}
 
 
 def largest(parts: dict[str, int]) -> str:
@@ -60,6 +64,8 @@ def added_words(plan: Plan, other: Plan) -> str:
 
 def _candidates(plan: Plan, part: str) -> Iterator[Plan]:
     row, axes = _ROWS.get(part), dict(plan.axes)
+    if part == "gradients" and plan.microbatches == 1:
+        row = None  # most of them are made when most activations are gone
     if row is not None and plan.row in _ORDER and plan.data_size > 1:
         if _ORDER.index(plan.row) < _ORDER.index(row):
             yield replace(plan, row=row)

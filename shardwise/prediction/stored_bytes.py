@@ -4,7 +4,7 @@
     gradients    its column `grad`: all (P), or the block (S); their memory stays for the next step
     optimizer    its column `optim`, as in the table below
     buffers      those of the model, all on every rank; and the pool of communication buffers,
-                 which the plan fixes (core/pool_size.py)
+                 which the plan fixes (core/buffer_sizes.py)
 
 Padding is stored with parameters and gradients, and with the fp32 masters of 16-bit weights. Where
 an optimizer needs whole tensors, one rank has the states of all of a parameter: its owner. Others
@@ -24,18 +24,89 @@ With `offload:param` parameters are elsewhere too. In 32 bits and more they are 
 Adam has a step count of 4 bytes for each run. A parameter that gets no gradient has no state, but
 it has a gradient's memory and a master; then each of the others in its flat parameter is a run.
 (ZeRO, arXiv 1910.02054, section 3.1, where 16-bit states take 2 + 2 + 12 bytes.)
+
+Flat parameters as numbers: how the ranks of a plan store parameters end to end.
+
+A unit has one group for each pair of element type and trainability. A group that is neither trained
+nor sharded never changes, so it is not split into blocks.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from shardwise.core.balance import owners
-from shardwise.core.model_spec import ModelShape
+from shardwise.core.layouts.flatten import Flattening, flatten
+from shardwise.core.layouts.param_layout import Layout
+from shardwise.core.layouts.uneven import owners
+from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
 from shardwise.core.plan.plan import Plan
-from shardwise.prediction.group import Group, groups
+from shardwise.core.zero import Row, RowMoves
+
+# --- Flat parameters as numbers: how the ranks of a plan store parameters end to end --------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters of one element type, all trained or all frozen, under a row of the table.
+
+    All of them have the same layout on the tensor axis, too.
+
+    `moves` are those of its row in a step. `shard` is the number of ranks over which the parameters
+    are split; 1 if they are not split.
+    """
+
+    unit: UnitShape
+    params: tuple[ParamShape, ...]
+    layout: Layout
+    moves: RowMoves
+    shard: int
+
+    @property
+    def row(self) -> Row:
+        """The row of their layout on the data axes."""
+        return self.layout.row
+
+    @property
+    def trained(self) -> bool:
+        """Whether the group has gradients."""
+        return self.params[0].trainable
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element."""
+        return self.params[0].element_bytes
+
+    @cached_property
+    def flat(self) -> Flattening:
+        """The offset of each parameter, padding included."""
+        return flatten([param.numel for param in self.params], self.element_bytes, self.shard)
+
+
+def groups(plan: Plan, model: ModelShape) -> list[Group]:
+    """The groups of every unit, in order."""
+    found: list[Group] = []
+    for unit in model.units:
+        by_layout: dict[Hashable, list[ParamShape]] = {}
+        for param in unit.params:
+            layout = layout_of(plan, param)
+            alone = param.name if layout.tied else ""
+            key = param.dtype, param.trainable, layout.kind, alone
+            by_layout.setdefault(key, []).append(param)
+        for params in by_layout.values():
+            layout = layout_of(plan, params[0])
+            shard, replicate = plan.size_of(layout.shard), plan.size_of(layout.replicate)
+            moves = layout.row.moves(shard, replicate, trained=params[0].trainable)
+            found.append(Group(unit, tuple(params), layout, moves, shard if moves.split else 1))
+    return found
+
+
+def layout_of(plan: Plan, param: ParamShape) -> Layout:
+    """The parameter's own layout, or that of the plan's row."""
+    axes = plan.shard_axis or "none", plan.replicate_axis or "none"
+    return param.layout or Layout(plan.states, *axes)
+
 
 HALF = ("bfloat16", "float16")
 MASTER_BYTES = 4
@@ -82,7 +153,7 @@ def held_bytes(
 ) -> dict[str, int]:
     """The bytes `rank` holds on its device after a step, in which parameters `unused` had no use.
 
-    `pool` is the size of its communication buffers, from the whole model (core/pool_size.py).
+    `pool` is the size of its communication buffers, from the whole model (core/buffer_sizes.py).
     """
     here = plan.coordinate(rank)
     found = groups(plan, model)

@@ -7,9 +7,8 @@ The rows of the states table, which every plan has, are priced in traffic.py and
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.core.model_spec import ModelShape, ModelSpec
+from shardwise.core.model_spec import ModelShape, ModelSpec, Operation
 from shardwise.core.plan.plan import Plan
-from shardwise.core.tools.tape import Operation
 from shardwise.core.zero import Tier
 from shardwise.prediction.stored_bytes import OptimizerShape
 from shardwise.prediction.traffic import Counted, TrafficLine

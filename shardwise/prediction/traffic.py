@@ -41,8 +41,15 @@ from shardwise.core.moves import between, price, sums_by_gathering
 from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.library import updates
 from shardwise.core.zero import Moment, RowMove, Tier
-from shardwise.prediction.group import Group, groups, layout_of
-from shardwise.prediction.stored_bytes import ADAM, OptimizerShape, master_bytes, owners_of
+from shardwise.prediction.stored_bytes import (
+    ADAM,
+    Group,
+    OptimizerShape,
+    groups,
+    layout_of,
+    master_bytes,
+    owners_of,
+)
 
 CONSENSUS_BYTES = 8  # added as doubles: a count of tokens must not be rounded
 #: Before the first step: tokens, errors, too few rows, lists, dtypes, a checksum (engine.py).

@@ -17,10 +17,9 @@ from shardwise.core.model_spec import Call, ModelShape, ModelSpec, StageSpec, Un
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_schedule import schedule_of
 from shardwise.core.reduce_order import Act, UnitState
-from shardwise.core.schedule.action import COMPUTE_OPS, Action
+from shardwise.core.schedule.schedule import COMPUTE_OPS, Action
 from shardwise.core.unit_order import CallPlace, UnitOrder
-from shardwise.prediction.group import Group, groups
-from shardwise.prediction.stored_bytes import block_bytes
+from shardwise.prediction.stored_bytes import Group, block_bytes, groups
 
 GATHERS: Final = ("gather", "wait", "use")
 FREES: Final = ("free", "free_early", "close")

@@ -18,9 +18,8 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from shardwise.core.errors import Problem, bad, refusal
-from shardwise.core.tools.suggest import suggest
-from shardwise.core.tools.user_files import read_text
+from shardwise.core.errors import Problem, bad, read_text, refusal
+from shardwise.core.tools.arguments import suggest
 from shardwise.train.config_sections import (
     CLOSED,
     DataSection,

@@ -5,9 +5,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from shardwise.core.check_every import CHECK_EVERY, CheckEvery
-from shardwise.core.errors import InputError
-from shardwise.core.tools.user_files import expanded
+from shardwise.core.errors import InputError, expanded
+from shardwise.core.tools.arguments import CHECK_EVERY, CheckEvery
 
 CLOSED: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 MOST: Final = 10**9  # of anything that is counted

@@ -25,10 +25,10 @@ from rich.console import Console
 from shardwise.callbacks.callback import Callbacks
 from shardwise.checkpoint.folder import all_in, find, passed_over
 from shardwise.comm.objects import all_gather_object, on_all_ranks, on_rank_zero
-from shardwise.comm.start.stop_signal import NOTHING, StopSignal
+from shardwise.comm.start.worker import NOTHING, StopSignal
 from shardwise.comm.world import World
 from shardwise.core.errors import NonFiniteError, bad
-from shardwise.engine.checks.out_of_memory import explained, ran_out
+from shardwise.engine.checks.device_room import explained, ran_out
 from shardwise.engine.engine import Engine
 from shardwise.engine.step_end import Metrics as StepMetrics
 from shardwise.models.decoder import flops_per_token

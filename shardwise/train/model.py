@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError
 from shardwise.core.plan.plan import Plan
-from shardwise.engine.checks.offload_choice import AUTO, with_offload
+from shardwise.engine.checks.device_room import AUTO, with_offload
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.optimizer_spec import Adafactor, AdamW, Lion, Muon, OptimizerSpec
 from shardwise.engine.options import EngineOptions
@@ -20,7 +20,7 @@ from shardwise.engine.parallelize import build_engine
 from shardwise.engine.predict import Predictor, predict_with
 from shardwise.models import decoder, gpt, moe
 from shardwise.models.decoder import Sizes
-from shardwise.observe.kernels import kernels_of
+from shardwise.observe.work import kernels_of
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.train.config import Config

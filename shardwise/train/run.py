@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from shardwise.comm.move import all_reduce
-from shardwise.comm.start.stop_signal import StopSignal
+from shardwise.comm.start.worker import StopSignal
 from shardwise.comm.world import World
 from shardwise.core.errors import one_line
 from shardwise.engine.engine import Engine

@@ -38,7 +38,7 @@ from shardwise.checkpoint.folder import (
 )
 from shardwise.checkpoint.lock import RUN_LOCK
 from shardwise.core.errors import InputError, bad
-from shardwise.core.tools.suggest import beside, setting
+from shardwise.core.tools.arguments import beside, setting
 from shardwise.train.config import Config, dump, read
 from shardwise.train.data.packed import PROBE, publish, unwritable_folder
 from shardwise.train.data.tokens import TokenizerVocabulary, Vocabulary

@@ -13,12 +13,12 @@ from shardwise.comm.tiers.host_memory import limit_bytes
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import STATE_BYTES, bytes_per_parameter
-from shardwise.derive.chosen_table import table_or_derived
-from shardwise.models import hf, pretrained, user_text
+from shardwise.derive.table import table_or_derived
+from shardwise.models import hf, pretrained, user
 from shardwise.models.decoder import Sizes, build, loss_of, numbers, parameters
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.moe import MoEConfig
-from shardwise.models.published import PUBLISHED
+from shardwise.models.pretrained import PUBLISHED
 from shardwise.models.registry import NAMED, named_sizes, nearest
 from shardwise.techniques.expert import apply as expert_parallel
 from shardwise.techniques.expert.gate import FIXED, GATES, Gate
@@ -105,7 +105,7 @@ def _of_user(section: ModelSection, vocabulary: int, seed: int) -> Sizes:
             "the positions of a training sequence beside a model of a file",
             "model.sequence = 128",
         )
-    return user_text.read(section.name, section.sequence, vocabulary, seed)
+    return user.read(section.name, section.sequence, vocabulary, seed)
 
 
 def _refuse_sizes(section: ModelSection) -> None:

@@ -19,7 +19,7 @@ from shardwise.core.errors import RankError, RunError, bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import choice, integer
-from shardwise.engine.checks.offload_choice import require_chosen
+from shardwise.engine.checks.device_room import require_chosen
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.verify.causes import cause

@@ -1,6 +1,6 @@
 """Memory over ten steps: every live storage must belong to a category with the predicted bytes.
 
-observe/live.py tracks an engine of the plan while it is built, takes ten steps and evaluates once.
+observe/meter.py tracks an engine of the plan while it is built, takes ten steps and evaluates once.
 After the third and the tenth step, two columns are compared:
 
     theory    the bytes of each category by its formula, and no live storage outside a category
@@ -34,10 +34,10 @@ from torch import Tensor, nn
 
 from shardwise.comm.start.peers import PEERS
 from shardwise.core.memory_table import KEPT, PREDICTED, Event, by_tier
-from shardwise.core.tools.garbage import collect
+from shardwise.core.tools.hook import collect
 from shardwise.engine.engine import Engine
-from shardwise.observe.live import Live, Stray
 from shardwise.observe.measured_timeline import StepMeter, measuring
+from shardwise.observe.meter import Live, Stray
 from shardwise.prediction.peak_memory import device_peak_bytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.expert.apply import experts_in

@@ -50,9 +50,9 @@ from shardwise.engine.parallelize import build_engine
 from shardwise.engine.predict import Predictor
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
-from shardwise.observe.kernels import kernels_of
-from shardwise.observe.live import Live
 from shardwise.observe.measured_timeline import dry_events
+from shardwise.observe.meter import Live
+from shardwise.observe.work import kernels_of
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.comparison import compare, drawn

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from shardwise.core.errors import InputError, bad
-from shardwise.core.tools.user_files import read_text
-from shardwise.observe.kernels import Kernels
+from shardwise.core.errors import InputError, bad, read_text
+from shardwise.observe.work import Kernels
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.tensor.tensor_table import Table
 

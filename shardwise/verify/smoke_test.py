@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
-from shardwise.derive.chosen_table import table_or_derived
+from shardwise.derive.table import table_or_derived
 from shardwise.engine.checks.device_room import require_room
 from shardwise.engine.options import EngineOptions
 from shardwise.models.registry import find

@@ -15,15 +15,13 @@ from torch import nn
 
 from shardwise.core.errors import bad
 from shardwise.core.tools import arguments
-from shardwise.core.tools.graph_break import graph_break
+from shardwise.core.tools.structure import graph_break
 from shardwise.engine.checks import validate
-from shardwise.engine.checks.compiled import without_compiler
+from shardwise.engine.checks.hint import without_compiler
 from shardwise.techniques.data.apply import drivers
 from shardwise.techniques.replicas.devices import Devices, as_devices
-from shardwise.techniques.replicas.replicate import replicate
-from shardwise.techniques.replicas.rows import gather, scatter
-from shardwise.techniques.replicas.threads import parallel_apply
-from shardwise.wrap.wrapper import Wrapper, no_wrapper
+from shardwise.techniques.replicas.replicate import gather, parallel_apply, replicate, scatter
+from shardwise.wrap.unwrap import Wrapper, no_wrapper
 
 
 class DataParallel(nn.Module, Wrapper):

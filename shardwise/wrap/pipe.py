@@ -29,40 +29,37 @@ from shardwise.comm.move import all_reduce, broadcast
 from shardwise.comm.parameter import become
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import Axis, World
+from shardwise.core.buffer_sizes import pool_bytes
 from shardwise.core.errors import bad
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan import Plan
-from shardwise.core.pool_size import pool_bytes
-from shardwise.core.schedule.action import Token
 from shardwise.core.schedule.library import LIBRARY, MOST_FORWARDS, Size, build, entry
-from shardwise.core.schedule.schedule import Schedule
+from shardwise.core.schedule.schedule import Schedule, Token
 from shardwise.core.tools.arguments import integer, short_repr
-from shardwise.core.tools.graph_break import graph_break
 from shardwise.core.tools.hook import no_copy
-from shardwise.core.tools.structure import Structure
+from shardwise.core.tools.structure import Structure, graph_break
 from shardwise.core.tools.tree import leaves, mapped
 from shardwise.engine.batch import copied, enough, is_written, split
 from shardwise.engine.checks import consistency, validate
-from shardwise.engine.checks.compiled import without_compiler
+from shardwise.engine.checks.hint import without_compiler
 from shardwise.engine.default_fill import default_fill
 from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
 from shardwise.observe.meta_buffers import materialise
 from shardwise.techniques.data.apply import drivers
+from shardwise.techniques.data.buffers import normal_mode
 from shardwise.techniques.data.flat.flat_parameter import Fill
-from shardwise.techniques.data.inference import normal_mode
 from shardwise.techniques.pipeline import stage_module
 from shardwise.techniques.pipeline.partition import calls_of, starts
 from shardwise.techniques.pipeline.runtime import open_channels, run
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.stage_module import Staging
 from shardwise.techniques.pipeline.stage_work import Microbatch, NoUnits, StageWork
-from shardwise.techniques.pipeline.trace.bundles import ByShape
+from shardwise.techniques.pipeline.trace.outside_buffers import ByShape
 from shardwise.techniques.pipeline.trace.placeholders import twin
 from shardwise.techniques.pipeline.trace.probe import ActivationProbe
-from shardwise.techniques.tensor.tensor_state import nowhere
-from shardwise.wrap.pipe_consistency import PipeConsistency
-from shardwise.wrap.pipe_restore import restore
-from shardwise.wrap.wrapper import Wrapper, no_wrapper, wrapper_of
+from shardwise.techniques.tensor.sharded_logits import nowhere
+from shardwise.wrap.pipe_consistency import PipeConsistency, restore
+from shardwise.wrap.unwrap import Wrapper, no_wrapper, wrapper_of
 
 Forward = Callable[..., Any]
 
@@ -101,9 +98,7 @@ def Pipe(  # noqa: N802
     consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
     plan = Plan(axes=((PIPELINE, world.size),))
     world = world.on(plan.mesh)
-    size_bytes = pool_bytes(
-        plan, sum(p.nbytes for p in module.parameters()), world.device.type
-    )
+    size_bytes = pool_bytes(plan, sum(p.nbytes for p in module.parameters()), world.device.type)
     world.pool.reserve(size_bytes, world.device)
     whole = _schedule(schedule, chunks, world.size)
     calls = calls_of(module)

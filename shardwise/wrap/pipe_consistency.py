@@ -2,7 +2,7 @@
 
     the options of the optimizers of their stages, and the batch
     the gradient of the output, by its norm: all compute the same loss
-    the factor by which the program scaled its gradients (techniques/data/scaling.py)
+    the factor by which the program scaled its gradients (techniques/data/outputs.py)
 
 A call sends nothing that all ranks sum, so the second call of every EVERY that trains sums numbers
 (techniques/data/same_on_ranks.py).  On a GPU the next call reads them, which waits for nothing.
@@ -18,15 +18,17 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.comm.move import begin_sum
-from shardwise.comm.tiers.host_numbers import HostNumbers, doubles_on
+from shardwise.comm.move import begin_sum, broadcast
+from shardwise.comm.parameter import parameter_like
+from shardwise.comm.tiers.host_memory import HostNumbers, doubles_on
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
-from shardwise.core.tools.weak import weakly
+from shardwise.core.tools.hook import weakly
 from shardwise.engine.checks.consistency import ConsistencyCheck, batch_hash
 from shardwise.techniques.data import same_on_ranks
+from shardwise.techniques.data.outputs import Scaling
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
-from shardwise.techniques.data.scaling import Scaling
+from shardwise.techniques.pipeline.stage_module import Staging
 from shardwise.wrap.plain_optimizer import options_of, require_gradients
 
 _HASHES: Final = 2**20
@@ -118,3 +120,46 @@ class PipeConsistency:
 def _dense_gradient(p: nn.Parameter) -> tuple[Tensor | None, int]:
     dense = p.grad is not None and p.grad.layout == torch.strided and not p.grad.is_complex()
     return (p.grad, 1) if dense else (None, 0)
+
+
+# --- The whole model back from a pipeline: every rank gets the layers of the others ---------------
+
+
+@torch.no_grad()
+def restore(staged: Staging) -> None:
+    """Replace the placeholders of other ranks' layers by the layers, with their values."""
+    layers, axis, device = staged.stages.layers, staged.axis, staged.stages.device
+    own = {number: p for stage in layers.own.values() for number, p in stage.items()}
+
+    def value(like: Tensor, stages: tuple[int, ...], ours: Tensor | None) -> Tensor:
+        whole = torch.empty(like.shape, dtype=like.dtype, device=device)
+        if ours is not None:
+            whole.copy_(ours)
+        broadcast(whole.view(-1).view(torch.uint8), axis, staged.owners(stages)[0])
+        return whole
+
+    for number, (_, stages, p) in enumerate(layers.parameters):
+        ours = own.get(number)
+        whole = value(p, stages, ours)
+        if ours is None:
+            own[number] = parameter_like(p, whole)
+    for _, stages, (table, key), ours in layers.buffers:
+        whole = value(table[key], stages, None if ours is None else ours[key])
+        table[key] = whole
+    for of in layers.standing:
+        if of.real is not None:
+            continue
+        for module in of.twin.modules():
+            _fill(module._parameters, own, layers.numbers)
+        for name in layers.found[of.name].names:
+            parent, _, key = name.rpartition(".")
+            layers.model.get_submodule(parent)._modules[key] = of.twin
+    for (table, key), p in layers.lent:
+        table[key] = own[layers.numbers[id(p)]]
+
+
+def _fill(table: dict[str, Any], own: dict[int, Tensor], numbers: dict[int, int]) -> None:
+    """Replace parameters on meta by real ones."""
+    for key, p in table.items():
+        if p is not None:
+            table[key] = own[numbers[id(p)]]

@@ -22,8 +22,13 @@ from shardwise.core.tools.arguments import short_repr
 from shardwise.core.tools.structure import uncompiled
 from shardwise.engine.checks import reads
 from shardwise.engine.optimizer import optimizer_state
-from shardwise.engine.optimizer.optimizer_groups import NAMING, put
-from shardwise.engine.optimizer.optimizer_state import Catalogue, HeldParameter, device_of
+from shardwise.engine.optimizer.optimizer_state import (
+    NAMING,
+    Catalogue,
+    HeldParameter,
+    device_of,
+    put,
+)
 from shardwise.engine.state import extra_state, state
 from shardwise.engine.state.box import Box
 from shardwise.engine.state.full import data_boxes, pipe_boxes, pipe_names

@@ -17,10 +17,10 @@ from torch.optim import Optimizer, SparseAdam
 from shardwise.core.errors import bad
 from shardwise.engine.checks import validate
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE, is_listed
-from shardwise.engine.optimizer.optimizer_groups import compared
+from shardwise.engine.optimizer.optimizer_state import compared
 from shardwise.techniques.data.checksum import versions
-from shardwise.techniques.data.gradient_hooks import owners
 from shardwise.techniques.data.unit_hooks import Data
+from shardwise.techniques.data.units import owners
 
 
 def before_step(optimizer: Optimizer, *_: Any) -> None:

@@ -26,9 +26,9 @@ from torch.optim.optimizer import (
 from shardwise.comm.move import begin_sum
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import Axis, World
+from shardwise.core.buffer_sizes import usual_pool_bytes
 from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
-from shardwise.core.pool_size import usual_pool_bytes
 from shardwise.core.tools.arguments import choice, flag, integer, positive, short_repr
 from shardwise.core.zero import ROWS, Row
 from shardwise.engine.checks import consistency, validate
@@ -37,7 +37,7 @@ from shardwise.engine.default_fill import default_fill
 from shardwise.engine.optimizer.norm import squared_norm
 from shardwise.engine.precision import DTYPES, HALF, cast_inputs, param_dtypes
 from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
-from shardwise.engine.state.state_dict import keep_keys
+from shardwise.engine.state.state import keep_keys
 from shardwise.techniques.data.apply import (
     Sharding,
     by_row,
@@ -50,12 +50,12 @@ from shardwise.techniques.data.apply import (
     shard,
     units_of,
 )
-from shardwise.techniques.data.inference import normal_mode
+from shardwise.techniques.data.buffers import normal_mode
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Pace
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.wrap import plain_optimizer
-from shardwise.wrap.wrapper import no_wrapper, wrapper_of
+from shardwise.wrap.unwrap import no_wrapper, wrapper_of
 
 #: FSDP's names for the rows (arXiv 2304.11277).  Hybrid strategies shard inside groups of ranks.
 STRATEGIES = {

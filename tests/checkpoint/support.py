@@ -27,7 +27,7 @@ from shardwise.checkpoint.save import PlannedSave
 from shardwise.checkpoint.save_plans import PIECE_BYTES, BoxSavePlanner
 from shardwise.checkpoint.storage import Publisher
 from shardwise.comm.world import World
-from shardwise.core.layouts.boxes import boxes as flat_boxes
+from shardwise.core.layouts.flatten import boxes as flat_boxes
 from shardwise.engine.state.box import Box
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]

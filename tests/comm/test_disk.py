@@ -20,7 +20,7 @@ from shardwise.comm.tiers.arena import Arena
 from shardwise.comm.tiers.disk import Disk, DiskError, Extent
 from shardwise.comm.tiers.tiers import Tiers, begin_copy
 from shardwise.comm.world import alone
-from shardwise.core.arena_slots import ALIGNMENT, arena_bytes, gradient_slots
+from shardwise.core.buffer_sizes import ALIGNMENT, arena_bytes, gradient_slots
 from shardwise.core.chunks import ALIGN_BYTES, CHUNK_NUMEL, aligned
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh

@@ -21,12 +21,12 @@ from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem
 
 from shardwise.comm.move import all_reduce, receive
-from shardwise.comm.start import call_stack, launch, peers
-from shardwise.comm.start.call_stack import CallStack
-from shardwise.comm.start.first_cause import Failure, death_text, first_cause
+from shardwise.comm.start import launch, peers
+from shardwise.comm.start.excepthook import Failure, death_text, first_cause
 from shardwise.comm.start.hosts import host_number
 from shardwise.comm.start.launch import spawn
 from shardwise.comm.start.peers import (
+    CallStack,
     Heartbeat,
     HeartbeatMonitor,
     find_hang,
@@ -143,8 +143,8 @@ def test_a_rank_that_waits_for_its_gpu_waits_for_others(monkeypatch: pytest.Monk
 
     A rank that torch's own modules keep busy, as to write a checkpoint, does not wait for others.
     """
-    monkeypatch.setattr("shardwise.comm.start.call_stack._GPU_S", 0.05)
-    monkeypatch.setattr("shardwise.comm.start.call_stack._is_busy", lambda gpu: gpu == 3)
+    monkeypatch.setattr("shardwise.comm.start.peers._GPU_S", 0.05)
+    monkeypatch.setattr("shardwise.comm.start.peers._is_busy", lambda gpu: gpu == 3)
     release, waits_s = threading.Event(), dict[int | None, float]()
     waiting = threading.Thread(target=release.wait)
     waiting.start()
@@ -158,8 +158,8 @@ def test_a_rank_that_waits_for_its_gpu_waits_for_others(monkeypatch: pytest.Monk
     release.set()
     waiting.join()
     assert waits_s[3] > 0.05 and waits_s[None] == 0.0
-    assert distributed_c10d.__file__.startswith(call_stack._COLLECTIVE_FILES)
-    assert not filesystem.__file__.startswith(call_stack._COLLECTIVE_FILES)
+    assert distributed_c10d.__file__.startswith(peers._COLLECTIVE_FILES)
+    assert not filesystem.__file__.startswith(peers._COLLECTIVE_FILES)
 
 
 def test_no_thread_outlives_a_rank_s_program():

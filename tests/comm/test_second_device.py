@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import shardwise as sw
-from shardwise.comm.tiers.host_numbers import HostNumbers
+from shardwise.comm.tiers.host_memory import HostNumbers
 from shardwise.comm.world import World, world_of
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan

@@ -241,7 +241,7 @@ def test_costs_of_a_ring(ranks: int, length: int, dtype: torch.dtype):
 @pytest.mark.parametrize("key_heads", [4, 1])
 @pytest.mark.parametrize("length", [16, 13])
 def test_bytes_of_ulysses(length: int, key_heads: int):
-    """The all-to-alls of ulysses.py; a mask that is equal in all rows is not sent."""
+    """The all-to-alls of attention.py; a mask that is equal in all rows is not sent."""
     case, n = Case("cp4:ulysses", length, key_heads=key_heads), 4
     for rank, (_, sent, _) in enumerate(run_threads(n, run, case)):
         t, out, qkv = case.cut.numel(rank), case.heads, case.heads + 2 * max(key_heads, n)

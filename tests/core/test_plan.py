@@ -12,8 +12,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.mesh import AXES
 from shardwise.core.plan.plan import WORDS, Plan, words_table
 from shardwise.core.plan.plan_check import problems, require
-from shardwise.core.plan.run_words import PRECISIONS
-from shardwise.core.plan.word_values import size_text
+from shardwise.core.plan.words import PRECISIONS, size_text
 from shardwise.core.schedule.library import LIBRARY
 from shardwise.core.zero import ROWS
 from shardwise.techniques.offload.word import BY_FRACTION, WHAT

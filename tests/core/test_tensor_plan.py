@@ -10,9 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.errors import InputError
-from shardwise.techniques.tensor.styles import STYLES, ModuleShape, Style
 from shardwise.techniques.tensor.table_check import check
-from shardwise.techniques.tensor.tensor_table import Table, assign, cuts, numbers
+from shardwise.techniques.tensor.tensor_table import (
+    STYLES,
+    ModuleShape,
+    Style,
+    Table,
+    assign,
+    cuts,
+    numbers,
+)
 
 WORDS = [*(style for style in STYLES if style != "colwise:N"), "colwise:2", "colwise:12"]
 NAMES = [

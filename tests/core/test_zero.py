@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.core.balance import balanced
 from shardwise.core.errors import InputError, Problem, bad, refusal
 from shardwise.core.layouts.layout import P, R, S
+from shardwise.core.layouts.uneven import balanced
 from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
 from shardwise.core.plan.plan import Plan
-from shardwise.core.tools.suggest import beside
+from shardwise.core.tools.arguments import beside
 from shardwise.core.tools.tree import leaves, mapped
 from shardwise.core.zero import ALIASES, ROWS, Moment, Row, bytes_per_parameter, step_moves
 from shardwise.prediction.stored_bytes import ADAM, held_bytes

@@ -16,14 +16,13 @@ from shardwise.comm.tiers import disk_bandwidth
 from shardwise.comm.world import Axis, World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
+from shardwise.core.model_spec import Operation
 from shardwise.core.plan.plan import Plan
-from shardwise.core.tools.tape import Operation
 from shardwise.doctor import collectives, device_speed
 from shardwise.doctor.collectives import TIMED, Timing, fit
 from shardwise.doctor.device_speed import DeviceSpeed
 from shardwise.doctor.diagnosis import Diagnosis, RankDiagnosis, look, measured_cluster
-from shardwise.prediction.time.kernel_seconds import operation_s
-from shardwise.prediction.time.network import Network
+from shardwise.prediction.time.step_time import Network, operation_s
 from shardwise.prediction.traffic import Counted, TrafficLine
 from tests.pool import run_gloo, run_threads
 from tests.train.runs import ended, printed

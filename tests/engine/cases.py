@@ -20,8 +20,8 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor
 from shardwise.models import gpt
-from shardwise.models.initial import fill
-from shardwise.observe.kernels import Kernels
+from shardwise.models.trainable import fill
+from shardwise.observe.work import Kernels
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.oracles.loads import Choices
 from shardwise.verify.oracles.oracles import microbatches_of

@@ -16,7 +16,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
 from shardwise.engine.step_end import Metrics
 from shardwise.models import gpt
-from shardwise.models.initial import fill
+from shardwise.models.trainable import fill
 from shardwise.prediction.traffic import TrafficLine
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.expert.apply import ExpertLayout

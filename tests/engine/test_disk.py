@@ -21,7 +21,7 @@ from shardwise.comm.world import World, alone
 from shardwise.core.chunks import reserved_bytes
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
-from shardwise.engine.checks.offload_choice import with_offload
+from shardwise.engine.checks.device_room import with_offload
 from shardwise.engine.predict import predict
 from shardwise.observe.meter import Meter
 from shardwise.prediction.peak_memory import device_peak_bytes

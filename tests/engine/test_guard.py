@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.tiers.host_numbers import HostNumbers
+from shardwise.comm.tiers.host_memory import HostNumbers
 from shardwise.comm.world import World, alone
-from shardwise.core.check_every import CheckEvery
 from shardwise.core.errors import InputError, NonFiniteError
+from shardwise.core.tools.arguments import CheckEvery
 from shardwise.engine.checks import guard
-from shardwise.engine.checks.out_of_memory import explained, ran_out
+from shardwise.engine.checks.device_room import explained, ran_out
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import updating
 from shardwise.engine.options import EngineOptions

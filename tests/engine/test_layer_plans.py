@@ -14,7 +14,7 @@ from shardwise.core.errors import InputError, RankError
 from shardwise.core.plan.plan import Plan
 from shardwise.models import gpt
 from shardwise.techniques.layers.apply import exchange_of
-from shardwise.techniques.layers.redistributed import Redistributed
+from shardwise.techniques.layers.exchange import Redistributed
 from tests.engine.cases import Case, Task, regression, settled, small_gpt, text
 from tests.engine.tensors import equals_one
 from tests.pool import run_gloo, run_threads

@@ -13,7 +13,7 @@ from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError
 from shardwise.engine.engine import Engine
 from shardwise.models import gpt
-from shardwise.models.initial import fill, initial
+from shardwise.models.trainable import fill, initial
 from tests.engine.cases import PLANS, ranks_of, squares, text
 from tests.engine.tensors import SHAPES, Piece, assert_pieces, full_parameters, mine, pieces
 from tests.engine.zoo import Block, Stack

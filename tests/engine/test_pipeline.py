@@ -15,10 +15,10 @@ from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RunError
 from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.library import build as schedule_of
-from shardwise.core.schedule.live_tokens import versions
+from shardwise.core.schedule.lower import versions
 from shardwise.engine.engine import Engine
 from shardwise.models import gpt
-from shardwise.models.initial import fill
+from shardwise.models.trainable import fill
 from shardwise.techniques.pipeline.pipelined import Pipelined
 from tests.engine.cases import (
     CONFIG,

@@ -13,8 +13,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm.world import World
-from shardwise.engine.optimizer.norm import ROW, squared_norm
-from shardwise.engine.optimizer.scale import LossScale
+from shardwise.engine.optimizer.norm import ROW, LossScale, squared_norm
 from shardwise.engine.state.full import full_state_dict
 from tests.engine.cases import ROWS, Case, Task, mean_square, settled, vectors
 from tests.engine.tensors import run

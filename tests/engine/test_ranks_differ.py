@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import shardwise as sw
-from shardwise.comm.tiers.host_numbers import HostNumbers
+from shardwise.comm.tiers.host_memory import HostNumbers
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.engine import Engine

@@ -17,13 +17,12 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
-from shardwise.core.tools.tape import SMALL_BYTES
+from shardwise.core.model_spec import SMALL_BYTES
 from shardwise.models import gpt
 from shardwise.observe.meter import Meter
 from shardwise.techniques.recompute.checkpointed import FULL, SELECTIVE, recompute
 from shardwise.techniques.recompute.choice import chosen
-from shardwise.techniques.recompute.generators import Generators
-from shardwise.techniques.recompute.partitioned import Inputs
+from shardwise.techniques.recompute.kept import Generators, Inputs
 from tests.engine.cases import Case, build, foreseen, rows_task, settled, small_gpt
 from tests.engine.tensors import gpt_task, mine, train
 from tests.engine.zoo import Stack

@@ -17,7 +17,7 @@ from shardwise.engine import rank_zero_weights
 from shardwise.engine.optimizer.lion import Lion
 from shardwise.engine.state import full
 from shardwise.models import gpt
-from shardwise.models.initial import fill
+from shardwise.models.trainable import fill
 from tests.engine import pipelines
 from tests.engine.cases import (
     CONFIG,

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.comm.tiers.host_numbers import HostNumbers
+from shardwise.comm.tiers.host_memory import HostNumbers
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
 from shardwise.techniques.data.flat.flat_parameter import State
@@ -374,10 +374,10 @@ def test_several_dtypes_in_one_unit(plan):
 
 #: What waits for the device in a step, and why it must.
 WAITS = {
-    "comm/tiers/host_numbers.py": "of the step before",
+    "comm/tiers/host_memory.py": "of the step before",
     "models/gpt.py": "tokens, which are counted in the batch on the host",
     "kernels/cross_entropy.py": "on the CPU alone",
-    "techniques/tensor/embedding.py": "on the CPU alone",
+    "techniques/tensor/sequence.py": "on the CPU alone",
     "techniques/tensor/rng.py": "a seed, drawn on the host",
     "techniques/pipeline/pipelined.py": "a seed, drawn on the host",
     "techniques/expert/routing.py": "sizes of messages",
@@ -429,5 +429,5 @@ def test_a_step_waits_for_nothing(text: str, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(Tensor, name, partialmethod(partial(noted, real)))
     for found, waited in run_threads(Proof(text).plan.size, waits_of, text, noting):
         assert waited == any(word in text for word in OWN_NUMBERS)
-        assert "comm/tiers/host_numbers.py" in found
+        assert "comm/tiers/host_memory.py" in found
         assert found <= WAITS.keys()

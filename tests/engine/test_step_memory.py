@@ -17,15 +17,14 @@ import shardwise as sw
 from shardwise.comm.tiers.tiers import begin_copy
 from shardwise.comm.world import World, alone
 from shardwise.core.memory_table import PREDICTED, Event, by_tier
-from shardwise.core.tools.garbage import collect
+from shardwise.core.tools.hook import collect
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor
 from shardwise.models import gpt
-from shardwise.models.initial import fill
+from shardwise.models.trainable import fill
 from shardwise.observe.dry_engine import DryRun
-from shardwise.observe.live import Live, Stray
 from shardwise.observe.measured_timeline import measuring, predict_events
-from shardwise.observe.meter import Meter
+from shardwise.observe.meter import Live, Meter, Stray
 from shardwise.prediction.rank_shape import gathered_bytes_on
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from tests.engine.cases import (

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.models import gpt
-from shardwise.models.initial import fill
+from shardwise.models.trainable import fill
 from tests.engine.cases import (
     Case,
     Task,

@@ -14,9 +14,8 @@ from shardwise.models import hf
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.techniques.tensor.hf_tables import _DECODERS, _STYLES
 from shardwise.techniques.tensor.source import shapes, table_of
-from shardwise.techniques.tensor.styles import STYLES, ModuleShape
 from shardwise.techniques.tensor.table_check import check
-from shardwise.techniques.tensor.tensor_table import Table, assign, cuts
+from shardwise.techniques.tensor.tensor_table import STYLES, ModuleShape, Table, assign, cuts
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.models import gpt, moe
-from shardwise.models.initial import fill
+from shardwise.models.trainable import fill
 from shardwise.techniques.expert.gate import FIXED, GATES, Gate
 from tests.engine.cases import CONFIG, Task, text
 

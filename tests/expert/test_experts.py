@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm import overlap
+from shardwise.comm import link_times
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import World, traced
 from shardwise.core.errors import InputError, NonFiniteError
 from shardwise.core.mesh import Mesh
 from shardwise.models import hf
 from shardwise.models.registry import find
-from shardwise.techniques.expert import products
+from shardwise.techniques.expert import dispatch
 from shardwise.techniques.expert.apply import layers_of
+from shardwise.techniques.expert.dispatch import Stacks, feed_forward, fits, grouped, looped
 from shardwise.techniques.expert.gate import GATES
-from shardwise.techniques.expert.global_batch import GlobalBatch
 from shardwise.techniques.expert.moe_layer import ExpertPlace
-from shardwise.techniques.expert.products import Stacks, feed_forward, fits, grouped, looped
+from shardwise.techniques.expert.routing import GlobalBatch
 from shardwise.techniques.tensor.source import table_of
 from tests.engine.cases import CONFIG, Case, Task, build, difference, ranks_of
 from tests.engine.tensors import ADAMW, assert_counted, assert_parity, mine, train, whole_run
@@ -206,14 +206,14 @@ def shared_by_two(world: World) -> list[str]:
     layer.place = ExpertPlace(GlobalBatch((axis,)), axis, (0, 1))
     for name in ("experts", "shared"):
         setattr(layer, name, Noted(name, events, layer.get_submodule(name)))
-    begin = overlap.begin_all_to_all
+    begin = link_times.begin_all_to_all
 
     def noted(x: Tensor, on: Any, *counts: Any) -> Pending[Tensor]:
         pending = begin(x, on, *counts)
         events.append("begin")
         return Pending([lambda: events.append("wait"), pending.wait])
 
-    with patch.object(overlap, "begin_all_to_all", noted):
+    with patch.object(link_times, "begin_all_to_all", noted):
         layer(torch.randn(4, 6, requires_grad=True))[0].sum().backward()
     return events
 
@@ -240,7 +240,7 @@ def stacks_of(dtype: torch.dtype, width: int = 24, hidden: int = 40) -> tuple[Te
 
 
 def needs(dtype: torch.dtype) -> None:
-    if not products.has_grouped_products("cpu", dtype):
+    if not dispatch.has_grouped_products("cpu", dtype):
         pytest.skip("this torch has no grouped products of the dtype on a processor")
 
 
@@ -273,13 +273,13 @@ def test_which_products_are_grouped(monkeypatch: pytest.MonkeyPatch):
     assert not fits(*stacks_of(torch.float32, width=23))
     assert not fits(*stacks_of(torch.float32, hidden=39))
     assert not fits(rows.to("meta"), (gate, up, down))
-    products.has_grouped_products.cache_clear()
-    monkeypatch.delattr(products.functional, "grouped_mm", raising=False)
+    dispatch.has_grouped_products.cache_clear()
+    monkeypatch.delattr(dispatch.functional, "grouped_mm", raising=False)
     try:
         found = feed_forward(rows, COUNTS, (gate, up, down))
         assert torch.equal(found, looped(rows, COUNTS, (gate, up, down)))
     finally:
-        products.has_grouped_products.cache_clear()
+        dispatch.has_grouped_products.cache_clear()
 
 
 def test_the_example_of_more_experts_runs(monkeypatch: Any, capsys: Any):

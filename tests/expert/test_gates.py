@@ -20,10 +20,9 @@ from shardwise.models import decoder
 from shardwise.techniques.expert import hard
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.gate import Extra, Gate
-from shardwise.techniques.expert.global_batch import GlobalBatch
+from shardwise.techniques.expert.hard import key_of, uniform
 from shardwise.techniques.expert.moe_layer import MoE
-from shardwise.techniques.expert.passes import key_of, uniform
-from shardwise.techniques.expert.routing import queues
+from shardwise.techniques.expert.routing import GlobalBatch, queues
 from shardwise.train.config_sections import ModelSection
 from shardwise.train.sizes import model_sizes
 from tests.pool import run_threads

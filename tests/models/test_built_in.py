@@ -10,10 +10,10 @@ from torch import Tensor
 
 from shardwise.models import decoder, gpt, moe
 from shardwise.models.gpt import GPT, GPTConfig
-from shardwise.models.initial import fill, initial
 from shardwise.models.moe import MoEConfig, MoEGPT
-from shardwise.models.published import PUBLISHED
+from shardwise.models.pretrained import PUBLISHED
 from shardwise.models.registry import find
+from shardwise.models.trainable import fill, initial
 from shardwise.techniques.expert.gate import GATES, Gate
 from shardwise.techniques.expert.moe_layer import MoE
 

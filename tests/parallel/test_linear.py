@@ -13,8 +13,8 @@ from shardwise.comm.world import World
 from shardwise.core.layouts.layouts import tensor_layouts
 from shardwise.core.mesh import TENSOR, Mesh
 from shardwise.techniques.tensor.apply import lay_out, tensor_spec
+from shardwise.techniques.tensor.sharded_logits import Tensors
 from shardwise.techniques.tensor.source import table_of
-from shardwise.techniques.tensor.tensor_state import Tensors
 from tests.engine.cases import difference
 from tests.parallel.layers import KINDS, Doubled, sequences
 from tests.pool import run_threads

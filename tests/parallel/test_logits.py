@@ -17,7 +17,7 @@ from shardwise.core.layouts.uneven import Cut, even
 from shardwise.kernels.cross_entropy import cross_entropy
 from shardwise.kernels.logits import Logits
 from shardwise.techniques.tensor.sharded_logits import sharded_logits
-from shardwise.techniques.tile.tiled_layer import Tile, into_tiles
+from shardwise.techniques.tile.apply import Tile, into_tiles
 from tests.pool import run_gloo, run_threads
 
 V, F64 = 7, torch.float64

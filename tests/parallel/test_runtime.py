@@ -16,11 +16,10 @@ from shardwise.comm.fake import Fake
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import InputError, RankError, bad
-from shardwise.core.schedule.action import Token
 from shardwise.core.schedule.library import LIBRARY
 from shardwise.core.schedule.library import build as build_schedule
 from shardwise.core.schedule.lower import lower
-from shardwise.core.schedule.schedule import Schedule
+from shardwise.core.schedule.schedule import Schedule, Token
 from shardwise.engine.engine import Engine
 from shardwise.techniques.pipeline.runtime import AHEAD, run
 from shardwise.techniques.pipeline.stage_io import Spec

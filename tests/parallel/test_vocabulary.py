@@ -17,7 +17,7 @@ from shardwise.core.errors import InputError, RankError
 from shardwise.core.layouts.layout import I, P, S
 from shardwise.core.layouts.uneven import Cut, even
 from shardwise.kernels.cross_entropy import cross_entropy
-from shardwise.techniques.tensor.embedding import embed
+from shardwise.techniques.tensor.sequence import embed
 from shardwise.techniques.tensor.sharded_logits import sharded_logits
 from tests.parallel.test_logits import F64, ROWS, V, columns, near, on_rank, sample
 from tests.pool import run_gloo, run_threads

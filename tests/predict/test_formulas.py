@@ -12,25 +12,24 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm.world import World, traced
 from shardwise.core import moves
+from shardwise.core.buffer_sizes import pool_bytes
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import even, heads
 from shardwise.core.model_spec import BufferShape, ModelShape, ParamShape, UnitShape
 from shardwise.core.plan.plan import Plan
-from shardwise.core.pool_size import pool_bytes
 from shardwise.core.zero import ROWS, step_moves
+from shardwise.engine.model_structure import optimizer_shape
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import predict
-from shardwise.engine.spec import optimizer_shape
 from shardwise.models import gpt
 from shardwise.models.gpt import random_text
-from shardwise.models.initial import fill
 from shardwise.models.moe import loss as moe_loss
 from shardwise.models.registry import find
+from shardwise.models.trainable import fill
 from shardwise.observe.measured_timeline import predict_events
 from shardwise.observe.meter import Meter
-from shardwise.prediction.group import groups
-from shardwise.prediction.stored_bytes import ADAM, PLAIN, OptimizerShape, held_bytes
+from shardwise.prediction.stored_bytes import ADAM, PLAIN, OptimizerShape, groups, held_bytes
 from shardwise.prediction.traffic import Tariff, TrafficLine, by_kind, step_bytes
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.expert.gate import GATES

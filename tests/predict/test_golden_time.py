@@ -32,12 +32,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.core.tools.tape import Operation
-from shardwise.prediction.cluster import Cluster
-from shardwise.prediction.cluster_presets import PRESETS
+from shardwise.core.model_spec import Operation
+from shardwise.prediction.cluster import PRESETS, Cluster
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.time.kernel_seconds import operation_s
-from shardwise.prediction.time.step_time import RankWork
+from shardwise.prediction.time.step_time import RankWork, operation_s
 from shardwise.techniques.tensor.tensor_table import Table
 
 # The models, as their programs computed them.

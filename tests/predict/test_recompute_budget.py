@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.core.plan.word_values import size_text
+from shardwise.core.plan.words import size_text
 from shardwise.models import gpt
 from shardwise.models.gpt import random_text
-from shardwise.models.initial import fill
+from shardwise.models.trainable import fill
 from shardwise.observe.meter import Meter
 from shardwise.techniques.recompute.apply import KEPT, Recomputation
 from shardwise.techniques.recompute.price_budget import BlockCost, cheapest

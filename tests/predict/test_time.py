@@ -13,16 +13,13 @@ import shardwise as sw
 from shardwise.cli.configured import configured
 from shardwise.cli.predict_command import predict_request
 from shardwise.core.errors import InputError
+from shardwise.core.model_spec import Operation
 from shardwise.core.plan.plan import Plan
-from shardwise.core.tools.tape import Operation
 from shardwise.models.gpt import GPT, GPTConfig, loss
-from shardwise.prediction.cluster import Cluster, Derating
+from shardwise.prediction.cluster import PRESETS, Cluster, Derating
 from shardwise.prediction.cluster_file import cluster_of
-from shardwise.prediction.cluster_presets import PRESETS
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.time.kernel_seconds import operation_s
-from shardwise.prediction.time.network import AxisHosts, Network
-from shardwise.prediction.time.step_time import RankWork, StepTime
+from shardwise.prediction.time.step_time import AxisHosts, Network, RankWork, StepTime, operation_s
 from shardwise.prediction.time.streams import Streams
 from shardwise.prediction.traffic import Counted, TrafficLine
 from shardwise.verify.oracles.oracles import is_asynchronous

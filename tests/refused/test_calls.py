@@ -20,7 +20,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.layouts.layout import P, Placement, R, S
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan.plan import Plan
-from shardwise.core.schedule.classic import dapple
+from shardwise.core.schedule.builders import dapple
 from shardwise.core.schedule.clock import clock
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower

@@ -12,7 +12,7 @@ import pytest
 from shardwise.cli import main as cli
 from shardwise.cli.usage import EXAMPLES
 from shardwise.comm.start.launch import Ended
-from shardwise.comm.start.stop_signal import NOTHING
+from shardwise.comm.start.worker import NOTHING
 from shardwise.train import config
 from shardwise.train.measure.metrics import read
 from tests import surface

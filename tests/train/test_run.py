@@ -13,7 +13,7 @@ import pytest
 
 from shardwise.checkpoint.folder import all_in
 from shardwise.comm.ledger import Key
-from shardwise.comm.start.stop_signal import NOTHING, SIGNALS, StopSignal
+from shardwise.comm.start.worker import NOTHING, SIGNALS, StopSignal
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RankError, RunError
 from shardwise.train import config, loop, run_folder

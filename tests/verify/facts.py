@@ -25,8 +25,8 @@ import shardwise as sw
 from shardwise.checkpoint.pending import PendingCheckpoint
 from shardwise.comm.world import World, alone
 from shardwise.core.memory_table import GATHERED, KEPT, PREDICTED, TEMPORARY, Event
+from shardwise.core.model_spec import SMALL_BYTES
 from shardwise.core.plan.plan import Plan
-from shardwise.core.tools.tape import SMALL_BYTES
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import own_loss
 from shardwise.observe.measured_timeline import StepMeter, measuring

@@ -18,7 +18,7 @@ its whole tensor and adds.  On one host, messages of up to a few MiB go through 
 instead (shared.py).
 
 Messages count one by one as they are sent.  Gloo's own collectives count by their definition
-(volume.py).
+(ledger.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -32,10 +32,9 @@ from torch import Tensor
 from shardwise.comm.gloo.pool import Slot, aligned, parts
 from shardwise.comm.gloo.shared import SharedMemory, await_work, by_gloo
 from shardwise.comm.ledger import Line
-from shardwise.comm.named_peer import naming
 from shardwise.comm.nccl import OPS
-from shardwise.comm.transport import Pending, Transport
-from shardwise.core.pool_size import piece_bytes
+from shardwise.comm.transport import Pending, Transport, naming
+from shardwise.core.buffer_sizes import piece_bytes
 
 #: All-reduces up to this size consist of the two halves above, which are faster below it.
 SMALL_BYTES = 2**20

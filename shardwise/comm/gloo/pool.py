@@ -5,7 +5,7 @@
 
 A slot belongs to one piece of a collective, from the first send until the result is written. If a
 new slot does not fit, the rank waits for the oldest pieces. All ranks begin their collectives in
-the same order, so the oldest piece never waits for a younger one. `core/pool_size.py` has the
+the same order, so the oldest piece never waits for a younger one. `core/buffer_sizes.py` has the
 sizes.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.core.pool_size import PIECE_BYTES, slot_bytes
+from shardwise.core.buffer_sizes import PIECE_BYTES, slot_bytes
 
 #: The index of a piece in its tensor.
 At = tuple[slice, ...]

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from shardwise.comm.gloo.mailbox import CODES, HEAD, KINDS, Arrival, Inbox, MailboxMemory, Outbox
 from shardwise.comm.ledger import Line
-from shardwise.comm.named_peer import call_name, naming, rank_name
 from shardwise.comm.start.hosts import host_number, process
 from shardwise.comm.start.rendezvous import read_limits
+from shardwise.comm.transport import call_name, naming, rank_name
 from shardwise.core.errors import OtherCallError, bad
 
 #: The size of all mailboxes of a group, and of the largest message.

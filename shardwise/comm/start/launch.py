@@ -27,8 +27,14 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from shardwise.comm.start.excepthook import install_excepthook
-from shardwise.comm.start.first_cause import Failure, death_text, described, ended, first_cause
+from shardwise.comm.start.excepthook import (
+    Failure,
+    death_text,
+    described,
+    ended,
+    first_cause,
+    install_excepthook,
+)
 from shardwise.comm.start.peers import reported_failure
 from shardwise.comm.start.rendezvous import (
     LAUNCHER,
@@ -37,8 +43,7 @@ from shardwise.comm.start.rendezvous import (
     require_local,
     require_loopback,
 )
-from shardwise.comm.start.stop_signal import SIGNALS, StopSignal
-from shardwise.comm.start.worker import Work, run, run_command
+from shardwise.comm.start.worker import SIGNALS, StopSignal, Work, run, run_command
 from shardwise.core.errors import InputError, RankError, bad
 from shardwise.core.tools.arguments import choice, integer, rank_names, short_repr
 
@@ -122,7 +127,7 @@ def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.cli.main") 
     error is printed once.  Error output of rank 0 appears as it is written, that of other ranks
     only if they fail first.
 
-    The first signal of stop_signal.py is forwarded as SIGTERM, and the ranks have `save_s` of the
+    The first signal of worker.py is forwarded as SIGTERM, and the ranks have `save_s` of the
     limits to save and leave.  A second Ctrl-C kills them at once, with the code 130.
 
     Raises InputError for fewer than one process.

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwise.core.arena_slots import Slots, aligned, arena_bytes
+from shardwise.core.buffer_sizes import Slots, aligned, arena_bytes
 
 
 class _Slot:

@@ -6,8 +6,21 @@
 Every parameter begins at a multiple of 64 bytes (a cache line, as vector instructions and GPU
 copies need), and the flat tensor is padded to one equal block per rank, each a multiple of 64
 bytes. Padding is stored and sent too, so every prediction includes it.
+
+Boxes: splits an interval of a flat tensor into blocks of the tensor.
+
+A flat shard holds the elements [start, stop) of a row-major tensor, which rarely form one block of
+it. They form at most 2 d - 1 blocks of a tensor of d dims. For example 4 x 5:
+
+    . . . a a        [3, 17) =  a: offsets (0, 3) sizes (1, 2)
+    b b b b b                   b: offsets (1, 0) sizes (2, 5)
+    b b b b b                   c: offsets (3, 0) sizes (1, 2)
+    c c . . .
+
+Each box is contiguous in the shard too, so it can be read and written through a view.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,3 +66,65 @@ def flatten(numels: Sequence[int], element_bytes: int, ranks: int) -> Flattening
         end += numel + -numel % align
     padded = end + -end % (align * ranks)
     return Flattening(tuple(numels), tuple(offsets), padded, ranks)
+
+
+# --- Boxes: splits an interval of a flat tensor into blocks of the tensor -------------------------
+
+
+@dataclass(frozen=True)
+class Box1:
+    """A block of a tensor whose elements are consecutive in row-major order.
+
+    `offsets` and `sizes` have one entry per dim. `start` is the flat index of its first element in
+    the tensor; the box holds the flat elements [start, start + numel).
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the box."""
+        return math.prod(self.sizes)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box1]:
+    """The boxes that hold the flat elements [start, stop) of a tensor, in order.
+
+    An empty interval has no boxes; a 0-d tensor has one 0-d box. Raises ValueError for an interval
+    outside the tensor.
+    """
+    numel = math.prod(shape)
+    if not 0 <= start <= stop <= numel:
+        raise ValueError(f"[{start}, {stop}) is not inside the {numel} elements of {tuple(shape)}")
+    return _cut(tuple(shape), start, stop, 0) if start < stop else []
+
+
+def _cut(shape: tuple[int, ...], start: int, stop: int, base: int) -> list[Box1]:
+    """The boxes of a non-empty interval; the tensor's first element has flat index `base`."""
+    if not shape:
+        return [Box1((), (), base)]
+    inner = shape[1:]
+    row = math.prod(inner)
+    first, last = -(-start // row), stop // row  # complete rows: [first, last)
+    if first > last:  # begins and ends inside one row
+        return _inside(inner, last, (start - last * row, stop - last * row), base + last * row)
+    found: list[Box1] = []
+    if start < first * row:
+        above = first - 1
+        found += _inside(inner, above, (start - above * row, row), base + above * row)
+    if first < last:
+        offsets = (first, *(0 for _ in inner))
+        found.append(Box1(offsets, (last - first, *inner), base + first * row))
+    if last * row < stop:
+        found += _inside(inner, last, (0, stop - last * row), base + last * row)
+    return found
+
+
+def _inside(inner: tuple[int, ...], index: int, interval: tuple[int, int], base: int) -> list[Box1]:
+    """The boxes of an interval of row `index`, as boxes of the whole tensor."""
+    return [
+        Box1((index, *box.offsets), (1, *box.sizes), box.start)
+        for box in _cut(inner, *interval, base)
+    ]

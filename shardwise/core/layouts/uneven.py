@@ -8,10 +8,26 @@
 If all ranks hold ranges of one size, this is `S(d)` of a layout. If there are fewer key heads than
 ranks, several ranks hold the same range, and its gradient is the sum of theirs. If a weight packs
 keys with queries, these ranks have that range in common, and their other ranges differ.
+
+The lengths of sharded sequences, identified by the size of a shard.
+
+    2 ranks     8 positions ---> shards of 4
+                7 positions ---> shards of 5, because 4 belongs to 8 positions
+
+Shards are padded to one size on all ranks, so two lengths could have shards of the same size.  In
+one pass, sequences of different lengths therefore get shards of different sizes.
+
+Balanced partitions of weights: of a list into contiguous parts, and of named ones over ranks.
+
+balanced    5 1 1 1 1 5  in 3 parts     5 | 1 1 1 1 | 5
+owners      a5 b4 c3 d2  on 2 ranks     a, d | b, c
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+from shardwise.core.errors import bad
 
 Range = tuple[int, int]
 #: The counts of rows of the base data ranks, in their order.
@@ -148,3 +164,77 @@ def _scaled(dim: int, whole: int, ranges: Sequence[tuple[Range, ...]], width: in
 
 def _times(ranges: tuple[Range, ...], width: int) -> tuple[Range, ...]:
     return tuple((start * width, stop * width) for start, stop in ranges)
+
+
+# --- The lengths of sharded sequences, identified by the size of a shard --------------------------
+
+
+class Lengths:
+    """The lengths of the sequences of one pass, sharded over `ranks` ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.known: dict[int, int] = {}  # size of a shard -> positions of the sequence
+
+    def shard(self, whole: int) -> int:
+        """The size of a shard of a sequence of `whole` positions."""
+        size = -(-whole // self.ranks)
+        while self.known.setdefault(size, whole) != whole:
+            size += 1
+        return size
+
+    def full(self, shard: int) -> int:
+        """The number of positions of the sequence whose shards have this size.
+
+        Raises InputError for a size that no shard in this pass has.
+        """
+        if shard in self.known:
+            return self.known[shard]
+        known = ", ".join(f"{size} of {whole}" for size, whole in self.known.items()) or "none"
+        raise bad(
+            f"a tensor of {shard} positions that is no shard of a sequence (shards in this pass: "
+            f"{known})",
+            "shards as input of colwise and gather modules; a replicated tensor must be a further "
+            "argument of a gather module",
+            '"name": "gather" for the block that uses both, in sequence={...}',
+        )
+
+
+# --- Balanced partitions of weights: of a list into contiguous parts, and of named ones over ------
+
+
+def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
+    """The start of each part except the first; of equally good partitions, the earliest starts.
+
+    No part is empty. `parts` is from 1 to n. Exact: a dynamic program over suffixes, in
+    parts * n**2 steps.
+    """
+    n = len(weights)
+    sums = [0.0, *accumulate(weights)]
+    # least[k][i]: the smallest possible heaviest part of weights[i:] in k + 1 parts
+    least = [[sums[n] - sums[i] for i in range(n)]]
+    for k in range(1, parts):
+        row = [
+            min(
+                (max(sums[j] - sums[i], least[-1][j]) for j in range(i + 1, n - k + 1)),
+                default=float("inf"),
+            )
+            for i in range(n)
+        ]
+        least.append(row)
+    cuts: list[int] = []
+    limit, i = least[parts - 1][0], 0
+    for left in range(parts - 1, 0, -1):
+        fits = (j for j in range(i + 1, n - left + 1) if sums[j] - sums[i] <= limit)
+        i = next(j for j in fits if least[left - 1][j] <= limit)
+        cuts.append(i)
+    return tuple(cuts)
+
+
+def owners(weights: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """The rank of each name: the heaviest first, each to the rank with the least so far."""
+    loads, found = [0] * min(ranks, len(weights)), dict[str, int]()
+    for name in sorted(weights, key=lambda name: (-weights[name], name)):
+        found[name] = loads.index(min(loads))
+        loads[found[name]] += weights[name]
+    return found

@@ -14,9 +14,8 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from shardwise.core.mesh import AXES, CONTEXT, Mesh
-from shardwise.core.plan.plan_parser import read, words_of, words_table
-from shardwise.core.plan.technique import Word
-from shardwise.core.plan.techniques import WORDS
+from shardwise.core.plan.plan_parser import WORDS, read, words_of, words_table
+from shardwise.core.plan.words import Word
 from shardwise.core.schedule.library import allowed
 from shardwise.core.zero import ALIASES, Row, row_of
 from shardwise.techniques.context.word import ContextWord

@@ -2,7 +2,7 @@
 
 from shardwise.core.errors import Problem, refusal
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.techniques import TECHNIQUES
+from shardwise.core.plan.plan_parser import TECHNIQUES
 from shardwise.techniques.layers.layer_plan_check import layer_problems
 
 __all__ = ["Problem", "problems", "require"]

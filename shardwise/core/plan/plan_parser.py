@@ -5,13 +5,22 @@ A word stands alone (`zero3`, `bf16`), or has a number (`dp2`) or a value after 
 """
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from shardwise.core.errors import InputError, Problem, bad, refusal
-from shardwise.core.plan.technique import Word
-from shardwise.core.plan.techniques import FIELDS, WORDS
-from shardwise.core.tools.suggest import suggest
+from shardwise.core.plan.words import AXES_OF_A_PLAN, Field, Technique, Word
+from shardwise.core.plan.words import TECHNIQUE as RUN
+from shardwise.core.tools.arguments import suggest
 from shardwise.core.zero import ALIASES
+from shardwise.techniques.context.word import TECHNIQUE as CONTEXT
+from shardwise.techniques.data.word import TECHNIQUE as DATA
+from shardwise.techniques.expert.word import TECHNIQUE as EXPERT
+from shardwise.techniques.offload.word import TECHNIQUE as OFFLOAD
+from shardwise.techniques.pipeline.word import TECHNIQUE as PIPELINE
+from shardwise.techniques.recompute.word import TECHNIQUE as RECOMPUTE
+from shardwise.techniques.tensor.word import TECHNIQUE as TENSOR
+from shardwise.techniques.tile.word import TECHNIQUE as TILE
 
 
 def word_of(text: str) -> Word | None:
@@ -101,3 +110,19 @@ def _nearest(word: str) -> str:
     known = {each.example.partition(":")[0]: each.example for each in WORDS}
     known |= {name: name for name in ALIASES}
     return known.get(suggest(word.lower().partition(":")[0], known, 0.55), "")
+
+
+# --- The list of techniques. A new one is a folder with a word.py, and one line here --------------
+
+TECHNIQUES: tuple[Technique, ...] = (
+    *(DATA, TENSOR, CONTEXT, PIPELINE, EXPERT),
+    *(RECOMPUTE, OFFLOAD, TILE, RUN),
+)
+
+#: The table of plan words.
+WORDS: tuple[Word, ...] = tuple(chain.from_iterable(each.words for each in TECHNIQUES))
+#: What they set.
+FIELDS: dict[str, Field] = {
+    field.name: field
+    for field in (AXES_OF_A_PLAN, *chain.from_iterable(each.fields for each in TECHNIQUES))
+}

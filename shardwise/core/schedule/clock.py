@@ -3,15 +3,30 @@
 Messages overlap with computation: a tensor arrives one `hop` after another rank produced it, and a
 rank waits only for a tensor it needs that has not arrived. The bubble is the fraction of all ranks'
 time spent waiting, including the wait of a finished rank for the end of the step.
+
+Simulation of a lowered schedule, step by step over all ranks; it finds deadlocks.
+
+Sends do not block; a receive waits for the next message of its channel.
 """
 
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwise.core.schedule.action import Action, Op, Token
+from shardwise.core.errors import InputError, bad
 from shardwise.core.schedule.lower import lower
-from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.schedule.simulate import simulate
+from shardwise.core.schedule.schedule import (
+    Action,
+    Op,
+    Schedule,
+    Step,
+    Token,
+    Transfer,
+    makes,
+    needs,
+    takes,
+)
 
 Cost = float | tuple[float, ...]  # one for all stages, or one per stage
 
@@ -89,3 +104,90 @@ def clock(schedule: Schedule, costs: ActionCosts | None = None) -> Timeline:
         else:
             now[rank] = max(now[rank], sent[step.token] + costs.hop)
     return Timeline(whole, tuple(tuple(row) for row in spans))
+
+
+# --- Simulation of a lowered schedule, step by step over all ranks; it finds deadlocks ------------
+
+
+def simulate(schedule: Schedule) -> Iterator[tuple[int, Step]]:
+    """Yield the steps of a lowered schedule with their ranks, in an order that respects all waits.
+
+    Raises InputError at a deadlock, naming what every rank waits for.
+    """
+    state = _Progress(schedule)
+    ready = deque(range(schedule.ranks))
+    while ready:
+        rank = ready.popleft()
+        while (step := state.next(rank)) is not None and state.can(rank, step):
+            state.do(rank, step)
+            if isinstance(step, Transfer) and step.op == "SEND":
+                ready.append(step.peer)
+            yield rank, step
+    if any(state.next(rank) is not None for rank in range(schedule.ranks)):
+        raise _deadlock(state)
+
+
+class _Progress:
+    """The position of each rank in its row, its tokens, and the messages in flight."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.at = [0] * schedule.ranks
+        self.here: list[set[Token]] = [set() for _ in schedule.rows]
+        self.wire: dict[tuple[int, int], deque[Token]] = {}
+
+    def next(self, rank: int) -> Step | None:
+        row = self.schedule.rows[rank]
+        return row[self.at[rank]] if self.at[rank] < len(row) else None
+
+    def can(self, rank: int, step: Step) -> bool:
+        if isinstance(step, Transfer) and step.op == "RECV":
+            inbox = self.wire.get((step.peer, rank))
+            return bool(inbox) and inbox[0] == step.token
+        return self.here[rank].issuperset(needs(step, self.schedule))
+
+    def do(self, rank: int, step: Step) -> None:
+        """Apply a step to the rank's tokens and to the messages in flight."""
+        self.at[rank] += 1
+        if isinstance(step, Transfer) and step.op == "SEND":
+            self.wire.setdefault((rank, step.peer), deque()).append(step.token)
+        elif isinstance(step, Transfer):
+            self.wire[step.peer, rank].popleft()
+        self.here[rank].difference_update(takes(step, self.schedule))
+        self.here[rank].update(makes(step, self.schedule))
+
+
+def _deadlock(state: _Progress) -> InputError:
+    """The error: what every rank waits for."""
+    schedule, ranks = state.schedule, range(state.schedule.ranks)
+    home = {t: (r, a) for r in ranks for a in schedule.actions(r) for t in makes(a, schedule)}
+    made = {t for r in ranks for step in _done(state, r) for t in makes(step, schedule)}
+    stuck = {rank: step for rank in ranks if (step := _stuck(state, rank)) is not None}
+    said: list[str] = []
+    for rank, step in stuck.items():
+        head = state.next(rank)
+        wanted = sorted(set(needs(step, schedule)) - made)
+        if not wanted and isinstance(head, Transfer):
+            wanted = [head.token]
+        names: list[str] = []
+        for token in wanted:
+            owner, maker = home.get(token, (rank, None))
+            where = "its own row" if owner == rank else f"rank {owner}"
+            names.append(
+                f"{token} of {maker} on {where}" if maker else f"{token}, which no action makes"
+            )
+        said.append(f"rank {rank} waits to do {step} for {' and '.join(names)}")
+    allowed = "rows in which no two actions wait for each other"
+    return bad(
+        f"a schedule that deadlocks: {'; '.join(said)}", allowed, "each action before its use"
+    )
+
+
+def _done(state: _Progress, rank: int) -> tuple[Step, ...]:
+    return state.schedule.rows[rank][: state.at[rank]]
+
+
+def _stuck(state: _Progress, rank: int) -> Step | None:
+    """The action that a rank cannot run."""
+    ahead = state.schedule.rows[rank][state.at[rank] :]
+    return next((step for step in ahead if isinstance(step, Action)), next(iter(ahead), None))

@@ -10,9 +10,8 @@ more stages, a cell shows the stage too: F2.0.
 import math
 from html import escape
 
-from shardwise.core.schedule.action import Action
 from shardwise.core.schedule.clock import ActionSpan, Timeline
-from shardwise.core.schedule.schedule import Schedule
+from shardwise.core.schedule.schedule import Action, Schedule
 
 #: The largest number of columns of a drawing.
 COLUMNS = 1200

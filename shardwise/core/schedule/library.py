@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from shardwise.core.errors import bad
-from shardwise.core.schedule import asynchronous, classic, interleaved, zero_bubble
+from shardwise.core.schedule import builders, zero_bubble
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.tools.suggest import suggest
+from shardwise.core.tools.arguments import suggest
 
 #: The largest number of forwards of one schedule, all ranks together, since it is written out.
 MOST_FORWARDS: Final = 2**15
@@ -93,19 +93,19 @@ LIBRARY: dict[str, Entry] = {
         "naive model parallelism: layers over ranks",
         "pipeline without overlap: one microbatch",
         "no paper",
-        lambda n: classic.naive(n.p, n.m),
+        lambda n: builders.naive(n.p, n.m),
         span=_plain,
         tapes=lambda n: (1,) * n.p,
         bubble_text="(p-1)/p",
         tapes_text="1",
         microbatches=1,
-        check=lambda n: classic.is_one(n.m),
+        check=lambda n: builders.is_one(n.m),
     ),
     "gpipe": Entry(
         "GPipe",
         "pipeline: all M forwards, then all backwards",
         "arXiv 1811.06965",
-        lambda n: classic.gpipe(n.p, n.m),
+        lambda n: builders.gpipe(n.p, n.m),
         span=_plain,
         tapes=lambda n: (n.m,) * n.p,
         bubble_text="(p-1)/(m+p-1)",
@@ -115,7 +115,7 @@ LIBRARY: dict[str, Entry] = {
         "1F1B (PipeDream-flush)",
         "pipeline: forwards and backwards of M microbatches alternate",
         "arXiv 2006.09503, 2104.04473",
-        lambda n: classic.one_f_one_b(n.p, n.m),
+        lambda n: builders.one_f_one_b(n.p, n.m),
         _plain,
         _first,
         *_1F1B,
@@ -124,7 +124,7 @@ LIBRARY: dict[str, Entry] = {
         "DAPPLE",
         "early backward: the order of 1f1b",
         "arXiv 2007.01045",
-        lambda n: classic.dapple(n.p, n.m),
+        lambda n: builders.dapple(n.p, n.m),
         _plain,
         _first,
         *_1F1B,
@@ -133,7 +133,7 @@ LIBRARY: dict[str, Entry] = {
         "PipeDream",
         "each stage updates after every microbatch, from older weights",
         "arXiv 1806.03377, SOSP 2019",
-        lambda n: asynchronous.pipedream(n.p, n.m),
+        lambda n: builders.pipedream(n.p, n.m),
         _plain,
         _first,
         *_1F1B,
@@ -144,31 +144,31 @@ LIBRARY: dict[str, Entry] = {
         "PipeDream-2BW",
         "each stage updates by itself once a step; computes the same as 1f1b",
         "arXiv 2006.09503",
-        lambda n: asynchronous.two_buffered(n.p, n.m, n.batches),
+        lambda n: builders.two_buffered(n.p, n.m, n.batches),
         _plain,
         _first,
         *_1F1B,
         versions_text="2; 1 for a batch alone",
         updates=lambda n: n.batches,
-        check=lambda n: asynchronous.covers(n.p, n.m),
+        check=lambda n: builders.covers(n.p, n.m),
     ),
     "interleaved": Entry(
         "interleaved 1F1B",
         "1f1b with V stages per rank",
         "arXiv 2104.04473",
-        lambda n: interleaved.interleaved(n.p, n.m, n.v),
+        lambda n: builders.interleaved(n.p, n.m, n.v),
         span=_plain,
         tapes=_deep,
         bubble_text="(p-1)/(v·m+p-1)",
         tapes_text="min(2(p-r-1)+(v-1)p+1, v·m)",
         chunks=None,
-        check=lambda n: interleaved.divides(n.p, n.m, n.v),
+        check=lambda n: builders.divides(n.p, n.m, n.v),
     ),
     "bfs": Entry(
         "breadth-first",
         "V stages per rank: all M microbatches pass one, then the next",
         "arXiv 2211.05953",
-        lambda n: interleaved.breadth_first(n.p, n.m, n.v),
+        lambda n: builders.breadth_first(n.p, n.m, n.v),
         span=lambda n: 3 * ((n.v - 1) * max(n.m, n.p) + n.m + n.p - 1),
         tapes=lambda n: (n.v * n.m,) * n.p,
         bubble_text="(p-1)/(v·m+p-1) where m >= p",

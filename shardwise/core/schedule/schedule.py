@@ -5,20 +5,107 @@
     rank 1   F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 B1.3
     rank 2   F2.0 B2.0 F2.1 B2.1 F2.2 B2.2 F2.3 B2.3
 
-A schedule is only an order; times follow from the dependencies of actions (relation.py). A lowered
+A schedule is only an order; times follow from the dependencies of actions (schedule.py). A lowered
 schedule also contains transfers (lower.py).
 
 Weights. In a synchronous schedule (`update` 0) the runtime updates after the last action. An
 asynchronous one updates every `update` microbatches, with U; on stage s, microbatch i then uses,
 forward and backward, the weights after max(0, i // update - lag[s]) updates. PipeDream's weight
-stashing, its vertical sync and 2BW's two buffers are three values of `lag` (asynchronous.py).
+stashing, its vertical sync and 2BW's two buffers are three values of `lag` (builders.py).
+
+The actions of a pipeline schedule, and the tensors that they produce and consume.
+
+    F  forward of one stage for one microbatch        U       update a stage's weights
+    B  backward: I and W at once                      REDUCE  reduce a stage's gradients
+    I  gradient of the stage's input                  GATHER  gather a stage's sharded parameters
+    W  gradient of the stage's weights                FREE    free the gathered parameters
+    SEND, RECV  one tensor, to or from one other rank
+
+Legend: p ranks, m microbatches, v chunks (stages a rank owns), s a stage, i a microbatch. A stage
+is a run of layers; stages are numbered along the model, from 0.
+
+The dependency relation of a pipeline: the tokens that each action needs and makes.
+
+    F(s,i)   needs act(s-1,i)                 makes act(s,i), tape(s,i)
+    B(s,i)   needs tape(s,i), grad(s+1,i)     makes grad(s,i), part(s,i)
+    I(s,i)   needs tape(s,i), grad(s+1,i)     makes grad(s,i), rest(s,i)
+    W(s,i)   needs rest(s,i)                  makes part(s,i)
+    REDUCE(s) and U(s,i) need the parts they add up; U makes the next version of the weights
+    F, B, I, W need the stage's params if they are sharded, and their version of the weights if it
+    is not the first
+
+The first stage needs no act and makes no grad; the last makes no act and needs no grad. A step
+consumes what it needs, except weights and params, which other steps read too.
+
+This is the only statement of dependencies: checks, transfers, the clock, memory, and the live
+tensors of the runtime all follow from it.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final, Literal, NamedTuple
 
-from shardwise.core.schedule.action import COMPUTE_OPS, Action, Step
+# --- The actions of a pipeline schedule, and the tensors that they produce and consume ------------
+
+Op = Literal["F", "B", "I", "W", "U", "GATHER", "FREE", "REDUCE"]
+Kind = Literal["act", "tape", "grad", "rest", "part", "weights", "params"]
+
+OPS: Final[tuple[Op, ...]] = ("F", "B", "I", "W", "U", "GATHER", "FREE", "REDUCE")
+#: The actions that compute with a stage's parameters.
+COMPUTE_OPS: Final[tuple[Op, ...]] = ("F", "B", "I", "W")
+#: The actions of a stage as a whole, without a microbatch; lowering adds them.
+STAGE_OPS: Final[tuple[Op, ...]] = ("GATHER", "FREE", "REDUCE")
+
+
+class Action(NamedTuple):
+    """One action of the rank that owns `stage`. Prints as F2.0: stage 2, microbatch 0.
+
+    U updates with the microbatches since the previous update; `microbatch` is the last of them.
+    """
+
+    op: Op
+    stage: int
+    microbatch: int = 0
+
+    def __str__(self) -> str:
+        if self.op in STAGE_OPS:
+            return f"{self.op}:{self.stage}"
+        return f"{self.op}{self.stage}.{self.microbatch}"
+
+
+class Token(NamedTuple):
+    """One tensor, or bundle of tensors, of one stage and microbatch. Prints as act2.0.
+
+    act      the stage's output, an input of the next stage
+    tape     what the forward pass saves for the backward pass; the activation memory
+    grad     the gradient of the stage's input, an input of the previous stage
+    rest     what I saves for W
+    part     one microbatch's contribution to the gradient of the weights
+    weights  the weights after `microbatch` updates, in schedules with U
+    params   the gathered parameters of a stage, if they are sharded; `microbatch` is 0
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.microbatch}"
+
+
+class Transfer(NamedTuple):
+    """One end of a message: the token, and the rank at the other end. Prints as SEND:act0.3>1."""
+
+    op: Literal["SEND", "RECV"]
+    token: Token
+    peer: int
+
+    def __str__(self) -> str:
+        return f"{self.op}:{self.token}{'>' if self.op == 'SEND' else '<'}{self.peer}"
+
+
+Step = Action | Transfer
 
 
 @dataclass(frozen=True)
@@ -63,3 +150,72 @@ class Schedule:
     def actions(self, rank: int) -> Iterator[Action]:
         """The actions of a rank, without transfers."""
         return (step for step in self.rows[rank] if isinstance(step, Action))
+
+
+# --- The dependency relation of a pipeline: the tokens that each action needs and makes -----------
+
+
+def needs(step: Step, schedule: Schedule) -> tuple[Token, ...]:
+    """The tokens that must be on the rank before it can run `step`; RECV waits for its peer."""
+    if not isinstance(step, Action):
+        return (step.token,) if step.op == "SEND" else ()
+    op, s, i = step
+    match op:
+        case "F":
+            own = (Token("act", s - 1, i),) if s > 0 else ()
+        case "B" | "I":
+            tape = Token("tape", s, i)
+            own = (tape, Token("grad", s + 1, i)) if s < schedule.last_stage else (tape,)
+        case "W":
+            own = (Token("rest", s, i),)
+        case "FREE":
+            own = (Token("params", s, 0),)
+        case "REDUCE":
+            own = tuple(Token("part", s, k) for k in range(schedule.microbatches))
+        case "U":
+            own = tuple(Token("part", s, k) for k in range(i - schedule.update + 1, i + 1))
+        case "GATHER":
+            own = ()
+    return own + _weights(step, schedule)
+
+
+def makes(step: Step, schedule: Schedule) -> tuple[Token, ...]:
+    """The tokens that `step` creates on the rank."""
+    if not isinstance(step, Action):
+        return (step.token,) if step.op == "RECV" else ()
+    op, s, i = step
+    before = (Token("grad", s, i),) if s > 0 else ()
+    match op:
+        case "F":
+            tape = Token("tape", s, i)
+            return (Token("act", s, i), tape) if s < schedule.last_stage else (tape,)
+        case "B":
+            return (*before, Token("part", s, i))
+        case "I":
+            return (*before, Token("rest", s, i))
+        case "W":
+            return (Token("part", s, i),)
+        case "GATHER":
+            return (Token("params", s, 0),)
+        case "U":
+            return (Token("weights", s, i // schedule.update + 1),)
+        case "FREE" | "REDUCE":
+            return ()
+
+
+def takes(step: Step, schedule: Schedule) -> tuple[Token, ...]:
+    """The tokens that `step` removes from the rank."""
+    if step.op == "FREE":
+        return needs(step, schedule)
+    return tuple(t for t in needs(step, schedule) if t.kind not in ("weights", "params"))
+
+
+def _weights(action: Action, schedule: Schedule) -> tuple[Token, ...]:
+    """What an action reads without consuming it: gathered parameters, and a weight version."""
+    op, s, i = action
+    if op in COMPUTE_OPS:
+        whole = (Token("params", s, 0),) if schedule.gathers else ()
+        version = schedule.version(s, i)
+    else:
+        whole, version = (), i // schedule.update if op == "U" else 0
+    return (*whole, Token("weights", s, version)) if version else whole

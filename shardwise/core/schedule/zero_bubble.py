@@ -15,10 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardwise.core.errors import bad
-from shardwise.core.schedule.action import Action, Op, Step, Token
-from shardwise.core.schedule.classic import one_stage_a_rank
-from shardwise.core.schedule.relation import makes, needs
-from shardwise.core.schedule.schedule import Schedule
+from shardwise.core.schedule.builders import one_stage_a_rank
+from shardwise.core.schedule.schedule import Action, Op, Schedule, Step, Token, makes, needs
 
 Phase = tuple[int, str]  # repetitions, and ops with chunks: (3, "F0 I0 F1 I1")
 

@@ -1,15 +1,25 @@
 """Checks of arguments of the public functions and commands: numbers, and one of several words.
 
 Arguments that are torch objects (modules, losses, worlds) are checked in engine/checks/validate.py.
+
+How often ranks are compared: the option `check_every`.
+
+100             replicated weights and optimizer states are compared every 100 steps
+"rerun:20"      in every 20th step a microbatch of each data rank is computed by another rank too
+"50 rerun:20"   both
 """
 
 import math
+import re
+import shlex
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import bad
-from shardwise.core.tools.suggest import suggest
 
 MOST_SEED = 2**63 - 1  # of torch's generators
 MAX_CHARS = 60  # characters of a value shown in an error
@@ -81,3 +91,68 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
     if name.startswith("--"):
         raise bad(f"{name} {value}", listed, f"{name} {near}")
     raise bad(f"{name}={short_repr(value)}", listed, f'{name}="{near}"')
+
+
+# --- Suggestions: the known words most similar to an unknown one ----------------------------------
+
+__all__ = ["beside", "suggest", "suggestions"]
+
+
+def suggest(word: str, known: Iterable[str], cutoff: float = 0.0) -> str:
+    """The most similar of the `known` words; "" if no similarity reaches `cutoff` (0 to 1)."""
+    return next(iter(suggestions(word, known, 1, cutoff)), "")
+
+
+def suggestions(word: str, known: Iterable[str], count: int, cutoff: float = 0.0) -> list[str]:
+    """Up to `count` words, the most similar first.
+
+    Of two equally similar words, the one with the same first letter comes first: typing errors are
+    rarely in the first letter ("dpp2" is dp2, not pp2).
+    """
+    similarity = SequenceMatcher(b=word)
+    found: list[tuple[float, bool, str]] = []
+    for each in known:
+        similarity.set_seq1(each)
+        found.append((similarity.ratio(), each[:1] == word[:1], each))
+    return [each for ratio, _, each in sorted(found, reverse=True)[:count] if ratio >= cutoff]
+
+
+def setting(key: str, path: Path) -> str:
+    """The option that sets a key of a configuration to a path, to paste into a shell."""
+    return f"--set {shlex.quote(f'{key}={path}')}"
+
+
+def beside(path: Path) -> Path:
+    """Another name in the same folder: runs/a -> runs/a-2, also for "." and ".."."""
+    named = path if path.name not in ("", "..") else path.absolute().resolve()
+    return named.with_name(f"{named.name}-2") if named.name else named / "run"
+
+
+# --- How often ranks are compared: the option `check_every` ---------------------------------------
+
+#: Steps between two comparisons, unless the user says otherwise.
+CHECK_EVERY = 100
+_TEXT = re.compile(r"(?:(?P<ranks>\d+)\s+)?rerun:(?P<rerun>\d+)")
+
+
+@dataclass(frozen=True)
+class CheckEvery:
+    """Steps between two comparisons of ranks, and between two reruns; 0: none."""
+
+    ranks: int = CHECK_EVERY
+    rerun: int = 0
+
+    @classmethod
+    def parse(cls, value: Any) -> "CheckEvery":
+        """Read the option. Raises InputError."""
+        if is_count(value):
+            return cls(value)
+        found = _TEXT.fullmatch(value.strip()) if isinstance(value, str) else None
+        if found is None:
+            allowed = 'a whole number from 0 up, or a text such as "100 rerun:20"'
+            raise bad(f"check_every={short_repr(value)}", allowed, "check_every=100")
+        numbers = {name: int(n) for name, n in found.groupdict().items() if n}
+        return cls(**numbers)
+
+
+NEVER, USUAL = CheckEvery(0), CheckEvery()

@@ -5,11 +5,27 @@
 
 A hook's driver holds process groups, which can be neither copied nor pickled.  The module itself
 can be copied if this rank has its full parameters; otherwise the driver raises an error.
+
+Weak methods: functions that call a method without keeping its object alive.
+
+Hooks on a parameter are invisible to Python's garbage collector. A hook with a strong reference to
+the object that owns the parameter would keep both alive forever, process groups included.
+
+Garbage collection that is complete when it returns, in programs with several threads.
+
+    thread A    gc.collect() ............ done
+    thread B         gc.collect() returns at once, and what A has not freed yet is alive
+
+Ranks in threads would count objects that only cycles keep alive. Here B waits, and then collects.
 """
 
+import gc
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from threading import Lock
+from types import MethodType
+from typing import Any, Final, Protocol
+from weakref import ref
 
 from shardwise.core.errors import InputError, bad
 
@@ -129,3 +145,39 @@ class Absent:
                 del table[key]
                 for note in _NOTES:
                     getattr(module, note, {}).pop(key, None)
+
+
+# --- Weak methods: functions that call a method without keeping its object alive ------------------
+
+
+def weakly(method: Callable[..., None], *more: Any) -> Callable[..., None]:
+    """A function that calls the bound `method`, and does nothing once its object is gone.
+
+    `more` are further arguments, after those of the call.
+    """
+    assert isinstance(method, MethodType)
+    known, act = ref(method.__self__), method.__func__
+
+    def call(*args: Any) -> None:
+        own = known()
+        if own is not None:
+            act(own, *args, *more)
+
+    call.weakly_of = known  # type: ignore[attr-defined]
+    return call
+
+
+def owner(function: Any) -> Any:
+    """The object of the method behind a function made by `weakly`; None for other functions."""
+    return getattr(function, "weakly_of", lambda: None)()
+
+
+# --- Garbage collection that is complete when it returns, in programs with several threads --------
+
+COLLECTING: Final = Lock()
+
+
+def collect() -> None:
+    """Free what only reference cycles keep alive."""
+    with COLLECTING:
+        gc.collect()

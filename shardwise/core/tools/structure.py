@@ -3,14 +3,24 @@
 A module or a parameter that is added or replaced later has no hooks and is in no flat parameter:
 every rank would train its own.  The check of each forward compares the identities of all entries
 in one pass, some 30 microseconds for 200 modules.
+
+Graph breaks: functions that torch.compile does not compile, and runs between two graphs.
+
+Gathering, freeing and reducing change the storage of parameters and wait for other ranks. They
+must run before a graph, whose inputs are the gathered parameters.
+
+`torch.compiler.disable` does the same but loads the compiler, which takes seconds. This sets the
+frame evaluator directly, if torch has loaded it, and imports nothing of torch.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 from shardwise.core.errors import InputError, bad
+from shardwise.core.tools.hook import Hook
 
 #: How a plain loop changes a wrapped module.
 BY_HAND = (
@@ -102,3 +112,29 @@ def _in_functional_call() -> bool:
     while frame is not None and frame.f_code.co_name != "_functional_call":
         frame = frame.f_back
     return frame is not None
+
+
+# --- Graph breaks: functions that torch.compile does not compile, and runs between two graphs -----
+
+
+def graph_break(act: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `act` so that each call is a graph break and nothing in it is compiled."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return act(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable's mark
+    call._torchdynamo_disable_msg = "a hook of Shardwise's"  # type: ignore[attr-defined]
+    _skip(call, inner=True)
+    _skip(Hook.__call__, inner=False)  # nn.Module calls it for each hook
+    return call
+
+
+def _skip(function: Any, inner: bool) -> None:
+    """Do not compile frames of the function; with `inner`, nor of functions that it calls."""
+    evaluator: Any = sys.modules.get("torch._C._dynamo.eval_frame")
+    actions = getattr(evaluator, "_FrameAction", None)
+    if actions is not None:
+        below = actions.SKIP if inner else actions.DEFAULT
+        strategy = evaluator._FrameExecStrategy(actions.SKIP, below)
+        evaluator.set_code_exec_strategy(function.__code__, strategy)

@@ -3,16 +3,41 @@
 A step stores LEAST to MOST times its prediction (prediction/peak_memory.py).  So a plan is refused
 before it starts if LEAST times the prediction exceeds the bound. A suggested bound has room for
 MOST times the prediction.
+
+The error when memory runs out in a step: what the rank stores, and a plan that would help.
+
+    try:
+        engine.step(batch)
+    except RuntimeError as error:
+        raise explained(error, engine, prediction) if ran_out(error) else error
+
+The error lists the bytes of the rank's tensors at that moment beside the predicted ones, and names
+a plan under which the largest of these is smaller (prediction/relief.py).
+
+`offload:auto`: the least offload with which a step is predicted to fit the device's memory.
+
+    nothing    optim=x for one unit, two, ...    optim    param
+
+The first that fits `device_memory` (on CUDA also the device's own memory) is taken; it must fit on
+every stage of a pipeline. A prediction has no temporary memory of kernels: leave room for it.
+States on a disk are not among them: they take as much of the device as those in host memory.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from shardwise.core.errors import bad
+import torch
+
+from shardwise.core.errors import InputError, bad
+from shardwise.core.memory_table import ACTIVATIONS, OWNED
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.word_values import size_text
+from shardwise.core.plan.plan_check import problems
+from shardwise.core.plan.words import size_text
+from shardwise.engine import memory
+from shardwise.engine.engine import Engine
 from shardwise.prediction.peak_memory import LEAST, MOST, device_peak_bytes
 from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.relief import largest, relieved
 
 Predict = Callable[[Plan], Prediction]
 #: A suggested bound is a multiple of this, or of its 1024th for small models.
@@ -52,3 +77,130 @@ def _stages(found: Prediction) -> Iterable[int]:
     if found.plan.pipeline is None:
         return [found.rank]
     return {found.plan.coordinate(r).get("pp", 0): r for r in range(found.plan.size)}.values()
+
+
+# --- The error when memory runs out in a step: what the rank stores, and a plan that would he -----
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error of torch says that memory ran out, on a device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    first = next(iter(str(error).splitlines()), "").lower()
+    return isinstance(error, RuntimeError) and "alloc" in first and "memory" in first
+
+
+def explained(error: BaseException, engine: Engine, found: Prediction) -> InputError:
+    """The error to raise in place of `error`: a paragraph and a table.
+
+    `found` is the prediction of the engine's plan for the same model, batch and options.
+    """
+    plan, rank, now = engine.plan, engine.world.rank, stored(engine)
+    said = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+    every = found.memory | {ACTIVATIONS: found.activations}
+    most = largest(every)
+    near = relieved(plan, most)
+    problem = bad(
+        f"a step of the plan '{plan}' for which rank {rank} has too little memory on "
+        f"{engine.world.device} ({said}); most of what it stores is {most}",
+        "a plan, a model or a batch for which there is room",
+        (f"--plan '{near}', or " if near else "") + "a smaller model or batch",
+    )
+    names = (*OWNED, ACTIVATIONS)
+    held = [(name, now.get(name), every.get(name)) for name in names]
+    table = _table((f"rank {rank} stores, bytes", "now", "predicted"), held)
+    return InputError("\n".join([str(problem), "", *table]))
+
+
+def stored(engine: Engine) -> dict[str, int]:
+    """What this rank stores now, in the middle of a step; activations only if they are known."""
+    found, device = memory.in_step(engine), engine.world.device
+    if device.type == "cuda":
+        found[ACTIVATIONS] = max(0, torch.cuda.memory_allocated(device) - sum(found.values()))
+    return found
+
+
+def _table(
+    head: tuple[str, str, str], rows: Sequence[tuple[str, int | None, int | None]]
+) -> Iterator[str]:
+    """Lines of three columns, numbers to the right."""
+    shown = [head] + [(name, *("-" if n is None else f"{n:,}" for n in of)) for name, *of in rows]
+    widths = [max(len(row[column]) for row in shown) for column in range(3)]
+    for name, *numbers in shown:
+        right = (n.rjust(w) for n, w in zip(numbers, widths[1:], strict=True))
+        yield "  ".join([name.ljust(widths[0]), *right])
+
+
+# --- `offload:auto`: the least offload with which a step is predicted to fit the device's mem -----
+
+AUTO = "auto"
+
+
+def with_offload(
+    plan: Plan, predict: Callable[[Plan], Prediction], device: torch.device | None = None
+) -> Plan:
+    """`plan` with the offload chosen for `offload:auto`; any other plan is returned unchanged.
+
+    `predict` gives the prediction of a plan for the model and the batch of the run, on any rank.
+
+    Raises InputError if there is no bound on the memory, or if nothing fits (with the least bound
+    that does).
+    """
+    if plan.offload != AUTO:
+        return plan
+    bound = _bound(plan, device)
+    least = 0
+    for found in _candidates(plan, predict):
+        peak = peak_bytes(found)
+        if peak <= bound:
+            return found.plan
+        least = min(least or peak, peak)
+    raise bad(
+        f"'offload:auto' in the plan '{plan}', for whose step the least that a rank can store on "
+        f"its device is {least:,} bytes, temporary memory of kernels apart",
+        f"a bound of {least:,} bytes or more, more ranks, recompute:full, a smaller batch, or "
+        "zero3, which can offload parameters too",
+        f"device_memory:{size_text(bound_bytes(least))}",
+    )
+
+
+def require_chosen(plan: Plan) -> None:
+    """Raise InputError for a plan whose offload has not been chosen yet."""
+    if plan.offload == AUTO:
+        raise bad(
+            f"the plan '{plan}' where the model's batch is not known",
+            "a plan with the offload that offload:auto stands for",
+            f'the plan that `shardwise predict "{plan}"` prints',
+        )
+
+
+def _bound(plan: Plan, device: torch.device | None) -> int:
+    found = [] if plan.device_memory_bytes is None else [plan.device_memory_bytes]
+    if device is not None and device.type == "cuda":
+        found.append(torch.cuda.get_device_properties(device).total_memory)
+    if not found:
+        allowed = "device_memory:SIZE beside offload:auto where there is no GPU"
+        given = f"'offload:auto' in the plan '{plan}' without a bound on the device's memory"
+        raise bad(given, allowed, f"'{plan} device_memory:8GiB'")
+    return min(found)
+
+
+def _candidates(plan: Plan, predict: Callable[[Plan], Prediction]) -> Iterator[Prediction]:
+    """Predictions from the least offload to the most."""
+    none = predict(replace(plan, offload=None))
+    yield none
+    numels = [sum(p.numel for p in unit.params if p.trainable) for unit in none.model.units]
+    for first in reversed(range(len(numels))):
+        share = sum(numels[first:]) / max(1, sum(numels))
+        if numels[first]:
+            text = "optim" if share == 1 else f"optim={_rounded(share)!r}"
+            changed = replace(none.plan, offload=text)
+            yield none.on(none.rank, changed)
+    whole = replace(plan, offload="param")
+    if not problems(whole):
+        yield predict(whole)
+
+
+def _rounded(share: float) -> float:
+    """The share in three digits, not above it: so the units are the same, or one fewer."""
+    return max(0.001, int(share * 1000) / 1000)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.move import all_gather, begin_sum
-from shardwise.comm.tiers.host_numbers import HostNumbers
+from shardwise.comm.tiers.host_memory import HostNumbers
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import NonFiniteError
 from shardwise.techniques.data.flat.flat_parameter import Flat

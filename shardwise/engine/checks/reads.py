@@ -29,9 +29,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from shardwise.core.errors import bad
 from shardwise.core.tools.tree import mapped
 from shardwise.techniques.data.flat.flat_parameter import Flat, State
-from shardwise.techniques.data.gradient_hooks import owners
 from shardwise.techniques.data.unit_hooks import Data
-from shardwise.techniques.data.units import Unit
+from shardwise.techniques.data.units import Unit, owners
 
 #: Questions about a tensor that need none of its values.
 _METADATA = frozenset(

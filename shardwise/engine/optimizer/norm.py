@@ -2,14 +2,29 @@
 
 One fp32 sum over ten million elements is wrong by 6e-4 on a processor: late terms vanish beside
 the sum.  Rows of 2^16 elements are summed in fp32 and added up in fp64: wrong by 6e-7, as fast.
+
+Factors of the loss before the backward pass, and of the gradients after it.
+
+Normalisation.  The loss of a microbatch is the mean over its t tokens.  Its backward pass begins
+with t P / T: the step has T tokens, in P microbatches of all data ranks that have any.  The update
+divides the sum of all gradients by P, which makes it the gradient of the mean over the T tokens.
+Where all P have equally many tokens, the factor is 1: a hook, or a function that adds a gradient in
+its backward pass, sees the gradient of the microbatch's own mean, as under torch's DDP.
+
+Dynamic loss scaling keeps fp16 gradients inside fp16's range.  The loss is multiplied by the scale,
+and gradients are divided by it before the update.  If a gradient is not finite, every rank skips
+the update and halves the scale; after `patience` good updates the scale is doubled.  (Micikevicius
+et al., "Mixed precision training", arXiv 1710.03740, 3.2.)
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from shardwise.core.layouts.boxes import boxes
+from shardwise.comm.tiers.host_memory import doubles_on
+from shardwise.comm.transport import Pending
+from shardwise.core.layouts.flatten import boxes
 from shardwise.techniques.data.flat.flat_parameter import Flat
 
 ROW = 2**16
@@ -64,3 +79,79 @@ def _span(flat: Flat, index: int, dim: int, first: int, last: int) -> Iterator[T
         stop = min(box.sizes[dim], last - box.offsets[dim])
         if start < stop:
             yield values.narrow(dim, start, stop - start)
+
+
+# --- Factors of the loss before the backward pass, and of the gradients after it ------------------
+
+
+class LossWeights:
+    """The factors of a step's microbatches, from numbers that are summed while the forward runs.
+
+    `counts` are the tokens of this rank's microbatches; an update uses `size` of them (0: all).
+    `begin_sum` begins the sum over the data ranks, which may be this one `alone`; `scale` is the
+    loss scale.
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[float],
+        size: int,
+        begin_sum: Callable[[Tensor], Pending[Tensor]],
+        device: torch.device,
+        scale: float = 1.0,
+        *,
+        alone: bool = False,
+    ) -> None:
+        self.scale, size = scale, size or len(counts)
+        parts = [counts[k : k + size] for k in range(0, len(counts), size)]
+        own = [float(sum(part)) for part in parts]
+        own += [float(sum(n > 0 for n in part)) for part in parts]
+        #: P times the loss scale, if this rank is the only one that computes tokens
+        self.alone = self.scale * max(1.0, sum(n > 0 for n in counts)) if alone else None
+        self._arriving = begin_sum(doubles_on(own, device))
+        self._totals: Tensor | None = None
+
+    @property
+    def totals(self) -> Tensor:
+        """For each update of the step its tokens, then its microbatches: [2, updates], doubles."""
+        if self._totals is None:  # no cached_property, on whose lock ranks in threads would wait
+            self._totals = self._arriving.wait().view(2, -1)
+        return self._totals
+
+    @property
+    def factor(self) -> tuple[Tensor, Tensor]:
+        """The update multiplies by the first, and divides by the second and the step's tokens.
+
+        Doubles [1] on the device: T, and P times the loss scale, of a synchronous schedule.
+        """
+        total, parts = self.totals.sum(1).clamp(min=1).split(1)
+        return total, parts * self.scale
+
+    def of(self, tokens: float, update: int) -> Tensor:
+        """The factor of the mean loss of a microbatch: a double on the device."""
+        total, parts = self.totals[:, update]
+        return self.scale * (tokens * parts / total.clamp(min=1))
+
+
+class LossScale:
+    """The loss scale, and the number of good updates since it changed; constant 1 if off."""
+
+    def __init__(self, on: bool, first: float = 2.0**16, patience: int = 2000) -> None:
+        self.on, self.patience = on, patience
+        self.value = first if on else 1.0
+        self.good = 0
+
+    def of_each(self, microbatches: int) -> float:
+        """The scale of each of so many microbatches, whose sum is to stay in fp16's range."""
+        return self.value / (2 ** (microbatches - 1).bit_length() if self.on else 1)
+
+    def update(self, overflow: bool) -> None:
+        """Adjust the scale after an update or a skipped one."""
+        if not self.on:
+            return
+        if overflow:
+            self.value, self.good = max(self.value / 2, 2.0**-14), 0
+            return
+        self.good += 1
+        if self.good == self.patience:
+            self.value, self.good = min(self.value * 2, 2.0**24), 0

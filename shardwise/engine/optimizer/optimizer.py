@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
 from shardwise.core.tools.tree import leaves
-from shardwise.engine.optimizer import optimizer_groups as groups
+from shardwise.engine.optimizer import optimizer_state as groups
 from shardwise.engine.optimizer.norm import counts, squares
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec, step_over
 from shardwise.engine.optimizer.owners import Owners
@@ -305,7 +305,7 @@ class ShardedOptimizer(Optimizer):
         return groups.changed(self.param_groups, self.spec_options)
 
     def load_changed(self, saved: dict[str, dict[str, Any]]) -> None:
-        """Restore the values that `changed` returned (optimizer_groups.py)."""
+        """Restore the values that `changed` returned (optimizer_state.py)."""
         groups.take_changed(self.param_groups, self.spec_options, saved)
 
     def compared(self) -> tuple[dict[str, Any], bool]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
-from shardwise.core.tools.suggest import suggest
+from shardwise.core.tools.arguments import suggest
 from shardwise.engine.optimizer import lion
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE, NOT_IN_ENGINES, is_listed
 

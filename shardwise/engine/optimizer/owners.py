@@ -9,8 +9,8 @@ its pieces to the parameter's owner, which holds the optimizer's state of the wh
 
 The weight is the fp32 master of a parameter with 16 bits.  Of N elements on n ranks, a rank sends
 N (n-1)/n^2 of each of the three, if owners have equally much; a gradient has the bytes of the
-weight's dtype.  Owners are chosen by the number of elements (core/balance.py), so the state of a
-rank exceeds 1/n of all by less than the largest tensor.
+weight's dtype.  Owners are chosen by the number of elements (core/layouts/uneven.py), so the state
+of a rank exceeds 1/n of all by less than the largest tensor.
 
 Between updates the owner's parameter has its shape, without memory.
 """
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardwise.comm.move import begin_all_to_all
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
-from shardwise.core.balance import owners
+from shardwise.core.layouts.uneven import owners
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.techniques.data.flat.flat_parameter import Flat
 

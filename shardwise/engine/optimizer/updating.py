@@ -25,9 +25,9 @@ from shardwise.core.errors import NonFiniteError
 from shardwise.core.reduce_order import EARLY_BYTES
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.memory_states import MemoryStates
+from shardwise.engine.optimizer.norm import LossScale
 from shardwise.engine.optimizer.optimizer import Factor, OnDevice, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.optimizer.scale import LossScale
 from shardwise.engine.step_end import PendingResult
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data

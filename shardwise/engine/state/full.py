@@ -25,7 +25,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.state import extra_state, state
 from shardwise.engine.state.box import Box, block
 from shardwise.techniques.data.apply import driver_of, flats_of
-from shardwise.techniques.data.inference import normal_mode
+from shardwise.techniques.data.buffers import normal_mode
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.pipeline.trace.placeholders import StandIn
 from shardwise.wrap.pipe import Piped, pipe_of

@@ -8,20 +8,18 @@ from typing import Final, NamedTuple, Protocol
 
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import PIPELINE
-from shardwise.core.model_spec import Blocks
+from shardwise.core.model_spec import Blocks, Operation
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
-from shardwise.core.plan.word_values import size_text
+from shardwise.core.plan.words import size_text
 from shardwise.core.schedule.library import allowed, entry
-from shardwise.core.tools.tape import Operation
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.search.result import RankedPlan, RefusedPlan
 from shardwise.prediction.search.space import Candidate
 from shardwise.prediction.search.uneven_stages import CutModel
-from shardwise.prediction.time.kernel_seconds import precision
 from shardwise.prediction.time.staged import StageSeconds, least_makespan_s, stage_kernels
-from shardwise.prediction.time.step_time import RankWork, update_s
+from shardwise.prediction.time.step_time import RankWork, precision, update_s
 
 #: The least part of the bytes of kernels beside products that grows with the rows (norms' weights
 #: do not).
@@ -73,7 +71,7 @@ class PlanCosts:
     def __init__(self, recordings: Recordings, cluster: Cluster) -> None:
         self.recordings, self.cluster = recordings, cluster
         self.rows = dict[object, RowCosts | InputError]()
-        self.stored = dict[object, int]()
+        self.stored = dict[object, tuple[int, int]]()
         self.kept = dict[object, int]()
         self.between = dict[object, float]()
         self.passes = dict[object, float | StageSeconds]()
@@ -187,15 +185,18 @@ class PlanCosts:
     def over_bytes(self, candidate: Candidate) -> int:
         """By how much a part of the peak exceeds a device's memory; negative if it does not.
 
-        The part is what is stored between steps and what autograd keeps. The latter does not depend
-        on the row of the states table, and the former not on microbatches and recomputation.
+        The part is what is stored between steps and what autograd keeps; of one microbatch without
+        gradients, which backward makes. The latter does not depend on the row of the states table,
+        and the former not on microbatches and recomputation.
         """
         plan, rows = candidate
         over, line = 0, plan.mesh.line(PIPELINE, 0)
         for few in dict.fromkeys((1, rows)):  # a row of its own first, whose pass is recorded
             for rank in sorted({line[0], line[-1]}):
                 kept = self._kept(Candidate(plan, few), rank) * (SHARED * rows if few < rows else 1)
-                over = self.over(self._stored(candidate, rank) + int(kept))
+                stored, gradients = self._stored(candidate, rank)
+                freed = gradients if plan.microbatches == 1 else 0
+                over = self.over(stored + max(0, int(kept) - freed))
                 if over > 0:
                     return over
         return over
@@ -234,7 +235,9 @@ class PlanCosts:
         kept /= sum(1 / min(alive, plan.microbatches) for alive in ranks)
         if plan.offload:
             return int(kept)
-        return int(max(stored, kept) if stages > 1 else stored + kept)
+        if plan.microbatches == 1:  # backward makes the gradients, and frees what is kept
+            kept -= one.numel / parts * 2 / (n if plan.row in ("zero2", "zero3") else 1)
+        return int(max(stored, kept) if stages > 1 else stored + max(0, kept))
 
     def _row(self, plan: Plan) -> RowCosts:
         """The costs of a row. Raises InputError like `of`."""
@@ -273,12 +276,14 @@ class PlanCosts:
         moved_bytes = sum(each.moved_bytes for each in operations if not each.done_flops)
         return computing_s + SHARED * moved_bytes / self.cluster.bytes_per_s
 
-    def _stored(self, candidate: Candidate, rank: int) -> int:
+    def _stored(self, candidate: Candidate, rank: int) -> tuple[int, int]:
+        """The bytes between steps, and those of gradients."""
         plan = candidate.plan
         chunks = plan.pipeline and allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))[1].v
         key = plan.axes, plan.context, plan.row, plan.offload, chunks, plan.stages, rank
         if key not in self.stored:
-            self.stored[key] = sum(self.recordings.of(plan, 1, rank).memory.values())
+            memory = self.recordings.of(plan, 1, rank).memory
+            self.stored[key] = sum(memory.values()), memory["gradients"]
         return self.stored[key]
 
     def _kept(self, candidate: Candidate, rank: int) -> int:

@@ -6,9 +6,9 @@
 
 The planner of DAPPLE (arXiv 2007.01045) divides layers by their measured time. Here the seconds of
 a block are predicted, those of a stage of the same plan with a stage for each block. First an exact
-partition makes the slowest stage as fast as possible (core/balance.py). Then blocks move from one
-stage to another while that makes the schedule shorter, by its clock: of several stages a rank, the
-slowest one does not decide alone.
+partition makes the slowest stage as fast as possible (core/layouts/uneven.py). Then blocks move
+from one stage to another while that makes the schedule shorter, by its clock: of several stages a
+rank, the slowest one does not decide alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise, permutations
 from typing import Final, Protocol
 
-from shardwise.core.balance import balanced
+from shardwise.core.layouts.uneven import balanced
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_schedule import schedule_of

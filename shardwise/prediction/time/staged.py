@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan_schedule import schedule_of
-from shardwise.core.schedule.action import Action
 from shardwise.core.schedule.clock import ActionCosts, Timeline, clock
+from shardwise.core.schedule.schedule import Action
 from shardwise.prediction.rank_shape import parts_on, stage_of
-from shardwise.prediction.time.kernel_seconds import seconds_by
-from shardwise.prediction.time.step_time import RankWork
+from shardwise.prediction.time.step_time import RankWork, seconds_by
 from shardwise.prediction.time.streams import Streams, TimedActs
 from shardwise.prediction.traffic import Tariff
 from shardwise.prediction.unit_acts import StageActs

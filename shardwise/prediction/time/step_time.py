@@ -1,6 +1,6 @@
 """The seconds of a step: kernels on the roofline, collectives on links, and what of them overlaps.
 
-    compute    kernels of the recorded pass, recomputation included (kernel_seconds.py)
+    compute    kernels of the recorded pass, recomputation included (step_time.py)
     exposed    by axis, the time for which the compute stream waits for collectives (streams.py)
     bubble     in a pipeline, the time for which the rank waits for other stages (staged.py)
     update     gradients and states are read, states and weights written, at memory bandwidth
@@ -8,27 +8,46 @@
 Collectives within layers (tensor, expert and context parallelism) are exposed: the sum of an input
 gradient, which overlaps with weight gradients in a run, is not credited. Microbatches have the
 shapes of the first, experts an even load.
+
+Seconds of collectives on the axes of a plan: latency of the hops, and bytes over bandwidth.
+
+    tp8 in hosts of 8      1 host,  8 ranks in it     NVLink
+    dp8 of dp8 tp8         8 hosts, 1 rank in each    one network link
+    dp64                   8 hosts, 8 ranks in each   rings enter a host by all of its 8 links
+
+    ring          all_gather, reduce_scatter, broadcast       n - 1 hops
+    tree          all_reduce between hosts                    2 log2(hosts) hops, a ring's bytes
+    pairs         all_to_all, send                            one hop; bytes by where the peers are
+
+The bytes are those that the ledger counts (core/moves.py). A measured cluster has a latency and a
+rate of each collective relative to these.
+
+Seconds of recorded operations on a device's roofline.
+
+product        max(FLOPs / peak of its precision, bytes / memory bandwidth, launch)
+others         max(bytes / memory bandwidth, launch)
+
+On a device that is not asynchronous, a processor, the launch is added.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from shardwise.core.mesh import PIPELINE
-from shardwise.core.model_spec import ModelSpec
+from shardwise.core.model_spec import ModelSpec, Operation
+from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_schedule import schedule_of
-from shardwise.core.tools.tape import Operation
 from shardwise.core.zero import Moment, RowMove
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.cluster_file import cluster_of
-from shardwise.prediction.group import Group
 from shardwise.prediction.peak_memory import places
 from shardwise.prediction.priced_techniques import PRICES
-from shardwise.prediction.time.kernel_seconds import operation_s, precision, seconds_by
-from shardwise.prediction.time.network import Network
+from shardwise.prediction.stored_bytes import Group
 from shardwise.prediction.time.streams import Streams, TimedActs, UnitSeconds
 from shardwise.prediction.traffic import Counted, Tariff, step_bytes
 from shardwise.prediction.unit_acts import UnitActs, by_unit, order_on
@@ -274,3 +293,111 @@ def _most_flops(work: RankWork) -> str:
     for each in work.recorded:
         found[precision(each)] += each.flops
     return max(found, key=lambda name: found[name], default="") if any(found.values()) else ""
+
+
+# --- Seconds of collectives on the axes of a plan: latency of the hops, and bytes over bandwi -----
+
+
+class AxisHosts(NamedTuple):
+    """The hosts that the ranks of an axis are on, and how many each has at least."""
+
+    ranks: int
+    hosts: int
+    local: int
+
+
+class Network:
+    """The links between the ranks of a plan's axes through `rank`."""
+
+    def __init__(self, cluster: Cluster, plan: Plan, rank: int) -> None:
+        cluster.require_hosts(plan.size)
+        self.cluster, self.plan, self.rank = cluster, plan, rank
+        self.hosts = cache(self._hosts)
+
+    def seconds(self, sent: Counted) -> dict[str, float]:
+        """The seconds of messages on each axis, one after another."""
+        found: dict[str, float] = {}
+        for (axis, _), seconds in self.seconds_by_kind(sent).items():
+            found[axis] = found.get(axis, 0.0) + seconds
+        return found
+
+    def seconds_by_kind(self, sent: Counted) -> dict[tuple[str, str], float]:
+        """The seconds of messages of each axis and kind; none of copies between tiers."""
+        found: dict[tuple[str, str], float] = {}
+        for line, sent_bytes in sent.items():
+            axis, kind, _ = line
+            if axis == "tier":
+                continue
+            relative = self.cluster.collective(kind)
+            latency_s = sent.messages[line] * relative.latency * self.latency_s(axis, kind)
+            time_s = latency_s + sent_bytes / (relative.rate * self.rate(axis, kind))
+            found[axis, kind] = found.get((axis, kind), 0.0) + time_s
+        return found
+
+    def latency_s(self, axis: str, kind: str) -> float:
+        """The time of a message without bytes."""
+        on, inside, between = self.hosts(axis), self.cluster.inside, self.cluster.between
+        if kind in ("all_to_all", "send"):
+            return between.latency_s if on.hosts > 1 else inside.latency_s
+        if kind == "all_reduce":
+            levels = math.ceil(math.log2(on.hosts))
+            return 2 * ((on.local - 1) * inside.latency_s + levels * between.latency_s)
+        return (on.local - 1) * inside.latency_s + (on.hosts - 1) * between.latency_s
+
+    def rate(self, axis: str, kind: str) -> float:
+        """The bytes that a rank sends in a second."""
+        on, part = self.hosts(axis), self.cluster.derating.links
+        inside, between = self.cluster.inside.bytes_per_s, self.cluster.between.bytes_per_s
+        if on.hosts == 1:
+            rate = inside
+        elif kind == "all_to_all":
+            rate = between * (on.ranks - 1) / (on.ranks - on.local)
+        elif kind == "send":
+            rate = between
+        else:
+            rate = min(inside, on.local * between)
+        return part * rate * (on.ranks - 1 if kind == "broadcast" else 1)
+
+    def _hosts(self, axis: str) -> AxisHosts:
+        name, _, number = axis.partition(".")
+        plan = self.plan.of_layers(int(number)) if number else self.plan
+        ranks = plan.size_of(name)
+        mesh_axis = plan.inner_data_axis if name in ("ep", "edp") else name
+        names = [each for each, _ in plan.mesh.axes]
+        inner = names[names.index(mesh_axis) + 1 :] if mesh_axis in names else []
+        stride = math.prod(map(plan.mesh.size_of, inner)) * (plan.ep if name == "edp" else 1)
+        first = self.rank - stride * plan.coordinate(self.rank).get(name, 0)
+        hosts = [(first + k * stride) // self.cluster.devices_per_host for k in range(ranks)]
+        count = len(set(hosts))
+        return AxisHosts(ranks, count, max(1, ranks // count))
+
+
+# --- Seconds of recorded operations on a device's roofline ----------------------------------------
+
+K = TypeVar("K")
+#: The words of plans and clusters for torch's types; the others compute no products.
+PRECISIONS: Final = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def operation_s(operation: Operation, cluster: Cluster) -> float:
+    """The time of one kernel."""
+    work_s, launch_s = operation.moved_bytes / cluster.bytes_per_s, cluster.device.launch_s
+    if flops := operation.done_flops:
+        work_s = max(work_s, flops / cluster.flops_per_s(precision(operation), flops))
+    return max(work_s, launch_s) if cluster.device.asynchronous else work_s + launch_s
+
+
+def precision(operation: Operation) -> str:
+    """The precision of a product."""
+    return PRECISIONS.get(operation.dtype, operation.dtype)
+
+
+def seconds_by(
+    operations: Iterable[Operation], cluster: Cluster, key: Callable[[str], K]
+) -> dict[str, defaultdict[K, float]]:
+    """The seconds "forward" and "backward", by the `key` of each operation's module."""
+    found = {phase: defaultdict[K, float](float) for phase in ("forward", "backward")}
+    for each in operations:
+        phase = "backward" if each.backward else "forward"
+        found[phase][key(each.module)] += operation_s(each, cluster)
+    return found

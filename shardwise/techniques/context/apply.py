@@ -19,14 +19,13 @@ from shardwise.core.applied import NOTHING, Applied
 from shardwise.core.errors import bad
 from shardwise.core.mesh import CONTEXT
 from shardwise.core.plan.plan import Plan
-from shardwise.techniques.context.attention import attention
+from shardwise.techniques.context.attention import attention, require_heads, sends_rows
 from shardwise.techniques.context.cut_batch import Sequences, cut_batch, length_of
 from shardwise.techniques.context.operations import OwnPositions
 from shardwise.techniques.context.positions import AttentionCall, LossCount, cut_of
-from shardwise.techniques.context.ulysses import require_heads, sends_rows
 
 if TYPE_CHECKING:
-    from shardwise.engine.training import Build
+    from shardwise.engine.options import Build
 
 
 def applied(model: nn.Module, build: "Build") -> "PositionShards":

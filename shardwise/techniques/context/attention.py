@@ -6,20 +6,42 @@
 
 Either axis may have one rank; with one rank on both this is PyTorch's attention.  The combination
 is that of Fang and Zhao, "USP", arXiv 2405.07719.
+
+DeepSpeed-Ulysses: an all-to-all gives each rank whole sequences of some heads, and back.
+
+    q, k, v (B, H, T/n, D)  --all-to-all-->  (B, H/n, T, D)  -->  attention
+    out     (B, H, T/n, D)  <--all-to-all--  (B, H/n, T, D)  <--
+
+Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509, section 3.  Any attention may run in the
+middle: that of one device, or a ring over another axis.  If there are fewer key heads than ranks,
+each is repeated until every rank has one.
+
+With K = H + 2 max(Hkv, n) heads, a rank with t of T positions sends these elements:
+
+    forward     queries, keys, values    B D K t (n-1)/n        in one all-to-all
+                output                   B D H (T - t)/n
+    backward    gradient of the output   B D H t (n-1)/n
+                of queries, keys, ...    B D K (T - t)/n
+
+The rows of a mask are sent in the forward pass alone, a boolean in one byte, unless it has those of
+all ranks.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shardwise.comm.move import all_to_all, join
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
+from shardwise.core.layouts.uneven import Cut
 from shardwise.techniques.context.positions import SequenceCut
 from shardwise.techniques.context.ring import Ring, ring_attention
-from shardwise.techniques.context.ulysses import require_heads, ulysses_attention
 
 
 def attention(
@@ -74,3 +96,87 @@ def _local(
     return F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+# --- DeepSpeed-Ulysses: an all-to-all gives each rank whole sequences of some heads, and back -----
+
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    axis: Axis,
+    counts: Sequence[int],
+    inner: Attention,
+) -> Tensor:
+    """`inner` attention on the positions of all ranks of `axis` and this rank's heads.
+
+    q (B, H, t, D), k and v (B, Hkv, t, D), where `counts[r]` is t on rank r.  `mask` has 4 dims and
+    broadcasts to (B, H, t, columns): `inner` receives the rows of all ranks.  Differentiable in
+    q, k and v.  The ranks must divide H, and divide Hkv or be a multiple of it (`require_heads`).
+    """
+    n = axis.size
+    if n == 1:
+        return inner(q, k, v, mask)
+    if k.shape[1] < n:
+        repeats = n // k.shape[1]
+        k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
+    sizes = [x.shape[1] // n for x in (q, k, v)]
+    grouped = [x.unflatten(1, (n, -1)) for x in (q, k, v)]
+    q, k, v = _to_heads(torch.cat(grouped, 2).flatten(1, 2), axis, counts).split(sizes, 1)
+    out = inner(q, k, v, None if mask is None else _rows(mask, axis, counts))
+    return _to_positions(out, axis, counts)
+
+
+def require_heads(heads: int, key_heads: int, ranks: int, word: str) -> None:
+    """Raise InputError for heads that `ranks` cannot divide; `word`: of a ring."""
+    if heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0):
+        return
+    raise bad(
+        f"Ulysses attention of {heads} heads and {key_heads} key heads on {ranks} ranks",
+        f"heads that are a multiple of {ranks}, and key heads that are a multiple or a divisor",
+        f"{word}, ring attention, which divides no heads, in place of {word}:ulysses",
+    )
+
+
+def _to_heads(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
+    """(B, n * h, t, D), the heads of all ranks -> (B, h, sum of counts, D)."""
+    n, t = axis.size, x.shape[2]
+    rows = x.unflatten(1, (n, -1)).permute(1, 3, 2, 0, 4).flatten(0, 1)  # (n * t, h, B, D)
+    return all_to_all(rows, axis, counts, [t] * n).permute(2, 1, 0, 3)
+
+
+def _to_positions(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
+    """The inverse of `_to_heads`."""
+    n, t = axis.size, counts[axis.rank]
+    rows = all_to_all(x.permute(2, 1, 0, 3), axis, [t] * n, counts)
+    return rows.unflatten(0, (n, t)).permute(3, 0, 2, 1, 4).flatten(1, 2)
+
+
+def has_all_rows(mask: Tensor, counts: Sequence[int]) -> bool:
+    """Whether a mask with 4 dims has the rows of all ranks."""
+    return mask.shape[2] == sum(counts) and min(counts) > 0
+
+
+def sends_rows(mask: Tensor, counts: Sequence[int]) -> bool:
+    """Whether the rows of a mask with 4 dims are sent, unless they are equal, or those of all."""
+    # ranks with one position cannot tell, and all ranks must do the same
+    return not has_all_rows(mask, counts) and (mask.shape[2] > 1 or min(counts) <= 1)
+
+
+def _rows(mask: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
+    """The rows of all ranks, for this rank's heads.  A mask that broadcasts rows is not sent."""
+    heads = mask.shape[1]
+    if has_all_rows(mask, counts):
+        return mask
+    if not sends_rows(mask, counts):
+        return mask if heads == 1 else mask.chunk(axis.size, 1)[axis.rank]
+    mask = mask.expand(-1, -1, counts[axis.rank], -1)
+    sent = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
+    if heads > 1:
+        return _to_heads(sent, axis, counts).to(mask.dtype)
+    ranges = tuple(((stop - t, stop),) for t, stop in zip(counts, accumulate(counts), strict=True))
+    return join(sent, axis, Cut(2, sum(counts), ranges)).to(mask.dtype)

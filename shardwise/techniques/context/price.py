@@ -1,6 +1,6 @@
 """The bytes of context parallelism: keys and values round the ring, or heads by all-to-all.
 
-The formulas are those of ring.py and ulysses.py, with the positions t_r that each rank holds. A
+The formulas are those of ring.py and attention.py, with the positions t_r that each rank holds. A
 recomputed module sends what its forward pass sends again. The ranks count the labels of each loss
 together, in 8 bytes.
 """
@@ -11,8 +11,7 @@ from typing import Final
 from shardwise.core.layouts.layout import R, S
 from shardwise.core.mesh import CONTEXT as AXIS
 from shardwise.core.mesh import PIPELINE
-from shardwise.core.model_spec import ModelSpec
-from shardwise.core.tools.tape import Operation
+from shardwise.core.model_spec import ModelSpec, Operation
 from shardwise.prediction.rank_shape import stage_of, stages_on
 from shardwise.prediction.technique_price import Price, Share
 from shardwise.prediction.traffic import CONSENSUS_BYTES, Counted, Tariff, TrafficLine

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.move import begin_receive, begin_send
-from shardwise.comm.once import once
+from shardwise.comm.torch_links import once
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.techniques.context import block

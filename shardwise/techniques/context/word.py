@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardwise.core.errors import bad
-from shardwise.core.plan.technique import Field, Technique, Word
+from shardwise.core.plan.words import Field, Technique, Word
 
 _WORD = re.compile(r"cp([1-9][0-9]{0,8})(?::(ulysses|([1-9][0-9]*)x([1-9][0-9]*)))?")
 

@@ -17,7 +17,7 @@ from shardwise.core.tools.hook import Hook
 from shardwise.core.tools.structure import plain_key, uncompiled
 from shardwise.core.zero import Row
 from shardwise.engine.checks import validate
-from shardwise.engine.cut import fill_part
+from shardwise.engine.default_fill import fill_part
 from shardwise.engine.precision import cast_inputs, param_dtypes
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.observe.meta_buffers import materialise
@@ -26,8 +26,7 @@ from shardwise.techniques.data.consensus import Consensus
 from shardwise.techniques.data.flat.flat_parameter import Fill, Flat
 from shardwise.techniques.data.flat.local_layout import LocalLayout
 from shardwise.techniques.data.unit_hooks import Data
-from shardwise.techniques.data.unit_parts import UnitParts, WholeUnits
-from shardwise.techniques.data.units import Pace, Unit, Units
+from shardwise.techniques.data.units import Pace, Unit, UnitParts, Units, WholeUnits
 from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, choose
 
 #: Neighbours smaller than this are one unit: below it a message costs more than what it carries.

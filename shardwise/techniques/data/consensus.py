@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.move import begin_sum
-from shardwise.comm.tiers.host_numbers import HostNumbers, doubles_on
+from shardwise.comm.tiers.host_memory import HostNumbers, doubles_on
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
@@ -28,8 +28,8 @@ from shardwise.techniques.data.buffers import Buffers
 from shardwise.techniques.data.checksum import share_numbers
 from shardwise.techniques.data.doubts import operations_of_pass
 from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.techniques.data.outputs import Scaling
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
-from shardwise.techniques.data.scaling import Scaling
 
 #: Checksums are below it.
 MARKS = 4096

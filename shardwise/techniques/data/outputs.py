@@ -1,12 +1,30 @@
-"""The tensors of a module's output, wherever they are in it, and whether they are all of them."""
+"""The tensors of a module's output, wherever they are in it, and whether they are all of them.
 
-from collections.abc import Callable, Iterable, Iterator
+Finds gradients that a program has scaled by another factor on each rank.
+
+`torch.nn.utils.clip_grad_norm_` over pieces of parameters takes the norm of one rank's pieces, so
+that each rank scales by its own factor.  No hook sees that call, but what it leaves shows:
+
+    backward ends     a sample of the gradients, and their version
+    optimizer steps   all gradients have another version: are they one factor times the sample?
+                      none has: the factor is 1
+    next backward     ranks add up 1, the factor and its square (0 if it is not one factor); factors
+                      with a variance differ, which is an InputError on all ranks
+
+A factor that is the same on all ranks (sw.clip_grad_norm, a gradient scaler) has no variance;
+clip_grad_value_ is not one factor.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.core.errors import bad
 from shardwise.core.tools.tree import PLAIN, parts
+from shardwise.techniques.data.flat.flat_parameter import Flat
 
 #: Types without tensors.
 _PLAIN = (*PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -71,3 +89,96 @@ def shares_memory(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         dense = [x for x in tensors if x.layout is torch.strided]
         return any(x.untyped_storage()._cdata in known for x in dense)
+
+
+# --- Finds gradients that a program has scaled by another factor on each rank ---------------------
+
+#: Elements of a flat parameter's gradient that are compared.
+_SAMPLE = 64
+
+
+#: The gradient of a flat parameter, and of how many parameters it is.
+Gradient = Callable[[], tuple[Tensor | None, int]]
+
+
+class Scaling:
+    """The factors of `gradients`; `compares` on all ranks or on none."""
+
+    def __init__(
+        self, gradients: Sequence[Gradient], dtypes: Iterable[torch.dtype], *, compares: bool = True
+    ) -> None:
+        self.gradients, self.compares = gradients, compares
+        self.rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        self.noted: list[tuple[Gradient, Tensor, int]] = []
+        self.changed: list[tuple[Tensor, Tensor]] = []
+        self.kept = False  # an optimizer stepped on the gradients of the backward pass
+
+    def note(self) -> None:
+        """A backward pass has ended: remember its gradients."""
+        self.changed, self.kept = [], False
+        self.noted = [
+            (each, _sample(gradient).clone(), gradient._version)
+            for each in self.gradients
+            if (gradient := each()[0]) is not None
+        ]
+
+    def look(self) -> int:
+        """An optimizer is about to step: see which gradients have changed, and how often."""
+        self.kept, writes = bool(self.noted), 0
+        for noted in list(self.noted):
+            (gradient, count), sample, version = noted[0](), *noted[1:]
+            self.kept &= gradient is not None and gradient._version == version
+            writes += 0 if gradient is None else gradient._version - version
+            if gradient is not None and count and gradient._version - version >= count:
+                self.noted.remove(noted)
+                self.changed.append((sample, _sample(gradient).clone()))
+        return writes
+
+    @torch.no_grad()
+    def joined(self, numbers: Tensor) -> Tensor:
+        """Numbers that the ranks sum, with those of the factor before them."""
+        if not self.compares:
+            return numbers
+        if not self.changed:
+            return torch.cat([numbers.new_full((3,), float(self.kept)), numbers])
+        old, new = (torch.cat([pair[k] for pair in self.changed]).double() for k in (0, 1))
+        factor = (old @ new) / (old @ old)
+        off = torch.linalg.vector_norm(new - factor * old) / torch.linalg.vector_norm(new)
+        one = (off <= self.rounding).double()  # 0 where it is NaN
+        own = torch.stack([one, *(torch.where(one > 0, factor**k, 0.0) for k in (1, 2))])
+        return torch.cat([own.to(numbers), numbers])
+
+    def compared(self, sums: Sequence[float]) -> Sequence[float]:
+        """The sums over all ranks without those of the factor.
+
+        Raises InputError on all ranks if they scaled by different factors.
+        """
+        if not self.compares:
+            return sums
+        count, total, squares = sums[:3]
+        mean = total / max(count, 1)
+        least = max(1e-3, 2 * self.rounding) * mean
+        if count > 1 and squares / count - mean * mean > least * least:
+            raise bad(
+                "gradients that each rank scaled by another factor before the last optimizer step, "
+                "as torch.nn.utils.clip_grad_norm_ does on a sharded module: it takes the norm of "
+                "one rank's parameters",
+                "one factor on all ranks. The step was wrong: continue from a checkpoint before it",
+                "sw.clip_grad_norm(module, max_norm)",
+            )
+        return sums[3:]
+
+
+def scaling_of(flats: Iterable[Flat]) -> Scaling:
+    """The factors of the gradients of sharded flat parameters."""
+    split = [flat for flat in flats if flat.trained and flat.split]
+    gradients = [partial(_of_flat, flat) for flat in split]
+    return Scaling(gradients, [flat.dtype for flat in split], compares=bool(split))
+
+
+def _of_flat(flat: Flat) -> tuple[Tensor | None, int]:
+    return flat.grads.gshard, sum(p.grad is not None for p in flat.params)
+
+
+def _sample(gradient: Tensor) -> Tensor:
+    return gradient.reshape(-1)[:: max(1, gradient.numel() // _SAMPLE)]

@@ -22,14 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.move import all_gather, all_to_all
-from shardwise.comm.random_state import drawing_from, generators_of
-from shardwise.comm.unchanged import kept_buffers
+from shardwise.comm.unchanged import drawing_from, generators_of, kept_buffers
 from shardwise.comm.world import Axis
-from shardwise.core.check_every import CheckEvery
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.arguments import CheckEvery
 from shardwise.core.tools.tree import mapped
-from shardwise.techniques.data.computed import LOSS, Computed, Reruns
+from shardwise.techniques.data.checksum import LOSS, Computed, Reruns
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 

@@ -41,12 +41,19 @@ from torch import Tensor, nn
 
 from shardwise.comm.move import begin_sum
 from shardwise.comm.objects import gather_object
-from shardwise.comm.tiers.host_numbers import doubles_on
+from shardwise.comm.tiers.host_memory import doubles_on
 from shardwise.comm.world import Axis
 from shardwise.core.errors import InputError, bad
 from shardwise.core.mesh import PIPELINE
-from shardwise.techniques.data.checksum import bits_sum, text_hash
-from shardwise.techniques.data.computed import Reruns, Values, numbers_of, require_same, shown
+from shardwise.techniques.data.checksum import (
+    Reruns,
+    Values,
+    bits_sum,
+    numbers_of,
+    require_same,
+    shown,
+    text_hash,
+)
 from shardwise.techniques.data.doubts import KINDS, Doubts, Options
 from shardwise.techniques.data.flat.flat_parameter import Flat, State
 

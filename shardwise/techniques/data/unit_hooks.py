@@ -26,16 +26,12 @@ from shardwise.comm.world import World
 from shardwise.core.errors import bad
 from shardwise.core.reduce_order import Act
 from shardwise.core.tools import hook
-from shardwise.core.tools.graph_break import graph_break
-from shardwise.core.tools.structure import BY_ENGINE, BY_HAND, Structure
+from shardwise.core.tools.structure import BY_ENGINE, BY_HAND, Structure, graph_break
 from shardwise.core.unit_order import CallPlace, UnitOrder
 from shardwise.techniques.data.consensus import Consensus
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.gradient_hooks import GradientHooks
-from shardwise.techniques.data.outputs import Output, shares_memory, tensors_in, watch
-from shardwise.techniques.data.scaling import scaling_of
-from shardwise.techniques.data.staged_hooks import PutOff, StagedUnits
-from shardwise.techniques.data.units import Pace, Unit, Units, mark_kept
+from shardwise.techniques.data.outputs import Output, scaling_of, shares_memory, tensors_in, watch
+from shardwise.techniques.data.units import GradientHooks, Pace, PutOff, StagedUnits, Unit, Units
 
 #: What does an act on a unit, where it needs the unit alone.
 ACTS: Mapping[str, Callable[[Unit], None]] = {
@@ -96,7 +92,6 @@ class Data:
         self.structure = Structure(root, frozen, BY_HAND if pace.by_hand else BY_ENGINE)
         self.trained = [group for unit in units.order for group in unit.trained]
         self.split = any(g.moves_to_rest for unit in units.order for g in unit.groups)
-        mark_kept(self.units.order)
         self.order = self._order(flats)
         for unit in self.units.order:
             self._hook(unit)

@@ -4,23 +4,41 @@
     after it   begin_unshard: gather what the row keeps unsharded   wait: until it is there
 
 During a pass hooks unshard and reshard them one by one (unit_hooks.py).
+
+The units of a pipeline rank: their stages, and when the reduction of their gradients begins.
+
+    F B I W s     hooks gather and free the units that stage s uses, one by one (unit_hooks.py)
+    W s           the weight gradients that I deferred are computed and added
+    REDUCE s      all microbatches are done: the reduction of the stage's gradients begins
+
+A parameter that several stages use is in one unit.  On a rank that has all of these stages, its
+reduction begins with the last REDUCE of them.  A parameter that several ranks hold is reduced after
+all others, in the order of the names, so that all its holders take the same order.
+
+Our hooks on parameters, among those of the program.
+
+    autograd adds to p.grad --> the program's hooks see it --> ours takes it (`Data.collected`)
+
+The program's hooks may be registered before or after ours.  As under torch's DDP they all see the
+gradient of this rank, in the parameter's own shape, and what they change is what is reduced.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.core.arena_slots import IN_FLIGHT
+from shardwise.core.buffer_sizes import IN_FLIGHT
 from shardwise.core.errors import bad
 from shardwise.core.reduce_order import UnitState
-from shardwise.core.tools.hook import in_backward
+from shardwise.core.tools.hook import in_backward, owner, weakly
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.gradient_hooks import before_gradients
+from shardwise.techniques.data.wrap_policy import UnitSpec
 
 
 @dataclass(frozen=True)
@@ -167,6 +185,7 @@ class Units:
 
     def __init__(self, order: Sequence[Unit]) -> None:
         self.order = list(order)
+        mark_kept(self.order)
 
     def take_assigned(self) -> None:
         """Take over what the program has assigned to parameters (flat_parameter.py)."""
@@ -220,3 +239,151 @@ def mark_kept(order: Sequence[Unit]) -> None:
         mine = {m for module in unit.modules for m in module.modules()}
         others = [m for other in order if other is not unit for m in other.modules]
         unit.state.stays = any(m in mine for m in others)
+
+
+# --- The units of a pipeline rank: their stages, and when the reduction of their gradients be -----
+
+#: Postponed products: a weight, and the factors of left^T right (weight_gradient.py).
+PutOff = list[tuple[nn.Parameter, Tensor, Tensor]]
+
+
+class StagedUnits:
+    """The units of the stages that this rank owns.
+
+    units    by stage, the units that the stage uses
+    last     the units whose gradients are reduced last, in this order
+    inside   modules that only layers call: their hooks see every use of their parameters
+    """
+
+    def __init__(
+        self,
+        units: Mapping[int, Sequence[Unit]],
+        last: Sequence[Unit],
+        inside: Collection[nn.Module],
+    ) -> None:
+        self.units, self.last, self.inside = dict(units), list(last), inside
+        self.waiting: PutOff = []
+
+    def later(self) -> PutOff:
+        """The weight-gradient products deferred since the last call."""
+        waiting, self.waiting = self.waiting, []
+        return waiting
+
+
+# --- Layers whose parameters are those of several units, which are gathered one after another -----
+
+
+class UnitParts(Protocol):
+    """How layers are divided (techniques/tile)."""
+
+    @property
+    def layers(self) -> Mapping[str, nn.Linear]:
+        """The divided layers by name."""
+        ...
+
+    def divided(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
+        """The units, with one for each part in place of that of its layer."""
+        ...
+
+    def plain(self, name: str) -> str:
+        """The name of the model's parameter of which the parameter `name` is a part."""
+        ...
+
+    def place(self, name: str, /) -> dict[str, int]:
+        """The coordinate of the parameter `name` on the axis of parts."""
+        ...
+
+    def release(self, device: torch.device | None, /) -> None:
+        """Free the parameters of the layers, whose values the parts have."""
+        ...
+
+
+@dataclass(frozen=True)
+class WholeUnits:
+    """No layer is divided: every method returns what it is given."""
+
+    layers: Mapping[str, nn.Linear] = field(default_factory=dict[str, nn.Linear])
+
+    def divided(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
+        """All units."""
+        return list(specs)
+
+    def plain(self, name: str) -> str:
+        """The name itself."""
+        return name
+
+    def place(self, _: str, /) -> dict[str, int]:
+        """No coordinate."""
+        return {}
+
+    def release(self, _: torch.device | None, /) -> None:
+        """Nothing to free."""
+
+
+# --- Our hooks on parameters, among those of the program ------------------------------------------
+
+
+class GradientHooks:
+    """The hooks that collect gradients, and those that begin a backward pass.
+
+    late   parameters that are collected when the pass ends: a hook of the program came after ours
+    """
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []  # of the hook on each parameter
+        self.late: list[int] = []
+        self.begins: list[RemovableHandle] = []
+
+    def add(
+        self, p: nn.Parameter, collected: Callable[[nn.Parameter, int], None]
+    ) -> RemovableHandle:
+        """Call `collected` after a gradient of `p` is accumulated, with the number of `p`."""
+        handle = p.register_post_accumulate_grad_hook(weakly(collected, len(self.numbers)))
+        self.numbers.append(handle.id)
+        return handle
+
+    def is_last(self, p: nn.Parameter, number: int) -> bool:
+        """Whether our hook on `p` is the last; if not, it will be in later passes."""
+        hooks: Any = p._post_accumulate_grad_hooks
+        own = self.numbers[number]
+        if len(hooks) == 1 or next(reversed(hooks)) == own:
+            return True
+        hooks[own] = hooks.pop(own)
+        self.late.append(number)
+        return False
+
+    def take_late(self) -> list[int]:
+        """The numbers of the parameters to collect at the end of this pass."""
+        late, self.late = self.late, []
+        return late
+
+    def expect(self, groups: Iterable[Flat], begin: Callable[..., None]) -> None:
+        """Call `begin` before autograd adds to pieces of gradients that are still on parameters.
+
+        A pass usually begins with the model's output, but a loss may come from somewhere else.
+        """
+        for group in () if self.begins else groups:
+            if group.split and group.grads.attached:
+                self.begins += before_gradients(
+                    (p for p in group.params if p.grad is not None), begin
+                )
+
+    def begun(self) -> None:
+        """The pass has begun."""
+        while self.begins:
+            self.begins.pop().remove()
+
+
+def before_gradients(
+    params: Iterable[nn.Parameter], begin: Callable[..., None]
+) -> list[RemovableHandle]:
+    """Call `begin` before autograd adds to the gradient of one of `params`."""
+    return [p.register_hook(weakly(begin)) for p in params]
+
+
+def owners(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Any]]:
+    """The parameters of an optimizer that `GradientHooks.add` has hooked, each with its owner."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        for hook in (p._post_accumulate_grad_hooks or {}).values():
+            if (data := owner(hook)) is not None:
+                yield p, data

@@ -3,10 +3,17 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
+from shardwise.core.buffer_sizes import PIECE_BYTES, smallest_pool_bytes
 from shardwise.core.errors import Problem
-from shardwise.core.plan.technique import Field, Technique, Word, keyed
-from shardwise.core.plan.word_values import read_count, read_size, size_text
-from shardwise.core.pool_size import PIECE_BYTES, smallest_pool_bytes
+from shardwise.core.plan.words import (
+    Field,
+    Technique,
+    Word,
+    keyed,
+    read_count,
+    read_size,
+    size_text,
+)
 from shardwise.core.zero import ALIASES, ROWS, row_of
 
 if TYPE_CHECKING:

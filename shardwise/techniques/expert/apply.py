@@ -29,12 +29,11 @@ from shardwise.core.layouts.uneven import even
 from shardwise.core.mesh import EXPERTS, REST
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.batch import Count, data_axes, filled
-from shardwise.engine.cut import agree, cut_to
+from shardwise.engine.default_fill import agree, cut_to
 from shardwise.techniques.expert.expert_moves import ExpertLayer, LayerMove, Loads
-from shardwise.techniques.expert.global_batch import GlobalBatch
+from shardwise.techniques.expert.hard import PassRecords
 from shardwise.techniques.expert.moe_layer import ExpertPlace, Load, MoE
-from shardwise.techniques.expert.passes import PassRecords
-from shardwise.techniques.expert.routing import Routing
+from shardwise.techniques.expert.routing import GlobalBatch, Routing
 from shardwise.techniques.expert.stacked import (
     StackedOnRanks,
     choices_of,
@@ -45,7 +44,7 @@ from shardwise.techniques.expert.stacked import (
 )
 
 if TYPE_CHECKING:
-    from shardwise.engine.training import Build
+    from shardwise.engine.options import Build
 
 
 @dataclass

@@ -21,13 +21,11 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import bad
-from shardwise.core.tools.arguments import integer, is_number
-from shardwise.core.tools.suggest import suggest
+from shardwise.core.tools.arguments import integer, is_number, suggest
 from shardwise.techniques.expert import gates, hard
-from shardwise.techniques.expert.gates import Choice
-from shardwise.techniques.expert.global_batch import GlobalBatch
-from shardwise.techniques.expert.losses import GateOutput, losses_of
+from shardwise.techniques.expert.gates import Choice, GateOutput, losses_of
 from shardwise.techniques.expert.routing import (
+    GlobalBatch,
     Routing,
     assumed_loads,
     capacity_of,

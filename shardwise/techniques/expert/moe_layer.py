@@ -15,14 +15,12 @@ from shardwise.comm.world import Axis
 from shardwise.core.errors import NonFiniteError, bad
 from shardwise.core.tools.arguments import MOST_SEED, integer, is_number, short_repr
 from shardwise.techniques.expert import hard
-from shardwise.techniques.expert.dispatch import Exchange
+from shardwise.techniques.expert.dispatch import Exchange, feed_forward
 from shardwise.techniques.expert.expert_moves import ExpertMove
 from shardwise.techniques.expert.gate import FIXED, Extra, Gate
 from shardwise.techniques.expert.gates import balanced_bias
-from shardwise.techniques.expert.global_batch import GlobalBatch, phase
-from shardwise.techniques.expert.passes import PassRecords, key_of, uniform
-from shardwise.techniques.expert.products import feed_forward
-from shardwise.techniques.expert.routing import Routing
+from shardwise.techniques.expert.hard import PassRecords, key_of, uniform
+from shardwise.techniques.expert.routing import GlobalBatch, Routing, phase
 
 
 def ignore_routing(_: Routing) -> None:
@@ -297,7 +295,7 @@ class MoE(nn.Module):
         return followed
 
     def _random_numbers(self, x_ND: Tensor) -> Extra:
-        """The random numbers of a training pass (passes.py)."""
+        """The random numbers of a training pass (hard.py)."""
         batch, experts = self.place.batch, self.gate.experts
         own = torch.tensor([len(x_ND)], dtype=torch.int64, device="cpu")
         sizes = batch.gather(own if x_ND.is_meta else own.to(x_ND.device)).flatten().tolist()

@@ -27,7 +27,7 @@ from itertools import product
 from typing import Any, Final, NamedTuple, TypeVar
 
 from shardwise.core.layouts.layout import I, P, R, S
-from shardwise.core.layouts.lengths import Lengths
+from shardwise.core.layouts.uneven import Lengths
 from shardwise.core.mesh import EXPERTS, TENSOR
 from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan.plan import Plan

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from shardwise.core.errors import NonFiniteError
 from shardwise.techniques.expert.dispatch import Exchange
 from shardwise.techniques.expert.expert_moves import ExpertMove
-from shardwise.techniques.expert.global_batch import Record, phase
 from shardwise.techniques.expert.moe_layer import ExpertPlace
-from shardwise.techniques.expert.routing import Routing
+from shardwise.techniques.expert.routing import Record, Routing, phase
 
 
 def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:

@@ -28,7 +28,7 @@ from shardwise.core.layouts.uneven import Cut, even, packed
 from shardwise.techniques.expert.moe_layer import ExpertPlace, Experts, MoE, identity
 from shardwise.techniques.expert.stacked import StackedOnRanks, stacked_experts
 from shardwise.techniques.tensor.linear import Stream
-from shardwise.techniques.tensor.styles import Style, general
+from shardwise.techniques.tensor.tensor_table import Style, general
 
 
 def hidden_cuts(model: nn.Module, ranks: int, *, sp: bool) -> dict[str, Cut]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from shardwise.core.errors import Problem
-from shardwise.core.plan.technique import Technique, Word
+from shardwise.core.plan.words import Technique, Word
 
 if TYPE_CHECKING:
     from shardwise.core.plan.plan import Plan

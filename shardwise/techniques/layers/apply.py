@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.move import broadcast
-from shardwise.comm.random_state import generators_of
+from shardwise.comm.unchanged import generators_of
 from shardwise.comm.world import Axis, World
 from shardwise.core.applied import Applied
 from shardwise.core.layouts.param_layout import Groups
@@ -23,16 +23,15 @@ from shardwise.core.mesh import TENSOR
 from shardwise.core.plan.plan import Plan
 from shardwise.engine import batch
 from shardwise.kernels.logits import LogitRows, Logits
-from shardwise.techniques.layers.exchange import RowExchange, between
+from shardwise.techniques.layers.exchange import Redistributed, RowExchange, between
 from shardwise.techniques.layers.layer_hooks import LayerHooks, Random, hook_own_rows
 from shardwise.techniques.layers.plans import Layers
-from shardwise.techniques.layers.redistributed import Redistributed
 from shardwise.techniques.pipeline.trace.placeholders import StandIn
 from shardwise.techniques.tensor import apply as tensor_parallel
-from shardwise.techniques.tensor.tensor_state import Tensors
+from shardwise.techniques.tensor.sharded_logits import Tensors
 
 if TYPE_CHECKING:
-    from shardwise.engine.training import Build
+    from shardwise.engine.options import Build
 
 
 @dataclass

@@ -14,8 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.core.errors import bad
 from shardwise.core.tools.tree import leaves, mapped
-from shardwise.techniques.layers.exchange import RowExchange
-from shardwise.techniques.layers.redistributed import Redistributed, plain
+from shardwise.techniques.layers.exchange import Redistributed, RowExchange, plain
 
 #: Makes an output that is not a plain tensor one with the rows of a degree; None: it cannot.
 Wrap = Callable[[Tensor, RowExchange, int, str], Tensor | None]

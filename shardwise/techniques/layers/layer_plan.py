@@ -22,9 +22,8 @@ from itertools import product
 from typing import Any, Final
 
 from shardwise.core.errors import bad
-from shardwise.core.plan.plan_parser import read, word_of, words_of
-from shardwise.core.plan.techniques import FIELDS, WORDS
-from shardwise.core.plan.word_values import NAMES
+from shardwise.core.plan.plan_parser import FIELDS, WORDS, read, word_of, words_of
+from shardwise.core.plan.words import NAMES
 
 #: The most numbers of a range.
 MOST_LAYERS: Final = 10_000

@@ -6,7 +6,7 @@ from itertools import pairwise
 from shardwise.core.errors import Problem
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.techniques import TECHNIQUES
+from shardwise.core.plan.plan_parser import TECHNIQUES
 
 
 def layer_problems(plan: Plan, of: Callable[[Plan], list[Problem]]) -> list[Problem]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
-from shardwise.core.tools.suggest import suggest
+from shardwise.core.tools.arguments import suggest
 from shardwise.techniques.data.wrap_policy import Rule, blocks, runs
 from shardwise.techniques.expert import apply as expert_parallel
 from shardwise.techniques.tensor.source import shapes

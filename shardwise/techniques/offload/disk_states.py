@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.tiers.disk import Buffer, Disk, Extent
-from shardwise.comm.tiers.malloc import return_freed_memory
+from shardwise.comm.tiers.host_memory import return_freed_memory
 from shardwise.comm.tiers.tiers import Tiers, begin_copy
 from shardwise.comm.world import World
 from shardwise.core.chunks import chunk_numel, reserved_bytes
@@ -42,8 +42,8 @@ from shardwise.core.plan.plan import Plan
 from shardwise.engine.optimizer.norm import counts, squares
 from shardwise.engine.optimizer.optimizer import Owned, ShardedOptimizer, States
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.options import Training
 from shardwise.engine.precision import DTYPES
-from shardwise.engine.training import Training
 from shardwise.techniques.data.flat.flat_parameter import Flat
 
 #: The state of one parameter, by key.

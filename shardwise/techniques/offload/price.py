@@ -27,12 +27,13 @@ from shardwise.core.model_spec import ModelShape
 from shardwise.core.moves import between
 from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import Moment, RowMove, Tier
-from shardwise.prediction.group import Group, groups
 from shardwise.prediction.stored_bytes import (
     HALF,
     NOBODY,
+    Group,
     OptimizerShape,
     block_bytes,
+    groups,
     master_bytes,
     optimizer_bytes,
 )

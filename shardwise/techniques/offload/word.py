@@ -6,7 +6,7 @@
                               gradients come first, that have this fraction of its parameters
     offload:param             parameters too: each unit is copied to the device before it is used
     offload:auto              the least of these with which a step is predicted to fit the device
-                              (engine/checks/offload_choice.py), before any of it is made
+                              (engine/checks/device_room.py), before any of it is made
     offload:optim-delayed     as optim, but an update is made beside the next step, and its
                               parameters are used one step later; not in the first steps
     offload:optim-delayed=N   the first N steps are not delayed (the default: 40)
@@ -23,9 +23,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from shardwise.core.errors import Problem, bad
-from shardwise.core.plan.technique import Technique, Word, keyed
-from shardwise.core.plan.word_values import MOST
-from shardwise.core.tools.suggest import suggest
+from shardwise.core.plan.words import MOST, Technique, Word, keyed
+from shardwise.core.tools.arguments import suggest
 from shardwise.core.zero import Tier
 
 if TYPE_CHECKING:

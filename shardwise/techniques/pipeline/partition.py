@@ -5,7 +5,8 @@
 
 Stages are contiguous, and begin at elements of the model's lists of repeated blocks; other layers
 go with their neighbours.  With more stages than blocks, a stage may begin at any layer.  The
-heaviest stage is as light as possible (core/balance.py), or a plan counts the blocks of each stage.
+heaviest stage is as light as possible (core/layouts/uneven.py), or a plan counts the blocks of each
+stage.
 """
 
 import time
@@ -20,8 +21,8 @@ from torch import nn
 
 from shardwise.comm.move import broadcast
 from shardwise.comm.world import World
-from shardwise.core.balance import balanced
 from shardwise.core.errors import bad
+from shardwise.core.layouts.uneven import balanced
 from shardwise.core.tools.arguments import integer
 from shardwise.engine.checks import validate
 from shardwise.techniques.pipeline.call_order import call_order

@@ -16,27 +16,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.random_state import seeded
-from shardwise.comm.unchanged import eval_mode
+from shardwise.comm.unchanged import eval_mode, seeded
 from shardwise.comm.world import Axis
 from shardwise.core.applied import Applied, during
 from shardwise.core.errors import RunError
-from shardwise.core.schedule.action import Action, Step, Token, Transfer
-from shardwise.core.schedule.schedule import Schedule
+from shardwise.core.schedule.schedule import Action, Schedule, Step, Token, Transfer
 from shardwise.engine.batch import Count, copied, enough, is_written
 from shardwise.engine.checks.guard import Guard
+from shardwise.engine.optimizer.norm import LossWeights
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
-from shardwise.engine.optimizer.scale import LossWeights
-from shardwise.techniques.data.staged_hooks import PutOff
 from shardwise.techniques.data.unit_hooks import Data
+from shardwise.techniques.data.units import PutOff
 from shardwise.techniques.pipeline.runtime import Watch, open_channels, run
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.stage_module import Staging
 from shardwise.techniques.pipeline.stage_work import Call, Microbatch, Result, ScaledLoss, StageWork
-from shardwise.techniques.pipeline.trace.bundles import ByShape
+from shardwise.techniques.pipeline.trace.outside_buffers import ByShape
 from shardwise.techniques.pipeline.trace.probe import ActivationProbe
 from shardwise.techniques.pipeline.weight_stashing import Stale
-from shardwise.techniques.tensor.tensor_state import Tensors
+from shardwise.techniques.tensor.sharded_logits import Tensors
 
 
 class _Traced(NamedTuple):

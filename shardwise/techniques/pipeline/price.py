@@ -5,7 +5,7 @@ trained ones cross backward; then the buffers outside of layers that a run has w
 evaluation sends what goes from each stage to a following one.
 
 An asynchronous schedule keeps old versions of trained parameters, at the peak of the step
-(core/schedule/live_tokens.py). There are none between steps.
+(core/schedule/lower.py). There are none between steps.
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,11 @@ from typing import Final
 
 from shardwise.core.mesh import PIPELINE as AXIS
 from shardwise.core.plan.plan_schedule import schedule_of
-from shardwise.core.schedule.action import Transfer
 from shardwise.core.schedule.library import build, updates
-from shardwise.core.schedule.live_tokens import versions
+from shardwise.core.schedule.lower import versions
+from shardwise.core.schedule.schedule import Transfer
 from shardwise.core.zero import Tier
-from shardwise.prediction.group import groups
-from shardwise.prediction.stored_bytes import block_bytes
+from shardwise.prediction.stored_bytes import block_bytes, groups
 from shardwise.prediction.technique_price import Price, Share
 from shardwise.prediction.traffic import Counted, Tariff, TrafficLine
 

@@ -1,7 +1,7 @@
 """The pipeline at run time: one rank executes its row of a schedule, step by step.
 
     table        token -> value, for all live tokens of this rank.  A step removes the tokens that
-                 it consumes and adds those that it makes (relation.py); at the end it is empty.
+                 it consumes and adds those that it makes (schedule.py); at the end it is empty.
     messages     sent as soon as their tensors exist; receives are posted ahead of their use
     work         executes F, B, I, W and the other actions on the model
 
@@ -24,10 +24,17 @@ from torch.profiler import record_function
 from shardwise.comm.move import begin_receive, begin_send, open_ways
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
-from shardwise.core.schedule.action import Action, Step, Token, Transfer
 from shardwise.core.schedule.lower import lower
-from shardwise.core.schedule.relation import makes, needs, takes
-from shardwise.core.schedule.schedule import Schedule
+from shardwise.core.schedule.schedule import (
+    Action,
+    Schedule,
+    Step,
+    Token,
+    Transfer,
+    makes,
+    needs,
+    takes,
+)
 from shardwise.techniques.pipeline.stage_io import Spec
 
 #: The number of posted receives from each rank: one message arrives while one is used.

@@ -24,7 +24,7 @@ from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_schedule import schedule_of
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.engine import cut
+from shardwise.engine import default_fill
 from shardwise.techniques.data.wrap_policy import UnitSpec
 from shardwise.techniques.pipeline.partition import calls_of, starts, starts_of_counts
 from shardwise.techniques.pipeline.stage_io import StageTrace
@@ -33,7 +33,7 @@ from shardwise.techniques.pipeline.trace.placeholders import Calls, layers
 from shardwise.techniques.pipeline.trace.placeholders import twin as twin_of
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor import rng
-from shardwise.techniques.tensor.tensor_state import Tensors
+from shardwise.techniques.tensor.sharded_logits import Tensors
 from shardwise.techniques.tensor.tensor_table import Table
 
 
@@ -193,7 +193,7 @@ def agree(model: nn.Module, axis: Axis, device: torch.device) -> None:
     """Copy the first rank's weights, buffers and generator states to all ranks."""
     if axis.size > 1:
         rng.synchronize(axis, device)
-        cut.agree([*model.parameters(), *model.buffers()], axis, device)
+        default_fill.agree([*model.parameters(), *model.buffers()], axis, device)
 
 
 def lay_out(
@@ -210,6 +210,6 @@ def lay_out(
     stages = Stages(model, twins[0], begin, mine, devices[0], calls, devices[1])
     found = {name: stage_layout(used, schedule) for name, used in at.items()}
     groups = {name: on.groups for name, on in found.items() if len(on.holders) > 1}
-    sums = cut.open_sums(world, PIPELINE, groups.values())
+    sums = default_fill.open_sums(world, PIPELINE, groups.values())
     ties = {name: sums[own] for name, own in sorted(groups.items()) if axis.rank in own[0]}
     return Staging(axis, schedule, stages, twins[1], at, ties, sums)

@@ -2,7 +2,7 @@
 
     F        the stage's part of the user's own forward (staged_model.py)
     B I W    autograd, from the gradients that arrive to those that leave (pipeline/backward.py)
-    REDUCE   the gradients of the stage's units (techniques/data/staged_hooks.py)
+    REDUCE   the gradients of the stage's units (techniques/data/units.py)
 
 Executions differ in three parts:
 
@@ -22,14 +22,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.schedule.action import Action, Token
+from shardwise.core.schedule.schedule import Action, Token
 from shardwise.engine.batch import copied
-from shardwise.engine.optimizer.scale import LossWeights
+from shardwise.engine.optimizer.norm import LossWeights
 from shardwise.techniques.pipeline.backward import Rest, StageTape
 from shardwise.techniques.pipeline.stage import Ran
 from shardwise.techniques.pipeline.stage_io import Spec, StageTrace
 from shardwise.techniques.pipeline.staged_model import Stages
-from shardwise.techniques.pipeline.trace.bundles import grads_back, require_grads, specs
+from shardwise.techniques.pipeline.trace.outside_buffers import grads_back, require_grads, specs
 
 #: The user's forward of one microbatch, with the loss if there is one, of a copy if it has one.
 Call = Callable[..., Any]

@@ -11,11 +11,11 @@ and parameters point there for each F, B, I and W that uses it.  An update write
 a later action uses the old version, else in place.  Updates do not change the parameter's version
 counter: autograd would raise an error in backward.
 
-core/schedule/live_tokens.py computes the number of versions of each stage; one is left after the
+core/schedule/lower.py computes the number of versions of each stage; one is left after the
 run.
 
 An update (U) sums the gradients of its microbatches over the data ranks and divides the sum by the
-number of those that have tokens (engine/optimizer/scale.py).  (Narayanan et al.,
+number of those that have tokens (engine/optimizer/norm.py).  (Narayanan et al.,
 "PipeDream", arXiv 1806.03377, section 3.3.)
 """
 
@@ -29,11 +29,10 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from shardwise.comm.move import begin_sum
-from shardwise.comm.tiers.host_numbers import doubles_on
+from shardwise.comm.tiers.host_memory import doubles_on
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
-from shardwise.core.schedule.action import COMPUTE_OPS
-from shardwise.core.schedule.schedule import Schedule
+from shardwise.core.schedule.schedule import COMPUTE_OPS, Schedule
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.optimizer import Factor, OnDevice, ShardedOptimizer
 from shardwise.engine.options import EngineOptions

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardwise.core.errors import InputError, Problem, bad
 from shardwise.core.mesh import PIPELINE
-from shardwise.core.plan.technique import Field, Technique, Word
-from shardwise.core.plan.word_values import MOST, whole
+from shardwise.core.plan.words import MOST, Field, Technique, Word, whole
 from shardwise.core.schedule.library import LIBRARY, Entry, allowed, updates
 from shardwise.core.zero import row_of
 

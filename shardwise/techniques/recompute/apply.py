@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.random_state import generators_of
 from shardwise.comm.tiers.arena import Arena
+from shardwise.comm.unchanged import generators_of
 from shardwise.comm.world import World
 from shardwise.core.applied import Applied
-from shardwise.core.arena_slots import Slots
+from shardwise.core.buffer_sizes import Slots
 from shardwise.core.errors import bad
 from shardwise.core.mesh import TENSOR
 from shardwise.core.plan.plan import Plan
@@ -21,11 +21,11 @@ from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.layers.plans import layer_plans
 from shardwise.techniques.recompute import choice
 from shardwise.techniques.recompute.checkpointed import NONE, Recomputed, recompute
-from shardwise.techniques.recompute.generators import Generators
 from shardwise.techniques.recompute.host_activations import HostActivations
+from shardwise.techniques.recompute.kept import Generators
 
 if TYPE_CHECKING:
-    from shardwise.engine.training import Build
+    from shardwise.engine.options import Build
 
 Choose = Callable[[Any], Mapping[str, str]]
 Sizes = Callable[[Any], Slots]

@@ -9,12 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.core.arena_slots import Slots
+from shardwise.core.buffer_sizes import Slots
 from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan.plan import Plan
-from shardwise.engine.options import EngineOptions
+from shardwise.engine.options import EngineOptions, Loss
 from shardwise.engine.spec_of_model import model_spec
-from shardwise.engine.training import Loss
 from shardwise.observe import meta_pass
 from shardwise.techniques.recompute.apply import Recomputation, on_host, recomputed_modules
 from shardwise.techniques.recompute.price_step import kept_slots

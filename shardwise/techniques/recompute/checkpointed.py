@@ -2,7 +2,7 @@
 
     full         forward keeps the module's inputs          backward runs its forward again
     selective    and the outputs of products (kept.py)      the same, without these products
-    partitioned  a part of its inputs (partitioned.py)      gathers them, then as full
+    partitioned  a part of its inputs (kept.py)      gathers them, then as full
 
 Kept tensors may rest in host memory (host_activations.py).
 
@@ -35,12 +35,10 @@ from torch.overrides import (
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.world import Axis
-from shardwise.core.tools.graph_break import graph_break
+from shardwise.core.tools.structure import graph_break
 from shardwise.core.tools.tree import leaves, mapped
-from shardwise.techniques.recompute.generators import Generators, States
 from shardwise.techniques.recompute.host_activations import HostActivations
-from shardwise.techniques.recompute.kept import KeptProducts
-from shardwise.techniques.recompute.partitioned import Inputs
+from shardwise.techniques.recompute.kept import Generators, Inputs, KeptProducts, States
 
 Keep = Callable[[Tensor], Tensor]
 FULL, SELECTIVE, PARTITIONED, NONE = "full", "selective", "partitioned", "none"

@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
-from shardwise.core.tools.suggest import suggest
+from shardwise.core.tools.arguments import suggest
 from shardwise.techniques.recompute.checkpointed import FULL, PARTITIONED, SELECTIVE
 from shardwise.techniques.recompute.word import PARTITIONED_WORDS, recompute_budget, recompute_every
 

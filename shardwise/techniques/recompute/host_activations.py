@@ -26,8 +26,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.comm.tiers.tiers import Tiers, begin_copy
 from shardwise.comm.transport import Pending
-from shardwise.core.tools.graph_break import graph_break
-from shardwise.core.tools.tape import SMALL_BYTES
+from shardwise.core.model_spec import SMALL_BYTES
+from shardwise.core.tools.structure import graph_break
 from shardwise.core.tools.tree import leaves
 
 

@@ -15,7 +15,7 @@ Parts of inputs are gathered for each recomputation. (ZeRO, arXiv 1910.02054, se
 
 from collections.abc import Collection, Iterator, Mapping
 
-from shardwise.core.tools.tape import Operation, Product, Taken, Tape
+from shardwise.core.model_spec import Operation, Product, Taken, Tape
 
 FULL, SELECTIVE, PARTITIONED = "full", "selective", "partitioned"
 

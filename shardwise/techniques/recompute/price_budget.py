@@ -27,7 +27,7 @@ from shardwise.core.errors import bad
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.word_values import size_text
+from shardwise.core.plan.words import size_text
 from shardwise.prediction.rank_shape import moments, stage_bytes, stage_of
 from shardwise.techniques.recompute.price import FULL, SELECTIVE, Within, added_flops, storages
 

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardwise.core.mesh import TENSOR
-from shardwise.core.model_spec import ModelSpec
+from shardwise.core.model_spec import SMALL_BYTES, ModelSpec, Tape
 from shardwise.core.plan.plan import Plan
-from shardwise.core.tools.tape import SMALL_BYTES, Tape
 from shardwise.prediction.rank_shape import moments, stage_of, stages_on
 from shardwise.techniques.recompute.price import PARTITIONED, Within, parts, storages
 

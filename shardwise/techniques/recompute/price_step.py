@@ -14,15 +14,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from shardwise.core.arena_slots import IN_FLIGHT, Slots, arena_bytes, gradient_slots, most_at_once
+from shardwise.core.buffer_sizes import IN_FLIGHT, Slots, arena_bytes, gradient_slots, most_at_once
 from shardwise.core.layouts.layout import I, S
 from shardwise.core.mesh import PIPELINE, TENSOR
-from shardwise.core.model_spec import ModelShape, ModelSpec
+from shardwise.core.model_spec import ModelShape, ModelSpec, Operation
 from shardwise.core.plan.plan import Plan
-from shardwise.core.tools.tape import Operation
 from shardwise.core.zero import Tier
-from shardwise.prediction.group import groups
 from shardwise.prediction.rank_shape import moments, stage_of, stages_on
+from shardwise.prediction.stored_bytes import groups
 from shardwise.prediction.technique_price import Price, Share
 from shardwise.prediction.traffic import Counted, Tariff
 from shardwise.techniques.recompute.price import PARTITIONED, added_operations, parts

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 from shardwise.core.errors import Problem, bad
 from shardwise.core.mesh import TENSOR
-from shardwise.core.plan.technique import Technique, Word, keyed
-from shardwise.core.plan.word_values import (
+from shardwise.core.plan.words import (
     NAMES,
+    Technique,
+    Word,
+    keyed,
     like_a_size,
     read_size,
     size_bytes,

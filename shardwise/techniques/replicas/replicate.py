@@ -6,8 +6,20 @@
 
 Replica 0 is the module.  A copy's parameters are the results of a differentiable copy, so that its
 gradients are added to those of the module's parameters.  Its buffers are copies without a gradient.
+
+Rows of a batch: split over devices, and brought together again.
+
+    scatter({"x": x_7, "k": k}, 3 devices)      {x[0:3], k}  {x[3:5], k}  {x[5:7], k}
+    gather([y_3, y_2, y_2], device)              y_7
+
+Both work on any nesting of lists, tuples, dicts and dataclasses, and each is the backward pass of
+the other, since they are made of differentiable splits, copies and concatenations.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from types import MethodType
 from typing import Any, cast
 
@@ -15,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import bad
-from shardwise.core.tools.tree import mapped
+from shardwise.core.tools.arguments import short_repr
+from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.replicas.devices import Devices, as_devices
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -81,3 +94,206 @@ class _Replicate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         return grads[0].to(ctx.source), None
+
+
+# --- Replicas computed at the same time, one thread each ------------------------------------------
+
+
+def parallel_apply(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs: Sequence[dict[str, Any]] | None = None,
+    devices: Devices | None = None,
+) -> list[Any]:
+    """Call `modules[i](*inputs[i], **kwargs[i])` in a thread for every i; returns the outputs.
+
+    An input that is no tuple is the only argument.  Each thread has the caller's grad mode,
+    inference mode, autocast and context variables, and its device's current stream.  `devices`
+    name the threads; by default each is the device of the first tensor among the inputs.
+
+    All threads have ended when this function returns or raises.  If replicas fail, the
+    first error is raised unchanged, with a note that names the replica and its device.
+
+    Raises:
+        InputError: a module that cannot be called; different numbers of modules, inputs, kwargs
+            and devices.
+    """
+    for module in modules:
+        if not callable(module):
+            allowed = "modules, as replicate(module, devices) returns them"
+            raise bad(
+                f"parallel_apply of {short_repr(module)}",
+                allowed,
+                "parallel_apply(replicas, inputs)",
+            )
+    kwargs = [{} for _ in modules] if kwargs is None else kwargs
+    calls = [x if isinstance(x, tuple) else (x,) for x in inputs]
+    if devices is None:
+        targets = [_device(part) for part in zip(modules, calls, kwargs, strict=False)]
+    else:
+        targets = as_devices(devices)
+    counts = [len(modules), len(calls), len(kwargs), len(targets)]
+    if not modules or len(set(counts)) > 1:
+        given = "{} modules, {} inputs, {} kwargs and {} devices".format(*counts)
+        raise bad(given, "as many of each, at least one", "parallel_apply(replicas, inputs)")
+    state = _State()
+    choose_vector_functions()
+    with ThreadPoolExecutor(len(modules), "replica") as pool:
+        futures = [
+            pool.submit(copy_context().run, state.call, device, module, args, options)
+            for device, module, args, options in zip(targets, modules, calls, kwargs, strict=True)
+        ]
+    for i, future in enumerate(futures):
+        error = future.exception()
+        if error is not None:
+            error.add_note(f"in replica {i} of {len(modules)}, on {targets[i]}")
+            try:
+                raise error
+            finally:
+                del error, future, futures  # else they and this frame refer to one another
+    return [future.result() for future in futures]
+
+
+class _State:
+    """The caller's thread-local state, for the threads of its replicas."""
+
+    def __init__(self) -> None:
+        self.graded, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.cached = torch.is_autocast_cache_enabled()
+        kinds = ("cpu", "cuda")
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in kinds
+            if torch.is_autocast_enabled(kind)
+        ]
+        gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+        self.streams = {torch.device("cuda", i): torch.cuda.current_stream(i) for i in gpus}
+
+    def call(self, device: torch.device, module: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call `module` in this thread as the caller would."""
+        with self.entered(device):
+            return module(*args, **kwargs)
+
+    @contextmanager
+    def entered(self, device: torch.device) -> Iterator[None]:
+        """This state, in the thread of `device`."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.graded))
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.cached))
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+                stack.enter_context(torch.cuda.stream(self.streams[device]))
+            yield
+
+
+def _device(part: tuple[nn.Module, Any, Any]) -> torch.device:
+    """The device of the first tensor among the inputs or the parameters."""
+    module, *inputs = part
+    tensors = [*leaves(inputs, Tensor), *module.parameters()]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def choose_vector_functions() -> None:
+    """Let torch's vector functions (sin, exp) be chosen by one thread.
+
+    The library behind them chooses those of the processor in the first call. A second thread that
+    calls one meanwhile gets results with errors of 1e-8.
+    """
+    for dtype in (torch.float32, torch.float64):
+        torch.ones(8, dtype=dtype, device="cpu").sin().exp()
+
+
+# --- Rows of a batch: split over devices, and brought together again ------------------------------
+
+
+def scatter(x: Any, devices: Devices, dim: int = 0) -> list[Any]:
+    """Split every tensor in `x` along `dim`, and copy part i to device i.
+
+    With n devices and N rows, the first N mod n devices get one row more.  Tensors with too few
+    dims to have `dim` (a number, for example) are copied whole to every device; what is no tensor
+    is passed on.  Returns one object of the structure of `x` for each device.
+
+    Raises:
+        InputError: tensors with different numbers of rows, none with rows, or fewer than devices.
+    """
+    targets = as_devices(devices)
+    _require_rows(x, dim, len(targets))
+    split: dict[int, tuple[Tensor, ...]] = {}
+    for tensor in leaves(x, Tensor):
+        if tensor.dim() > dim and id(tensor) not in split:
+            split[id(tensor)] = tensor.tensor_split(len(targets), dim)
+
+    def part(tensor: Tensor, i: int) -> Tensor:
+        own = split[id(tensor)][i] if id(tensor) in split else tensor
+        return own.to(targets[i], non_blocking=True)
+
+    return [mapped(lambda t, i=i: part(t, i), x, Tensor) for i in range(len(targets))]
+
+
+def _require_rows(x: Any, dim: int, devices: int) -> None:
+    """Raise InputError unless all tensors in `x` have one number of rows, enough for all."""
+    shapes = [tuple(t.shape) for t in leaves(x, Tensor) if t.dim() > dim]
+    sizes = {shape[dim]: shape for shape in shapes}
+    if not sizes:
+        given = f"inputs without a tensor that has dim {dim}"
+        raise bad(given, "at least one tensor, whose rows are split", "module.module(...)")
+    if len(sizes) > 1:
+        one, other = list(sizes.values())[:2]
+        raise bad(
+            f"inputs of shapes {one} and {other}, which have different sizes in dim {dim}",
+            f"tensors with one number of rows in dim {dim}, since every device gets its rows of "
+            "each; or numbers, which every device gets",
+            "mask.expand(len(x), -1, -1) for a mask that all rows share",
+        )
+    (count,) = sizes
+    if count < devices:
+        raise bad(
+            f"{count} rows for {devices} devices",
+            "at least one row for each device",
+            "drop_last=True in the DataLoader, or fewer devices",
+        )
+
+
+def gather(outputs: list[Any], device: str | int | torch.device, dim: int = 0) -> Any:
+    """Concatenate the outputs' tensors along `dim` on `device`; returns the structure of each.
+
+    Tensors with too few dims to have `dim` are stacked: n losses become a tensor of shape [n].
+    (Their mean is the batch's mean only if all devices had the same number of rows.)  What is no
+    tensor must be equal in all outputs.
+
+    Raises:
+        InputError: no outputs, or outputs that differ in structure, in dims or in other values.
+    """
+    if not outputs:
+        raise bad("gather of no outputs", "one output for each device", "gather([y0, y1], device)")
+    (target,) = as_devices([device])
+    forms = [_form(output) for output in outputs]
+    other = next((i for i, form in enumerate(forms) if form != forms[0]), None)
+    if other is not None:
+        raise bad(
+            f"output {other}, {forms[other]}, beside output 0, {forms[0]} (tensors are numbered)",
+            "outputs that differ in their tensors only",
+            "a forward that returns tensors in one structure, whatever the rows are",
+        )
+    numbered = [leaves(output, Tensor) for output in outputs]
+    together = iter([_joined(parts, target, dim) for parts in zip(*numbered, strict=True)])
+    return mapped(lambda _: next(together), outputs[0], Tensor)
+
+
+def _form(output: Any) -> Any:
+    """The output with the number of each tensor in its place."""
+    numbers = iter(range(len(leaves(output, Tensor))))
+    return mapped(lambda _: f"tensor {next(numbers)}", output, Tensor)
+
+
+def _joined(parts: tuple[Tensor, ...], device: torch.device, dim: int) -> Tensor:
+    shapes = [tuple(part.shape) for part in parts]
+    alike = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+    if len({len(shape) for shape in shapes}) > 1 or len(alike) > 1:
+        shown = ", ".join(map(str, shapes))
+        instead = "a forward that pads to one length on all devices: length as an argument"
+        raise bad(f"outputs of shapes {shown}", f"shapes that differ in dim {dim} only", instead)
+    moved = [part.to(device, non_blocking=device.type == "cuda") for part in parts]
+    return torch.cat(moved, dim) if moved[0].dim() > dim else torch.stack(moved)

@@ -21,17 +21,17 @@ from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import TensorSpec
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.checks.reads import guard_layer
-from shardwise.engine.cut import agree, cut_to, open_sums
+from shardwise.engine.default_fill import agree, cut_to, open_sums
 from shardwise.techniques.expert import tensor_axis as expert_tensor
 from shardwise.techniques.layers.plans import LayerPlans, layer_plans, only
-from shardwise.techniques.tensor import embedding, linear, rng, sequence
-from shardwise.techniques.tensor.sharded_logits import sharded_logits
-from shardwise.techniques.tensor.shared_weights import sum_spans
+from shardwise.techniques.tensor import linear, rng, sequence
+from shardwise.techniques.tensor.sequence import sum_spans
+from shardwise.techniques.tensor.sharded_logits import Tensors, nowhere, sharded_logits
 from shardwise.techniques.tensor.source import shapes, table_of, without
-from shardwise.techniques.tensor.styles import ModuleShape, Style
 from shardwise.techniques.tensor.table_check import check
-from shardwise.techniques.tensor.tensor_state import Tensors, nowhere
 from shardwise.techniques.tensor.tensor_table import (
+    ModuleShape,
+    Style,
     Table,
     assign,
     cuts,
@@ -41,7 +41,7 @@ from shardwise.techniques.tensor.tensor_table import (
 )
 
 if TYPE_CHECKING:
-    from shardwise.engine.training import Build
+    from shardwise.engine.options import Build
 
 
 def table_for(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | None) -> Table | None:
@@ -193,7 +193,7 @@ class _Hooks:
         match style.name, cut:
             case "vocabulary", Cut() if isinstance(module, nn.Embedding):
                 straight = style.by == "sequence" or not stream.split
-                embedding.embed(module, self.axis, cut, stream.leave if straight else stream.sum)
+                sequence.embed(module, self.axis, cut, stream.leave if straight else stream.sum)
             case "vocabulary", Cut():
                 self._keep_cut(module, cut)
                 linear.columns(module, stream, shape.transposed, entered)

@@ -29,29 +29,27 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.move import all_gather, begin_sum, broadcast
 from shardwise.comm.parameter import parameter_like
-from shardwise.comm.random_state import generators_of, seeded
 from shardwise.comm.start.hosts import host_number
 from shardwise.comm.tiers import host_memory
-from shardwise.comm.tiers.host_numbers import doubles_on
-from shardwise.comm.unchanged import kept_values
+from shardwise.comm.tiers.host_memory import doubles_on
+from shardwise.comm.unchanged import generators_of, kept_values, seeded
 from shardwise.comm.world import World
 from shardwise.core.applied import during
 from shardwise.core.errors import bad
-from shardwise.core.tools.garbage import collect
-from shardwise.core.tools.hook import in_place_of
+from shardwise.core.tools.hook import collect, in_place_of
 from shardwise.engine.batch import is_empty, on_device, split, widened
 from shardwise.engine.checks import hint
 from shardwise.engine.checks.consistency import TOLERANCE, TOLERANCE_16_BIT
 from shardwise.engine.engine import Engine
+from shardwise.engine.options import Build, Training
 from shardwise.engine.precision import HALF
 from shardwise.engine.state.full import full_state_dict
-from shardwise.engine.training import Build, Training
 from shardwise.observe.meta_buffers import materialise
 from shardwise.observe.meta_pass import meta_copy
 from shardwise.techniques.data.apply import cast_whole
 from shardwise.techniques.data.flat.flat_parameter import Fill
 from shardwise.techniques.tensor.apply import lay_out
-from shardwise.techniques.tensor.tensor_state import Tensors, nowhere
+from shardwise.techniques.tensor.sharded_logits import Tensors, nowhere
 from shardwise.techniques.tensor.tensor_table import Table
 
 #: The copies of the parameters that a rank needs.

@@ -16,8 +16,7 @@ from typing import Any, Final
 from torch import nn
 
 from shardwise.core.errors import bad
-from shardwise.techniques.tensor.styles import general, parent
-from shardwise.techniques.tensor.tensor_table import Table, matches
+from shardwise.techniques.tensor.tensor_table import Table, general, matches, parent
 
 #: The library's styles and ours; None: replicated, as experts are.
 _STYLES: Final[dict[str, str | None]] = {

@@ -36,12 +36,11 @@ from shardwise.comm.move import (
     start,
     take,
 )
-from shardwise.comm.once import once
+from shardwise.comm.torch_links import once
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.layouts.layout import I, P, Placement, R, S
-from shardwise.core.layouts.lengths import Lengths
-from shardwise.core.layouts.uneven import Cut
+from shardwise.core.layouts.uneven import Cut, Lengths
 
 
 class Stream:

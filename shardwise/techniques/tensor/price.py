@@ -29,8 +29,7 @@ from itertools import groupby
 from typing import Final
 
 from shardwise.core.layouts.layout import I, P, Placement, R, S
-from shardwise.core.layouts.lengths import Lengths
-from shardwise.core.layouts.uneven import Cut
+from shardwise.core.layouts.uneven import Cut, Lengths
 from shardwise.core.mesh import TENSOR as AXIS
 from shardwise.core.model_spec import (
     ELEMENT_BYTES,
@@ -45,8 +44,7 @@ from shardwise.core.moves import price
 from shardwise.prediction.rank_shape import stages_on
 from shardwise.prediction.technique_price import Price, Share
 from shardwise.prediction.traffic import Counted, Tariff, TrafficLine
-from shardwise.techniques.tensor.styles import Style
-from shardwise.techniques.tensor.tensor_table import cuts
+from shardwise.techniques.tensor.tensor_table import Style, cuts
 
 #: (src, dst, numel of the whole, element bytes, phase)
 Send = Callable[[Placement, Placement, int, int, str], None]

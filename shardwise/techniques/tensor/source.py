@@ -15,8 +15,7 @@ from torch import nn
 from shardwise.core.errors import InputError, bad
 from shardwise.engine.adapters import with_adapters
 from shardwise.techniques.tensor.hf_tables import own_plan
-from shardwise.techniques.tensor.styles import ModuleShape
-from shardwise.techniques.tensor.tensor_table import Table
+from shardwise.techniques.tensor.tensor_table import ModuleShape, Table
 
 
 def table_of(model: nn.Module, table: Table | Mapping[str, str] | None = None) -> Table:

@@ -19,12 +19,16 @@ from dataclasses import dataclass
 
 from shardwise.core.errors import Problem
 from shardwise.core.layouts.uneven import Cut, Range, even, wide
-from shardwise.techniques.tensor.styles import ModuleShape, Style, general, last, parent
 from shardwise.techniques.tensor.tensor_table import (
+    ModuleShape,
+    Style,
     Table,
     counted_attributes,
     cuts,
+    general,
+    last,
     matches,
+    parent,
     unmatched,
 )
 

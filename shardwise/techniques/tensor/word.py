@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardwise.core.errors import Problem
 from shardwise.core.mesh import TENSOR
-from shardwise.core.plan.technique import Technique, Word, flag
+from shardwise.core.plan.words import Technique, Word, flag
 
 if TYPE_CHECKING:
     from shardwise.core.plan.plan import Plan

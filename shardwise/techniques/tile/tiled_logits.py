@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.comm.once import once
+from shardwise.comm.torch_links import once
 from shardwise.core.errors import bad
 from shardwise.kernels.cross_entropy import (
     blocks,

@@ -13,8 +13,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final
 
 from shardwise.core.errors import Problem, bad
-from shardwise.core.plan.technique import Technique, Word, keyed
-from shardwise.core.plan.word_values import NAMES
+from shardwise.core.plan.words import NAMES, Technique, Word, keyed
 
 if TYPE_CHECKING:
     from shardwise.core.plan.plan import Plan

@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 
 from shardwise.checkpoint.lock import locked
 from shardwise.core.errors import InputError, bad
+from shardwise.core.tools.arguments import setting
 from shardwise.core.tools.signs_of_life import signs_of_life
-from shardwise.core.tools.suggest import setting
 from shardwise.train.data.sources import Source, raw
 from shardwise.train.data.tokens import (
     ByteVocabulary,

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.core.errors import bad
-from shardwise.core.tools.user_files import read_text
+from shardwise.core.errors import bad, read_text
 from shardwise.train.data.sources import raw
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.library import allowed
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.options import Loss
 from shardwise.engine.precision import DTYPES
-from shardwise.engine.training import Loss
 from shardwise.techniques.expert.apply import experts_in, layers_of
 from shardwise.techniques.expert.moe_layer import name_layers
 from shardwise.techniques.pipeline import stage_module

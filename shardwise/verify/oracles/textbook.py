@@ -35,7 +35,7 @@ from torch import nn
 from shardwise.core.memory_table import CATEGORIES, PART_OF
 from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.library import allowed, entry
-from shardwise.core.schedule.live_tokens import peaks
+from shardwise.core.schedule.lower import peaks
 from shardwise.core.zero import ALIASES, Tier
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import owned

@@ -15,12 +15,19 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from shardwise.core.schedule.action import COMPUTE_OPS, Action, Step, Token, Transfer
+from shardwise.core.schedule.clock import simulate
 from shardwise.core.schedule.library import LIBRARY, Size, size
 from shardwise.core.schedule.lower import lower
-from shardwise.core.schedule.relation import makes, takes
-from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.schedule.simulate import simulate
+from shardwise.core.schedule.schedule import (
+    COMPUTE_OPS,
+    Action,
+    Schedule,
+    Step,
+    Token,
+    Transfer,
+    makes,
+    takes,
+)
 
 MOST = 8
 _ACTION = re.compile(r"([FBIWU])(?:(\d+)\.)?(\d+)")

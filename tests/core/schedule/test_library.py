@@ -6,12 +6,10 @@ from itertools import product
 import pytest
 
 from shardwise.core.errors import InputError
-from shardwise.core.schedule.asynchronous import pipedream, two_buffered
-from shardwise.core.schedule.classic import dapple
+from shardwise.core.schedule.builders import dapple, pipedream, two_buffered
 from shardwise.core.schedule.clock import ActionCosts, clock
 from shardwise.core.schedule.library import LIBRARY, build, size
-from shardwise.core.schedule.live_tokens import peaks, versions
-from shardwise.core.schedule.lower import lower
+from shardwise.core.schedule.lower import lower, peaks, versions
 from tests.core.schedule.schedules import MOST, allowed, check, read, sizes
 
 SQUARE = list(product(range(1, MOST + 1), repeat=2))

@@ -7,14 +7,20 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from shardwise.core.schedule.action import COMPUTE_OPS, Action, Token, Transfer
-from shardwise.core.schedule.clock import ActionCosts, clock
+from shardwise.core.schedule.clock import ActionCosts, clock, simulate
 from shardwise.core.schedule.draw import as_svg, as_text
 from shardwise.core.schedule.library import LIBRARY, build
 from shardwise.core.schedule.lower import lower
-from shardwise.core.schedule.relation import makes, needs, takes
-from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.schedule.simulate import simulate
+from shardwise.core.schedule.schedule import (
+    COMPUTE_OPS,
+    Action,
+    Schedule,
+    Token,
+    Transfer,
+    makes,
+    needs,
+    takes,
+)
 from shardwise.techniques.pipeline.runtime import acks
 from tests.core.schedule.schedules import check, read, sizes, write
 

@@ -41,9 +41,9 @@ from shardwise.techniques.recompute.host_activations import (
     Kept,
     Stored,
 )
-from shardwise.techniques.recompute.partitioned import Inputs
+from shardwise.techniques.recompute.kept import Inputs
 from shardwise.techniques.tile import apply as tiling
-from shardwise.techniques.tile.tiled_layer import TiledForward
+from shardwise.techniques.tile.apply import TiledForward
 from tests.verify.mutations.mutation import (
     Act,
     Change,

@@ -15,9 +15,9 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer import memory_states
 from shardwise.engine.optimizer.memory_states import MemoryStates
+from shardwise.engine.optimizer.norm import LossScale, LossWeights
 from shardwise.engine.optimizer.optimizer import Factor, OnDevice, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.optimizer.scale import LossScale, LossWeights
 from shardwise.engine.optimizer.updating import Updates
 from shardwise.techniques.data.buffers import Buffers
 from shardwise.techniques.data.flat import flat_gradient, flat_parameter

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.transport import Pending
-from shardwise.engine import cut as layout_file
+from shardwise.engine import default_fill as layout_file
 from shardwise.engine import parallelize
 from shardwise.engine.optimizer import optimizer as optimizer_file
-from shardwise.engine.optimizer.scale import LossWeights
+from shardwise.engine.optimizer.norm import LossWeights
 from shardwise.engine.optimizer.updating import Updates
 from shardwise.kernels import cross_entropy as loss_file
-from shardwise.techniques.context import block, cut_batch, ulysses
+from shardwise.techniques.context import attention, block, cut_batch
 from shardwise.techniques.context.apply import PositionShards
 from shardwise.techniques.context.cut_batch import Sequences
 from shardwise.techniques.context.ring import Ring
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
-from shardwise.techniques.expert import gates, losses, routing
+from shardwise.techniques.expert import gates, routing
 from shardwise.techniques.expert.gate import Gate
 from shardwise.techniques.expert.gates import Choice
 from shardwise.techniques.expert.moe_layer import MoE
@@ -57,7 +57,7 @@ def cut_of_words(act: Act) -> Change:
     def embed(module: Any, axis: Any, cut: Any, finish: Any) -> Any:
         return module, axis, replace(cut, ranges=tuple((act(*r),) for (r,) in cut.ranges)), finish
 
-    return arguments(tensor_parallel.embedding, "embed", embed)
+    return arguments(tensor_parallel.sequence, "embed", embed)
 
 
 def begin(entry: InputGradient) -> None:
@@ -174,7 +174,7 @@ ROWS |= {
         cut_batch, "shard", lambda x, cut, rank, dim: (x, cut, (rank + 1) % cut.ranks, dim)
     ),
     "heads in another order [cp2:ulysses of gpt]": result(
-        ulysses, "_to_positions", lambda found, *_: found.flip(1)
+        attention, "_to_positions", lambda found, *_: found.flip(1)
     ),
     # --- pipelines: what crosses, in which order, with which weights ------------------------------
     "zeros sent back [pp2 zb-v:4]": result(
@@ -236,7 +236,7 @@ ROWS |= {
         lambda choice, _: replace(choice, balance_choices=1)
     ),
     "a variation not squared [dp2 of moe]": result(
-        losses, "squared_variation", lambda found, _: found.sqrt()
+        gates, "squared_variation", lambda found, _: found.sqrt()
     ),
     "a bias in the weights [dp2 ep2 of sigmoid]": result(gates, "sigmoid", in_the_weights),
     "a bias the wrong way [dp2 of sigmoid]": before(

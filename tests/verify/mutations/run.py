@@ -25,7 +25,7 @@ from shardwise.techniques.offload import disk_states, updater
 from shardwise.techniques.offload.disk_states import DiskStates
 from shardwise.techniques.offload.updater import NextStep
 from shardwise.techniques.offload.word import Offload
-from shardwise.techniques.recompute.generators import Generators
+from shardwise.techniques.recompute.kept import Generators
 from tests.verify.mutations.mutation import (
     Change,
     Rows,

@@ -30,8 +30,7 @@ from shardwise.core.errors import bad
 from shardwise.core.layouts.layout import P, Placement, R
 from shardwise.core.tools.hook import others_after
 from shardwise.core.zero import RowMoves
-from shardwise.techniques.data.flat.flat_views import FlatViews
-from shardwise.techniques.data.flat.local_layout import LocalLayout
+from shardwise.techniques.data.flat.local_layout import FlatViews, LocalLayout
 
 #: out, left, right, beta, alpha: out becomes beta out + alpha left right; of beta 0 it is not read.
 

@@ -10,7 +10,8 @@ and the equations between them:
 
     UNSHARDED    p.data is a view of `full`, in its own shape: the model computes with it
     UNSHARDING   as SHARDED, while an all-gather writes `full`
-    SHARDED      p.data is this rank's piece of p (flat_views.py), a view of `shard`, and p.grad the
+    SHARDED      p.data is this rank's piece of p (local_layout.py), a view of `shard`, and p.grad
+    the
                  same piece of the reduced gradient: an elementwise optimizer works on these
 
                 unshard               reshard / to_sharded
@@ -52,8 +53,7 @@ from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.zero import RowMove
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
-from shardwise.techniques.data.flat.flat_views import FlatViews
-from shardwise.techniques.data.flat.local_layout import LocalLayout
+from shardwise.techniques.data.flat.local_layout import FlatViews, LocalLayout
 
 #: Called with a parameter's full name and the tensor to write its initial weights to.
 Fill = Callable[[str, Tensor], None]

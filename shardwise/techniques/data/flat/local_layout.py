@@ -1,14 +1,25 @@
-"""The layouts of a flat parameter, and where this rank is in them."""
+"""The layouts of a flat parameter, and where this rank is in them.
+
+Where each parameter is in a flat tensor, and in this rank's block of it.
+
+    whole   | p0 ........ | p1 ..... | p2 ............ |     view(1, whole): in p1's own shape
+    blocks  | rank 0            | rank 1               |     piece(1, block): what rank r has of p1
+
+A piece has as many dims as its parameter: k elements of a matrix are [k, 1], so that a choice by
+p.ndim is the same.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from shardwise.comm.tiers.arena import Arena
 from shardwise.comm.tiers.disk import Disk
 from shardwise.comm.tiers.tiers import Tiers
 from shardwise.comm.world import Axis
+from shardwise.core.layouts.flatten import flatten
 from shardwise.core.layouts.param_layout import Layout
 from shardwise.core.zero import RowMove
 
@@ -40,3 +51,52 @@ class LocalLayout:
     def axis(self, move: RowMove) -> Axis:
         """The axis of a move."""
         return self.shard if move.axis == "shard" else self.replicate
+
+
+# --- Where each parameter is in a flat tensor, and in this rank's block of it ---------------------
+
+
+class FlatViews:
+    """The views of flat tensors with the offsets of one flat parameter, in `ranks` blocks."""
+
+    def __init__(
+        self, shapes: Sequence[torch.Size], element_bytes: int, ranks: int, rank: int
+    ) -> None:
+        self.shapes, self.rank = list(shapes), rank
+        self.plan = flatten([shape.numel() for shape in shapes], element_bytes, ranks)
+        self.pieces = [self.plan.piece(index, rank) for index in range(len(self.shapes))]
+
+    def block(self, whole: Tensor) -> Tensor:
+        """This rank's block of `whole`."""
+        if self.plan.ranks == 1:
+            return whole
+        return whole.view(self.plan.ranks, self.plan.share)[self.rank]
+
+    def piece(self, index: int, block: Tensor) -> Tensor:
+        """The part of parameter `index` in this rank's `block`: [k, 1, ..., 1], with as many dims.
+
+        The k elements are along another dim where [k, 1, ..., 1] would broadcast to the parameter's
+        shape: arithmetic on a piece and a full tensor is an error.
+
+        A 0-d parameter stays 0-d on the rank that holds its element, and is [0] elsewhere.
+        """
+        (low, high), shape = self.pieces[index], self.shapes[index]
+        count, dims = high - low, len(shape)
+        if dims == 0 and count:
+            return block[low]
+        sizes = [1] * max(1, dims)
+        sizes[next((dim for dim in range(dims) if shape[dim] not in (1, count)), 0)] = count
+        return block[low:high].view(sizes)
+
+    def view(self, index: int, whole: Tensor) -> Tensor:
+        """The place of parameter `index` in `whole`, in its own shape."""
+        offset, shape = self.plan.offsets[index], self.shapes[index]
+        return whole[offset : offset + shape.numel()].view(shape)
+
+    def every(self, whole: Tensor) -> list[Tensor]:
+        """Each parameter's place in `whole`, in its own shape."""
+        return [self.view(index, whole) for index in range(len(self.shapes))]
+
+    def part(self, index: int, block: Tensor) -> Tensor:
+        """What an optimizer works on: the piece, or all of the parameter if it is not split."""
+        return self.view(index, block) if self.plan.ranks == 1 else self.piece(index, block)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.parameter import parameter_like
 from shardwise.core.errors import bad
-from shardwise.core.tools.suggest import suggest
+from shardwise.core.tools.arguments import suggest
 from shardwise.techniques.pipeline.trace.interceptor import Glue
 
 #: The places of the calls of each module, by all its names, in a forward pass.

@@ -27,9 +27,13 @@ from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.pipeline.stage import UNKNOWN
 from shardwise.techniques.pipeline.stage_io import ForwardStep, Spec, StageTrace, crossing, maker
 from shardwise.techniques.pipeline.trace.answers import ASKED, READS, answers, by_numbers, masks
-from shardwise.techniques.pipeline.trace.bundles import memory_order, require_unpacked, spec_of
 from shardwise.techniques.pipeline.trace.interceptor import Seen, line, name_of
-from shardwise.techniques.pipeline.trace.outside_buffers import OutsideBuffers
+from shardwise.techniques.pipeline.trace.outside_buffers import (
+    OutsideBuffers,
+    memory_order,
+    require_unpacked,
+    spec_of,
+)
 from shardwise.techniques.pipeline.trace.outside_buffers import storage_of as _storage
 from shardwise.techniques.pipeline.trace.placeholders import Of
 
