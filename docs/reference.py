@@ -19,7 +19,7 @@ from shardwise.core.plan.plan import WORDS
 from shardwise.engine.options import EngineOptions
 from shardwise.models.registry import NAMED
 from shardwise.train.config import Config
-from shardwise.train.measure.metrics import Record
+from shardwise.train.metrics import Record
 from tests import surface
 
 DOCS = Path(__file__).parent

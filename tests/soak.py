@@ -46,7 +46,7 @@ from shardwise.checkpoint.folder import CHECKPOINTS, all_in
 from shardwise.comm.start.launch import spawn
 from shardwise.comm.world import alone, init
 from shardwise.train import config, loop
-from shardwise.train.measure.metrics import read
+from shardwise.train.metrics import read
 from tests.train import runs
 
 PROGRAM = str(Path(__file__).with_name("soak_run.py"))

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import load as reading
-from shardwise.checkpoint.contents import MODEL
-from shardwise.checkpoint.description import described
+from shardwise.checkpoint import storage as reading
 from shardwise.checkpoint.failure import damaged
 from shardwise.checkpoint.folder import (
     CHECKPOINTS,
@@ -35,9 +33,14 @@ from shardwise.checkpoint.folder import (
 )
 from shardwise.checkpoint.folder import prune as remove_old
 from shardwise.checkpoint.lock import RUN_LOCK
-from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint, open_checkpoint
+from shardwise.checkpoint.open_checkpoint import (
+    IMPORTED,
+    MODEL,
+    OpenCheckpoint,
+    open_checkpoint,
+)
 from shardwise.checkpoint.pending import PendingCheckpoint
-from shardwise.checkpoint.save import PlannedSave
+from shardwise.checkpoint.save import PlannedSave, described
 from shardwise.checkpoint.save_plans import Pages
 from shardwise.checkpoint.storage import Check
 from shardwise.comm.move import broadcast
@@ -166,7 +169,6 @@ def _asked(
 
 
 def _of_extra(tensors: Mapping[str, Tensor], world: World) -> list[Box]:
-    """The boxes of the tensors in `extra`, which every rank has."""
     return [Box.full(f"{GIVEN}{name}", t.detach(), world.rank) for name, t in tensors.items()]
 
 
@@ -230,7 +232,6 @@ def planned_save(
 
 
 def _pages(trained: Engine | PlainLoop) -> Pages:
-    """The pages of an engine's states on a disk; none elsewhere."""
     disk = trained.disk if isinstance(trained, Engine) else None
     return Pages() if disk is None else Pages(disk.drop)
 

@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.failure import damaged
 from shardwise.checkpoint.folder import (
     CHECKPOINTS,
@@ -36,10 +35,15 @@ from shardwise.checkpoint.folder import (
     remove,
 )
 from shardwise.checkpoint.lock import RUN_LOCK
-from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint, open_checkpoint
-from shardwise.checkpoint.piece import read_piece
+from shardwise.checkpoint.metadata import read_piece
+from shardwise.checkpoint.open_checkpoint import (
+    IMPORTED,
+    MODEL,
+    OpenCheckpoint,
+    open_checkpoint,
+    require_content,
+)
 from shardwise.checkpoint.save import save
-from shardwise.checkpoint.storage import require_content
 from shardwise.checkpoint.weights_folder import (
     CONFIG,
     GENERATION,
@@ -48,8 +52,8 @@ from shardwise.checkpoint.weights_folder import (
     WeightsFolder,
     new_folder,
     open_weights,
+    writing,
 )
-from shardwise.checkpoint.writer import writing
 from shardwise.comm.world import alone
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import beside
@@ -192,7 +196,7 @@ def _require_own_names(weights: WeightsFolder) -> None:
 
 
 def _model(opened: OpenCheckpoint) -> dict[str, Any]:
-    """The description of the model (description.py)."""
+    """The description of the model (`described` in save.py)."""
     model: Any = opened.scalars.get("model") or {}
     try:
         names = [*model.get("transient", ())]
@@ -241,7 +245,6 @@ def _bytes(opened: OpenCheckpoint, key: str, dtype: torch.dtype | None) -> int:
 
 
 def _tensor(opened: OpenCheckpoint, key: str, dtype: torch.dtype | None) -> Tensor:
-    """One full tensor, from its pieces."""
     found = torch.empty(_saved(opened, key).size, dtype=_dtype(opened, key, dtype), device="cpu")
     for chunk in _saved(opened, key).chunks:
         piece = read_piece(opened.pieces[MetadataIndex(key, chunk.offsets)])

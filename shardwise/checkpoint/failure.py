@@ -62,7 +62,17 @@ def free_bytes(folder: Path) -> float:
 
 def damaged(file: Path, why: str) -> InputError:
     """The error for a file whose contents differ from the saved ones."""
-    return _unusable(file, f"which is damaged ({why})")
+    path = file.parent
+    others = [other.name for other in all_in(path.parent) if other != path]
+    if others:
+        removed = f"rm -r {shlex.quote(str(path))}"
+        instead = f"{removed}, then the same command; it continues from {others[-1]}"
+    else:
+        instead = (
+            f"a backup copy of '{path}' (there is no other checkpoint beside it), or a new run "
+            "(shardwise train with --overwrite)"
+        )
+    return bad(f"the file '{file}', which is damaged ({why})", "an undamaged checkpoint", instead)
 
 
 def unread(file: Path, error: OSError) -> InputError:
@@ -78,22 +88,3 @@ def unread(file: Path, error: OSError) -> InputError:
         "a checkpoint whose files this process may read, on every rank",
         f"ls -l {shlex.quote(str(file.parent))}, and the same command when the file can be read",
     )
-
-
-def foreign(file: Path, why: str) -> InputError:
-    """The error for a file of another checkpoint."""
-    return _unusable(file, f"which does not belong to this checkpoint ({why})")
-
-
-def _unusable(file: Path, what: str) -> InputError:
-    path = file.parent
-    others = [other.name for other in all_in(path.parent) if other != path]
-    if others:
-        removed = f"rm -r {shlex.quote(str(path))}"
-        instead = f"{removed}, then the same command; it continues from {others[-1]}"
-    else:
-        instead = (
-            f"a backup copy of '{path}' (there is no other checkpoint beside it), or a new run "
-            "(shardwise train with --overwrite)"
-        )
-    return bad(f"the file '{file}', {what}", "an undamaged checkpoint", instead)

@@ -109,7 +109,6 @@ def _flock(opened: int, file: Path) -> bool:
 
 
 def _sign(opened: int) -> None:
-    """Write who holds the lock."""
     holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}
     with suppress(OSError):  # a full disk: the lock holds without a text
         os.ftruncate(opened, 0)

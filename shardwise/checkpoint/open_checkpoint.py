@@ -1,30 +1,139 @@
-"""Opening a checkpoint: reads its small files and checks that they belong together.
+"""Opening a checkpoint: its small files, checked to belong together, and what they say it holds.
 
-manifest.json -> scalars.json, .metadata      checked by hash, then parsed
-              -> files of tensors             checked by length; by hash if asked
+    manifest.json -> scalars.json, .metadata      checked by hash, then parsed
+                  -> files of tensors             checked by length; by hash if asked
+
+The manifest has the length and SHA-256 of each file, a random id of the save, which is also in
+scalars.json, and its own hash.  It is written last.  When saving, each rank hashes the files it has
+written.  When loading, the ranks share the hashing before anything is written into an engine.
 """
 
+import hashlib
 import json
-from dataclasses import dataclass
+import math
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from shardwise.checkpoint.failure import damaged, foreign, unread
-from shardwise.checkpoint.folder import MANIFEST, METADATA, SCALARS
-from shardwise.checkpoint.manifest import Manifest, read_manifest, require_files, require_sizes
-from shardwise.checkpoint.metadata import read_metadata
-from shardwise.checkpoint.piece import Piece, pieces_of
-from shardwise.core.errors import bad, open_regular
+from shardwise.checkpoint import folder as folders
+from shardwise.checkpoint.failure import damaged, unread
+from shardwise.checkpoint.folder import MANIFEST, METADATA, SCALARS, find
+from shardwise.checkpoint.metadata import Piece, pieces_of, read_metadata
+from shardwise.core.errors import bad, open_regular, read_text
 from shardwise.core.tools.arguments import is_count, short_repr
+
+MANIFEST_FORMAT: Final = "shardwise manifest 1"
+#: Bytes of the largest manifest, some 400,000 files.
+MOST_BYTES: Final = 2**26
+
+
+@dataclass(frozen=True)
+class Seal:
+    """The length and the SHA-256 of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of one save, by name."""
+
+    save: str
+    step: int
+    files: Mapping[str, Seal]
+
+    def text(self) -> str:
+        """The text of the manifest's file."""
+        body: dict[str, Any] = {"format": MANIFEST_FORMAT, "save": self.save, "step": self.step}
+        body["files"] = {name: asdict(seal) for name, seal in sorted(self.files.items())}
+        body["sha256"] = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+        return json.dumps(body, indent=2) + "\n"
+
+
+def seal(file: Path) -> Seal:
+    """The length and hash of a file."""
+    with open_regular(file) as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return Seal(stream.tell(), digest)
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write the manifest into the checkpoint's folder."""
+    (path / folders.MANIFEST).write_text(manifest.text(), encoding="utf-8")
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises InputError if it is missing, damaged or belongs to a checkpoint of another step.
+    """
+    file = path / folders.MANIFEST
+    try:
+        text = read_text(file, MOST_BYTES)
+    except OSError as error:
+        raise unread(file, error) from None
+    except ValueError as error:
+        raise damaged(file, str(error)) from None
+    try:
+        body = json.loads(text)
+        files = {name: Seal(**each) for name, each in body["files"].items()}
+        manifest = Manifest(body["save"], body["step"], files)
+        same = manifest.text() == text and all(name == Path(name).name for name in files)
+        same &= type(manifest.step) is int and type(manifest.save) is str
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        same = False
+    if not same:
+        raise damaged(file, "its own hash does not match")
+    if folders.is_named_by_step(path) and folders.step_of(path) != manifest.step:
+        raise damaged(file, f"it is of step {manifest.step}")
+    return manifest
+
+
+def require_sizes(path: Path, manifest: Manifest) -> None:
+    """Raise InputError unless every file exists with its length.  Reads no file."""
+    for name, sealed in manifest.files.items():
+        file = path / name
+        try:
+            found = file.stat()
+        except OSError as error:
+            raise unread(file, error) from None
+        if not stat.S_ISREG(found.st_mode):
+            raise damaged(file, "it is no regular file")
+        if found.st_size != sealed.bytes:
+            raise damaged(file, f"it has {found.st_size} bytes and should have {sealed.bytes}")
+
+
+def require_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read these files, and raise InputError unless each has its hash."""
+    for name in names:
+        file = path / name
+        if name not in manifest.files:
+            raise damaged(path / folders.MANIFEST, f"it does not name {name}")
+        if _sealed(file) != manifest.files[name]:
+            raise damaged(file, "its SHA-256 is not the one in the manifest")
+
+
+def _sealed(file: Path) -> Seal:
+    try:
+        return seal(file)
+    except OSError as error:
+        raise unread(file, error) from None
+
 
 #: The first entry of scalars.json.
 FORMAT = "shardwise 2"
 #: The scalar that only imported weights have: the folder that they are from.
 IMPORTED = "weights_of"
+#: Prefixes of tensor names (engine/state/state.py).
+MODEL, OPTIMIZER = "model/", "optim/"
 
 
 @dataclass(frozen=True)
@@ -71,14 +180,11 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     require_sizes(path, manifest)
     require_files(path, manifest, (METADATA, SCALARS))
     said = _scalars(path)
-    if said.get("save") != manifest.save:
-        raise foreign(path / SCALARS, "it is of another save than the manifest")
-    if said["scalars"]["step"] != manifest.step:
-        raise foreign(path / SCALARS, "it is of another step than the manifest")
+    if (said.get("save"), said["scalars"]["step"]) != (manifest.save, manifest.step):
+        raise damaged(path / SCALARS, "it is of another save or step than the manifest")
     opened = OpenCheckpoint(path, said["ranks"], said["scalars"], read_metadata(path), manifest)
     if unknown := set(opened.files()) - set(manifest.files):
         raise damaged(path / MANIFEST, f"it does not name {min(unknown)}")
-    _require_sizes(opened)
     return opened
 
 
@@ -108,15 +214,69 @@ def _scalars(path: Path) -> dict[str, Any]:
     return said
 
 
-def _require_sizes(opened: OpenCheckpoint) -> None:
-    """Raise InputError unless every file in the metadata exists and is long enough."""
-    wanted: dict[str, int] = {}
-    for piece in opened.pieces.values():
-        wanted[piece.file.name] = max(piece.offset + piece.length, wanted.get(piece.file.name, 0))
-    for name, size in sorted(wanted.items()):
-        file = opened.path / name
-        if not file.is_file():
-            raise damaged(file, "it is not there")
-        if file.stat().st_size < size:
-            has = file.stat().st_size
-            raise damaged(file, f"it has {has} bytes and should have {size} or more")
+def require_content(opened: OpenCheckpoint, rank: int = 0, ranks: int = 1) -> None:
+    """Compare this rank's share of the files with their hashes; raises InputError."""
+    require_files(opened.path, opened.manifest, opened.files()[rank::ranks])
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor: its full shape, dtype ("float32"), bytes, and number of pieces."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    pieces: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint: its tensors by name, its scalars, and the number of ranks that saved it."""
+
+    path: Path
+    ranks: int
+    scalars: dict[str, Any]
+    tensors: tuple[SavedTensor, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all tensors, without file headers."""
+        return self.bytes_of("")
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters."""
+        model = [tensor for tensor in self.tensors if tensor.name.startswith(MODEL)]
+        return sum(math.prod(tensor.shape) for tensor in model)
+
+    def bytes_of(self, kind: str) -> int:
+        """The bytes of the tensors with that prefix: MODEL or OPTIMIZER."""
+        return sum(tensor.bytes for tensor in self.tensors if tensor.name.startswith(kind))
+
+
+def describe(folder: str | os.PathLike[str], deep: bool = False) -> Contents:
+    """The contents of the newest checkpoint in `folder`, or of `folder` if it is a checkpoint.
+
+    With `deep`, every byte is read and compared with its hash.
+
+    Raises InputError if there is no checkpoint, or a file is missing, has another length, is
+    damaged or belongs to another checkpoint. Only `deep` finds wrong bytes inside tensors.
+    """
+    opened = open_checkpoint(find(folder))
+    if deep:
+        require_content(opened)
+    tensors = opened.metadata.state_dict_metadata
+    saved = (
+        _saved(name, tensor)
+        for name, tensor in sorted(tensors.items())
+        if isinstance(tensor, TensorStorageMetadata)
+    )
+    return Contents(opened.path, opened.ranks, opened.scalars, tuple(saved))
+
+
+def _saved(name: str, tensor: TensorStorageMetadata) -> SavedTensor:
+    dtype = tensor.properties.dtype
+    size = math.prod(tensor.size) * dtype.itemsize
+    text = str(dtype).removeprefix("torch.")
+    return SavedTensor(name, tuple(tensor.size), text, size, len(tensor.chunks))

@@ -227,7 +227,6 @@ def _report_file(save: PlannedSave, rank: int) -> Path:
 
 
 def _report(save: PlannedSave, report: dict[str, str]) -> None:
-    """Report to rank 0.  Raises OSError."""
     if save.world.rank == 0:
         return
     file = _report_file(save, save.world.rank)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from uuid import uuid4
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import (
@@ -19,19 +21,32 @@ from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.failure import unwritten
-from shardwise.checkpoint.manifest import Manifest, Seal, require_files, seal, write_manifest
-from shardwise.checkpoint.open_checkpoint import FORMAT, OpenCheckpoint, open_checkpoint
-from shardwise.checkpoint.piece import Piece, check_piece, read_piece
+from shardwise.checkpoint.failure import reason, unwritten
+from shardwise.checkpoint.metadata import Piece, read_piece
+from shardwise.checkpoint.open_checkpoint import (
+    FORMAT,
+    Manifest,
+    OpenCheckpoint,
+    Seal,
+    open_checkpoint,
+    require_content,
+    seal,
+    write_manifest,
+)
+from shardwise.checkpoint.save_plans import BoxLoadPlanner, Pages
+from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RunError, bad
-from shardwise.engine.state.box import block
+from shardwise.engine.state.box import Box, block
+from shardwise.techniques.data.buffers import normal_mode
 
 #: An additional check of a checkpoint before it is loaded; raises InputError.
 Check = Callable[[OpenCheckpoint], None]
+_ALONE = "torch.distributed is (disabled|unavailable)"
 
 
 @dataclass(frozen=True)
@@ -186,19 +201,57 @@ class Pieces(StorageReader):
         return FileSystemReader.validate_checkpoint_id(checkpoint_id)
 
 
-def require_content(opened: OpenCheckpoint, rank: int = 0, ranks: int = 1) -> None:
-    """Read this rank's share of all tensors, and raise InputError for damaged ones.
-
-    Compares the hashes of files, then shapes and dtypes.
-    """
-    require_files(opened.path, opened.manifest, opened.files()[rank::ranks])
-    for piece in list(opened.pieces.values())[rank::ranks]:
-        check_piece(piece)
-
-
 @torch.no_grad()
 def _fill(saved: Tensor, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
     for item in items:
         target = planner.resolve_tensor(item)
         target.copy_(block(saved, item.storage_offsets, item.lengths))
         planner.commit_tensor(item, target)
+
+
+@normal_mode()
+def load(
+    folder: str | os.PathLike[str],
+    boxes: Sequence[Box],
+    world: World,
+    check: Check | None = None,
+    convert: bool = False,
+    pages: Pages | None = None,
+) -> dict[str, Any]:
+    """Fill the boxes from the newest checkpoint in `folder`; returns its scalars.
+
+    All ranks must call it.  `folder` may be one checkpoint's own.  The boxes may divide tensors in
+    any way, over any number of ranks, and need not cover all saved tensors.  With `convert`,
+    values take the dtypes of the boxes, which must be the saved ones otherwise.  First each rank
+    checks that the files belong to one save, `check`, the names, shapes and dtypes of its boxes,
+    and the hashes of its share of the files.  No rank writes to a box before all checks have passed
+    on every rank.  So files are read twice; only one piece at a time is held in memory.
+    `pages` gives back those of boxes in mapped files.
+
+    Raises:
+        InputError: there is no checkpoint; a tensor is missing or has another shape or dtype; a
+            file is missing, damaged or of another checkpoint; whatever `check` raises.
+        RunError: a file could not be read after the checks.  Only then are boxes partly written:
+            load again, or start with a new engine.
+    """
+    pieces = Pieces(folders.as_path(folder), world.rank, world.size, check)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=_ALONE)
+            load_state(
+                {},
+                storage_reader=pieces,
+                planner=BoxLoadPlanner(boxes, str(folder), convert, pages),
+                no_dist=world.size == 1,
+            )
+    except CheckpointException as error:
+        failures = {rank: cause for rank, (cause, _) in error.failures.items()}
+        why = reason(failures, f"The checkpoint in '{folder}' could not be loaded")
+        if pieces.reading:
+            raise RunError(
+                f"The checkpoint in '{folder}' could not be loaded: it became unreadable after all "
+                "checks had passed. The boxes are partly written: load again, or start with a new "
+                f"engine. ({why})"
+            ) from None
+        raise why from None
+    return pieces.scalars

@@ -6,12 +6,18 @@ model.safetensors.index.json         {"weight_map": {name: file}}
 config.json                          the configuration, if the model has one
 generation_config.json               how it generates text, if the model has it
 tokenizer.json ...                   the tokenizer, if the run has one
+
+A folder is written beside its place, and gets its name when it is complete; only the holder of the
+lock on it does so.
+
+.writing-weights/        written now, or left by a killed writer
+.replaced-weights/       the folder that --overwrite replaces, until the new one has its name
 """
 
 import json
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +27,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.checkpoint.folder import as_path, sync
-from shardwise.checkpoint.writer import replace, settle, writing
-from shardwise.core.errors import InputError, bad, read_text
+from shardwise.checkpoint.lock import only_writer
+from shardwise.core.errors import InputError, RunError, bad, read_text
 from shardwise.core.tools.arguments import beside, suggest
 
 SINGLE: Final = "model.safetensors"
@@ -243,3 +249,60 @@ def _broken(file: Path, why: str) -> InputError:
         "a complete file of safetensors or JSON",
         "the folder copied or exported again",
     )
+
+
+@contextmanager
+def writing(path: Path, lock: Path) -> Iterator[None]:
+    """Hold the lock on a folder that a command writes.
+
+    Raises InputError if another process holds it or nothing can be written there, and RunError if
+    the disk fails or is full in the block.
+    """
+    with ExitStack() as held:
+        try:
+            held.enter_context(only_writer(path, lock))
+        except OSError as error:
+            raise bad(
+                f"the folder '{path}', which cannot be written ({error.strerror})",
+                "a folder that this user may write to, on a disk with free space",
+                f"--to /tmp/{path.name}",
+            ) from None
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise RunError(
+                f"'{path}' could not be written: {why}. What was there before is unchanged."
+            ) from None
+
+
+def settle(to: Path) -> Path:
+    """Remove what a killed writer of `to` left; returns the name to write under, which is free.
+
+    If it was killed between two renames, the folder that it was replacing gets its name back.
+    """
+    unfinished, replaced = _beside(to, "writing"), _beside(to, "replaced")
+    if replaced.exists() and not to.exists():
+        replaced.rename(to)
+    for left in (unfinished, replaced):
+        if left.exists():
+            shutil.rmtree(left)
+    return unfinished
+
+
+def replace(unfinished: Path, to: Path) -> None:
+    """Give a complete folder its name, then remove the folder that had it."""
+    replaced = _beside(to, "replaced")
+    if to.exists():
+        to.rename(replaced)
+    try:
+        unfinished.rename(to)
+    except BaseException:
+        if replaced.exists():
+            replaced.rename(to)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _beside(to: Path, kind: str) -> Path:
+    return to.with_name(f".{kind}-{to.name}")

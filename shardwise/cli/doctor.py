@@ -1,8 +1,8 @@
 """The command `shardwise doctor`, on the ranks that a launcher started, or on new ones."""
 
 import json
-import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -15,7 +15,7 @@ from shardwise.comm.start.launch import spawn
 from shardwise.comm.start.rendezvous import environment, require_local
 from shardwise.comm.tiers import disk_bandwidth
 from shardwise.comm.world import World, init
-from shardwise.core.errors import InputError, bad
+from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
 from shardwise.core.tools.arguments import choice, integer
 from shardwise.doctor import collectives
@@ -67,7 +67,7 @@ def doctor_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Look at the devices, check every collective, and measure the links; with --save devices."""
+    """Report devices, test each collective, and measure links.  --save writes a cluster file."""
     choice("--device", device or "cpu", ("cpu", "cuda"))
     _require_writable(save)
     start = environment()
@@ -94,7 +94,8 @@ def doctor_command(
     if not first:
         raise typer.Exit(1 if found.failures else 0)
     if save is not None:
-        _write(save, text_of(measured_cluster(found)))
+        with _written(save):
+            save.write_text(text_of(measured_cluster(found)), encoding="utf-8")
     print(json.dumps(found.object(), indent=2) if as_json else found.text())
     raise typer.Exit(1 if found.failures else 0)
 
@@ -120,25 +121,19 @@ def _fits(mesh: Mesh, ranks: int) -> None:
 
 
 def _require_writable(file: Path | None) -> None:
-    """Raise InputError for a file of --save that cannot be written."""
-    if file is None:
-        return
+    """Raise InputError for a file of --save that cannot be written; it is left as it is."""
+    if file is not None:
+        with _written(file):
+            there = file.exists()
+            file.open("a").close()
+            if not there:
+                file.unlink()
+
+
+@contextmanager
+def _written(file: Path) -> Iterator[None]:
     try:
-        with suppress(FileNotFoundError):
-            file.stat()  # a name that is too long, or below a file
+        yield
     except OSError as error:
-        raise _unwritable(file, f"which cannot be written ({error.strerror})") from None
-    if file.is_dir() or not os.access(file.parent, os.W_OK):
-        what = "a folder" if file.is_dir() else "in a folder that does not exist or is read-only"
-        raise _unwritable(file, what)
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:  # a full disk; a file that is read-only
-        raise _unwritable(file, f"which cannot be written ({error.strerror})") from None
-
-
-def _unwritable(file: Path, why: str) -> InputError:
-    return bad(f"--save {file}, {why}", "a file in a folder that exists", "--save cluster.toml")
+        given = f"--save {file}, which cannot be written ({error.strerror})"
+        raise bad(given, "a file in a folder that exists", "--save cluster.toml") from None

@@ -22,9 +22,9 @@ from shardwise.prediction.cluster_file import cluster_of
 from shardwise.prediction.prediction import Prediction
 from shardwise.train.config import Config
 from shardwise.train.data.sources import find
-from shardwise.train.measure.progress import ranks_text
 from shardwise.train.model import Batch, largest_share, options_of_run
 from shardwise.train.prepare import PreparedRun, RunStart, prepare
+from shardwise.train.progress import ranks_text
 from shardwise.train.run_folder import finished_message
 
 MOST_BYTES = 64 * 2**20
@@ -41,7 +41,7 @@ def dry_run(config: Config, ranks: int, start: RunStart) -> None:
     if start.resume and (done := finished_message(config)):
         print(done)
         return
-    found_files = find(config.data.source, config.data.field, config.data.encoding)
+    found_files = find(config.data.source, config.data.field)
     source = replace(found_files, most_bytes=MOST_BYTES)
     train, share = config.train, largest_share(prepared)
     found = _predicted(prepared, share)

@@ -4,7 +4,8 @@
     shardwise verify PLAN      prove a plan                  1  it does not, or the run failed
     shardwise predict PLAN     memory and traffic            2  bad input: one paragraph says what
     shardwise doctor           devices, collectives, links
-    shardwise plan             the words of plans; the best plan
+    shardwise plan             the words of plans
+    shardwise search           the fastest plans
     shardwise table MODEL      derive a table of tensor parallelism
     shardwise schedule NAME    draw a pipeline schedule
     shardwise checkpoint       look into checkpoints, export and import weights
@@ -14,20 +15,21 @@ Torch is imported only when it is needed, so help and errors of input are fast. 
 """
 
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 import shardwise
-from shardwise.cli.usage import UsageError, answer
 from shardwise.comm.start.rendezvous import launched
 from shardwise.core.errors import InputError, RankError, RunError, bad
+from shardwise.core.tools.arguments import suggest
 
 if TYPE_CHECKING:
     from shardwise.comm.start.launch import Ended
@@ -41,37 +43,20 @@ ALWAYS, AUTO = "always", "auto"
 # how long the process may take to end after its command
 LINGER_S = 20.0
 
-# command: where its function is, and its line in the help
+# command: the module of its function, and its line in the help
 ELSEWHERE = {
-    "verify": ("shardwise.cli.verify", "verify_command", "Prove a plan: parity, bytes, memory."),
-    "predict": (
-        "shardwise.cli.predict_command",
-        "predict_command",
-        "What a rank will hold and send.",
-    ),
-    "plan": (
-        "shardwise.cli.plan_command",
-        "plan_command",
-        "Check a plan, or search for the best one.",
-    ),
-    "doctor": (
-        "shardwise.cli.doctor",
-        "doctor_command",
-        "Check devices and collectives, and measure links.",
-    ),
-    "table": (
-        "shardwise.cli.table_command",
-        "table_command",
-        "Derive a table of tensor parallelism.",
-    ),
-    "schedule": (
-        "shardwise.cli.schedule_command",
-        "schedule_command",
-        "Draw and price a schedule.",
-    ),
-    "inspect": ("shardwise.cli.inspect", "inspect_command", "What a checkpoint holds."),
-    "export": ("shardwise.cli.weights", "export_command", "Write weights as safetensors."),
-    "import": ("shardwise.cli.weights", "import_command", "Begin a run with safetensors."),
+    "verify": ("verify", "Prove a plan: parity, bytes, memory."),
+    "predict": ("predict_command", "What a rank will hold and send."),
+    "doctor": ("doctor", "Check devices and collectives, and measure links."),
+    "plan": ("plan_command", "Check a plan, or convert a configuration."),
+    "search": ("search_command", "Find the fastest plans of a cluster."),
+    "table": ("plan_command", "Derive a table of tensor parallelism."),
+    "schedule": ("schedule_command", "Draw and price a schedule."),
+}
+CHECKPOINTS = {
+    "inspect": ("checkpoints", "What a checkpoint holds."),
+    "export": ("checkpoints", "Write weights as safetensors."),
+    "import": ("checkpoints", "Begin a run with safetensors."),
 }
 
 
@@ -151,19 +136,15 @@ def application(given: Sequence[str] = ()) -> typer.Typer:
     )
     app.callback()(options)
     app.command("train")(train)
-    app.command("verify")(command("verify", given))
-    app.command("predict")(command("predict", given))
-    app.command("doctor")(command("doctor", given))
-    app.command("plan")(command("plan", given))
-    app.command("table")(command("table", given))
-    app.command("schedule")(command("schedule", given))
+    for name in ELSEWHERE:
+        app.command(name)(command(name, given))
     checkpoint = typer.Typer(
         no_args_is_help=True,
         rich_markup_mode=None,
         help="Look into checkpoints; weights to and from safetensors.",
     )
     checkpoint.callback()(lambda: None)
-    for name in ("inspect", "export", "import"):
+    for name in CHECKPOINTS:
         checkpoint.command(name)(command(name, given))
     app.add_typer(checkpoint, name="checkpoint")
     return app
@@ -171,9 +152,9 @@ def application(given: Sequence[str] = ()) -> typer.Typer:
 
 def command(name: str, given: Sequence[str]) -> Callable[..., Any]:
     """The function of a command in another module; a placeholder if only the help is needed."""
-    module, function, line = ELSEWHERE[name]
+    module, line = (ELSEWHERE | CHECKPOINTS)[name]
     if name in given:
-        return getattr(import_module(module), function)
+        return getattr(import_module(f"shardwise.cli.{module}"), f"{name}_command")
 
     def placeholder() -> None:
         return None
@@ -343,7 +324,6 @@ def _dry_run(
 
 
 def _train_here(settings: "Config", start: "RunStart", stop: "StopSignal", *, locked: bool) -> int:
-    """Train as a rank; returns the exit code."""
     from shardwise.comm.world import init
     from shardwise.train.loop import train as run
 
@@ -365,7 +345,7 @@ def _ranks(settings: "Config", nproc: int | None) -> int:
 def _kept(settings: "Config") -> str:
     """What a run has kept whose ranks were killed, and what is lost."""
     from shardwise.checkpoint.folder import CHECKPOINTS, all_in, step_of
-    from shardwise.train.measure.metrics import read
+    from shardwise.train.metrics import read
 
     saved, records = all_in(settings.folder / CHECKPOINTS), read(settings.folder)
     step, last = step_of(saved[-1]) if saved else 0, records[-1].step if records else 0
@@ -383,7 +363,6 @@ def _metrics_mtime_ns(folder: Path) -> int:
 
 
 def _launch(config: Path, overrides: Sequence[str], start: "RunStart", ranks: int) -> "Ended":
-    """Run the same command in `ranks` processes."""
     from shardwise.comm.start.launch import launch
 
     argv = ["train", str(config)]
@@ -391,6 +370,44 @@ def _launch(config: Path, overrides: Sequence[str], start: "RunStart", ranks: in
     argv += ["--resume"] * (start.resume or start.auto) + ["auto"] * start.auto
     argv += ["--overwrite"] * start.overwrite
     return launch(argv, ranks)
+
+
+#: The library's error of this kind; typer brings its own click or uses the one that is installed.
+UsageError: Final[type[Exception]] = typer.BadParameter.__mro__[1]
+
+#: A line that works, for each command.
+EXAMPLES: Final[Mapping[str, str]] = {
+    "doctor": "shardwise doctor --nproc 2",
+    "table": "shardwise table gpt --tp 2",
+    "train": "shardwise train examples/quickstart.toml",
+    "verify": 'shardwise verify "dp2 zero3"',
+    "predict": 'shardwise predict "dp64 zero3 bf16"',
+    "plan": 'shardwise plan "dp2 zero3"',
+    "search": "shardwise search --model gpt --cluster h100-sxm --ranks 2",
+    "schedule": "shardwise schedule 1f1b --stages 4 --microbatches 8",
+    "checkpoint": "shardwise checkpoint inspect runs/default/checkpoints",
+    "inspect": "shardwise checkpoint inspect runs/default/checkpoints",
+    "export": "shardwise checkpoint export runs/default --to weights",
+    "import": "shardwise checkpoint import weights --to runs/tuned",
+    "python -m benchmarks": "python -m benchmarks data",
+}
+
+
+def answer(error: Any, program: str, given: Sequence[str]) -> str:
+    """What is wrong in the command line `given` of `program`, and a line that works.
+
+    For an empty command line, the help, unless the library has shown it.
+    """
+    message = " ".join(str(error.format_message()).split())
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return str(error.format_message())
+    named = [EXAMPLES[word] for word in given if word in EXAMPLES]
+    if unknown := re.match(r"No such command '(.*?)'", message):
+        near = suggest(unknown[1], EXAMPLES)
+        message, named = unknown[0], [EXAMPLES[near]] * (near is not None)
+    example = EXAMPLES.get(program) or [EXAMPLES["train"], *named][-1]
+    context = error.ctx.command_path if error.ctx is not None else program
+    return f"{message.rstrip('.?')}. Write instead: {example}. {context} --help lists all options."
 
 
 if __name__ == "__main__":

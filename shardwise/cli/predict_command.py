@@ -101,8 +101,7 @@ def _predicted(
     """The prediction; and the memory of a step, drawn into a file, if it was asked for."""
     if picture == (None, None):
         return request.prediction(rank), None
-    from shardwise.cli.predict_timeline import StepMemory, measured_step, predicted_step
-    from shardwise.train.measure.memory_picture import draw
+    from shardwise.cli.predict_timeline import StepMemory, draw, measured_step, predicted_step
 
     measuring = picture.device is not None
     found, events = predicted_step(request, rank, measure=measuring)

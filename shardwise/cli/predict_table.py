@@ -8,7 +8,7 @@ from rich.table import Table
 
 from shardwise.core.memory_table import ACTIVATIONS
 from shardwise.prediction.relief import added_words, largest, peak_parts, relieved
-from shardwise.train.measure.progress import size_text
+from shardwise.train.progress import size_text
 
 if TYPE_CHECKING:
     from shardwise.core.plan.plan import Plan
@@ -158,7 +158,6 @@ def _between(numbers: dict[str, Any], kind: str, count: int) -> str:
 
 
 def _time(numbers: dict[str, Any], kind: str) -> list[str]:
-    """The cell of seconds, if links are known."""
     if numbers["seconds"] is None:
         return []
     each = numbers["seconds"].get(kind)
@@ -168,7 +167,6 @@ def _time(numbers: dict[str, Any], kind: str) -> list[str]:
 
 
 def _step(times: dict[str, Any] | None) -> list[str]:
-    """The step's time and its parts."""
     if times is None:
         return []
     parts = {"compute": times["compute_s"]}

@@ -7,27 +7,53 @@ three steps on local ranks, and measures the third.
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.predict_command import PredictRequest, predict_request
+from shardwise.core.errors import bad
+from shardwise.core.memory_table import GATHERED, KEPT, PREDICTED, TEMPORARY, Event
+from shardwise.train.plots import new_figure
+from shardwise.train.progress import unit_of
 
 if TYPE_CHECKING:
     import torch
 
     from shardwise.comm.world import World
-    from shardwise.core.memory_table import Event
     from shardwise.engine.engine import Engine
     from shardwise.prediction.prediction import Prediction
-    from shardwise.train.measure.memory_picture import Series
 
     Measured = tuple[list[Event], dict[str, int]]
 
+#: The colour of each category.
+COLOURS: Final[dict[str, str]] = {
+    "parameters": "#2a6f97",
+    GATHERED: "#89c2d9",
+    "gradients": "#f4a259",
+    "optimizer": "#8f5a9e",
+    "buffers": "#b0b0b0",
+    KEPT: "#5b8c5a",
+    TEMPORARY: "#d0d0d0",
+}
+NOT_PREDICTED: Final = "not predicted"
 ALLOCATOR = ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
 STEPS = 3  # of a measurement; the last one is measured
+
+
+class Series(NamedTuple):
+    """The events of one step, under a title."""
+
+    title: str
+    events: Sequence[Event]
+
+    @property
+    def highest(self) -> Event:
+        """The event with the most bytes."""
+        return max(self.events, key=lambda event: event.total)
 
 
 class StepMemory(NamedTuple):
@@ -36,15 +62,13 @@ class StepMemory(NamedTuple):
     `allocator` has the highest values of CUDA's own.
     """
 
-    predicted: "Sequence[Event]"
-    measured: "Sequence[Event]"
+    predicted: Sequence[Event]
+    measured: Sequence[Event]
     allocator: dict[str, int]
 
     @property
-    def series(self) -> "list[Series]":
+    def series(self) -> list[Series]:
         """The events under their titles."""
-        from shardwise.train.measure.memory_picture import Series
-
         named = {"predicted": self.predicted, "measured": self.measured}
         return [Series(title, events) for title, events in named.items() if events]
 
@@ -61,8 +85,6 @@ class StepMemory(NamedTuple):
 
     def show(self, console: Console) -> None:
         """Print a table of peaks."""
-        from shardwise.train.measure.memory_picture import peaks
-
         console.print(peaks(self.series))
         if self.allocator:
             print_allocator(self.allocator, console)
@@ -141,7 +163,7 @@ def _allocator(device: "torch.device") -> dict[str, int]:
     return {name: found[f"{name}.all.peak"] for name in ALLOCATOR}
 
 
-def _event(title: str, event: "Event") -> dict[str, Any]:
+def _event(title: str, event: Event) -> dict[str, Any]:
     """The fields of an event; a prediction has no peak between events."""
     return {k: v for k, v in event._asdict().items() if k != "peak" or title == "measured"}
 
@@ -152,3 +174,58 @@ def print_allocator(found: dict[str, int], console: Console) -> None:
     for name, count in found.items():
         table.add_row(name, f"{count:,}", f"{count / max(1, found['reserved_bytes']):.1%}")
     console.print(table)
+
+
+def peaks(series: Sequence[Series]) -> Table:
+    """By category, the most bytes at an event, and the event."""
+    table = Table("bytes at the most", *(one.title for one in series))
+    highest = [max(one.events, key=lambda event: event.peak) for one in series]
+    between = (
+        f"{event.peak:,} before {event}" if TEMPORARY in event.by_category else NOT_PREDICTED
+        for event in highest
+    )
+    for category in COLOURS:
+        table.add_row(category, *(_most(one, category) for one in series))
+    table.add_row("all", *(f"{one.highest.total:,} {one.highest}" for one in series))
+    table.add_row("all, between events", *between)
+    return table
+
+
+def _most(series: Series, category: str) -> str:
+    most = max(series.events, key=lambda event: event.by_category.get(category, 0))
+    if category not in most.by_category:
+        return NOT_PREDICTED
+    return f"{most.by_category[category]:,} {most if most.by_category[category] else ''}".strip()
+
+
+def draw(path: Path, series: Sequence[Series]) -> None:
+    """Draw the series above each other to one scale, in the format of the file's ending (svg, png).
+
+    Raises InputError if the file cannot be written.
+    """
+    most = max(max(event.total, event.peak) for one in series for event in one.events)
+    unit, unit_bytes = unit_of(most)
+    figure = new_figure(9, 0.6 + 3.4 * len(series))
+    for axes, one in zip(figure.subplots(len(series), squeeze=False)[:, 0], series, strict=True):
+        stored = [event.by_category for event in one.events]
+        shown = [c for c in (*PREDICTED, TEMPORARY) if any(found.get(c) for found in stored)]
+        at = range(len(one.events))
+        sizes = [[found.get(c, 0) / unit_bytes for found in stored] for c in shown]
+        axes.stackplot(at, sizes, labels=shown, colors=[COLOURS[c] for c in shown], step="mid")
+        if TEMPORARY in shown:
+            highest = [event.peak / unit_bytes for event in one.events]
+            axes.step(
+                at, highest, where="mid", color="black", linewidth=0.8, label="most before it"
+            )
+        axes.set(title=one.title, ylabel=unit, ylim=(0, 1.2 * most / unit_bytes))
+        apart = -(-len(one.events) // 32)
+        names = [str(event) for event in one.events][::apart]
+        axes.set_xticks([*at][::apart], names, rotation=90, fontsize=7)
+        axes.legend(frameon=False, fontsize=7, ncols=4, loc="upper left")
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        where = "a file that ends in .svg or .png, in an existing folder that can be written"
+        raise bad(
+            f"a picture that cannot be written: {error}", where, "--timeline step.svg"
+        ) from error

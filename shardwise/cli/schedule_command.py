@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,9 +40,9 @@ def schedule_command(
     stages: Annotated[int | None, typer.Option(help="Ranks of the pipeline; 4 if not given.")] = (
         None
     ),
-    microbatches: Annotated[int | None, typer.Option(help="A batch's; 8 if not given.")] = None,
-    chunks: Annotated[int | None, typer.Option(help="Stages that a rank owns.")] = None,
-    batches: Annotated[int, typer.Option(help="With 2bw: batches without a drain.")] = 1,
+    microbatches: Annotated[int | None, typer.Option(help="Per batch; 8 if not given.")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Virtual stages per rank.")] = None,
+    batches: Annotated[int, typer.Option(help="2bw: batches without a flush.")] = 1,
     costs: Annotated[
         str,
         typer.Option(
@@ -90,38 +90,26 @@ def show(subject: Subject, timeline: Timeline, numbers: dict[str, Any]) -> None:
 def read_costs(given: str, stages: int) -> ActionCosts:
     """Parse costs: F=1,I=1,W=1; F=1/2 is 1 on stage 0 and 2 on stage 1; hop=0.1 is a message's.
 
-    Raises InputError that names the part that cannot be parsed, and why.
+    Raises InputError that names the part that cannot be parsed.
     """
     found: dict[str, Any] = {}
     for part in map(str.strip, given.split(",")):
-        op, _, times = part.partition("=")
-        values = [_time(time) for time in times.split("/")]
-        if wrong := _cost_problem(op, times, found, stages):
+        op, _, text = part.partition("=")
+        times = [time for time in map(_time, text.split("/")) if time is not None]
+        counts = (1,) if op == "hop" else (1, stages)
+        if op not in _OPS or op in found or len(times) != text.count("/") + 1:
+            counts = ()
+        if len(times) not in counts:
             allowed = f"{', '.join(_OPS)}, each once with {_TIME}, or one for each of "
             allowed += f"{stages} stages"
-            raise bad(f"the costs '{given}': {wrong}", allowed, "--costs F=1,I=1,W=1")
-        each = tuple(value for value in values if value is not None)
-        found[op] = each if len(values) > 1 else sum(each)
+            raise bad(f"'{part}' in the costs '{given}'", allowed, "--costs F=1,I=1,W=1")
+        found[op] = tuple(times) if len(times) > 1 else times[0]
     return ActionCosts(**found)
 
 
 _OPS = tuple(field.name for field in fields(ActionCosts))
 LEAST, MOST = 1e-12, 1e12
 _TIME = f"a time of 0, or from {LEAST:g} to {MOST:g}"
-
-
-def _cost_problem(op: str, times: str, found: Mapping[str, Any], stages: int) -> str:
-    """The problem of one part of the costs, `op`=`times`; "" if none."""
-    if op not in _OPS:
-        return f"'{op}' is no action"
-    if op in found:
-        return f"{op} occurs twice"
-    unread = [time for time in times.split("/") if _time(time) is None]
-    if unread:
-        return f"'{unread[0]}' is no time for {op}" if times else f"{op} has no time"
-    count = len(times.split("/"))
-    allowed = (1,) if op == "hop" else (1, stages)
-    return "" if count in allowed else f"{count} times of {op} for {_count(stages, 'stage')}"
 
 
 def _time(given: str) -> float | None:
@@ -133,7 +121,6 @@ def _time(given: str) -> float | None:
 
 
 def _subject(request: Request) -> Subject:
-    """The requested schedule."""
     if request.name is None:
         raise bad("no schedule", "its name, or the configuration of a run", "1f1b")
     name, _, numbers = request.name.partition(":")
@@ -175,7 +162,6 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 
 def _draw(file: Path, timeline: Timeline, title: str) -> None:
-    """Write the picture. Raises InputError if the file cannot be written."""
     try:
         file.write_text(draw.as_svg(timeline, title), encoding="utf-8")
     except OSError as error:
@@ -224,7 +210,6 @@ def _formula(found: Entry, n: Size, schedule: Schedule, costs: ActionCosts) -> d
 
 
 def _table(numbers: dict[str, Any]) -> Table:
-    """The clock's numbers beside those of the closed forms."""
     form: dict[str, Any] = numbers["formula"]
     table = Table("", "clock", "formula", "", box=None, header_style="dim")
 

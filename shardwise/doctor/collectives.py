@@ -192,19 +192,15 @@ def fit(timings: Sequence[Timing]) -> Fit:
     """
     t = np.array([each.seconds for each in timings])
     x = np.array([float(each.sent_bytes) for each in timings])
-    columns = np.stack([1 / t, x / t], axis=1)
-    lines = [np.linalg.lstsq(columns, np.ones(len(t)), rcond=None)[0]]
-    for kept in (0, 1):
-        only = np.linalg.lstsq(columns[:, [kept]], np.ones(len(t)), rcond=None)[0][0]
-        lines.append(np.array([only, 0.0] if kept == 0 else [0.0, only]))
-    errors = [
-        float(np.sqrt(np.mean((columns @ line - 1) ** 2))) if min(line) >= 0 else np.inf
-        for line in lines
-    ]
-    best = int(np.argmin(errors))
-    latency, per_byte = map(float, lines[best])
+    columns, errors = np.stack([1 / t, x / t], axis=1), list[tuple[float, float, float]]()
+    for kept in ([0, 1], [0], [1]):
+        line = np.zeros(2)
+        line[kept] = np.linalg.lstsq(columns[:, kept], np.ones(len(t)), rcond=None)[0]
+        error = float(np.sqrt(np.mean((columns @ line - 1) ** 2))) if min(line) >= 0 else np.inf
+        errors.append((error, float(line[0]), float(line[1])))
+    error, latency, per_byte = min(errors)
     rate = 1 / per_byte if per_byte else None
-    return Fit(timings[0].axis, timings[0].collective, latency, rate, errors[best])
+    return Fit(timings[0].axis, timings[0].collective, latency, rate, error)
 
 
 def slowest(by_rank: Sequence[Sequence[Timing]]) -> list[Timing]:

@@ -148,7 +148,6 @@ def _overlap(axis: Axis, world: World) -> float:
 
 
 def _host_link(device: torch.device, together: Act) -> tuple[float, float]:
-    """Latency and rate of copies to pinned memory."""
     times: list[float] = []
     sizes = (2**10, 2**26)
     for numel in sizes:
@@ -175,7 +174,6 @@ def _seconds(act: Act, device: torch.device, together: Act, calls: int | None = 
 
 
 def _timed(act: Act, device: torch.device, calls: int) -> float:
-    """Seconds of a call."""
     settle(device)
     began = time.perf_counter()
     for _ in range(calls):

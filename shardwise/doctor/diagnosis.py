@@ -279,7 +279,6 @@ def measured_cluster(found: Diagnosis) -> Cluster:
 
 
 def _links(found: Diagnosis, hosts: list[list[int]]) -> tuple[LinkSpeed | None, LinkSpeed | None]:
-    """The link within a host, and that between hosts."""
     mesh, host_of = Plan.parse(found.mesh).mesh, {r: n for n, own in enumerate(hosts) for r in own}
     links: dict[bool, LinkSpeed] = {}
     for fit in (fit for fit in found.fits if fit.collective == "send"):

@@ -35,8 +35,7 @@ from shardwise.engine.parallelize import parallelize, plan_of
 from shardwise.engine.state.full import full_state_dict
 from shardwise.engine.step_end import Metrics
 from shardwise.hf import training_arguments
-from shardwise.hf.accelerator import DataRanks, Updated
-from shardwise.hf.shares import PADDING, first_rows, joined, rows_in
+from shardwise.hf.shares import PADDING, DataRanks, Updated, first_rows, joined, rows_in
 from shardwise.techniques.pipeline.trace.placeholders import twin
 from shardwise.techniques.tensor.tensor_table import Table
 
@@ -288,7 +287,6 @@ class Trainer(transformers.Trainer):
         return labels[..., 1:] if self._loss_shifts_labels else labels
 
     def _count(self, batch: Mapping[str, Any]) -> int:
-        """The tokens of a batch."""
         if self._tokens is not None:
             return self._tokens(batch)
         labels = self._labels(batch)

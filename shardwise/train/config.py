@@ -60,8 +60,6 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises InputError for a file that is missing, empty or not TOML, and for every wrong value.
     """
     example = "shardwise train examples/quickstart.toml"
-    if path == Path():
-        raise bad("no configuration: the name of its file is empty", "a TOML file", example)
     try:
         values = tomllib.loads(read_text(path))
     except (OSError, UnicodeDecodeError) as error:

@@ -71,21 +71,15 @@ class ModelSection(BaseModel):
     experts: Size | None = Field(
         default=None, description="experts of each layer; unset: a dense model"
     )
-    experts_per_token: Size = Field(default=2, description="experts that a token uses")
+    experts_per_token: Size | None = Field(
+        default=None, description="experts that a token uses; unset: 2, or as the gate says"
+    )
     gate: Text = Field(
         default="topk-renormalised",
         description="`switch`, `gshard`, `topk`, `topk-renormalised`, `topk-softmax-after`, "
-        "`noisy-topk`, `sigmoid`, `expert-choice`, `hash` or `cluster`",
+        "`noisy-topk`, `sigmoid`, `expert-choice`, `hash` or `cluster`; `switch:1.25` has the "
+        "capacity factor 1.25, and drops the tokens beyond it",
     )
-    capacity: float | None = Field(
-        default=None,
-        ge=1,
-        allow_inf_nan=False,
-        description="the capacity factor, 1 or more; unset: no token is dropped",
-    )
-    shared_experts: Count = Field(default=0, description="experts that every token uses as well")
-    balance: float = Field(default=1e-2, ge=0, description="coefficient of the load-balance loss")
-    router_z: float = Field(default=1e-3, ge=0, description="coefficient of the routers' z loss")
 
 
 class DataSection(BaseModel):
@@ -100,11 +94,6 @@ class DataSection(BaseModel):
     )
     field: Text = Field(
         default="text", description="the field of a `.jsonl` or `.parquet` that holds the text"
-    )
-    encoding: Text = Field(
-        default="utf-8",
-        description="the encoding of `.txt` and `.jsonl` files, under any of Python's names; with "
-        '`tokens = "bytes"` the bytes of a `.txt` are used unchanged',
     )
     tokens: PathText = Field(
         default="bytes",

@@ -15,12 +15,16 @@ So all ranks decide the same, and a resumed run continues as the first run would
 
 import math
 import time
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TextIO
+from pathlib import Path
+from typing import Any, Final, TextIO
 
 import numpy as np
+import torch
 from rich.console import Console
+from torch import profiler
 
 from shardwise.callbacks.callback import Callbacks
 from shardwise.checkpoint.folder import all_in, find, passed_over
@@ -32,14 +36,11 @@ from shardwise.engine.checks.device_room import explained, ran_out
 from shardwise.engine.engine import Engine
 from shardwise.engine.step_end import Metrics as StepMetrics
 from shardwise.models.decoder import flops_per_token
-from shardwise.train import run_folder
+from shardwise.train import metrics, progress, run_folder
 from shardwise.train.config import Config
 from shardwise.train.data.data import Index, block, unigram_entropy
-from shardwise.train.end import finish
-from shardwise.train.measure import metrics, progress
-from shardwise.train.measure.experts import step_loads
-from shardwise.train.measure.metrics import Record
-from shardwise.train.measure.profiling import profiling
+from shardwise.train.experts import step_loads
+from shardwise.train.metrics import Record
 from shardwise.train.model import (
     Batch,
     batch,
@@ -51,9 +52,9 @@ from shardwise.train.model import (
     with_least_offload,
 )
 from shardwise.train.prepare import PreparedRun, RunStart, hold_folder, prepare
-from shardwise.train.report.summary import Summary
-from shardwise.train.run import Flags, Run, any_rank, is_due, say
+from shardwise.train.run import Flags, Run, any_rank, finish, is_due, say
 from shardwise.train.saving import Position, RunSaves, load_run
+from shardwise.train.summary import Summary
 
 LOCK_PATIENCE_S = 5.0  # for the ranks of torchrun and Slurm: a restart may come before an end
 SAME = ("model", "train", "plan")  # sections that all ranks have alike
@@ -250,7 +251,7 @@ def share(run: Run, numbers: Index) -> Batch:
 
 
 def train_step(run: Run, mine: Batch) -> StepMetrics:
-    """Run a step. Raises NonFiniteError, on every rank, and InputError if memory runs out."""
+    """Run a step. Raises NonFiniteError, on every rank, and RunError if memory runs out."""
     try:
         done = run.engine.step(mine)
         run.last.add(mine, done.skipped)
@@ -265,7 +266,6 @@ def train_step(run: Run, mine: Batch) -> StepMetrics:
 
 
 def _with_advice(run: Run, error: NonFiniteError) -> NonFiniteError:
-    """The error with advice on how to continue."""
     checkpoints = run.prepared.config.folder / run_folder.CHECKPOINTS
     kept = "No checkpoint had been saved yet. A smaller train.lr or a longer train.warmup may help"
     if all_in(checkpoints):
@@ -319,3 +319,33 @@ def tell(run: Run, record: Record) -> None:
     """Show and record a step, and call the callbacks."""
     run.progress.step(record)
     run.metrics.write(record)
+
+
+WARM, STEPS = 3, 5  # steps before the first of the profile, if the run is long enough; of it
+FOLDER: Final = "profile"
+#: Allocations that a memory snapshot has at most.
+_ALLOCATIONS: Final = 100_000
+
+
+@contextmanager
+def profiling(world: World, folder: Path, steps: int, *, on: bool) -> Iterator[Callable[[], Any]]:
+    """A function to call after each of so many steps; nothing is recorded unless `on`."""
+    if not on:
+        yield lambda: None
+        return
+    warm = max(0, min(WARM, steps - STEPS))
+    path, cuda = folder / FOLDER / f"rank-{world.rank}.json", world.device.type == "cuda"
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(found: Any) -> None:
+        found.export_chrome_trace(str(path))
+        if cuda:
+            torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    if cuda:
+        torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
+    waits, warmup = max(0, warm - 1), min(1, warm)
+    when = profiler.schedule(wait=waits, warmup=warmup, active=min(STEPS, steps), repeat=1)
+    with profiler.profile(schedule=when, on_trace_ready=write) as found:
+        yield found.step

@@ -26,8 +26,8 @@ from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.train.config import Config
 from shardwise.train.config_sections import TrainSection
 from shardwise.train.data.data import Rows, padded
-from shardwise.train.measure.progress import size_text
 from shardwise.train.prepare import PreparedRun
+from shardwise.train.progress import size_text
 from shardwise.train.sizes import state_bytes
 
 Batch = dict[str, Tensor]

@@ -139,20 +139,13 @@ def callbacks_of(config: RunSection) -> "Sequence[Callback]":
     return made
 
 
-def check_batch(plan: Plan, corpus: Corpus, batch: int) -> None:
-    """Raise InputError for a step of more sequences or microbatches than training sequences."""
-    least, there = plan.microbatches * plan.shares, len(corpus.training)
-    if least > there:
-        raise bad(
-            f"the plan '{plan}', whose step has {plan.shares} x {plan.microbatches} "
-            f"microbatches, with {there} training sequences",
-            "at most a microbatch for each sequence",
-            f"fewer microbatches or data ranks, or model.sequence below {corpus.sequence}",
-        )
+def check_batch(corpus: Corpus, batch: int) -> None:
+    """Raise InputError for a step of more sequences than training sequences."""
+    there = len(corpus.training)
     if batch > there:
         raise bad(
             f"train.batch = {batch} with {there} training sequences",
-            "at most all of them: no step has a sequence twice",
+            "at most the number of training sequences",
             f"train.batch = {there}, or more data",
         )
 
@@ -184,27 +177,21 @@ def prepare(
     check_cluster(config, plan)
     run_folder.check(config, start.resume, start.overwrite)
     called = callbacks_of(config.run)
-    source = find(config.data.source, config.data.field, config.data.encoding)
+    source = find(config.data.source, config.data.field)
     packed = tokenise(replace(source, most_bytes=most_bytes), config.data.tokens, config.cache)
 
     # imports torch, which takes seconds; the checks so far did not need it
-    from shardwise.train.sizes import (
-        machine_bytes,
-        model_sizes,
-        require_fit,
-        require_memory,
-        run_table,
-    )
+    from shardwise.train.sizes import model_sizes, require_fit, require_memory, run_table
 
     sizes = model_sizes(config.model, packed.vocabulary.size, config.train.seed)
     check_fits(packed.vocabulary, sizes.vocabulary, config.model.name)
     corpus = split(packed, sizes.sequence, config.data.validation)
-    check_batch(plan, corpus, config.train.batch)
+    check_batch(corpus, config.train.batch)
     table = run_table(config.plan.table, sizes, plan)
     require_fit(sizes, plan, table)
     # with ranks started by torchrun, only this rank is known to be on this machine
     share = 1.0 if environment() is None else 1 / ranks
-    require_memory(config.model.name, sizes, plan, machine_bytes(config.run.device), share)
+    require_memory(config, sizes, plan, share)
     before = run_folder.config_of(config.folder) if start.resume else None
     if before is not None:
         check_same(model_sizes(before.model, packed.vocabulary.size), sizes)

@@ -1,26 +1,45 @@
-"""The objects of a run that its steps and its end use; and the agreement of ranks after a step.
+"""A run: the objects that its steps use, the agreement of ranks after a step, and its end.
 
 A signal may reach ranks in different steps, or only one rank. All ranks must stop after the same
 step, or some would wait forever in the next step's collectives. So after each step they all-reduce
 their flags: one byte per rank, counted in the ledger under the phase `check`.
+
+Nothing after the last save fails the run. What goes wrong is said in a line, and --resume makes a
+missing report. A signal ends it: on all ranks before the report, on rank 0 at once after that.
 """
 
+import resource
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from rich.console import Console
 
 from shardwise.comm.move import all_reduce
+from shardwise.comm.objects import all_gather_object
 from shardwise.comm.start.worker import StopSignal
 from shardwise.comm.world import World
-from shardwise.core.errors import one_line
+from shardwise.core.errors import InputError, one_line
 from shardwise.engine.engine import Engine
-from shardwise.train.measure.metrics import MetricsWriter
-from shardwise.train.measure.progress import Progress
-from shardwise.train.model import Batch
+from shardwise.models.decoder import parameters
+from shardwise.prediction.traffic import by_kind
+from shardwise.train import metrics
+from shardwise.train.metrics import MetricsWriter
+from shardwise.train.model import Batch, prediction_of
 from shardwise.train.prepare import PreparedRun
-from shardwise.train.saving import RunSaves
+from shardwise.train.progress import Shown
+from shardwise.train.report_contents import contents_of, table
+from shardwise.train.report_files import write
+from shardwise.train.run_folder import PAGE, REPORT, best_name
+from shardwise.train.saving import Position, RunSaves
+from shardwise.train.summary import RankCost, Summary, TimeCost, disk_line, time_cost
+
+NO_REPORT = "stopped by a signal after the last step, which is saved; --resume makes the report"
+MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # the unit of getrusage's ru_maxrss
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -45,7 +64,7 @@ class Run:
     engine: Engine
     peak_flops: float | None
     unigram: float
-    progress: Progress
+    progress: Shown
     metrics: MetricsWriter
     stop: StopSignal
     profiled: Callable[[], object]
@@ -105,3 +124,126 @@ def _numbers(own: int, world: World) -> list[int]:
     with world.ledger.phase("check"):
         all_reduce(numbers, world.everyone)
     return numbers.tolist()
+
+
+# --- the end -----------------------------------------------------------------------------------
+
+
+class StoppedError(Exception):
+    """A rank has received a signal; raised on all ranks."""
+
+
+def finish(run: Run, began: Position, console: Console | None) -> Summary | None:
+    """Collect the costs (all ranks), then write the report (rank 0)."""
+    try:
+        made = collect(run, began, console)
+        return None if made is None else publish_report(made, console)
+    except (StoppedError, KeyboardInterrupt):
+        say(NO_REPORT, run.engine.world, console)
+    except Exception as error:  # noqa: BLE001  the run is finished and saved
+        print(
+            f"shardwise: rank {run.engine.world.rank} made no report ({why(error)}); the run is "
+            "finished and saved, and --resume makes the report",
+            file=sys.stderr,
+        )
+    finally:
+        run.stop.leaving = False
+    return None
+
+
+def collect(run: Run, began: Position, console: Console | None) -> Summary | None:
+    """The summary on rank 0, None on the other ranks. Called by all ranks."""
+    prepared, engine = run.prepared, run.engine
+    config = prepared.config
+    costs = all_gather_object(own_cost(run), engine.world)
+    if disk := disk_line(engine):
+        say(disk, engine.world, console)
+    require_no_signal(run)
+    if engine.world.rank != 0:
+        return None
+    run.stop.leaving = True  # no other rank waits for this one
+    if run.stop.received:
+        raise StoppedError
+    summary = Summary(
+        config=config,
+        plan=str(prepared.plan),
+        ranks=engine.world.size,
+        parameters=parameters(prepared.sizes),
+        packed=prepared.corpus.packed,
+        records=metrics.read(config.folder),
+        unigram=run.unigram,
+        began=began.step,
+        costs=costs,
+        saves=run.saves.costs,
+        best=attempt("the best checkpoint", lambda: best_name(config)) or "",
+    )
+    return replace(summary, time=attempt("the time of a step", lambda: own_time(run, summary)))
+
+
+def own_time(run: Run, summary: Summary) -> TimeCost | None:
+    """The time of a step of this rank; None without a cluster, or a step of this program."""
+    cluster, share = run.prepared.config.run.cluster, run.last.share
+    if cluster is None or share is None:
+        return None
+    predicted = prediction_of(run.prepared, run.engine, share).step_time(cluster)
+    return time_cost(cluster, predicted, summary.recent)
+
+
+def publish_report(summary: Summary, console: Console | None) -> Summary:
+    """Write and show the report, with a line for each picture that fails."""
+    screen = console or Console(highlight=False, markup=False)
+    contents, path = contents_of(summary), summary.config.folder
+    screen.print(table(contents))
+    for failure in write(contents, path):
+        screen.print(failure, soft_wrap=True, markup=False)
+    page = f"; open {path / PAGE} in a browser" if (path / PAGE).is_file() else ""
+    screen.print(one_line(f"report: {path / REPORT}{page}"), soft_wrap=True, markup=False)
+    return summary
+
+
+def attempt(what: str, make: Callable[[], T]) -> T | None:
+    """What `make` returns; None if it fails, which is said unless it is an InputError."""
+    try:
+        return make()
+    except InputError:
+        return None
+    except Exception as error:  # noqa: BLE001  the run is finished and saved
+        print(f"shardwise: {what} is missing from the report ({why(error)})", file=sys.stderr)
+        return None
+
+
+def why(error: BaseException) -> str:
+    """The kind of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def require_no_signal(run: Run) -> None:
+    """Raise StoppedError on all ranks if one has received a signal."""
+    if any_rank(run.stop.received, run.engine.world):
+        raise StoppedError
+
+
+def own_cost(run: Run) -> RankCost:
+    """The memory of this rank and the traffic of its last step, measured and predicted.
+
+    Only measured without a step of this program, or for a model whose forward reads values.
+    """
+    engine, last = run.engine, run.last
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
+    measured = RankCost(engine.memory(), {}, engine.measured_bytes(), {}, peak_bytes=peak_bytes)
+    if last.share is None:
+        return measured
+    share = last.share
+    found = attempt("the prediction", lambda: prediction_of(run.prepared, engine, share))
+    if found is None:
+        return measured
+    train, before = run.prepared.config.train, engine.steps - 1
+    sent = found.in_step(
+        engine.steps_run - 1,
+        done=engine.steps - engine.steps_run,
+        skipped=last.skipped_before,
+        flushed=is_due(before, train.eval_every) or is_due(before, train.save_every),
+    )
+    between = found.bytes_between
+    known = {kind: n for kind, n in by_kind(sent).items() if kind not in between}
+    return RankCost(measured.memory, found.memory, measured.sent, known, between, peak_bytes)

@@ -48,7 +48,7 @@ METRICS = "metrics.jsonl"
 PLOTS = "plots"
 TOKENIZER_FILE, ABOUT_TOKENIZER = "tokenizer.json", "tokenizer_config.json"
 REPORT, PAGE = "report.md", "report.html"
-PICTURES: Final = (f"{PLOTS}/loss.png", f"{PLOTS}/memory.png", f"{PLOTS}/bytes.png")
+PICTURES: Final = (f"{PLOTS}/loss.svg", f"{PLOTS}/memory.svg", f"{PLOTS}/bytes.svg")
 #: In every folder of a run, from its start.
 MARKER: Final = ".shardwise-run"
 #: Temporary files of other ranks and network file systems, and the lock.
@@ -118,7 +118,6 @@ def _has_steps(folder: Path) -> bool:
 
 
 def _has_saves(folder: Path) -> bool:
-    """Whether there is a checkpoint, or a part of one."""
     return any((folder / CHECKPOINTS).glob("*"))
 
 
@@ -187,8 +186,8 @@ def finished_message(config: Config) -> str:
 
 
 def has_report(folder: Path) -> bool:
-    """Whether a run has its report, with the pictures that every report shows."""
-    return all((folder / name).is_file() for name in (REPORT, PAGE, *PICTURES))
+    """Whether a run has its report."""
+    return all((folder / name).is_file() for name in (REPORT, PAGE))
 
 
 def put_aside(config: Config) -> Path:

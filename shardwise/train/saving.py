@@ -20,9 +20,9 @@ from shardwise.comm.objects import on_rank_zero
 from shardwise.core.errors import RunError, bad
 from shardwise.core.tools.arguments import is_count
 from shardwise.engine.engine import Engine
-from shardwise.train.measure.run_costs import SaveCosts
 from shardwise.train.prepare import PreparedRun
 from shardwise.train.run_folder import checkpoints_of, newest
+from shardwise.train.summary import SaveCosts
 
 
 @dataclass(frozen=True)

@@ -14,33 +14,25 @@ from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import STATE_BYTES, bytes_per_parameter
 from shardwise.derive.table import table_or_derived
-from shardwise.models import hf, pretrained, user
-from shardwise.models.decoder import Sizes, build, loss_of, numbers, parameters
+from shardwise.models import hf, moe, pretrained, user
+from shardwise.models.decoder import Sizes, build, loss_of, parameters
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.moe import MoEConfig
 from shardwise.models.pretrained import PUBLISHED
 from shardwise.models.registry import NAMED, named_sizes, nearest
 from shardwise.techniques.expert import apply as expert_parallel
-from shardwise.techniques.expert.gate import FIXED, GATES, Gate
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor.tensor_table import Table
+from shardwise.train.config import Config
 from shardwise.train.config_sections import ModelSection
-from shardwise.train.measure.progress import size_text
+from shardwise.train.progress import size_text
 from shardwise.verify.proof_options import table_in
 
-LAYER_BYTES: Final = 2**14  # the least memory of a layer's modules without weights, per process
 TABLE_ROWS: Final = 2  # of the batch from which a table is derived
 GPU_BYTES: Final = 2**39  # more than any GPU has
 _DEFAULT: Final = ModelSection().model_dump()
 #: Keys that only layers of experts read.
-OF_EXPERTS: Final = (
-    "gate",
-    "experts_per_token",
-    "capacity",
-    "shared_experts",
-    "balance",
-    "router_z",
-)
+OF_EXPERTS: Final = ("gate", "experts_per_token")
 
 
 def model_sizes(
@@ -109,7 +101,6 @@ def _of_user(section: ModelSection, vocabulary: int, seed: int) -> Sizes:
 
 
 def _refuse_sizes(section: ModelSection) -> None:
-    """Raise InputError for a size other than `sequence`."""
     given = section.model_fields_set - {"name", "sequence"}
     _refuse_keys(
         section, sorted(name for name in given if getattr(section, name) != _DEFAULT[name])
@@ -117,7 +108,6 @@ def _refuse_sizes(section: ModelSection) -> None:
 
 
 def _refuse_keys(section: ModelSection, own: list[str]) -> None:
-    """Raise InputError for keys that the named model has itself."""
     if own:
         raise bad(
             f"model.{own[0]} with model.name = '{section.name}'",
@@ -127,14 +117,9 @@ def _refuse_keys(section: ModelSection, own: list[str]) -> None:
 
 
 def _moe_config(section: ModelSection, experts: int, dense: GPTConfig) -> MoEConfig:
-    # a default that has no effect under this gate was not asked for
-    losses = {"balance": section.balance, "z": section.router_z}
-    defaults = {"balance": _DEFAULT["balance"], "z": _DEFAULT["router_z"]}
-    losses = {} if section.gate in FIXED and losses == defaults else losses
-    k = section.experts_per_token
-    k = GATES.get(section.gate) or k if k == _DEFAULT["experts_per_token"] else k
-    gate = Gate(section.gate, experts, k, section.capacity, losses=losses)
-    return _trained_on_text(MoEConfig(dense, gate, section.shared_experts))
+    name, _, capacity = section.gate.partition(":")
+    gate = f"{name}:{capacity}:{experts}:{section.experts_per_token or ''}"
+    return _trained_on_text(replace(moe.tiny(gate), gpt=dense, shared=0))
 
 
 def _trained_on_text(sizes: MoEConfig) -> MoEConfig:
@@ -173,25 +158,16 @@ def machine_bytes(device: str) -> int:
     return host_bytes + (0 if device == "cpu" else torch.cuda.device_count() * GPU_BYTES)
 
 
-def require_memory(
-    name: str, sizes: Sizes, plan: Plan, memory_bytes: int, share: float = 1.0
-) -> None:
-    """Raise InputError if the state of the model `name` cannot fit into `memory_bytes`.
-
-    `share` is the fraction of the plan's ranks that run on this machine.
-    """
-    needed = (state_bytes(sizes, plan) + plan.size * sizes.layers * LAYER_BYTES) * share
+def require_memory(config: Config, sizes: Sizes, plan: Plan, share: float) -> None:
+    """Raise InputError if the states of the plan's ranks here, `share` of all, cannot fit."""
+    needed, memory_bytes = state_bytes(sizes, plan) * share, machine_bytes(config.run.device)
     if needed > memory_bytes:
-        shown = ("layers", "width", "hidden", "vocabulary")
-        known = [f"model.{key} = {n}" for key, n in numbers(sizes).items() if key in shown]
         raise bad(
-            f"the model {name} of {parameters(sizes):,} parameters ({', '.join(known)}) "
-            f"under the plan '{plan}', which keeps {size_text(needed)} of "
-            "weights, gradients, optimizer state and modules on this machine, which has "
-            f"{size_text(memory_bytes)} of memory",
+            f"the model {config.model.name} of {parameters(sizes):,} parameters under the plan "
+            f"'{plan}', which keeps {size_text(needed)} of weights, gradients and optimizer state "
+            f"on this machine, which has {size_text(memory_bytes)} of memory",
             "a model whose state fits, with room for its activations",
-            "smaller model.layers, model.width or model.hidden, such as model.name = "
-            "'gpt:quickstart' alone; or a plan that shards more over more machines",
+            "a smaller model; or a plan that shards over more machines",
         )
 
 

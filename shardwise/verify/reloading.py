@@ -8,8 +8,8 @@ from typing import Final
 import torch
 
 from shardwise.checkpoint import engines
-from shardwise.checkpoint import load as reading
 from shardwise.checkpoint import save as writing
+from shardwise.checkpoint import storage as reading
 from shardwise.checkpoint.folder import find
 from shardwise.checkpoint.open_checkpoint import open_checkpoint
 from shardwise.comm.objects import all_gather_object

@@ -19,7 +19,7 @@ from shardwise.callbacks import Callback, Callbacks, RunFacts, callback
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RunError
 from shardwise.train import config
-from shardwise.train.measure.metrics import Record, tags
+from shardwise.train.metrics import Record, tags
 from shardwise.train.prepare import RunStart
 from tests.pool import run_threads
 from tests.train.runs import run, settings

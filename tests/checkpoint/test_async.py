@@ -16,9 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwise as sw
 from shardwise.checkpoint import pending
-from shardwise.checkpoint.contents import describe
 from shardwise.checkpoint.folder import all_in, find
-from shardwise.checkpoint.manifest import read_manifest
+from shardwise.checkpoint.open_checkpoint import describe, read_manifest
 from shardwise.checkpoint.save import PlannedSave
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.checkpoint.contents import describe
 from shardwise.checkpoint.export import export
 from shardwise.checkpoint.folder import METADATA
 from shardwise.checkpoint.metadata import read_metadata
+from shardwise.checkpoint.open_checkpoint import describe
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.state.box import Box
@@ -84,9 +84,8 @@ def test_no_damage_is_loaded_and_none_changes_the_engine(
 ):
     """More than 250 ways: bits, lengths, files missing, exchanged and of other checkpoints.
 
-    `sw.load` refuses each in one paragraph that names the file, and the tensor if its values are
-    damaged, and leaves the engine as it was; `checkpoint inspect --deep` refuses each with exit
-    code 2.
+    `sw.load` refuses each in one paragraph that names the file, and leaves the engine as it was;
+    `checkpoint inspect --deep` refuses each with exit code 2.
     """
     whole = shutil.copytree(saved, tmp_path / "run") / "step-000002"
     others = [saved / "step-000001", saved.with_name("another") / whole.name]
@@ -101,7 +100,6 @@ def test_no_damage_is_loaded_and_none_changes_the_engine(
         assert content != content_of(whole), damage.name
         said = outcome(engine, whole, state_of(expected))
         assert any(f"'{whole / name}'" in said for name in damage.files), f"{damage.name}: {said}"
-        assert damage.tensor in said, f"{damage.name}: {said}"
         code, out, err = ended(capsys, "checkpoint", "inspect", "--deep", str(whole))
         assert code == 2 and err.count("\n") == 1 and not out, damage.name
         shutil.rmtree(whole)

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
 import shardwise as sw
-from shardwise.checkpoint.contents import SavedTensor, describe
 from shardwise.checkpoint.export import export
+from shardwise.checkpoint.open_checkpoint import SavedTensor, describe
 from shardwise.checkpoint.save import save
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError

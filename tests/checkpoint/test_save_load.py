@@ -18,11 +18,11 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.contents import describe
 from shardwise.checkpoint.folder import all_in, find, prune
-from shardwise.checkpoint.load import load
+from shardwise.checkpoint.open_checkpoint import describe
 from shardwise.checkpoint.save import save
 from shardwise.checkpoint.save_plans import BoxSavePlanner
+from shardwise.checkpoint.storage import load
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RunError
 from shardwise.engine.state.box import Box
@@ -222,15 +222,17 @@ def go(
 ) -> tuple[dict[str, Any], Any]:
     """Steps of an engine, to a checkpoint if `save` says how, else from the folder's."""
     engine = engine_of(world, f"{plan} fp64", Sum(), optimizer, least_unit_bytes=0)
-    found = {} if save else sw.load(engine, folder)
+    found, pending = {} if save else sw.load(engine, folder), None
     for step in steps:
         part = rows(step).tensor_split(engine.data_ranks)[engine.data_rank]
         engine.step((part, int(step >= 3)))
         if save == "async" and step == steps[-2]:
-            sw.async_save(engine, folder, extra())  # the last step is beside it
+            pending = sw.async_save(engine, folder, extra())  # the last step is beside it
     engine.wait()  # parameters are gathered, states are of pieces
     if save == "save":
         sw.save(engine, folder, extra())
+    if pending is not None:
+        pending.result()
     return sw.full_state_dict(engine), found
 
 

@@ -18,7 +18,7 @@ from shardwise.comm.world import alone
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.step_end import StepResult
 from shardwise.train.config import Config
-from shardwise.train.measure.metrics import Record
+from shardwise.train.metrics import Record
 from tests.docs.pages import DOCS, ROOT, text_of
 
 REFERENCE = "docs/reference"

@@ -26,7 +26,7 @@ from shardwise.engine.predict import predict
 from shardwise.observe.meter import Meter
 from shardwise.prediction.peak_memory import device_peak_bytes
 from shardwise.prediction.prediction import Prediction
-from shardwise.train.measure.run_costs import disk_line
+from shardwise.train.summary import disk_line
 from tests.engine.cases import (
     Case,
     Task,

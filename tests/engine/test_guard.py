@@ -405,13 +405,13 @@ def test_what_counts_as_running_out(error: Exception, expected: bool):
 
 
 def test_training_ends_with_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
-    """`shardwise train` answers with the tables, as bad input: exit code 2."""
+    """`shardwise train` answers with the tables: exit code 1."""
 
     def step(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
     monkeypatch.setattr(sw.Engine, "step", step)
-    with pytest.raises(InputError, match=r"out of memory. Tried to allocate 2.00 GiB\)") as told:
+    with pytest.raises(sw.RunError, match=r"out of memory. Tried to allocate 2.00 GiB\)") as told:
         loop.train(settings(tmp_path / "run", "fp32 device_memory:1MiB"), alone())
     assert "rank 0 stores, bytes" in str(told.value)
 

@@ -396,7 +396,7 @@ def test_blocks_that_differ_are_recorded_one_by_one() -> None:
 
 # --- the command ----------------------------------------------------------------------------------
 
-TASK = ["plan", "--search", "--model", "gpt", "--cluster", "h100-sxm", "--ranks", "2"]
+TASK = ["search", "--model", "gpt", "--cluster", "h100-sxm", "--ranks", "2"]
 
 
 def test_the_command_prints_the_best_plans(capsys: pytest.CaptureFixture[str]) -> None:
@@ -426,13 +426,11 @@ def test_the_best_plans_are_measured(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([*TASK[:5], "h100", *TASK[6:]], "Given: the cluster 'h100'"),
-        (["plan", "--search", "--ranks", "2"], "--search without --cluster or --ranks"),
-        (["plan", "dp2", *TASK[1:]], 'the plan "dp2" beside --search'),
+        ([*TASK[:4], "h100", *TASK[5:]], "Given: the cluster 'h100'"),
+        (["search", "--ranks", "2"], "Missing option '--cluster'"),
         ([*TASK, "--why", "dp4 bf16"], "which needs 4 processes"),
         ([*TASK[:-1], "12"], "12 ranks on hosts of 8 devices"),
         ([*TASK, "--measure", "0"], "--measure 0"),
-        (["plan", "dp2", "--measure", "2"], "--measure 2 without --search"),
         ([*TASK[:-1], "512", "--measure", "2"], "--measure for 512 ranks"),
     ],
 )

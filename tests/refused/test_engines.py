@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import save
+from shardwise.checkpoint.storage import load
 from shardwise.comm.move import move
 from shardwise.comm.world import World, alone, traced
 from shardwise.core import R, S

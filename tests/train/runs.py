@@ -20,7 +20,7 @@ from shardwise.core.errors import InputError, RunError
 from shardwise.engine.engine import Engine
 from shardwise.models import gpt, hf
 from shardwise.train import config, loop
-from shardwise.train.measure.metrics import Record, read
+from shardwise.train.metrics import Record, read
 from shardwise.train.prepare import PreparedRun, RunStart
 from tests.pool import run_gloo
 

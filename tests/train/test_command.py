@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main as cli
-from shardwise.cli.usage import EXAMPLES
+from shardwise.cli.main import EXAMPLES
 from shardwise.comm.start.launch import Ended
 from shardwise.comm.start.worker import NOTHING
 from shardwise.train import config
-from shardwise.train.measure.metrics import read
+from shardwise.train.metrics import read
 from tests import surface
 from tests.programs import Program, run_program, start_program
 from tests.train.runs import Capture, ended, printed, settings
@@ -88,7 +88,6 @@ def test_a_process_that_outlives_its_command_is_ended(keep: str) -> None:
         ("checkpoint inspct x", "Write instead: shardwise checkpoint inspect runs/default"),
         # runs
         ("train absent.toml", "absent.toml"),
-        ("train ''", "no configuration: the name of its file is empty"),
         ("train EXAMPLE --set train.step=3", "train.steps"),
         ("train EXAMPLE --set stesp=9", "Write instead: --set train.steps=9."),
         ("train EXAMPLE --set tokens=9", "--set data.tokens=9"),

@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 
 from shardwise.callbacks import Callbacks
-from shardwise.checkpoint.contents import describe
 from shardwise.checkpoint.folder import METADATA, all_in, best_in
+from shardwise.checkpoint.open_checkpoint import describe
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.train import config, loop, run_folder
-from shardwise.train.measure import metrics
-from shardwise.train.measure.metrics import Record
+from shardwise.train import config, loop, metrics, run_folder
+from shardwise.train.metrics import Record
 from shardwise.train.prepare import RunStart, hold_folder, prepare
 from tests.checkpoint.support import refuse, writing
 from tests.pool import run_gloo

@@ -13,9 +13,9 @@ from shardwise.comm.world import World
 from shardwise.core.plan.plan import Plan
 from shardwise.models.gpt import SIZES, parameters
 from shardwise.train import config
-from shardwise.train.measure.run_costs import disk_line
 from shardwise.train.prepare import RunStart
 from shardwise.train.sizes import state_bytes
+from shardwise.train.summary import disk_line
 from tests.pool import run_gloo
 from tests.train import runs
 
@@ -24,14 +24,14 @@ from tests.train import runs
 
 def settings(folder: Path, plan: str, model: dict[str, Any], **train: Any) -> config.Config:
     dense = runs.settings(folder, f"{plan} fp64", eval_every=2, decay="constant", **train)
-    return runs.changed(dense, "model", **{"experts": 4, "experts_per_token": 2} | model)
+    return runs.changed(dense, "model", **{"experts": 4} | model)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("plan", "model"),
     [
-        ("dp2 ep2 zero2", {"capacity": 1.0}),
+        ("dp2 ep2 zero2", {"gate": "topk:1"}),
         ("dp2 ep2 zero2", {"gate": "cluster"}),
         ("pp2 1f1b:2", {"gate": "cluster"}),
     ],
@@ -49,8 +49,8 @@ def test_loads_do_not_depend_on_the_plan(plan: str, model: dict[str, Any], tmp_p
     assert [r.loss for r in one] == pytest.approx([r.loss for r in two], rel=1e-10)
     assert [r.expert_loads for r in one] == [r.expert_loads for r in two]
     assert [r.dropped for r in one] == [r.dropped for r in two]
-    assert any(record.dropped for record in one) == ("capacity" in model)
-    if "gate" in model:  # fitted before the first step, on its batch
+    assert any(record.dropped for record in one) == (model["gate"] == "topk:1")
+    if model["gate"] == "cluster":  # fitted before the first step, on its batch
         loads = one[0].expert_loads or {}
         assert len(loads) == 2
         assert all(max(own) - min(own) < one[0].tokens // 4 for own in loads.values())

@@ -15,7 +15,7 @@ from shardwise.models import pretrained
 from shardwise.models.hf import causal_loss
 from shardwise.train import config, loop
 from shardwise.train.data.tokens import load_tokenizer, train_bpe
-from shardwise.train.measure.metrics import read
+from shardwise.train.metrics import read
 from shardwise.train.prepare import RunStart, prepare
 from shardwise.train.sizes import model_sizes
 from tests.comm.test_start import free_port

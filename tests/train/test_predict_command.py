@@ -10,7 +10,7 @@ import torch
 
 from shardwise.core.schedule.library import LIBRARY
 from shardwise.train import config
-from shardwise.train.measure.progress import size_text
+from shardwise.train.progress import size_text
 from tests.train.runs import Capture, ended, printed, run, settings
 from tests.verify import small
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.train import config
-from shardwise.train.measure.metrics import Record, read
+from shardwise.train.metrics import Record, read
 from tests.comm.hosts import HOSTS, joined_hosts, processes_on
 from tests.comm.test_start import free_port
 from tests.programs import Program, start_program

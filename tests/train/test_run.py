@@ -17,7 +17,7 @@ from shardwise.comm.start.worker import NOTHING, SIGNALS, StopSignal
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RankError, RunError
 from shardwise.train import config, loop, run_folder
-from shardwise.train.measure.metrics import Record, read
+from shardwise.train.metrics import Record, read
 from shardwise.train.prepare import RunStart, hold_folder, prepare
 from shardwise.train.run import any_rank
 from tests.pool import run_gloo, run_threads
@@ -107,7 +107,7 @@ def test_a_signal_before_a_resumed_run_goes_on_keeps_it(tmp_path: Path):
 def test_a_signal_after_the_last_step_ends_without_a_report(where: str, tmp_path: Path) -> None:
     """Rank 0 alone or all ranks: the checkpoint is there, and --resume makes the report."""
     given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", steps=2)
-    run_gloo(2, runs.stopped, given, 0, f"end.{where}")
+    run_gloo(2, runs.stopped, given, 0, f"run.{where}")
     assert not (given.folder / "report.md").exists()
     assert names(given) == ["step-000002"]
     assert len(runs.run(given, 2, RESUME)) == 2
@@ -119,7 +119,7 @@ def test_a_run_leaves_its_report_and_pictures(plan: str, tmp_path: Path) -> None
     """Everything the summary promises is there, also where no rank has all stages."""
     given = runs.settings(tmp_path / "run", plan, steps=2)
     run_gloo(2, runs.trained, given)
-    pictures = [f"plots/{name}.png" for name in ("loss", "memory", "bytes")]
+    pictures = [f"plots/{name}.svg" for name in ("loss", "memory", "bytes")]
     for name in ("report.md", "report.html", "config.toml", *pictures):
         assert (given.folder / name).stat().st_size > 0
 
@@ -179,7 +179,7 @@ def test_damage_is_answered_with_what_resume_can_follow(tmp_path: Path):
 # --- failures -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["report.plots.loss", "end.metrics.read", "end.prediction_of"])
+@pytest.mark.parametrize("where", ["plots.loss", "run.metrics.read", "run.prediction_of"])
 def test_nothing_fails_a_run_after_its_last_save(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: runs.Capture
 ):
@@ -266,12 +266,6 @@ def test_memory_that_is_not_there_is_a_paragraph(tmp_path: Path, monkeypatch: py
     ("plan", "section", "values", "phrase"),
     [
         ("tp2", "model", {"sequence": 10**9}, r"\d+ tokens with sequences of 1000000000"),
-        (
-            "accumulate:1000000000",
-            "train",
-            {"batch": 10**9},
-            r"1 x 1000000000 microbatches, with \d+ training",
-        ),
         ("", "train", {"batch": 10**9}, r"train.batch = 1000000000 with \d+ training sequences"),
         ("pp1 1f1b:8", "train", {}, r"1 x 8 microbatches\. Allowed: 8 or more.*batch = 8"),
         ("accumulate:2", "train", {"batch": 1}, r"train\.batch = 1 under the plan"),
@@ -279,7 +273,6 @@ def test_memory_that_is_not_there_is_a_paragraph(tmp_path: Path, monkeypatch: py
         ("", "model", {"name": "gpt:smal"}, r"Write instead: model\.name = 'gpt:small'"),
         ("", "model", {"width": 15, "heads": 2}, "width = 15"),
         ("", "model", {"gate": "switch"}, r"model\.gate = .*model\.experts = 8"),
-        ("", "model", {"capacity": 1.25}, r"model\.capacity = .*model\.experts = 8"),
         ("offload:optim@disk", "train", {"async_save": True}, r"async_save = true .* on a disk"),
     ],
 )

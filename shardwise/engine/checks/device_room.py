@@ -28,7 +28,7 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.core.errors import InputError, bad
+from shardwise.core.errors import RunError, bad
 from shardwise.core.memory_table import ACTIVATIONS, OWNED
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
@@ -90,7 +90,7 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "alloc" in first and "memory" in first
 
 
-def explained(error: BaseException, engine: Engine, found: Prediction) -> InputError:
+def explained(error: BaseException, engine: Engine, found: Prediction) -> RunError:
     """The error to raise in place of `error`: a paragraph and a table.
 
     `found` is the prediction of the engine's plan for the same model, batch and options.
@@ -109,7 +109,7 @@ def explained(error: BaseException, engine: Engine, found: Prediction) -> InputE
     names = (*OWNED, ACTIVATIONS)
     held = [(name, now.get(name), every.get(name)) for name in names]
     table = _table((f"rank {rank} stores, bytes", "now", "predicted"), held)
-    return InputError("\n".join([str(problem), "", *table]))
+    return RunError("\n".join([str(problem), "", *table]))
 
 
 def stored(engine: Engine) -> dict[str, int]:

@@ -9,13 +9,13 @@ targets are -100.
     targets    [t1 t2 t3 t4][t5 t6 t7 t8]
 
 The stream is divided into 128 stretches, and some of them, evenly spread, are held out for
-validation. The training sequences are shuffled in each epoch, by a permutation that is computed
-element by element. So the state of a run is one number, the sequences consumed, which determines
-the global batch of a step. The ranks take contiguous blocks of that batch, whose sizes differ by at
-most one.
+validation. The training sequences are shuffled in each epoch, by its number and the seed. So the
+state of a run is one number, the sequences consumed, which determines the global batch of a step.
+The ranks take contiguous blocks of that batch, whose sizes differ by at most one.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ from shardwise.train.data.packed import Packed, Stream
 IGNORED = -100  # a target that the loss ignores
 STRETCHES = 128
 COUNTED = 2**24
-ROUNDS = 6  # of the Feistel network; four suffice with a good round function
 
 Index = NDArray[np.int64]
 
@@ -97,8 +96,8 @@ class Batches:
     def numbers(self, consumed: int) -> Index:
         """The global batch after `consumed` sequences; the last of an epoch may be smaller."""
         epoch, start = divmod(consumed, len(self.corpus.training))
-        places = np.arange(start, min(start + self.batch, len(self.corpus.training)))
-        return self.corpus.training[shuffle(places, len(self.corpus.training), self.seed, epoch)]
+        order = permutation(len(self.corpus.training), self.seed, epoch)
+        return self.corpus.training[order[start : start + self.batch]]
 
 
 def block(numbers: Index, rank: int, ranks: int) -> Index:
@@ -120,37 +119,10 @@ def padded(rows: Rows, count: int) -> Rows:
     )
 
 
-def shuffle(places: Index, count: int, seed: int, epoch: int) -> Index:
-    """Apply a permutation of [0, count), keyed by seed and epoch, to `places`.
-
-    A Feistel network on the smallest even number of bits for `count`; results outside the range
-    are permuted again until they are inside (cycle walking: Black and Rogaway, "Ciphers with
-    Arbitrary Finite Domains", 2002). It needs no table, and computes only the given places.
-    """
-    half = np.uint64(max(1, (max(1, count - 1).bit_length() + 1) // 2))
-    key = _mix(np.array([seed % 2**64], np.uint64)) ^ np.uint64(epoch)
-    result = places.astype(np.uint64)
-    outside = np.ones(len(result), bool)
-    while outside.any():
-        result[outside] = _feistel(result[outside], half, key)
-        outside = result >= count
-    return result.astype(np.int64)
-
-
-def _feistel(x: NDArray[np.uint64], half: np.uint64, key: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = x >> half, x & mask
-    for turn in range(ROUNDS):
-        left, right = right, left ^ (_mix(right ^ _mix(key + np.uint64(turn))) & mask)
-    return (left << half) | right
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64: every bit of the result depends on every bit of x."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+@lru_cache(maxsize=1)
+def permutation(count: int, seed: int, epoch: int) -> Index:
+    """The order of `count` sequences in an epoch."""
+    return np.random.default_rng([seed, epoch]).permutation(count)
 
 
 def unigram_entropy(corpus: Corpus) -> float:

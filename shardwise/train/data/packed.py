@@ -2,16 +2,15 @@
 
     <key>.tokens    the numbers, every document followed by the separator, 16 or 32 bits each
     <key>.json      how many numbers, of how many bits, for how many bytes of text
-    <name>.hashes.json    the hashes of the data's files
+    <name>.digest   the hash of the data's files
 
 The key is a hash of the content and of the vocabulary. The .json is written last, by a rename, so
 it exists only if the numbers are complete. A file lock lets the first process on a machine create
 the files; the others wait for it. A folder that cannot be written is enough if it has them.
 
-A file is hashed again only if it has changed: while its size, times and inode are those of the time
-when it was read, its hash is used again. The time of the last change of its inode (ctime), which no
-program can set back, is among them. A file that changed in the last seconds before it was read is
-hashed again: its next change may get the same time.
+Files are hashed again only if one has changed: in its size, inode, or times. The time of the last
+change of its inode (ctime), which no program can set back, is among them. The hash of files that
+changed in the last seconds is not kept: a next change may get the same time.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from shardwise.checkpoint.lock import locked
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.arguments import setting
 from shardwise.core.tools.signs_of_life import signs_of_life
-from shardwise.train.data.sources import Source, raw
+from shardwise.train.data.sources import Source, raw, unreadable
 from shardwise.train.data.tokens import (
     ByteVocabulary,
     Vocabulary,
@@ -73,7 +72,7 @@ def tokenise(source: Source, tokens: str, cache: Path) -> Packed:
         if not cache.is_dir():
             raise
         refused = error
-    content = source.digest(lambda files: hashes(files, cache))
+    content = digest(source, cache)
     with one_at_a_time(cache / f"{content}.lock"):
         vocabulary = _vocabulary(source, tokens, cache, content, refused)
         mark = f"{FORMAT}/{content}/{vocabulary.name}"
@@ -166,31 +165,45 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
 
 
 #: Younger changes can share their time with a later one: the coarsest clock of a file system.
-SETTLED_S: Final = 3.0
-LENGTH: Final = hashlib.blake2b().digest_size
+SETTLED_NS: Final = 3 * 10**9
 
 
-State = list[int]  # size, time of change, time of change of the inode, inode
-Known = dict[str, tuple[State | None, str]]  # of each path; no state: to be hashed again
+def digest(source: Source, cache: Path) -> str:
+    """A hash of the contents of the source's files in order, independent of their paths.
+
+    Raises InputError for a file that cannot be read.
+    """
+    if source.cut:  # it is not read as a whole for its hash either
+        return _hash([source.field, str(source.files)])
+    try:
+        found = [(str(file.absolute()), file.stat()) for file in source.files]
+        states = [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for name, s in found]
+        kept = cache / f"{_hash([source.field, states])}.digest"
+        changed_ns = max(max(s.st_mtime_ns, s.st_ctime_ns) for _, s in found)
+        settled = time.time_ns() - changed_ns > SETTLED_NS
+        with one_at_a_time(kept.with_suffix(".lock")):
+            if kept.is_file():
+                return kept.read_text(encoding="utf-8")
+            text = _hash([source.field, [_content(file) + file.suffix for file in source.files]])
+            if settled:
+                _keep(kept, text)
+            return text
+    except OSError as error:
+        raise unreadable(error.filename or source.name, error) from None
 
 
-def hashes(files: Sequence[Path], cache: Path) -> list[bytes]:
-    """The hash of each file's content. Raises OSError for one that cannot be read."""
-    paths = [str(file.absolute()) for file in files]
-    name = hashlib.blake2b("\0".join(paths).encode(errors="replace"), digest_size=12).hexdigest()
-    kept = cache / f"{name}.hashes.json"
-    with one_at_a_time(cache / f"{name}.lock"):
-        known = _read(kept)
-        found: Known = {}
-        for path in paths:
-            before = known.get(path)
-            unchanged = before is not None and before[0] == _state(path)
-            found[path] = before if before is not None and unchanged else _hashed(path)
-        if found != known:
-            text = json.dumps(found)
-            with suppress(OSError):  # a cache that cannot be written
-                publish(kept, lambda beside: beside.write_text(text, encoding="utf-8"))
-    return [bytes.fromhex(found[path][1]) for path in paths]
+def _keep(file: Path, text: str) -> None:
+    with suppress(OSError):  # a cache that cannot be written
+        publish(file, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def _content(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "blake2b").hexdigest()
+
+
+def _hash(of: object) -> str:
+    return hashlib.blake2b(json.dumps(of).encode(), digest_size=16).hexdigest()
 
 
 @contextmanager
@@ -200,27 +213,3 @@ def one_at_a_time(file: Path) -> Iterator[None]:
         with suppress(OSError):
             held.enter_context(locked(file, math.inf))
         yield
-
-
-def _hashed(path: str) -> tuple[State | None, str]:
-    """The file's state and hash; without the state if it may change unseen."""
-    began_ns, state = time.time_ns(), _state(path)
-    with Path(path).open("rb") as stream:
-        content = hashlib.file_digest(stream, "blake2b").hexdigest()
-    settled = began_ns - max(state[1:3]) > SETTLED_S * 1e9 and state == _state(path)
-    return (state if settled else None), content
-
-
-def _state(path: str) -> State:
-    found = Path(path).stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-
-
-def _read(kept: Path) -> Known:
-    """The file's content; empty if there is none, or it is damaged."""
-    try:
-        found = json.loads(kept.read_text(encoding="utf-8"))
-        known = {str(path): (state, str(content)) for path, (state, content) in found.items()}
-        return {path: one for path, one in known.items() if len(bytes.fromhex(one[1])) == LENGTH}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return {}

@@ -6,18 +6,17 @@ data.jsonl            one document per line, in the field `field`
 data.parquet          one document per row, in the column `field` (extra `parquet`)
 a folder, a glob      every such file in it, in sorted order
 
-Files are decoded with `encoding`. With `exact`, for a vocabulary of bytes, the bytes are preserved:
-those that are not UTF-8 become lone surrogates (PEP 383), which `raw` converts back.
+Text is UTF-8. With `exact`, for a vocabulary of bytes, the bytes are preserved: those that are not
+UTF-8 become lone surrogates (PEP 383), which `raw` converts back.
 """
 
 import glob
-import hashlib
 import json
 import math
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,15 +38,14 @@ LEFT_OUT = frozenset(
 
 @dataclass(frozen=True)
 class Source:
-    """Files in reading order, the field of .jsonl and .parquet with the text, and the encoding.
+    """Files in reading order, and the field of .jsonl and .parquet with the text.
 
-    .parquet files are always UTF-8. Of a larger source only about `most_bytes` are read.
+    Of a larger source only about `most_bytes` are read.
     """
 
     name: str
     files: tuple[Path, ...]
     field: str
-    encoding: str = "utf-8"
     most_bytes: float = math.inf
 
     @property
@@ -70,19 +68,6 @@ class Source:
                 if left <= 0:
                     return
 
-    def digest(self, hashes: Callable[[Sequence[Path]], list[bytes]]) -> str:
-        """A hash of the files' contents in order, independent of their paths."""
-        how = f"{self.field}/{self.encoding}"
-        if self.cut:  # it is not read as a whole for its hash either
-            return hashlib.blake2b(f"{how}/{self.files}".encode(), digest_size=16).hexdigest()
-        total = hashlib.blake2b(how.encode(errors="replace"), digest_size=16)
-        try:
-            for file, content in zip(self.files, hashes(self.files), strict=True):
-                total.update(content + file.suffix.encode())
-        except OSError as error:
-            raise _unreadable(error.filename or self.name, error) from None
-        return total.hexdigest()
-
 
 def raw(text: str) -> bytes:
     """The bytes of an `exact` document; UTF-8 for other text.
@@ -96,31 +81,16 @@ def raw(text: str) -> bytes:
         return known.encode("utf-8", errors="surrogateescape")
 
 
-def find(source: str, field: str, encoding: str = "utf-8") -> Source:
-    """The files of a `source`.
-
-    Raises InputError if none has any content, and for an unknown encoding.
-    """
-    _require_encoding(encoding)
+def find(source: str, field: str) -> Source:
+    """The files of a `source`. Raises InputError if none has any content."""
     try:
         files = _standard_library() if source == "stdlib" else _user_files(source)
         written = any(file.stat().st_size for file in files)
     except OSError as error:  # no permission, or a name that is too long
-        raise _unreadable(source, error) from None
+        raise unreadable(source, error) from None
     if not written:
         raise bad(f"data.source = '{source}', without any text", FORMS, _instead())
-    return Source(source, tuple(files), field, encoding)
-
-
-def _require_encoding(encoding: str) -> None:
-    try:
-        "".encode(encoding)
-    except (LookupError, ValueError):
-        raise bad(
-            f"data.encoding = '{encoding}', which is no encoding that Python knows",
-            "utf-8, utf-16, latin-1, cp1252, shift_jis, gb18030 or another of Python's codecs",
-            "data.encoding = 'utf-8'",
-        ) from None
+    return Source(source, tuple(files), field)
 
 
 def _standard_library() -> list[Path]:
@@ -147,7 +117,8 @@ def _user_files(source: str) -> list[Path]:
     return sorted(files, key=lambda file: file.parts)
 
 
-def _unreadable(what: str | Path, error: OSError) -> InputError:
+def unreadable(what: str | Path, error: OSError) -> InputError:
+    """The error for a file or a folder of the data that cannot be read."""
     return bad(f"{what}, which cannot be read ({error.strerror or error})", FORMS, _instead())
 
 
@@ -155,40 +126,34 @@ def _read(file: Path, source: Source, exact: bool) -> Iterator[str]:
     errors = "surrogateescape" if exact else "strict"
     try:
         if file.suffix == ".jsonl":
-            yield from _jsonl(file, source, errors)
+            yield from _jsonl(file, source.field, errors)
         elif file.suffix == ".parquet":
             yield from _parquet(file, source.field)
         else:
-            yield _text(file, "utf-8" if exact else source.encoding, errors, source.most_bytes)
+            yield _text(file, errors, source.most_bytes)
     except OSError as error:
-        raise _unreadable(file, error) from None
+        raise unreadable(file, error) from None
     except UnicodeError as error:
-        raise _wrongly_encoded(file, source.encoding, error) from None
+        raise bad(
+            f"{file}, which is not UTF-8 ({error})",
+            "text in UTF-8; data.tokens = 'bytes' accepts any bytes",
+            "iconv -f latin1 -t utf-8 on the file, for example, or --set data.tokens=bytes",
+        ) from None
 
 
-def _text(file: Path, encoding: str, errors: str, most_bytes: float) -> str:
+def _text(file: Path, errors: str, most_bytes: float) -> str:
     """The text of a file, or its beginning, decoded from bytes, which preserves line endings."""
     if file.stat().st_size <= most_bytes:
-        return file.read_bytes().decode(encoding, errors)
+        return file.read_bytes().decode("utf-8", errors)
     with file.open("rb") as stream:  # the beginning may end within a character
-        return stream.read(int(most_bytes)).decode(encoding, errors="ignore")
+        return stream.read(int(most_bytes)).decode("utf-8", errors="ignore")
 
 
-def _wrongly_encoded(file: Path, encoding: str, error: UnicodeError) -> InputError:
-    """The error for bytes that are not of the encoding."""
-    return bad(
-        f"{file}, which is not {encoding} ({error})",
-        "text in the encoding that data.encoding names; data.tokens = 'bytes' accepts any bytes",
-        "--set data.encoding=cp1252 for text from Windows in western Europe, for example, or "
-        "--set data.tokens=bytes",
-    )
-
-
-def _jsonl(file: Path, source: Source, errors: str) -> Iterator[str]:
-    with file.open(encoding=source.encoding, errors=errors) as lines:
+def _jsonl(file: Path, field: str, errors: str) -> Iterator[str]:
+    with file.open(encoding="utf-8", errors=errors) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _field(line, source.field, f"{file}, line {number}")
+                yield _field(line, field, f"{file}, line {number}")
 
 
 def _field(line: str, field: str, where: str) -> str:

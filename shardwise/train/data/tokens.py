@@ -7,7 +7,6 @@ is imported only where it is used.
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -71,10 +70,6 @@ class TokenizerVocabulary:
         """`end` is the text of the token that ends a document, if its files say so."""
         self._tokenizer = tokenizer
         entries = tokenizer.get_vocab(with_added_tokens=True)
-        if not entries:
-            raise bad(f"{where}, which has no tokens", "a trained tokenizer", "tokens = 'bytes'")
-        # numbers may have gaps: the largest determines the size
-        self.size = max(entries.values()) + 1
         found = [text for text in (end, *KNOWN_SEPARATORS) if text in entries]
         if not found:
             raise bad(
@@ -83,6 +78,8 @@ class TokenizerVocabulary:
                 f"{', '.join(KNOWN_SEPARATORS)}",
                 "tokens = 'bpe:4096', which trains one on the data",
             )
+        # numbers may have gaps: the largest determines the size
+        self.size = max(entries.values()) + 1
         self.separator_text = found[0]
         self.separator = entries[found[0]]
         text = json.dumps(json.loads(tokenizer.to_str()), sort_keys=True)
@@ -107,20 +104,12 @@ def load_tokenizer(path: Path) -> TokenizerVocabulary:
     """The vocabulary of a tokenizer.json. Raises InputError for a file that is not one."""
     import tokenizers
 
-    if not os.path.isfile(path):  # noqa: PTH113 (which raises for a name that is too long)
-        folder = os.path.isdir(path)  # noqa: PTH112
-        inside = path / "tokenizer.json"
-        raise bad(
-            f"tokens = '{path}', which {'is a folder' if folder else 'does not exist'}",
-            "'bytes', 'bpe:SIZE', or the path of a tokenizer.json",
-            f"tokens = '{inside}'" if folder and inside.is_file() else "tokens = 'bytes'",
-        )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
         raise bad(
-            f"tokens = '{path}', which is not a tokenizer.json ({error})",
-            "a file written by the tokenizers library",
+            f"tokens = '{path}', which cannot be read as a tokenizer.json ({error})",
+            "'bytes', 'bpe:SIZE', or the path of a tokenizer.json",
             "tokens = 'bpe:4096', which trains one on the data",
         ) from None
     return TokenizerVocabulary(tokenizer, f"tokens = '{path}'", _end_of_sequence(path))
@@ -179,15 +168,11 @@ def train_bpe(documents: Iterable[str], size: int) -> TokenizerVocabulary:
 def check_fits(vocabulary: Vocabulary, rows: int, model: str) -> None:
     """Raise InputError unless a model with `rows` rows of embedding can hold the vocabulary."""
     if vocabulary.size > rows:
-        if model.startswith("hf:"):  # whose vocabulary is the folder's
-            raise bad(
-                f"{vocabulary.name} tokens, which need {vocabulary.size}, for model.name = "
-                f"'{model}' with a vocabulary of {rows} and no tokenizer.json in the folder",
-                f"tokens of at most {rows} numbers: those that the model was trained on",
-                "data.tokens = 'PATH/tokenizer.json'",
-            )
+        folder = model.startswith("hf:")  # whose vocabulary is the folder's
         raise bad(
             f"model.vocabulary = {rows} for {vocabulary.name} tokens, which need {vocabulary.size}",
-            f"{vocabulary.size} or more",
-            f"model.vocabulary = {vocabulary.size}, or leave it out",
+            "the tokens that the model was trained on" if folder else f"{vocabulary.size} or more",
+            "data.tokens = 'PATH/tokenizer.json'"
+            if folder
+            else f"model.vocabulary = {vocabulary.size}, or leave it out",
         )

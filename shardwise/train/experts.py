@@ -1,17 +1,13 @@
-"""Experts of a run: loads, dropped choices and the gate's entropy in a step, and their picture."""
+"""Experts of a run: loads, dropped choices and the gate's entropy in a step."""
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from shardwise.comm.objects import all_gather_object
 from shardwise.engine.engine import Engine
 from shardwise.techniques.expert.apply import ExpertLayout
 from shardwise.techniques.expert.moe_layer import Load
-from shardwise.train.measure.metrics import Record
-from shardwise.train.report.section import HeatMap, Section
-from shardwise.train.run_folder import PLOTS
-
-PICTURE: Final = "experts.png"
+from shardwise.train.metrics import Record
 
 
 class StepLoads(NamedTuple):
@@ -66,34 +62,9 @@ def sum_loads(records: Sequence[Record]) -> dict[str, list[int]]:
     return found
 
 
-def first_and_last(records: Sequence[Record]) -> tuple[Sequence[Record], Sequence[Record]]:
-    """The first and the last tenth of the records, at least one of each."""
-    tenth = max(1, len(records) // 10)
-    return records[:tenth], records[-tenth:]
-
-
 def busiest(loads: dict[str, list[int]]) -> float:
     """The largest load of an expert in any layer, as a multiple of the mean of its layer."""
     return max(max(own) for own in relative_loads(loads).values())
-
-
-def section(records: Sequence[Record]) -> Section | None:
-    """The section of the report; None without experts.
-
-    Its heat map has a panel for the first and for the last tenth of the steps, layer by expert.
-    """
-    first, last = (sum_loads(part) for part in first_and_last(records))
-    if not last:
-        return None
-    panels = [
-        (f"{name} tenth of the steps, in multiples of an even load", relative_loads(loads))
-        for name, loads in (("first", first), ("last", last))
-    ]
-    text = (
-        f"The busiest expert of a layer has {busiest(first):.2f} times the mean in the first tenth "
-        f"of the steps, and {busiest(last):.2f} times in the last."
-    )
-    return Section("Experts", HeatMap(panels), f"{PLOTS}/{PICTURE}", [text])
 
 
 def words(record: Record) -> str:

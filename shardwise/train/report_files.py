@@ -14,18 +14,10 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from shardwise.train.data.packed import publish
-from shardwise.train.report import plots
-from shardwise.train.report.section import (
-    Bars,
-    Curve,
-    Drawing,
-    Figure,
-    HeatMap,
-    ReportContents,
-    ReportTable,
-    Section,
-)
+from shardwise.train.report_contents import ReportContents, ReportTable, Section
 from shardwise.train.run_folder import PAGE, REPORT
+
+TEMPLATE: Final = "report.html.jinja"
 
 
 def write(contents: ReportContents, folder: Path) -> list[str]:
@@ -33,53 +25,23 @@ def write(contents: ReportContents, folder: Path) -> list[str]:
 
     A file that cannot be made is missing; the rest is made. Raises OSError without report.md.
     """
+    made = {s.picture: s.draw for s in contents.sections if s.draw is not None}
+    made |= {**contents.files, PAGE: lambda: page(contents, folder)}
     failures = []
-    for name, make in _beside(contents, folder).items():
+    for name, make in made.items():
         path = folder / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            make(path)
+            _write(path, make)
         except Exception as error:  # noqa: BLE001  a library may raise anything; the run is saved
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             failures.append(f"{path} could not be made ({why})")
-    _text(lambda: markdown(contents))(folder / REPORT)
+    _write(folder / REPORT, lambda: markdown(contents))
     return failures
 
 
-def _beside(contents: ReportContents, folder: Path) -> dict[str, Callable[[Path], object]]:
-    """The files beside report.md, and what makes each of them."""
-    found: dict[str, Callable[[Path], object]] = {
-        section.picture: _drawn(section.figure)
-        for section in contents.sections
-        if section.figure is not None
-    }
-    found |= {name: _text(make) for name, make in contents.files.items()}
-    return found | {PAGE: _text(lambda: page(contents, folder))}
-
-
-def _drawn(figure: Figure) -> Callable[[Path], object]:
-    """What draws the figure into a file."""
-    match figure:
-        case Curve():
-            return lambda path: plots.loss(path, figure)
-        case Bars():
-            return lambda path: plots.bars(path, figure)
-        case HeatMap():
-            return lambda path: plots.heat_map(path, figure)
-        case Drawing():
-            return _text(lambda: figure.svg)
-
-
-def _text(make: Callable[[], str]) -> Callable[[Path], None]:
-    """What writes the text that `make` returns."""
-
-    def write_text(path: Path) -> None:
-        publish(path, lambda beside: beside.write_text(make(), encoding="utf-8"))
-
-    return write_text
-
-
-TEMPLATE: Final = "report.html.jinja"
+def _write(path: Path, make: Callable[[], str]) -> None:
+    publish(path, lambda beside: beside.write_text(make(), encoding="utf-8"))
 
 
 def page(contents: ReportContents, folder: Path) -> str:
@@ -88,18 +50,15 @@ def page(contents: ReportContents, folder: Path) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"code": _code}
-    source = files("shardwise.train.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    shown = [(section, _figure(section, folder)) for section in contents.sections]
+    source = files("shardwise.train").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    shown = [(section, _picture(section, folder)) for section in contents.sections]
     return environment.from_string(source).render(report=contents, sections=shown)
 
 
-def _figure(section: Section, folder: Path) -> dict[str, str]:
-    """The figure of a section: its own SVG, or its picture; neither if that was not made."""
-    if isinstance(section.figure, Drawing):
-        return {"drawing": section.figure.svg, "png": ""}
+def _picture(section: Section, folder: Path) -> str:
+    """The picture of a section in base64; "" if it has none, or it was not made."""
     file = folder / section.picture
-    found = b64encode(file.read_bytes()).decode() if file.is_file() else ""
-    return {"drawing": "", "png": found}
+    return b64encode(file.read_bytes()).decode() if file.is_file() else ""
 
 
 def _code(text: str) -> Markup:

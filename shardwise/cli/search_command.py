@@ -1,0 +1,329 @@
+"""`shardwise search`: the fastest plans of a model on a cluster.
+
+shardwise search --model llama:8b --cluster h100-sxm --ranks 64   the ten best
+shardwise search ... --why "dp64 zero1 bf16"                      explain one
+shardwise search ... --measure 3                                  and run the three best here
+"""
+
+import json
+import os
+import shlex
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.cli.configured import CONFIG, configured
+from shardwise.cli.predict_command import predict_request
+from shardwise.core.errors import bad
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_check import require
+from shardwise.core.tools.arguments import integer
+from shardwise.core.tools.signs_of_life import signs_of_life
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from shardwise.comm.world import World
+    from shardwise.core.plan.plan import Plan
+    from shardwise.engine.options import EngineOptions
+    from shardwise.models.trainable import Trainable
+    from shardwise.prediction.prediction import Prediction
+    from shardwise.prediction.search.result import RankedPlan, SearchResult
+
+SHOWN = 10
+
+
+def search_command(
+    *,
+    cluster: Annotated[
+        str, typer.Option(metavar="CLUSTER", help="a100-80gb, h100-sxm, h200, b200 or a file.")
+    ],
+    ranks: Annotated[int, typer.Option(help="Devices to plan for.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="gpt, llama:70b, hf:NAME, hf:./FOLDER, file.py:build and others."),
+    ] = None,
+    config: Annotated[Path | None, CONFIG] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Rows of a step of all ranks; one a rank if not given.")
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(help="Positions of a row; the model's own if not given.")
+    ] = None,
+    why: Annotated[
+        str | None, typer.Option(metavar="PLAN", help="Explain what is wrong with this plan.")
+    ] = None,
+    measure: Annotated[
+        int | None, typer.Option(metavar="N", help="Run the N best plans here, and rank by that.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Find the fastest plans that fit on a number of devices."""
+    if measure is not None:
+        from shardwise.cli.search_command import device_for
+
+        integer("--measure", measure, 1, 3, SHOWN)
+        device_for(ranks)
+    task = SearchTask(model, config, cluster, ranks, batch, sequence, measure)
+    _search(task, why, as_json=as_json)
+
+
+class SearchTask(NamedTuple):
+    """The options as written."""
+
+    model: str | None
+    config: Path | None
+    cluster: str
+    ranks: int
+    batch: int | None
+    sequence: int | None
+    measure: int | None
+
+
+def _search(task: SearchTask, why: str | None, *, as_json: bool) -> None:
+    from shardwise.cli.configured import configured
+    from shardwise.derive.plan_search import search
+    from shardwise.prediction.cluster_file import cluster_of
+
+    cluster = cluster_of(task.cluster)
+    plan = None if why is None else _asked(why, task.ranks)
+    run = configured(task.config, "dp1 bf16", task.model)
+    trainable, options, sample = _model(run, task.sequence)
+    rows = task.batch or run.batch or task.ranks
+    known = plan and _prediction(trainable, options, plan, rows, task.sequence)
+    with signs_of_life(lambda: f"plans of {run.name} on {task.ranks} ranks"):
+        found = search(trainable.plain(), cluster, task.ranks, sample, rows=rows, options=options)
+    measured = _measured(found, task)
+    if as_json:
+        told: dict[str, Any] = {} if known is None else {"why": found.why(known)}
+        told |= {"measured": [each.as_json() for each in measured]} if measured else {}
+        print(json.dumps(found.as_json(SHOWN) | told))
+        return
+    if known is not None:
+        print(found.why(known))
+        if measured:
+            _show_measured(measured)
+        return
+    if found.best is None:
+        raise _nothing(found, run.name)
+    _show(found, task, run.name, measured)
+
+
+def _measured(found: "SearchResult", task: SearchTask) -> "list[MeasuredPlan]":
+    if task.measure is None or found.best is None:
+        return []
+    from shardwise.cli.search_command import measure_plans
+
+    return measure_plans(found.ranked[: task.measure], task.config, task.model, task.sequence)
+
+
+def _asked(text: str, ranks: int) -> Plan:
+    """The plan of --why on these ranks. Raises InputError if it cannot run on them."""
+    plan = Plan.parse(text)
+    require(plan, ranks)
+    return plan.completed(ranks)
+
+
+def _model(run: Any, sequence: int | None) -> "tuple[Trainable, EngineOptions, Any]":
+    """The model of a command line, the options of its engine, and a batch of one row."""
+    from shardwise.cli.predict_command import resized
+    from shardwise.models.registry import find
+    from shardwise.verify import parity
+    from shardwise.verify.oracles import batches
+    from shardwise.verify.proof_options import Options
+
+    trainable = find(run.model)
+    if run.config is None:
+        options = parity.build_options(trainable, run.plan, Options())
+        options = replace(options, clip=1.0)
+    else:
+        options = run.options(run.table)
+    sample = resized(trainable.batch(1, batches.SEED), sequence, run.name)
+    return trainable, replace(options, kernels="cuda"), sample
+
+
+def _prediction(
+    trainable: "Trainable", options: "EngineOptions", plan: Plan, rows: int, sequence: int | None
+) -> "Prediction":
+    """The prediction for the plan of --why, recorded for it alone."""
+    from shardwise.cli.predict_command import resized
+    from shardwise.engine.predict import predict_with
+    from shardwise.verify.oracles import batches
+    from shardwise.verify.proof_options import Options
+    from shardwise.verify.smoke_test import with_table
+
+    least = plan.shares * plan.microbatches
+    if rows % least:
+        given = f'--batch {rows} under the plan "{plan}"'
+        allowed = f"a multiple of its {plan.shares} x {plan.microbatches} microbatches"
+        raise bad(given, allowed, f"--batch {least * max(1, rows // least)}")
+    own = resized(trainable.batch(rows // plan.shares, batches.SEED), sequence, trainable.name)
+    table = with_table(trainable, plan, Options(table=options.table)).table
+    return predict_with(trainable.plain(), plan, own, replace(options, table=table))
+
+
+def _nothing(found: "SearchResult", name: str) -> Exception:
+    from shardwise.train.progress import size_text
+
+    device, near = found.cluster.device, found.nearest
+    given = f"{name} on {found.ranks} ranks of {device.name}, where no plan fits"
+    if near is not None:
+        over = size_text(near.over_bytes)
+        given += f'; the nearest is "{near.plan}", at least {over} over a device\'s '
+        given += size_text(device.memory_bytes)
+    elif found.refused:
+        given += f"; the first is refused: {found.refused[0].reason}"
+    if found.fits_on is None:
+        return bad(given, "a model whose states fit", "a smaller model, or shorter rows")
+    batch = found.batch * found.fits_on // found.ranks
+    allowed = f"{found.fits_on} ranks, where a plan fits, with the batch in proportion"
+    return bad(given, allowed, f"--ranks {found.fits_on} --batch {batch}")
+
+
+def _show_measured(measured: "Sequence[MeasuredPlan]") -> None:
+    from shardwise.cli.search_command import measured_table
+
+    Console(emoji=False, highlight=False, markup=False).print(measured_table(measured))
+
+
+def _show(
+    found: "SearchResult", task: SearchTask, name: str, measured: "Sequence[MeasuredPlan]"
+) -> None:
+    """The best plans as a table, those that were measured, and the first as a line to paste."""
+    from shardwise.train.progress import size_text
+
+    best, console = found.ranked[0], Console(emoji=False, highlight=False, markup=False)
+    where = f"{found.ranks} ranks of {found.cluster.device.name}"
+    table = Table(title=f"{name} on {where}: {found.batch} rows a step")
+    for head in ("plan", "step", "MFU", "memory", "sent", "bound by"):
+        table.add_column(head, justify="left" if head in ("plan", "bound by") else "right")
+    for each in found.ranked[:SHOWN]:
+        sizes = size_text(each.peak_bytes), size_text(sum(each.sent_bytes.values()))
+        time = f"{each.seconds:.4g} s", f"{each.time.mfu:.1%}"
+        table.add_row(str(each.plan), *time, *sizes, each.bound)
+    console.print(table)
+    large = sum(each.over_bytes > 0 for each in found.refused)
+    wrong = len(found.refused) - large
+    console.print(
+        f"{len(found.ranked)} plans were timed; {found.slower} are slower by their bound, {large} "
+        f"do not fit, {wrong} cannot run.",
+        soft_wrap=True,
+    )
+    if measured:
+        _show_measured(measured)
+        best = next(each for each in found.ranked if each.plan == measured[0].plan)
+    rows = f"--batch {best.rows * best.plan.microbatches}"
+    rows += f" --cluster {shlex.quote(task.cluster)}"
+    rows += "" if task.sequence is None else f" --sequence {task.sequence}"
+    line = f'shardwise predict "{best.plan}" --model {task.model or "gpt"} {rows}'
+    if task.config is not None:
+        line = f'shardwise train {task.config} --plan "{best.plan}"'
+    console.print(f"The best: {line}", soft_wrap=True)
+
+
+WARM: Final = 3  # steps before the timed ones
+STEPS: Final = 5
+
+
+class MeasuredPlan(NamedTuple):
+    """A plan's predicted and measured time of a step."""
+
+    plan: "Plan"
+    predicted_s: float
+    measured_s: float
+
+    def as_json(self) -> dict[str, Any]:
+        """The values as an object of JSON."""
+        return self._asdict() | {"plan": str(self.plan)}
+
+
+def measure_plans(
+    ranked: "Sequence[RankedPlan]", config: "Path | None", model: str | None, sequence: int | None
+) -> list[MeasuredPlan]:
+    """The plans by their measured time, the fastest first.
+
+    Raises InputError for models without room here, RankError if a rank fails.
+    """
+    from shardwise.comm.start.launch import spawn
+    from shardwise.models.trainable import WEIGHT_BYTES
+
+    ranks = ranked[0].plan.size
+    device = device_for(ranks)
+    requests = [
+        predict_request(
+            configured(config, str(each.plan), model),
+            each.rows * each.plan.microbatches,
+            sequence,
+            0,
+        )
+        for each in ranked
+    ]
+    requests[0].trainable.require_memory(WEIGHT_BYTES * ranks)
+    given = [request.given for request in requests]
+    with Console(stderr=True).status(Text(f"{len(given)} plans on {ranks} ranks")):
+        seconds = spawn(_rank, ranks, (given, device), device)[0]
+    found = [
+        MeasuredPlan(each.plan, each.seconds, measured_s)
+        for each, measured_s in zip(ranked, seconds, strict=True)
+    ]
+    return sorted(found, key=lambda each: each.measured_s)
+
+
+def device_for(ranks: int) -> str:
+    """Where so many ranks are timed: "cuda" if each has a GPU, "cpu" if each has a core.
+
+    Raises InputError if neither holds: ranks that share a core measure each other.
+    """
+    from torch import cuda
+
+    cores, gpus = len(os.sched_getaffinity(0)), cuda.device_count()
+    if ranks > max(cores, gpus):
+        given = f"--measure for {ranks} ranks, on a machine with {cores} cores and {gpus} GPUs"
+        allowed = f"at most {max(cores, gpus)} ranks, one for each core or GPU"
+        raise bad(given, allowed, f"--ranks {max(cores, gpus)}")
+    return "cuda" if ranks <= gpus else "cpu"
+
+
+def _rank(given: Sequence[tuple[Any, ...]], device: str) -> list[float]:
+    """The seconds of a step of each request, on this rank."""
+    from shardwise.comm.world import init
+
+    world = init(device)
+    found = [step_seconds(predict_request(*each), world) for each in given]
+    world.barrier()
+    return found
+
+
+def step_seconds(request: Any, world: "World", steps: int = STEPS) -> float:
+    """The median time of a step after the first ones. All ranks call it."""
+    from shardwise.cli.predict_timeline import engine_on
+
+    engine, batch = engine_on(request, world)
+    times: list[float] = []
+    for _ in range(WARM + steps):
+        world.barrier()
+        began = time.perf_counter()
+        engine.step(batch)
+        world.barrier()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[WARM:])
+
+
+def measured_table(found: Sequence[MeasuredPlan]) -> Table:
+    """Predicted and measured time side by side."""
+    table = Table(title=f"measured: the median of {STEPS} steps")
+    for head in ("plan", "predicted", "measured", "predicted / measured"):
+        table.add_column(head, justify="left" if head == "plan" else "right")
+    for plan, predicted_s, measured_s in found:
+        times = f"{predicted_s:.4g} s", f"{measured_s:.4g} s", f"{predicted_s / measured_s:.2f}"
+        table.add_row(str(plan), *times)
+    return table

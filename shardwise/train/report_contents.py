@@ -1,0 +1,358 @@
+"""What the report of a run says: each number, sentence and picture is made here, once."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from rich.table import Table as Grid
+from rich.text import Text
+
+from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_parser import word_of
+from shardwise.core.plan.plan_schedule import schedule_of
+from shardwise.core.schedule.clock import clock
+from shardwise.core.schedule.draw import as_svg
+from shardwise.prediction.search.result import parts_of
+from shardwise.train import experts, plots
+from shardwise.train.data.packed import Packed
+from shardwise.train.progress import duration, ranks_text, size_text
+from shardwise.train.run_folder import PICTURES, PLOTS
+from shardwise.train.summary import Summary, TimeCost, all_agree, milliseconds
+
+MEASURED, PREDICTED, TOTAL = "measured", "predicted", "total"
+STEP_TIME: Final = "step_time.json"
+MOST_ACTIONS: Final = 4096  # of a schedule that is drawn
+
+
+class ReportTable(NamedTuple):
+    """The cells of a table as text."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report. `draw` makes the SVG of `picture`. Text in `backquotes` is code."""
+
+    title: str
+    sentences: Sequence[str] = ()
+    table: ReportTable | None = None
+    picture: str = ""
+    draw: Callable[[], str] | None = None
+
+
+class Check(NamedTuple):
+    """Whether what was measured is what was predicted; None if that cannot be said with yes or no.
+
+    `said` is the answer in words.
+    """
+
+    name: str
+    agrees: bool | None
+    said: str = ""
+
+    def __str__(self) -> str:
+        words = {True: "as predicted", False: "not as predicted", None: "not predicted"}
+        return f"{self.name}: {self.said or words[self.agrees]}"
+
+
+@dataclass(frozen=True)
+class ReportContents:
+    """All that a report says; each file of it is a form of this. `rows` is the table of the run.
+
+    `files` are further files beside the report, by name: what makes their text.
+    """
+
+    title: str
+    headline: str
+    checks: Sequence[Check]
+    rows: Sequence[tuple[str, str]]
+    sections: Sequence[Section]
+    files: Mapping[str, Callable[[], str]] = field(default_factory=dict[str, Callable[[], str]])
+
+
+def contents_of(summary: Summary) -> ReportContents:
+    """The report of a run."""
+    plan, smoothed, timed = Plan.parse(summary.plan), smooth(_losses(summary)), summary.time
+    found = [
+        _loss_section(summary, smoothed),
+        _memory(summary),
+        _bytes(summary),
+        None if timed is None else _time_section(timed),
+        _schedule(plan),
+        _experts(summary),
+        _plan(plan),
+    ]
+    return ReportContents(
+        title=summary.config.folder.name,
+        headline=_headline(summary, smoothed[-1]),
+        checks=_checks(summary),
+        rows=_rows(summary, smoothed[-1]),
+        sections=[section for section in found if section is not None],
+        files={} if timed is None else {STEP_TIME: lambda: json.dumps(timed.as_json(), indent=2)},
+    )
+
+
+def table(contents: ReportContents) -> Grid:
+    """The table of the run, for the screen."""
+    grid = Grid.grid(padding=(0, 3))
+    for name, value in contents.rows:
+        grid.add_row(Text(name, style="dim"), Text(value))
+    return grid
+
+
+def _rows(summary: Summary, smoothed: float) -> list[tuple[str, str]]:
+    last = summary.records[-1]
+    worlds = _worlds(summary)
+    changed = ", ".join(f"{n} ranks after step {step}" for step, n in worlds)
+    found = [
+        ("plan", f"{summary.plan} on {ranks_text(summary.ranks)}"),
+        ("model", f"{summary.parameters:,} parameters"),
+        ("data", _data(summary.packed)),
+        *([("world", f"it changed: {changed}")] if worlds else []),
+        ("steps", f"{last.step} of {summary.config.train.steps}, {last.consumed:,} sequences"),
+        ("time in steps", duration(summary.seconds)),
+        (
+            "training loss",
+            f"{last.loss:.4f} nats a token in the last step, {smoothed:.4f} smoothed",
+        ),
+    ]
+    if summary.validation is not None:
+        found.append(("validation loss", _loss(summary, summary.validation)))
+        found.append(("", _distance(summary.validation, summary.unigram)))
+    found += [
+        ("unigram baseline", _loss(summary, summary.unigram)),
+        ("speed", f"{summary.speed:,.0f} tokens/s (median)"),
+        *([] if summary.mfu is None else [("MFU", f"{summary.mfu:.1%} of the device's peak")]),
+        ("sent in a step", _sent_text(summary)),
+        ("held between steps", _memory_text(summary)),
+    ]
+    if summary.time is not None:
+        found.append(("time of a step", summary.time.text))
+    peaks = [cost.peak_bytes for cost in summary.costs]
+    whose = _whose(peaks.index(max(peaks)), peaks)
+    found.append(("memory of the process", f"{size_text(max(peaks))} at its peak, by {whose}"))
+    found.append(("checkpoints", summary.saves.text()))
+    if summary.best:
+        found.append(("best checkpoint", f"{summary.best}, by the validation loss"))
+    return found
+
+
+def _headline(summary: Summary, smoothed: float) -> str:
+    """The answer in a sentence: the loss, beside that of a model that learned nothing."""
+    if summary.validation is None:
+        return f"Training loss {smoothed:.3f} nats a token"
+    far = _distance(summary.validation, summary.unigram)
+    return f"Validation loss {summary.validation:.3f} nats a token, {far}"
+
+
+def _distance(loss: float, baseline: float) -> str:
+    share = 1 - loss / baseline
+    return f"{abs(share):.0%} {'below' if share > 0 else 'above'} the unigram baseline"
+
+
+def _checks(summary: Summary) -> list[Check]:
+    """What was measured, compared with what was predicted; bytes only if there are other ranks."""
+    sent = Check("bytes sent", all_agree(cost.sent_agrees for cost in summary.costs))
+    return [
+        Check("memory between steps", all_agree(cost.memory_agrees for cost in summary.costs)),
+        *[sent] * (summary.ranks > 1),
+        *([] if summary.time is None else [_time_check(summary.time)]),
+    ]
+
+
+def _losses(summary: Summary) -> list[float]:
+    return [record.loss for record in summary.records]
+
+
+def _worlds(summary: Summary) -> list[tuple[int, int]]:
+    """The steps after which the number of ranks changed, and to what."""
+    counts = [(record.step, record.ranks) for record in summary.records if record.ranks is not None]
+    return [(a[0], b[1]) for a, b in pairwise(counts) if a[1] != b[1]]
+
+
+def _loss_section(summary: Summary, smoothed: Sequence[float]) -> Section:
+    said = (
+        f"The baseline ({summary.unigram:.4f} nats a token) is the entropy of the validation "
+        "tokens' own frequencies: the best loss of a model that ignores the previous tokens."
+    )
+    return Section(
+        "Loss",
+        [said],
+        picture=PICTURES[0],
+        draw=lambda: plots.loss(summary.records, smoothed, summary.unigram, _worlds(summary)),
+    )
+
+
+def _memory(summary: Summary) -> Section:
+    rank, cost = summary.memory
+    series = _with_sums(cost.memory, cost.predicted_memory)
+    return Section(
+        "Memory",
+        table=_bytes_table(rank, series),
+        picture=PICTURES[1],
+        draw=lambda: plots.bars(f"What rank {rank} holds between steps", _names(series), series),
+    )
+
+
+def _bytes(summary: Summary) -> Section:
+    rank, cost = summary.sent
+    series = _with_sums(cost.sent, cost.predicted_sent)
+    if not _names(series):
+        return Section("Bytes", ["No bytes: there is no other rank."])
+    said = [
+        f"{kind} depends on where the tokens go: {least:,} to {most:,} bytes."
+        for kind, (least, most) in cost.bytes_between.items()
+    ]
+    return Section(
+        "Bytes",
+        ["Each row is an axis of the plan and an operation of its ranks.", *said],
+        _bytes_table(rank, series),
+        PICTURES[2],
+        lambda: plots.bars(f"What rank {rank} sends in a step", _names(series), series),
+    )
+
+
+Series = Mapping[str, Mapping[str, int]]  # bytes by name, measured and predicted
+
+
+def _names(series: Series) -> list[str]:
+    names = dict.fromkeys(name for sizes in series.values() for name in sizes)
+    return sorted(names, key=lambda name: name == TOTAL)
+
+
+def _with_sums(measured: dict[str, int], predicted: dict[str, int]) -> Series:
+    """Measured and predicted bytes, with their sums if there are several."""
+    series = {MEASURED: measured, PREDICTED: predicted}
+    if len(_names(series)) < 2:
+        return series
+    return {label: sizes | {TOTAL: sum(sizes.values())} for label, sizes in series.items()}
+
+
+def _bytes_table(rank: int, series: Series) -> ReportTable:
+    cells = [
+        [name, *(f"{sizes[name]:,}" if name in sizes else "-" for sizes in series.values())]
+        for name in _names(series)
+    ]
+    return ReportTable([f"rank {rank}, bytes", *series], cells)
+
+
+def _time_check(time: TimeCost) -> Check:
+    """How far the prediction is off; a time is never exactly as predicted."""
+    return Check("time of a step", None, f"{time.ratio - 1:+.1%} predicted over measured")
+
+
+def _time_section(time: TimeCost) -> Section:
+    times = {PREDICTED: time.predicted.seconds, MEASURED: time.measured_s}
+    rows = [[name, milliseconds(s)] for name, s in (parts_of(time.predicted) | times).items()]
+    said = [f"{time.text}. `{STEP_TIME}` has the numbers."]
+    if time.predicted.unmodelled:
+        said += [f"The time of {', '.join(time.predicted.unmodelled)} is not predicted."]
+    return Section("Time", said, ReportTable(["part of a step", "ms"], rows))
+
+
+def _schedule(plan: Plan) -> Section | None:
+    """The schedule; None without a pipeline."""
+    schedule = schedule_of(plan)
+    if schedule is None:
+        return None
+    timeline = clock(schedule)
+    said = (
+        f"The schedule `{plan.pipeline}` if F, I and W take the same time: its bubble is "
+        f"{timeline.bubble:.1%}. `--set run.profile=true` records what the ranks do."
+    )
+    if sum(map(len, timeline.spans)) > MOST_ACTIONS:
+        return Section("Timeline", [said])
+    title = f"{plan.pipeline} on {schedule.ranks} ranks"
+    return Section("Timeline", [said], picture="timeline.svg", draw=lambda: as_svg(timeline, title))
+
+
+def _experts(summary: Summary) -> Section | None:
+    """The loads of experts in the first and in the last tenth of the steps; None without any."""
+    tenth = max(1, len(summary.records) // 10)
+    first = experts.sum_loads(summary.records[:tenth])
+    last = experts.sum_loads(summary.records[-tenth:])
+    if not last:
+        return None
+    text = (
+        f"The busiest expert of a layer has {experts.busiest(first):.2f} times the mean in the "
+        f"first tenth of the steps, and {experts.busiest(last):.2f} times in the last."
+    )
+    loads = {"first": experts.relative_loads(first), "last": experts.relative_loads(last)}
+    return Section(
+        "Experts", [text], picture=f"{PLOTS}/experts.svg", draw=lambda: plots.heat_maps(loads)
+    )
+
+
+def _plan(plan: Plan) -> Section:
+    words = [("", word) for word in plan.words.split()]
+    words += [("", plan.row)] * (plan.row not in plan.words.split())
+    words += [(",".join(of.patterns), word) for of in plan.layers for word in of.words.split()]
+    rows = []
+    for layers, word in words:
+        known = word_of(word)
+        meaning = "" if known is None else f"`{known.form}`: {known.said_of(word)}"
+        rows.append([f"`{word}`", f"{meaning}{f' (only layers {layers})' if layers else ''}"])
+    return Section("Plan", [f"`{plan}`"], ReportTable(["word", "meaning"], rows))
+
+
+def smooth(losses: Sequence[float], weight: float = 0.9) -> list[float]:
+    """The exponential moving mean with bias correction, as Adam corrects its moments.
+
+    A loss that is not finite, of a step that was skipped, is passed over.
+    """
+    result, mean, left = [], 0.0, 1.0
+    for value in losses:
+        if not math.isfinite(value):
+            result.append(result[-1] if result else math.nan)
+            continue
+        mean = weight * mean + (1 - weight) * value
+        left *= weight
+        result.append(mean / (1 - left))
+    return result
+
+
+def _sent_text(summary: Summary) -> str:
+    rank, cost = summary.sent
+    if summary.ranks == 1:
+        return "nothing: there is one rank"
+    whose = _whose(rank, [sum(of.sent.values()) for of in summary.costs])
+    exchanged = "".join(
+        f", and {size_text(cost.sent.get(kind, 0))} of {kind}, which depends on the routing"
+        for kind in cost.bytes_between
+    )
+    return f"{_compared_text(cost.sent, cost.predicted_sent)} by {whose}{exchanged}"
+
+
+def _memory_text(summary: Summary) -> str:
+    rank, cost = summary.memory
+    whose = _whose(rank, [sum(of.memory.values()) for of in summary.costs])
+    return f"{_compared_text(cost.memory, cost.predicted_memory)} by {whose}"
+
+
+def _whose(rank: int, totals: Sequence[int]) -> str:
+    return f"rank {rank}, the most of any rank" if len(set(totals)) > 1 else "each rank"
+
+
+def _compared_text(measured: dict[str, int], predicted: dict[str, int]) -> str:
+    """The sum over the categories that both have, compared with the prediction."""
+    names = [name for name in measured if name in predicted]
+    ours, theirs = (sum(sizes[name] for name in names) for sizes in (measured, predicted))
+    if not names:
+        return size_text(sum(measured.values()))
+    said = "as predicted" if ours == theirs else f"predicted {size_text(theirs)}, {theirs:,} bytes"
+    return f"{size_text(ours)} ({ours:,} bytes, {said})"
+
+
+def _data(packed: Packed) -> str:
+    tokens = f"{len(packed.stream):,} tokens"
+    documents = f"{packed.documents:,} document{'s' * (packed.documents > 1)}"
+    return f"{tokens}, {documents}, {size_text(packed.text_bytes)} of text"
+
+
+def _loss(summary: Summary, nats: float) -> str:
+    return f"{nats:.4f} nats a token, {summary.bits(nats):.3f} bits a byte"
