@@ -15,7 +15,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import CHECK_EVERY, integer
 from shardwise.engine.batch import Count, computed_parts
-from shardwise.engine.checks import validate
+from shardwise.engine.checks import hint, validate
 from shardwise.engine.checks.device_room import with_offload
 from shardwise.engine.model_structure import optimizer_shape, shapes_of
 from shardwise.engine.optimizer.elementwise import require_possible, require_whole
@@ -99,7 +99,11 @@ def predict_with(
     """The prediction, with the options of an engine."""
 
     def of(plan: Plan) -> Prediction:
-        return Predictor(model, plan, options, rank=rank).of(batch)
+        with hint.sharded(plan, alone):
+            return Predictor(model, plan, options, rank=rank).of(batch)
+
+    def alone() -> None:
+        Predictor(model, "dp1", replace(options, table=None, stages=None)).of(batch)
 
     plan = plan_of(plan)
     found = of(with_offload(plan.completed(None), of))

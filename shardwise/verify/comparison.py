@@ -20,6 +20,7 @@ from torch import Tensor
 from shardwise.core.errors import NonFiniteError
 from shardwise.core.memory_table import by_tier
 from shardwise.engine.batch import copied as own_tensors
+from shardwise.engine.checks import hint
 from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
 from shardwise.techniques.expert.apply import experts_in, layers_of
@@ -85,7 +86,7 @@ class Comparison:
         if not loaded:
             self.rate(engine, factor_of(step))
         idle = division.idle
-        with bounded(engine, step) as clip:
+        with bounded(engine, step) as clip, hint.sharded(engine.plan, lambda: None):
             metrics = drawn(step, lambda: self.routes.run(engine, lambda: engine.step(own)))
         self.routes.follow(engine, division.counts(whole))
         expected = [

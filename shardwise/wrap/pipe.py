@@ -188,6 +188,7 @@ class Piped(Wrapper):
         self.halves = halves(staged.schedule)
         self.known = ByShape[_TracedCall]()
         self.options = PipeConsistency(module.parameters(), staged.axis, staged.stages.device)
+        self.compare_ranks = self.options.meet
         for half in self.halves:
             open_channels(half, staged.axis, staged.stages.device)
 

@@ -5,7 +5,8 @@
     the factor by which the program scaled its gradients (techniques/data/outputs.py)
 
 A call sends nothing that all ranks sum, so the second call of every EVERY that trains sums numbers
-(techniques/data/same_on_ranks.py).  On a GPU the next call reads them, which waits for nothing.
+(techniques/data/same_on_ranks.py), and so does a save.  On a GPU the next call reads them, which
+waits for nothing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -103,6 +104,16 @@ class PipeConsistency:
                     "the same loss of the same targets on all ranks, without random numbers",
                     "the same batch and loss on all ranks, without a DistributedSampler",
                 )
+
+    def meet(self) -> None:
+        """All ranks ask for the state: compare the options of the last step, and the calls."""
+        same = self.same
+        same.batch, same.recheck, same.facts["the number of calls"] = 0, None, self.calls
+        same.difference(1)
+        with self.axis.ledger.phase("check"):
+            differs = doubles_on([0], self.device) + same.difference_on_others()
+            if begin_sum(differs, self.axis).wait().item():
+                same.require()
 
     def _begin(self, batch: Any) -> None:
         """Begin to sum the numbers of this rank."""

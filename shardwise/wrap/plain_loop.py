@@ -90,8 +90,7 @@ class PlainLoop:
 
     def compare_ranks(self) -> None:
         """Raise InputError on all ranks if what they have, or their last step, differs."""
-        if not isinstance(self.by, Piped):
-            self.by.compare_ranks()
+        self.by.compare_ranks()
 
     def boxes(self) -> list[Box]:
         """Every tensor, as boxes of full named tensors."""

@@ -120,7 +120,7 @@ def _require_by_element(optimizer: Optimizer) -> None:
             f"one of {', '.join(ELEMENTWISE)}; if {kind.__name__} updates each element alone, "
             "optim.elementwise = True before its first step",
             'torch.optim.AdamW(module.parameters()), or sw.FSDP(module, "NO_SHARD"), or an engine: '
-            f"sw.parallelize(..., optimizer=sw.Optim({kind.__name__}, ...))",
+            f'sw.parallelize(module, "zero3", world, optimizer=sw.Optim({kind.__name__}, ...))',
         )
 
 

@@ -111,8 +111,10 @@ def saved(world: World, folder: str = "folder", **options: Any) -> None:
     sw.save(engine_with(world, "dp2"), folder, **options)
 
 
-def times(factor: float) -> Any:
-    return lambda model, batch: factor * loss(model, batch)
+def times(factor: Any) -> Any:
+    if isinstance(factor, float):
+        return lambda model, batch: factor * loss(model, batch)
+    return lambda model, batch: factor.p * loss(model, batch)
 
 
 #: What differs, and a call in which it does by the rank.
@@ -125,6 +127,7 @@ GIVEN = [
     ("optimizer", lambda w: engine_with(w, optimizer=sw.SGD(lr=1 + w.rank))),
     ("option loss", lambda w: engine_with(w, "dp2", loss=[loss, twice][w.rank])),
     ("option loss", lambda w: engine_with(w, "dp2", loss=times(1.0 + w.rank))),
+    ("option loss", lambda w: engine_with(w, "dp2", loss=times(nn.Dropout(w.rank / 4)))),
     ("option tokens", lambda w: engine_with(w, "dp2", tokens=[None, len][w.rank])),
     ("module", lambda w: sw.DDP(nn.Sequential(Small(), nn.Dropout(0.5 + 0.1 * w.rank)), w)),
     ("module", lambda w: sw.DDP(Small().train(w.rank == 0), w)),

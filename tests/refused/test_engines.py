@@ -107,7 +107,7 @@ MODELS: list[tuple[Callable[[nn.Module], Any], str]] = [
     (lambda m: given()(m.requires_grad_(False)), "all frozen"),
     (lambda m: given()(nn.DataParallel(m)), r"that is wrapped by DataParallel.*model\.module"),
     (lambda m: sw.FSDP(nn.Sequential(DeepSpeedEngine(m))), "part 0 is wrapped by DeepSpeedEngine"),
-    (lambda _: sw.DDP(odd(torch.zeros(2, dtype=torch.cfloat)), alone()), "is complex"),
+    (lambda _: sw.DDP(odd(torch.zeros(2, dtype=torch.cfloat)), alone()), "view_as_real"),
     (lambda _: sw.FSDP(odd(torch.eye(2).to_sparse())), "of the layout sparse_coo"),
     (lambda _: sw.Pipe(odd(Tagged(torch.eye(2)))), "is a Tagged"),
     (lambda _: given()(renormed()), r"0 with max_norm=1\.0"),

@@ -86,7 +86,7 @@ BOTH = {"block.up": "colwise_gather_output", "block.down": "rowwise_split_input"
 DIFFERS = "a loss that differs between the ranks of the tp axis"
 SHAPES = (
     "(?s)index 8 is out of bounds for dimension 1.*"
-    "no sequence:join for the norm before code that pools, picks or returns"
+    "sequence:join for the norm before code that pools, picks or returns"
 )
 Entries = tuple[dict[str, str], dict[str, str]]
 #: Losses, the error of ranks if there is one, the entries of tables without and with what mends it.

@@ -117,6 +117,13 @@ def _in_functional_call() -> bool:
 # --- Graph breaks: functions that torch.compile does not compile, and runs between two graphs -----
 
 
+#: What torch.compile(model, fullgraph=True) says.
+_WHY = (
+    "parameters are gathered between two graphs: compile the model without fullgraph=True, or "
+    "each block with it, for block in model.blocks: block.compile(fullgraph=True)"
+)
+
+
 def graph_break(act: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `act` so that each call is a graph break and nothing in it is compiled."""
 
@@ -124,7 +131,7 @@ def graph_break(act: Callable[..., Any]) -> Callable[..., Any]:
         return act(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable's mark
-    call._torchdynamo_disable_msg = "a hook of Shardwise's"  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = _WHY  # type: ignore[attr-defined]
     _skip(call, inner=True)
     _skip(Hook.__call__, inner=False)  # nn.Module calls it for each hook
     return call

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from inspect import signature
-from itertools import chain, takewhile
+from itertools import chain, pairwise, takewhile
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
@@ -171,21 +171,24 @@ def _numbers_of(function: Any) -> dict[str, int]:
 
 
 def _read_by(function: Any) -> dict[str, Any]:
-    """What a function closes over or reads from its module, by name; attributes of an object."""
+    """What a function closes over, reads from its module and of what it reads, by name."""
     if isinstance(function, partial):
         bound = {f"argument {n}": x for n, x in enumerate(function.args)}
         return {**_read_by(function.func), **bound, **function.keywords}
     if not isinstance(function, FunctionType):
         return {**getattr(function, "__dict__", {})}
     names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-    read = {
-        step.argval: function.__globals__.get(step.argval)
-        for step in dis.get_instructions(function)
-        if step.opname == "LOAD_GLOBAL"
-    }
+    steps = [*dis.get_instructions(function)]
+    known = [step.argval for step in steps if step.opname == "LOAD_GLOBAL"]
+    read: dict[str, Any] = {name: function.__globals__.get(name) for name in known}
     with suppress(ValueError):  # a name that has no value yet
         read |= {name: cell.cell_contents for name, cell in names}
-    return read | {name: x.default for name, x in signature(function).parameters.items()}
+    read |= {name: x.default for name, x in signature(function).parameters.items()}
+    for owner, step in pairwise(steps):
+        table = getattr(read.get(str(owner.argval)), "__dict__", {})
+        if step.opname == "LOAD_ATTR" and step.argval in table:
+            read[f"{owner.argval}.{step.argval}"] = table[step.argval]
+    return read
 
 
 def _code_text(code: Any) -> str:

@@ -1,4 +1,4 @@
-"""Notes on errors in a step: what a tensor plan may lack, which inputs are not cast, the step.
+"""Errors in a step: what a tensor plan may lack, which inputs are not cast, the step.
 
 torch.compile where single operations are followed: the model runs without it.
 
@@ -9,41 +9,47 @@ operations of a forward pass, which a compiled graph no longer has.
 
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.core.errors import InputError, NonFiniteError, bad
+from shardwise.core.errors import InputError, NonFiniteError, bad, one_line
 from shardwise.core.mesh import TENSOR
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.structure import uncompiled
+from shardwise.engine.precision import HALF
 
 #: Torch's messages for shapes that do not fit and indices out of range.
 _SHAPES = re.compile(
     r"shape '|sizes? of tensor|shapes cannot be multiplied|normalized_shape|[Ss]izes of tensors"
     r"|exceeds dimension size|index \d+ is out of bounds"
-    r"|Expected (input|target) (batch_)?size|Using a target size"
+    r"|Expected (input|target) (batch_)?size|Using a target size|should contain \d+ elements"
 )
 #: Torch's messages for operations on several dtypes.
 _DTYPES = re.compile(r"same dtype|[Ff]ound dtype|expected scalar type|query's dtype|data type of")
+#: What is allowed under `tp`, and what to write instead; then the same under `cp`.
+_TABLE = (
+    "a tensor plan without these faults: a colwise without the rowwise that takes its result, two "
+    "styles exchanged, a layer beside them without an entry"
+)
 _FEATURES = (
-    "If the model runs on one process, its tensor plan may be wrong: a colwise without the rowwise "
-    "that takes its result, two styles exchanged, a layer beside them without an entry, no sets= "
-    "for a number of heads that the code reads, no colwise_gather_output before code that needs "
+    "sets= for a number of heads that the code reads, colwise_gather_output before code that needs "
     "all features"
 )
 _POSITIONS = (
-    ", no gather for a block that reads the number of positions, no sequence:join for the norm "
-    "before code that pools, picks or returns them"
+    ", a gather for a block that reads the number of positions, sequence:join for the norm before "
+    "code that pools, picks or returns them"
+)
+_BATCH = (
+    "a batch whose dim 1 has the positions, of which each rank has some, and code for any number "
+    "of them"
 )
 _CUT = (
-    "If the model runs on one process: under '{}' each rank has some of the positions, which are "
-    "dim 1 of the tensors in the batch. Where dim 1 has features, or the model needs a fixed "
-    "number of positions, write a plan without cp; in place of a mask of padding [rows, T], a mask "
-    "[rows, 1, T, T]: docs/explanation/context.md."
+    "a plan without cp where dim 1 has features, or the model needs a fixed number of positions; "
+    "in place of a mask of padding [rows, T], a mask [rows, 1, T, T]: docs/explanation/context.md"
 )
 
 _ALLOWED = (
@@ -85,12 +91,32 @@ def shapes(plan: Plan) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, IndexError, ValueError) as error:
-        if plan.context is not None and plan.cp > 1 and not isinstance(error, InputError):
-            error.add_note(_CUT.format(plan.context))
-        if plan.mesh.size_of(TENSOR) > 1 and _SHAPES.search(str(error)):
-            sequence = _POSITIONS if plan.sp else ""
-            error.add_note(f"{_FEATURES}{sequence}: docs/how-to/tables.md.")
+        for allowed, instead in _advice(plan, error):
+            error.add_note(f"If the model runs on one process, it needs {allowed}: {instead}.")
         raise
+
+
+@contextmanager
+def sharded(plan: Plan, alone: Callable[[], object]) -> Iterator[None]:
+    """Refuse a sharded model with an error of shapes if the plain one runs, `alone`."""
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError) as error:
+        advice = next(_advice(plan, error), None)
+        if advice is None or not _SHAPES.search(str(error)):
+            raise
+        with suppress(InputError):
+            alone()
+        given = f"a model that runs on one process and not under '{plan}': {one_line(str(error))}"
+        raise bad(given, *advice) from error
+
+
+def _advice(plan: Plan, error: Exception) -> Iterator[tuple[str, str]]:
+    """What the plan or the table may lack."""
+    if plan.context is not None and plan.cp > 1 and not isinstance(error, InputError):
+        yield _BATCH, _CUT
+    if plan.mesh.size_of(TENSOR) > 1 and _SHAPES.search(str(error)):
+        yield _TABLE, f"{_FEATURES}{_POSITIONS if plan.sp else ''}: docs/how-to/tables.md"
 
 
 @contextmanager
@@ -104,18 +130,20 @@ def step(number: int) -> Iterator[None]:
 
 @contextmanager
 def dtypes(dtype: torch.dtype | None) -> Iterator[None]:
-    """Add a note to dtype errors of a model in a precision (precision.py)."""
+    """Refuse a model in 16 bits with an error of dtypes (precision.py)."""
     try:
         yield
     except RuntimeError as error:
-        if dtype is not None and _DTYPES.search(str(error)):
-            error.add_note(
-                "The batch's own floats are not rounded; layers cast their inputs to "
-                f"{str(dtype).removeprefix('torch.')}. Where code outside of layers combines both, "
-                "write x.to(self.weight.dtype), or .float() on the output before the loss: "
-                "docs/explanation/states.md."
-            )
-        raise
+        if dtype not in HALF or isinstance(error, InputError) or not _DTYPES.search(str(error)):
+            raise
+        name = str(dtype).removeprefix("torch.")
+        raise bad(
+            f"code that combines {name} and other floats: {one_line(str(error))}",
+            f"layers, which cast their inputs to {name}; the batch's own floats and buffers, such "
+            "as tables of positions, are not rounded",
+            "x.to(self.weight.dtype) or query.to(value.dtype) outside of layers, and .float() on "
+            "the output before the loss: docs/explanation/states.md",
+        ) from error
 
 
 # --- torch.compile where single operations are followed: the model runs without it ----------------

@@ -41,7 +41,10 @@ def model(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
         if what := _unusual(p):
             given = f"a {name} whose parameter {key} is {what}"
             allowed = "dense torch tensors of real numbers, made outside of inference mode"
-            raise bad(given, allowed, "the plain model, before another library changed it")
+            instead = "the plain model, before another library changed it"
+            if what == "complex":
+                instead = "torch.view_as_real(w), and torch.view_as_complex(self.w) in the forward"
+            raise bad(given, allowed, instead)
 
 
 #: Classes that wrap a model for training, by name: those of other libraries may not be installed.

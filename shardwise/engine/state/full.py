@@ -65,6 +65,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
         piped = pipe_of(module)
         if piped is not None:
             piped.structure.require_unchanged()
+            piped.compare_ranks()
             stages = piped.staged.stages
             extra = extra_state.as_boxes(module, piped.staged.copy)
             boxes = [*pipe_boxes(module, piped), *extra]

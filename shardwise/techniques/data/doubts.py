@@ -73,8 +73,9 @@ class Doubts:
 
 
 def _values_of(module: nn.Module) -> Options:
-    """Its numbers, but for those of a rank, and the names of functions that it calls."""
-    every = {name: x for name, x in vars(module).items() if "rank" not in name}
+    """Its numbers, but for those of a rank or of dynamo, and the names of functions it calls."""
+    own = vars(module).items()
+    every = {name: x for name, x in own if not ("rank" in name or "dynamo" in name)}
     functions = FunctionType, BuiltinFunctionType
     named = {name: x.__qualname__ for name, x in every.items() if isinstance(x, functions)}
     return named | {name: x for name, x in every.items() if type(x) in (int, float)}

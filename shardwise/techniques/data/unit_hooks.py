@@ -121,8 +121,7 @@ class Data:
                 self.numbered_places.append(self.places[p])
                 keep(self.on_grads.add(p, self.collected))
         acts = partial(self._before, unit), partial(self._after, unit)
-        # otherwise it stays gathered on the device
-        divided = any(group.moves_to_rest for group in unit.groups)
+        divided = any(group.moves_to_rest for group in unit.groups)  # else it stays gathered
         if self.staged is not None:
             unit.state.stays |= any(module not in self.staged.inside for module in unit.modules)
         if (unit.state.stays and self.staged is not None) or not (divided or self.pace.by_hand):
@@ -274,8 +273,10 @@ class Data:
 
     def _before(self, unit: Unit, module: nn.Module, args: Any) -> None:
         self._do(self.order.call(unit.number))
+        unit.hide_grads()
 
     def _after(self, unit: Unit, module: nn.Module, args: Any, out: Any) -> None:
+        unit.unhide_grads()
         if self.order.is_around(unit.number):
             return
         recording, in_backward = torch.is_grad_enabled(), self.order.in_backward
@@ -342,8 +343,7 @@ class Data:
         if not (self.pace.by_hand or self.in_step):
             self.abandon()
             raise hook.outside_of_step(type(self.root).__name__)
-        freed = self.split and (self.pace.by_hand or self.frees)
-        if freed and torch.is_grad_enabled():
+        if self.split and (self.pace.by_hand or self.frees) and torch.is_grad_enabled():
             raise bad(
                 "backward(create_graph=True), or autograd.grad, of a "
                 f"{type(self.root).__name__} with sharded parameters",

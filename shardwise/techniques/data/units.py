@@ -23,6 +23,7 @@ The program's hooks may be registered before or after ours.  As under torch's DD
 gradient of this rank, in the parameter's own shape, and what they change is what is reduced.
 """
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -172,6 +173,16 @@ class Unit:
     def to_sharded(self) -> None:
         for group in self.groups:
             group.to_sharded()
+
+    def hide_grads(self) -> None:
+        """A module is called, with full parameters: take the pieces of gradients off them."""
+        for group in self.trained if "torch._dynamo" in sys.modules else ():
+            group.grads.hide()
+
+    def unhide_grads(self) -> None:
+        """It returns: put them back."""
+        for group in self.trained:
+            group.grads.unhide()
 
     def attach_grads(self) -> None:
         """Shard its parameters, and set their gradients: an optimizer may update them."""

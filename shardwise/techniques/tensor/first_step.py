@@ -113,9 +113,11 @@ def _losses(engine: Engine, given: Plain, batch: Any) -> tuple[tuple[float, floa
         if not is_empty(share, engine.rows):
             share = on_device(share, world.device)
             share = widened(share, dtype)
+            alone = partial(_loss, engine, plain, nowhere(), share)
             with rounding:
-                second = _loss_of_all(engine, sharded, tensors, share)
-                first = _loss(engine, plain, nowhere(), share)
+                with hint.sharded(engine.plan, alone):
+                    second = _loss_of_all(engine, sharded, tensors, share)
+                first = alone()
             # the step itself reports a loss that is not finite
             if not _drew(world.device) and math.isfinite(first):
                 losses = first, second
@@ -219,7 +221,7 @@ def _loss(engine: Engine, model: nn.Module, tensors: Tensors, share: Any) -> flo
     torch.manual_seed(0)
     with tensors.random.during(engine.world.device):
         tensors.begin(None, (), trains=True)
-        with hint.shapes(engine.plan), in_place_of(engine.model, model), kept_values(share):
+        with in_place_of(engine.model, model), kept_values(share):
             loss = engine.training.loss(model, share)
         tensors.end(trains=True)
     return float(loss)

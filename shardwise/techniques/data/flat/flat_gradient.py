@@ -64,6 +64,7 @@ class FlatGradient:
         self.has_grad = list(none)  # this rank has had a gradient for parameter i since `clear`
         self.used = list(none)  # and so has any rank, as far as has been heard
         self.attached = False  # the pieces of gshard are on the parameters
+        self.hidden: list[Tensor | None] = []  # those pieces, while a forward is compiled
         #: rows of lookups with sparse gradients: 1 where one of this step has arrived on any rank
         self.touched: dict[int, Tensor] = {}
         self.graphs: dict[int, Tensor] = {}  # gradients with a graph (create_graph)
@@ -270,6 +271,21 @@ class FlatGradient:
         for i, rows in self.touched.items():
             self.touched[i] = begin_sum(rows, self.replicate_axis).wait().clamp_(max=1)
         self.attached = True
+
+    def hide(self) -> None:
+        """Take pieces off full parameters: torch.compile reads no gradient of another shape."""
+        if self.attached and self.views.plan.ranks > 1 and not self.hidden:
+            self.hidden = [p.grad for p in self.params]
+            for p in self.params:
+                p.grad = None
+
+    def unhide(self) -> None:
+        """Put back what `hide` took."""
+        for p, gradient in zip(self.params, self.hidden, strict=False):
+            if gradient is not None:
+                full, p.data = p.data, gradient.detach()  # of whose shape a gradient must be
+                p.grad, p.data = gradient, full
+        self.hidden = []
 
     def sparse(self, index: int) -> Tensor | None:
         """The gradient on a parameter as a sparse tensor of the rows that any rank looked up."""

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from shardwise.comm.parameter import parameter_like
 from shardwise.core.errors import bad
@@ -178,13 +179,20 @@ def twin(model: nn.Module) -> nn.Module:
     for b in model.buffers():
         memo[id(b)] = torch.empty_like(b, device="meta")
     try:
-        return copy.deepcopy(model, memo)
+        found = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise bad(
             f"a {type(model).__name__} that cannot be copied ({error})",
             "a model that copy.deepcopy can copy to the meta device, where its shapes are traced",
             "modules without locks, files, generators and results of a forward as attributes",
         ) from error
+    for module in (m for m in found.modules() if parametrize.is_parametrized(m)):
+        # its class, which a copy shares, refers to the module that was parametrized
+        module.__class__ = type(module).__bases__[0]
+        parametrize._inject_new_class(module)
+        for name in module.get_submodule("parametrizations")._modules:
+            parametrize._inject_property(module, name)
+    return found
 
 
 # --- in place --------------------------------------------------------------------------------
