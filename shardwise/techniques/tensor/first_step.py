@@ -114,9 +114,9 @@ def _losses(engine: Engine, given: Plain, batch: Any) -> tuple[tuple[float, floa
             share = on_device(share, world.device)
             share = widened(share, dtype)
             alone = partial(_loss, engine, plain, nowhere(), share)
+            with rounding, hint.sharded(engine.plan, alone):
+                second = _loss_of_all(engine, sharded, tensors, share)
             with rounding:
-                with hint.sharded(engine.plan, alone):
-                    second = _loss_of_all(engine, sharded, tensors, share)
                 first = alone()
             # the step itself reports a loss that is not finite
             if not _drew(world.device) and math.isfinite(first):
