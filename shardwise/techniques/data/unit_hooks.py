@@ -167,10 +167,14 @@ class Data:
 
     def begin_step(self) -> None:
         """Begin the forward passes of an engine's step, with rank 0's buffers on every rank."""
-        for group in self.trained:
-            group.grads.free()
+        self.free_gradients()
         self.consensus.phase("forward")
         self.consensus.buffers.refresh()
+
+    def free_gradients(self) -> None:
+        """Free the memory of gradients that the last step has used and dropped."""
+        for group in self.trained:
+            group.grads.free()
 
     # --- under a schedule ---------------------------------------------------------------------
 
@@ -269,6 +273,7 @@ class Data:
         self.begun = False
         if self.pace.by_hand and self.begins and module.training and torch.is_grad_enabled():
             self.begins = False
+            self.free_gradients()
             self.consensus.buffers.refresh()
 
     def _before(self, unit: Unit, module: nn.Module, args: Any) -> None:
@@ -407,9 +412,7 @@ class Data:
 
     def _first_collected(self, p: nn.Parameter, group: Flat) -> None:
         """No output has announced the pass, which begins with this gradient."""
-        new = None
-        if group.split:  # p.grad is not a piece of an earlier one
-            new, p.grad = p.grad, None
+        new, p.grad = (p.grad, None) if group.split else (None, p.grad)  # no earlier piece
         self._begin_backward()
         if new is not None:
             p.grad = new if p.grad is None else p.grad + new

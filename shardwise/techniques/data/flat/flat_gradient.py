@@ -348,7 +348,11 @@ class FlatGradient:
 
     def free(self) -> None:
         """Free the memory of dropped gradients on the device, until backward makes others."""
-        if not (self.attached or any(self.filled) or any(self.valid)) and not self.moves.offload:
+        if self.moves.offload or (self.attached and any(p.grad is not None for p in self.params)):
+            return
+        if self.attached:
+            self.detach()
+        if not (any(self.filled) or any(self.valid)):
             self.grad, self.grad_views, self.gsum, self.gshard = None, [], None, None
 
     def clear(self) -> None:
