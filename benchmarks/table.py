@@ -26,8 +26,7 @@ from typing import Any
 from benchmarks.contenders.contender import Task
 from benchmarks.contenders.roster import ROSTER
 from benchmarks.measure import Record
-from shardwise.core.layouts.layout import I, P, Placement, R, S
-from shardwise.core.moves import Move, price
+from shardwise.core.layouts.layout import I, Move, P, Placement, R, S, price
 from shardwise.core.schedule.library import LIBRARY, build
 from shardwise.core.zero import ROWS, step_moves
 from shardwise.models.gpt import GPTConfig, parameters

@@ -37,7 +37,7 @@ FOREIGN = {
     "tensor": 33,
     "expert": 25,
     "pipeline": 16,
-    "recompute": 13,
+    "recompute": 12,
     "layers": 9,
     "offload": 7,
     "tile": 5,
@@ -323,8 +323,8 @@ def counted_apart(source: Source) -> list[str]:
     """
     if source.layer != "comm":
         return []
-    priced = ["shardwise.core.moves.price", "shardwise.prediction"]
-    asking = ["shardwise.core.moves", "shardwise.comm.move"]
+    priced = ["shardwise.core.layouts.layout.price", "shardwise.prediction"]
+    asking = ["shardwise.core.layouts.layout", "shardwise.comm.move"]
     refused = priced + asking * (source.path in COUNTING)
     return [
         source.say(node, f"imports {name}: what it counts is compared with that")

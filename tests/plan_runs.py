@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.core.memory_table import by_tier
 from shardwise.core.mesh import CONTEXT, TENSOR
 from shardwise.core.plan.plan import Plan
+from shardwise.core.zero import by_tier
 from shardwise.engine.engine import Engine
 from shardwise.engine.model_structure import shapes_of
 from shardwise.engine.state.box import Box

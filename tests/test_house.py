@@ -124,9 +124,9 @@ BAD: dict[Rule, list[tuple[str, str]]] = {
         ("shardwise/checkpoint/x.py", "from torch.distributed import barrier"),
     ],
     house.counted_apart: [
-        ("shardwise/comm/move.py", "from shardwise.core.moves import price"),
+        ("shardwise/comm/move.py", "from shardwise.core.layouts.layout import price"),
         ("shardwise/comm/x.py", "from shardwise.prediction.traffic import step_bytes"),
-        ("shardwise/comm/gloo/gloo.py", "from shardwise.core.moves import what"),
+        ("shardwise/comm/gloo/gloo.py", "from shardwise.core.layouts.layout import what"),
         ("shardwise/comm/ledger.py", "from shardwise.comm.move import start"),
     ],
     house.oracles_apart: [

@@ -21,7 +21,7 @@ from shardwise.core.tools.arguments import choice, integer
 from shardwise.doctor import collectives
 from shardwise.doctor.device_speed import measure_device
 from shardwise.doctor.diagnosis import Diagnosis, RankDiagnosis, look, measured_cluster
-from shardwise.prediction.cluster_file import text_of
+from shardwise.prediction.cluster import text_of
 
 MOST_BYTES: Final = 2**24  # of a message
 

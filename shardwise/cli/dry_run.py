@@ -18,7 +18,7 @@ from shardwise.cli.predict_command import answered, numbers_of
 from shardwise.cli.predict_table import show
 from shardwise.engine.predict import predict_with
 from shardwise.models import decoder
-from shardwise.prediction.cluster_file import cluster_of
+from shardwise.prediction.cluster import cluster_of
 from shardwise.prediction.prediction import Prediction
 from shardwise.train.config import Config
 from shardwise.train.data.sources import find

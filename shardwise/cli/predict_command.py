@@ -21,11 +21,11 @@ from shardwise.cli.predict_table import Answer, answer, show
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import choice, integer
-from shardwise.prediction.cluster_file import cluster_of
+from shardwise.prediction.cluster import cluster_of
 
 if TYPE_CHECKING:
     from shardwise.cli.predict_timeline import StepMemory
-    from shardwise.core.memory_table import Event
+    from shardwise.core.zero import Event
     from shardwise.engine.options import EngineOptions
     from shardwise.models.trainable import Trainable
     from shardwise.prediction.cluster import Cluster

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.core.memory_table import ACTIVATIONS
+from shardwise.core.zero import ACTIVATIONS
 from shardwise.prediction.relief import added_words, largest, peak_parts, relieved
 from shardwise.train.progress import size_text
 

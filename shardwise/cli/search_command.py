@@ -22,11 +22,11 @@ from rich.text import Text
 
 from shardwise.cli.configured import CONFIG, configured
 from shardwise.cli.predict_command import predict_request
+from shardwise.comm.start.worker import signs_of_life
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import integer
-from shardwise.core.tools.signs_of_life import signs_of_life
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +92,7 @@ class SearchTask(NamedTuple):
 def _search(task: SearchTask, why: str | None, *, as_json: bool) -> None:
     from shardwise.cli.configured import configured
     from shardwise.derive.plan_search import search
-    from shardwise.prediction.cluster_file import cluster_of
+    from shardwise.prediction.cluster import cluster_of
 
     cluster = cluster_of(task.cluster)
     plan = None if why is None else _asked(why, task.ranks)

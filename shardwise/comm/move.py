@@ -31,9 +31,8 @@ from shardwise.comm.torch_links import once
 from shardwise.comm.transport import Pending, Transport
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
-from shardwise.core.layouts.layout import Placement
+from shardwise.core.layouts.layout import Placement, sums_by_gathering, what
 from shardwise.core.layouts.uneven import Cut
-from shardwise.core.moves import sums_by_gathering, what
 from shardwise.core.tools.arguments import short_repr
 
 # --- moves ------------------------------------------------------------------------------------
@@ -273,7 +272,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 def begin_sum(x: Tensor, axis: Axis) -> Pending[Tensor]:
     """Begin to sum contiguous numbers; `x` must not change until then, and does not.
 
-    A few are gathered and added, with half the messages of an all-reduce (core/moves.py).
+    A few are gathered and added, with half the messages of an all-reduce (core/layouts/layout.py).
     """
     if axis.size == 1:
         return Pending([lambda: x])

@@ -14,11 +14,9 @@ from shardwise.core.tools.arguments import integer
 from shardwise.derive.recorded_model import PLAIN, RecordedModel
 from shardwise.engine.options import EngineOptions, Loss
 from shardwise.observe.meta_pass import UNKNOWN
-from shardwise.prediction.cluster import Cluster
-from shardwise.prediction.cluster_file import cluster_of
-from shardwise.prediction.search.result import SearchResult
+from shardwise.prediction.cluster import Cluster, cluster_of
+from shardwise.prediction.search.result import PlanTask, SearchResult
 from shardwise.prediction.search.search import best_plans
-from shardwise.prediction.search.space import PlanTask
 
 #: The plans that are printed, and certain to be the best.
 COUNT: Final = 10

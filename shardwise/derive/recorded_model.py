@@ -24,7 +24,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.mesh import PIPELINE, TENSOR
 from shardwise.core.model_spec import ModelPass, ModelShape, ModelSpec, StageSpec
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.plan_schedule import schedule_of
+from shardwise.core.plan.plan_check import schedule_of
 from shardwise.derive.repeated import NotLinearError, equal_blocks, repeated, shortened
 from shardwise.derive.table import table_or_derived
 from shardwise.engine.model_structure import SharedParts

@@ -23,9 +23,17 @@ from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import flag
 from shardwise.derive.axis_trace import OperationTrace, traced
-from shardwise.derive.groups import Heads, LayerGroup, chosen, groups, outputs, styles
+from shardwise.derive.groups import (
+    Heads,
+    LayerGroup,
+    Sharded,
+    chosen,
+    groups,
+    keeps_shapes,
+    outputs,
+    styles,
+)
 from shardwise.derive.sequence_styles import Refused, entries
-from shardwise.derive.sharded import Sharded, keeps_shapes
 from shardwise.engine.checks import validate
 from shardwise.engine.options import Loss, own_loss
 from shardwise.engine.predict import predict

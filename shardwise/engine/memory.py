@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shardwise.core.memory_table import CATEGORIES, GATHERED, OWNED, PART_OF
-from shardwise.core.zero import Tier
+from shardwise.core.zero import CATEGORIES, GATHERED, OWNED, PART_OF, Tier
 from shardwise.engine.optimizer.optimizer import Owned
 from shardwise.techniques.data.flat.flat_parameter import Flat
 

@@ -27,7 +27,7 @@ from shardwise.core.model_spec import (
     TensorSpec,
 )
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.plan_schedule import schedule_of
+from shardwise.core.plan.plan_check import schedule_of
 from shardwise.engine.batch import computed_parts, widened
 from shardwise.engine.build import facts_of
 from shardwise.engine.model_structure import (

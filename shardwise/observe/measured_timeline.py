@@ -2,7 +2,7 @@
 
     with measuring(engine, batch) as meter:
         engine.step(batch)
-    meter.events            bytes by category at each event (core/memory_table.py)
+    meter.events            bytes by category at each event (core/zero.py)
 
     found, events = predict_events(model, plan, batch, options)     the same of a dry run
 
@@ -31,7 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.unchanged import kept_values
 from shardwise.core.errors import InputError, bad
-from shardwise.core.memory_table import (
+from shardwise.core.plan.plan import Plan
+from shardwise.core.schedule.schedule import COMPUTE_OPS, Step
+from shardwise.core.tools.tree import leaves
+from shardwise.core.zero import (
     ACTIVATIONS,
     GATHERED,
     KEPT,
@@ -40,9 +43,6 @@ from shardwise.core.memory_table import (
     TEMPORARY,
     Event,
 )
-from shardwise.core.plan.plan import Plan
-from shardwise.core.schedule.schedule import COMPUTE_OPS, Step
-from shardwise.core.tools.tree import leaves
 from shardwise.engine import memory
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions

@@ -45,8 +45,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.core.memory_table import ACTIVATIONS, CATEGORIES, PART_OF
-from shardwise.core.zero import Tier
+from shardwise.core.zero import ACTIVATIONS, CATEGORIES, PART_OF, Tier
 from shardwise.engine import memory
 from shardwise.engine.engine import Engine
 from shardwise.observe.work import call_tensors

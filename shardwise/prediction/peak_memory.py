@@ -28,7 +28,7 @@ from shardwise.prediction.rank_shape import gathered_bytes_on
 from shardwise.prediction.stored_bytes import Group, block_bytes, groups
 from shardwise.prediction.unit_acts import UnitActs, by_unit, gathered_bytes, most_by_unit, order_on
 from shardwise.techniques.recompute.price import Within, storages
-from shardwise.techniques.recompute.price_host import pieces
+from shardwise.techniques.recompute.price_step import pieces
 
 if TYPE_CHECKING:
     from shardwise.prediction.prediction import Prediction

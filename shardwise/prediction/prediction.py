@@ -5,32 +5,42 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from shardwise.core.buffer_sizes import pool_bytes
-from shardwise.core.memory_table import CATEGORIES, by_tier
 from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import NEVER, CheckEvery
-from shardwise.core.zero import Tier
+from shardwise.core.zero import CATEGORIES, Tier, by_tier
 from shardwise.prediction.peak_memory import device_peak_bytes
-from shardwise.prediction.priced_techniques import PRICES
 from shardwise.prediction.rank_shape import added_flops_on, shape_on
 from shardwise.prediction.stored_bytes import ADAM, OptimizerShape, held_bytes
-from shardwise.prediction.technique_price import ExpertLoads, Share
 from shardwise.prediction.traffic import (
     Counted,
+    ExpertLoads,
+    Price,
+    Share,
     TrafficLine,
     by_kind,
     evaluation_bytes,
     rerun_bytes,
     step_bytes,
 )
-from shardwise.techniques.recompute.price_host import fetched_bytes, kept_bytes
+from shardwise.techniques.context.price import CONTEXT
+from shardwise.techniques.expert.price import EXPERT
+from shardwise.techniques.layers.price import LAYERS
+from shardwise.techniques.offload.price import OFFLOAD
+from shardwise.techniques.pipeline.price import PIPELINE
+from shardwise.techniques.recompute.price_step import RECOMPUTE, fetched_bytes, kept_bytes
+from shardwise.techniques.tensor.price import TENSOR
 
 if TYPE_CHECKING:
     from shardwise.prediction.cluster import Cluster
     from shardwise.prediction.time.step_time import StepTime
+
+# --- The prices of all techniques. A new one is one line here -------------------------------------
+
+PRICES: Final[tuple[Price, ...]] = (PIPELINE, TENSOR, CONTEXT, RECOMPUTE, LAYERS, OFFLOAD, EXPERT)
 
 #: The first steps, in which ranks of a tensor axis compare each gradient
 #: (engine/checks/consistency.py).

@@ -14,7 +14,7 @@ from shardwise.core.layouts.layouts import layouts, on_tiers
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.model_spec import ModelShape, ModelSpec, ParamShape
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.plan_schedule import schedule_of
+from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.schedule.lower import most_alive
 from shardwise.prediction.stored_bytes import groups, layout_of
 from shardwise.prediction.unit_acts import (

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from shardwise.core.memory_table import ACTIVATIONS
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
+from shardwise.core.zero import ACTIVATIONS
 
 if TYPE_CHECKING:
     from shardwise.prediction.prediction import Prediction

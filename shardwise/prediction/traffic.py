@@ -1,8 +1,8 @@
 """The bytes that each rank sends in one training step, by axis, kind and phase.
 
 For a flat parameter on the data axes: the moves of its row (core/zero.py) at their prices
-(core/moves.py), those before use and after backward in each microbatch, the others once; then the
-sums of its gradient over tensor and pipeline ranks. In addition:
+(core/layouts/layout.py), those before use and after backward in each microbatch, the others once;
+then the sums of its gradient over tensor and pipeline ranks. In addition:
 
     check      the tokens of each update and the microbatches that have any; the consensus: the
                loss, and for each trained parameter whether it had a
@@ -25,19 +25,24 @@ its updates.
 An evaluation gathers the parameters for each use. Its check is the buffers, from the first rank of
 each data axis; the loss, over the stages; then, over the data ranks, the loss, the tokens and three
 numbers of the batch's lists.
+
+What a technique costs a rank: the bytes that it sends in a step, and those that it stores.
+
+The folder of a technique has a file that makes its `Price`; prediction.py lists all.
+The rows of the states table, which every plan has, are priced in traffic.py and stored_bytes.py.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from shardwise.core.layouts.layout import P, Placement, R, S
+from shardwise.core.layouts.layout import P, Placement, R, S, between, price, sums_by_gathering
 from shardwise.core.layouts.layouts import norm_axes
 from shardwise.core.layouts.param_layout import AxisLayout
 from shardwise.core.mesh import CONTEXT, PIPELINE, TENSOR
-from shardwise.core.model_spec import ModelShape, ParamShape
-from shardwise.core.moves import between, price, sums_by_gathering
+from shardwise.core.model_spec import ModelShape, ModelSpec, Operation, ParamShape
 from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.library import updates
 from shardwise.core.zero import Moment, RowMove, Tier
@@ -50,6 +55,7 @@ from shardwise.prediction.stored_bytes import (
     master_bytes,
     owners_of,
 )
+from shardwise.techniques.expert.expert_moves import Loads
 
 CONSENSUS_BYTES = 8  # added as doubles: a count of tokens must not be rounded
 #: Before the first step: tokens, errors, too few rows, lists, dtypes, a checksum (engine.py).
@@ -324,3 +330,44 @@ def _shared(tariff: Tariff, param: ParamShape) -> None:
         numel = layout.shared_numel(axis, tariff.coordinates, param.shape)
         for _ in range(tariff.plan.microbatches if shared else 0):
             tariff.sum_parts(axis, numel, len(shared.ranks) if shared else 1, param.element_bytes)
+
+
+# --- What a technique costs a rank: the bytes that it sends in a step, and those that it stor -----
+
+#: The loads of the experts in each microbatch; without them experts have an even load.
+ExpertLoads = Sequence[Loads]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank carries out of a plan: `model` is its part of `spec`, the full model.
+
+    `trains`: it is a training step, and not an evaluation, which only goes forward.
+    """
+
+    plan: Plan
+    spec: ModelSpec
+    model: ModelShape
+    rank: int
+    optimizer: OptimizerShape
+    loads: ExpertLoads = ()
+    trains: bool = True
+
+
+@dataclass(frozen=True)
+class Price:
+    """The costs of a technique for a rank; a plan without the technique costs nothing.
+
+    sends    bytes in a step, or in an evaluation, of which the backward pass does not count
+    stores   bytes on a tier between steps, by category
+    bounds   the least and the most bytes, by axis and kind, of what depends on values
+    omits    lines that the step of this number does not send; the flag says whether it follows one
+             of this engine whose update may not be finished
+    spends   the operations of one pass of the model beside those of the plain one
+    """
+
+    sends: Callable[[Share], Counted]
+    stores: Callable[[Share, Tier], Mapping[str, int]] = lambda _share, _tier: {}
+    bounds: Callable[[Share], Mapping[str, tuple[int, int]]] = lambda _: {}
+    omits: Callable[[Plan, int, bool], Collection[TrafficLine]] = lambda _plan, _step, _follows: ()
+    spends: Callable[[Share], Iterable[Operation]] = lambda _: ()

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.model_spec import Call, ModelShape, ModelSpec, StageSpec, UnitModules, Value
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.plan_schedule import schedule_of
+from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.reduce_order import Act, UnitState
 from shardwise.core.schedule.schedule import COMPUTE_OPS, Action
 from shardwise.core.unit_order import CallPlace, UnitOrder

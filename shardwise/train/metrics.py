@@ -20,8 +20,7 @@ from pydantic import TypeAdapter
 from shardwise.callbacks.callback import Callbacks, numbers
 from shardwise.core.errors import InputError, RunError, one_line
 from shardwise.core.plan.plan import Plan
-from shardwise.prediction.cluster import PRESETS
-from shardwise.prediction.cluster_file import cluster_of
+from shardwise.prediction.cluster import PRESETS, cluster_of
 from shardwise.train.data.packed import publish, unwritable_folder
 
 FILE = "metrics.jsonl"

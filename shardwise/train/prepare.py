@@ -17,7 +17,7 @@ from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import beside, setting
-from shardwise.prediction.cluster_file import cluster_of
+from shardwise.prediction.cluster import cluster_of
 from shardwise.train import run_folder
 from shardwise.train.config import Config
 from shardwise.train.config_sections import TRACKERS, RunSection

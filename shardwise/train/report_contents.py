@@ -11,8 +11,8 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.plan.plan_parser import word_of
-from shardwise.core.plan.plan_schedule import schedule_of
 from shardwise.core.schedule.clock import clock
 from shardwise.core.schedule.draw import as_svg
 from shardwise.prediction.search.result import parts_of

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import NonFiniteError
-from shardwise.core.memory_table import by_tier
+from shardwise.core.zero import by_tier
 from shardwise.engine.batch import copied as own_tensors
 from shardwise.engine.checks import hint
 from shardwise.engine.engine import Engine

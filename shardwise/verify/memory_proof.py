@@ -33,8 +33,8 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from shardwise.comm.start.peers import PEERS
-from shardwise.core.memory_table import KEPT, PREDICTED, Event, by_tier
 from shardwise.core.tools.hook import collect
+from shardwise.core.zero import KEPT, PREDICTED, Event, by_tier
 from shardwise.engine.engine import Engine
 from shardwise.observe.measured_timeline import StepMeter, measuring
 from shardwise.observe.meter import Live, Stray

@@ -42,8 +42,8 @@ from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import Counts
-from shardwise.core.memory_table import Event
 from shardwise.core.plan.plan import BUCKET_BYTES, Plan
+from shardwise.core.zero import Event
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine

@@ -19,8 +19,14 @@ from shardwise.core.tools.structure import graph_break
 from shardwise.engine.checks import validate
 from shardwise.engine.checks.hint import without_compiler
 from shardwise.techniques.data.apply import drivers
-from shardwise.techniques.replicas.devices import Devices, as_devices
-from shardwise.techniques.replicas.replicate import gather, parallel_apply, replicate, scatter
+from shardwise.techniques.replicas.replicate import (
+    Devices,
+    as_devices,
+    gather,
+    parallel_apply,
+    replicate,
+    scatter,
+)
 from shardwise.wrap.unwrap import Wrapper, no_wrapper
 
 

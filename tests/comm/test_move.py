@@ -21,9 +21,8 @@ from shardwise.comm.move import (
 )
 from shardwise.comm.world import Axis, World, alone, traced
 from shardwise.core.errors import InputError
-from shardwise.core.layouts.layout import I, P, Placement, R, S
+from shardwise.core.layouts.layout import I, P, Placement, R, S, price
 from shardwise.core.mesh import Mesh
-from shardwise.core.moves import price
 from tests.pool import run_gloo, run_threads
 
 PLACEMENTS = [R, I, P, S(0), S(1)]

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.layouts.flatten import ALIGN_BYTES, Box1, boxes, flatten
-from shardwise.core.layouts.layout import I, P, Placement, R, S
+from shardwise.core.layouts.layout import I, P, Placement, R, S, price
 from shardwise.core.layouts.uneven import Lengths
 from shardwise.core.mesh import AXES, Mesh
 from shardwise.core.model_spec import ELEMENT_BYTES
-from shardwise.core.moves import price
 
 # --- placements and moves -------------------------------------------------------------------------
 

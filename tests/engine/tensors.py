@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.world import World
-from shardwise.core.memory_table import by_tier
+from shardwise.core.zero import by_tier
 from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
 from shardwise.engine.step_end import Metrics

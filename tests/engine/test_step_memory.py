@@ -16,8 +16,8 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.comm.tiers.tiers import begin_copy
 from shardwise.comm.world import World, alone
-from shardwise.core.memory_table import PREDICTED, Event, by_tier
 from shardwise.core.tools.hook import collect
+from shardwise.core.zero import PREDICTED, Event, by_tier
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor
 from shardwise.models import gpt

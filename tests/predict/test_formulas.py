@@ -11,9 +11,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm.world import World, traced
-from shardwise.core import moves
 from shardwise.core.buffer_sizes import pool_bytes
 from shardwise.core.errors import InputError
+from shardwise.core.layouts import layout
 from shardwise.core.layouts.uneven import even, heads
 from shardwise.core.model_spec import BufferShape, ModelShape, ParamShape, UnitShape
 from shardwise.core.plan.plan import Plan
@@ -273,7 +273,7 @@ def differing(world: World, plan: str) -> list[Any]:
 @pytest.mark.parametrize("plan", ["dp2", "dp_replicate2 dp_shard2 zero3"])
 def test_many_control_numbers_are_all_reduced(plan: str, monkeypatch: pytest.MonkeyPatch):
     """What ranks agree on in a step is predicted beyond the size up to which it is gathered too."""
-    monkeypatch.setattr(moves, "GATHERED_BYTES", 100)
+    monkeypatch.setattr(layout, "GATHERED_BYTES", 100)
     assert ("dp", "all_reduce", "check") in step_bytes(Plan.parse("dp2"), units(20))
     ranks = Plan.parse(plan).size
     assert run_threads(ranks, differing, plan) == [[]] * ranks

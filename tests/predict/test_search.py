@@ -25,10 +25,15 @@ from shardwise.models import moe
 from shardwise.models.gpt import GPT, GPTConfig, loss
 from shardwise.prediction.cluster import PRESETS, Cluster
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.search.plan_costs import PlanCosts
-from shardwise.prediction.search.result import RankedPlan, RefusedPlan, SearchResult
-from shardwise.prediction.search.space import Candidate, PlanTask, candidates
-from shardwise.prediction.search.uneven_stages import with_uneven_stages
+from shardwise.prediction.search.plan_costs import PlanCosts, with_uneven_stages
+from shardwise.prediction.search.result import (
+    Candidate,
+    PlanTask,
+    RankedPlan,
+    RefusedPlan,
+    SearchResult,
+    candidates,
+)
 from shardwise.techniques.expert.gate import Gate
 from tests.train.runs import ended, printed
 

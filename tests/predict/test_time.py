@@ -16,8 +16,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.model_spec import Operation
 from shardwise.core.plan.plan import Plan
 from shardwise.models.gpt import GPT, GPTConfig, loss
-from shardwise.prediction.cluster import PRESETS, Cluster, Derating
-from shardwise.prediction.cluster_file import cluster_of
+from shardwise.prediction.cluster import PRESETS, Cluster, Derating, cluster_of
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.time.step_time import AxisHosts, Network, RankWork, StepTime, operation_s
 from shardwise.prediction.time.streams import Streams

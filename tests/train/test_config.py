@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.core.errors import InputError
 from shardwise.migrate.read import imported
-from shardwise.prediction.cluster_file import cluster_of
+from shardwise.prediction.cluster import cluster_of
 from shardwise.train import config
 from shardwise.train.model import learning_rate
 from shardwise.verify.proof_options import table_in

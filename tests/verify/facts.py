@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 import shardwise as sw
 from shardwise.checkpoint.pending import PendingCheckpoint
 from shardwise.comm.world import World, alone
-from shardwise.core.memory_table import GATHERED, KEPT, PREDICTED, TEMPORARY, Event
 from shardwise.core.model_spec import SMALL_BYTES
 from shardwise.core.plan.plan import Plan
+from shardwise.core.zero import GATHERED, KEPT, PREDICTED, TEMPORARY, Event
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import own_loss
 from shardwise.observe.measured_timeline import StepMeter, measuring

@@ -43,7 +43,7 @@ from shardwise.comm.ledger import TIER, Ledger
 from shardwise.comm.tiers.disk_use import DiskUse
 from shardwise.core.chunks import ALIGN_BYTES, CHUNK_NUMEL, aligned
 from shardwise.core.errors import RunError, bad
-from shardwise.core.moves import between
+from shardwise.core.layouts.layout import between
 
 #: Requests that are under way at once: those of one thread would wait for the disk one by one.
 THREADS: Final = 4

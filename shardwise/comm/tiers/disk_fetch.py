@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.comm.ledger import TIER, Ledger
 from shardwise.comm.tiers.disk import Buffer, Extent
-from shardwise.core.moves import between
+from shardwise.core.layouts.layout import between
 
 #: Copies a part on the host to a part on the device.
 Copy = Callable[[Tensor, Tensor], object]

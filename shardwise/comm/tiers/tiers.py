@@ -38,7 +38,7 @@ from shardwise.comm.ledger import TIER, Ledger
 from shardwise.comm.tiers.disk import Extent
 from shardwise.comm.tiers.disk_fetch import Fetch
 from shardwise.comm.transport import Pending
-from shardwise.core.moves import between
+from shardwise.core.layouts.layout import between
 from shardwise.core.zero import Tier
 
 _SWEEP_AT = 64  # table entries, above which those of freed memory are removed

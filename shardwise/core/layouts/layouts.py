@@ -20,7 +20,7 @@ from shardwise.core.layouts.param_layout import AxisLayout, Layout
 from shardwise.core.mesh import EXPERTS, PIPELINE, REST, TENSOR, TILE
 from shardwise.core.model_spec import Facts, TensorSpec
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.plan_schedule import schedule_of
+from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.techniques.tensor.tensor_table import bias_cut, cuts
 

@@ -1,8 +1,13 @@
 """The check that this version can run a plan: all problems at once, each with a remedy."""
 
+from functools import lru_cache
+
 from shardwise.core.errors import Problem, refusal
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_parser import TECHNIQUES
+from shardwise.core.schedule.library import build
+from shardwise.core.schedule.lower import lower
+from shardwise.core.schedule.schedule import Schedule
 from shardwise.techniques.layers.layer_plan_check import layer_problems
 
 __all__ = ["Problem", "problems", "require"]
@@ -41,3 +46,16 @@ def _world(plan: Plan, world_size: int | None) -> list[Problem]:
     if not plan.open:
         instead += ", or leave the data axis out, which then takes the ranks left over"
     return [Problem(given, allowed, instead)]
+
+
+# --- The schedule of a plan -----------------------------------------------------------------------
+
+
+def schedule_of(plan: Plan) -> Schedule | None:
+    """The schedule of `plan` with its transfers; None without a pipeline."""
+    return None if plan.pipeline is None else _lowered(plan.pipeline, plan.mesh.size_of("pp"))
+
+
+@lru_cache(maxsize=32)  # a prediction asks for it some twenty times, a search for those of many
+def _lowered(word: str, ranks: int) -> Schedule:
+    return lower(build(word, ranks))

@@ -29,10 +29,10 @@ from dataclasses import replace
 import torch
 
 from shardwise.core.errors import RunError, bad
-from shardwise.core.memory_table import ACTIVATIONS, OWNED
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
 from shardwise.core.plan.words import size_text
+from shardwise.core.zero import ACTIVATIONS, OWNED
 from shardwise.engine import memory
 from shardwise.engine.engine import Engine
 from shardwise.prediction.peak_memory import LEAST, MOST, device_peak_bytes

@@ -11,7 +11,7 @@ bound exceeds the time of the plan that is `count`th so far: no later plan can b
 `count`. A plan that recomputes is slower than the same plan with less recomputation, and not
 predicted if that one fits. Plans with offload come last: only if no other fits. The best plans are
 predicted once more with the budget of activations that the memory allows, with uneven stages
-(uneven_stages.py), and with whole blocks in place of zero3.
+(plan_costs.py), and with whole blocks in place of zero3.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,17 +24,23 @@ from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
 from shardwise.prediction.cluster import Cluster
-from shardwise.prediction.search.plan_costs import PlanCosts, Recordings, too_large
-from shardwise.prediction.search.result import RankedPlan, RefusedPlan, SearchResult
-from shardwise.prediction.search.space import (
+from shardwise.prediction.search.plan_costs import (
+    PlanCosts,
+    Recordings,
+    too_large,
+    with_uneven_stages,
+)
+from shardwise.prediction.search.result import (
     OFFLOADED,
     RECOMPUTED,
     Candidate,
     PlanTask,
+    RankedPlan,
+    RefusedPlan,
+    SearchResult,
     candidates,
     offloaded,
 )
-from shardwise.prediction.search.uneven_stages import with_uneven_stages
 
 #: How often the number of ranks is doubled where nothing fits.
 DOUBLINGS: Final = 6

@@ -14,7 +14,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardwise.core.mesh import PIPELINE
-from shardwise.core.plan.plan_schedule import schedule_of
+from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.schedule.clock import ActionCosts, Timeline, clock
 from shardwise.core.schedule.schedule import Action
 from shardwise.prediction.rank_shape import parts_on, stage_of

@@ -19,8 +19,8 @@ Seconds of collectives on the axes of a plan: latency of the hops, and bytes ove
     tree          all_reduce between hosts                    2 log2(hosts) hops, a ring's bytes
     pairs         all_to_all, send                            one hop; bytes by where the peers are
 
-The bytes are those that the ledger counts (core/moves.py). A measured cluster has a latency and a
-rate of each collective relative to these.
+The bytes are those that the ledger counts (core/layouts/layout.py). A measured cluster has a
+latency and a rate of each collective relative to these.
 
 Seconds of recorded operations on a device's roofline.
 
@@ -41,12 +41,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.model_spec import ModelSpec, Operation
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.plan_schedule import schedule_of
+from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.zero import Moment, RowMove
-from shardwise.prediction.cluster import Cluster
-from shardwise.prediction.cluster_file import cluster_of
+from shardwise.prediction.cluster import Cluster, cluster_of
 from shardwise.prediction.peak_memory import places
-from shardwise.prediction.priced_techniques import PRICES
+from shardwise.prediction.prediction import PRICES
 from shardwise.prediction.stored_bytes import Group
 from shardwise.prediction.time.streams import Streams, TimedActs, UnitSeconds
 from shardwise.prediction.traffic import Counted, Tariff, step_bytes

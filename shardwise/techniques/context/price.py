@@ -13,8 +13,7 @@ from shardwise.core.mesh import CONTEXT as AXIS
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.model_spec import ModelSpec, Operation
 from shardwise.prediction.rank_shape import stage_of, stages_on
-from shardwise.prediction.technique_price import Price, Share
-from shardwise.prediction.traffic import CONSENSUS_BYTES, Counted, Tariff, TrafficLine
+from shardwise.prediction.traffic import CONSENSUS_BYTES, Counted, Price, Share, Tariff, TrafficLine
 from shardwise.techniques.context.positions import AttentionCall, LossCount
 
 #: Bytes of an element of the gradients that go round the ring.

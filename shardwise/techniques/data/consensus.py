@@ -25,8 +25,7 @@ from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.techniques.data.buffers import Buffers
-from shardwise.techniques.data.checksum import share_numbers
-from shardwise.techniques.data.doubts import operations_of_pass
+from shardwise.techniques.data.checksum import operations_of_pass, share_numbers
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.outputs import Scaling
 from shardwise.techniques.data.same_on_ranks import SameOnRanks

@@ -32,8 +32,7 @@ from shardwise.core.mesh import EXPERTS, TENSOR
 from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan.plan import Plan
 from shardwise.prediction.rank_shape import stage_of, stages_on
-from shardwise.prediction.technique_price import Price, Share
-from shardwise.prediction.traffic import Counted, Tariff, TrafficLine
+from shardwise.prediction.traffic import Counted, Price, Share, Tariff, TrafficLine
 from shardwise.techniques.expert.expert_moves import (
     Counts,
     ExpertLayer,

@@ -5,12 +5,10 @@ Before a step, all ranks exchange the rows of each microbatch, as 8-byte integer
 
 from typing import Final
 
-from shardwise.core.layouts.layout import I, R, S
+from shardwise.core.layouts.layout import I, R, S, price
 from shardwise.core.model_spec import ELEMENT_BYTES, RowGather
-from shardwise.core.moves import price
 from shardwise.prediction.rank_shape import stage_of, stages_on
-from shardwise.prediction.technique_price import Price, Share
-from shardwise.prediction.traffic import CONSENSUS_BYTES, Counted, Tariff, TrafficLine
+from shardwise.prediction.traffic import CONSENSUS_BYTES, Counted, Price, Share, Tariff, TrafficLine
 
 
 def _sends(share: Share) -> Counted:

@@ -23,8 +23,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from shardwise.core.chunks import aligned, chunk_numel, reserved_bytes
+from shardwise.core.layouts.layout import between
 from shardwise.core.model_spec import ModelShape
-from shardwise.core.moves import between
 from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import Moment, RowMove, Tier
 from shardwise.prediction.stored_bytes import (
@@ -37,8 +37,7 @@ from shardwise.prediction.stored_bytes import (
     master_bytes,
     optimizer_bytes,
 )
-from shardwise.prediction.technique_price import Price, Share
-from shardwise.prediction.traffic import Counted, Tariff, TrafficLine, phases
+from shardwise.prediction.traffic import Counted, Price, Share, Tariff, TrafficLine, phases
 
 
 def host_bytes(share: Share) -> dict[str, int]:

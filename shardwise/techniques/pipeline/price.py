@@ -13,14 +13,13 @@ from itertools import pairwise, product
 from typing import Final
 
 from shardwise.core.mesh import PIPELINE as AXIS
-from shardwise.core.plan.plan_schedule import schedule_of
+from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.schedule.library import build, updates
 from shardwise.core.schedule.lower import versions
 from shardwise.core.schedule.schedule import Transfer
 from shardwise.core.zero import Tier
 from shardwise.prediction.stored_bytes import block_bytes, groups
-from shardwise.prediction.technique_price import Price, Share
-from shardwise.prediction.traffic import Counted, Tariff, TrafficLine
+from shardwise.prediction.traffic import Counted, Price, Share, Tariff, TrafficLine
 
 
 def _sends(share: Share) -> Counted:

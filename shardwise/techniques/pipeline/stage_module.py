@@ -22,7 +22,7 @@ from shardwise.core.layouts.layouts import stage_layout
 from shardwise.core.layouts.param_layout import Groups
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.plan_schedule import schedule_of
+from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine import default_fill
 from shardwise.techniques.data.wrap_policy import UnitSpec

@@ -28,7 +28,7 @@ from functools import partial
 from itertools import groupby
 from typing import Final
 
-from shardwise.core.layouts.layout import I, P, Placement, R, S
+from shardwise.core.layouts.layout import I, P, Placement, R, S, price
 from shardwise.core.layouts.uneven import Cut, Lengths
 from shardwise.core.mesh import TENSOR as AXIS
 from shardwise.core.model_spec import (
@@ -40,10 +40,8 @@ from shardwise.core.model_spec import (
     TensorSpec,
     Value,
 )
-from shardwise.core.moves import price
 from shardwise.prediction.rank_shape import stages_on
-from shardwise.prediction.technique_price import Price, Share
-from shardwise.prediction.traffic import Counted, Tariff, TrafficLine
+from shardwise.prediction.traffic import Counted, Price, Share, Tariff, TrafficLine
 from shardwise.techniques.tensor.tensor_table import Style, cuts
 
 #: (src, dst, numel of the whole, element bytes, phase)

@@ -32,11 +32,10 @@ from typing import Final
 
 from torch import nn
 
-from shardwise.core.memory_table import CATEGORIES, PART_OF
 from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.library import allowed, entry
 from shardwise.core.schedule.lower import peaks
-from shardwise.core.zero import ALIASES, Tier
+from shardwise.core.zero import ALIASES, CATEGORIES, PART_OF, Tier
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import owned
 from shardwise.techniques.data.flat.flat_parameter import Flat

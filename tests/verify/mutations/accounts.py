@@ -15,7 +15,7 @@ from shardwise.comm.tiers.arena import _Slot
 from shardwise.core import zero
 from shardwise.core.layouts import flatten
 from shardwise.core.layouts.layout import P, R
-from shardwise.core.plan import plan_schedule
+from shardwise.core.plan import plan_check
 from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule import library
 from shardwise.core.tools.tree import leaves
@@ -131,7 +131,7 @@ def zero2_as_zero1(patch: Patch) -> None:
 def one_f_one_b_as_gpipe(patch: Patch) -> None:
     gpipe = replace(library.LIBRARY["1f1b"], build=library.LIBRARY["gpipe"].build)
     patch.setitem(library.LIBRARY, "1f1b", gpipe)
-    patch.setattr(plan_schedule, "_lowered", plan_schedule._lowered.__wrapped__)  # without a cache
+    patch.setattr(plan_check, "_lowered", plan_check._lowered.__wrapped__)  # without a cache
 
 
 ROWS |= {
