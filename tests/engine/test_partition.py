@@ -17,7 +17,7 @@ from shardwise.models import gpt
 from shardwise.models.gpt import GPT, SIZES, Block, GPTConfig
 from shardwise.models.registry import find
 from shardwise.techniques.data.wrap_policy import UnitSpec, choose
-from shardwise.techniques.pipeline.partition import balance_by_time, misplaced, starts
+from shardwise.techniques.pipeline.partition import balance_by_time, calls_of, misplaced, starts
 from tests.pool import run_threads
 
 
@@ -104,6 +104,13 @@ def test_where_stages_begin(what: str):
     pytest.importorskip("transformers")
     make, stages, wanted = CUT[what]
     assert starts(make(), stages) == wanted
+
+
+def test_a_layer_that_is_never_called_begins_no_stage():
+    """It is in the stage of the layer that is defined before it."""
+    model = of(used=nn.Sequential(*linears(4, 3)), never=nn.ModuleList(linears(4, 4)))
+    calls = calls_of(model, lambda model, batch: model.used(batch))
+    assert starts(model, 2, calls=calls) == ("used.2",)
 
 
 def test_stages_by_hand_are_those_given():

@@ -195,22 +195,30 @@ def candidates(model: nn.Module, stages: int, calls: Calls | None = None) -> tup
     Raises:
         InputError: fewer layers than stages.
     """
-    places = calls or defined(model)
-    blocks = sorted(_planned(model) or _repeated(model), key=lambda name: places[name][0])
+    places, moved = calls or defined(model), misplaced(model)
+    blocks = _in_order(_planned(model) or _repeated(model), places)
     if len(blocks) >= stages:
         return tuple(blocks)
-    moved = misplaced(model)
-    every = tuple(name for name in layers(model, blocks[1:], calls) if name not in moved)
+    every = [name for name in layers(model, blocks[1:], calls) if name not in moved]
     if len(every) < stages:  # layers in lists may each have a class of their own
-        found = sorted(chain(*_lists(model, "", sum)), key=lambda name: places[name][0])
-        every = tuple(name for name in layers(model, found[1:], calls) if name not in moved)
+        found = _in_order(chain(*_lists(model, "", sum)), places)
+        every = [name for name in layers(model, found[1:], calls) if name not in moved]
+    every = _in_order(every, places)
     if len(every) < stages:
         raise bad(
             f"{stages} stages for a {type(model).__name__} of {len(every)} layers",
             f"at most as many stages as layers: {', '.join(every[:NAMED]) or 'it has none'}",
             f"pp{max(1, len(every))}, or fewer chunks of the schedule",
         )
-    return every
+    return tuple(every)
+
+
+def _in_order(names: Iterable[str], places: Calls) -> list[str]:
+    """By the first call; one that is never called has the place of another, and begins nothing."""
+    first: dict[int, str] = {}
+    for name in names:
+        first.setdefault(places[name][0], name)
+    return [first[place] for place in sorted(first)]
 
 
 def _repeated(model: nn.Module) -> list[str]:

@@ -143,7 +143,7 @@ def _check(model: nn.Module, starts: Sequence[str], calls: Calls) -> None:
                 f"names of its modules, such as {_some([key for key in calls if key])}",
                 f'"{suggest(name, calls)}"',
             )
-    right = sorted(set(starts), key=lambda name: calls[name][0])
+    right = sorted(dict.fromkeys(starts), key=lambda name: calls[name][0])
     if right != list(starts):
         allowed = "the first module of each later stage, each once, in the order of calls"
         raise bad(f"starts {', '.join(starts)}", allowed, ", ".join(right))
