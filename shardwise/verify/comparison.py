@@ -137,12 +137,9 @@ class Comparison:
         following.state(engine)
         self.costs = following.costs
         doubled = (engine.scale.value, engine.scale.good) == (2 * LOSS_SCALE, 0)
-        names = (
-            *("the scale before it", "the skipped update"),
-            *("the scale after it", "the scale after good updates"),
-        )
-        facts = zip(names, (kept, same, halved, doubled), strict=True)
-        self.errors.append(Errors.of_facts("overflow", dict(facts)))
+        facts = {"the scale before it": kept, "the skipped update": same}
+        facts |= {"the scale after it": halved, "the scale after good updates": doubled}
+        self.errors.append(Errors.of_facts("overflow", facts))
         self.errors += [renamed(found, "after overflow") for found in following.errors]
 
     def shared(self, engine: Engine, step: int) -> tuple[Any, Any, Division]:
@@ -201,8 +198,13 @@ class Comparison:
         self.choices.evaluated.clear()
 
         def evaluated(oracle: Any) -> float:
-            task = oracle.task
-            return float(oracle.evaluate(lambda m: task.loss_of(m, whole, oracle.dtype)))
+            """The mean of what its passes compute."""
+            task, dtype = oracle.task, oracle.dtype
+            return sum(
+                float(oracle.evaluate(lambda m, own=own: task.loss_of(m, own, dtype)))
+                * (task.tokens(own) / task.tokens(whole))
+                for own in oracle.of_ranks(whole, division.idle)
+            )
 
         self.routes.follow(engine, replace(division, microbatches=1).counts(whole))
         losses = [drawn(step, lambda o=o: evaluated(o)) for o in self.oracles.all]

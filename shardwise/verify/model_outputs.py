@@ -8,30 +8,18 @@ too, and a rank compares its own:
     one process   0 1 0 1    compared:    0 1 . .     . . 0 1
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.techniques.expert.apply import experts_in
-from shardwise.verify.oracles.oracle import Task
+from shardwise.verify.oracles.async_oracle import AsyncOracle
+from shardwise.verify.oracles.oracle import Oracle
 
 
-class Evaluates(Protocol):
-    """An oracle: of synchronous or of asynchronous training."""
-
-    model: nn.Module
-    task: Task
-    dtype: torch.dtype
-
-    def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor:
-        """The result of `call(model)` in eval mode."""
-        ...
-
-
-def expected_outputs(oracle: Evaluates, batch: Any, ranks: int, rank: int) -> Tensor:
+def expected_outputs(oracle: Oracle | AsyncOracle, batch: Any, ranks: int, rank: int) -> Tensor:
     """What the model of `oracle` returns for the copy of `batch` that data rank `rank` has."""
     if not experts_in(oracle.model):
         return oracle.evaluate(lambda model: returned(oracle, model, batch))
@@ -44,7 +32,7 @@ def expected_outputs(oracle: Evaluates, batch: Any, ranks: int, rank: int) -> Te
     return found.tensor_split(ranks)[rank].clone() if found.dim() else found
 
 
-def returned(oracle: Evaluates, model: nn.Module, batch: Any) -> Tensor:
+def returned(oracle: Oracle | AsyncOracle, model: nn.Module, batch: Any) -> Tensor:
     """The first tensor that `model` returns in its loss; the loss itself if there is none."""
     seen: list[Tensor] = []
 

@@ -36,12 +36,11 @@ from threading import Lock
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
-from shardwise.core.layouts.uneven import Counts
 from shardwise.core.plan.plan import BUCKET_BYTES, Plan
 from shardwise.core.zero import Event
 from shardwise.engine.engine import Engine
@@ -63,7 +62,7 @@ from shardwise.verify.not_comparable import without_dropout
 from shardwise.verify.oracles import textbook
 from shardwise.verify.oracles.batches import ROWS, SEED, Division, ragged
 from shardwise.verify.oracles.loads import Routed
-from shardwise.verify.oracles.oracle import Oracle
+from shardwise.verify.oracles.oracle import Microbatches, Oracle
 from shardwise.verify.oracles.oracles import LOSS_SCALE, Oracles, is_asynchronous, oracles_of
 from shardwise.verify.oracles.recipe import spec_of
 from shardwise.verify.proof_options import Options
@@ -174,16 +173,10 @@ def theory_of(
     chosen = build_options(trainable, plan, options or Options(), model)
     predictor = Predictor(model, plan, replace(chosen, clip=clip), rank=rank, ranks=plan.size)
 
-    def of(
-        batch: Any,
-        rows: Sequence[Counts] | None = None,
-        loads: Sequence[Loads] = (),
-        *,
-        whole: bool = False,
-    ) -> Prediction:
+    def of(*args: Any, **how: Any) -> Prediction:
         """The prediction for this rank's share of a batch, as `Predictor.of`."""
         with BUILDING:  # a pass on the meta device restores the global generator
-            return predictor.of(batch, rows, loads, whole=whole)
+            return predictor.of(*args, **how)
 
     return of
 
@@ -241,8 +234,17 @@ def alone_of(trainable: Trainable, plan: Plan, device: torch.device) -> Oracles:
 
 
 def with_noise(oracles: Oracles, trainable: Trainable, plan: Plan, device: torch.device) -> Oracles:
-    """With an oracle whose weights differ by a bit of fp32, if anything is computed in fp32."""
-    if oracles.unit or (oracles.exact.dtype is torch.float64 and not oracles.exact.task.narrow):
+    """The oracles that measure rounding, if anything is computed in 32 bits or fewer.
+
+    In fp32 a second oracle begins with other last bits of the weights. In 16 bits one process
+    rounds the gradients of each rank's microbatch, as the run does, if the loss is their mean.
+    """
+    exact, alone = oracles.exact, oracles.alone
+    if alone is not None:
+        if isinstance(exact, Oracle) and isinstance(alone, Oracle):
+            alone.microbatches = _rounded_each(oracles, exact, trainable, device)
+        return oracles
+    if exact.dtype is torch.float64 and not exact.task.narrow:
         return oracles
 
     def made() -> nn.Module:
@@ -254,6 +256,27 @@ def with_noise(oracles: Oracles, trainable: Trainable, plan: Plan, device: torch
 
     other = alone_of(replace(trainable, make=made), plan, device)
     return replace(oracles, perturbed=other.exact)
+
+
+def _rounded_each(
+    oracles: Oracles, exact: Oracle, trainable: Trainable, device: torch.device
+) -> Microbatches:
+    """The microbatches of one process in 16 bits: those of each rank, if the loss is their mean.
+
+    It is if their exact gradients differ from those of the whole batch by less than one rounding.
+    """
+    whole = exact.microbatches
+    if whole.each != "batch" or whole.data_ranks * whole.number == 1:
+        return whole
+    shares, found = replace(whole, each="share"), list[Tensor]()
+    batch = trainable.batch(ROWS * whole.data_ranks * whole.number, SEED, device)
+    for exact.microbatches in (whole, shares):
+        gradients = drawn(0, lambda: exact.trial(batch)).values()
+        found.append(torch.cat([g.to_dense().flatten() for g in gradients if g is not None]))
+    exact.microbatches = whole
+    one, other = found
+    same = one.shape == other.shape and (one - other).norm() <= oracles.unit * one.norm()
+    return shares if same else whole
 
 
 def clip_of(oracles: Oracles, trainable: Trainable, device: torch.device) -> float | None:

@@ -76,6 +76,19 @@ class Follow:
         self.note(scores, float(apart.abs().max()) if apart.numel() else 0.0)
         return other
 
+    def cross(self, x: Tensor) -> Tensor:
+        """`x`, but just on the side of 0 on which the run is, wherever that is the other one.
+
+        `experts` says where the run is positive, once for each rank that computes the same columns.
+        """
+        positive = self.experts.to(x.device)[..., : x.shape[-1]] if x.dim() else self.experts
+        if positive.shape != x.shape:
+            return x
+        apart, tiny = positive != (x > 0), torch.finfo(x.dtype).tiny
+        self.note(x, float(x.detach()[apart].abs().max()) if apart.any() else 0.0)
+        side = torch.where(positive, tiny, -tiny).to(x.dtype)
+        return torch.where(apart, x - x.detach() + side, x) if apart.any() else x
+
     def note(self, scores: Tensor, gap: float) -> None:
         """Note the scores of a choice, and how far that of the run is from a tie."""
         self.scores.append(scores.detach())

@@ -10,7 +10,8 @@ It imports nothing of the package, so it cannot share a mistake with the engine.
 
 Losses and capacities of a layer of experts are functions of all tokens of a microbatch, on all data
 ranks. A model with such layers is trained on the same microbatches, one after the other, and their
-gradients are summed (`Microbatches`).
+gradients are summed (`Microbatches`). In 16 bits other models are trained on the microbatches of
+each rank alone: where their gradients nearly cancel, rounding each of them is the largest error.
 
 fp64 and fp32 models are trained directly. A 16-bit model computes in 16 bits and has fp32 masters:
 gradients are converted to fp32 before they are unscaled and clipped, the optimizer updates the
@@ -25,8 +26,8 @@ of all parts of the global batch and of all its tokens. Here that is the loss ti
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -122,50 +123,70 @@ def _with_z_loss(
     return total.to(logits.dtype)
 
 
+#: What one pass of an oracle computes.
+Each = Literal["batch", "microbatch", "share"]
+
+
 @dataclass(frozen=True)
 class Microbatches:
-    """How a plan divides a global batch, and whether each microbatch is computed by itself.
+    """How a plan divides a global batch, and what each pass computes of it.
 
-    rows of the global batch    0 1 2 3 | 4 5 6        7 rows on 2 data ranks
-    microbatch                  0 0 1 1 | 0 0 1        `number` = 2
+    rows of the global batch    0 1 2 3 | 4 5 6            7 rows on 2 data ranks
+    microbatch                  0 0 1 1 | 0 0 1            `number` = 2
+    passes                      "batch"         all rows
+                                "microbatch"    [0 1 4 5] [2 3 6]
+                                "share"         [0 1] [2 3] [4 5] [6]
     """
 
     data_ranks: int = 1
     number: int = 1
-    alone: bool = True
+    each: Each = "microbatch"
+
+    def passes(self, ranks: int) -> list[list[tuple[int, int]]]:
+        """For each pass, the numbers of data rank and microbatch that it computes."""
+        every = [(rank, k) for rank in range(ranks) for k in range(self.number)]
+        if self.each == "microbatch":
+            return [[(rank, k) for rank in range(ranks)] for k in range(self.number)]
+        return [every] if self.each == "batch" else [[one] for one in every]
 
     def of(self, batch: Any, idle: int = 0) -> list[Any]:
-        """The microbatches of a global batch; in each the rows of the first data rank come first.
+        """The rows of each pass; in each those of the first data rank come first.
 
         The last `idle` data ranks have no rows. What is no tensor with rows goes to all of them.
         """
-        if self.number == 1 or not self.alone:
+        passes = self.passes(ranks := self.data_ranks - idle)
+        if len(passes) == 1:
             return [batch]
         leaves, spec = tree_flatten(batch)
-        cut = [
-            self._rows(x, self.data_ranks - idle) if _has_rows(x) else [x] * self.number
-            for x in leaves
+        cut = [self._rows(x, ranks) if _has_rows(x) else None for x in leaves]
+        return [
+            tree_unflatten(
+                [
+                    x if parts is None else torch.cat([parts[rank][k] for rank, k in own])
+                    for x, parts in zip(leaves, cut, strict=True)
+                ],
+                spec,
+            )
+            for own in passes
         ]
-        return [tree_unflatten([x[k] for x in cut], spec) for k in range(self.number)]
 
     def count(self, batch: Any, idle: int = 0) -> int:
         """How many of the microbatches of all data ranks have rows."""
-        shares = torch.empty(_rows(batch)).tensor_split(self.data_ranks - idle)
-        return sum(len(part) > 0 for own in shares for part in own.tensor_split(self.number))
+        shares = self._rows(torch.empty(rows_of(batch)), self.data_ranks - idle)
+        return sum(len(part) > 0 for own in shares for part in own)
 
-    def _rows(self, x: Tensor, ranks: int) -> list[Tensor]:
-        shares = [own.tensor_split(self.number) for own in x.tensor_split(ranks)]
-        return [torch.cat(parts) for parts in zip(*shares, strict=True)]
+    def _rows(self, x: Tensor, ranks: int) -> list[list[Tensor]]:
+        return [[*own.tensor_split(self.number)] for own in x.tensor_split(ranks)]
 
 
-WHOLE_BATCH: Final = Microbatches()
+WHOLE_BATCH: Final = Microbatches(each="batch")
 
 
 def _has_rows(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0
 
 
-def _rows(batch: Any) -> int:
+def rows_of(batch: Any) -> int:
     """The rows of a batch; 1 if it has no tensor with rows."""
     return min((len(x) for x in tree_flatten(batch)[0] if _has_rows(x)), default=1)
 
@@ -267,22 +288,21 @@ class Oracle:
 
         The last `idle` data ranks have no rows.
         """
-        parts = [part for part in self.microbatches.of(batch, idle) if _rows(part)]
+        parts = [part for part in self.microbatches.of(batch, idle) if rows_of(part)]
         total = self.task.tokens(batch)
         share = 2 * math.frexp(self.microbatches.count(batch, idle))[0]
-        summed, found = 0.0, dict[str, Tensor | None].fromkeys(self.weights.params)
+        summed, scale = 0.0, share * self.loss_scale
         for part in parts:
             loss = self.task.loss_of(self.model, part, self.dtype)
             tokens = self.task.tokens(part)
             (loss * (tokens * share / total * self.loss_scale)).backward()
             summed += loss.item() * (tokens / total if len(parts) > 1 else 1.0)
-            for name, p in self.weights.params.items():
-                if p.grad is not None:
-                    own, before = p.grad.to(self.weights.masters[name].dtype), found[name]
-                    found[name] = own if before is None else before + own
-                p.grad = None
-        scale = share * self.loss_scale
-        return summed, {name: g if g is None else g / scale for name, g in found.items()}
+        found = dict[str, Tensor | None]()
+        for name, p in self.weights.params.items():
+            wide = self.weights.masters[name].dtype
+            found[name] = None if p.grad is None else p.grad.to(wide) / scale
+            p.grad = None
+        return summed, found
 
     def trial(self, batch: Any) -> dict[str, Tensor | None]:
         """The gradients of a pass that leaves no trace in the buffers.
@@ -322,6 +342,11 @@ class Oracle:
         for name, weight in weights.items():
             p = self.weights.params[name]
             p.data = weight.detach().to(p.dtype)
+
+    def of_ranks(self, batch: Any, idle: int = 0) -> list[Any]:
+        """What each pass of an evaluation computes of a global batch."""
+        passes = replace(self.microbatches, number=1).of(batch, idle)
+        return [rows for rows in passes if rows_of(rows)]
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor:
         """The result of `call(model)` in eval mode."""

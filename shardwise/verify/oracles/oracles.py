@@ -13,7 +13,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.library import allowed
@@ -25,7 +24,7 @@ from shardwise.techniques.expert.moe_layer import name_layers
 from shardwise.techniques.pipeline import stage_module
 from shardwise.verify.oracles.async_oracle import AsyncOracle, Staleness, pipedream, two_buffered
 from shardwise.verify.oracles.mixture_oracle import Mixture
-from shardwise.verify.oracles.oracle import HALF, Microbatches, Oracle, Task
+from shardwise.verify.oracles.oracle import HALF, Microbatches, Oracle, Task, rows_of
 
 #: Small enough that no gradient of these models overflows in fp16.
 LOSS_SCALE: Final = 2.0**8
@@ -76,7 +75,7 @@ def oracles_of(
 
     def oracle(dtype: torch.dtype, rounded: torch.dtype | None = None) -> Oracle | AsyncOracle:
         """The oracle in a precision, from weights that were rounded to another one."""
-        model, task = build(), Task(loss, tokens or _rows, optimizer_of(spec), rounded)
+        model, task = build(), Task(loss, tokens or rows_of, optimizer_of(spec), rounded)
         name_layers(model)  # their random numbers are those of the run
         for layer in layers_of(model).values():
             layer.forward = Mixture(layer)
@@ -101,7 +100,8 @@ def microbatches_of(model: nn.Module, plan: Plan) -> Microbatches:
 
     The loss of other models is a mean over tokens, which does not depend on microbatches.
     """
-    return Microbatches(plan.shares, plan.microbatches, alone=bool(experts_in(model)))
+    each = "microbatch" if experts_in(model) else "batch"
+    return Microbatches(plan.shares, plan.microbatches, each)
 
 
 def is_asynchronous(plan: Plan) -> bool:
@@ -137,8 +137,3 @@ def optimizer_of(spec: OptimizerSpec) -> Callable[[Mapping[str, nn.Parameter]], 
         return spec.kind(groups, **spec.options)
 
     return build
-
-
-def _rows(batch: Any) -> int:
-    """The number of rows in a batch."""
-    return next(len(x) for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim())

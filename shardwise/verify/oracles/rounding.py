@@ -48,6 +48,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwise.verify.difference import ratio
 from shardwise.verify.finding import NEVER, Errors, Part, Parts
 
 MOST = 1.5
@@ -85,7 +86,7 @@ class _RoundedSum:
     @property
     def drift(self) -> float:
         varies = math.sqrt(sum(part.drift_varies for part in self.parts))
-        return _of(max(varies, abs(sum(part.drift for part in self.parts))), self.exact)
+        return ratio(max(varies, abs(sum(part.drift for part in self.parts))), self.exact)
 
     @property
     def noise(self) -> bool:
@@ -141,30 +142,26 @@ def _pooled(few: Sequence[_RoundedSum]) -> tuple[float, float]:
     elements = sum(s.elements for s in few)
     if not elements:
         return 0.0, 0.0
-    usual = math.sqrt(sum(s.elements * _of(s.floor, s.exact) ** 2 for s in few) / elements)
-    ratios = [(s.elements, _of(s.parallel, max(s.floor, usual * s.exact))) for s in few]
-    squares = sum(n * ratio * ratio for n, ratio in ratios)  # a power would raise where it is huge
-    ratio = math.sqrt(squares / elements) if elements >= ENOUGH else 0.0
+    usual = math.sqrt(sum(s.elements * ratio(s.floor, s.exact) ** 2 for s in few) / elements)
+    ratios = [(s.elements, ratio(s.parallel, max(s.floor, usual * s.exact))) for s in few]
+    squares = sum(n * each * each for n, each in ratios)  # a power would raise where it is huge
+    of_all = math.sqrt(squares / elements) if elements >= ENOUGH else 0.0
     by_chance = SIGMAS / math.sqrt(max(s.independent for s in few))  # they share earlier roundings
-    return min(NEVER, ratio * MOST / _most(MOST, by_chance)), usual
+    return min(NEVER, of_all * MOST / _most(MOST, by_chance)), usual
 
 
 def _score(s: _RoundedSum, usual: float) -> float:
     if s.noise and s.alone:
-        return _of(s.parallel, s.alone) * MOST / MOST_OF_NOISE
+        return ratio(s.parallel, s.alone) * MOST / MOST_OF_NOISE
     few = s.elements < ENOUGH
     floor = max(s.floor, usual * s.exact) if few else s.floor
     least, by_chance = MOST_OF_FEW if few else MOST, SIGMAS / math.sqrt(s.independent)
     along = max(least * MOST_ALONG / MOST, math.sqrt(2 * 3) * by_chance)
-    along = max(along, math.sqrt(2) * SIGMAS * _of(s.drift, floor))
-    ratio = _of(s.parallel, floor) * MOST / _most(least, by_chance)
-    return max(ratio, _of(s.along, floor) * MOST / along)
+    along = max(along, math.sqrt(2) * SIGMAS * ratio(s.drift, floor))
+    of_norm = ratio(s.parallel, floor) * MOST / _most(least, by_chance)
+    return max(of_norm, ratio(s.along, floor) * MOST / along)
 
 
 def _most(least: float, by_chance: float) -> float:
     """The bound on the ratio of two errors whose logarithm varies by so much."""
     return max(least, math.sqrt(2) * math.exp(by_chance))
-
-
-def _of(a: float, b: float) -> float:
-    return 0.0 if a == 0 else min(NEVER, a / b) if b else NEVER

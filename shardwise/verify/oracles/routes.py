@@ -1,6 +1,7 @@
 """The tokens of a run in 16 bits go to the same experts in its oracles.
 
-So do those of a mixture of another library, and other choices of a model (ties.py).
+So do those of a mixture of another library, and other choices of a model, such as the signs of what
+relu gets (ties.py).
 
 A token with two experts of nearly equal scores may take either after rounding. It then adds to the
 gradients of another expert, which is no rounding error: no bound on rounding holds. So both oracles
@@ -82,11 +83,12 @@ class Routes:
         """
         if not self.on:
             return
-        own = engine.sharded.place, self.sight.seen
+        tensor_rank = engine.plan.coordinate(engine.world.rank).get("tp", 0)
+        own = engine.sharded.place, tensor_rank, self.sight.seen
         every = gather_object(own, self.everyone, self.device)
         self.sight.seen = {}
         for mixtures, follower in zip(self.mixtures, self.followers, strict=True):
-            found = joined(every, rows, engine.plan, at_once=follower.at_once)
+            found = joined(every, rows, engine.plan, follower.each)
             for name, mixture in mixtures.items():
                 pairs = zip(found.pop((name, EXPERTS)), found.pop((name, PLACES)), strict=True)
                 mixture.follow([Follow(x.to(self.device), at.to(self.device)) for x, at in pairs])
@@ -114,10 +116,12 @@ def _mixtures(model: nn.Module) -> dict[str, Mixture]:
 
 def _part(name: str, exact: Sequence[Follow], alone: Sequence[Follow], unit: float) -> Part:
     """The largest gap of a layer, beside twice the largest error of a score of one process."""
+    calls = len(exact)  # in each pass; `alone` may have made more of them
+    of_alone = [[follow.scores for follow in alone[i::calls]] for i in range(calls)]
     scores = [
-        (one, other)
-        for passes in zip(exact, alone, strict=True)
-        for one, other in zip(passes[0].scores, passes[1].scores, strict=True)
+        (one, torch.cat(others))
+        for follow, passes in zip(exact, of_alone, strict=True)
+        for one, *others in zip(follow.scores, *passes, strict=True)
     ]
     error = max((_largest(other.double() - one.double()) for one, other in scores), default=0.0)
     size = max((_largest(one.double()) for one, _ in scores), default=0.0)

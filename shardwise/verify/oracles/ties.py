@@ -1,10 +1,13 @@
-"""What a model chooses by `topk`, `argmax` and `max` along the last dim: routers, codebooks.
+"""What a model chooses: by `topk`, `argmax` and `max` along the last dim, and by signs, as relu.
 
 In 16 bits the oracles take the choices of the run (routes.py): the i-th choice in each call of a
 module is the i-th there, in the same microbatch of all data ranks.
 
     rank 0, microbatches 0 1    [3, K] [2, K]
-    rank 1                      [3, K] [2, K]    at once: [10, K], the rows of the global batch
+    rank 1                      [3, K] [2, K]    "batch": [10, K], the rows of the global batch
+
+The derivative of relu jumps at 0. A few of its inputs are so near to 0 that rounding decides where
+they are, and in a small batch their gradients are larger than all other rounding errors together.
 """
 
 from collections import Counter, defaultdict
@@ -22,10 +25,12 @@ from shardwise.core.layouts.uneven import Counts
 from shardwise.core.plan.plan import Plan
 from shardwise.verify.oracles.loads import of_positions
 from shardwise.verify.oracles.mixture_oracle import Follow
-from shardwise.verify.oracles.oracle import Oracle
+from shardwise.verify.oracles.oracle import Each, Microbatches, Oracle
 
 #: The functions, and the place of `dim` in their arguments.
 FUNCTIONS: Final = {"topk": 2, "argmax": 1, "max": 1}
+#: Functions whose derivative jumps where their input is 0.
+KINKS: Final = ("relu", "relu_", "relu6", "leaky_relu", "prelu", "abs")
 #: The name of what is outside of all modules.
 LOSS: Final = "the loss"
 #: A module by name, and the number of a choice in a call of it.
@@ -75,7 +80,7 @@ class Calls(TorchFunctionMode):
 def chosen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Tensor | None:
     """The indices [..., K] that a call chose along the last dim; None if it chose none there."""
     name = getattr(func, "__name__", "")
-    if name not in FUNCTIONS or torch._C._current_graph_task_id() != -1:  # recomputed
+    if name not in FUNCTIONS or _recomputed():
         return None
     place, index = FUNCTIONS[name], out if name == "argmax" else getattr(out, "indices", None)
     dim = kwargs.get("dim", args[place] if len(args) > place else -1)
@@ -84,13 +89,23 @@ def chosen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     return index if index.dim() == args[0].dim() else index.unsqueeze(-1)
 
 
+def signed(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call's derivative depends on the signs of its first argument."""
+    of = getattr(func, "__name__", "") in KINKS and not _recomputed() and bool(args)
+    return of and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].dim() > 0
+
+
+def _recomputed() -> bool:
+    """Whether a backward pass is under way."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class Follower:
     """An oracle whose next choices are those in `following`, in this order; none: its own."""
 
     def __init__(self, oracle: Any) -> None:
         self.following, self.made = dict[Key, list[Follow]](), Counter[Key]()
-        one = oracle.microbatches if isinstance(oracle, Oracle) else None
-        self.at_once = one is not None and not (one.alone and one.number > 1)
+        self.each: Each = oracle.microbatches.each if isinstance(oracle, Oracle) else "microbatch"
         oracle.task = replace(oracle.task, loss=partial(self._loss, oracle.task.loss))
 
     def follow(self, choices: Mapping[Key, Sequence[Tensor]]) -> None:
@@ -103,20 +118,29 @@ class Follower:
             return loss(model, batch)
 
     def _call(self, inside: Inside, func: Any, args: Any, kwargs: Any) -> Any:
+        if signed(func, args):
+            now = self._now(inside)
+            x = args[0] if now is None else now.cross(args[0])
+            out = func(x, *args[1:], **kwargs)
+            in_place = kwargs.get("inplace") or func.__name__.endswith("_")
+            return args[0].copy_(out) if in_place and x is not args[0] else out
         out = func(*args, **kwargs)
-        if (own := chosen(func, args, kwargs, out)) is None:
+        own = chosen(func, args, kwargs, out)
+        now = None if own is None else self._now(inside)
+        if own is None or now is None:
             return out
-        key = inside.name, inside.choices
-        inside.choices, at = inside.choices + 1, self.made[key]
-        self.made[key] += 1
-        if at >= len(self.following.get(key, ())):
-            return out
-        now = self.following[key][at]
         index = now.choose(args[0], own, now.experts.to(own.device))
         if isinstance(out, Tensor):
             return index.view(out.shape)
         values = args[0].gather(-1, index).view(out.values.shape)
         return type(out)((values, index.view(out.indices.shape)))
+
+    def _now(self, inside: Inside) -> Follow | None:
+        """The next choice in a call of a module."""
+        key = inside.name, inside.choices
+        inside.choices, at = inside.choices + 1, self.made[key]
+        self.made[key] += 1
+        return next(iter(self.following.get(key, ())[at : at + 1]), None)
 
 
 class Sight:
@@ -131,32 +155,46 @@ class Sight:
 
     def call(self, inside: Inside, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function, and note what it chooses."""
+        own = args[0] > 0 if signed(func, args) else None  # before a call that writes to it
         out = func(*args, **kwargs)
-        index = chosen(func, args, kwargs, out)
+        choice = chosen(func, args, kwargs, out) if own is None else own
         but = inside.name == LOSS or f"{inside.name}.".startswith(self.but)
-        if index is not None and not but:
-            self.note(inside.name, inside.choices, index)
+        if choice is not None and not but:
+            self.note(inside.name, inside.choices, choice)
             inside.choices += 1
         return out
 
 
 def joined(
-    every: Sequence[tuple[int, Seen]], rows: Sequence[Counts], plan: Plan, *, at_once: bool
+    every: Sequence[tuple[int, int, Seen]], rows: Sequence[Counts], plan: Plan, each: Each
 ) -> Seen:
     """The choices of all ranks, for an oracle's passes.
 
-    `every` has the place of each rank on the data axes, of which `cp` is the last; `rows` are those
-    of each microbatch on each data rank.
+    `every` has the place of each rank on the data axes, of which `cp` is the last, and its tensor
+    rank; `rows` are those of each microbatch on each data rank.
     """
-    by_key: dict[Key, dict[int, list[Tensor]]] = defaultdict(dict)
-    for place, seen in every:
+    by_key: dict[Key, dict[int, dict[int, list[Tensor]]]] = defaultdict(lambda: defaultdict(dict))
+    for place, tensor_rank, seen in every:
         for key, choices in seen.items():
-            by_key[key][place] = choices
-    return {key: _passes(of, rows, plan, at_once=at_once) for key, of in by_key.items()}
+            by_key[key][place][tensor_rank] = choices
+    return {
+        key: _passes({place: _columns(own) for place, own in of.items()}, rows, plan, each)
+        for key, of in by_key.items()
+    }
+
+
+def _columns(by_tensor_rank: Mapping[int, list[Tensor]]) -> list[Tensor]:
+    """The choices of tensor ranks: signs side by side, others are those of all ranks."""
+    first, *others = (by_tensor_rank[rank] for rank in sorted(by_tensor_rank))
+    if not others or not first or first[0].dtype is not torch.bool:
+        return first
+    every = [*zip(first, *others, strict=False)]
+    same = all(len({x.shape[:-1] for x in of}) == 1 for of in every)
+    return [torch.cat(of, -1) for of in every] if same else first
 
 
 def _passes(
-    by_place: Mapping[int, list[Tensor]], rows: Sequence[Counts], plan: Plan, *, at_once: bool
+    by_place: Mapping[int, list[Tensor]], rows: Sequence[Counts], plan: Plan, each: Each
 ) -> list[Tensor]:
     """A choice in the passes of an oracle; none if ranks chose differently often."""
     calls, rest = divmod(min(map(len, by_place.values())), len(rows))
@@ -168,10 +206,11 @@ def _passes(
         own = [by_place[rank * plan.cp + k][m * calls + i] for k in range(plan.cp)]
         return own[0] if plan.cp == 1 else of_positions(own, rows[m][rank], plan)
 
-    passes = [range(len(rows))] if at_once else [[m] for m in range(len(rows))]
-    return [
-        torch.cat([whole(m, r, i) for r in range(len(rows[0])) for m in ms if rows[m][r]])
-        for ms in passes
+    found = [
+        [whole(m, rank, i) for rank, m in own if rows[m][rank]]
+        for own in Microbatches(len(rows[0]), len(rows), each).passes(len(rows[0]))
         for i in range(calls)
-        if any(any(rows[m]) for m in ms)
+        if any(rows[m][rank] for rank, m in own)
     ]
+    same = all(len({x.shape[1:] for x in own}) == 1 for own in found)
+    return [torch.cat(own) for own in found] if same else []
