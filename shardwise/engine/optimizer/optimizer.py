@@ -144,7 +144,7 @@ class ShardedOptimizer(Optimizer):
         self.spec_options = [groups.options(group) for group in self.param_groups]
         numbered = enumerate(self.param_groups)
         self.group_of = {id(p): number for number, group in numbered for p in group["params"]}
-        self.factor = 1.0  # of the last step
+        self.factor: Tensor | float = 1.0  # of the last step
         self.base_lr = [group["lr"] for group in self.param_groups]
 
     def _targets(self, k: int, flat: Flat) -> list[nn.Parameter]:
@@ -201,8 +201,7 @@ class ShardedOptimizer(Optimizer):
         return update
 
     def _begin(self, flats: Sequence[Flat], factor: Factor) -> Callable[[], None]:
-        if not isinstance(factor, OnDevice):  # else it is set when the host has read it
-            self.factor = factor
+        self.factor = factor.factor if isinstance(factor, OnDevice) else factor
         self._opt_called = True  # torch's schedulers check that
         return self.states.later(self._chosen(flats), factor)
 

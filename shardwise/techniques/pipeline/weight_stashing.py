@@ -144,7 +144,8 @@ class Stale(Updater[Flat]):
             del self.kept[stage][version]
 
     def update(self, parts: Iterable[Sequence[Flat]], factor: float, most_bytes: int) -> None:
-        """Do nothing: `update_stage` has updated all."""
+        """Keep the last factor as a number: `update_stage` has updated all."""
+        self.optimizer.factor = float(self.optimizer.factor)
 
     def owns(self) -> dict[str, int]:
         """The peak of old versions in the last run."""
