@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from shardwise.comm.move import begin_sum
-from shardwise.comm.tiers.host_memory import doubles_on
+from shardwise.comm.tiers.host_memory import HostNumbers, doubles_on
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.schedule import COMPUTE_OPS, Schedule
@@ -145,7 +145,8 @@ class Stale(Updater[Flat]):
 
     def update(self, parts: Iterable[Sequence[Flat]], factor: float, most_bytes: int) -> None:
         """Keep the last factor as a number: `update_stage` has updated all."""
-        self.optimizer.factor = float(self.optimizer.factor)
+        if isinstance(last := self.optimizer.factor, Tensor):
+            (self.optimizer.factor,) = HostNumbers(last.view(1)).read()
 
     def owns(self) -> dict[str, int]:
         """The peak of old versions in the last run."""
