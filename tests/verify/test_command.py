@@ -236,7 +236,7 @@ def test_what_is_right_in_16_bits_holds_and_leaves_no_folder(
         monkeypatch.setattr(module, "SEED", seed)
     found = shortly(plan, model)
     assert found.holds, (found.first_difference, found.uncovered)
-    assert not [*tmp_path.iterdir()]
+    assert not [each for each in tmp_path.iterdir() if "inductor" not in each.name]  # torch's
 
 
 def units_of(world: World, plan: str) -> int:
