@@ -7,7 +7,7 @@
 
 A transport writes it, at the last point before a tensor goes to torch.distributed or into memory
 that a peer reads, from that tensor.  Neither move.py, which chooses the collective, nor the
-prediction writes it: see ledger.py.
+prediction writes it.
 
 The volume of a collective that a library executes: what each of n ranks sends.
 

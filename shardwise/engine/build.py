@@ -1,13 +1,11 @@
-"""Shards a model: the techniques of build.py, then the pipeline, then the data axes.
+"""Shards a model: the techniques of `APPLY` in their order, then the pipeline, then the data axes.
 
 Each axis shards the result of the previous one: the tensor axis shards parameters, the pipeline
 axis keeps those of a rank's stages, and the data axes flatten these.  Stages and units are chosen
 before, by the sizes of full parameters, so that all ranks make the same choice.
 
-The techniques that an engine applies to its model, in this order.  A new one is one line here.
-
-The data technique, which makes flat parameters of what these leave, and the pipeline, which is an
-executor, stand in build.py.
+A new technique is one line in `APPLY`. The data technique, which makes flat parameters of what
+these leave, and the pipeline, which is an executor, stand apart.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -38,7 +38,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True)
 class Training:
-    """How an engine trains (options.py)."""
+    """How an engine trains: see `EngineOptions`."""
 
     optimizer: OptimizerSpec
     loss: Loss

@@ -243,7 +243,7 @@ PRESETS: Final[dict[str, Cluster]] = {
     ),
 }
 
-# --- The file of a cluster: a TOML table of prediction/cluster.py, read with clear problems -------
+# --- The file of a cluster: a TOML table of a `Cluster`, read with clear problems -----------------
 
 _EXAMPLE: Final = "h100-sxm"
 

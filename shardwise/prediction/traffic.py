@@ -29,7 +29,7 @@ numbers of the batch's lists.
 What a technique costs a rank: the bytes that it sends in a step, and those that it stores.
 
 The folder of a technique has a file that makes its `Price`; prediction.py lists all.
-The rows of the states table, which every plan has, are priced in traffic.py and stored_bytes.py.
+The rows of the states table, which every plan has, are priced here and in stored_bytes.py.
 """
 
 from collections import Counter

@@ -5,7 +5,7 @@
     rank 1   F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 B1.3
     rank 2   F2.0 B2.0 F2.1 B2.1 F2.2 B2.2 F2.3 B2.3
 
-A schedule is only an order; times follow from the dependencies of actions (schedule.py). A lowered
+A schedule is only an order; times follow from the dependencies of actions. A lowered
 schedule also contains transfers (lower.py).
 
 Weights. In a synchronous schedule (`update` 0) the runtime updates after the last action. An

@@ -1,6 +1,6 @@
 """The seconds of a step: kernels on the roofline, collectives on links, and what of them overlaps.
 
-    compute    kernels of the recorded pass, recomputation included (step_time.py)
+    compute    kernels of the recorded pass, recomputation included
     exposed    by axis, the time for which the compute stream waits for collectives (streams.py)
     bubble     in a pipeline, the time for which the rank waits for other stages (staged.py)
     update     gradients and states are read, states and weights written, at memory bandwidth

@@ -1,7 +1,7 @@
 """What recomputation sends and stores: gathered inputs, copies to the host, and arenas.
 
 A rank gathers the inputs of recomputed modules that it keeps a part of, and copies activations to
-its host and back (price_step.py). Its arenas have so many slots of each size:
+its host and back. Its arenas have so many slots of each size:
 
     kept         of each recomputed module, the inputs that a gradient reaches, or this rank's part
                  of them; for every microbatch that its stage keeps at once
