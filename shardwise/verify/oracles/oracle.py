@@ -64,8 +64,21 @@ class Task:
             wider = x.is_floating_point() and torch.promote_types(x.dtype, dtype) == dtype
             return x.to(dtype if wider else x.dtype, copy=True)  # a forward may write to it
 
-        with Lowered(dtype, self.narrow):
-            return self.loss(model, tree_map_only(Tensor, converted, batch))
+        recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+        handles = [m.register_forward_pre_hook(_as_weights) for m in recurrent]
+        try:
+            with Lowered(dtype, self.narrow):
+                return self.loss(model, tree_map_only(Tensor, converted, batch))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _as_weights(module: nn.RNNBase, args: tuple[Any, ...]) -> Any:
+    """The inputs in the dtype of the weights, which the module checks before any function."""
+    dtype = module.all_weights[0][0].dtype
+    floats = (isinstance(x, Tensor) and x.is_floating_point() for x in args)
+    return tuple(x.to(dtype) if wide else x for x, wide in zip(args, floats, strict=True))
 
 
 #: Functions of a layer's input and its weights, which must have one dtype.
