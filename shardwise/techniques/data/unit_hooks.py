@@ -134,9 +134,8 @@ class Data:
     def _hook_root(self) -> None:
         begin = hook.Hook(self, graph_break(self._before_root))
         end = hook.Hook(self, graph_break(self._after_root))
-        root = self.root
-        self.handles.append(root.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
-        self.handles.append(root.register_forward_hook(end, always_call=True))
+        before = self.root.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+        self.handles += [before, self.root.register_forward_hook(end, always_call=True)]
 
     def _do(self, acts: Iterable[Act]) -> None:
         """Do acts on units."""
@@ -260,6 +259,7 @@ class Data:
     def end_evaluation(self) -> None:
         """End a forward pass without gradients."""
         self.begun = False
+        self.units.close()
         self._do(self.order.end_evaluation())
 
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -210,6 +210,12 @@ class Units:
                 unit.close()
                 unit.to_sharded()
 
+    def close(self) -> None:
+        """Free what was gathered for reads, unless a backward pass needs it."""
+        for unit in self.order:
+            if unit.opened and not unit.recorded:
+                unit.close()
+
     def drop_gradients(self) -> None:
         """Drop the gradients of a failed step."""
         for unit in self.order:
