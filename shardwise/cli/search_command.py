@@ -22,11 +22,11 @@ from rich.text import Text
 
 from shardwise.cli.configured import CONFIG, configured
 from shardwise.cli.predict_command import predict_request
-from shardwise.comm.start.worker import signs_of_life
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import integer
+from shardwise.core.tools.signs_of_life import signs_of_life
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -51,6 +51,8 @@ from shardwise.engine.engine import Engine
 from shardwise.observe.work import call_tensors
 
 METERED = (*CATEGORIES, ACTIVATIONS)
+#: Memory without values is counted from the next operation on, when its owner has it.
+UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided")
 
 
 class MeterKey(NamedTuple):
@@ -111,10 +113,10 @@ class Meter(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():  # a mode of the model would see each look at a tensor
             self._track_results(func, args, made)
-            if self.peaks:
-                self._look()
-            else:
+            if not self.peaks:
                 self._claim_gradients()
+            elif func._overloadpacket.__name__ not in UNWRITTEN:
+                self._look()
         return made
 
     # --- results ------------------------------------------------------------------------------

@@ -28,8 +28,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from multiprocessing.connection import Connection
 from types import FrameType, TracebackType
@@ -179,26 +178,3 @@ class StopSignal:
             self._interrupted_s = now
         if self.leaving or (number == signal.SIGINT and before and now - before > COPY_S):
             raise KeyboardInterrupt
-
-
-# --- A line every ten seconds while something takes long, on a terminal and in a log --------------
-
-EVERY_S = 10.0
-
-
-@contextmanager
-def signs_of_life(what: Callable[[], str]) -> Generator[None]:
-    """Print `what` and the time that it has taken, on standard error, inside `with`."""
-    ended, began = threading.Event(), time.monotonic()
-
-    def run() -> None:
-        while not ended.wait(EVERY_S):
-            print(f"{what()}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=run, name="signs of life", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()

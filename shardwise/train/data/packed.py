@@ -29,9 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.checkpoint.lock import locked
-from shardwise.comm.start.worker import signs_of_life
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.arguments import setting
+from shardwise.core.tools.signs_of_life import signs_of_life
 from shardwise.train.data.sources import Source, raw, unreadable
 from shardwise.train.data.tokens import (
     ByteVocabulary,
