@@ -121,7 +121,7 @@ def _fits(mesh: Mesh, ranks: int) -> None:
 
 
 def _require_writable(file: Path | None) -> None:
-    """Raise InputError for a file of --save that cannot be written; it is left as it is."""
+    """Raise InputError if the file given to --save cannot be written. Does not change the file."""
     if file is not None:
         with _written(file):
             there = file.exists()

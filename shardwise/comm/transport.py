@@ -14,8 +14,8 @@ number made on the host works on gloo and fails on NCCL.
 
 Errors of messages between ranks: which rank, which call, and where this rank made it.
 
-Gloo's own errors name a socket.  Each rank whose message fails raises one that names the rank at
-the other end, so both ends are told.
+Gloo's own errors name a socket.  Here each rank whose message fails raises an error that names the
+peer rank, so the sender and the receiver both report it.
 """
 
 import copy

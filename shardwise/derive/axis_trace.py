@@ -6,9 +6,9 @@ trace ends with the model's forward, before the loss.
 
 Events of a traced pass: calls of modules and operations, with the dims of what they are given.
 
-The positions of a sequence are the axis of dim 1 of what an embedding returns, and what operations
-without a rule make of it.  An operation *mixes* positions if a rank with a part of them computes
-something else: it is not elementwise in them, or it combines them with a constant of their length.
+The sequence axis is dim 1 of what an embedding returns. Operations without a rule pass it on. An
+operation *mixes* positions if a rank with a part of them computes something else: it is not
+elementwise in them, or it combines them with a constant of their length.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -237,7 +237,7 @@ def take_changed(
 
 
 def compared(group: Options, called: str) -> dict[str, Any]:
-    """The options that all data ranks must have alike, each by its name and `called`.
+    """The options that must be equal on all data ranks, each by its name and `called`.
 
     Tensors on a GPU are left out: to read them would wait for it.
     """

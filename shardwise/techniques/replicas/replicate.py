@@ -348,8 +348,8 @@ def _form(output: Any) -> Any:
 
 def _joined(parts: tuple[Tensor, ...], device: torch.device, dim: int) -> Tensor:
     shapes = [tuple(part.shape) for part in parts]
-    alike = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
-    if len({len(shape) for shape in shapes}) > 1 or len(alike) > 1:
+    others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+    if len({len(shape) for shape in shapes}) > 1 or len(others) > 1:
         shown = ", ".join(map(str, shapes))
         instead = "a forward that pads to one length on all devices: length as an argument"
         raise bad(f"outputs of shapes {shown}", f"shapes that differ in dim {dim} only", instead)
