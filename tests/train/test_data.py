@@ -189,7 +189,7 @@ def test_tokenising_tells_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Without a terminal too."""
-    monkeypatch.setattr("shardwise.comm.start.worker.EVERY_S", 0.01)
+    monkeypatch.setattr("shardwise.core.tools.signs_of_life.EVERY_S", 0.01)
     source, documents = source_in(tmp_path / "in", "ab"), sources.Source.documents
     slow = lambda *args, **more: (time.sleep(0.1), documents(*args, **more))[1]  # noqa: E731
     monkeypatch.setattr(sources.Source, "documents", slow)
