@@ -1,16 +1,13 @@
-"""The modules and parameters that a model had when it was wrapped, to find what has changed since.
+"""What must not change in a wrapped model, and functions that torch.compile must not compile.
 
-A module or a parameter that is added or replaced later has no hooks and is in no flat parameter:
-every rank would train its own.  The check of each forward compares the identities of all entries
-in one pass, some 30 microseconds for 200 modules.
+A module or parameter that is added or replaced after wrapping has no hooks and is in no flat
+parameter: every rank would train its own.  The check before each forward compares the identities of
+all entries in one pass, some 30 microseconds for 200 modules.
 
-Graph breaks: functions that torch.compile does not compile, and runs between two graphs.
-
-Gathering, freeing and reducing change the storage of parameters and wait for other ranks. They
-must run before a graph, whose inputs are the gathered parameters.
-
-`torch.compiler.disable` does the same but loads the compiler, which takes seconds. This sets the
-frame evaluator directly, if torch has loaded it, and imports nothing of torch.
+Gathering, freeing and reducing change the storage of parameters and wait for other ranks.  They run
+between two compiled graphs, whose inputs are the gathered parameters.  `torch.compiler.disable`
+does the same but loads the compiler, which takes seconds: `graph_break` sets the frame evaluator
+directly, if torch has loaded it, and imports nothing of torch.
 """
 
 import inspect
@@ -50,17 +47,16 @@ class Structure:
         self.ids = self._ids()
 
     def _tables(self) -> list[dict[str, Any]]:
-        """Both tables of each module; they may be of a class of their own."""
         return [table for m in self.modules for table in (m._parameters, m._modules)]
 
     def _ids(self) -> list[int]:
         return [*map(id, chain.from_iterable(map(dict[str, Any].values, self._tables())))]
 
     def require_unchanged(self, *, lent: tuple[type, ...] = ()) -> None:
-        """Raise InputError if a module or parameter is another, or if a frozen one is trained now.
+        """Raise InputError if a module or parameter was replaced, or a frozen one is trained now.
 
-        A part that was compiled in its place (torch.compile) is unchanged. So are parameters in
-        whose place are values of exactly one of the types `lent`, or those of
+        These are unchanged: a part that was compiled in its place (torch.compile), and parameters
+        whose place is taken by values of exactly one of the types `lent` or of
         torch.func.functional_call.
         """
         ids = self._ids()
@@ -76,7 +72,6 @@ class Structure:
             raise self._error("unfrozen (requires_grad_(True))", named)
 
     def _changes(self, lent: tuple[type, ...]) -> Iterator[str]:
-        """What is new, gone or another, by its full name."""
         for number, (now, before) in enumerate(zip(self._tables(), self.before, strict=True)):
             prefix = self.names[number // 2]
             for key in dict.fromkeys([*before, *now]):
@@ -102,7 +97,7 @@ def uncompiled(part: Any) -> Any:
 
 
 def plain_key(key: str) -> str:
-    """A name, or a key of a state_dict, without the prefix that torch.compile adds."""
+    """The name, or key of a state_dict, without the prefix that torch.compile adds."""
     return key.replace(f"{COMPILED}.", "")
 
 
@@ -114,7 +109,7 @@ def _in_functional_call() -> bool:
     return frame is not None
 
 
-# --- Graph breaks: functions that torch.compile does not compile, and runs between two graphs -----
+# --- graph breaks ---------------------------------------------------------------------------------
 
 
 #: What torch.compile(model, fullgraph=True) says.

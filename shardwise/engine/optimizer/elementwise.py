@@ -1,7 +1,7 @@
-"""Which optimizers update each element alone, and what plans ask of the others.
+"""Which optimizers update each element alone, and which plans refuse the others.
 
-A piece of a matrix has two dims too (flat_parameter.py).  A class that computes from whole tensors
-would take it for a matrix and compute a wrong update, without any error.
+A piece of a matrix has two dims too, so a class that computes from whole tensors would take it for
+a matrix and compute a wrong update, without any error.
 
     listed here, or `elementwise=True`      steps on the pieces of this rank
     any other class                         steps on whole tensors (owners.py)
@@ -40,13 +40,12 @@ _STEPS: Final = 4
 
 
 def is_listed(kind: type) -> bool:
-    """Whether it is a class of torch or of this package that updates each element alone."""
     ours = kind.__module__.startswith("shardwise.")
     return ours or (kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE)
 
 
 def require_possible(spec: "OptimizerSpec", model: nn.Module, plan: Plan) -> None:
-    """Raise InputError for an optimizer that does not take the model's parameters, or not so."""
+    """Raise InputError for an optimizer that the model's parameters or the plan rule out."""
     spec.require_fits(model)
     unlisted = [group for _, group, _ in spec.members if not group.by_unit]
     if not unlisted:
@@ -82,9 +81,9 @@ def require_possible(spec: "OptimizerSpec", model: nn.Module, plan: Plan) -> Non
 
 
 def require_whole(spec: "OptimizerSpec", layouts: Iterable[tuple[str, int, Layout]]) -> None:
-    """Raise InputError for a parameter that is needed whole and that an axis cuts.
+    """Raise InputError if an axis cuts a parameter that its optimizer needs whole.
 
-    `layouts` are of parameters: the name, the number of dims, and the layout of each.
+    `layouts` are the name, the number of dims and the layout of each parameter.
     """
     for name, dims, layout in layouts:
         axis = next((axis for axis, on in layout.axes if on.cut is not None), None)
@@ -101,9 +100,9 @@ def require_whole(spec: "OptimizerSpec", layouts: Iterable[tuple[str, int, Layou
 
 
 def combines(spec: "OptimizerSpec") -> bool:
-    """Whether its update of a parameter depends on another one, as by a norm of all gradients.
+    """Whether the update of a parameter depends on another one, as by a norm of all gradients.
 
-    A parameter is trained beside another and alone.  A class that cannot be tried is trusted.
+    It trains a parameter beside another one and alone.  A class that cannot be tried is trusted.
     """
     found: list[nn.Parameter] = []
     for others in (1, 0):
@@ -114,7 +113,6 @@ def combines(spec: "OptimizerSpec") -> bool:
 
 
 def _trained(spec: "OptimizerSpec", others: int) -> nn.Parameter:
-    """A parameter after some steps beside `others` with larger gradients."""
     values = torch.linspace(-1.0, 2.0, 12, dtype=torch.float32, device="cpu").view(4, 3)
     params = [nn.Parameter(values * (1 + 9 * k)) for k in range(1 + others)]
     options: Mapping[str, object] = {"lr": 0.01} if "lr" in spec.options else {}

@@ -1,17 +1,17 @@
-"""Masters and states of an optimizer in memory, of the device or of the host.
+"""Masters and states of an optimizer in the memory of the device or of the host.
 
 fp32, fp64    the class steps on this rank's blocks of the flat parameters (flat_parameter.py)
 bf16, fp16    it steps on fp32 masters of the blocks, one unit at a time:
               master.grad = gradient in fp32;  step;  block = master in 16 bits
-              so that a parameter costs 2 (weight) + 2 (gradient) + 12 (master, two moments)
-              bytes, and 4 more for one unit at a time
-offload       masters, in 32 bits or in those of the weight, their gradients and their states
-              are in host memory, where the class steps on them; then `publish` copies the
-              updated masters to the device, in the precision of the weight.  Where parameters
-              rest in host memory too, they are updated there, as above
+              A parameter costs 2 (weight) + 2 (gradient) + 12 (master, two moments) bytes, and 4
+              more for one unit at a time.
+offload       masters (fp32, or the dtype of the weight), their gradients and their states are in
+              host memory, where the class steps on them.  Then `publish` copies the updated
+              masters to the device, in the dtype of the weight.  Parameters that rest in host
+              memory too are updated there, as above.
 
-A step of many small tensors costs more in calls than in arithmetic.  So parameters side by side in
-a block that one group of the optimizer updates element by element are one tensor (runs.py).
+A step of many small tensors costs more in calls than in arithmetic: neighbours in a block that one
+group of the optimizer updates element by element are one tensor (runs.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -74,10 +74,7 @@ class MemoryStates(States):
         return partial(self._update, gradients, scale, skips)
 
     def _gradient(self, k: int, scale: Tensor | float) -> Gradient:
-        """The gradient for the update, and which parameters have one.
-
-        In 32 bits and more it is multiplied here.
-        """
+        """The gradient, and which parameters have one; with 32 bits or more it is scaled here."""
         grads = self.flats[k].grads
         scales = isinstance(scale, Tensor) or scale != 1.0
         if scales and grads.gshard is not None and self.flats[k].dtype not in HALF:
@@ -87,10 +84,7 @@ class MemoryStates(States):
     def _update(
         self, gradients: Mapping[int, Gradient], scale: Tensor | float, skips: Tensor | None
     ) -> None:
-        """Update flat groups in one call of torch's optimizer, as far as it may be several.
-
-        In 16 bits each has its own call, which needs its gradients in 32.
-        """
+        """Update flat groups in one call; 16-bit ones one by one, for their fp32 gradients."""
         options = vars(self.optimizer.torch)
         options["found_inf"] = skips  # which torch's fused kernels read
         half = [k for k in gradients if self.flats[k].dtype in HALF]
@@ -106,7 +100,6 @@ class MemoryStates(States):
         options["found_inf"] = None
 
     def _attach(self, k: int, gradient: Gradient, scale: Tensor | float) -> list[Member]:
-        """Give what is updated its gradient, in 32 bits or more; the tensors and their groups."""
         block, (values, used) = self.masters.get(k, self.flats[k].shard), gradient
         self.tiers.settle(block)
         if values is not None and self.flats[k].dtype in HALF:
@@ -117,7 +110,7 @@ class MemoryStates(States):
     def _whole(
         self, part: Sequence[int], scale: Tensor | float, *, update: bool = True
     ) -> Iterator[None]:
-        """The tensors that this rank owns are whole inside, and sent to all ranks at the end."""
+        """Inside, the tensors that this rank owns are whole; at the end all ranks get theirs."""
         weights = {k: self.masters.get(k, self.flats[k].shard) for k in part}
         with torch.no_grad():
             self.optimizer.owners.collect(weights, scale, update=update)
@@ -134,7 +127,6 @@ class MemoryStates(States):
         self.units.begin_unshard()
 
     def _end_step(self, k: int) -> None:
-        """Drop the gradients, and copy the masters to the weights that are on their tier."""
         self._own(k, self.runs[k].detach())
         if k in self.masters and not self.flats[k].moves.publish:
             self.tiers.settle(self.flats[k].shard)

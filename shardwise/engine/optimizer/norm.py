@@ -1,15 +1,14 @@
-"""The sum of squares of gradients; each element is counted once over all ranks.
+"""The norm of all gradients, the factors of a step's losses, and the loss scale.
 
-One fp32 sum over ten million elements is wrong by 6e-4 on a processor: late terms vanish beside
-the sum.  Rows of 2^16 elements are summed in fp32 and added up in fp64: wrong by 6e-7, as fast.
-
-Factors of the loss before the backward pass, and of the gradients after it.
+Norm.  Each element is counted once over all ranks.  One fp32 sum over ten million elements is wrong
+by 6e-4 on a processor, because late terms vanish beside the sum.  Rows of 2^16 elements are summed
+in fp32 and added up in fp64: wrong by 6e-7, as fast.
 
 Normalisation.  The loss of a microbatch is the mean over its t tokens.  Its backward pass begins
 with t P / T: the step has T tokens, in P microbatches of all data ranks that have any.  The update
-divides the sum of all gradients by P, which makes it the gradient of the mean over the T tokens.
-Where all P have equally many tokens, the factor is 1: a hook, or a function that adds a gradient in
-its backward pass, sees the gradient of the microbatch's own mean, as under torch's DDP.
+divides the sum of all gradients by P, which makes it the gradient of the mean over the T tokens. If
+all P have equally many tokens, the factor is 1: a hook, or a function that adds a gradient in its
+backward pass, sees the gradient of the microbatch's own mean, as under torch's DDP.
 
 Dynamic loss scaling keeps fp16 gradients inside fp16's range.  The loss is multiplied by the scale,
 and gradients are divided by it before the update.  If a gradient is not finite, every rank skips
@@ -40,7 +39,6 @@ def squared_norm(x: Tensor) -> Tensor:
 
 
 def squares(flat: Flat) -> Tensor:
-    """The sum of squares of the gradient in this rank's block, without what others count."""
     assert flat.grads.gshard is not None
     total = squared_norm(flat.grads.gshard)
     for part in counted_elsewhere(flat):
@@ -49,12 +47,12 @@ def squares(flat: Flat) -> Tensor:
 
 
 def counts(flat: Flat) -> bool:
-    """Whether this rank counts the squares of its block; one of its holders does."""
+    """Whether this rank, of all that hold its block, counts the block's squares."""
     return flat.layouts[0].replica(flat.local.coordinates) == 0
 
 
 def counted_elsewhere(flat: Flat) -> Iterator[Tensor]:
-    """The parts of a flat parameter's gradient whose squares another rank counts."""
+    """The parts of the gradient in this rank's block whose squares another rank counts."""
     assert flat.grads.gshard is not None
     for index, layout in enumerate(flat.layouts):
         elsewhere = [
@@ -69,7 +67,6 @@ def counted_elsewhere(flat: Flat) -> Iterator[Tensor]:
 
 
 def _span(flat: Flat, index: int, dim: int, first: int, last: int) -> Iterator[Tensor]:
-    """The elements of this rank's block in [first, last) of a dim of a parameter's gradient."""
     assert flat.grads.gshard is not None
     (low, high), origin = flat.pieces[index], flat.plan.origin(index, flat.rank)
     for box in boxes(tuple(flat.shapes[index]), origin, origin + high - low):
@@ -81,7 +78,7 @@ def _span(flat: Flat, index: int, dim: int, first: int, last: int) -> Iterator[T
             yield values.narrow(dim, start, stop - start)
 
 
-# --- Factors of the loss before the backward pass, and of the gradients after it ------------------
+# --- factors of the losses, and the loss scale ----------------------------------------------------
 
 
 class LossWeights:
@@ -113,7 +110,7 @@ class LossWeights:
 
     @property
     def totals(self) -> Tensor:
-        """For each update of the step its tokens, then its microbatches: [2, updates], doubles."""
+        """The tokens of each update of the step, then its microbatches: [2, updates], doubles."""
         if self._totals is None:  # no cached_property, on whose lock ranks in threads would wait
             self._totals = self._arriving.wait().view(2, -1)
         return self._totals
@@ -142,7 +139,7 @@ class LossScale:
         self.good = 0
 
     def of_each(self, microbatches: int) -> float:
-        """The scale of each of so many microbatches, whose sum is to stay in fp16's range."""
+        """The scale of each microbatch, such that their sum stays in fp16's range."""
         return self.value / (2 ** (microbatches - 1).bit_length() if self.on else 1)
 
     def update(self, overflow: bool) -> None:

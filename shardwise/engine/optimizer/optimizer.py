@@ -1,14 +1,14 @@
 """The optimizer over shards: any torch.optim class on this rank's pieces, or on tensors it owns.
 
-Where masters and states are, and how the class steps there, is the rule of `States`: in the memory
-of the device or of the host (memory_states.py), or on a disk (disk_states.py).  When and on which
-thread an update runs is that of an Updater (techniques/offload/updater.py).
+`States` decides where masters and states are and how the class steps there: in the memory of the
+device or the host (memory_states.py), or on a disk (disk_states.py).  An Updater decides when and
+on which thread an update runs (techniques/offload/updater.py).
 
-A parameter that had no gradient on any rank has none here, and is left alone, its step count too,
-exactly as one process would.
+A parameter that had no gradient on any rank is left alone, its step count too, exactly as one
+process would.
 
-It is a `torch.optim.Optimizer`, so that torch's schedulers take it: its `param_groups` are those of
-torch's own optimizer, and the rates a scheduler writes there are used by the next step.
+It is a `torch.optim.Optimizer`, so that torch's schedulers take it: it shares `param_groups` with
+torch's own optimizer, and the next step uses the rates that a scheduler writes there.
 
     group 0       "default": the parameters that match no pattern of the specification, maybe none
     group k       "name" is its pattern k; the same groups on every rank, some maybe empty
@@ -68,7 +68,7 @@ class States(Protocol):
         """New memory for a state tensor of a parameter of the k-th flat, on the state's tier."""
 
     def held(self) -> Iterable[Mapping[str, Any]]:
-        """The states that only updates write to, in this thread, unless the program does."""
+        """States that only updates of this thread and the program write to."""
         return ()
 
     def loading(self) -> None:
@@ -76,7 +76,7 @@ class States(Protocol):
 
     @abstractmethod
     def loaded(self) -> None:
-        """After masters were written to from outside: copy them to the weights."""
+        """After masters were written from outside: copy them to the weights."""
 
     @abstractmethod
     def switch(self, mode: str) -> None:
@@ -92,17 +92,15 @@ class States(Protocol):
         """A reduced gradient is about to leave the device, and its squares will be needed."""
 
     def squares(self, flats: Sequence[Flat]) -> list[Tensor]:
-        """The sums of squares of this rank's gradients that it counts."""
         return [squares(f) for f in flats if f.grads.gshard is not None and counts(f)]
 
     def owns(self) -> Iterator[Owned]:
-        """What it keeps besides masters and the states of torch's optimizer."""
         yield from ()
 
 
 @contextmanager
 def as_pieces(flats: Sequence[Flat]) -> Iterator[None]:
-    """Parameters are this rank's pieces inside: some classes (Adagrad) make their state at once."""
+    """Parameters are this rank's pieces inside: classes as Adagrad create their state at once."""
     shown = [(p, p.data) for flat in flats for p in flat.params]
     for flat in (flat for flat in flats if flat.split):
         for i, p in enumerate(flat.params):
@@ -168,7 +166,6 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether its kernels can skip an update by a number on the device."""
         fused = all(group.get("fused") for group in self.param_groups)
         return fused and hasattr(self.torch, "_step_supports_amp_scaling")
 
@@ -182,7 +179,6 @@ class ShardedOptimizer(Optimizer):
             hook(self, (), {})
 
     def update(self, flats: Sequence[Flat], factor: Factor = 1.0) -> None:
-        """Update `flats` from their gradients, each times `factor`."""
         self.follow(flats)  # not all: others may be becoming pieces in the main thread
         self.torch.param_groups = self.param_groups
         self._begin(flats, factor)()
@@ -190,8 +186,8 @@ class ShardedOptimizer(Optimizer):
     def later(self, flats: Sequence[Flat], factor: Factor) -> Callable[[], None]:
         """The update of `flats`, all in host memory, as a function that may run beside a step.
 
-        It has the options that the groups have now, and takes the gradients of now along: the next
-        ones arrive in other memory.
+        It uses the options that the groups have now and the present gradients: the next ones arrive
+        in other memory.
         """
         self.torch.param_groups = [dict(group) for group in self.param_groups]
         update = self._begin(flats, factor)
@@ -209,20 +205,16 @@ class ShardedOptimizer(Optimizer):
         return [k for k, flat in enumerate(self.flats) if flat in flats]
 
     def publish(self, flats: Sequence[Flat]) -> None:
-        """Copy updated masters of `flats` to where their weights are."""
         self.states.publish(self._chosen(flats))
 
     def clear(self, flats: Sequence[Flat]) -> None:
-        """Drop the gradients of `flats`; their memory stays."""
         for flat in flats:
             flat.grads.clear()
 
     def size_bytes(self, flats: Sequence[Flat]) -> int:
-        """The bytes of this rank's blocks."""
         return sum(flat.shard.nbytes for flat in flats)
 
     def step_members(self, members: Iterable[Member]) -> None:
-        """Torch's own step over `members`."""
         by_group: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
         for group, target in members:
             by_group[group].append(target)
@@ -278,10 +270,7 @@ class ShardedOptimizer(Optimizer):
         self._opt_called = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The options of the groups (rates, betas), without tensors: `sw.save` keeps those.
-
-        `sw.save` keeps these options too; this is for schedulers and for a program's own use.
-        """
+        """The options of the groups (rates, betas), without tensors; `sw.save` keeps both."""
         named = [{"name": group["name"]} | groups.options(group) for group in self.param_groups]
         return {"state": {}, "param_groups": [{**group, "params": []} for group in named]}
 
@@ -304,15 +293,13 @@ class ShardedOptimizer(Optimizer):
         return groups.changed(self.param_groups, self.spec_options)
 
     def load_changed(self, saved: dict[str, dict[str, Any]]) -> None:
-        """Restore the values that `changed` returned (optimizer_state.py)."""
         groups.take_changed(self.param_groups, self.spec_options, saved)
 
     def compared(self) -> tuple[dict[str, Any], bool]:
         """The options of the groups, which must be equal on all ranks.
 
-        Also whether the program has changed optimizer states since the last update.
-
-        Raises InputError for a learning rate, of a scheduler or a program, that is not finite.
+        Also whether the program has changed optimizer states since the last update.  Raises
+        InputError for a learning rate, of a scheduler or a program, that is not finite.
         """
         groups.require_finite_rates(self.param_groups)
         found: dict[str, Any] = {}
@@ -332,7 +319,7 @@ class ShardedOptimizer(Optimizer):
         return len(self.state) + versions(held) if any(held) else 0
 
     def compare_on(self, same: SameOnRanks) -> None:
-        """Let ranks compare masters of 16-bit weights, and states, that no other thread writes."""
+        """Let ranks compare masters of 16-bit weights, and states that no other thread writes."""
         compared = [k for k, flat in enumerate(self.flats) if not flat.moves.offload]
         half = [k for k in compared if k in self.masters and self.flats[k].dtype in HALF]
         name = partial(named_parts, "the fp32 master of ")
@@ -352,18 +339,14 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def lr(self) -> float:
-        """The learning rate of the group "default"."""
         return float(self.param_groups[0]["lr"])
 
     def squared_norm(self, flats: Sequence[Flat]) -> Tensor:
-        """The sum of squares of the gradients of `flats` in this rank's blocks.
-
-        If several ranks of an axis other than the data axes hold a gradient, one of them counts it.
-        """
+        """The sum of squares of the gradients in this rank's blocks, without what others count."""
         found = self.states.squares(flats)
         if not found:
             return torch.zeros((), dtype=torch.float64, device="cpu")
-        # those of gradients in host memory are there, others on the device
+        # gradients in host memory have theirs there
         return torch.stack([squared.to(found[0].device) for squared in found]).sum()
 
     def owns(self) -> Iterator[Owned]:

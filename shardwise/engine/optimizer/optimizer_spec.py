@@ -28,7 +28,7 @@ class OptimizerSpec:
 
     `groups` maps patterns of parameter names ("*norm*", "*.bias") to their options, or to a
     specification of another class.  The first pattern that matches a name applies.  `rest` updates
-    parameters that are no matrices, of a class that takes matrices only.
+    parameters that are no matrices, for a class that takes matrices only.
 
     `elementwise`: whether the class updates each element alone; None: whether it is known to.
     """
@@ -84,12 +84,11 @@ class OptimizerSpec:
 
     @property
     def by_element(self) -> bool:
-        """Whether the class updates each element alone, so that it works on pieces."""
         return is_listed(self.kind) if self.elementwise is None else self.elementwise
 
     @property
     def by_unit(self) -> bool:
-        """Whether the class is known to update some parameters and then others as all at once."""
+        """Whether the class may update some parameters and then others, instead of all at once."""
         return is_listed(self.kind) and self.by_element
 
     @property
@@ -98,18 +97,15 @@ class OptimizerSpec:
         return not all(spec.by_unit for _, spec, _ in self.members)
 
     def is_whole(self, name: str, dims: int) -> bool:
-        """Whether this parameter is updated as a whole."""
         return not self.members[self.number(name, dims)][1].by_element
 
     def alone(self, group: int, p: nn.Parameter) -> Optimizer:
-        """Torch's optimizer of one parameter in that group."""
         _, spec, own = self.members[group]
         optimizer = spec.kind([{"params": [p], **own}], **spec.options)
         getattr(optimizer, "train", lambda: None)()
         return optimizer
 
     def _try(self, own: dict[str, Any]) -> None:
-        """Raise InputError if the class refuses its options together with those of a group."""
         probe = nn.Parameter(torch.zeros(2, 2, device="cpu"))
         try:
             if self.kind.__module__.startswith("torch.optim"):
@@ -146,7 +142,7 @@ class OptimizerSpec:
                 ) from error
 
     def state_keys(self, group: int, dims: int) -> set[str]:
-        """The keys that a tensor of `dims` dims in that group has in its state after a step."""
+        """The keys in the state of a tensor of `dims` dims of that group, after a step."""
         probe = nn.Parameter(torch.zeros([2] * dims, device="cpu"))
         optimizer = self.alone(group, probe)
         probe.grad = torch.zeros_like(probe)
@@ -154,10 +150,7 @@ class OptimizerSpec:
         return {*optimizer.state.get(probe, {})}
 
     def warn_unmatched(self, names: Sequence[str]) -> None:
-        """Warn of each group pattern that matches no parameter.
-
-        It is not an error, because one specification may serve several models.
-        """
+        """Warn of patterns that match no parameter; one specification may serve several models."""
         for pattern in self.groups:
             if not any(fnmatch(name, pattern) for name in names):
                 warnings.warn(
@@ -169,8 +162,8 @@ class OptimizerSpec:
     def build(self, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
         """Build the optimizer for `named`, fused if torch supports it.
 
-        Group 0 is "default", followed by one group for each pattern, empty if this rank has none of
-        its parameters, and by the rest.
+        Group 0 is "default", then come one group for each pattern, empty if this rank has none of
+        its parameters, and the rest.
         """
         groups = [{"params": [], **own, "name": name} for name, _, own in self.members]
         for group in groups:
@@ -207,7 +200,6 @@ def written(kind: type[Optimizer]) -> str:
 
 
 def _maker(kind: type[Optimizer]) -> str:
-    """The begin of the call that creates a specification of that class."""
     name = kind.__name__
     own = name in ("AdamW", "Adam", "SGD", "Lion", "Adafactor", "Muon")
     return f"{name}(" if own else f"Optim({name}, "
@@ -358,14 +350,12 @@ class Combined(Optimizer):
             part.state = self.state
 
     def each(self) -> Iterator[Optimizer]:
-        """The optimizers, with the groups of this one."""
         pairs = list(zip(self.param_groups, self.of, strict=True))
         for k, part in enumerate(self.parts):
             part.param_groups = [group for group, of in pairs if of == k]
             yield part
 
     def step(self, closure: Any = None) -> None:
-        """A step of each."""
         for part in self.each():
             even_out(part)
             part.step()
@@ -387,8 +377,8 @@ def step_over(optimizer: Optimizer, members: Sequence[list[nn.Parameter]]) -> No
 def even_out(optimizer: Optimizer) -> None:
     """Create as zeros the momenta that a fused SGD is about to update and does not have yet.
 
-    The kernel takes a list with all of them or none; which parameters have had a gradient
-    differs.  (With dampening the first momentum is not the damped sum with zero: not fused.)
+    The kernel takes a list with all of them or none, and parameters differ in whether they have had
+    a gradient.  (With dampening the first momentum is not the damped sum with zero: not fused.)
     """
     if not isinstance(optimizer, torch.optim.SGD) or not optimizer.defaults.get("fused"):
         return

@@ -1,4 +1,4 @@
-"""The state of a torch optimizer in a checkpoint: tensors as boxes, other values as JSON.
+"""The state of a torch optimizer in a checkpoint, and the options of its groups.
 
     state[p] = {"exp_avg": tensor, "step": tensor, "count": 4, "past": [tensor, tensor]}
 
@@ -35,9 +35,9 @@ class HeldParameter:
 
     param     the optimizer's key: the parameter, whose data may be gathered now, or its master
     shape     the parameter's full shape
-    local     the shape of this rank's piece, which is that of its states
+    local     the shape of this rank's piece and of its states
     boxes     the boxes of a tensor in the shape `local`, under a name
-    copy      the index of this rank among those that hold a part
+    copy      the index of this rank among the holders of the same part
     make      new memory of a shape and dtype for the state of this key
     """
 
@@ -52,13 +52,12 @@ class HeldParameter:
 
 @dataclass(frozen=True)
 class Incoming:
-    """States to be loaded: boxes to fill, then the states of the parameters that have one."""
+    """States to load: boxes to fill, then the states of the parameters that have one."""
 
     boxes: list[Box]
     states: list[tuple[HeldParameter, State]]
 
     def give(self, into: dict[Any, State]) -> None:
-        """Replace the optimizer's states by those that have been loaded."""
         for held, state in self.states:
             if state:
                 into[held.param] = state
@@ -106,8 +105,8 @@ def incoming(
 ) -> Incoming:
     """The states that a checkpoint has of these parameters, in new memory or that of `states`.
 
-    `expected` are the keys of a state.  A key that the checkpoint lacks for a parameter with a
-    state becomes a box that it does not have, which loading refuses.
+    `expected` are the keys of a state.  For a key that a saved state lacks there is a box that the
+    checkpoint does not have: loading refuses it.
     """
     keys = _keys(saved)
     split = {
@@ -142,7 +141,6 @@ def incoming(
 
 
 def _keys(saved: Catalogue) -> dict[str, list[str]]:
-    """The keys of each parameter's state tensors."""
     found: dict[str, list[str]] = {}
     for tensor in saved:
         kind, _, rest = tensor.partition("/")
@@ -155,7 +153,6 @@ def _keys(saved: Catalogue) -> dict[str, list[str]]:
 def _room(
     held: HeldParameter, key: str, old: Tensor | None, size: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """Where a tensor is loaded to: the one that the state has already, if it fits."""
     fits = old is not None and (tuple(old.shape), old.dtype) == (size, dtype)
     if old is not None and fits and old.is_contiguous():
         return old
@@ -178,7 +175,7 @@ def device_of(key: str, p: Tensor, group: Mapping[str, Any]) -> torch.device:
     return p.device if on_device else torch.device("cpu")
 
 
-# --- The options of an optimizer's groups (rates, betas): of the specification, and changed s -----
+# --- the options of the groups (rates, betas) -----------------------------------------------------
 
 #: The keys of a group besides its options.
 NAMING: Final = ("params", "param_names", "name")
@@ -196,7 +193,6 @@ def options(group: Options) -> dict[str, Any]:
 
 
 def put(group: dict[str, Any], saved: Options) -> None:
-    """Set options of a group, tensors in place."""
     for key, value in saved.items():
         group[key] = _filled(group.get(key), value)
 
@@ -269,7 +265,6 @@ def _listed(value: Any) -> Any:
 
 
 def _held(value: Any) -> bool:
-    """Whether JSON holds the value."""
     if isinstance(value, list):
         return all(map(_held, value))
     return value is None or isinstance(value, int | float | str)

@@ -7,12 +7,11 @@ its pieces to the parameter's owner, which holds the optimizer's state of the wh
                                                                     torch's step on the whole
               weight: pieces            <--all-to-all----           weight: whole
 
-The weight is the fp32 master of a parameter with 16 bits.  Of N elements on n ranks, a rank sends
-N (n-1)/n^2 of each of the three, if owners have equally much; a gradient has the bytes of the
-weight's dtype.  Owners are chosen by the number of elements (core/layouts/uneven.py), so the state
-of a rank exceeds 1/n of all by less than the largest tensor.
-
-Between updates the owner's parameter has its shape, without memory.
+The weight is the fp32 master of a 16-bit parameter; a gradient has the weight's dtype.  With N
+elements on n ranks, a rank sends N (n-1)/n^2 of each of the three if owners have equally much.
+Owners are chosen by the number of elements (core/layouts/uneven.py), so the state of a rank exceeds
+1/n of all by less than the largest tensor.  Between updates the owner's parameter has its shape,
+without memory.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,7 +54,6 @@ class Owners:
         self.resting = {place: target.data for place, target in self.targets.items()}
 
     def is_here(self, k: int, i: int) -> bool:
-        """Whether this rank is the parameter's owner."""
         return self.rank_of[k, i] == self.flats[k].shard_axis.rank
 
     def _target(self, k: int, i: int) -> nn.Parameter:
@@ -107,7 +105,7 @@ class Owners:
                 self.targets[k, i].data = self.resting[k, i]
 
     def _messages(self, weights: Mapping[int, Tensor]) -> list[tuple[Axis, list[Place]]]:
-        """The parameters whose pieces are sent together: of one axis and one dtype."""
+        """The parameters whose pieces are sent together: one axis and one dtype each."""
         found: dict[object, tuple[Axis, list[Place]]] = {}
         for k, i in self.targets:
             if k in weights:
@@ -135,7 +133,7 @@ class Owners:
         return Pending([wholes])
 
     def _extent(self, k: int, i: int, rank: int) -> tuple[int, int]:
-        """The piece of a parameter on a rank: its first element, and the number of them."""
+        """The piece of a parameter on a rank: its first element, and the number of elements."""
         plan = self.flats[k].plan
         low, high = plan.piece(i, rank)
         return plan.origin(i, rank), high - low
@@ -152,7 +150,7 @@ class Owners:
     def _pieces(
         self, axis: Axis, places: Sequence[Place], arrived: Tensor
     ) -> Iterable[tuple[tuple[int, int, int], Tensor]]:
-        """What owners have sent back, piece by piece, and where each lies in its block."""
+        """What owners have sent back, piece by piece, and its place in its block."""
         by_owner = sorted(places, key=self.rank_of.__getitem__)
         spans = [(k, *self.flats[k].pieces[i]) for k, i in by_owner]
         return zip(spans, arrived.split([high - low for _, low, high in spans]), strict=True)

@@ -1,12 +1,13 @@
-"""Runs: parameters side by side in a block that an optimizer updates as one tensor.
+"""Runs: neighbouring parameters in a block that an optimizer updates as one tensor.
 
     block             | p0 ..... | p1 .. | p2 ......... |     p1 is of another group: no decay
     runs              | run 0    | run 1 | run 2        |
     state of run 0    step, exp_avg                           state of p0: step, a view of exp_avg
 
-A class that updates each element alone makes of a run what it makes of its parameters, if they have
-the same step count.  That ends with the first update in which one has no gradient and others have:
-from then on (`part`) each parameter is updated alone, until states are loaded that can be joined.
+A class that updates each element alone does to a run what it does to its parameters, if they have
+the same step count.  That ends with the first update in which some have a gradient and others do
+not: from then on (`part`) each parameter is updated alone, until states are loaded that can be
+joined.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,7 +60,7 @@ class Runs:
             yield FlatRun(group, indices, low, high, nn.Parameter(none), none)
 
     def attach(self, block: Tensor, values: Tensor | None, used: Sequence[bool]) -> "list[Member]":
-        """What to update, with its gradient: parts of `block` with those of `values`."""
+        """The tensors to update, with their gradients: parts of `block` and of `values`."""
         if self.joined and not any(used):
             return []
         if self.joined and self._shown() != self.shown:  # the program has reset or replaced states
@@ -83,7 +84,7 @@ class Runs:
         return list(zip(self.groups, self.targets, strict=True))
 
     def detach(self) -> list[Tensor]:
-        """Drop the gradients after an update; returns the states that it may have made."""
+        """Drop the gradients after an update; returns the states that it may have created."""
         if not self.joined:
             for target in self.targets:
                 target.grad = None
@@ -104,7 +105,6 @@ class Runs:
         return hash(tuple(map(id, chain.from_iterable(state.values() for state in states))))
 
     def _show(self, run: FlatRun, state: dict[str, Any]) -> None:
-        """Give each parameter its part of the run's state."""
         run.state = state
         for i in run.indices:
             low, high = (end - run.low for end in self.pieces[i])
@@ -127,7 +127,7 @@ class Runs:
         self.joined = False
 
     def loaded(self) -> list[Tensor]:
-        """After states were loaded, join equal ones into runs again. Returns the state tensors."""
+        """Join equal states into runs again after loading. Returns the state tensors."""
         self.joined = self.joined or self._join()
         return self._tensors()
 
@@ -136,7 +136,6 @@ class Runs:
         return [v for state in states for v in [*state.values()] if isinstance(v, Tensor)]
 
     def held(self) -> list[Mapping[str, Any]]:
-        """The states, of runs or of parameters."""
         if self.joined:
             return [run.state for run in self.runs]
         return [self.optimizer.state.get(target, {}) for target in self.targets]

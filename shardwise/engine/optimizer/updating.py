@@ -4,7 +4,7 @@ early       without clipping: each unit as soon as its gradients are summed
 by_norm     with clipping or fp16: all units, after the norm of all gradients is known
 leave_out   gradients are not finite: dropped; weights and optimizer state stay (guard.py)
 
-Where an update is made is the rule of the updater (techniques/offload/updater.py).
+The updater decides where an update is made (techniques/offload/updater.py).
 """
 
 import math
@@ -52,10 +52,7 @@ def optimizer_and_updater(
     offload: Offload | None,
     steps: Callable[[], int],
 ) -> tuple[ShardedOptimizer, Updater[Flat]]:
-    """The optimizer of the trained flat groups, by the tier of their states, and its updater.
-
-    `steps()` is the number of steps of the run so far.
-    """
+    """The optimizer of the trained flat groups, and its updater; `steps()` counts steps."""
 
     def order() -> list[Flat]:
         return [flat for unit in data.units.order for flat in unit.trained]
@@ -132,7 +129,7 @@ class Updates:
     def squares(self, number: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of squares of all ranks' gradients [1], loss scale included: a double.
 
-        With it the sum of `number` [1] over the tensor axis, in the same message.
+        The sum of `number` [1] over the tensor axis travels in the same message.
         """
         with self.guard.world.ledger.phase("backward"):
             self.data.finish_sums()
@@ -158,10 +155,7 @@ class Updates:
         self.scale.update(overflow=False)
 
     def shrink(self, norm: Any) -> Any:
-        """The factor that bounds gradients of this norm, a number or a tensor.
-
-        (Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.)
-        """
+        """The factor that bounds gradients of this norm (Pascanu et al., arXiv 1211.5063)."""
         if self.clip is None or norm is None:
             return 1.0
         ratio = self.clip / (norm + 1e-6)
@@ -189,8 +183,8 @@ class Updates:
     def leave_out(self, step: int, summed: Tensor, norm: float | None) -> NonFiniteError | None:
         """End a step without its update. Returns the error to raise if it must not be skipped.
 
-        `summed` is this rank's loss; `norm` is the norm of the gradients if that is the reason. All
-        ranks call this, and all get an error or none.
+        `summed` is this rank's loss; `norm` is the norm of the gradients if that is the reason.
+        All ranks call this, and all get an error or none.
         """
         with self.guard.world.ledger.phase("backward"):
             self.data.finish_sums()
