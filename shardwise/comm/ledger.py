@@ -164,7 +164,7 @@ def rank_bytes(lines: dict[Key, Tally]) -> int:
     return sum(tally.sent_bytes for key, tally in lines.items() if key.axis != TIER)
 
 
-# --- The volume of a collective that a library executes: what each of n ranks sends ---------------
+# --- volumes of collectives -----------------------------------------------------------------------
 
 
 def volume(

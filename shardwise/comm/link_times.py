@@ -110,7 +110,7 @@ def slow_ranks(seconds: Mapping[tuple[int, int], float]) -> dict[int, SlowLink]:
     return found
 
 
-# --- An all-to-all with something else between its begin and its end, in both directions ----------
+# --- an all-to-all beside other work --------------------------------------------------------------
 
 Counts = Sequence[int]
 

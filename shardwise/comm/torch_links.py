@@ -187,7 +187,7 @@ def available_backends() -> tuple[str, ...]:
     return tuple(name for name, yes in there.items() if yes)
 
 
-# --- A cheaper `once_differentiable`: marks a backward function that cannot itself be differe -----
+# --- a cheaper `once_differentiable` --------------------------------------------------------------
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -251,7 +251,7 @@ class Lease(Links):
         return self.inner.root
 
 
-# --- Errors of messages between ranks: which rank, which call, and where this rank made it --------
+# --- errors of messages ---------------------------------------------------------------------------
 
 
 def rank_name(group: dist.ProcessGroup, peer: int) -> str:

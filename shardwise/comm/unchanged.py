@@ -52,7 +52,7 @@ def kept_values(batch: Any) -> Iterator[None]:
             x.data.copy_(value)
 
 
-# --- The states of torch's default generators, which all random numbers of a rank follow from -----
+# --- torch's random generators --------------------------------------------------------------------
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:

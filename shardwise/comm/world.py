@@ -44,7 +44,7 @@ from shardwise.core.mesh import AXES, Mesh
 from shardwise.core.tools.arguments import choice, flag, short_repr
 from shardwise.core.tools.hook import no_copy
 
-# --- Work of threads beside the steps of a world: one job for each folder that is written ---------
+# --- work of threads beside the steps -------------------------------------------------------------
 
 
 class BackgroundJob(Protocol):

@@ -8,8 +8,8 @@
     during(device)         around a forward or a backward pass
     end()                  its passes have run
 
-An engine holds a list of these, in the order in which they were applied
-(engine/build.py), and names none.
+An engine holds a list of techniques, in the order in which they were applied (engine/build.py), and
+names none of them.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -33,39 +33,34 @@ class Applied(Protocol):
     skips: bool = False
 
     def axes(self) -> Iterable[Any]:
-        """The `Axis` of each axis that it adds to those of the mesh."""
+        """The `Axis` of each axis that the technique adds to those of the mesh."""
         return ()
 
     def sums(self) -> Mapping[tuple[str, Groups], Any]:
-        """By the name of an axis and groups of its ranks that sum gradients, this rank's `Axis`."""
+        """This rank's `Axis` for each axis and groups of its ranks that sum gradients."""
         return {}
 
     def same_batch(self) -> Iterable[Any]:
-        """The `Axis` of each axis whose ranks have the same batch, beside those of the mesh."""
+        """The `Axis` of each axis, besides those of the mesh, whose ranks have the same batch."""
         return ()
 
-    def divided(self, model: Any) -> None:
-        """`model` has only the layers of this rank's stages of a pipeline."""
+    def divided(self, model: Any) -> None: ...
 
-    def install(self, model: Any) -> None:
-        """The parameters of `model` are flat, and all other hooks are set."""
+    def install(self, model: Any) -> None: ...
 
     def begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
-        """A step on `batch` begins, or an evaluation; returns the parts of it to compute.
-
-        Called by all ranks.
-        """
+        """All ranks begin a step on `batch`, or an evaluation; returns the parts to compute."""
         return parts
 
     def weight(self, count: float, part: Any, tokens: Callable[[Any], int] | None) -> float:
-        """How many tokens the loss of a part is the mean of, after `begin`.
+        """The number of tokens that the loss of a part is the mean of, after `begin`.
 
-        `count` were those of the part that it replaced; `tokens` is the user's function.
+        `count` is that of the part that it replaced; `tokens` is the user's function.
         """
         return count
 
     def enter(self, part: Any, model: Any, own: Any) -> Any:
-        """The forward of `model` on this part begins; returns the one that `begin` replaced.
+        """The forward of `model` on this part begins; returns the part that `begin` replaced.
 
         `model` is the engine's, or a copy whose loss is compared with that of the plain model.
         `own` is the part, or a copy of it to which the forward may write.
@@ -76,13 +71,11 @@ class Applied(Protocol):
         """Around the forward or the backward pass of a part on a `torch.device`."""
         return NOTHING
 
-    def end(self, *, trains: bool) -> None:
-        """All passes of the step, or of the evaluation, have run."""
+    def end(self, *, trains: bool) -> None: ...
 
 
 @contextmanager
 def during(applied: Sequence[Applied], device: Any) -> Generator[None]:
-    """Around a forward or a backward pass under all of these."""
     with ExitStack() as entered:
         for each in applied:
             entered.enter_context(each.during(device))

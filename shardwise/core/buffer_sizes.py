@@ -1,10 +1,10 @@
-"""The size of each rank's pool of communication buffers, which the plan fixes.
+"""The sizes of a rank's pool of communication buffers and of its arena, which the plan fixes.
 
-Received messages that a rank adds to its own data, and sums of 16-bit numbers in fp32, are in one
-pool (comm/gloo/pool.py). A message that would take more than a quarter of it is sent in pieces, so
-the memory does not grow with the model or the world. NCCL sums in the memory of the tensors: on
-CUDA there is a pool only of the size that a plan says. (Constant-size buffers, C_B: Rajbhandari et
-al., "ZeRO", arXiv 1910.02054, section 6.2.)
+The pool holds received messages that a rank adds to its own data, and sums of 16-bit numbers in
+fp32 (comm/gloo/pool.py).  A message that would take more than a quarter of it is sent in pieces, so
+the memory does not grow with the model or the world.  NCCL sums in the memory of the tensors: on
+CUDA there is a pool only if a plan sets its size.  (Constant-size buffers, C_B: Rajbhandari et al.,
+"ZeRO", arXiv 1910.02054, section 6.2.)
 """
 
 from collections import Counter
@@ -37,7 +37,6 @@ def pool_bytes(plan: "Plan", model_bytes: int, device: str) -> int:
 
 
 def usual_pool_bytes(ranks: int, bucket_bytes: int, model_bytes: int, device: str) -> int:
-    """The bytes of the default pool for axes of up to `ranks` ranks; 0 for a single rank."""
     if ranks == 1 or device == "cuda":
         return 0
     model_bytes += -model_bytes % (SLOTS * PIECE_BYTES)
@@ -45,7 +44,6 @@ def usual_pool_bytes(ranks: int, bucket_bytes: int, model_bytes: int, device: st
 
 
 def smallest_pool_bytes(plan: "Plan") -> int:
-    """The smallest pool with which the ranks of the plan's longest axis can sum a piece."""
     return _smallest(_longest(plan))
 
 
@@ -59,7 +57,6 @@ def _smallest(ranks: int) -> int:
 
 
 def slot_bytes(pool: int) -> int:
-    """The bytes of the largest slot of a pool of `pool` bytes."""
     return pool // SLOTS // PIECE_BYTES * PIECE_BYTES
 
 
@@ -68,7 +65,7 @@ def piece_bytes(slot: int, messages: int, *, sums: bool) -> int:
     return slot // PIECE_BYTES // (messages + SUMS * sums) * PIECE_BYTES
 
 
-# --- The sizes of the slots of an arena (comm/tiers/arena.py) -------------------------------------
+# --- slots of an arena (comm/tiers/arena.py) ------------------------------------------------------
 
 #: Slots begin at multiples of this, as an allocator's tensors do.
 ALIGNMENT: Final = 512
@@ -81,17 +78,15 @@ Slots = Mapping[int, int]
 
 
 def aligned(nbytes: int) -> int:
-    """So many bytes, rounded up to where the next slot may begin."""
     return nbytes + -nbytes % ALIGNMENT
 
 
 def arena_bytes(slots: Slots) -> int:
-    """The bytes of an arena."""
     return sum(aligned(size) * count for size, count in slots.items())
 
 
 def most_at_once(moments: Iterable[Counter[int]]) -> Slots:
-    """As many slots of each size as tensors of that size lie in the arena at once."""
+    """As many slots of each size as tensors of that size are in the arena at once."""
     found: Counter[int] = Counter()
     for moment in moments:
         found |= moment
@@ -101,8 +96,8 @@ def most_at_once(moments: Iterable[Counter[int]]) -> Slots:
 def gradient_slots(units: Sequence[Sequence[int]], in_flight: int) -> Slots:
     """The slots for gradients that are reduced and freed unit by unit.
 
-    `units` has the bytes of each gradient of each unit, in the order of the forward pass. While one
-    unit's gradients are computed, those of `in_flight` units after it are being reduced.
+    `units` has the bytes of each gradient of each unit, in the order of the forward pass.  While
+    one unit's gradients are computed, those of `in_flight` units after it are being reduced.
     """
     sizes = [Counter(unit) for unit in units if unit]
     windows = (sizes[k : k + in_flight + 1] for k in range(len(sizes)))

@@ -1,8 +1,8 @@
 """Chunks of tensors on a disk: their sizes, and the host memory that streams them.
 
-A chunk is CHUNK_NUMEL elements of a flat tensor, 1 MiB in 32 bits; in a model without large
-parameters fewer, so that its tensors have several too. It begins and ends at multiples of
-ALIGN_BYTES in the file, as O_DIRECT asks.
+A chunk is CHUNK_NUMEL elements of a flat tensor (1 MiB in 32 bits), or fewer in a model without
+large parameters, so that its tensors have several too.  It begins and ends at multiples of
+ALIGN_BYTES in the file, as O_DIRECT requires.
 """
 
 from typing import Final
@@ -16,7 +16,6 @@ CHUNKS_AT_ONCE: Final = 6
 
 
 def aligned(count: int) -> int:
-    """A number of bytes rounded up to whole blocks of the file."""
     return -(-count // ALIGN_BYTES) * ALIGN_BYTES
 
 
@@ -26,13 +25,10 @@ def buffer_count(states: int) -> int:
 
 
 def chunk_numel(largest: int) -> int:
-    """The elements of a chunk, given those of the model's largest parameter: a power of two.
-
-    At most a quarter of that parameter, unless it is tiny.
-    """
+    """A power of two: at most a quarter of the largest parameter's elements, unless it is tiny."""
     return min(CHUNK_NUMEL, max(LEAST_NUMEL, 2 ** max(0, largest.bit_length() - 3)))
 
 
 def reserved_bytes(states: int, element_bytes: int, chunk: int) -> int:
-    """The host memory of these buffers for chunks of elements of at most so many bytes."""
+    """The host memory of the buffers, for elements of at most `element_bytes` bytes."""
     return buffer_count(states) * chunk * element_bytes + ALIGN_BYTES

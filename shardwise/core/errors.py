@@ -1,7 +1,7 @@
-"""The error classes, and the function that builds the text of an InputError.
+"""The error classes, the text of an InputError, and files that a user names.
 
-The text states three facts: what was given, what is allowed, and what to write instead. A reader
-should be able to continue without opening the documentation.
+The text states what was given, what is allowed, and what to write instead: a reader should be able
+to continue without opening the documentation.
 """
 
 import errno
@@ -88,10 +88,7 @@ def one_line(text: str) -> str:
 
 
 def bad(given: str, allowed: str, instead: str) -> InputError:
-    """The error for one bad input: `raise bad("dp0", "sizes from 1 up", "dp2")`.
-
-    Each argument is a phrase without a full stop.
-    """
+    """The error for one input: bad("dp0", "sizes from 1 up", "dp2"), without full stops."""
     return refusal("", [Problem(given, allowed, instead)])
 
 
@@ -104,17 +101,14 @@ def refusal(what: str, problems: Sequence[Problem]) -> InputError:
     return error
 
 
-# --- Files that a user names: variables in their names, and limits of what is read ----------------
+# --- files that a user names ----------------------------------------------------------------------
 
 #: The most bytes of a file that a person writes: a configuration, a cluster, a table.
 MOST_BYTES: Final = 4 * 2**20
 
 
 def expanded(name: str) -> str:
-    """The name with `~` and `$VARIABLES` replaced, as a shell does it.
-
-    Raises InputError for a variable that is not set.
-    """
+    """The name with `~` and `$VARIABLES` replaced. Raises InputError for an unset variable."""
     found = os.path.expandvars(name)
     if unset := re.search(r"\$([A-Za-z_]\w*|\{[^}]*\})", found):
         variable = unset[0].strip("${}")
@@ -133,10 +127,7 @@ def open_regular(file: Path) -> BufferedReader:
 
 
 def read_text(file: Path, most_bytes: int = MOST_BYTES) -> str:
-    """The text of a file, in UTF-8, without a byte order mark.
-
-    Raises OSError for a file that is no regular one, cannot be read, or is too large.
-    """
+    """The text of a UTF-8 file. Raises OSError if it is no regular one, unreadable or too large."""
     with open_regular(file) as stream:
         content = stream.read(most_bytes + 1)
     if len(content) > most_bytes:

@@ -1,18 +1,15 @@
 """The shapes, dtypes and recorded passes of a model, from which bytes and memory are predicted.
 
-It holds no tensors. A unit is a set of parameters that is gathered and freed together, usually one
-block. A parameter that several modules share appears once, in the unit that owns it.
+It holds no tensors.  A unit is a set of parameters that is gathered and freed together, usually one
+block.  A parameter that several modules share appears once, in the unit that owns it.
 
-The tape of a forward pass: what autograd keeps of it for the backward pass, and its products.
-
-Storages are numbered in the order in which they were first seen. Those of parameters, buffers and
-the batch have no number: they stay in memory in any case.
+The tape of a forward pass is what autograd keeps of it for the backward pass, and the operations of
+both passes, from which a step's time follows.  Storages are numbered in the order in which they
+were first seen.  Parameters, buffers and the batch have no number: they stay in memory in any case.
 
     saved        autograd saved the storage in the forward of this module, the innermost running
     taken        the module takes a tensor of it as an argument
     returned     the module returns it
-
-`operations` are those of the forward and of the backward pass, from which a step's time follows.
 """
 
 import math
@@ -25,7 +22,7 @@ from shardwise.core.layouts.uneven import Cut
 from shardwise.techniques.expert.expert_moves import ExpertLayer, LayerMove
 from shardwise.techniques.tensor.tensor_table import ModuleShape, Style, Table
 
-# --- The tape of a forward pass: what autograd keeps of it for the backward pass, and its pro -----
+# --- the tape of a forward pass -------------------------------------------------------------------
 
 #: With activations in host memory, storages of fewer bytes stay on the device.
 SMALL_BYTES: Final = 1024
@@ -34,8 +31,8 @@ SMALL_BYTES: Final = 1024
 class Product(NamedTuple):
     """A matrix product, a convolution or fused attention in the forward of `module`.
 
-    `flops` are those that torch's FlopCounterMode counts. `storages` has its outputs, and is empty
-    where selective recomputation computes them again. `saves` tensors had been saved before it.
+    `flops` is what torch's FlopCounterMode counts.  `storages` has its outputs, and is empty if
+    selective recomputation computes them again.  `saves` tensors had been saved before it.
     """
 
     module: str
@@ -59,7 +56,7 @@ class Operation(NamedTuple):
 
     dtype        of its largest input, by torch's name
     flops        of a product, as torch's FlopCounterMode counts
-    done_flops   those that the kernel computes: causal attention computes half of them
+    done_flops   what the kernel computes: causal attention computes half of `flops`
     moved_bytes  of the tensors that it reads and writes
     saves        how many tensors autograd had saved before it
     product      its place among the products of the tape; -1 for others
@@ -76,10 +73,7 @@ class Operation(NamedTuple):
 
 
 class Tape(NamedTuple):
-    """What autograd keeps of one forward pass. `last_save` counts the saves up to a module's last.
-
-    `storage_bytes` has the bytes of each storage; the pairs are of a module and a storage.
-    """
+    """What autograd keeps of one forward pass: pairs of a module and a storage."""
 
     storage_bytes: tuple[int, ...] = ()
     saved: tuple[tuple[str, int], ...] = ()
@@ -111,7 +105,7 @@ ELEMENT_BYTES: dict[str, int] = {
 class ParamShape:
     """One parameter: full name in the model, dims, element type by torch's name, trainability.
 
-    If `layout` shards the parameter on some axis, `shape` is the shape of a rank's part. Without a
+    If `layout` shards the parameter on some axis, `shape` is the shape of a rank's part.  Without a
     layout only the plan's row shards the parameter, and all other axes replicate it.
     """
 
@@ -123,17 +117,16 @@ class ParamShape:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element. Raises KeyError for a type that is not in `ELEMENT_BYTES`."""
+        """Raises KeyError for a type that is not in `ELEMENT_BYTES`."""
         return ELEMENT_BYTES[self.dtype]
 
 
 class TiledParam(NamedTuple):
-    """The rows of a tile: those of number `place` in `cut`, of the parameter `name`."""
+    """The rows of a tile: number `place` of `cut`, of the parameter `name`."""
 
     name: str
     place: int
@@ -141,7 +134,7 @@ class TiledParam(NamedTuple):
 
 
 class CutLoss(NamedTuple):
-    """One cross-entropy of sharded logits; `element_bytes` is of the sums that ranks exchange."""
+    """A cross-entropy of sharded logits; `element_bytes`: of the sums that ranks exchange."""
 
     positions: int
     smoothing: bool
@@ -158,7 +151,6 @@ class BufferShape:
 
     @property
     def stored_bytes(self) -> int:
-        """The number of bytes of all elements."""
         return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
@@ -168,7 +160,7 @@ class UnitShape:
 
     `uses` is the number of times that a forward pass needs the freed unit: one for each call.
     `again` is the same number for a backward pass; it is 0 if the unit is still gathered then, or
-    if its backward pass does not read it. In a pipeline `uses` counts a run of the schedule.
+    if its backward pass does not read it.  In a pipeline `uses` counts a run of the schedule.
     """
 
     name: str
@@ -178,7 +170,6 @@ class UnitShape:
 
     @property
     def numel(self) -> int:
-        """How many elements its parameters have, padding apart."""
         return sum(param.numel for param in self.params)
 
 
@@ -191,17 +182,14 @@ class ModelShape:
 
     @property
     def params(self) -> tuple[ParamShape, ...]:
-        """All parameters, in the order of the units."""
         return tuple(param for unit in self.units for param in unit.params)
 
     @property
     def numel(self) -> int:
-        """How many elements its parameters have, padding apart."""
         return sum(unit.numel for unit in self.units)
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of its parameters, padding apart."""
         return sum(param.numel * param.element_bytes for param in self.params)
 
 
@@ -223,7 +211,7 @@ class Value(NamedTuple):
 class Call(NamedTuple):
     """The begin or the end of a module's forward.
 
-    `values` are the numbers of the tensors that it takes (begin) or returns (end). `recorded` is
+    `values` are the numbers of the tensors that it takes (begin) or returns (end).  `recorded` is
     false under torch.no_grad(): autograd records nothing.
     """
 
@@ -235,10 +223,7 @@ class Call(NamedTuple):
 
 
 class RowGather(NamedTuple):
-    """Rows gathered for the layer `layer` between two tensor degrees, in forward or backward.
-
-    `numel` is that of the gathered tensor, of parts of one size.
-    """
+    """Rows gathered for a layer between two tensor degrees; `numel` is that of the result."""
 
     layer: str
     degrees: tuple[int, int]
@@ -250,13 +235,14 @@ class RowGather(NamedTuple):
 class ModelPass(NamedTuple):
     """A forward and a backward pass of the plain model: the calls of its modules, in order.
 
-    `tape` records what autograd keeps from forward to backward. `losses` are the cross-entropies of
-    logits sharded over tensor ranks. `joins` has the shapes and types of logits that are gathered;
-    they are `trained` if backward gathers them. `saves` are the numbers of calls after which
-    autograd saved a tensor. `moves` are those of layers of experts. `rows` are the `RowGather` of
-    layers with a mesh of their own, and what `cp` sends (context/positions.py). `unused` has
-    the trained parameters that have no gradient. `note` states what depends on the values of the
-    batch.
+    losses   the cross-entropies of logits sharded over tensor ranks
+    joins    logits that are gathered; they are `trained` if backward gathers them
+    saves    the numbers of calls after which autograd saved a tensor
+    moves    what layers of experts send
+    rows     the `RowGather` of layers with a mesh of their own, and what `cp` sends
+             (context/positions.py)
+    note     what depends on the values of the batch
+    unused   the trained parameters that have no gradient
     """
 
     calls: tuple[Call, ...]
@@ -275,8 +261,8 @@ class ModelPass(NamedTuple):
 class UnitModules:
     """The modules of a unit, in order of definition.
 
-    `encloses` is true if they contain modules of other units; `looks_up` if all of them are
-    embeddings, whose backward pass does not read the weights.
+    `encloses`: they contain modules of other units.  `looks_up`: all of them are embeddings, whose
+    backward pass does not read the weights.
     """
 
     modules: tuple[str, ...]
@@ -300,11 +286,12 @@ Bundles = tuple[tuple[StageTensor, ...], ...]
 class StageSpec:
     """A model cut into stages.
 
-    `params` and `layers` map names to stages; a tied parameter has several stages. Every rank holds
-    the modules and buffers that are in no layer. `bundles` has an entry for each microbatch of a
-    step; `outside` has the parameters that each stage reads outside of its layers; `written` the
-    stage and bytes of each buffer outside of layers that a microbatch writes; `parts` the stages of
-    layers that are parts of other layers too, by their first names.
+    params    the stages of each parameter: several of a tied one
+    layers    the stages of each layer; modules and buffers in no layer are on every rank
+    bundles   for each microbatch of a step, what crosses each cut
+    outside   the parameters that each stage reads outside of its layers
+    written   the stage and bytes of each buffer outside of layers that a microbatch writes
+    parts     the stages of layers that are parts of other layers too, by their first names
     """
 
     params: dict[str, tuple[int, ...]]
@@ -316,7 +303,6 @@ class StageSpec:
 
     @property
     def number(self) -> int:
-        """The number of stages."""
         return 1 + len(self.bundles[0])
 
     def of(self, name: str) -> tuple[int, ...]:
@@ -330,10 +316,10 @@ class StageSpec:
 class TensorSpec:
     """A model under a table of styles.
 
-    The keys of `styles` and `modules` are names of modules. `params[module][name]` is the full name
-    of a parameter of a module with a style. `experts` has the layouts of parameters of layers of
-    experts that no style says. `runs` has the pass of each microbatch of a step; these
-    differ in their shapes only.
+    styles, modules   by the names of modules
+    params            params[module][name]: the full name of a parameter of a module with a style
+    experts           the layouts of parameters of layers of experts that have no style
+    runs              the pass of each microbatch of a step; they differ in their shapes only
     """
 
     table: Table
@@ -349,10 +335,10 @@ class TensorSpec:
 class Facts:
     """What a model says about the layouts of its parameters, and a plan does not (layouts.py).
 
-    `tensors` are by the number of the plan of layers whose mesh has the tensor axis, 0 for that of
-    the model. `experts` has the layouts on the axis `ep` of the parameters that it cuts; `stages`
-    those of each parameter in a pipeline. `tiles` maps the names of the parameters of tiles,
-    "head.tiles.0.weight", to their rows.
+    tensors   by the number of the plan of layers whose mesh has the tensor axis; 0: the model's
+    experts   the layouts on the axis `ep` of the parameters that it cuts
+    stages    the stages of each parameter in a pipeline
+    tiles     the rows of the parameters of tiles, by their names: "head.tiles.0.weight"
     """
 
     tensors: Mapping[int, TensorSpec] = field(default_factory=dict[int, TensorSpec])
@@ -369,15 +355,18 @@ class Facts:
 class ModelSpec:
     """The plain model as numbers, before any rank holds a part of it.
 
-    `shape` has full parameters, in units in order of definition; `modules` has an entry for each
-    unit; `run` records one pass on the meta device. `stages` is None without a pipeline, `tensors`
-    without a tensor axis. `recomputed` maps the names of recomputed modules to "full" or
-    "selective". `on_host` names the blocks, in order, whose activations rest in host memory; for
-    these there are the `tapes` of all microbatches. `arenas`: inputs that recomputation keeps are
-    copied to an arena. `experts` has the layouts on the axis `ep`, by
-    the names of the parameters that it cuts; `expert_layers` are by name, `expert_moves` those of
-    each microbatch. `layers` has the styles of layers with a mesh of their own, by the number of
-    their plan, and `row_gathers` what these gather in each microbatch. `tiles` is that of `Facts`.
+    shape          full parameters, in units in order of definition; `modules` has an entry for each
+    run            one recorded pass on the meta device
+    stages         None without a pipeline; `tensors`: None without a tensor axis
+    recomputed     "full" or "selective", by the names of recomputed modules
+    on_host        the blocks, in order, whose activations rest in host memory; for them `tapes` has
+                   the tapes of all microbatches
+    arenas         whether inputs that recomputation keeps are copied to an arena
+    experts        the layouts on the axis `ep`, by the names of the parameters that it cuts
+    expert_layers  by name; `expert_moves`: what they send in each microbatch
+    layers         the styles of layers with a mesh of their own, by the number of their plan;
+                   `row_gathers`: what these gather in each microbatch
+    tiles          as in `Facts`
     """
 
     shape: ModelShape
@@ -398,6 +387,5 @@ class ModelSpec:
 
     @property
     def facts(self) -> Facts:
-        """What the layouts of its parameters follow from, beside the plan."""
         tensors = {**self.layers} if self.tensors is None else {0: self.tensors, **self.layers}
         return Facts(tensors, self.experts, self.stages.params if self.stages else {}, self.tiles)

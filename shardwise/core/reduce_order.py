@@ -5,11 +5,10 @@
     sums are awaited        5 4 . . 3 2 1 0       in the order they began
 
 At most `in_flight` sums hold buffers at once.  Further sums (over replicas in hybrid sharding; over
-tensor ranks with partial gradients) begin when the first one is complete.
-
-With updates in host memory (`offload`), at most `in_flight` units are in each of the two phases at
-a time, also under rows that reduce once a step.  Then they are copied to the host and freed on the
-device, while the backward pass continues.
+tensor ranks with partial gradients) begin when the first one is complete.  With updates in host
+memory (`offload`), at most `in_flight` units are in each of the two phases at a time, also under
+rows that reduce once a step; then they are copied to the host and freed on the device, while the
+backward pass continues.
 """
 
 from collections import deque
@@ -83,7 +82,7 @@ class UnitState:
     def of(
         cls, groups: Sequence["Flattened"], *, reads_backward: bool, stays: bool = False
     ) -> "UnitState":
-        """The state of a unit of these flat parameters before a step."""
+        """The state before a step."""
         trained = [group for group in groups if group.trained]
         return cls(
             any(group.moves.reshards for group in groups),
@@ -96,7 +95,7 @@ class UnitState:
 
 
 class Flattened(Protocol):
-    """A flat parameter: the moves of its row, whether it is trained, and its parameters."""
+    """What a flat parameter says of its unit."""
 
     @property
     def moves(self) -> RowMoves: ...
@@ -109,11 +108,7 @@ class Flattened(Protocol):
 
 
 class ReduceOrder:
-    """The reductions of gradients that are under way.
-
-    further   whether sums over other axes follow a reduction
-    offload   whether gradients leave the device for the update
-    """
+    """Reductions under way; `further`: sums over other axes follow; `offload`: to the host."""
 
     def __init__(
         self, units: Sequence[UnitState], in_flight: int, *, further: bool, offload: bool
@@ -127,7 +122,6 @@ class ReduceOrder:
         self.left: deque[int] = deque()  # on their way to the tier of the update
 
     def begin(self, *, sync: bool) -> None:
-        """A backward pass begins."""
         self.next, self.sync = 0, sync
 
     def go_on(self, order: Sequence[int]) -> list[Act]:

@@ -44,10 +44,10 @@ class CallPlace(NamedTuple):
 class UnitOrder:
     """The machine of one rank's units.
 
-    `stages` has the units of each stage that the rank owns, under a schedule. `last` has the units
+    `stages` has the units of each stage that the rank owns, under a schedule.  `last` has the units
     with parameters of several ranks: their gradients are reduced after all others, in this order,
-    which all holders take. `further` says whether sums over other axes follow a reduction;
-    `offload` whether gradients leave the device for the update.
+    which all holders take.  `further`: sums over other axes follow a reduction.  `offload`:
+    gradients leave the device for the update.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class UnitOrder:
 
     @property
     def place(self) -> CallPlace:
-        """Where the forward pass is."""
         calls = self.uses[self.stage].calls
         return CallPlace(calls, len(calls))
 
@@ -142,7 +141,6 @@ class UnitOrder:
         return self._free(n for n in self.forward if self.units[n].unwatched)
 
     def _free_latest(self, now: int | None) -> list[Act]:
-        """Free the unit that was used last, unless it is `now`."""
         before, self.latest = self.latest, None
         return [] if before is None or before == now else self._free([before])
 
@@ -199,7 +197,6 @@ class UnitOrder:
         return [*acts, Act("wait", unit), *(Act("gather", n) for n in earlier)]
 
     def _is_awaited(self, state: UnitState) -> bool:
-        """Whether its backward pass is to come, and reads its weights."""
         return state.reads_backward and state.reached and not state.complete
 
     def complete(self, unit: int) -> list[Act]:
@@ -213,7 +210,6 @@ class UnitOrder:
         return [*acts, *self.sums.go_on(self.forward)]
 
     def end_backward(self) -> list[Act]:
-        """A backward pass ends."""
         return [*self.sums.end(self.forward), *self.abandon()]
 
     def abandon(self) -> list[Act]:
@@ -222,7 +218,6 @@ class UnitOrder:
         return self._free(self.forward, "close")
 
     def arrivals(self) -> Iterator[Act]:
-        """The acts that wait for the gradients of the step, unit by unit."""
         return self.sums.arrivals()
 
     # --- under a schedule ---------------------------------------------------------------------
@@ -260,7 +255,6 @@ class UnitOrder:
         return self._free(n for n in own if n != self.latest and not self.units[n].stays)
 
     def begin_run(self) -> None:
-        """A run of the schedule begins."""
         self.reduced = set()
 
     def reduce_stage(self, stage: int) -> list[Act]:
@@ -269,7 +263,6 @@ class UnitOrder:
         return self._reduce([n for n in self.stages[stage] if n not in self.last])
 
     def reduce_last(self) -> list[Act]:
-        """The last run of the step has ended: reduce the units with parameters of several ranks."""
         return self._reduce(self.last)
 
     def _reduce(self, units: Sequence[int]) -> list[Act]:
@@ -301,7 +294,6 @@ class _Uses:
         self.backward_calls: list[int] = []
 
     def use(self, unit: int) -> None:
-        """Record a use, which begins with a call."""
         if self.ended or len(self.used) == LONGEST:
             self.used, self.calls, self.ended = [], [], False
         self.used.append(unit)

@@ -6,7 +6,7 @@
     zero2      R      S     S       2 N (n-1)/n                       2 + 14/n
     zero3      S      S     S       3 N (n-1)/n                       16/n
 
-The right half is derived from the left. `Row.moves` gives the moves of one step, each with the
+The right half is derived from the left.  `Row.moves` gives the moves of one step, each with the
 moment at which it belongs; techniques/data carries them out and prediction/ adds up their prices:
 
     moment           state   move                 zero1           zero2           zero3
@@ -15,20 +15,20 @@ moment at which it belongs; techniques/data carries them out and prediction/ add
     before update    grad    grad  -> optim       reduce_scatter  -               -
     after update     param   optim -> param       all_gather      all_gather      -
 
-Each state also has a tier. If the optimizer's state rests in host memory (offload), the moves
-include two copies: the rank's block of the gradient goes to the host before the update, and the
-updated block of the parameter to the device after it, before it is gathered. If parameters rest in
-host memory too, the second copy comes before each use, ahead of the gather. If the optimizer's
-state rests on a disk, the gradient goes on to the disk; both come to the host at a fifth moment,
-for the update, and the state goes back after it. Parameters that rest on a disk come to the host,
-and on to the device, before each use, and go back from the host after the update.
+Each state also has a tier.  If the optimizer's state rests in host memory (offload), the rank's
+block of the gradient goes to the host before the update, and the updated block of the parameter to
+the device after it, before it is gathered; if parameters rest in host memory too, before each use.
+If the optimizer's state rests on a disk, the gradient goes on to the disk; both come to the host at
+a fifth moment, for the update, and the state goes back after it.  Parameters that rest on a disk
+come to the host, and on to the device, before each use, and go back after the update.
 
-A row that is not in the table trains in the same way. Its plan word lists the three columns in this
-order: `row:R,R,S` replicates gradients and shards the optimizer's state.
+A row that is not in the table trains in the same way.  Its plan word lists the three columns:
+`row:R,R,S` replicates gradients and shards the optimizer's state.
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, figure 1 and section 7.
 
-The table of memory: the categories of a rank's bytes, and who owns them.
+The categories of a rank's bytes, which the engine counts (engine/memory.py) and techniques predict
+(prediction/traffic.py); asynchronous schedules have "versions" too, old parameters:
 
     category      lasts     part of       on                   owner
     parameters    always                  device, host, disk   flat parameters; the rest of a row
@@ -38,10 +38,6 @@ The table of memory: the categories of a rank's bytes, and who owns them.
     buffers       always                  device, host         the model; pool, arenas, disk
     kept          a unit    activations   device, host         autograd
     temporary     a kernel  activations   device, host         kernels, messages
-
-Asynchronous schedules have "versions" too: old parameters, which the updater owns in a step. On the
-engine's side the table is read by `owned` (engine/memory.py), on that of a prediction by the prices
-of techniques (prediction/traffic.py).
 """
 
 from collections.abc import Mapping
@@ -69,11 +65,10 @@ class Moment(Enum):
 
 @dataclass(frozen=True)
 class RowMove:
-    """One move of a step: `state` goes from `src` on `src_tier` to `dst` on `dst_tier`.
+    """One move of a step: it changes the placement or the tier of `state`, not both.
 
-    A move changes the placement or the tier, not both. `axis` is the axis that the row shards
-    states over, or the one over which they are replicated. With `block`, the moved tensor is the
-    block of each rank of the shard axis.
+    `axis` is the axis that the row shards states over, or the one over which they are replicated.
+    With `block`, the moved tensor is the block of each rank of the shard axis.
     """
 
     moment: Moment
@@ -87,12 +82,10 @@ class RowMove:
 
     @property
     def between_tiers(self) -> bool:
-        """Whether it is a copy between tiers of one rank, and not a move between ranks."""
         return self.src_tier != self.dst_tier
 
     @property
     def of_disk(self) -> bool:
-        """Whether it reads from or writes to a disk."""
         return "disk" in (self.src_tier, self.dst_tier)
 
 
@@ -102,7 +95,6 @@ class RowMoves(tuple[RowMove, ...]):
     __slots__ = ()
 
     def at(self, moment: Moment) -> tuple[RowMove, ...]:
-        """The moves of one moment."""
         return tuple(move for move in self if move.moment is moment)
 
     # --- the parameter
@@ -114,7 +106,6 @@ class RowMoves(tuple[RowMove, ...]):
 
     @property
     def gather(self) -> RowMove | None:
-        """Its all-gather, before use or after the update."""
         return next((m for m in self if m.state == "param" and not m.between_tiers), None)
 
     @property
@@ -137,7 +128,6 @@ class RowMoves(tuple[RowMove, ...]):
 
     @property
     def sums(self) -> tuple[RowMove, ...]:
-        """Its sums: over one axis, then perhaps of the block over replicas."""
         return tuple(move for move in self if move.src == P)
 
     @property
@@ -159,13 +149,7 @@ class RowMoves(tuple[RowMove, ...]):
 
 @dataclass(frozen=True)
 class Row:
-    """The placements of a parameter, its accumulated gradient and its optimizer state.
-
-    `param_tier` and `optim_tier` are the tiers on which these states rest. `str(row)` is the row's
-    plan word.
-
-    Raises InputError for a row that cannot be trained.
-    """
+    """The placements and tiers of the states. Raises InputError if it cannot be trained."""
 
     param: Placement
     grad: Placement
@@ -201,11 +185,9 @@ class Row:
     def moves(self, shard: int = 2, replicate: int = 2, *, trained: bool = True) -> RowMoves:
         """The moves of one step in order, without those that change nothing.
 
-        `shard` and `replicate` are the numbers of ranks of the two axes; by default both have
-        several. Parameters that are not `trained` are only used.
-
-        Between replicas of the shards each rank's block of the gradient is reduced once a step:
-        hybrid sharding (FSDP, arXiv 2304.11277, section 3.2.2).
+        `shard` and `replicate` are the numbers of ranks of the two axes; parameters that are not
+        `trained` are only used.  Between replicas of the shards each rank's block of the gradient
+        is reduced once a step: hybrid sharding (FSDP, arXiv 2304.11277, section 3.2.2).
         """
         axis = "shard" if self.sharded else "replicate"
         param, optim = self.param_tier, self.optim_tier
@@ -238,7 +220,6 @@ class Row:
 
 
 def _word(row: Row, optim: str = "") -> str:
-    """The row written out, perhaps with another placement of the optimizer state."""
     return f"row:{row.param.kind},{row.grad.kind},{optim or row.optim.kind}"
 
 
@@ -266,11 +247,7 @@ def row_of(word: str) -> Row:
 
 
 def step_moves(row: Row, numel: int, n: int, microbatches: int = 1) -> list[Move]:
-    """Every move that one step makes for one parameter of `numel` elements on an axis of n ranks.
-
-    In the order of the step, for `microbatches` backward passes. Moves on an axis of one rank and
-    moves between replicas of the shards are left out.
-    """
+    """The moves of one step, in order, for one parameter on n ranks; without replicas of shards."""
     own = [move for move in row.moves() if not move.block]
 
     def at(moment: Moment) -> list[Move]:
@@ -289,17 +266,16 @@ STATE_BYTES: Final = {"fp64": (8, 8, 16), "fp32": (4, 4, 8), "bf16": (2, 2, 12),
 def bytes_per_parameter(
     row: Row, n: int, param_bytes: float = 2, grad_bytes: float = 2, optim_bytes: float = 12
 ) -> float:
-    """Bytes that each of n ranks stores for one parameter, padding apart.
+    """Bytes that each of n ranks stores for one parameter, padding apart (ZeRO, section 3.1).
 
-    The defaults are mixed-precision Adam: 16-bit weight and gradient; fp32 master weight, mean
-    and variance. (ZeRO, section 3.1.)
+    The defaults are mixed-precision Adam: 16-bit weight, gradient; fp32 master, mean, variance.
     """
     param = param_bytes * row.param.share(n)
     grad = grad_bytes * row.grad.share(n)
     return param + grad + optim_bytes * row.optim.share(n)
 
 
-# --- The table of memory: the categories of a rank's bytes, and who owns them ---------------------
+# --- the table of memory --------------------------------------------------------------------------
 
 ACTIVATIONS, GATHERED, KEPT, TEMPORARY = "activations", "gathered", "kept", "temporary"
 #: What an engine owns, and the part of it that lasts as long as a unit is used.
@@ -327,7 +303,6 @@ class Event(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All categories."""
         return sum(self.by_category.values())
 
     def __str__(self) -> str:

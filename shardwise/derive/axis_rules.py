@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-# --- Axes: what the dims of tensors range over, traced through the operations of a model ----------
+# --- axes -----------------------------------------------------------------------------------------
 
 
 class TracedAxis:

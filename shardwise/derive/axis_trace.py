@@ -299,7 +299,7 @@ def _key(x: Tensor) -> Key:
     return x.untyped_storage()._cdata, int(x.storage_offset()), tuple(x.shape), tuple(x.stride())
 
 
-# --- Events of a traced pass: calls of modules and operations, with the dims of what they are -----
+# --- events ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,7 @@ def _parts(layer: TracedLayer, group: LayerGroup) -> int | None:
     return before.pop() * len(sizes)
 
 
-# --- The check of a table: the sharded model runs, and its tensors have the shapes of shards ------
+# --- the check of a table -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

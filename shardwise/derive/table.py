@@ -354,7 +354,7 @@ def _nothing(model: nn.Module, ranks: int, whole: Sequence[Whole]) -> InputError
     )
 
 
-# --- The table of a run: its own, the model's own, or one that is derived -------------------------
+# --- the table of a run ---------------------------------------------------------------------------
 
 
 def table_or_derived(

@@ -249,7 +249,7 @@ def _driven(
     return Data(model, Units(units), pace, agreed(model, how, units), by_stage)
 
 
-# --- The techniques that an engine applies to its model, in this order.  A new one is one lin -----
+# --- the techniques, in the order of application: a new one is one line here ----------------------
 
 #: Each changes the model in place, and is called by all ranks.
 APPLY: Final[tuple[Callable[[nn.Module, Build], Applied], ...]] = (

@@ -119,7 +119,7 @@ def _twin(module: nn.Module, parameters: dict[str, nn.Parameter]) -> nn.Module:
     return twin
 
 
-# --- Cuts the parameters of a model to their layouts: fill, broadcast, narrow ---------------------
+# --- the cut of parameters to their layouts -------------------------------------------------------
 
 
 def agree(tensors: Iterable[Tensor], axis: Axis, device: torch.device) -> None:

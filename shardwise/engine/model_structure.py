@@ -116,7 +116,7 @@ def valueless(model: nn.Module) -> Exception:
     )
 
 
-# --- The shapes of buffers and of the optimizer's state, for the formulas of memory ---------------
+# --- shapes of buffers and states -----------------------------------------------------------------
 
 
 def buffer_shapes(model: nn.Module) -> tuple[BufferShape, ...]:

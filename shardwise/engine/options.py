@@ -31,7 +31,7 @@ from shardwise.techniques.layers.plans import LayerPlans
 from shardwise.techniques.recompute.apply import Recomputation
 from shardwise.techniques.tensor.tensor_table import Table
 
-# --- The arguments of an engine as dataclasses ----------------------------------------------------
+# --- the arguments as dataclasses -----------------------------------------------------------------
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

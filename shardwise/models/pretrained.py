@@ -148,7 +148,7 @@ def _copy(path: Path, name: str, tensor: Tensor) -> None:
     tensor.copy_(_whole(path)[name].detach())
 
 
-# --- Models by the sizes that were published: `llama:70b`, `mixtral:8x7b`, `gpt:7b` ---------------
+# --- models of published sizes --------------------------------------------------------------------
 
 PUBLISHED: Final[dict[str, GPTConfig | MoEConfig]] = {
     "gpt:1b": GPTConfig(32_000, 22, 2048, heads=32, kv_heads=4, hidden=5632, sequence=2048),

@@ -123,7 +123,7 @@ def require_room(what: str, leaves: Iterable[Any], times: float) -> None:
         )
 
 
-# --- Initial weights: a function of the seed and the parameter's name -----------------------------
+# --- initial weights ------------------------------------------------------------------------------
 
 #: Matrices whose output is added to the residual stream, two per layer.
 WRITERS: Final = ("attn.out.weight", "mlp.down.weight", "experts.down", "shared.down.weight")

@@ -306,7 +306,7 @@ def place_of(error: BaseException, name: str) -> str:
     return f"{Path(last.filename).name}, line {last.lineno}"
 
 
-# --- A user's model (`file.py:build`) as the model of a run: it is trained on the run's text ------
+# --- a user's model in a run ----------------------------------------------------------------------
 
 ROWS = 2  # of the batch that is tried; batch normalisation needs more than one
 

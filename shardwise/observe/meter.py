@@ -247,7 +247,7 @@ def by_category(places: dict[MeterKey, int]) -> dict[str, int]:
     return {c: sum(n for place, n in places.items() if place.category == c) for c in METERED}
 
 
-# --- Live memory: tracks every storage created while an engine is built and steps -----------------
+# --- live memory ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def call_tensors(values: Any) -> list[Tensor]:
     return [x for value in values for x in call_tensors(value)]
 
 
-# --- What the kernels of a device save for the backward pass, for passes on the meta device -------
+# --- what kernels save for the backward pass ------------------------------------------------------
 
 Kernels = Literal["cpu", "cuda"]
 KERNELS: Final = ("cpu", "cuda")

@@ -180,7 +180,7 @@ class Cluster(BaseModel):
         return self.device.memory_bytes_per_s * self.derating.memory
 
 
-# --- Clusters by name, from public data sheets: hosts of eight devices with NVLink between th -----
+# --- clusters by name -----------------------------------------------------------------------------
 
 _NVLINK_HOP_S, _NETWORK_HOP_S = 1.9e-6, 4.0e-6  # 7
 _LAUNCH_S: Final = 3.8e-6  # 8
@@ -243,7 +243,7 @@ PRESETS: Final[dict[str, Cluster]] = {
     ),
 }
 
-# --- The file of a cluster: a TOML table of a `Cluster`, read with clear problems -----------------
+# --- the file of a cluster ------------------------------------------------------------------------
 
 _EXAMPLE: Final = "h100-sxm"
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shardwise.prediction.cluster import Cluster
     from shardwise.prediction.time.step_time import StepTime
 
-# --- The prices of all techniques. A new one is one line here -------------------------------------
+# --- the prices of all techniques: a new one is one line here -------------------------------------
 
 PRICES: Final[tuple[Price, ...]] = (PIPELINE, TENSOR, CONTEXT, RECOMPUTE, LAYERS, OFFLOAD, EXPERT)
 

@@ -44,7 +44,7 @@ from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
 from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import Row, RowMoves
 
-# --- Flat parameters as numbers: how the ranks of a plan store parameters end to end --------------
+# --- flat parameters as numbers -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

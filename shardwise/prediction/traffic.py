@@ -332,7 +332,7 @@ def _shared(tariff: Tariff, param: ParamShape) -> None:
             tariff.sum_parts(axis, numel, len(shared.ranks) if shared else 1, param.element_bytes)
 
 
-# --- What a technique costs a rank: the bytes that it sends in a step, and those that it stor -----
+# --- the price of a technique ---------------------------------------------------------------------
 
 #: The loads of the experts in each microbatch; without them experts have an even load.
 ExpertLoads = Sequence[Loads]

@@ -133,7 +133,7 @@ def _dense_gradient(p: nn.Parameter) -> tuple[Tensor | None, int]:
     return (p.grad, 1) if dense else (None, 0)
 
 
-# --- The whole model back from a pipeline: every rank gets the layers of the others ---------------
+# --- the whole model ------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -79,7 +79,7 @@ def _release(flat: Flat) -> None:
             p.grad = grad.to(p.device, copy=True)
 
 
-# --- What stands on a module in place of hooks: `sw.Pipe`'s forward, and `sw.DataParallel` --------
+# --- stand-ins for hooks --------------------------------------------------------------------------
 
 
 class Wrapper(ABC):

@@ -155,7 +155,7 @@ def _tell_torchrun(rank: int) -> None:
         path.write_text(json.dumps({"message": details}), encoding="utf-8")
 
 
-# --- Why a run of several ranks failed: what a rank reports, and which report is the first ca -----
+# --- the first cause of a failure -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, order=True)

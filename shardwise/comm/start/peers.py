@@ -341,7 +341,7 @@ def reported_failure(store: TCPStore) -> tuple[int, str] | None:
     return tuple(json.loads(store.get(key))) if store.check([key]) else None
 
 
-# --- The call stack of a rank's main thread, and how long that thread has been in one collect -----
+# --- the call stack of the main thread ------------------------------------------------------------
 
 #: A thread inside one of these files waits for other ranks.
 _COLLECTIVE_FILES = (str(Path(__file__).parent.parent), str(distributed_c10d.__file__))

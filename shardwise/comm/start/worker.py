@@ -125,7 +125,7 @@ def _fail(pipe: "Connection[Any, Any]", text: str, code: int | None, input_error
     pipe.send(Failure(time.monotonic_ns(), int(os.environ["RANK"]), text, code, input_error))
 
 
-# --- The signals that stop a run, in a launcher and in each rank ----------------------------------
+# --- signals that stop a run ----------------------------------------------------------------------
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 #: SIGINT that comes sooner after the first one is a copy of it.

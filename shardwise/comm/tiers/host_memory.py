@@ -83,7 +83,7 @@ def _groups_of(groups: Path, own: Path) -> Iterator[tuple[Path, tuple[str, str, 
                 yield each, files
 
 
-# --- Two settings of glibc's malloc: keep freed memory, or return it to the kernel ----------------
+# --- settings of glibc's malloc -------------------------------------------------------------------
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT_BYTES = 2**31 - 1
@@ -110,7 +110,7 @@ def _set(mmap_bytes: int, trim_bytes: int) -> bool:
     return bool(blocks and mallopt(_M_TRIM_THRESHOLD, trim_bytes))
 
 
-# --- Numbers that go to the device and back without a wait for the work that it has been give -----
+# --- numbers between host and device --------------------------------------------------------------
 
 
 def doubles_on(numbers: Sequence[float], device: torch.device) -> Tensor:

@@ -5,12 +5,10 @@
 
 Every parameter begins at a multiple of 64 bytes (a cache line, as vector instructions and GPU
 copies need), and the flat tensor is padded to one equal block per rank, each a multiple of 64
-bytes. Padding is stored and sent too, so every prediction includes it.
+bytes.  Padding is stored and sent too, so every prediction includes it.
 
-Boxes: splits an interval of a flat tensor into blocks of the tensor.
-
-A flat shard holds the elements [start, stop) of a row-major tensor, which rarely form one block of
-it. They form at most 2 d - 1 blocks of a tensor of d dims. For example 4 x 5:
+Boxes: the elements [start, stop) of a row-major tensor of d dims rarely form one block of it, but
+at most 2 d - 1 blocks.  For example in a tensor of 4 x 5:
 
     . . . a a        [3, 17) =  a: offsets (0, 3) sizes (1, 2)
     b b b b b                   b: offsets (1, 0) sizes (2, 5)
@@ -38,14 +36,10 @@ class Flattening:
 
     @property
     def share(self) -> int:
-        """The number of elements in each rank's block."""
         return self.padded // self.ranks
 
     def piece(self, index: int, rank: int) -> tuple[int, int]:
-        """The part of parameter `index` in the block of `rank`: start and stop within the block.
-
-        They are equal if the block contains nothing of the parameter.
-        """
+        """The interval of the block of `rank` that holds parameter `index`; it may be empty."""
         low = self.offsets[index] - rank * self.share
         start = min(max(low, 0), self.share)
         stop = min(max(low + self.numels[index], 0), self.share)
@@ -68,15 +62,14 @@ def flatten(numels: Sequence[int], element_bytes: int, ranks: int) -> Flattening
     return Flattening(tuple(numels), tuple(offsets), padded, ranks)
 
 
-# --- Boxes: splits an interval of a flat tensor into blocks of the tensor -------------------------
+# --- boxes ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Box1:
     """A block of a tensor whose elements are consecutive in row-major order.
 
-    `offsets` and `sizes` have one entry per dim. `start` is the flat index of its first element in
-    the tensor; the box holds the flat elements [start, start + numel).
+    `offsets` and `sizes` have one entry per dim; it holds the flat elements [start, start + numel).
     """
 
     offsets: tuple[int, ...]
@@ -85,15 +78,13 @@ class Box1:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the box."""
         return math.prod(self.sizes)
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box1]:
-    """The boxes that hold the flat elements [start, stop) of a tensor, in order.
+    """The boxes that hold the flat elements [start, stop) of a tensor, in order; a 0-d one has one.
 
-    An empty interval has no boxes; a 0-d tensor has one 0-d box. Raises ValueError for an interval
-    outside the tensor.
+    Raises ValueError for an interval outside the tensor.
     """
     numel = math.prod(shape)
     if not 0 <= start <= stop <= numel:
@@ -123,7 +114,6 @@ def _cut(shape: tuple[int, ...], start: int, stop: int, base: int) -> list[Box1]
 
 
 def _inside(inner: tuple[int, ...], index: int, interval: tuple[int, int], base: int) -> list[Box1]:
-    """The boxes of an interval of row `index`, as boxes of the whole tensor."""
     return [
         Box1((index, *box.offsets), (1, *box.sizes), box.start)
         for box in _cut(inner, *interval, base)

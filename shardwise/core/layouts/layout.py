@@ -1,4 +1,4 @@
-"""Placements: how the ranks of one axis hold a tensor.
+"""Placements: how the ranks of one axis hold a tensor, and the price of moving it between them.
 
 On one axis of n ranks a tensor is in one of four placements:
 
@@ -10,15 +10,13 @@ On one axis of n ranks a tensor is in one of four placements:
 The last column is the *dual*, and it is the whole of distributed backpropagation: the backward of
 moving a tensor `src -> dst` is moving its gradient `dst.dual -> src.dual`.
 
-R and I hold the same numbers and differ in their use. A replicated weight meets different data on
-each rank, so its gradients differ and must be summed (P). An invariant value is used in the same
-way on all ranks, so its gradient is already complete (I). These are the placements of sharding in
+R and I hold the same numbers and differ in their use.  A replicated weight meets different data on
+each rank, so its gradients differ and must be summed (P).  An invariant value is used in the same
+way on all ranks, so its gradient is already complete (I).  These are the placements of sharding in
 JAX types ("varying" and "invariant") and of meta-pytorch/spmd_types.
 
-Moves of a tensor between placements on one axis: the collective of each, and its price.
-
-The price is the least that any algorithm sends over equal links (the ring bound). For a tensor of N
-elements on n ranks, each rank sends
+The price of a move is the least that any algorithm sends over equal links (the ring bound).  For a
+tensor of N elements on n ranks, each rank sends
 
     all_reduce       2 N (n-1)/n        a reduce_scatter, then an all_gather
     reduce_scatter     N (n-1)/n        every block except the rank's own is sent once
@@ -27,8 +25,8 @@ elements on n ranks, each rank sends
                                         with counts: all counts except the rank's own
     take_block, pad_block, keep    0    local operations
 
-(Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH",
-IJHPCA 2005; Chan et al., "Collective communication: theory, practice, and experience", 2007.)
+(Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", IJHPCA
+2005; Chan et al., "Collective communication: theory, practice, and experience", 2007.)
 """
 
 import re
@@ -58,7 +56,6 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str) -> "Placement":
-        """The placement printed as `text`. Raises InputError."""
         if text in _KINDS:
             return cls(_KINDS[text])
         if found := re.fullmatch(r"S(\d+)", text):
@@ -87,7 +84,7 @@ def S(dim: int) -> Placement:  # noqa: N802 - the letter of the table above
     return Placement("S", dim)
 
 
-# --- Moves of a tensor between placements on one axis: the collective of each, and its price ------
+# --- moves and their prices -----------------------------------------------------------------------
 
 #: (kind before, kind after) -> the collective, and the factor of N (n-1)/n elements that each rank
 #: sends. S to S also depends on the dims; `_kind` decides it.
@@ -112,7 +109,7 @@ GATHERED_BYTES = 2**14
 
 
 def sums_by_gathering(ranks: int, nbytes: int) -> bool:
-    """Whether `ranks` ranks that each have `nbytes` of numbers gather all of them to sum them."""
+    """Whether ranks that each have `nbytes` of numbers gather all of them to sum them."""
     return ranks * nbytes <= GATHERED_BYTES
 
 
@@ -127,12 +124,10 @@ class Move:
 
     @property
     def adjoint(self) -> tuple[Placement, Placement]:
-        """The placements between which the gradient moves in the backward pass."""
         return self.dst.dual, self.src.dual
 
 
 def what(src: Placement, dst: Placement) -> str:
-    """The collective that moves a tensor from `src` to `dst` on several ranks."""
     return _kind(src, dst)[0]
 
 
@@ -140,8 +135,8 @@ def what(src: Placement, dst: Placement) -> str:
 def price(src: Placement, dst: Placement, numel: int, n: int) -> Move:
     """The move from `src` to `dst` of a tensor of `numel` elements in total on `n` ranks.
 
-    `sent` is exact for blocks of equal size. On an axis of one rank all placements are equal, and
-    the move is `keep`. Raises ValueError for an impossible move (R -> I would claim that different
+    `sent` is exact for blocks of equal size.  On an axis of one rank all placements are equal, and
+    the move is `keep`.  Raises ValueError for an impossible move (R -> I would claim that different
     uses are the same; R -> P and I -> P would count the value n times).
     """
     collective, times, split = _kind(src, dst)

@@ -58,7 +58,7 @@ def layouts(names: Iterable[str], facts: Facts, plan: Plan) -> dict[str, Layout]
 
 
 def mesh_axis(axis: str, number: int) -> str:
-    """The name of an axis of the mesh that the plan `number` of layers has; 0: of the model's."""
+    """The name of an axis in the mesh of the plan `number` of layers; 0: in the model's mesh."""
     return f"{axis}.{number}" if number else axis
 
 
@@ -67,7 +67,6 @@ def _has_mesh(plan: Plan, number: int) -> bool:
 
 
 def _on_data_axes(plan: Plan, number: int) -> Layout:
-    """The row of a plan of layers, or of the model's (0)."""
     own, mesh = plan.of_layers(number), number if _has_mesh(plan, number) else 0
     shard, replicate = (
         mesh_axis(axis, mesh) if axis else "none" for axis in (own.shard_axis, own.replicate_axis)
@@ -76,11 +75,7 @@ def _on_data_axes(plan: Plan, number: int) -> Layout:
 
 
 def _on_experts(layout: Layout, on: AxisLayout | None, plan: Plan) -> Layout:
-    """The layout of an expert's weight, held as `on` says; or of another parameter.
-
-    The ranks of `ep` are data ranks. If the row shards nothing, they replicate what is not of
-    experts.
-    """
+    """The ranks of `ep` are data ranks: a row that shards nothing is replicated on them."""
     if on is None:
         replicated = plan.ep > 1 and not layout.row.sharded
         return layout.also(EXPERTS, AxisLayout(I, plan.ep)) if replicated else layout
@@ -121,7 +116,7 @@ def on_tiers(
     """The layouts, with the optimizer's state of each unit on its tier under `offload`.
 
     `units` has, for each unit of this rank in the order of the model, the names of its parameters
-    and the number of elements of its parts of the trained ones.
+    and the number of elements of this rank's parts of the trained ones.
     """
     offload = plan.offloaded
     if offload is None or not offload.by_unit:
@@ -135,9 +130,9 @@ def on_tiers(
 
 
 def norm_axes(plan: Plan) -> list[tuple[str, ...]]:
-    """The axes, but `pp`, over which squares of gradients are summed, for each plan of layers.
+    """The axes except `pp` over which squares of gradients are summed, for each plan of layers.
 
-    On these its layouts are cut. One of the ranks that hold the same part counts it.
+    These are the axes that cut its layouts.  One of the ranks that hold the same part counts it.
     """
     found: list[tuple[str, ...]] = []
     for number in range(len(plan.layers) + 1):

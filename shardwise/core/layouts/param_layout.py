@@ -11,7 +11,7 @@ every other axis it is one placement:
     R           all of it, if it is a holder    is partial: summed over the holders
     S(d)        ranges of dim d (uneven.py)     is complete, or summed over ranks that share ranges
 
-A missing axis has the placement I and one rank. An expert's weight has S(0) on `ep`, and a row on
+A missing axis has the placement I and one rank.  An expert's weight has S(0) on `ep`, and a row on
 the remaining data axis; a unit with a row of its own has layouts with that row.
 """
 
@@ -36,16 +36,14 @@ class Shared(NamedTuple):
     ranks: tuple[int, ...]
 
     def includes(self, place: int) -> bool:
-        """Whether an index along the dim is in one of the spans."""
         return any(start <= place < start + length for start, length in self.spans)
 
 
 @dataclass(frozen=True)
 class AxisLayout:
-    """How the `size` ranks of one axis hold a parameter.
+    """How the `size` ranks of one axis hold a parameter: all of them, or the ranks `holders`.
 
-    `cut` has the ranges of each rank if the placement is S; `holders` the ranks that hold the
-    parameter, if not all do.
+    `cut` has the ranges of each rank if the placement is S.
     """
 
     placement: Placement = I
@@ -55,7 +53,6 @@ class AxisLayout:
 
     @classmethod
     def sharded(cls, cut: Cut) -> "AxisLayout":
-        """The layout in which each rank holds its ranges of a dim."""
         return cls(S(cut.dim), cut.ranks, cut)
 
     @cached_property
@@ -67,16 +64,13 @@ class AxisLayout:
         return (self.holders or tuple(range(self.size)),) if self.placement == R else ()
 
     def group(self, rank: int) -> tuple[int, ...]:
-        """The group of ranks over which the gradient of `rank` is summed."""
         return next((group for group in self.groups if rank in group), (rank,))
 
     def replica(self, rank: int) -> int:
-        """The index of `rank` among the ranks that hold the same part."""
         same = self.cut.holders(rank) if self.cut else self.holders
         return same.index(rank) if same else rank
 
     def holder(self, rank: int) -> int:
-        """The index of `rank` among the ranks that hold any part."""
         return self.holders.index(rank) if self.holders else rank
 
     def shared(self, rank: int) -> Shared | None:
@@ -91,7 +85,7 @@ class AxisLayout:
 class Layout:
     """The row on the data axes `shard` and `replicate`, and an `AxisLayout` for other axes.
 
-    The part on the first axis is cut from that on the second, and so on. The argument `here` is a
+    The part on the first axis is cut from that on the second, and so on.  The argument `here` is a
     rank's coordinate: its rank on each axis.
     """
 
@@ -106,15 +100,12 @@ class Layout:
         return " ".join([*words, f"{self.row} over {' and '.join(data) or 'one rank'}"])
 
     def on(self, axis: str) -> AxisLayout:
-        """The layout on an axis other than the data axes."""
         return dict(self.axes).get(axis, AxisLayout())
 
     def also(self, axis: str, on: AxisLayout) -> "Layout":
-        """This layout, held as `on` says on one more axis."""
         return replace(self, axes=(*self.axes, (axis, on)))
 
     def held(self, here: Mapping[str, int]) -> bool:
-        """Whether the rank holds any part."""
         return all(here.get(axis, 0) in on.holders for axis, on in self.axes if on.holders)
 
     def cuts(self, here: Mapping[str, int]) -> list[tuple[Cut, int]]:
@@ -122,7 +113,6 @@ class Layout:
         return [(on.cut, here[axis]) for axis, on in self.axes[::-1] if on.cut and axis in here]
 
     def local_shape(self, whole: Sequence[int], here: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of the part that a rank holds of a parameter of the shape `whole`."""
         for cut, rank in self.cuts(here):
             whole = cut.shape(whole, rank)
         return tuple(whole)
@@ -147,7 +137,6 @@ class Layout:
         return sum(on.holder(here.get(axis, 0)) for axis, on in self.axes)
 
     def full_shape(self, local: Sequence[int]) -> tuple[int, ...]:
-        """The full shape of a parameter whose part on a rank has the shape `local`."""
         shape = tuple(local)
         for _, on in self.axes:
             shape = on.cut.full_shape(shape) if on.cut else shape

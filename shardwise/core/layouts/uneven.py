@@ -5,22 +5,12 @@
     packed(0, [q, k, v])          q0 k0 v0 | q1 k1 v1              several packed tensors
     heads(6, 2, 4)                queries 0 | 1 2 | 3 | 4 5        keys 0 | 0 | 1 | 1
 
-If all ranks hold ranges of one size, this is `S(d)` of a layout. If there are fewer key heads than
-ranks, several ranks hold the same range, and its gradient is the sum of theirs. If a weight packs
-keys with queries, these ranks have that range in common, and their other ranges differ.
+If all ranks hold ranges of one size, this is `S(d)` of a layout.  With fewer key heads than ranks,
+several ranks hold the same range, and its gradient is the sum of theirs.  If a weight packs keys
+with queries, these ranks have that range in common, and their other ranges differ.
 
-The lengths of sharded sequences, identified by the size of a shard.
-
-    2 ranks     8 positions ---> shards of 4
-                7 positions ---> shards of 5, because 4 belongs to 8 positions
-
-Shards are padded to one size on all ranks, so two lengths could have shards of the same size.  In
-one pass, sequences of different lengths therefore get shards of different sizes.
-
-Balanced partitions of weights: of a list into contiguous parts, and of named ones over ranks.
-
-balanced    5 1 1 1 1 5  in 3 parts     5 | 1 1 1 1 | 5
-owners      a5 b4 c3 d2  on 2 ranks     a, d | b, c
+    balanced    5 1 1 1 1 5  in 3 parts     5 | 1 1 1 1 | 5       contiguous parts
+    owners      a5 b4 c3 d2  on 2 ranks     a, d | b, c           named weights over ranks
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,27 +34,20 @@ class Cut:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return len(self.ranges)
 
     def size(self, rank: int) -> int:
-        """The length of the dim on `rank`."""
         return sum(stop - start for start, stop in self.ranges[rank])
 
     def holders(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same ranges as `rank`, including itself."""
         return tuple(r for r, ranges in enumerate(self.ranges) if ranges == self.ranges[rank])
 
     @property
     def shared(self) -> bool:
-        """Whether any two ranks hold the same ranges."""
         return any(len(self.holders(rank)) > 1 for rank in range(self.ranks))
 
     def common(self, rank: int) -> dict[tuple[int, ...], list[tuple[int, int]]]:
-        """Spans that `rank` has in common with ranks whose other ranges differ.
-
-        Maps the ranks, including itself, to their common spans (start on the rank, length).
-        """
+        """Common spans (start on `rank`, length) of ranks whose other ranges differ, by ranks."""
         found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         offset = 0
         for start, stop in self.ranges[rank]:
@@ -75,22 +58,16 @@ class Cut:
         return found
 
     def on(self, dim: int) -> "Cut":
-        """The same ranges of another dim."""
         return Cut(dim, self.whole, self.ranges)
 
     def shape(self, whole: Sequence[int], rank: int) -> tuple[int, ...]:
-        """The shape on `rank` of a tensor whose full shape is `whole`."""
         return (*whole[: self.dim], self.size(rank), *whole[self.dim + 1 :])
 
     def full_shape(self, local: Sequence[int]) -> tuple[int, ...]:
-        """The full shape of a tensor whose shape on some rank is `local`."""
         return (*local[: self.dim], self.whole, *local[self.dim + 1 :])
 
     def spans(self, rank: int, low: int, high: int) -> list[tuple[int, int, int]]:
-        """The interval [low, high) of the dim on `rank`, mapped to the full dim.
-
-        Pieces (start on the rank, start in the full dim, length), in order.
-        """
+        """[low, high) of the dim on `rank` as (start there, start in the full dim, length)."""
         found: list[tuple[int, int, int]] = []
         offset = 0
         for start, stop in self.ranges[rank]:
@@ -166,28 +143,31 @@ def _times(ranges: tuple[Range, ...], width: int) -> tuple[Range, ...]:
     return tuple((start * width, stop * width) for start, stop in ranges)
 
 
-# --- The lengths of sharded sequences, identified by the size of a shard --------------------------
+# --- lengths of sharded sequences -----------------------------------------------------------------
 
 
 class Lengths:
-    """The lengths of the sequences of one pass, sharded over `ranks` ranks."""
+    """The lengths of the sequences of one pass, sharded over `ranks` ranks, by the size of a shard.
+
+        2 ranks     8 positions ---> shards of 4
+                    7 positions ---> shards of 5, because 4 belongs to 8 positions
+
+    Shards are padded to one size on all ranks, so two lengths could have shards of the same size.
+    In one pass, sequences of different lengths therefore get shards of different sizes.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.known: dict[int, int] = {}  # size of a shard -> positions of the sequence
 
     def shard(self, whole: int) -> int:
-        """The size of a shard of a sequence of `whole` positions."""
         size = -(-whole // self.ranks)
         while self.known.setdefault(size, whole) != whole:
             size += 1
         return size
 
     def full(self, shard: int) -> int:
-        """The number of positions of the sequence whose shards have this size.
-
-        Raises InputError for a size that no shard in this pass has.
-        """
+        """The length of the sequence whose shards have this size. Raises InputError if none has."""
         if shard in self.known:
             return self.known[shard]
         known = ", ".join(f"{size} of {whole}" for size, whole in self.known.items()) or "none"
@@ -200,14 +180,14 @@ class Lengths:
         )
 
 
-# --- Balanced partitions of weights: of a list into contiguous parts, and of named ones over ------
+# --- balanced partitions --------------------------------------------------------------------------
 
 
 def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
     """The start of each part except the first; of equally good partitions, the earliest starts.
 
-    No part is empty. `parts` is from 1 to n. Exact: a dynamic program over suffixes, in
-    parts * n**2 steps.
+    No part is empty.  `parts` is from 1 to n.  Exact: a dynamic program over suffixes, in parts *
+    n**2 steps.
     """
     n = len(weights)
     sums = [0.0, *accumulate(weights)]

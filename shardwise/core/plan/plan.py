@@ -89,7 +89,6 @@ class Plan:
 
     @property
     def words(self) -> str:
-        """The text without the plans of single layers."""
         values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
         set_here = {n: value for n, (value, default) in values.items() if value != default}
         set_here.pop("layers", None)
@@ -117,7 +116,7 @@ class Plan:
     def inner_data_axis(self) -> str:
         """The innermost data axis, which `ep` divides into `edp` groups of `ep` neighbours.
 
-        An expert is on one rank of each group. Along `edp` are the ranks that hold the same one.
+        An expert is on one rank of each group.  Along `edp` are the ranks that hold the same one.
         """
         return self.shard_axis or "dp"
 
@@ -137,7 +136,6 @@ class Plan:
 
     @property
     def of_all_layers(self) -> "list[Plan]":
-        """The plans `of_layers`, by number."""
         return [self.of_layers(number) for number in range(len(self.layers) + 1)]
 
     @property
@@ -146,9 +144,7 @@ class Plan:
         return any(each.states.moves().reshards for each in self.of_all_layers)
 
     def layer_of(self, name: str) -> int:
-        """The number of the plan of a module or parameter: the first that matches it or a module
-        around it; 0 for that of the model.
-        """
+        """The number of the first plan that matches a module or one around it; 0: the model's."""
         parts = name.split(".") if self.layers else []
         outer = [".".join(parts[: n + 1]) for n in range(len(parts))]
         found = (n for n, layer in enumerate(self.layers, 1) if any(map(layer.matches, outer)))
@@ -156,10 +152,7 @@ class Plan:
 
     @property
     def tensor_degrees(self) -> tuple[int, ...]:
-        """The sizes of the axis `tp`, of the model and of single layers, each once and ascending.
-
-        Rows move between layers of different degrees.
-        """
+        """The sizes of `tp`, of the model and of layers, ascending: rows move between them."""
         return tuple(sorted({plan.mesh.size_of("tp") for plan in self.of_all_layers}))
 
     def size_of(self, axis: str) -> int:
@@ -212,7 +205,6 @@ class Plan:
 
     @property
     def _layer_ranks(self) -> list[int]:
-        """The products of the axes that the plans of single layers name, and of `pp`."""
         axes = (layer.fields.get("axes", ()) for layer in self.layers)
         return [math.prod(size for _, size in own) * self.mesh.size_of("pp") for own in axes]
 
@@ -231,17 +223,14 @@ class Plan:
 
     @property
     def recompute_budget_bytes(self) -> int:
-        """The most of activations that `recompute:SIZE` keeps on a rank; 0 without a budget."""
         return recompute_budget(self.recompute)
 
     @property
     def partitioned(self) -> bool:
-        """Whether what blocks keep of their inputs is divided among the ranks of the axis `tp`."""
         return self.recompute in PARTITIONED_WORDS
 
     @property
     def activations_on_host(self) -> bool:
-        """Whether what blocks keep for their backward pass rests in host memory."""
         return self.activations == "host" or self.recompute == "partitioned-host"
 
     @property
@@ -266,24 +255,20 @@ class Plan:
 
     @property
     def offloaded(self) -> Offload | None:
-        """The word `offload` with its parts; None without it."""
         return None if self.offload is None else parse_offload(self.offload)
 
     @property
     def tiled(self) -> TileWord | None:
-        """The word `tile` with its parts; None without it."""
         return None if self.tile is None else parse_tile(self.tile)
 
     @property
     def shard_axis(self) -> str | None:
-        """The axis along which states are sharded; None under a row that shards none (`ddp`)."""
         if not row_of(self.row).sharded:
             return None
         return "dp_shard" if "dp_shard" in dict(self.axes) else "dp"
 
     @property
     def replicate_axis(self) -> str | None:
-        """The axis along which all states are replicated; None if there is none."""
         if "dp_replicate" in dict(self.axes):
             return "dp_replicate"
         return None if row_of(self.row).sharded else "dp"

@@ -29,7 +29,6 @@ def require(plan: Plan, world_size: int | None = None) -> None:
 
 
 def _world(plan: Plan, world_size: int | None) -> list[Problem]:
-    """A world whose size is not the plan's."""
     if world_size is None or plan.completed(world_size).size == world_size:
         return []
     needs = f"{plan.size} processes" if plan.size > 1 else "1 process"
@@ -48,7 +47,7 @@ def _world(plan: Plan, world_size: int | None) -> list[Problem]:
     return [Problem(given, allowed, instead)]
 
 
-# --- The schedule of a plan -----------------------------------------------------------------------
+# --- the schedule of a plan -----------------------------------------------------------------------
 
 
 def schedule_of(plan: Plan) -> Schedule | None:

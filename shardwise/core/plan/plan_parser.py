@@ -24,7 +24,6 @@ from shardwise.techniques.tile.word import TECHNIQUE as TILE
 
 
 def word_of(text: str) -> Word | None:
-    """The line of WORDS that says what the plan word `text` does; None for an unknown word."""
     exact = (word for word in WORDS if word.form == text)
     same_key = (word for word in WORDS if _key(word.form) == _key(text))
     return next(exact, None) or next(same_key, None)
@@ -45,15 +44,11 @@ def words_table() -> str:
 
 
 def words_of(values: Mapping[str, Any]) -> str:
-    """The words that set these fields of a plan, in the order of the mapping."""
     return " ".join(FIELDS[name].write(value) for name, value in values.items())
 
 
 def read(text: Any) -> dict[str, Any]:
-    """Parse `text` into the fields of a plan and their values.
-
-    Raises InputError that lists every unknown or wrong word and every contradiction.
-    """
+    """The fields that `text` sets. Raises InputError that lists every wrong or contrary word."""
     if not isinstance(text, str):
         raise bad(f"Plan.parse({text!r})", "a text of plan words", 'Plan.parse("dp2 zero3")')
     values: dict[str, Any] = {}
@@ -106,13 +101,12 @@ def _unknown(words: list[str]) -> Problem:
 
 
 def _nearest(word: str) -> str:
-    """The example of the plan word most like an unknown one; "" if nothing is close."""
     known = {each.example.partition(":")[0]: each.example for each in WORDS}
     known |= {name: name for name in ALIASES}
     return known.get(suggest(word.lower().partition(":")[0], known, 0.55), "")
 
 
-# --- The list of techniques. A new one is a folder with a word.py, and one line here --------------
+# --- the list of techniques: a new one is a folder with a word.py, and one line here --------------
 
 TECHNIQUES: tuple[Technique, ...] = (
     *(DATA, TENSOR, CONTEXT, PIPELINE, EXPERT),

@@ -32,16 +32,13 @@ class Word:
     of_layers: bool = False
 
     def said_of(self, text: str) -> str:
-        """The meaning of the plan word `text`, and of its value."""
         return ": ".join([self.meaning, *(said for form, said in self.values if form == text)])
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a plan that words set.
+    """A field of a plan; `what` names it, as in "one precision in a plan".
 
-    name    of the field
-    what    it is, as in "one precision in a plan"
     read    the value that a word sets; None for a word of another field. Raises InputError for a
             wrong value
     write   the word that sets a value
@@ -64,7 +61,6 @@ def keyed(name: str, what: str, parse: Callable[[str], object]) -> Field:
 
 
 def flag(name: str) -> Field:
-    """A field that is set by its name alone."""
     return Field(name, f"word {name}", lambda word: word == name or None, lambda _: name)
 
 
@@ -83,7 +79,7 @@ class Technique:
     beside_layers: Callable[["Plan"], str] = lambda _: ""
 
 
-# --- Plan words of every run: axes, precision, and the memory of a rank's device ------------------
+# --- words of every run ---------------------------------------------------------------------------
 
 PRECISIONS: Final = ("fp64", "fp32", "bf16", "fp16")
 _AXIS = re.compile(rf"({'|'.join(sorted(AXES, key=len, reverse=True))})([-=:]?)(-?[0-9]*)")
@@ -158,7 +154,7 @@ TECHNIQUE: Final = Technique(
     beside_layers=lambda plan: "'arenas'" * plan.arenas,
 )
 
-# --- Values of plan words: whole numbers, sizes in bytes, and patterns of names -------------------
+# --- values of words ------------------------------------------------------------------------------
 
 #: Units of a SIZE, largest first.
 UNITS: Final[dict[str, int]] = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
@@ -179,7 +175,6 @@ def whole(digits: str, most: int = MOST) -> int:
 
 
 def read_count(key: str, value: str) -> int:
-    """The number of the word `key:value`. Raises InputError for anything else."""
     if number := whole(value):
         return number
     allowed = f"{key}: and a whole number from 1 to {MOST}"
@@ -201,7 +196,6 @@ def like_a_size(value: str) -> bool:
 
 
 def size_bytes(value: str) -> int:
-    """The bytes of a SIZE; 0 for any other text."""
     found = _SIZE.fullmatch(value)
     return int(found[1]) * UNITS[found[2]] if found else 0
 

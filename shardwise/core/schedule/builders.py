@@ -1,28 +1,22 @@
-"""Schedules with one stage per rank and one update per step: naive, GPipe, 1F1B, DAPPLE.
+"""Schedules with whole backward passes: 1F1B and its kin, asynchronous and interleaved ones.
 
-Legend: p ranks, m microbatches, r a rank, i a microbatch.
-
-Asynchronous schedules with weight stashing: PipeDream and PipeDream-2BW.
-
-They update without draining the pipeline. The backward pass of a microbatch must use the same
-weights as its forward pass, so old versions are kept (stashed) while a microbatch needs them. On
-stage s, microbatch i uses the weights after max(0, i // update - lag[s]) updates:
+Asynchronous schedules update without draining the pipeline.  The backward pass of a microbatch must
+use the same weights as its forward pass, so old versions are stashed while a microbatch needs them.
+On stage s, microbatch i uses the weights after max(0, i // update - lag[s]) updates:
 
                              update    lag[s]    versions held by stage s
     PipeDream                1         p-1-s     p-s
     PipeDream, vertical      1         p-1       p
     2BW                      m         1         2
 
-Legend: p ranks, m microbatches, s a stage.
-
-Interleaved schedules: v stages per rank, stage s on rank s mod p.
+Interleaved schedules have v stages per rank, stage s on rank s mod p:
 
                  chunk 0   chunk 1        A microbatch passes every rank v times. Stages are
         rank 0   stage 0   stage 3        v times smaller, so the pipeline fills v times faster:
         rank 1   stage 1   stage 4        the bubble is v times smaller, for v times the
         rank 2   stage 2   stage 5        messages.
 
-Legend: p ranks, m microbatches, v chunks a rank.
+Legend: p ranks, m microbatches, v chunks a rank, r a rank, s a stage, i a microbatch.
 """
 
 from collections.abc import Callable, Iterator
@@ -67,9 +61,9 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 def dapple(p: int, m: int, policy: str = "A", most: int | None = None) -> Schedule:
     """Early backward (arXiv 2007.01045, section 3): k forwards before rank r's first backward.
 
-    Policy A has k = min(p-r, D), the order of 1F1B; policy B has k = min(2(p-r)-1, D), which
-    hides slow links at the price of more activations. D (`most`) is the number of microbatches
-    whose activations fit in memory (default: all). A rank holds those of min(k, m).
+    Policy A has k = min(p-r, D), the order of 1F1B; policy B has k = min(2(p-r)-1, D), which hides
+    slow links at the price of more activations.  D (`most`) is the number of microbatches whose
+    activations fit in memory (default: all).  A rank holds those of min(k, m).
     """
     limit = m if most is None else most
     if policy not in ("A", "B") or limit < 1:
@@ -83,7 +77,6 @@ def dapple(p: int, m: int, policy: str = "A", most: int | None = None) -> Schedu
 
 
 def one_stage_a_rank(p: int, m: int, order: Callable[[int], Iterator[Action]]) -> Schedule:
-    """The schedule with row order(r) on rank r, which owns stage r."""
     return Schedule(tuple(tuple(order(r)) for r in range(p)), tuple(range(p)), m)
 
 
@@ -98,21 +91,19 @@ def alternate(s: int, m: int, ahead: int) -> Iterator[Action]:
 
 
 def is_one(m: int) -> None:
-    """Raise InputError unless there is one microbatch."""
     if m != 1:
         raise bad(f"{m} microbatches for naive", "one microbatch", f"naive, or gpipe:{m}")
 
 
-# --- Asynchronous schedules with weight stashing: PipeDream and PipeDream-2BW ---------------------
+# --- asynchronous schedules -----------------------------------------------------------------------
 
 
 def pipedream(p: int, m: int, *, vertical: bool = False) -> Schedule:
     """1F1B with an update after every backward (SOSP 2019; arXiv 1806.03377): m updates.
 
-    The forward pass of a microbatch uses the newest weights of each stage, the backward pass the
-    same ones. With `vertical` sync, it uses on every stage the version that was newest on the
-    first. The pipeline drains after m microbatches, the end of a step. The number of versions
-    reaches its formula if m >= 2(p-1).
+    Both passes of a microbatch use the weights of each stage that were newest in its forward pass;
+    with `vertical` sync, the version that was newest on the first stage.  The pipeline drains after
+    m microbatches, the end of a step.  The number of versions reaches its formula if m >= 2(p-1).
     """
     lag = tuple(p - 1 if vertical else p - 1 - s for s in range(p))
     return _updated(one_stage_a_rank(p, m, lambda r: alternate(r, m, p - r)), 1, lag)
@@ -144,13 +135,12 @@ def _update(action: Action, update: int) -> tuple[Action, ...]:
 
 
 def covers(p: int, m: int) -> None:
-    """Raise InputError unless m >= p, so that two versions suffice."""
     if m < p:
         given = f"{m} microbatches a batch for 2BW on {p} ranks"
         raise bad(given, f"as many as there are ranks, or more: from {p} up", f"2bw:{p}")
 
 
-# --- Interleaved schedules: v stages per rank, stage s on rank s mod p ----------------------------
+# --- interleaved schedules ------------------------------------------------------------------------
 
 
 def interleaved(p: int, m: int, v: int) -> Schedule:
@@ -198,7 +188,6 @@ def _loop(p: int, m: int, v: int, rows: list[list[Action]]) -> Schedule:
 
 
 def divides(p: int, m: int, v: int) -> None:
-    """Raise InputError unless m is a multiple of p."""
     if m % p:
         given = f"{m} microbatches for interleaved 1F1B on {p} ranks"
         near = max(round(m / p), 1) * p

@@ -1,12 +1,9 @@
-"""The clock: computes the time of each step of a schedule from given costs.
+"""The clock: the times of a schedule's actions, by a simulation that finds deadlocks.
 
 Messages overlap with computation: a tensor arrives one `hop` after another rank produced it, and a
-rank waits only for a tensor it needs that has not arrived. The bubble is the fraction of all ranks'
-time spent waiting, including the wait of a finished rank for the end of the step.
-
-Simulation of a lowered schedule, step by step over all ranks; it finds deadlocks.
-
-Sends do not block; a receive waits for the next message of its channel.
+rank waits only for a tensor it needs that has not arrived.  Sends do not block; a receive waits for
+the next message of its channel.  The bubble is the fraction of all ranks' time spent waiting,
+including the wait of a finished rank for the end of the step.
 """
 
 from collections import deque
@@ -33,10 +30,7 @@ Cost = float | tuple[float, ...]  # one for all stages, or one per stage
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """The time of each kind of action, in any unit: one number, or one per stage.
-
-    B defaults to I + W. U, GATHER, REDUCE and hop default to no time.
-    """
+    """The time of each kind of action, in any unit: one number, or one per stage; B is I + W."""
 
     F: Cost = 1.0
     I: Cost = 1.0
@@ -48,7 +42,6 @@ class ActionCosts:
     hop: float = 0.0
 
     def of(self, op: Op, stage: int) -> float:
-        """The time of one action."""
         cost: Cost | None = 0.0 if op == "FREE" else getattr(self, op)
         if cost is None:
             return self.of("I", stage) + self.of("W", stage)
@@ -56,7 +49,7 @@ class ActionCosts:
 
 
 class ActionSpan(NamedTuple):
-    """An action and its time."""
+    """An action with its times."""
 
     action: Action
     start: float
@@ -72,12 +65,10 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """The time from the start of the first action to the end of the last."""
         return max((row[-1].end for row in self.spans if row), default=0.0)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """The time that each rank waits."""
         busy = (sum(span.end - span.start for span in row) for row in self.spans)
         return tuple(self.makespan - time for time in busy)
 
@@ -106,14 +97,11 @@ def clock(schedule: Schedule, costs: ActionCosts | None = None) -> Timeline:
     return Timeline(whole, tuple(tuple(row) for row in spans))
 
 
-# --- Simulation of a lowered schedule, step by step over all ranks; it finds deadlocks ------------
+# --- simulation -----------------------------------------------------------------------------------
 
 
 def simulate(schedule: Schedule) -> Iterator[tuple[int, Step]]:
-    """Yield the steps of a lowered schedule with their ranks, in an order that respects all waits.
-
-    Raises InputError at a deadlock, naming what every rank waits for.
-    """
+    """Yield a lowered schedule's steps with their ranks, in an order that respects all waits."""
     state = _Progress(schedule)
     ready = deque(range(schedule.ranks))
     while ready:
@@ -158,7 +146,6 @@ class _Progress:
 
 
 def _deadlock(state: _Progress) -> InputError:
-    """The error: what every rank waits for."""
     schedule, ranks = state.schedule, range(state.schedule.ranks)
     home = {t: (r, a) for r in ranks for a in schedule.actions(r) for t in makes(a, schedule)}
     made = {t for r in ranks for step in _done(state, r) for t in makes(step, schedule)}
@@ -188,6 +175,5 @@ def _done(state: _Progress, rank: int) -> tuple[Step, ...]:
 
 
 def _stuck(state: _Progress, rank: int) -> Step | None:
-    """The action that a rank cannot run."""
     ahead = state.schedule.rows[rank][state.at[rank] :]
     return next((step for step in ahead if isinstance(step, Action)), next(iter(ahead), None))

@@ -43,7 +43,7 @@ _LETTER, _ENTRY = 8, 130
 
 
 def label(action: Action, schedule: Schedule) -> str:
-    """The text of an action's cell."""
+    """The text of a cell."""
     stages = schedule.stages(schedule.home[action.stage])
     if len(stages) > 2:
         return str(action)
@@ -96,7 +96,6 @@ def as_svg(timeline: Timeline, title: str) -> str:
 
 
 def _chart(rows: list[list[ActionSpan]], timeline: Timeline, title: str, scale: float) -> list[str]:
-    """The title and the rows."""
     parts = [f'<text x="10" y="20" font-size="13">{escape(title)}</text>']
     for rank, row in enumerate(rows):
         y = _HEAD + _ROW * rank
@@ -125,7 +124,6 @@ def round_step(least: float) -> float:
 
 
 def _cell(span: ActionSpan, schedule: Schedule, y: int, scale: float) -> str:
-    """One action of an SVG."""
     action, start, end = span
     shade = schedule.stages(schedule.home[action.stage]).index(action.stage) % 2
     x, wide = _LEFT + start * scale, (end - start) * scale

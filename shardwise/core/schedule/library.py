@@ -28,7 +28,6 @@ class Size(NamedTuple):
 
     @property
     def work(self) -> int:
-        """The work of each rank, in units of one action."""
         return 3 * self.m * self.v * self.batches
 
 
@@ -63,13 +62,11 @@ class Entry:
 
     @property
     def numbers(self) -> str:
-        """The numbers of its plan word: M microbatches, V chunks of the model per rank."""
         if self.microbatches is not None:
             return ""
         return "MxV" if self.chunks is None else "M"
 
     def bubble(self, n: Size) -> float:
-        """The idle fraction of all ranks' time, by the closed form."""
         return 1 - n.work / self.span(n)
 
 
@@ -248,10 +245,7 @@ def build(word: str, p: int) -> Schedule:
 
 
 def written(name: str, n: Size) -> Schedule:
-    """The schedule of a name and size, action by action.
-
-    Raises InputError for more than MOST_FORWARDS, and for sizes that the schedule does not allow.
-    """
+    """The schedule of a name and size. Raises InputError for more than MOST_FORWARDS."""
     one = entry(name)
     forwards = n.p * n.m * n.v * n.batches
     if forwards > MOST_FORWARDS:
@@ -263,10 +257,7 @@ def written(name: str, n: Size) -> Schedule:
 
 
 def updates(word: str | None, p: int) -> int:
-    """The number of updates in one run of a plan's schedule; 0 if synchronous or None.
-
-    Raises InputError like `build`.
-    """
+    """The number of updates in one run of a schedule; 0 if synchronous. Raises as `build`."""
     if word is None:
         return 0
     name, n = allowed(word, p)

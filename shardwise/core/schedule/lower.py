@@ -1,12 +1,12 @@
-"""Lowering: adds transfers, gathers and reductions to a schedule.
+"""Lowering adds transfers, gathers and reductions to a schedule, from which its memory follows.
 
     rank 0   F0.0 SEND:act0.0>1 RECV:grad1.0<1 B0.0 REDUCE:0
     rank 1   RECV:act0.0<0 F1.0 B1.0 SEND:grad1.0>0 REDUCE:1
 
-A tensor is sent as soon as it is made, and received just before it is needed. Between two ranks,
-tensors are received in the order in which they were sent, if necessary earlier than needed. That
-causes no extra wait, since a tensor sent earlier has also arrived earlier. So with sends that do
-not block, a lowered schedule deadlocks only if the schedule itself does (check.py).
+A tensor is sent as soon as it is made, and received just before it is needed.  Between two ranks,
+tensors are received in the order in which they were sent, if necessary earlier than needed.  That
+causes no extra wait, since a tensor sent earlier has also arrived earlier.  So with sends that do
+not block, a lowered schedule deadlocks only if the schedule itself does (clock.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -62,7 +62,6 @@ def channels(schedule: Schedule) -> dict[Channel, list[Token]]:
 
 
 def _around(schedule: Schedule, rank: int, gather: bool) -> Iterator[Action]:
-    """A row's actions with GATHER, FREE and REDUCE added."""
     row = list(schedule.actions(rank))
     left = {stage: sum(a.stage == stage for a in row) for stage in schedule.stages(rank)}
     for stage, run in groupby(row, key=lambda action: action.stage):
@@ -99,7 +98,7 @@ def _until(wanted: Token, tokens: Iterable[Token]) -> Iterator[Token]:
             return
 
 
-# --- The memory of a schedule: the tokens alive on each rank at once, counted or in bytes ---------
+# --- the memory of a schedule ---------------------------------------------------------------------
 
 
 def activations(token: Token) -> float:
@@ -141,10 +140,7 @@ def most_alive(schedule: Schedule, rank: int) -> list[dict[int, int]]:
 
 
 def versions(schedule: Schedule) -> tuple[int, ...]:
-    """The largest number of weight versions that each stage holds at once.
-
-    A version is kept while it is the newest or a later action still uses it.
-    """
+    """The most weight versions of each stage at once: the newest, and those still to be used."""
     return tuple(_versions(schedule, stage) for stage in range(len(schedule.home)))
 
 

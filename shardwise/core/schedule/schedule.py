@@ -1,30 +1,23 @@
-"""A schedule: for every rank, the ordered list of its actions.
+"""A schedule: for every rank, the ordered list of its actions, and the dependencies between them.
 
     1F1B, 3 ranks, 4 microbatches                           home = (0, 1, 2)
     rank 0   F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3        rank 0 owns stage 0
     rank 1   F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 B1.3
     rank 2   F2.0 B2.0 F2.1 B2.1 F2.2 B2.2 F2.3 B2.3
 
-A schedule is only an order; times follow from the dependencies of actions. A lowered
-schedule also contains transfers (lower.py).
+A schedule is only an order; times follow from the dependencies.  A lowered schedule also contains
+transfers (lower.py).
 
-Weights. In a synchronous schedule (`update` 0) the runtime updates after the last action. An
-asynchronous one updates every `update` microbatches, with U; on stage s, microbatch i then uses,
-forward and backward, the weights after max(0, i // update - lag[s]) updates. PipeDream's weight
-stashing, its vertical sync and 2BW's two buffers are three values of `lag` (builders.py).
-
-The actions of a pipeline schedule, and the tensors that they produce and consume.
+In a synchronous schedule (`update` 0) the runtime updates after the last action.  An asynchronous
+one updates every `update` microbatches, with U; on stage s, microbatch i then uses, forward and
+backward, the weights after max(0, i // update - lag[s]) updates.  PipeDream's weight stashing, its
+vertical sync and 2BW's two buffers are three values of `lag` (builders.py).
 
     F  forward of one stage for one microbatch        U       update a stage's weights
     B  backward: I and W at once                      REDUCE  reduce a stage's gradients
     I  gradient of the stage's input                  GATHER  gather a stage's sharded parameters
     W  gradient of the stage's weights                FREE    free the gathered parameters
     SEND, RECV  one tensor, to or from one other rank
-
-Legend: p ranks, m microbatches, v chunks (stages a rank owns), s a stage, i a microbatch. A stage
-is a run of layers; stages are numbered along the model, from 0.
-
-The dependency relation of a pipeline: the tokens that each action needs and makes.
 
     F(s,i)   needs act(s-1,i)                 makes act(s,i), tape(s,i)
     B(s,i)   needs tape(s,i), grad(s+1,i)     makes grad(s,i), part(s,i)
@@ -34,11 +27,12 @@ The dependency relation of a pipeline: the tokens that each action needs and mak
     F, B, I, W need the stage's params if they are sharded, and their version of the weights if it
     is not the first
 
-The first stage needs no act and makes no grad; the last makes no act and needs no grad. A step
-consumes what it needs, except weights and params, which other steps read too.
+The first stage needs no act and makes no grad; the last makes no act and needs no grad.  A step
+consumes what it needs, except weights and params, which other steps read too.  This is the only
+statement of dependencies: checks, transfers, the clock, memory, and the live tensors of the runtime
+all follow from it.
 
-This is the only statement of dependencies: checks, transfers, the clock, memory, and the live
-tensors of the runtime all follow from it.
+Legend: s a stage, a run of layers, numbered along the model from 0; i a microbatch.
 """
 
 from collections.abc import Iterator
@@ -46,7 +40,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
-# --- The actions of a pipeline schedule, and the tensors that they produce and consume ------------
+# --- actions and tokens ---------------------------------------------------------------------------
 
 Op = Literal["F", "B", "I", "W", "U", "GATHER", "FREE", "REDUCE"]
 Kind = Literal["act", "tape", "grad", "rest", "part", "weights", "params"]
@@ -120,39 +114,33 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return len(self.rows)
 
     @property
     def last_stage(self) -> int:
-        """The stage that computes the loss."""
         return len(self.home) - 1
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether parameters are gathered and freed around their use (zero3)."""
         return any(step.op == "GATHER" for row in self.rows for step in row)
 
     @cached_property
     def lowered(self) -> bool:
-        """Whether the rows contain transfers, reductions or gathers."""
         known = (*COMPUTE_OPS, "U")
         return any(step.op not in known for row in self.rows for step in row)
 
     def stages(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank owns, in order."""
         return tuple(stage for stage, owner in enumerate(self.home) if owner == rank)
 
     def version(self, stage: int, microbatch: int) -> int:
-        """The version (number of updates) of the weights that a microbatch uses on a stage."""
+        """The number of updates behind the weights that a microbatch uses on a stage."""
         return max(0, microbatch // self.update - self.lag[stage]) if self.update else 0
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """The actions of a rank, without transfers."""
         return (step for step in self.rows[rank] if isinstance(step, Action))
 
 
-# --- The dependency relation of a pipeline: the tokens that each action needs and makes -----------
+# --- dependencies ---------------------------------------------------------------------------------
 
 
 def needs(step: Step, schedule: Schedule) -> tuple[Token, ...]:
@@ -204,7 +192,6 @@ def makes(step: Step, schedule: Schedule) -> tuple[Token, ...]:
 
 
 def takes(step: Step, schedule: Schedule) -> tuple[Token, ...]:
-    """The tokens that `step` removes from the rank."""
     if step.op == "FREE":
         return needs(step, schedule)
     return tuple(t for t in needs(step, schedule) if t.kind not in ("weights", "params"))

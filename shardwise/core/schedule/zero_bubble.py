@@ -153,12 +153,10 @@ _OPS: dict[str, Op] = {"F": "F", "B": "B", "I": "I"}
 
 
 def _owed(step: Step) -> tuple[Action, ...]:
-    """The W that belongs to an I."""
     return (Action("W", *step[1:]),) if isinstance(step, Action) and step.op == "I" else ()
 
 
 def fills(p: int, m: int) -> None:
-    """Raise InputError unless m >= 2p, so that forwards and backwards can be paired."""
     if m < 2 * p:
         given = f"{m} microbatches for DualPipe-V on {p} ranks"
         raise bad(given, f"twice the ranks or more: from {2 * p} up", f"dualpipe-v:{2 * p}")

@@ -1,8 +1,6 @@
-"""Checks of arguments of the public functions and commands: numbers, and one of several words.
+"""Checks of arguments of the public functions and commands, without torch.
 
-Arguments that are torch objects (modules, losses, worlds) are checked in engine/checks/validate.py.
-
-How often ranks are compared: the option `check_every`.
+engine/checks/validate.py checks torch objects (modules, losses, worlds).  The option `check_every`:
 
 100             replicated weights and optimizer states are compared every 100 steps
 "rerun:20"      in every 20th step a microbatch of each data rank is computed by another rank too
@@ -28,7 +26,6 @@ MOST_COUNT = 2**53  # of steps or tokens: JSON readers and doubles hold it exact
 
 
 def short_repr(value: Any) -> str:
-    """A short text for a value in an error; functions and classes by their names."""
     text = getattr(value, "__name__", None) or " ".join(repr(value).split())
     return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}..."
 
@@ -41,10 +38,7 @@ def rank_names(ranks: Sequence[int]) -> str:
 
 
 def integer(name: str, value: Any, least: int, example: int, most: int | None = None) -> None:
-    """Raise InputError unless `value` is an integer from `least` to `most` (None: no limit).
-
-    `name` is that of the parameter, or of an option of the command line with its dashes.
-    """
+    """Raise InputError unless `value` is an integer from `least` to `most`."""
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
     if not fits or (most is not None and value > most):
         allowed = f"a whole number from {least} " + ("up" if most is None else f"to {most}")
@@ -74,15 +68,11 @@ def is_number(value: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """Whether `value` is a whole number from 0 to MOST_COUNT."""
     return type(value) is int and 0 <= value <= MOST_COUNT
 
 
 def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
-    """Raise InputError unless `value` is one of `allowed`; the error names the nearest of them.
-
-    `name` is that of the parameter, or of an option of the command line with its dashes.
-    """
+    """Raise InputError, with the nearest of `allowed`, unless `value` is one of them."""
     words = list(allowed)
     if isinstance(value, str) and value in words:
         return
@@ -93,7 +83,7 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
     raise bad(f"{name}={short_repr(value)}", listed, f'{name}="{near}"')
 
 
-# --- Suggestions: the known words most similar to an unknown one ----------------------------------
+# --- suggestions ----------------------------------------------------------------------------------
 
 __all__ = ["beside", "suggest", "suggestions"]
 
@@ -104,10 +94,9 @@ def suggest(word: str, known: Iterable[str], cutoff: float = 0.0) -> str:
 
 
 def suggestions(word: str, known: Iterable[str], count: int, cutoff: float = 0.0) -> list[str]:
-    """Up to `count` words, the most similar first.
+    """Up to `count` words, the most similar first; of equal ones, one with the same first letter.
 
-    Of two equally similar words, the one with the same first letter comes first: typing errors are
-    rarely in the first letter ("dpp2" is dp2, not pp2).
+    Typing errors are rarely in the first letter ("dpp2" is dp2, not pp2).
     """
     similarity = SequenceMatcher(b=word)
     found: list[tuple[float, bool, str]] = []
@@ -128,7 +117,7 @@ def beside(path: Path) -> Path:
     return named.with_name(f"{named.name}-2") if named.name else named / "run"
 
 
-# --- How often ranks are compared: the option `check_every` ---------------------------------------
+# --- the option `check_every` ---------------------------------------------------------------------
 
 #: Steps between two comparisons, unless the user says otherwise.
 CHECK_EVERY = 100

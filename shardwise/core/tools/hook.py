@@ -1,4 +1,4 @@
-"""Forward hooks on a user's module that are left out of its copies.
+"""Forward hooks on a user's module that are left out of its copies, and weak methods.
 
     copy.deepcopy(module), pickle, torch.save        every Hook becomes an Absent
     the copy's first forward                         the Absent removes itself
@@ -6,17 +6,13 @@
 A hook's driver holds process groups, which can be neither copied nor pickled.  The module itself
 can be copied if this rank has its full parameters; otherwise the driver raises an error.
 
-Weak methods: functions that call a method without keeping its object alive.
-
-Hooks on a parameter are invisible to Python's garbage collector. A hook with a strong reference to
-the object that owns the parameter would keep both alive forever, process groups included.
-
-Garbage collection that is complete when it returns, in programs with several threads.
+Hooks on a parameter are invisible to Python's garbage collector.  A hook with a strong reference to
+the object that owns the parameter would keep both alive forever, process groups included: `weakly`.
 
     thread A    gc.collect() ............ done
     thread B         gc.collect() returns at once, and what A has not freed yet is alive
 
-Ranks in threads would count objects that only cycles keep alive. Here B waits, and then collects.
+Ranks in threads would count objects that only cycles keep alive.  `collect` waits, then collects.
 """
 
 import gc
@@ -112,13 +108,12 @@ def program_hooks(owner: Any) -> list[str]:
     return found
 
 
-def nothing(*_: object) -> None:
-    """A hook's function that does nothing."""
+def nothing(*_: object) -> None: ...
 
 
 @contextmanager
 def in_place_of(model: Any, copied: Any) -> Generator[None]:
-    """Give the modules of `model` the attributes of those of `copied`, a copy that runs.
+    """Give the modules of `model` the attributes of their copies in `copied`, which runs.
 
     Hooks of the program that a copy calls may refer to the modules that were copied.
     """
@@ -147,14 +142,11 @@ class Absent:
                     getattr(module, note, {}).pop(key, None)
 
 
-# --- Weak methods: functions that call a method without keeping its object alive ------------------
+# --- weak methods ---------------------------------------------------------------------------------
 
 
 def weakly(method: Callable[..., None], *more: Any) -> Callable[..., None]:
-    """A function that calls the bound `method`, and does nothing once its object is gone.
-
-    `more` are further arguments, after those of the call.
-    """
+    """A function that calls a bound method, and does nothing once its object is gone."""
     assert isinstance(method, MethodType)
     known, act = ref(method.__self__), method.__func__
 
@@ -172,7 +164,7 @@ def owner(function: Any) -> Any:
     return getattr(function, "weakly_of", lambda: None)()
 
 
-# --- Garbage collection that is complete when it returns, in programs with several threads --------
+# --- garbage collection ---------------------------------------------------------------------------
 
 COLLECTING: Final = Lock()
 

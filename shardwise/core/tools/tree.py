@@ -68,7 +68,6 @@ def paths(x: Any, kind: Kind, around: tuple[int, ...] = ()) -> list[tuple[str, A
 
 
 def attributes(x: Any) -> dict[str, Any]:
-    """The attributes of an object, in slots too."""
     kinds = [kind for kind in type(x).__mro__ if "__slots__" in vars(kind)]
     slots = [m for kind in kinds for m in vars(kind).values() if isinstance(m, Slot)]
     held = {m.__name__: getattr(x, m.__name__) for m in slots if hasattr(x, m.__name__)}

@@ -79,7 +79,7 @@ def _stages(found: Prediction) -> Iterable[int]:
     return {found.plan.coordinate(r).get("pp", 0): r for r in range(found.plan.size)}.values()
 
 
-# --- The error when memory runs out in a step: what the rank stores, and a plan that would he -----
+# --- the error when memory runs out ---------------------------------------------------------------
 
 
 def ran_out(error: BaseException) -> bool:
@@ -131,7 +131,7 @@ def _table(
         yield "  ".join([name.ljust(widths[0]), *right])
 
 
-# --- `offload:auto`: the least offload with which a step is predicted to fit the device's mem -----
+# --- `offload:auto` -------------------------------------------------------------------------------
 
 AUTO = "auto"
 

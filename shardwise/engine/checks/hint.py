@@ -146,7 +146,7 @@ def dtypes(dtype: torch.dtype | None) -> Iterator[None]:
         ) from error
 
 
-# --- torch.compile where single operations are followed: the model runs without it ----------------
+# --- models without torch.compile -----------------------------------------------------------------
 
 
 def followed(plan: Plan) -> bool:

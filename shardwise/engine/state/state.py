@@ -266,7 +266,7 @@ def refresh(optimizer: ShardedOptimizer, units: Units) -> None:
     units.begin_unshard()
 
 
-# --- Hooks that make a wrapped module's state_dict give and take full tensors ---------------------
+# --- the state_dict of a wrapped module -----------------------------------------------------------
 
 
 def keep_keys(module: nn.Module, data: Data, flats: Sequence[Flat]) -> list[RemovableHandle]:

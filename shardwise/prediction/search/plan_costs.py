@@ -35,7 +35,7 @@ from shardwise.prediction.search.result import Candidate, RankedPlan, RefusedPla
 from shardwise.prediction.time.staged import StageSeconds, hop_s, least_makespan_s, stage_kernels
 from shardwise.prediction.time.step_time import RankWork, precision, update_s
 
-# --- Uneven stages: the blocks of each stage of a pipeline that make a run of its schedule sh -----
+# --- uneven stages --------------------------------------------------------------------------------
 
 #: Blocks move between stages if there are at most so many: every two are tried.
 MOST_TRIED: Final = 16

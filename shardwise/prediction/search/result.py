@@ -27,7 +27,7 @@ from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.relief import largest, peak_parts, relieved
 from shardwise.prediction.time.step_time import StepTime
 
-# --- The plans that a search tries on a number of ranks -------------------------------------------
+# --- the plans that a search tries ----------------------------------------------------------------
 
 MOST_STAGES: Final = 64
 LONG: Final = 32_768

@@ -294,7 +294,7 @@ def _most_flops(work: RankWork) -> str:
     return max(found, key=lambda name: found[name], default="") if any(found.values()) else ""
 
 
-# --- Seconds of collectives on the axes of a plan: latency of the hops, and bytes over bandwi -----
+# --- seconds of collectives -----------------------------------------------------------------------
 
 
 class AxisHosts(NamedTuple):
@@ -371,7 +371,7 @@ class Network:
         return AxisHosts(ranks, count, max(1, ranks // count))
 
 
-# --- Seconds of recorded operations on a device's roofline ----------------------------------------
+# --- seconds of operations ------------------------------------------------------------------------
 
 K = TypeVar("K")
 #: The words of plans and clusters for torch's types; the others compute no products.
