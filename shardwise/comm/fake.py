@@ -76,5 +76,4 @@ class FakeLinks(Links):
         line = next(line for line in lines if rank in line)
         return Fake(list(line).index(rank), len(line))
 
-    def close(self) -> None:
-        """Nothing stays open."""
+    def close(self) -> None: ...

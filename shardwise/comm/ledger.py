@@ -9,8 +9,6 @@ A transport writes it, at the last point before a tensor goes to torch.distribut
 that a peer reads, from that tensor.  Neither move.py, which chooses the collective, nor the
 prediction writes it.
 
-The volume of a collective that a library executes: what each of n ranks sends.
-
 Messages between two ranks are counted one by one.  If one call executes a whole collective (NCCL,
 gloo, or threads that read each other's tensors), its messages are not visible.  For N elements
 passed to the call, a rank then sends by definition:
@@ -24,8 +22,8 @@ passed to the call, a rank then sends by definition:
 
 If the sizes of the blocks differ by one element, the count of a rank is the average over the ranks,
 to the nearest element.  (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
-of workstations", JPDC 2009.)  This file is independent of the prices of a prediction, which are
-compared with these counts.
+of workstations", JPDC 2009.)  This is independent of the prices of a prediction, which are compared
+with these counts.
 """
 
 import time
@@ -53,10 +51,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Tally:
-    """The totals of one line: calls; elements and bytes this rank sent; peers.
-
-    `peers` is the number of receiving ranks, added up over the calls.
-    """
+    """The totals of one line; `peers` is the number of receiving ranks, added up over the calls."""
 
     calls: int = 0
     elements: int = 0
@@ -71,10 +66,7 @@ class Tally:
 
 
 class Line:
-    """The running totals of one line.  Creating a Tally for each message would cost more.
-
-    Errors of its messages name its axis and kind.
-    """
+    """The running totals of one line, whose errors name its axis and kind: cheaper than Tallies."""
 
     __slots__ = ("axis", "calls", "elements", "kind", "peers", "sent_bytes")
 
@@ -83,10 +75,7 @@ class Line:
         self.calls = self.elements = self.sent_bytes = self.peers = 0
 
     def add(self, x: Tensor, numel: int, peers: int = 1) -> None:
-        """Count `numel` elements of the dtype of `x`, sent to `peers` peers.
-
-        No other function writes the ledger.
-        """
+        """Count elements like those of `x`, sent to `peers` peers. Only this writes the ledger."""
         if numel:
             self.elements += numel
             self.sent_bytes += numel * x.element_size()
@@ -94,7 +83,6 @@ class Line:
 
     @property
     def tally(self) -> Tally:
-        """The totals so far."""
         return Tally(self.calls, self.elements, self.sent_bytes, self.peers)
 
 
@@ -137,7 +125,6 @@ class Ledger:
         return ", ".join(f"{kind} {axis} ({phase})" for axis, kind, phase in tuple(self._recent))
 
     def copy(self) -> dict[Key, Tally]:
-        """A copy of the totals so far, for `since`."""
         return self.lines
 
     def since(
@@ -155,7 +142,6 @@ class Ledger:
         return {key: tally for key, tally in gone.items() if tally != Tally()}
 
     def sent_bytes(self) -> int:
-        """All bytes this rank has sent to other ranks."""
         return rank_bytes(self.lines)
 
 

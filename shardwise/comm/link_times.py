@@ -1,11 +1,9 @@
-"""The time of messages between pairs of ranks, and the ranks whose links are slow.
-
-An all-to-all with something else between its begin and its end, in both directions.
+"""The times of messages between pairs of ranks, and an all-to-all that overlaps with other work.
 
     forward     begin ─ what the caller computes ─ wait
     backward    wait ─ its backward pass ───────── begin        the same, read from right to left
 
-Autograd runs the backward of what was computed last first. So the backward of `wait` begins to
+Autograd runs the backward of what was computed last first.  So the backward of `wait` begins to
 exchange the gradients, that of what was computed in between runs, and that of `begin` waits.
 """
 
@@ -39,18 +37,18 @@ class SlowLink(NamedTuple):
 
     @property
     def times(self) -> float:
-        """How many times slower the rank's link is."""
         return self.seconds / self.others_s
 
 
 def pairs(
     axis: Axis, device: torch.device, ranks: Sequence[int] | None = None, numel: int = PAIR_ELEMENTS
 ) -> dict[tuple[int, int], float]:
-    """Seconds of a round trip of `numel` fp32, for the pairs of `ranks` of which this one is first.
+    """Seconds of a round trip of `numel` fp32, for the pairs of `ranks` whose first one is this
+    rank.
 
-    Every rank of the axis calls it; `ranks` is ascending, None for all of them. Up to ALL_PAIRS
-    ranks, every pair is timed; of more, every pair of neighbours and every pair with the first.
-    One pair at a time, so that a slow one does not delay others; the minimum of a few tries.
+    Every rank of the axis calls it; `ranks` is ascending, None for all.  Up to ALL_PAIRS ranks
+    every pair is timed, above that neighbours and pairs with the first: one at a time, so that a
+    slow pair does not delay others; the minimum of a few tries.
     """
     ranks = range(axis.size) if ranks is None else ranks
     n = len(ranks)
@@ -88,7 +86,6 @@ def _shortest(x: Tensor, axis: Axis, a: int, b: int, tries: int) -> float:
 
 
 def settle(device: torch.device) -> None:
-    """Wait for a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -43,13 +43,10 @@ def start(
 ) -> Pending[Any]:
     """Begin to move flat `x` from `src` to `dst`; the result will be in `out`.
 
-    `x` and `out` are one-dimensional, contiguous and of one dtype.  With n ranks and N elements in
-    the whole: S -> R takes N/n to N, P -> S takes N to N/n, P -> R works in place (`out is x`).
-    `out` may be this rank's own block of `x`, and the other way round.  `behind` selects the second
-    queue of the axis (see Axis).
-
-    Raises:
-        ValueError: there is no such move between flat tensors.
+    Both are one-dimensional, contiguous and of one dtype.  With n ranks and N elements in the
+    whole: S -> R takes N/n to N, P -> S takes N to N/n, P -> R works in place (`out is x`).  `out`
+    may be this rank's own block of `x`, and the other way round.  `behind` selects the second queue
+    of the axis. Raises ValueError if there is no such move between flat tensors.
     """
     asked = what(src, dst)
     transport = axis.behind if behind else axis.transport
@@ -85,7 +82,6 @@ def move(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
 
 
 def _require_move(x: Any, axis: Any, src: Any, dst: Any) -> None:
-    """Raise InputError for wrong arguments of `move`, which one rank would not notice."""
     example = 'move(x, world.axis("dp"), P, S(0))'
     kinds = (("x", x, Tensor), ("axis", axis, Axis), ("src", src, Placement))
     for name, value, kind in (*kinds, ("dst", dst, Placement)):
@@ -101,17 +97,14 @@ def _require_move(x: Any, axis: Any, src: Any, dst: Any) -> None:
 
 
 def take(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
-    """I -> S for parts of different sizes: this rank's part of `x`.  Differentiable."""
+    """This rank's part of `x`, I -> S, for parts of different sizes.  Differentiable."""
     if axis.size == 1:
         return x
     return _apply(x, axis, (_taken, cut), (_joined, cut))
 
 
 def join(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
-    """S -> I for parts of different sizes: the whole tensor.  Differentiable.
-
-    Each rank sends its part padded to the widest one, in one all-gather of equal blocks.
-    """
+    """The whole tensor, S -> I: an all-gather of parts, padded to the widest. Differentiable."""
     return x if axis.size == 1 else _apply(x, axis, (_joined, cut), (_taken, cut))
 
 
@@ -164,7 +157,6 @@ class _Move(torch.autograd.Function):
 
 
 def _moved(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
-    """`x` moved from `src` to `dst`, as a new tensor."""
     n = axis.size
     match what(src, dst):
         case "all_gather":
@@ -197,7 +189,7 @@ def _exchanged(x: Tensor, axis: Axis, *counts: Sequence[int]) -> Tensor:
 def begin_all_to_all(
     x: Tensor, axis: Axis, out_counts: Sequence[int], in_counts: Sequence[int]
 ) -> Pending[Tensor]:
-    """Begin an `all_to_all` outside of autograd; `x` must not change until it is waited for."""
+    """Begin an `all_to_all` outside of autograd; `x` must not change until the wait."""
     row = math.prod(x.shape[1:])  # a rank may have no rows to send
     out = x.new_empty((sum(out_counts), *x.shape[1:]))
     elements = [c * row for c in out_counts], [c * row for c in in_counts]
@@ -210,7 +202,6 @@ def _taken(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
 
 
 def part(x: Tensor, cut: Cut, rank: int) -> Tensor:
-    """The part of the whole `x` that `rank` holds, as a new contiguous tensor."""
     pieces = [x.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges[rank]]
     if not pieces:
         return x.narrow(cut.dim, 0, 0).clone()
@@ -270,7 +261,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 
 def begin_sum(x: Tensor, axis: Axis) -> Pending[Tensor]:
-    """Begin to sum contiguous numbers; `x` must not change until then, and does not.
+    """Begin to sum contiguous numbers; `x` must not change until the wait, and is not written.
 
     A few are gathered and added, with half the messages of an all-reduce (core/layouts/layout.py).
     """
@@ -300,17 +291,12 @@ def all_gather(x: Tensor, axis: Axis) -> list[Tensor]:
 
 
 def all_gather_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The ranks' `x`, of one shape, concatenated along `dim`."""
     transport = axis.transport
     return x if transport.size == 1 else transport.all_gather_along(x, dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """This rank's block of dim `dim` of the sum over the axis; `x` has any shape and strides.
-
-    Raises:
-        InputError: a dim that the axis's ranks do not divide.
-    """
+    """This rank's block of dim `dim` of the sum. Raises InputError if the dim does not divide."""
     transport = axis.transport
     _check_even(x, dim, transport.size)
     x = x.detach() if x.requires_grad else x
@@ -318,7 +304,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def begin_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending[Tensor]:
-    """Begin a `reduce_scatter`; `x` must not change until it is waited for."""
+    """Begin a `reduce_scatter`; `x` must not change until the wait."""
     transport = axis.transport
     _check_even(x, dim, transport.size)
     if transport.size == 1:
@@ -342,10 +328,7 @@ def barrier(axis: Axis) -> None:
 
 
 def send(x: Tensor, axis: Axis, to: int) -> None:
-    """Send `x` to rank `to`.
-
-    It may block until that rank receives: of two ranks that send to each other, one receives first.
-    """
+    """Send `x` to rank `to`; it may block until that rank receives."""
     axis.transport.send(x.contiguous(), to).wait()
 
 
@@ -358,8 +341,8 @@ def receive(out: Tensor, axis: Axis, source: int) -> Tensor:
 def begin_send(x: Tensor, axis: Axis, to: int) -> Pending[Any]:
     """Begin to send `x` (any shape) to rank `to`, which calls `begin_receive`.
 
-    `x` must not change until it is waited for.  Messages from one rank to another arrive in the
-    order in which they were begun.
+    `x` must not change until the wait.  Messages between two ranks arrive in the order of their
+    begin.
     """
     queue, other = _queue(axis, axis.rank, to)
     return queue.send(x.detach().contiguous(), other)
@@ -376,10 +359,9 @@ def open_ways(axis: Axis, ways: Iterable[tuple[int, int]], device: torch.device)
 
     NCCL carries out the calls of one communicator in order, each when both ranks have come to it.
     If messages between three ranks, or of both directions between two, shared one, ranks could wait
-    for each other in a circle.  So each pair gets a communicator of its own.
-
-    NCCL connects two ranks at their first message, and both must take part: here each pair sends
-    one element, in the same order on all ranks.  The ledger counts them under phase "open".
+    for each other in a circle.  So each pair gets a communicator of its own.  NCCL connects two
+    ranks at their first message, and both must take part: each pair sends one element, in the same
+    order on all ranks.  The ledger counts them under phase "open".
     """
     axis.transport.ready()
     for source, to in sorted(set(ways)):
@@ -394,7 +376,6 @@ def open_ways(axis: Axis, ways: Iterable[tuple[int, int]], device: torch.device)
 
 
 def _queue(axis: Axis, source: int, to: int) -> tuple[Transport, int]:
-    """What carries the messages of a pair, and the number of the other rank in it."""
     way = axis.ways.get((source, to))
     if way is None:
         return axis.transport, to if axis.rank == source else source

@@ -62,5 +62,4 @@ class Nccl(Transport):
 
 
 def pending(work: Any) -> Pending[Any]:
-    """A `Work` of torch.distributed."""
     return Pending([work.wait])

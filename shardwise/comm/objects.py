@@ -31,10 +31,7 @@ def on_rank_zero(act: Callable[[], T], world: World) -> T:
 
 
 def on_all_ranks(act: Callable[[], object], world: World) -> None:
-    """Call `act` on every rank. Called by all of them.
-
-    An InputError or RunError of a rank is raised on every rank: that of the lowest.
-    """
+    """Call `act` on every rank; the lowest rank's InputError or RunError is raised on all."""
     found: InputError | RunError | None = None
     try:
         act()
@@ -46,7 +43,6 @@ def on_all_ranks(act: Callable[[], object], world: World) -> None:
 
 
 def all_gather_object(value: Any, world: World) -> list[Any]:
-    """Every rank's value, by rank, on every rank. Called by all ranks of the world."""
     return gather_object(value, world.everyone, world.device)
 
 

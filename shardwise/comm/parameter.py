@@ -16,8 +16,7 @@ def parameter_like(p: nn.Parameter, data: Tensor) -> nn.Parameter:
 def become(p: nn.Parameter, data: Tensor) -> None:
     """Give `p` other values, also on another device; the object and its hooks stay.
 
-    A tensor's device changes only as a whole, and with it go the tables in which autograd looks
-    for hooks.
+    A tensor's device changes only as a whole, and with it the tables in which autograd finds hooks.
     """
     on_grad, after_grad = p._backward_hooks, p._post_accumulate_grad_hooks
     torch.utils.swap_tensors(p, parameter_like(p, data))

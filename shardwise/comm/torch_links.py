@@ -1,9 +1,7 @@
-"""Process groups of torch.distributed for the lines of a mesh.
+"""Process groups of torch.distributed for the lines of a mesh, and a cheap `once_differentiable`.
 
-A cheaper `once_differentiable`: marks a backward function that cannot itself be differentiated.
-
-torch's version switches gradients off and on around every call, which can take longer than the
-backward itself.  This one does so only if gradients are on; usually they are off.
+torch's `once_differentiable` switches gradients off and on around every call, which can take longer
+than the backward itself.  `once` does so only if gradients are on; usually they are off.
 """
 
 from collections import Counter
@@ -51,7 +49,6 @@ class TorchLinks(Links):
         self.users: Counter[tuple[tuple[int, ...], str]] = Counter()
 
     def watch(self, ledger: Ledger) -> None:
-        """Heartbeats name the last calls of the ledger that was written last."""
         if self.peers is not None:
             self.peers.ledgers.add(ledger)
 
@@ -128,7 +125,6 @@ class TorchLinks(Links):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes that this rank has sent to others through shared memory."""
         return sum(mailboxes.put_bytes for mailboxes in self._mailboxes())
 
     def _mailboxes(self) -> list[Mailboxes]:
@@ -136,10 +132,7 @@ class TorchLinks(Links):
         return [one.memory.mailboxes for one in gloo if one.memory.mailboxes is not None]
 
     def close(self) -> None:
-        """Destroy the open groups, after their last use on all ranks.
-
-        A rank that still waits for this one gets an error.
-        """
+        """Destroy the groups after their last use; a rank that still waits gets an error."""
         self.closed = True
         peers, self.peers = self.peers, None
         if peers is not None:
@@ -161,10 +154,7 @@ def group_timeout(limits: Limits) -> timedelta:
 def device_mesh(mesh: Mesh, transports: Sequence[Transport], device_type: str) -> DeviceMesh:
     """Torch's own mesh over our process groups, for other users of it (DTensor, FSDP2).
 
-    `transports` has one for each axis of `mesh`, in its order.
-
-    Raises:
-        ValueError: a transport that has no process group (threads, traces).
+    Raises ValueError for a transport that has no process group (threads, traces).
     """
     groups = [each.group for each in transports if isinstance(each, Gloo | Nccl)]
     if len(groups) != len(mesh.axes):

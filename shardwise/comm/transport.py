@@ -7,12 +7,10 @@ Every transport counts what it sends in the ledger of its axis, just before send
 the line of the ledger for one call.  It refuses tensors that are not on the device of the world: a
 number made on the host works on gloo and fails on NCCL.
 
-    Nobody    no other process: a world of one, or a traced rank of a world of any size
+    Fake      no other process: a world of one, or a traced rank of a world of any size
     Threads   ranks are threads of this process (tests, and a first look on a laptop)
     Gloo      a process group of gloo, with shared memory between the ranks of one host
     Nccl      a process group of NCCL
-
-Errors of messages between ranks: which rank, which call, and where this rank made it.
 
 Gloo's own errors name a socket.  Here each rank whose message fails raises an error that names the
 peer rank, so the sender and the receiver both report it.
@@ -37,12 +35,11 @@ T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """Asynchronous work.  The tensors it reads or writes must not be used before `wait`."""
+    """Asynchronous work: `wait` calls `ends`; what it reads or writes must not be used before."""
 
     __slots__ = ("_ends",)
 
     def __init__(self, ends: Sequence[Callable[[], Any]] = ()) -> None:
-        """`wait` calls `ends` in order; the last one returns the result."""
         self._ends = ends
 
     def wait(self) -> T:
@@ -58,10 +55,7 @@ class Pending(Generic[T]):
 
 
 class Transport(ABC):
-    """The collectives of one group of ranks; `rank` is this rank's place in it.
-
-    Only a transport returned by `with_ledger` can send.
-    """
+    """The collectives of one group of ranks; only one returned by `with_ledger` can send."""
 
     #: whether the other ranks take part; if not, each is assumed to send what this one sends
     answered = True
@@ -75,17 +69,13 @@ class Transport(ABC):
     def with_ledger(
         self, axis: str, ledger: Ledger, device: torch.device, pool: Pool | None = None
     ) -> Self:
-        """The same group of ranks; it counts on `axis` in `ledger`, with buffers of `pool`.
-
-        All tensors that it moves are on `device`.
-        """
+        """The same group; it counts on `axis` in `ledger`, and moves tensors of `device`."""
         one = copy.copy(self)
         one.axis, one.ledger, one.pool = axis, ledger, Pool() if pool is None else pool
         one.device = device
         return one
 
     def begin(self, kind: str, *tensors: Tensor) -> Line:
-        """The ledger's line for one more call of this kind, which moves `tensors`."""
         self.require_device(kind, *tensors)
         return self.ledger.begin(self.axis, kind)
 
@@ -100,10 +90,7 @@ class Transport(ABC):
                 )
 
     def count(self, kind: str, *tensors: Tensor, root: int = 0, counts: Sequence[int] = ()) -> Line:
-        """Count one collective that a library executes, by its definition (ledger.py).
-
-        The first of `tensors` is the one that this rank passes to it.
-        """
+        """Count a collective that a library executes (ledger.py); `tensors[0]` is what it gets."""
         x = tensors[0]
         numel, peers = volume(kind, x.numel(), self.size, self.rank, root, counts)
         line = self.begin(kind, *tensors)
@@ -132,9 +119,8 @@ class Transport(ABC):
     ) -> Pending[Any]:
         """Send `in_counts[r]` elements of `x` to rank r; receive `out_counts[r]` from it.
 
-        Raises:
-            RuntimeError: another rank sends a different count.  Threads always detect it; ranks
-                that share memory detect it if both counts fit a mailbox.
+        Raises RuntimeError if another rank sends a different count: always among threads; among
+        ranks that share memory if both counts fit a mailbox.
         """
 
     @abstractmethod
@@ -154,13 +140,11 @@ class Transport(ABC):
         return
 
     def all_gather_along(self, x: Tensor, dim: int) -> Tensor:
-        """The ranks' `x`, of any shape, concatenated along `dim`."""
         out = x.new_empty(self.size * x.numel())
         self.all_gather(out, x.contiguous().view(-1)).wait()
         return torch.cat(out.view(self.size, *x.shape).unbind(), dim)
 
     def reduce_scatter_along(self, x: Tensor, dim: int) -> Tensor:
-        """`begin_reduce_scatter_along`, and wait for it."""
         return self.begin_reduce_scatter_along(x, dim).wait()
 
     def begin_reduce_scatter_along(self, x: Tensor, dim: int) -> Pending[Tensor]:
@@ -186,7 +170,6 @@ class Links(ABC):
     meshes = 0  # on how many meshes the program has put the world
 
     def watch(self, ledger: Ledger) -> None:
-        """A world over these links counts in `ledger`, whose last calls a time-out names."""
         return
 
     @abstractmethod
@@ -200,19 +183,14 @@ class Links(ABC):
         """
 
     def release(self, lines: Sequence[Sequence[int]], queue: str = "now") -> None:
-        """Give back what `transport` opened for `lines`, once for each request.
-
-        Called by all ranks in the same order.  What nobody else has asked for is closed.
-        """
+        """Give back what `transport` opened for `lines`; called by all ranks in the same order."""
         return
 
     @abstractmethod
-    def close(self) -> None:
-        """Close all transports."""
+    def close(self) -> None: ...
 
     @property
     def root(self) -> "Links":
-        """The links of the world that `init` returned."""
         return self
 
     @property

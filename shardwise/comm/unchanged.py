@@ -56,7 +56,6 @@ def kept_values(batch: Any) -> Iterator[None]:
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Torch's default generators, which functions on `device` draw from."""
     index = device.index or 0
     gpu = [torch.cuda.default_generators[index]] if device.type == "cuda" else []
     return [torch.default_generator, *gpu]
@@ -73,7 +72,6 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 @contextmanager
 def drawing_from(device: torch.device, states: Sequence[Tensor]) -> Iterator[None]:
-    """Draw from these states; afterwards the generators continue from where they were."""
     with kept(device) as generators:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)

@@ -50,12 +50,10 @@ from shardwise.core.tools.hook import no_copy
 class BackgroundJob(Protocol):
     """A thread that writes into a folder."""
 
-    def wait(self) -> None:
-        """Wait for this rank's part.  Raises nothing."""
-        ...
+    def wait(self) -> None: ...
 
     def report(self) -> None:
-        """Warn of a failure of this rank that nothing has reported yet.  Does not wait."""
+        """Warn of a failure of this rank that was not reported yet. Does not wait."""
         ...
 
     def settle(self) -> None:
@@ -70,13 +68,11 @@ class Background:
         self.jobs: dict[Path, BackgroundJob] = {}
 
     def wait(self) -> None:
-        """Wait for this rank's part of all jobs, and report failures."""
         for job in self.jobs.values():
             job.wait()
         self.report()
 
     def report(self) -> None:
-        """Warn of each failure once."""
         for job in self.jobs.values():
             job.report()
 
@@ -92,11 +88,9 @@ class Axis:
     """A named axis of the mesh, seen from one rank.
 
     `transport` carries messages that the next computation needs, `behind` those that overlap with
-    computation (gradient reductions).  They are two queues, so that neither delays the other.  Both
-    count their bytes in `ledger`, and take their buffers from `pool`.
-
-    `open_way` opens a queue for messages from one rank to another, where calls on a queue wait for
-    each other, and `ways` has those that are open (move.py).  All ranks of the world call it.
+    computation (gradient reductions): two queues, so that neither delays the other.  `open_way`
+    opens a queue for messages from one rank to another, where calls on a queue wait for each other;
+    `ways` has those that are open (move.py).  All ranks of the world call it.
     """
 
     name: str
@@ -108,19 +102,16 @@ class Axis:
     ways: dict[tuple[int, int], Transport] = field(default_factory=dict[tuple[int, int], Transport])
 
     def __reduce__(self) -> Any:
-        """An axis can be copied and pickled only if it has no process groups."""
         if self.size > 1:
             raise no_copy("model on several ranks")
         return Axis, (self.name,)
 
     @property
     def rank(self) -> int:
-        """This rank's coordinate on the axis."""
         return self.transport.rank
 
     @property
     def size(self) -> int:
-        """The number of ranks on the axis."""
         return self.transport.size
 
 
@@ -131,10 +122,7 @@ def counted_axis(
     device: torch.device,
     pool: Pool | None = None,
 ) -> Axis:
-    """The axis over `queues`, which move tensors of `device` and count their bytes in `ledger`.
-
-    There are none for one rank; a single one is both queues of the axis.
-    """
+    """The axis over `queues` of tensors of `device`: none for one rank, or one for both uses."""
     pool = Pool() if pool is None else pool
     opened = [queue.with_ledger(name, ledger, device, pool) for queue in queues]
     opened *= 2 if len(opened) == 1 else 1
@@ -185,10 +173,7 @@ class World:
     def on(self, mesh: Mesh) -> "World":
         """This world with the axes of `mesh`, and a new ledger, pool, arenas and table of tiers.
 
-        All ranks must call it.
-
-        Raises:
-            InputError: the mesh and the world differ in size.
+        All ranks must call it.  Raises InputError if the mesh and the world differ in size.
         """
         if not isinstance(mesh, Mesh):
             raise bad(f"world.on({short_repr(mesh)})", "a mesh", 'world.on(sw.Mesh.parse("dp2"))')
@@ -209,7 +194,7 @@ class World:
     def beside(self, mesh: Mesh, suffix: str = "") -> "World":
         """This world with the axes of `mesh` alone, and the same ledger, pool, arenas and tiers.
 
-        Bytes are counted under the names of the axes and `suffix`. All ranks must call it.
+        Bytes are counted under the names of the axes and `suffix`.  All ranks must call it.
         """
         axes = tuple(
             self.across(f"{name}{suffix}", mesh.lines(name)) for name, size in mesh.axes if size > 1
@@ -217,17 +202,13 @@ class World:
         return replace(self, mesh=mesh, axes=axes, suffix=suffix)
 
     def across(self, called: str, lines: Sequence[Sequence[int]]) -> Axis:
-        """An axis of the ranks that are in one of `lines` with this one.
-
-        `lines` divide all ranks of the world into lists of one length. All ranks must call it.
-        """
+        """An axis of the ranks in one of `lines` with this one. All ranks must call it."""
         now = self.links.transport(called, lines, self.rank)
         behind = self.links.transport(called, lines, self.rank, "behind")
         found = counted_axis(called, (now, behind), self.ledger, self.device, self.pool)
         return self._with_ways(found, lines)
 
     def _with_ways(self, axis: Axis, lines: Sequence[Sequence[int]]) -> Axis:
-        """The axis over these lines of ranks, which can open ways if calls wait for each other."""
 
         def open_way(source: int, to: int) -> Transport:
             pairs = [sorted((line[source], line[to])) for line in lines]
@@ -257,11 +238,7 @@ class World:
         return self._with_ways(found, lines)
 
     def device_mesh(self) -> DeviceMesh:
-        """The axes as torch's DeviceMesh, on the same process groups, without axes of size one.
-
-        Raises:
-            ValueError: the world's ranks are not processes of torch.distributed.
-        """
+        """Torch's DeviceMesh on the same groups, without axes of size one. ValueError: threads."""
         wide = Mesh(tuple((axis.name, axis.size) for axis in self.axes))
         return device_mesh(wide, [axis.transport for axis in self.axes], self.device.type)
 
@@ -296,7 +273,6 @@ def world_of(rank: int, size: int, device: torch.device, links: Links) -> World:
 
 
 def alone(device: torch.device | str = "cpu") -> World:
-    """The world of one rank."""
     return world_of(0, 1, torch.device(device), FakeLinks())
 
 

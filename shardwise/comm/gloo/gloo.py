@@ -11,14 +11,13 @@ receives, one message per pair of ranks, and the receiver adds:
       out = x1 + (from 0) + (from 2)
 
 Two ranks, 16.8 MB, one thread each: reduce-scatter 7.6 ms (gloo's own 24), all-gather 6.3 (12.5).
+
 Terms of a sum arrive in the pool of communication buffers (pool.py), in pieces if they are larger
 than a slot of the pool.  A large all-reduce is gloo's own, which proceeds during the backward pass;
 a small one consists of the two halves above, with half the latency; between two ranks each sends
 its whole tensor and adds.  On one host, messages of up to a few MiB go through shared memory
-instead (shared.py).
-
-Messages count one by one as they are sent.  Gloo's own collectives count by their definition
-(ledger.py).
+(shared.py).  The ledger counts each message as it is sent, and gloo's own collectives by their
+definition (ledger.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -78,7 +77,6 @@ class Gloo(Transport):
         return ends
 
     def _send(self, x: Tensor, peer: int, line: Line, tag: int = 0) -> list[Wait]:
-        """Send `x`, of any strides; call the result before changing it."""
         mailboxes = self.memory.mailboxes_for(x)
         if mailboxes is not None:
             return mailboxes.send(x, peer, line)
@@ -96,8 +94,8 @@ class Gloo(Transport):
     def _meet(self, outgoing: Sequence[Tensor], make: Make, line: Line) -> Pending[Tensor]:
         """Send one message to each peer, of any strides, and receive one of its shape from each.
 
-        For messages that fit a mailbox.  The result is that of `make`, which gets the messages in
-        the order of `peers` and must keep no view of them.  `outgoing` must not change until then.
+        For messages that fit a mailbox.  `make` gets the messages in the order of `peers`, and must
+        keep no view of them.  `outgoing` must not change until the wait.
         """
         if not outgoing[0].numel():  # nothing is sent
             return Pending([lambda: make(list(outgoing))])
@@ -124,8 +122,7 @@ class Gloo(Transport):
     ) -> Pending[Tensor]:
         """Write in `out` the sum of `own` and every peer's message, piece by piece.
 
-        `outgoing` has the message for each peer.  All have one shape, flat or of any strides, and
-        must not change until the result is waited for.
+        All have one shape, flat or of any strides, and must not change until the wait.
         """
         most = self._most(own, len(outgoing), _wide(own, outgoing))
         ends = [
@@ -191,17 +188,13 @@ class Gloo(Transport):
         return self.pool.slot(nbytes, x.device)
 
     def _most(self, x: Tensor, messages: int, wide: bool) -> int:
-        """The most elements of a piece of `x` in such a slot."""
         copies = messages * (1 if x.dim() == 1 else 2)
         return piece_bytes(self.pool.most_bytes, copies, sums=wide) // x.element_size()
 
     # --- collectives --------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Pending[Any]:
-        """Large: gloo's own.  Small: its second half begins when the caller waits.
-
-        So ranks must wait for small ones in the same order.
-        """
+        """Ranks wait for small ones in one order: their second half begins with the wait."""
         mailboxes = self.memory.open()
         if self.size == 2 and x.nbytes <= PAIR_BYTES:
             line = self.begin("all_reduce", x)
@@ -221,7 +214,6 @@ class Gloo(Transport):
         joining.wait()
 
     def _pair(self, x: Tensor, add: Add, line: Line) -> list[Wait]:
-        """Between two ranks: send `x`, and add the received tensor to it."""
         (peer,) = self.peers
         mailboxes = self.memory.mailboxes_for(x)
         if mailboxes is None or x.nbytes > self.pool.most_bytes:
@@ -299,14 +291,13 @@ class Gloo(Transport):
         return self._meet(outgoing, lambda others: add_all(own, others).contiguous(), line)
 
     def _blocks_of(self, x: Tensor, dim: int) -> tuple[Tensor, list[Tensor]]:
-        """This rank's block of dim `dim`, and those of its peers."""
         blocks = x.chunk(self.size, dim)
         return blocks[self.rank], [blocks[peer] for peer in self.peers]
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
     ) -> Pending[Any]:
-        """One message to each peer and one from it, with the lengths of the counts."""
+        """One message to each peer and one from it."""
         theirs, mine = out.split(list(out_counts)), x.split(list(in_counts))
         outgoing, incoming = [mine[p] for p in self.peers], [theirs[p] for p in self.peers]
         ends = self._exchange(outgoing, incoming, self.begin("all_to_all", x, out))
@@ -338,10 +329,7 @@ def add_all(
     sums: Sequence[Tensor] = (),
     add: Add = torch.add,
 ) -> Tensor:
-    """`own` plus `others`, in `out` if given.
-
-    With `sums`, memory for two tensors in fp32 of that shape, they are summed in fp32.
-    """
+    """`own` plus `others`, in `out` if given; in fp32 in `sums`, two tensors of that shape."""
     if sums and out is not None:
         total, term = sums
         total.copy_(own)
@@ -355,10 +343,8 @@ def add_all(
 
 
 def _wide(own: Tensor, others: Sequence[Tensor]) -> bool:
-    """Whether the sum of these needs fp32."""
     return len(others) > 1 and own.dtype in HALF
 
 
 def _contiguous(x: Tensor, slot: Slot) -> Tensor:
-    """`x` itself, or a contiguous copy in the slot, as gloo sends it."""
     return x if x.is_contiguous() else slot.tensor(x.shape, x.dtype).copy_(x)

@@ -40,10 +40,7 @@ class MailboxMemory:
         self.views: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
 
     def tensor(self, begin: int, like: Tensor) -> Tensor:
-        """A view of a contiguous message of the shape of `like`.
-
-        Views are cached: training sends messages of the same shapes at the same few offsets.
-        """
+        """A view of a contiguous message; cached, since training repeats shapes, offsets."""
         key = begin, like.dtype, like.shape
         if torch._C._len_torch_dispatch_stack():
             return self._view(*key)  # a mode that tracks storages would count cached views
@@ -61,14 +58,12 @@ class MailboxMemory:
         return flat.view(shape)
 
     def write(self, begin: int, x: Tensor) -> None:
-        """Copy `x` in, of any strides."""
         if _plain(x):
             ctypes.memmove(self.address + begin, x.data_ptr(), x.nbytes)
         else:
             self.tensor(begin, x).copy_(x)
 
     def read(self, begin: int, x: Tensor) -> None:
-        """Copy out into `x`, which is contiguous."""
         if _plain(x):
             ctypes.memmove(x.data_ptr(), self.address + begin, x.nbytes)
         else:
@@ -89,10 +84,7 @@ class Outbox:
         self.written = self.put_bytes = 0
 
     def put(self, x: Tensor, kind: str = "") -> bool:
-        """Copy `x` in, for a call of that kind.
-
-        False if it must go through gloo, which the mailbox records.
-        """
+        """Copy `x` in, for a call of that kind; False if it must go through gloo."""
         size_bytes = x.nbytes
         begin = self._free(size_bytes)
         if begin != BY_GLOO:
@@ -167,10 +159,7 @@ class Inbox:
             one.here = True
 
     def _next(self, like: Tensor, line: Line) -> int:
-        """The start of the next message, which has arrived.
-
-        It must have the size of `like` and come from the same kind of call.
-        """
+        """The start of the next message, which must be of `like`'s size and the same call."""
         place = self.numbers[2 * LINE + self.taken % PLACES]
         sent_bytes, kind = place & 0xFFFFFF, KINDS[place >> 24 & 0xFF]
         if sent_bytes != like.nbytes or (kind and line.kind and kind != line.kind):
@@ -179,14 +168,10 @@ class Inbox:
 
     @property
     def ready(self) -> bool:
-        """Whether an arrived message has not been taken out."""
         return self.numbers[0] > self.taken
 
     def use(self, like: Tensor, make: Callable[[list[Tensor]], Tensor], line: Line) -> Tensor:
-        """Take out the next message, which has arrived and is like `like`; returns `make` of it.
-
-        Only while no message is expected.
-        """
+        """Take out the next message, which has arrived, while none is expected."""
         begin = self._next(like, line)
         if begin == BY_GLOO:
             place = torch.empty_like(like, memory_format=torch.contiguous_format)

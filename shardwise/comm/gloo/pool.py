@@ -33,7 +33,6 @@ class Slot:
         self.made: Any = None
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor in the slot, its values undefined."""
         nbytes = prod(shape) * dtype.itemsize
         begin, self.used = self.used, self.used + aligned(nbytes)
         return self.memory[begin : begin + nbytes].view(dtype).view(shape)
@@ -50,7 +49,6 @@ class Slot:
         return made
 
     def end(self) -> None:
-        """Run `finish` if it has not run yet."""
         finish, self.finish = self.finish, None
         if finish is not None:
             self.made = finish()
@@ -68,21 +66,15 @@ class Pool:
         self.head = 0
 
     def reserve(self, size_bytes: int, device: torch.device) -> None:
-        """Allocate the memory, before the first message."""
         if size_bytes:
             self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
     @property
     def most_bytes(self) -> int:
-        """The size of the largest slot."""
         return 2**62 if self.memory is None else slot_bytes(len(self.memory))
 
     def slot(self, nbytes: int, device: torch.device) -> Slot:
-        """A slot of `nbytes` bytes, after the oldest slots that overlap it have finished.
-
-        Raises:
-            ValueError: more than `most_bytes`.
-        """
+        """A slot, once older ones that overlap it have finished. ValueError if too large."""
         if self.memory is None or self.memory.device != device:
             return Slot(torch.empty(nbytes, dtype=torch.uint8, device=device), 0, nbytes)
         if nbytes > self.most_bytes:
@@ -96,9 +88,10 @@ class Pool:
         return slot
 
     def in_turn(self, finish: Callable[[], Any]) -> Callable[[], Any]:
-        """Run `finish` before that of any later slot, for a message that needs no slot.
+        """Run `finish` before that of any later slot, for a message in a mailbox, which needs no
+        slot.
 
-        The message is in a mailbox; if a later one overtook it, it would be copied to new memory.
+        If a later message overtook it, it would be copied to new memory.
         """
         if self.memory is None:
             return finish
@@ -118,7 +111,6 @@ class Pool:
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to where the next tensor may begin."""
     return nbytes + -nbytes % PIECE_BYTES
 
 

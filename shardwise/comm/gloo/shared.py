@@ -3,7 +3,7 @@
 A message through gloo passes through the kernel, and on each side wakes a thread on a CPU that is
 busy: for two ranks on two cores, 256 KiB each way during a step take 1.6 ms after the later rank
 has arrived.  Here the ranks copy the message themselves, in 0.1 ms.  Large messages go through
-gloo, which sends them while the ranks compute.  mailbox.py has the layout of a mailbox.
+gloo, which sends them while the ranks compute.
 
 A rank never waits to send: if a mailbox is full, the message goes through gloo, and the mailbox
 records that.  A rank that waits polls the mailbox for a moment, then yields the CPU between polls,
@@ -11,9 +11,8 @@ then sleeps between them; it raises an error if the other process is gone or has
 
 Stores become visible in order on x86-64 only; other CPUs have no mailboxes.  The memory never has a
 name in a file system, so no rank leaves it behind, however it ends: other ranks open it through the
-process that created it.
-
-SHARDWISE_SHARED_MEMORY=0, or `sw.init(shared_memory=False)`, turns all of this off.
+process that created it.  SHARDWISE_SHARED_MEMORY=0, or `sw.init(shared_memory=False)`, turns all of
+this off.
 """
 
 import mmap
@@ -56,11 +55,7 @@ SWITCH = "SHARDWISE_SHARED_MEMORY"
 
 
 def shared_memory_wanted(variables: Mapping[str, str] | None = None) -> bool:
-    """Whether the environment allows shared memory between ranks of one host (the default).
-
-    Raises:
-        InputError: the variable is neither 0 nor 1.
-    """
+    """Whether SHARDWISE_SHARED_MEMORY is 1, the default. Raises InputError unless 0 or 1."""
     text = (os.environ if variables is None else variables).get(SWITCH) or "1"
     if text not in ("0", "1"):
         raise bad(
@@ -82,7 +77,7 @@ class SharedMemory:
     def open(self) -> "Mailboxes | None":
         """The mailboxes; None if the ranks cannot share memory, or a rank does not want to.
 
-        The first call must be made by all ranks of the group.
+        All ranks of the group must make the first call.
         """
         if not self.asked:
             self.asked = True
@@ -90,10 +85,7 @@ class SharedMemory:
         return self.mailboxes
 
     def mailboxes_for(self, x: Tensor) -> "Mailboxes | None":
-        """The mailboxes if they are open and fit a message like `x`; both ends get the same answer.
-
-        Large messages are left to gloo.
-        """
+        """The mailboxes if open and fit for a message like `x`; both ends get the same answer."""
         mailboxes = self.mailboxes
         return mailboxes if mailboxes is not None and x.nbytes <= mailboxes.most_bytes else None
 
@@ -122,7 +114,6 @@ class Mailboxes:
         self.looks = 0 if crowded else LOOKS
 
     def _way(self, source: int, to: int) -> tuple[memoryview, MailboxMemory]:
-        """The counters of a mailbox, and the memory of its messages."""
         ranks = len(self.pids)
         number = source * (ranks - 1) + to - (to > source)
         numbers = memoryview(self.memory).cast("q")[number * HEAD : (number + 1) * HEAD]
@@ -133,7 +124,6 @@ class Mailboxes:
 
     @property
     def put_bytes(self) -> int:
-        """The bytes that this rank has sent through the mailboxes."""
         return sum(out.put_bytes for out in self.out.values())
 
     def send(self, x: Tensor, to: int, line: Line) -> list[Callable[[], object]]:
@@ -144,7 +134,6 @@ class Mailboxes:
         return by_gloo(self.group, x, to, TAG, line)
 
     def receive(self, x: Tensor, source: int, line: Line) -> Callable[[], object]:
-        """Receive the next message into `x`; call the result to wait for it."""
         return self._expect(Arrival(x, x, line), source)
 
     def read(
@@ -203,7 +192,6 @@ class Mailboxes:
         return made
 
     def leave(self) -> None:
-        """Tell waiting ranks that this rank sends no more messages."""
         for out in self.out.values():
             out.numbers[OVER] = 1
 
@@ -226,7 +214,6 @@ class Mailboxes:
     def _refuse(
         self, source: int, sent_bytes: int, kind: str, like: Tensor, line: Line
     ) -> NoReturn:
-        """Raise the error of a message that is not the expected one, and tell its sender."""
         self.out[source].numbers[REFUSED] = 1 << 32 | CODES.get(line.kind, 0) << 24 | like.nbytes
         raise OtherCallError(
             f"received a message of {sent_bytes} bytes instead of {like.nbytes} from "
@@ -279,28 +266,22 @@ def by_gloo(
 
 
 def await_work(work: Any, group: dist.ProcessGroup, peer: int | None, line: Line) -> None:
-    """Wait for `work` of gloo with that peer; None: with all of the group."""
     with naming(group, peer, line):
         work.wait()
 
 
 def leave() -> None:
-    """Tell all other ranks that this rank's program has ended."""
     for mailboxes in _OPEN:
         mailboxes.leave()
 
 
 def mailbox_bytes(ranks: int) -> int:
-    """The size of one mailbox in a group of `size` ranks, in whole pages."""
     size_bytes = SHARED_BYTES // (ranks * (ranks - 1))
     return size_bytes - size_bytes % mmap.PAGESIZE
 
 
 def open_mailboxes(group: dist.ProcessGroup, *, wanted: bool = True) -> Mailboxes | None:
-    """The mailboxes of a gloo group; None if its ranks cannot share memory or do not want to.
-
-    Called by all ranks of the group at the same point of the program.
-    """
+    """All ranks call it; None if they cannot share memory or a rank does not want to."""
     rank, size = group.rank(), group.size()
     own = [_host() if wanted else 0, os.getpid()]
     mine = torch.tensor(own, dtype=torch.int64, device="cpu")
@@ -334,7 +315,6 @@ def _host() -> int:
 
 
 def _create(ranks: int) -> int:
-    """A file descriptor of new zeroed memory; -1 if there is not enough."""
     try:
         handle = os.memfd_create("shardwise")
     except OSError:
@@ -348,7 +328,6 @@ def _create(ranks: int) -> int:
 
 
 def _attach(pid: int, handle: int) -> mmap.mmap | None:
-    """The memory behind that descriptor of process `pid`; None if it cannot be opened."""
     try:
         handle = os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR)
     except OSError:

@@ -35,11 +35,9 @@ def meet(start: Start, limits: Limits) -> Store:
     """Connect all ranks of `start`, and return their store.
 
     torch would wait for minutes and not say for which rank.  Our launcher notices a rank that
-    exits, so there a missing rank is only slow, and the time limit is that of a collective.
-
-    Raises:
-        InputError: the host does not exist, the port is in use, two processes have the same rank,
-            the address did not answer within `limits.start_s`, or some ranks did not start.
+    exits, so there a missing rank is only slow, and the time limit is that of a collective.  Raises
+    InputError if the host does not exist, the port is in use, two processes have the same rank, the
+    address did not answer within `limits.start_s`, or some ranks did not start.
     """
     limit_s = limits.patience_s if launched() else limits.start_s
     deadline = time.monotonic() + limit_s
@@ -62,7 +60,6 @@ def meet(start: Start, limits: Limits) -> Store:
 
 
 def _of_agent() -> bool:
-    """Whether torchrun's agent serves the store instead of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
@@ -152,7 +149,6 @@ def _ask(store: Store, start: Start, deadline: float) -> str:
 
 
 def _lead(store: Store, start: Start, deadline: float) -> str:
-    """Answer all ranks as soon as they have asked, and return the answer."""
     for rank in range(start.size):
         store.delete_key(f"asks/{rank}")
     while (absent := _absent(store, start.size)) and time.monotonic() < deadline:
@@ -166,7 +162,6 @@ def _lead(store: Store, start: Start, deadline: float) -> str:
 
 
 def _absent(store: Store, size: int) -> list[int]:
-    """The ranks that have not asked rank 0."""
     keys = [f"asks/{rank}" for rank in range(1, size)]
     if size == 1 or store.check(keys):
         return []

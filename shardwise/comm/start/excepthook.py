@@ -1,4 +1,4 @@
-"""An excepthook that prints an InputError as one paragraph, once per run.
+"""An excepthook that prints an InputError as one paragraph, once per run, and the first cause.
 
     shardwise: train.py, line 12: Given: ... Allowed: ... Write instead: ...
 
@@ -74,7 +74,7 @@ def _excepthook(
 ) -> None:
     """The hook; `before` is the hook it replaced.  It ends the process.
 
-    With several ranks it exits before any connection is closed.  During a normal shutdown the other
+    With several ranks it exits before any connection is closed.  In a normal shutdown the other
     ranks would lose theirs and fail, and torchrun would kill this process before it returned its
     exit code.
     """
@@ -131,7 +131,6 @@ def _end_program() -> None:
 
 
 def _script_line(trace: str) -> list[str]:
-    """The innermost line of the user's script in a traceback."""
     frames = _FRAME.findall(trace)
     frames = [(path, line) for path, line in frames if not path.startswith(_NOT_SCRIPT)]
     known = [(path, line) for path, line in frames if Path(path).exists()]
@@ -147,7 +146,6 @@ def _printed(key: str, more: int) -> int:
 
 
 def _tell_torchrun(rank: int) -> None:
-    """Write the message for torchrun's report to the file that torchrun named."""
     message = f"InputError: see the paragraph that rank {rank} has printed"
     details = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
     with suppress(KeyError, OSError):
@@ -175,10 +173,7 @@ class Failure:
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:
-    """The earliest failure that is no lost connection.
-
-    Several ranks often raise the same InputError: then it is the one of the lowest rank.
-    """
+    """The earliest failure that is no lost connection; of equal InputErrors the lowest rank's."""
     ordered = sorted(failures)
     own = [each for each in ordered if not LOST_CONNECTION.search(each.text)] or ordered
     same = [each for each in own if each.input_error and each.input_error == own[0].input_error]
@@ -200,7 +195,6 @@ def death_text(code: int, started: bool) -> str:
 
 
 def ended(code: int) -> str:
-    """How a process ended that has this exit code."""
     name = signal.Signals(-code).name if code < 0 else ""
     return f"was ended by {name}" if name else f"left with exit code {code}"
 
@@ -213,7 +207,6 @@ def described(failures: Iterable[Failure], first: Failure) -> str:
 
 
 def _summary(text: str) -> str:
-    """The first line of an error's message, below the traceback."""
     lines = text.splitlines()
     below = max((i for i, line in enumerate(lines) if line.startswith("  File ")), default=-1) + 1
     return next((line for line in lines[below:] if not line.startswith(" ")), lines[-1])

@@ -74,8 +74,8 @@ def address_towards(host: str, port: int) -> str:
 def host_number() -> int:
     """A number shared by all processes with the same memory, network and pids; 0 if unknown.
 
-    Ranks in separate network namespaces get different numbers, because a benchmark of a link
-    treats them as separate hosts.
+    Ranks in separate network namespaces get different numbers: benchmarks of a link treat them as
+    hosts.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

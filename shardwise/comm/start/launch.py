@@ -110,11 +110,7 @@ def can_fork(device: str = "cpu") -> bool:
 
 @dataclass(frozen=True)
 class Ended:
-    """How the ranks of a command ended.
-
-    code      one exit code
-    killed    whether ranks were killed, which could not say what they had saved
-    """
+    """How the ranks of a command ended: one exit code, and whether some were killed."""
 
     code: int
     killed: bool = False
@@ -125,12 +121,9 @@ def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.cli.main") 
 
     The code is 0 if every rank exited with 0, otherwise that of the rank that failed first, whose
     error is printed once.  Error output of rank 0 appears as it is written, that of other ranks
-    only if they fail first.
-
-    The first signal of worker.py is forwarded as SIGTERM, and the ranks have `save_s` of the
-    limits to save and leave.  A second Ctrl-C kills them at once, with the code 130.
-
-    Raises InputError for fewer than one process.
+    only if they fail first.  The first signal of worker.py is forwarded as SIGTERM, and the ranks
+    have `save_s` of the limits to save and leave.  A second Ctrl-C kills them at once, with the
+    code 130.
     """
     require_ranks(nproc, None)
     work, started = pickle.dumps((run_command, (module, tuple(argv)))), Ranks()
@@ -238,13 +231,11 @@ class Rank:
             self.fail(death_text(self.process.exitcode or 0, self.started), self._output())
 
     def fail(self, text: str, output: str = "") -> None:
-        """Record the failure of a rank that cannot report its own."""
         if not isinstance(self.outcome, Failure):
             at_ns = time.monotonic_ns()
             self.outcome = Failure(at_ns, self.number, text, output=output)
 
     def release(self) -> None:
-        """Let the process exit, since all ranks have results."""
         with suppress(OSError):  # it has just died
             self.pipe.send_bytes(b"")
 
@@ -257,13 +248,11 @@ class Rank:
         return f"rank {self.number} {ended(code)} after it had returned; its result stands\n"
 
     def _output(self) -> str:
-        """Its error output if that is held back, and its stacks at a fatal signal."""
         size = os.fstat(self.file.fileno()).st_size
         return os.pread(self.file.fileno(), size, 0).decode(errors="replace").strip()
 
 
 def process_of(work: Work, *args: Any) -> BaseProcess:
-    """The process of a rank; it is forked if its work is not pickled."""
     if isinstance(work, bytes):
         return multiprocessing.get_context("spawn").Process(target=run, args=(work, *args))
     return multiprocessing.get_context("fork").Process(target=run, args=(work, *args))
@@ -305,12 +294,10 @@ class Ranks:
             print("".join(rank.late_exit() for rank in self.ranks), end="", file=sys.stderr)
 
     def results(self) -> list[bytes] | None:
-        """The results of all ranks; None while some are missing."""
         results = [rank.outcome for rank in self.ranks if isinstance(rank.outcome, bytes)]
         return results if len(results) == len(self.ranks) else None
 
     def failures(self) -> list[Failure]:
-        """The failures so far, earliest first."""
         return sorted(rank.outcome for rank in self.ranks if isinstance(rank.outcome, Failure))
 
     def _watch(self, stop: StopSignal) -> None:
@@ -336,7 +323,6 @@ class Ranks:
         self._read()
 
     def _kill(self) -> None:
-        """Kill the ranks that are left, and close the files."""
         for rank in self._alive():
             rank.killed = True
             rank.process.kill()

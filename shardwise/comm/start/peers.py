@@ -18,11 +18,6 @@ frozen, lost or hanging.  Our launcher reads the report and kills the ranks.  Wi
 reads the report within a heartbeat, prints why the run ends, lingers until the others have read it
 too, and exits.  The thread that sends heartbeats needs Python's interpreter lock, which a long call
 into C may hold.
-
-The call stack of a rank's main thread, and how long that thread has been in one collective.
-
-train.py:12 in main > engine.py:144 in step > collectives.py:80 in all_gather
-                                              ^ a collective: other ranks must join it
 """
 
 import contextlib
@@ -63,11 +58,11 @@ _LEFT_S, _ALL_S = 3.0, 10.0
 class Heartbeat:
     """The `count`-th heartbeat of a rank, from process `pid` on `host` (see `host_number`).
 
-    `address` is that of the host, "" if it is not known; `sent` names the last calls that its
-    ledger counts.
-
-    The rank is in `calls`, has waited for `waits_s` in one collective, for `idle_s` of them without
-    the use of a processor.  A rank that has `left` has ended normally, and sends no more.
+    address   of the host, "" if unknown
+    calls     where the rank is; it has waited for `waits_s` in one collective, for `idle_s` of them
+              without the use of a processor
+    left      the rank has ended normally, and sends no more
+    sent      the last calls that its ledger counts
     """
 
     count: int
@@ -82,10 +77,7 @@ class Heartbeat:
 
 
 class HeartbeatMonitor:
-    """Watches the heartbeats of one rank.
-
-    `host` is the monitor's own host number, `reach` what it knows of others.
-    """
+    """Watches one rank; `host` is the monitor's own host number, `reach` knows other hosts."""
 
     def __init__(self, limits: Limits, host: int, reach: Reach | None = None) -> None:
         self.limits, self.host, self.reach = limits, host, reach or Reach()
@@ -198,8 +190,8 @@ class Peers:
     def stop(self) -> None:
         """End the threads and report that this rank leaves.
 
-        So no thread holds a frame of the program while Python shuts down.  A frame can keep a
-        process group alive.  If a thread destroyed that group then, the process would abort.
+        A thread that holds a frame of the program while Python shuts down may keep a process group
+        alive. If it destroyed that group then, the process would abort.
         """
         self.stopped.set()
         for thread in self.threads:
@@ -234,10 +226,7 @@ class Peers:
                 continue
 
     def _guard_store(self) -> None:
-        """Exit if the store closes before rank 0 has left, or does not answer.
-
-        Its client may wait for an answer forever.
-        """
+        """Exit if the store closes before rank 0 has left, or does not answer."""
         seen, silent_s = 0, 0.0
         while not self.stopped.wait(self.limits.heartbeat_s):
             silent_s = silent_s + self.limits.heartbeat_s if self.rounds == seen else 0.0
@@ -293,7 +282,7 @@ class Peers:
         self.store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
 
     def _heartbeats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
-        """The latest heartbeats; of a rank that has not begun one without a process."""
+        """The latest heartbeats; of a rank that has not begun, one without a process."""
         keys = {rank: f"beat/{rank}" for rank in ranks}
         if not self.store.check(list(keys.values())):
             keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
@@ -360,6 +349,9 @@ _MOST = 1000  # characters shown
 class CallStack:
     """The call stack of thread `ident`, and for how long it has waited for other ranks.
 
+        train.py:12 in main > engine.py:144 in step > collectives.py:80 in all_gather
+                                                      ^ a collective: other ranks must join it
+
     To recognise a call it has seen before, it sets a mark on the frame.  Keeping the frame would
     keep all local variables of the stack alive, a step's activations among them.  The mark is
     `f_trace_lines`, which only a debugger reads.  A frame has one such mark, so create only one
@@ -410,7 +402,6 @@ class CallStack:
 
 
 def _is_busy(gpu: int | None) -> bool:
-    """Whether the GPU has work that it has not ended."""
     return gpu is not None and not torch.cuda.default_stream(gpu).query()
 
 
@@ -426,10 +417,7 @@ def collective_frame(ident: int) -> FrameType | None:
 
 
 def place() -> str:
-    """The function outside comm/ and torch that called this one, and the line of the program.
-
-    Such as `step (loop.py:12), from main (train.py:3)`.
-    """
+    """The caller outside comm/ and torch: `step (loop.py:12), from main (train.py:3)`."""
     function = _outside(sys._getframe(), (_COLLECTIVE_FILES[0], _TORCH))
     users = _outside(function, _NOT_THE_PROGRAM)
     return ", from ".join(
@@ -439,6 +427,5 @@ def place() -> str:
 
 
 def _outside(start: FrameType, inside: tuple[str, ...]) -> FrameType:
-    """The innermost frame outside these files; `start` if there is none."""
     frames = (frame for frame, _ in walk_stack(start))
     return next((f for f in frames if not f.f_code.co_filename.startswith(inside)), start)

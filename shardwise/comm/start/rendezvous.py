@@ -40,10 +40,7 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class Start:
-    """The rank a process was started as.
-
-    All ranks meet at `host` and `port`.  A world of one that needs no meeting has no host.
-    """
+    """A rank and where all meet: `host` is "" for a world of one that needs no meeting."""
 
     rank: int
     size: int
@@ -69,7 +66,6 @@ class Limits:
 
     @property
     def heartbeat_s(self) -> float:
-        """The time between two heartbeats."""
         return min(1.0, self.frozen_s / 5)
 
 
@@ -77,11 +73,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Start | None:
     """Read the environment that torchrun or Slurm sets; None if neither started ranks.
 
     A Slurm step of one task is no launch: it is `srun --pty bash`, or the command of one process.
-
-    `variables` defaults to the environment of the process.
-
-    Raises:
-        InputError: a variable is missing or not a number, or variables contradict each other.
+    Raises InputError if a variable is missing or no number, or if variables contradict each other.
     """
     variables = os.environ if variables is None else variables
     if "RANK" in variables or "WORLD_SIZE" in variables:
@@ -97,10 +89,7 @@ def launched() -> bool:
 
 
 def local_rank(rank: int, variables: Mapping[str, str] | None = None) -> int:
-    """The rank within this host, from the environment; `rank` itself if the environment has none.
-
-    For processes that initialised torch.distributed themselves.
-    """
+    """The rank within this host, of a process that initialised torch.distributed itself."""
     variables = os.environ if variables is None else variables
     texts = [variables.get(name, "") for name in ("LOCAL_RANK", "SLURM_LOCALID")]
     return next((int(text) for text in texts if text.isdecimal()), rank)
@@ -176,11 +165,7 @@ def _number(variables: Mapping[str, str], name: str) -> int:
 
 
 def read_limits(variables: Mapping[str, str] | None = None) -> Limits:
-    """The limits in `variables`, by default the environment.
-
-    Raises:
-        InputError: one of them is not a number of seconds above zero.
-    """
+    """The limits in the environment. Raises InputError if one is no number of seconds above 0."""
     variables = os.environ if variables is None else variables
     return Limits(**{field: _seconds(variables, field) for field in _LIMITS})
 

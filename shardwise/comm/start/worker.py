@@ -1,4 +1,5 @@
-"""The worker: what a process that the launcher started does around its function.
+"""What a process that the launcher started does around its function, and the signals that stop a
+run.
 
     launcher  <-- None       the rank has started
     one pipe  <-- bytes      the pickled result          or  <-- Failure   its error
@@ -7,8 +8,6 @@
 A failed rank keeps its connections open until the launcher kills it, so that other ranks see no
 lost connection.  If the launcher dies, the pipe closes and the rank exits.
 
-The signals that stop a run, in a launcher and in each rank.
-
     start-up     inputs are checked, nothing is written yet    the process exits at once
     run          all ranks take part in every step             sets a flag; ranks agree (stop.py)
 
@@ -16,8 +15,6 @@ SIGTERM and SIGHUP come from batch systems, SIGUSR1 from `sbatch --signal=USR1@1
 Ctrl-C.  A process often receives one request several times: systemd, Slurm and cgroups signal every
 process of a job, and a launcher forwards what it received.  So repeats are ignored while the
 checkpoint is written.  Only a person who presses Ctrl-C again ends the process without it.
-
-It does not import torch, so that a signal works while torch is being imported.
 """
 
 import faulthandler
@@ -56,8 +53,8 @@ def run(
 ) -> None:
     """The entry point of a rank, whose `variables` are set in its environment.
 
-    A fatal signal writes the stacks of all threads to the file `errors`.  With `quiet`, the error
-    output goes there too.
+    A fatal signal writes the stacks of all threads to `errors`; with `quiet`, error output goes
+    there.
     """
     os.environ.update(variables)
     os.setsid()  # so that Ctrl-C reaches only the launcher
@@ -112,7 +109,6 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback without the frames of this file."""
     frames: TracebackType | None = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in HIDDEN_FILES:
         frames = frames.tb_next
@@ -151,7 +147,6 @@ class StopSignal:
 
     @property
     def received(self) -> bool:
-        """Whether a signal was received."""
         return self.number > 0
 
     def __enter__(self) -> Self:

@@ -61,10 +61,7 @@ class Arena:
         self.missed = 0
 
     def reserve(self, sizes: Slots, device: torch.device) -> None:
-        """Take memory for so many slots of each size in bytes, before a step.
-
-        The same sizes as before keep the memory; others replace it.
-        """
+        """Take memory for so many slots of each size in bytes; the same sizes as before keep it."""
         if self.sizes == sizes:
             return
         self.sizes, self.slots = dict(sizes), []
@@ -79,10 +76,7 @@ class Arena:
                 begin += aligned(size)
 
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """A contiguous tensor of that shape and of the dtype of `like`, its values undefined.
-
-        It lies in the smallest free slot that is large enough, or elsewhere if there is none.
-        """
+        """A tensor like `like` in the smallest free slot that is large enough, or elsewhere."""
         nbytes = prod(shape) * like.dtype.itemsize
         for slot in self.slots if nbytes else ():
             if len(slot.memory) >= nbytes and slot.memory.device == like.device and slot.free:
@@ -91,11 +85,9 @@ class Arena:
         return like.new_empty(shape)
 
     def keep(self, x: Tensor) -> Tensor:
-        """A copy of `x` in a slot."""
         return self.empty(x.shape, x).copy_(x)
 
     def holds(self, x: Tensor) -> bool:
-        """Whether `x` lies in a slot."""
         key = x.untyped_storage()._cdata
         return any(slot.user is not None and slot.user.cdata == key for slot in self.slots)
 
@@ -113,9 +105,7 @@ class Arenas:
 
     @property
     def memory(self) -> list[Tensor]:
-        """The memory of each arena that has any."""
         return [one.memory for one in (self.kept, self.gradients) if one.memory is not None]
 
     def hold(self, x: Tensor) -> bool:
-        """Whether `x` lies in a slot of one of them."""
         return self.kept.holds(x) or self.gradients.holds(x)

@@ -68,7 +68,6 @@ class Buffer:
         self.view = memoryview(b"" if memory.is_meta else cast(Any, memory.numpy()))
 
     def tensor(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """Its first bytes as a flat tensor."""
         return self.memory[: numel * dtype.itemsize].view(dtype)
 
 
@@ -95,26 +94,21 @@ class Extent:
 
     @property
     def stored_bytes(self) -> int:
-        """Its bytes in the file, padding included."""
         return aligned(self.numel * self.dtype.itemsize)
 
     def span(self, chunk: int) -> tuple[int, int]:
-        """The elements of a chunk: the first, and the one after the last."""
         size = self.disk.chunk_numel
         return chunk * size, min(self.numel, (chunk + 1) * size)
 
     def chunk_bytes(self, chunk: int) -> int:
-        """The bytes of a chunk in the file, padding included."""
         first, last = self.span(chunk)
         return aligned((last - first) * self.dtype.itemsize)
 
     def sync(self) -> None:
-        """Wait until all that was begun here is written.  Raises DiskError."""
         for chunk in list(self.writes):
             self.disk.finish(self.writes.pop(chunk))
 
     def position(self, chunk: int) -> int:
-        """Where a chunk begins in the file."""
         return self.offset + chunk * self.disk.chunk_numel * self.dtype.itemsize
 
 
@@ -171,13 +165,13 @@ class Disk:
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of all extents in the file, padding included."""
         return sum(extent.stored_bytes for extent in self.extents)
 
     def reserve(self, memory: Tensor, buffer_bytes: int, settle: Settle = lambda _: None) -> None:
         """Cut `memory`, uint8 on the host, into buffers of `buffer_bytes` from an aligned address.
 
-        It has ALIGN_BYTES more than the buffers. `settle` waits for copies from or to a part of it.
+        It has ALIGN_BYTES more than the buffers.  `settle` waits for copies from or to a part of
+        it.
         """
         self.memory, skip = memory, -memory.data_ptr() % ALIGN_BYTES
         self._settle = settle
@@ -187,14 +181,13 @@ class Disk:
 
     @property
     def free(self) -> int:
-        """How many buffers could be acquired without waiting."""
         return len(self._free)
 
     def acquire(self) -> Buffer:
         """A buffer; waits while all are being written.  Raises DiskError.
 
-        Waits for copies between this buffer and the device, and no others.  It is the one that was
-        given back first, whose copies have most likely ended.
+        It is the buffer that was given back first, whose copies to or from the device have most
+        likely ended; it waits for these, and no others.
         """
         with self._changed:
             if not self._free and self.failed is None:
@@ -206,7 +199,6 @@ class Disk:
         return buffer
 
     def release(self, buffer: Buffer) -> None:
-        """Give a buffer back."""
         with self._changed:
             self._free.append(buffer)
             self._changed.notify_all()
@@ -245,14 +237,12 @@ class Disk:
         return done
 
     def finish(self, request: Future[None]) -> None:
-        """Wait until a request is over.  Raises DiskError."""
         if not request.done():
             with self.use.spending("waited"):
                 wait([request])
         request.result()
 
     def sync(self) -> None:
-        """Wait until all that was begun is written.  Raises DiskError."""
         for extent in self.extents:
             extent.sync()
         self.require()
@@ -265,7 +255,6 @@ class Disk:
                 extent.map.madvise(mmap.MADV_DONTNEED)
 
     def require(self) -> None:
-        """Raise the first error, if there was one."""
         if self.failed is not None:
             raise self.failed
 
@@ -296,7 +285,6 @@ class Disk:
             self.release(buffer)
 
     def _transfer(self, act: Transfer, extent: Extent, chunk: int, buffer: Buffer) -> None:
-        """Read or write a chunk.  Raises DiskError."""
         if self.dry:
             return
         size, position = extent.chunk_bytes(chunk), extent.position(chunk)
@@ -323,7 +311,6 @@ class Disk:
 
 
 def _move(act: Transfer, file: int, view: memoryview, position: int) -> None:
-    """Read or write all of `view`, in as many calls as the system makes of it."""
     done = 0
     while done < len(view):
         moved = act(file, [view[done:]], position + done)

@@ -44,7 +44,6 @@ class _Clock:
     since: float = 0.0
 
     def change(self, by: int, now: float) -> None:
-        """Begin (1) or end (-1) a request."""
         if self.requests:
             self.seconds += now - self.since
         self.since = now
@@ -61,7 +60,6 @@ class DiskUse:
 
     @contextmanager
     def request(self, kind: Kind, count: int) -> Iterator[None]:
-        """Around a request of `count` bytes."""
         self._change(kind, 1, 0)
         try:
             yield
@@ -87,7 +85,6 @@ class DiskUse:
 
     @property
     def so_far(self) -> Used:
-        """All requests that are over."""
         with self.lock:
             seconds = [self.clocks[name].seconds for name in _CLOCKS]
             return Used(self.counts["read"], self.counts["written"], *seconds)

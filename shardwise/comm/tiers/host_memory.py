@@ -1,21 +1,16 @@
-"""The memory of a host: what its processes may use, and what is free of it.
+"""The memory of a host: its limit, glibc's settings, and numbers on their way to and from the
+device.
 
 A container or a job of a batch system has a limit of its own, in the files of control groups
-(version 2, then version 1); so may the groups around it. The
-cache of files that it has read counts as used there, and is free for whoever needs it.
-
-Two settings of glibc's malloc: keep freed memory, or return it to the kernel.
+(version 2, then version 1); so may the groups around it.  The cache of files that it has read
+counts as used there, and is free for whoever needs it.
 
 A training step on a processor frees and allocates the same large blocks again and again.  By
 default glibc returns them to the kernel, and every page faults again: about 18,000 faults a step
-for a 33M-parameter model, 5 to 8 % of the step's time.
-
-The cost: the process stays at its peak size, and grows beyond it where small blocks that live long
-lie in freed large ones.  (`engine.memory()` counts live tensors, not this.)  So a run whose
-parameters rest on a disk, for want of memory, returns what it frees.  With another C library
-nothing happens.
-
-Numbers that go to the device and back without a wait for the work that it has been given.
+for a 33M-parameter model, 5 to 8 % of the step's time.  The cost of keeping them: the process stays
+at its peak size, and grows beyond it where small blocks that live long lie in freed large ones.
+(`engine.memory()` counts live tensors, not this.)  So a run whose parameters rest on a disk, for
+want of memory, returns what it frees.  With another C library nothing happens.
 
     x = doubles_on([1.0, 7.0], device)                    a copy to the device is queued
     numbers = HostNumbers(begin_sum(x, axis).wait())      and one to the host
@@ -96,7 +91,6 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> bool:
-    """Ask glibc to return large blocks to the kernel when they are freed.  True if it accepted."""
     return _set(RETURNED_BYTES, RETURNED_BYTES)
 
 
@@ -114,7 +108,6 @@ def _set(mmap_bytes: int, trim_bytes: int) -> bool:
 
 
 def doubles_on(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """The numbers as doubles on `device`."""
     pinned = device.type == "cuda"
     host = torch.tensor(numbers, dtype=torch.float64, device="cpu", pin_memory=pinned)
     return host.to(device, non_blocking=True)
@@ -137,7 +130,6 @@ class HostNumbers:
         return self.copied is None
 
     def read(self) -> list[float]:
-        """The numbers."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.numbers.tolist()

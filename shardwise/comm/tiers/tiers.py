@@ -47,13 +47,9 @@ _SWEEP_AT = 64  # table entries, above which those of freed memory are removed
 class CopyEnd(Protocol):
     """The end of a copy: a torch.cuda.Event."""
 
-    def query(self) -> bool:
-        """Whether the copy has ended."""
-        ...
+    def query(self) -> bool: ...
 
-    def synchronize(self) -> object:
-        """Wait until it has."""
-        ...
+    def synchronize(self) -> object: ...
 
 
 class _HostMemory:
@@ -67,7 +63,6 @@ class _HostMemory:
         self.copies: list[tuple[int, int, CopyEnd]] = []
 
     def of(self, x: Tensor) -> list[CopyEnd]:
-        """The ends of copies from or to elements of `x`."""
         first, end = _span(x)
         return [over for low, high, over in self.copies if low < end and first < high]
 
@@ -83,7 +78,6 @@ class _HostMemory:
 
 
 def _span(x: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one after its last."""
     pairs = zip(x.shape, x.stride(), strict=True)
     first, last = int(x.storage_offset()), sum((size - 1) * int(stride) for size, stride in pairs)
     return first * x.itemsize, (first + last + 1) * x.itemsize
@@ -103,11 +97,9 @@ class Tiers:
 
     @property
     def accelerated(self) -> bool:
-        """Whether the device has memory of its own."""
         return self.device.type == "cuda"
 
     def of(self, x: Tensor) -> Tier:
-        """The tier on which `x` is."""
         if self._disk and self.extent(x) is not None:
             return "disk"
         return "host" if self._memory(x) is not None else "device"
@@ -130,7 +122,6 @@ class Tiers:
         return extent.tensor
 
     def extent(self, x: Tensor) -> Extent | None:
-        """The part of a disk's file that `x` is in; None if it is in memory."""
         return self._disk.get(x.untyped_storage()._cdata)
 
     def own(self, x: Tensor) -> Tensor:
@@ -144,7 +135,6 @@ class Tiers:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of all storages of the host that are alive."""
         with self._lock:
             weak = [each.weak.cdata for each in self._host.values()]
         storages = map(torch.UntypedStorage._new_with_weak_ptr, weak)
@@ -178,7 +168,6 @@ class Tiers:
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def settle(self, x: Tensor) -> None:
-        """Return when no copy from or to the host tensor `x` is under way."""
         memory = self._memory(x)
         for over in [] if memory is None else memory.of(x):
             over.synchronize()
@@ -225,11 +214,9 @@ def begin_copy(
     """Begin to copy `x`, which is on `src`, to `out` on `dst`; None is new memory there.
 
     `out` has the shape and dtype of `x`, and is the result of `wait`.  Not differentiable.  A copy
-    to "disk" needs `out`; `x` may be freed or written at once, and `wait` returns when it is
-    written.  A copy from "disk" needs `out` too; most of it may happen in `wait`.
-
-    Raises:
-        ValueError: `x` or `out` is on another tier, or there is no copy from `src` to `dst`.
+    to or from "disk" needs `out`: to it, `x` may be freed or written at once, and `wait` returns
+    when it is written; from it, most may happen in `wait`.  Raises ValueError if `x` or `out` is on
+    another tier, or if there is no copy from `src` to `dst`.
     """
     if (src, dst) == ("device", "disk") and out is not None:
         return _write_behind(x.detach(), tiers, out)
@@ -252,7 +239,6 @@ def begin_copy(
 
 
 def _copy(x: Tensor, tiers: Tiers, dst: Tier, out: Tensor) -> Pending[Tensor]:
-    """Begin to copy between device and host."""
     if not tiers.accelerated:
         out.copy_(x)
         return Pending([lambda: out])
