@@ -48,7 +48,7 @@ def with_adapters(table: Table, model: nn.Module) -> Table:
 
 
 def _expanded(entries: Entries, modules: Mapping[str, nn.Module]) -> tuple[Entries, Entries]:
-    """What sp sums in wrapped layers; and all entries, those of wrapped layers first."""
+    """The styles that sp sums in wrapped layers; and all entries, with wrapped layers first."""
     summed: dict[str, str] = {}
     styles: dict[str, str] = {}
     for name, module in ((name, m) for name, m in modules.items() if name and _copies(m)):

@@ -37,9 +37,9 @@ _INSTEAD = (
 
 
 def data_axes(world: World, plan: Plan) -> tuple[Axis, Axis]:
-    """The axes among whose ranks the batch is split.
+    """The axes among whose ranks the batch is split; one may have one rank.
 
-    States are sharded along the first one and replicated along the second; one may have one rank.
+    States are sharded along the first one and replicated along the second.
     """
     return world.axis(plan.shard_axis or "none"), world.axis(plan.replicate_axis or "none")
 
@@ -109,10 +109,7 @@ def require_equal_dtypes(batch: Any, numbers: Tensor) -> None:
 
 
 def rows(batch: Any, count: Count | None = None) -> int:
-    """The number of rows of one batch; `count` is the user's `rows=`.
-
-    Raises InputError if it is not certain.
-    """
+    """The rows of a batch; `count` is the user's `rows=`. Raises InputError if uncertain."""
     if count is not None:
         return count(batch)
     if is_empty(batch):
@@ -130,7 +127,6 @@ def _is_of_samples(batch: Any) -> bool:
 
 
 def _tensors(batch: Any) -> list[Tensor]:
-    """The tensors that have rows."""
     return [x for x in leaves(batch, Tensor, objects=True) if x.dim()]
 
 
@@ -153,10 +149,8 @@ def split(batch: Any, parts: int, word: str = "", count: Count | None = None) ->
 
     Rows are dim 0 of all tensors, or the entries of lists if `count` counts those.  With fewer rows
     than microbatches the last ones are empty.  0-d tensors and other values go to every part.
-    `word` is the plan word that asked for the split, for the error.
-
-    Raises:
-        InputError: tensors or lists with different numbers of rows, or none with rows.
+    `word` is the plan word that asked for the split.  Raises InputError for tensors or lists with
+    different numbers of rows, or none with rows.
     """
     if parts == 1 or is_empty(batch, count):
         return [batch] * parts
@@ -176,7 +170,6 @@ def few_rows(batch: Any, count: Count | None, microbatches: int) -> int:
 
 
 def _part(x: Any, *, k: int, parts: int) -> Any:
-    """Part k of a tensor or of a list of samples."""
     if isinstance(x, Tensor):
         return x.tensor_split(parts)[k]
     own = torch.arange(len(x), dtype=torch.int64, device="cpu").tensor_split(parts)[k].tolist()
@@ -243,15 +236,11 @@ def enough(
 
 
 def computed_parts(batch: Any, parts: int, word: str, count: Count | None) -> list[Any]:
-    """The microbatches as a rank computes them: those without rows are filled."""
     return [filled(part, count) for part in split(batch, parts, word, count)]
 
 
 def filled(batch: Any, count: Count | None = None) -> Any:
-    """`batch`, or zeros in its place if it has no rows; they count with weight zero.
-
-    A rank without data must still join every collective of the step.
-    """
+    """`batch`, or zeros of weight zero: a rank without rows joins every collective too."""
     if not is_empty(batch, count):
         return batch
 
@@ -316,5 +305,4 @@ def copied(part: Any) -> Any:
 
 
 def is_written(copy: Any) -> bool:
-    """Whether a forward has written to this copy."""
     return any(x._version for x in leaves(copy, Tensor, objects=True) if not x.is_inference())

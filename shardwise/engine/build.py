@@ -3,9 +3,6 @@
 Each axis shards the result of the previous one: the tensor axis shards parameters, the pipeline
 axis keeps those of a rank's stages, and the data axes flatten these.  Stages and units are chosen
 before, by the sizes of full parameters, so that all ranks make the same choice.
-
-A new technique is one line in `APPLY`. The data technique, which makes flat parameters of what
-these leave, and the pipeline, which is an executor, stand apart.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -93,17 +90,15 @@ class ShardedModel:
         )
 
     def of(self, technique: type[Technique]) -> Technique:
-        """What was applied of that class."""
         return next(each for each in self.applied if isinstance(each, technique))
 
     def copy(self, name: str) -> int:
-        """The index of this rank among those that hold the buffer or module of that name."""
+        """The index of this rank among the holders of the buffer or module of that name."""
         copy = self.place + self.tensor.rank
         return copy + (self.staging.copy(name) if self.staging else 0)
 
     @property
     def place(self) -> int:
-        """The index of this rank among the data ranks."""
         return self.axes[1].rank * self.axes[0].size + self.axes[0].rank
 
 
@@ -196,7 +191,6 @@ def _norms(
 def _sharding(
     model: nn.Module, build: Build, weights: RankZeroWeights, disk: Disk | None, tiling: Tiling
 ) -> Sharding:
-    """The storage of parameters under the model's own plan."""
     world, plan, offload = build.world, build.plan, build.plan.offloaded
     shard, replicate = data_axes(world, plan)
     return Sharding(
@@ -223,7 +217,6 @@ def _sharding(
 
 
 def _gradient_slots(units: Sequence[Unit], pace: Pace) -> Slots:
-    """The slots for gradients that are freed in each backward pass."""
     flats = [[flat.grads for flat in unit.trained if flat.moves.shards_gradient] for unit in units]
     bytes_of = [[g.views.plan.padded * g.like.element_size() for g in unit] for unit in flats]
     return gradient_slots(bytes_of, pace.in_flight)
@@ -273,7 +266,7 @@ def facts_of(
     """What the layouts of a model's parameters follow from, before it is cut.
 
     `units` are the names of the parameters of each unit, `tiles` those of tiles, `at` the stages of
-    each parameter; none without a pipeline.  Raises InputError for a unit of layers with different
+    each parameter, none without a pipeline.  Raises InputError for a unit of layers with different
     plans.
     """
     require_units(units, plan)

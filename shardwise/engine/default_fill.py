@@ -1,12 +1,11 @@
-"""Initial weights of a model on the meta device, if the user gives no `fill`.
+"""Initial weights of a model on the meta device without `fill`, and the cut of parameters to
+layouts.
 
 Each module's own initialisation runs on real memory, one module at a time: the `_init_weights` of
 the model around it (a convention of transformers and of nanoGPT), else its `reset_parameters`.  The
 random state is made from the seed and the module's name, so all plans begin with the same weights.
 
-Cuts the parameters of a model to their layouts: fill, broadcast, narrow.
-
-What a rank of the pipeline does not hold is dropped with the layers of other stages
+Parameters that another rank of the pipeline holds are dropped with the layers of its stages
 (techniques/pipeline/trace/placeholders.py).
 """
 
@@ -29,10 +28,7 @@ from shardwise.techniques.data.flat.flat_parameter import Fill
 
 @dataclass(frozen=True)
 class _Owner:
-    """A module with parameters of its own: their full shapes, and what initialises such a module.
-
-    Later, its parameters are shards.
-    """
+    """A module with full shapes, for its parameters will be shards, and its initialiser."""
 
     prefix: str
     module: nn.Module
@@ -41,10 +37,7 @@ class _Owner:
 
 
 def default_fill(model: nn.Module, seed: int) -> Fill:
-    """Initial weights by the modules' own functions.
-
-    It raises InputError for a parameter that they do not write.
-    """
+    """The modules' own functions. Raises InputError for a parameter that they do not write."""
     owners: dict[str, _Owner] = {}
     for prefix, module in model.named_modules():
         shapes = {name: p.shape for name, p in module.named_parameters(recurse=False)}
@@ -77,7 +70,6 @@ def _takes_module(function: Callable[..., Any]) -> bool:
 
 
 def _initial(owner: _Owner, name: str, seed: int) -> Tensor:
-    """The initial values of one parameter of the module, in fp32."""
     key = name.rpartition(".")[2]
     for initialise in _ways(owner):
         made = {
@@ -111,7 +103,6 @@ def _ways(owner: _Owner) -> Iterator[Callable[[nn.Module], Any]]:
 
 
 def _twin(module: nn.Module, parameters: dict[str, nn.Parameter]) -> nn.Module:
-    """A copy of the module with these parameters, and buffers that may be written to."""
     twin = type(module).__new__(type(module))
     twin.__dict__ = dict(module.__dict__)
     twin._parameters = {key: parameters.get(key) for key in module._parameters}

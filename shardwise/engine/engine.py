@@ -111,7 +111,6 @@ class Engine:
         return guard
 
     def _objective(self, model: nn.Module, part: Any, own: Any = None) -> Tensor:
-        """The loss of a part, or of its copy `own`, to which the forward may write."""
         own = part if own is None else own
         for each in reversed(self.sharded.applied):
             part = each.enter(part, model, own)
@@ -204,13 +203,11 @@ class Engine:
             return LossWeights(counts, size, begin, device, scale, alone=alone)
 
     def _begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
-        """A step or an evaluation begins; returns the parts of the batch to compute."""
         for each in self.sharded.applied:
             parts = each.begin(batch, parts, trains=trains)
         return parts
 
     def _weight(self, count: float, part: Any) -> float:
-        """How many tokens the loss of a part of the batch is the mean of."""
         for each in self.sharded.applied:
             count = each.weight(count, part, self.training.tokens)
         return count
@@ -254,7 +251,6 @@ class Engine:
     def _settle(
         self, summed: Tensor, count: float, arriving: Iterator[Unit]
     ) -> PendingResult | StepResult:
-        """Finish the reductions, agree, update, and begin to gather for the next step."""
         reported = self.guard.reported_loss(summed).view(1)
         own = torch.cat([reported, summed.new_full((1,), count), self.consensus.summary()])
         assert self.weights is not None
@@ -293,7 +289,6 @@ class Engine:
             yield unit
 
     def _over_stages(self, x: Tensor) -> Tensor:
-        """The sum of a small vector over the pipeline axis."""
         return begin_sum(x, self.stages).wait()
 
     @normal_mode()
@@ -346,7 +341,6 @@ class Engine:
             own.put_back()
 
     def wait(self) -> None:
-        """Wait for the gathers of updated parameters, which overlap with the next step."""
         self.data.units.wait()
 
     def flush(self) -> None:
@@ -391,7 +385,6 @@ class Engine:
         return self.coming.boxes
 
     def loaded(self) -> None:
-        """Update every copy after boxes were written to from outside."""
         if self.coming is not None:
             self.coming.give()
             self.coming = None
@@ -409,7 +402,6 @@ class Engine:
         } | state.values(self.model, self.sharded, self.optimizer, self.world)
 
     def load_scalars(self, saved: Mapping[str, Any]) -> None:
-        """Load the numbers of `scalars`, before `loaded()`."""
         self.steps = int(saved["step"])
         self.scale.value, self.scale.good = float(saved["loss_scale"]), int(saved["since"])
         self.scale.value = self.scale.value if self.scale.on else 1.0

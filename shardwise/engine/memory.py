@@ -48,12 +48,10 @@ def owned(engine: "Engine") -> Iterator[Owned]:
 
 
 def weights_of(flat: Flat) -> tuple[tuple[str, Tensor], ...]:
-    """The memory of a flat parameter's weights, with its category."""
     return (GATHERED if flat.reshards else "parameters", flat.full), ("parameters", flat.shard)
 
 
 def gradients_of(flat: Flat) -> list[Tensor]:
-    """The memory of a flat parameter's gradients, on all tiers."""
     of = flat.grads
     every = of.grad, of.gshard, of.host_grad, of.other_host_grad
     return [t for t in every if t is not None]

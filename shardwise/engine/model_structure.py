@@ -36,7 +36,6 @@ class SharedParts:
         self.values: dict[object, Any] = {}
 
     def __call__(self, key: object, make: Callable[[], V]) -> V:
-        """The value of `key`, which `make` returns at the first call."""
         if key not in self.values:
             self.values[key] = make()
         return self.values[key]
@@ -49,7 +48,7 @@ def without_passes(
     facts: Facts,
     expert_layers: Mapping[str, ExpertLayer],
 ) -> ModelSpec:
-    """What a ModelSpec says of a model without its passes, stages and recomputed modules."""
+    """A ModelSpec without passes, stages and recomputed modules."""
     return ModelSpec(
         ModelShape(tuple(map(_unit_shape, specs)), buffer_shapes(plain)),
         _modules(plain, specs),
@@ -104,7 +103,6 @@ def by_shape(parts: Sequence[Any], make: Callable[[Any], V]) -> tuple[V, ...]:
 
 
 def shapes_of(part: Any) -> tuple[Any, ...]:
-    """The shapes and the element types of the tensors in a batch."""
     return tuple((x.shape, x.dtype) for x in leaves(part, Tensor, objects=True))
 
 
@@ -120,16 +118,15 @@ def valueless(model: nn.Module) -> Exception:
 
 
 def buffer_shapes(model: nn.Module) -> tuple[BufferShape, ...]:
-    """The shapes of all buffers of `model`, real or on meta."""
     return tuple(
         BufferShape(name, tuple(b.shape), dtype_name(b.dtype)) for name, b in model.named_buffers()
     )
 
 
 def optimizer_shape(spec: OptimizerSpec, params: Sequence[ParamShape]) -> OptimizerShape:
-    """The states of the optimizer for trained parameters of `params`.
+    """The states of the optimizer for trained parameters of `params`, for any class and options.
 
-    This works for any class and options. (Assumes that groups of one class keep the same.)
+    (Assumes that groups of one class keep the same.)
     """
     if not params:
         return PLAIN
@@ -147,7 +144,6 @@ def optimizer_shape(spec: OptimizerSpec, params: Sequence[ParamShape]) -> Optimi
 
 
 def _shape(spec: OptimizerSpec, group: int, dtype: str, *, whole: bool) -> OptimizerShape:
-    """The states of a group's class, from one step on a matrix [2, 3] of that type."""
     wide = torch.float32 if dtype in HALF else getattr(torch, dtype)
     probe = nn.Parameter(torch.zeros(2, 3, dtype=wide, device="cpu"))
     optimizer = spec.alone(group, probe)
@@ -161,5 +157,4 @@ def _shape(spec: OptimizerSpec, group: int, dtype: str, *, whole: bool) -> Optim
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in a shape, such as "float32"."""
     return str(dtype).removeprefix("torch.")

@@ -1,8 +1,7 @@
-"""A step without a pipeline: the schedule of one stage, whose microbatches accumulate.
+"""A step without a pipeline: the schedule of one stage, whose microbatches accumulate
+(stage_work.py).
 
     F0.0  B0.0  F0.1  B0.1  ...  REDUCE:0      hooks gather, free and reduce units meanwhile
-
-It runs like any other schedule (stage_work.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,6 @@ from shardwise.techniques.pipeline.stage_work import Microbatch, ScaledLoss, Sta
 
 @lru_cache(maxsize=16)
 def one_stage(microbatches: int) -> Schedule:
-    """Forward and backward of one microbatch after the other, on one rank."""
     row = [Action(op, 0, i) for i in range(microbatches) for op in ("F", "B")]
     return lower(Schedule((tuple(row),), (0,), microbatches))
 
@@ -103,15 +101,13 @@ class OneStage:
     def require(self, *_: Any) -> None:
         """Do nothing: a microbatch may have no rows."""
 
-    def updater(self, optimizer: Any, guard: Any) -> None:
-        """None: the schedule has no updates of its own."""
+    def updater(self, optimizer: Any, guard: Any) -> None: ...
 
     def shared(self, names: Sequence[str], used: Tensor) -> Tensor:
-        """Which of the named parameters any rank used, of those that this one used: the same."""
+        """Which of the named parameters any rank used: those that this one used."""
         return used
 
     def leave_out(self) -> bool:
-        """A step ends without its update; whether some weights have changed: none."""
         return False
 
 

@@ -165,7 +165,6 @@ class EngineOptions:
 
     @property
     def checks(self) -> CheckEvery:
-        """How often ranks are compared."""
         return CheckEvery.parse(self.check_every)
 
     @property
@@ -187,12 +186,10 @@ class EngineOptions:
 
     @property
     def objective(self) -> Loss:
-        """The loss, which checks what it returns."""
         return validate.loss(own_loss if self.loss is None else self.loss)
 
     @property
     def shared(self) -> dict[str, object]:
-        """Those that must be equal on all ranks, as errors name them."""
         return {f"the option {name}": getattr(self, name) for name in SHARED}
 
 

@@ -150,14 +150,12 @@ def build_engine(
 
 
 def _print_defaults(options: EngineOptions, model: nn.Module) -> None:
-    """Print the default optimizer if it is used, and warn of patterns that match no parameter."""
     if options.optimizer is None:
         print("shardwise: without optimizer=, the optimizer is sw.AdamW(lr=3e-4)", file=sys.stderr)
     options.spec.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])
 
 
 def plan_of(plan: Plan | str) -> Plan:
-    """Parse a plan if it is a text."""
     return plan if isinstance(plan, Plan) else Plan.parse(plan)
 
 
@@ -173,7 +171,6 @@ def _completed(plan: Plan, world: World) -> Plan:
 
 
 def _require_shardable_model(model: nn.Module, plan: Plan, units: Rule) -> None:
-    """Raise InputError for a model that cannot be sharded by the plan, before anything changes."""
     validate.trainable(model)
     validate.no_max_norm(model, plan.data_size * (1 + (plan.precision in ("bf16", "fp16"))))
     no_wrapper(model)

@@ -1,7 +1,7 @@
 """`sw.predict`: what a rank holds and sends under a plan, without starting one.
 
-A prediction depends on the shapes of the batch. `Predictor` makes one for each batch of a run and
-reuses those of batches with the same shapes, unless the model reads values.
+A prediction depends on the shapes of the batch.  `Predictor` makes one for each batch of a run and
+reuses it for batches with the same shapes, unless the model reads values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -120,8 +120,8 @@ def predict_with(
 class Predictor:
     """The predictions of one rank for batches of any shape.
 
-    `model` must not change: pass another copy to `parallelize`. The plan is completed for a world
-    of `ranks`. The bytes of layers of experts on the axis `ep` and their activations depend on the
+    `model` must not change: pass another copy to `parallelize`.  The plan is completed for a world
+    of `ranks`.  The bytes of layers of experts on the axis `ep` and their activations depend on the
     tokens: `Prediction.in_step` takes the loads of the experts.
     """
 
@@ -162,11 +162,11 @@ class Predictor:
     ) -> Prediction:
         """The prediction for a step on `batch`, this rank's share of the global batch.
 
-        `counts` are the rows of all data ranks in each microbatch; None: those of `batch` on each.
-        Layers with a mesh of their own depend on them. `loads` are those of the experts in each
-        microbatch, on which their activations in host memory depend; even ones if not given.
-        `whole`: for `Prediction.in_evaluation`, in which the batch is not divided into
-        microbatches.
+        counts  the rows of all data ranks in each microbatch, for layers with a mesh of their own;
+                None: those of `batch` on each
+        loads   of the experts in each microbatch, for their activations in host memory; even ones
+                if not given
+        whole   for `Prediction.in_evaluation`: the batch is not divided into microbatches
 
         Raises InputError for a model that does not run on the meta device.
         """
@@ -219,5 +219,4 @@ class Predictor:
 
 
 def notes_of(note: str, plan: Plan) -> tuple[str, ...]:
-    """The notes of a prediction: that of its pass, and of what depends on the routing of tokens."""
     return tuple(filter(None, (note, EVEN if plan.ep > 1 else "")))

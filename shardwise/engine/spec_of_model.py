@@ -1,8 +1,7 @@
-"""The spec of the plain, unsharded model.
+"""The spec of the plain, unsharded model, from two copies of it on the meta device.
 
-It uses two copies of the model on the meta device. One runs a forward and a backward pass
-(meta_pass.py). Under a pipeline, the other is partitioned into stages, and a forward shows what
-crosses each boundary (techniques/pipeline/trace/tracer.py).
+One runs a forward and a backward pass (meta_pass.py).  Under a pipeline, the other is partitioned
+into stages, and a forward shows what crosses each boundary (techniques/pipeline/trace/tracer.py).
 """
 
 import math
@@ -102,9 +101,10 @@ def model_spec(
 ) -> ModelSpec:
     """The plain model, with the units, stages and precision of `plan`.
 
-    `rank` matters if tensor ranks have parts of several sizes. `counts`: the rows of data ranks in
-    each microbatch, for layers with their own mesh. `whole`: the batch is one, to be evaluated.
-    `loads`: of the experts in each microbatch, on which the activations in host memory depend.
+    rank    matters if tensor ranks have parts of several sizes
+    counts  the rows of data ranks in each microbatch, for layers with their own mesh
+    whole   the batch is one, to be evaluated
+    loads   of the experts in each microbatch, on which the activations in host memory depend
     """
     plain = plain_copy(model, plan)
     parts = computed_parts(batch, 1 if whole else plan.microbatches, plan.cut, options.rows)
@@ -142,7 +142,6 @@ def stage_cuts(
 def positions_of(
     plain: nn.Module, plan: Plan, rank: int, options: EngineOptions
 ) -> RecordedPositions:
-    """The positions of a rank, of which passes of a plain model are recorded."""
     return RecordedPositions(plain, plan, rank, tokens=options.tokens is not None)
 
 
@@ -153,7 +152,6 @@ def _call(
     model: nn.Module,
     rows: Any,
 ) -> Tensor:
-    """The loss of a part of a batch, of this rank's positions."""
     context.enter(rows)
     return objective(model, widened(rows, dtype))
 
@@ -178,7 +176,6 @@ def _with_one_mesh(
     parts: Sequence[Any],
     loads: Sequence[Loads],
 ) -> ModelSpec:
-    """The spec of a model under a plan, on a rank, perhaps with a table of styles."""
     (plan, rank, table), (plain, record, call, taped) = under, how
     if table is not None:
         spec = _with_table(spec, (plan, rank, table), how, parts)
@@ -213,7 +210,6 @@ def _loaded(
 def _with_table(
     spec: ModelSpec, under: tuple[Plan, int, Table], how: Recording, parts: Sequence[Any]
 ) -> ModelSpec:
-    """The spec of a model under a plan, on a rank, with a table of styles."""
     (plan, rank, table), (plain, record, call, taped) = under, how
     tensors = spec.tensors
     assert tensors is not None
@@ -243,10 +239,6 @@ def _with_meshes(
     how: Recording,
     parts: Sequence[tuple[Any, Counts]],
 ) -> ModelSpec:
-    """The spec of a model with layers that have meshes of their own.
-
-    `parts` are the microbatches, each with the rows of all data ranks.
-    """
     (plain, record, call, taped), plan, rank = how, passes.plan, passes.rank
     tensors, own = spec.tensors, spec.layers
     heads = {} if tensors is None else _heads(tensors, tensor_world(plan, rank).axis(TENSOR))
@@ -281,10 +273,7 @@ def _heads(tensors: TensorSpec, axis: Axis) -> dict[str, tuple[Axis, Cut]]:
 
 
 def recomputed_kinds(spec: ModelSpec, plan: Plan, kinds: dict[str, str]) -> dict[str, str]:
-    """`kinds`, or under a budget the choice for these modules.
-
-    Under sequence parallelism inputs are already shards, and nothing is partitioned.
-    """
+    """`kinds`, or a budget's choice; under sp inputs are shards, and nothing is partitioned."""
     if plan.sp and plan.partitioned:
         return dict.fromkeys(kinds, FULL)
     budget_bytes = recompute_budget(plan.recompute)
@@ -337,9 +326,9 @@ def plain_copy(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def on_tensor_axis(plain: nn.Module, plan: Plan, rank: int, table: Table | None) -> nn.Module:
-    """A copy of a plain model, sharded for `rank` under the styles of `table`.
+    """A copy of a plain model, sharded for `rank` under the styles of `table`; nothing is sent.
 
-    It is on the device of `plain` (meta or CPU); nothing is sent.
+    It is on the device of `plain` (meta or CPU).
     """
     on_meta = any(p.is_meta for p in plain.parameters())
     laid_out = (meta_pass.meta_copy if on_meta else meta_pass.value_copy)(plain)
@@ -358,7 +347,6 @@ def _real(model: nn.Module, plan: Plan, options: EngineOptions) -> nn.Module:
 
 
 def calls_in(plain: nn.Module, options: EngineOptions, known: SharedParts) -> Calls:
-    """The calls of the modules of a plain model in its loss."""
     return known(("calls",), lambda: calls_of(plain, options.objective))
 
 
@@ -378,8 +366,8 @@ def structure(
 ) -> ModelStructure:
     """The spec of a plain model under a plan, without its passes.
 
-    `staged` gives what crosses stages, if the plan has a pipeline. `known` is shared by plans
-    with the same recomputation and without plans of single layers.
+    `staged` gives what crosses stages, if the plan has a pipeline.  `known` is shared by plans with
+    the same recomputation and without plans of single layers.
     """
     known, tensor = known or SharedParts(), (plan.mesh.size_of(TENSOR), plan.sp)
     expert_parallel.check_experts(plain, plan)
@@ -430,7 +418,6 @@ def structure(
 def _sharding(
     plan: Plan, options: EngineOptions, tiling: Tiling, alone: tuple[str, ...]
 ) -> Sharding:
-    """The values that the choice of units depends on, which exclude the axes."""
     return Sharding(
         row=plan.states,
         shard=Axis("none"),

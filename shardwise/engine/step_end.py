@@ -40,7 +40,7 @@ class StepResult:
 
 
 class PendingResult:
-    """The numbers of a step on their way to the host, with what is needed to report them.
+    """The numbers of a step on their way to the host, with what is needed to report them:
 
     over, parts, loss, tokens, used..., checksum, sum of squares of gradients, differs
     """
@@ -200,7 +200,6 @@ def _norm_of(result: StepResult) -> float | None:
 
 
 def _not_finite(step: int, result: StepResult) -> NonFiniteError:
-    """The error of a step whose gradients are gone."""
     norm = _norm_of(result)
     what = "the loss or a gradient is" if norm is None else f"the gradient's norm is {norm},"
     return NonFiniteError(f"Step {step}: {what} not finite. It was not used in any update")

@@ -11,9 +11,9 @@
     every `check_every` steps    the batch                                 tp and pp axes
                                  the loss, a sum and a norm of gradients   the tp axis
 
-What ranks compare by numbers that they sum anyway is in techniques/data/same_on_ranks.py.
+techniques/data/same_on_ranks.py has what ranks compare by numbers that they sum anyway.
 
-The ranks of a tp axis compute one step together, and compute every replicated parameter's gradient
+The ranks of a tp axis compute one step together, and every replicated parameter's gradient
 redundantly.  If such a parameter is applied to a part of the features, its gradient is a partial
 sum, which no shape error reveals.  So ranks exchange checksums: sums with fixed weights, which
 differ if the tensors differ.  They do so in three steps, because a gradient of zeros proves nothing
@@ -157,10 +157,7 @@ def _function_text(function: Any) -> str:
 
 
 def _floats_of(function: Any) -> dict[str, float]:
-    """The floats that a function reads, by name.
-
-    Other values may differ between ranks: a device, a file, a rank that prints.
-    """
+    """The floats that a function reads: other values (a device, a file) may differ."""
     return {name: value for name, value in _read_by(function).items() if type(value) is float}
 
 
@@ -228,8 +225,8 @@ class ConsistencyCheck:
     def begin(self, step: int, batch: Any) -> dict[Key, Tally]:
         """Decide what step `step` (from 0) compares, and compare the batch.
 
-        Returns what this rank sent to compare the first step with the plain model: it is no part of
-        the step.
+        Returns what this rank sent to compare the first step with the plain model: no part of the
+        step.
         """
         again = self.every > 0 and step % self.every == 0
         self.compared_batch = again or not step
@@ -249,7 +246,6 @@ class ConsistencyCheck:
         return self.axis.ledger.since(before)
 
     def end(self, *, skipped: bool) -> None:
-        """The step has made its update, or skipped it."""
         self.checked += not skipped
 
     def require_batch(self, batch: Any) -> None:
@@ -271,8 +267,7 @@ class ConsistencyCheck:
     ) -> Iterator[U]:
         """`arriving`, after the comparison that this step makes once all gradients are reduced.
 
-        Raises:
-            InputError: the loss or a gradient differs between ranks.
+        Raises InputError if the loss or a gradient differs between ranks.
         """
         if not self.compared_gradients:
             return arriving
@@ -326,7 +321,6 @@ class ConsistencyCheck:
         return names, torch.stack([*sums, *sizes]) if names else none.new_zeros(0)
 
     def _replicates(self, flat: Flat) -> bool:
-        """Whether it is on this axis: not that of layers with a mesh of their own."""
         return any(axis == self.axis.name for axis, _ in flat.layouts[0].axes)
 
     def _other_losses(self, losses: Sequence[float]) -> Exception:
@@ -362,10 +356,7 @@ def _is_32_bit(flat: Flat) -> bool:
 
 
 def batch_hash(batch: Any, hashes: int, device: torch.device, *, floats: bool) -> Tensor:
-    """A whole number below `hashes` of the shapes and bits of a batch's tensors, on the device.
-
-    A few kernels for each tensor: it is computed in each step.
-    """
+    """A whole number below `hashes` of the shapes and bits of a batch; a few kernels a tensor."""
     found = torch.zeros((), dtype=torch.int64, device=device)
     tensors = leaves(batch, Tensor, objects=True)
     for x in (x for x in tensors if type(x) is Tensor and x.layout == torch.strided):
@@ -395,6 +386,5 @@ def share_sums(
 
 
 def _same_batch(first: Tensor, second: Tensor) -> bool:
-    """Whether two batches with these checksums are the same."""
     (exact, sums, sizes) = torch.stack([first, second], dim=1)
     return bool(exact[0] == exact[1]) and _close(sums, sizes.max(), BATCH_TOLERANCE)

@@ -1,10 +1,8 @@
-"""Whether a step fits `device_memory` by prediction.
+"""Whether a step fits `device_memory`, `offload:auto`, and the error when memory runs out.
 
 A step stores LEAST to MOST times its prediction (prediction/peak_memory.py).  So a plan is refused
 before it starts if LEAST times the prediction exceeds the bound. A suggested bound has room for
 MOST times the prediction.
-
-The error when memory runs out in a step: what the rank stores, and a plan that would help.
 
     try:
         engine.step(batch)
@@ -14,13 +12,13 @@ The error when memory runs out in a step: what the rank stores, and a plan that 
 The error lists the bytes of the rank's tensors at that moment beside the predicted ones, and names
 a plan under which the largest of these is smaller (prediction/relief.py).
 
-`offload:auto`: the least offload with which a step is predicted to fit the device's memory.
+`offload:auto` is the least offload with which a step is predicted to fit `device_memory` (on CUDA
+also the device's own memory), on every stage of a pipeline:
 
     nothing    optim=x for one unit, two, ...    optim    param
 
-The first that fits `device_memory` (on CUDA also the device's own memory) is taken; it must fit on
-every stage of a pipeline. A prediction has no temporary memory of kernels: leave room for it.
-States on a disk are not among them: they take as much of the device as those in host memory.
+A prediction has no temporary memory of kernels: leave room for it.  States on a disk are not among
+them: they take as much of the device as those in host memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -123,7 +121,6 @@ def stored(engine: Engine) -> dict[str, int]:
 def _table(
     head: tuple[str, str, str], rows: Sequence[tuple[str, int | None, int | None]]
 ) -> Iterator[str]:
-    """Lines of three columns, numbers to the right."""
     shown = [head] + [(name, *("-" if n is None else f"{n:,}" for n in of)) for name, *of in rows]
     widths = [max(len(row[column]) for row in shown) for column in range(3)]
     for name, *numbers in shown:
@@ -142,7 +139,6 @@ def with_offload(
     """`plan` with the offload chosen for `offload:auto`; any other plan is returned unchanged.
 
     `predict` gives the prediction of a plan for the model and the batch of the run, on any rank.
-
     Raises InputError if there is no bound on the memory, or if nothing fits (with the least bound
     that does).
     """
@@ -186,7 +182,6 @@ def _bound(plan: Plan, device: torch.device | None) -> int:
 
 
 def _candidates(plan: Plan, predict: Callable[[Plan], Prediction]) -> Iterator[Prediction]:
-    """Predictions from the least offload to the most."""
     none = predict(replace(plan, offload=None))
     yield none
     numels = [sum(p.numel for p in unit.params if p.trainable) for unit in none.model.units]

@@ -53,12 +53,10 @@ class Guard:
         self.skips = 0  # skipped updates in a row
 
     def begin(self) -> None:
-        """Forget the previous step."""
         self.made.clear()
         self.first = ""
 
     def passed(self) -> None:
-        """Record that the step was updated."""
         self.skips = 0
         self.begin()
 
@@ -111,8 +109,8 @@ class Guard:
     ) -> NonFiniteError | None:
         """Record that the step was not updated.  Returns the error to raise on every rank, if any.
 
-        `find` makes the error, and `expected` says that such steps are normal (fp16, where they
-        lower the loss scale).  All ranks must call it.
+        `find` makes the error; `expected`: such steps are normal (fp16, where they lower the loss
+        scale). All ranks must call it.
         """
         self.skips += 1
         error = None
@@ -130,7 +128,8 @@ class Guard:
     def error(
         self, step: int, summed: Tensor, flats: Sequence[Flat], norm: float | None
     ) -> NonFiniteError:
-        """What is not finite, on which ranks; `norm` of the gradients if that is it.
+        """The error that names what is not finite, on which ranks; `norm` of the gradients if that
+        is it.
 
         All ranks must call it, while they have the gradients of the step.
         """
@@ -160,12 +159,10 @@ class Guard:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """The sum as a 0-d double."""
     return x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).double()
 
 
 def _first(flats: Sequence[Flat]) -> str:
-    """The first parameter whose reduced gradient on this rank is not finite; "" if none."""
     return first_not_finite(
         (flat, flat.grads.gshard) for flat in flats if flat.grads.gshard is not None
     )
@@ -173,10 +170,7 @@ def _first(flats: Sequence[Flat]) -> str:
 
 @torch.no_grad()
 def first_not_finite(blocks: Iterable[tuple[Flat, Tensor]]) -> str:
-    """The name of the first parameter with a non-finite value; "" if all are finite.
-
-    Each flat parameter comes with this rank's shard: of weights, gradients or optimizer state.
-    """
+    """The first parameter with a non-finite value in this rank's shards; "" if all are finite."""
     for flat, values in blocks:
         for name, (low, high) in zip(flat.names, flat.pieces, strict=True):
             if not bool(values[low:high].isfinite().all()):

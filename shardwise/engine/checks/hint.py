@@ -1,10 +1,9 @@
-"""Errors in a step: what a tensor plan may lack, which inputs are not cast, the step.
-
-torch.compile where single operations are followed: the model runs without it.
+"""Errors in a step: what a tensor plan may lack, which inputs are not cast, the step's number.
 
 Under data parallelism a compiled block sees full parameters, and hooks run between two graphs
 (core/tools/structure.py).  Tensor parallelism, context parallelism and pipelines intercept single
-operations of a forward pass, which a compiled graph no longer has.
+operations of a forward pass, which a compiled graph no longer has: there the model runs without
+torch.compile.
 """
 
 import re
@@ -76,7 +75,6 @@ def no_attribute(engine: Any, name: str) -> Any:
 
 
 def no_call(_: Any, *__: Any, **___: Any) -> Any:
-    """Raise the error for a call of an engine."""
     instead = "engine.step(batch), or engine.evaluate(batch) for the loss without an update"
     raise bad("a call of an engine, as of a module", _ALLOWED, instead)
 
@@ -112,7 +110,6 @@ def sharded(plan: Plan, alone: Callable[[], object]) -> Iterator[None]:
 
 
 def _advice(plan: Plan, error: Exception) -> Iterator[tuple[str, str]]:
-    """What the plan or the table may lack."""
     if plan.context is not None and plan.cp > 1 and not isinstance(error, InputError):
         yield _BATCH, _CUT
     if plan.mesh.size_of(TENSOR) > 1 and _SHAPES.search(str(error)):
@@ -150,7 +147,6 @@ def dtypes(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def followed(plan: Plan) -> bool:
-    """Whether the plan intercepts single operations."""
     return plan.pipeline is not None or plan.mesh.size_of("tp") > 1 or plan.cp > 1
 
 

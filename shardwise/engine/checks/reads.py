@@ -5,14 +5,14 @@
 
 A module keeps its parameters in a table, which `module.weight` reads.  On a sharded module the
 table is a `Parameters`: where the full value is there it gives the parameter itself, elsewhere a
-`Read`, which has its shape, dtype and device.  The first operation that needs the values
-gathers them, on all ranks, and continues with the parameter; its unit stays gathered until the end
-of the backward pass.  A weight that is split over tensor ranks has no full value to gather: an
-operation on it outside of its layer raises.
+`Read`, which has its shape, dtype and device.  The first operation that needs the values gathers
+them, on all ranks, and continues with the parameter; its unit stays gathered until the end of the
+backward pass.  A weight that is split over tensor ranks has no full value to gather: an operation
+on it outside of its layer raises.
 
-`module.parameters()` gives this rank's pieces, on which optimizers and averages of weights work;
-between a recorded forward pass and its backward pass it gives full parameters, since a loss is
-computed from them then; so it does within a forward pass of training under no_grad, where momentum
+`module.parameters()` gives this rank's pieces, on which optimizers and averages of weights work.
+Between a recorded forward pass and its backward pass it gives full parameters, since a loss is
+computed from them then, and also within a forward pass of training under no_grad, where momentum
 encoders are updated.
 """
 
@@ -93,7 +93,6 @@ class Read(Tensor):
 
     @property
     def device(self) -> torch.device:
-        """The device on which the full value is computed with."""
         return self.place
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -140,7 +139,6 @@ class Parameters(dict[str, nn.Parameter | None]):
         return super().items()
 
     def values(self) -> ValuesView[nn.Parameter | None]:
-        """All parameters, as `items` gives them."""
         for act in self.iterated:
             act()
         return super().values()
@@ -166,7 +164,6 @@ class _Plain:
 
 
 def _guarded(module: nn.Module) -> Parameters:
-    """The guarded table of `module`."""
     if not isinstance(module._parameters, Parameters):
         module._parameters = Parameters(module._parameters)
     return module._parameters
@@ -226,7 +223,6 @@ class _Reads:
         return read
 
     def gather(self, unit: Unit) -> None:
-        """Gather a unit, until the pass ends or an optimizer steps on its parameters."""
         data = self.data()
         if data is not None:
             data.open(unit)

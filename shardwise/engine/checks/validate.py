@@ -1,11 +1,8 @@
 """Checks of arguments that are torch objects: modules, functions, optimizers, worlds.
 
 Numbers and words are checked by core/tools/arguments.py.  All checks precede any change of the
-model.
-
-The user's functions (loss, tokens, fill) are wrapped, so that their results are checked too.  A
-wrong result raises an InputError that says what to return, instead of torch's error from the middle
-of a step.
+model.  The user's functions (loss, tokens, fill) are wrapped: a wrong result raises an InputError
+that says what to return, instead of torch's error from the middle of a step.
 """
 
 import inspect
@@ -26,7 +23,6 @@ LOSS = "loss=lambda model, batch: mse_loss(model(batch[0]), batch[1])"
 
 
 def module(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
-    """Raise InputError unless `value` is a module.  `caller` is named in the error."""
     if not isinstance(value, nn.Module):
         allowed = "an nn.Module instance"
         raise bad(f"{caller} of {short_repr(value)}", allowed, f"{caller}({example}, ...)")
@@ -129,13 +125,11 @@ def recording() -> None:
 
 
 def world(value: Any) -> None:
-    """Raise InputError unless `value` is a world."""
     if not isinstance(value, World):
         raise bad(f"world={short_repr(value)}", "the world that sw.init() returns", "sw.init()")
 
 
 def leased_world(value: World | None) -> World:
-    """The world for one wrapped module (comm/world.py). Raises InputError for anything else."""
     if value is not None:
         world(value)
     return leased(value)
@@ -294,7 +288,6 @@ def fill_used(fill: Any, seed: int, model: nn.Module, missing: Sequence[str]) ->
 
 
 def _in_place(value: Callable[[str, Tensor], Any], example: str) -> Callable[[str, Tensor], None]:
-    """The user's fill, which must write to its second argument."""
 
     def checked(name: str, tensor: Tensor) -> None:
         """Fill the parameter, and check that it was written in place."""

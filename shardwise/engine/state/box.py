@@ -23,11 +23,9 @@ class Box:
 
     @classmethod
     def full(cls, name: str, tensor: Tensor, replica: int = 0) -> "Box":
-        """The box with all elements of a tensor."""
         shape = tuple(tensor.shape)
         return cls(name, shape, (0,) * len(shape), shape, tensor, replica)
 
 
 def block(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """A view of the elements [offsets, offsets + sizes) of a tensor."""
     return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]

@@ -1,4 +1,5 @@
-"""What modules give by `get_extra_state`, in a checkpoint: tensors as boxes, the rest as JSON.
+"""The extra states of modules (`get_extra_state`) in a checkpoint: tensors as boxes, the rest as
+JSON.
 
 extra/PATH/NAME     a tensor in the extra state of module NAME, whole
 {NAME: value}       the value in the scalars (json_values.py)
@@ -23,8 +24,8 @@ Give = Callable[[], None]
 def outgoing(model: nn.Module, copy: Callable[[str], int]) -> tuple[list[Box], dict[str, Any]]:
     """The boxes, and the values of modules of which this rank is the first holder.
 
-    `copy(name)` is the index of this rank among those that hold the module.
-    Raises InputError for a value that is neither a tensor nor JSON.
+    `copy(name)` is the index of this rank among those that hold the module.  Raises InputError for
+    a value that is neither a tensor nor JSON.
     """
     boxes: list[Box] = []
     values: dict[str, Any] = {}

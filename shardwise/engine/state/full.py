@@ -92,7 +92,6 @@ def plain_of(engine: Engine) -> nn.Module:
 
 
 def data_boxes(module: nn.Module, data: Data) -> list[Box]:
-    """The weights and buffers that a rank of sw.DDP or sw.FSDP holds."""
     found = [box for flat in flats_of(data.units.order) for box in state.boxes_of(flat, "model")]
     rank = data.consensus.axes[0].rank
     return [*found, *_whole("buffer", module.named_buffers(), lambda _: rank)]
@@ -122,7 +121,6 @@ def pipe_names(module: nn.Module, piped: Piped) -> Iterator[tuple[str, nn.Parame
 def _whole(
     kind: str, named: Iterable[tuple[str, Tensor]], replica: Callable[[str], int]
 ) -> list[Box]:
-    """One box for each unsharded tensor."""
     return [Box.full(f"{kind}/{plain_key(name)}", t.detach(), replica(name)) for name, t in named]
 
 
@@ -149,7 +147,6 @@ def entries(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def is_extra(key: str) -> bool:
-    """Whether a key is that of a module's extra state."""
     return key.rpartition(".")[2] == EXTRA
 
 
@@ -198,7 +195,6 @@ def collected(boxes: Sequence[Box], axis: Axis, device: torch.device) -> dict[st
 
 
 def _send_all(boxes: Sequence[Box], axis: Axis, device: torch.device) -> None:
-    """Send to rank 0: the length of the list of boxes, the list, the boxes."""
     listed = [
         (box.name, box.shape, box.offsets, box.sizes, str(box.tensor.dtype).removeprefix("torch."))
         for box in boxes
@@ -222,7 +218,6 @@ def _place(
     offsets: Sequence[int],
     values: Tensor,
 ) -> None:
-    """Write a box into its full tensor."""
     whole = found.get(name)
     if whole is None:
         whole = found[name] = torch.empty(tuple(shape), dtype=values.dtype, device="cpu")

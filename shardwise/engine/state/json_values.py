@@ -69,7 +69,6 @@ def pack(value: Any, what: str, path: str, tensors: dict[str, Tensor] | None) ->
 
 
 def _scalar(value: Any) -> dict[str, Any] | None:
-    """A number or bytes that JSON does not have; None for other values."""
     if type(value) is complex:
         return {"complex": [value.real, value.imag]}
     if type(value) is bytes:

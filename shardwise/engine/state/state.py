@@ -48,10 +48,7 @@ Part = tuple[tuple[int, ...], Tensor, int]
 
 
 def boxes(model: nn.Module, sharded: ShardedModel, optimizer: ShardedOptimizer) -> list[Box]:
-    """All boxes of this rank; `replica` is 0 on exactly one of the ranks that hold the same.
-
-    Raises DiskError if states on a disk cannot be written.
-    """
+    """All boxes of this rank; `replica` is 0 on one holder of each. Raises DiskError."""
     states, _ = outgoing(optimizer.state, held_parameters(optimizer))
     extra, _ = extra_state.outgoing(model, sharded.copy)
     return [*weights(sharded.flats, optimizer), *states, *buffers(model, sharded), *extra]
@@ -67,7 +64,6 @@ def values(
 
 
 def merged(own: dict[str, dict[str, Any]], world: World) -> dict[str, dict[str, Any]]:
-    """The values of all ranks.  All ranks call it."""
     every = all_gather_object(own, world)
     return {kind: {k: v for each in every for k, v in each[kind].items()} for kind in own}
 
@@ -103,16 +99,12 @@ class Loading:
         self.boxes = [*fixed, *self.states.boxes, *extra]
 
     def give(self) -> None:
-        """Let the optimizer and the modules have what is in the boxes."""
         self.states.give(self.optimizer.state)
         self.give_extra()
 
 
 def weights(flats: Sequence[Flat], optimizer: ShardedOptimizer) -> list[Box]:
-    """The boxes of this rank's pieces of the parameters.
-
-    Raises DiskError if states on a disk cannot be written.
-    """
+    """The boxes of this rank's pieces of the parameters. Raises DiskError."""
     optimizer.follow(optimizer.flats)
     optimizer.states.expose()
     masters = {id(f): optimizer.masters.get(k) for k, f in enumerate(optimizer.flats)}
@@ -167,7 +159,6 @@ def held_parameter(
 
 
 def buffers(model: nn.Module, sharded: ShardedModel) -> list[Box]:
-    """The model's buffers."""
     return [
         Box.full(f"buffer/{plain_key(name)}", b, sharded.copy(name))
         for name, b in model.named_buffers()
@@ -239,9 +230,8 @@ def _expected(
 ) -> Callable[[HeldParameter], set[str]]:
     """The keys of a parameter's state, where a checkpoint may be one of another optimizer.
 
-    The keys of one class may depend on a parameter's sizes, except in classes of torch.
-
-    Raises InputError for a checkpoint without any state, saved by another class of optimizer.
+    The keys of one class may depend on a parameter's sizes, except in classes of torch.  Raises
+    InputError for a checkpoint without any state, saved by another class of optimizer.
     """
     spec, known = optimizer.spec, scalars.get("optimizer")
     name, keys = spec.kind.__name__, cache(spec.state_keys)
@@ -270,10 +260,10 @@ def refresh(optimizer: ShardedOptimizer, units: Units) -> None:
 
 
 def keep_keys(module: nn.Module, data: Data, flats: Sequence[Flat]) -> list[RemovableHandle]:
-    """Make `module.state_dict()` return full tensors and `load_state_dict` accept them.
+    """Make `module.state_dict()` return full tensors and `load_state_dict` accept them; handles
+    undo it.
 
-    If parameters are sharded, both are collective: all ranks call them.  Removing the returned
-    handles undoes this.
+    If parameters are sharded, both are collective: all ranks call them.
     """
     if not any(flat.split for flat in flats):  # p is whole between steps
         return []
