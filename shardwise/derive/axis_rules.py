@@ -1,9 +1,4 @@
-"""The rules for axes in torch's operations, one function for each kind.
-
-A rule takes the dims of an operation's input tensors, and returns the dims of its first result.  An
-operation without a rule mixes every axis of its inputs.
-
-Axes: what the dims of tensors range over, traced through the operations of a model.
+"""Axes that the dims of tensors range over, and the rule of each operation of torch for them.
 
 Every dim of a tensor is a product of axes, from major to minor:
 
@@ -14,6 +9,9 @@ Every dim of a tensor is a product of axes, from major to minor:
     y.softmax(-1)                                   the last axis is mixed: it cannot be sharded
 
 An axis that nothing mixes can be sharded: each rank holds a part of every tensor that has it.
+
+A rule takes the dims of an operation's input tensors, and returns the dims of its first result.  An
+operation without a rule mixes every axis of its inputs.
 """
 
 import math
@@ -27,10 +25,7 @@ from torch import Tensor
 
 
 class TracedAxis:
-    """One axis, `size` long. A split axis has parts; a united one is another axis.
-
-    `mixed` says why ranks cannot hold parts of it; "" if they can.
-    """
+    """One axis, split into parts or united with another; `mixed` says why none is sharded."""
 
     __slots__ = ("_mixed", "_parts", "_same", "size")
 
@@ -58,11 +53,9 @@ class TracedAxis:
 
     @property
     def mixed(self) -> str:
-        """Why it cannot be sharded."""
         return self.root._mixed
 
     def mix(self, why: str) -> None:
-        """Mark the axis as impossible to shard."""
         for leaf in self.leaves:
             leaf._mixed = leaf._mixed or why
 
@@ -73,7 +66,6 @@ class TracedAxis:
         root._parts = TracedAxis(major, root._mixed), TracedAxis(root.size // major, root._mixed)
 
     def unite(self, other: "TracedAxis") -> None:
-        """Make two leaves one axis."""
         mine, theirs = self.root, other.root
         if mine is not theirs:
             mine._mixed = mine._mixed or theirs._mixed
@@ -85,17 +77,14 @@ Dim = tuple[TracedAxis, ...]
 
 
 def fresh(size: int, mixed: str = "") -> Dim:
-    """A dim of a new axis."""
     return () if size == 1 else (TracedAxis(size, mixed),)
 
 
 def leaves(dim: Iterable[TracedAxis]) -> list[TracedAxis]:
-    """The unsplit axes of a dim."""
     return [leaf for axis in dim for leaf in axis.leaves]
 
 
 def mix(dims: Iterable[Dim], why: str) -> None:
-    """Mark all axes of these dims as impossible to shard."""
     for dim in dims:
         for axis in dim:
             axis.mix(why)

@@ -1,12 +1,10 @@
-"""Traces the axes of every tensor through one forward pass of the plain model.
+"""Traces the axes of every tensor, and the events, through one forward pass of the plain model.
 
 A linear layer has an input and an output axis, the same in all its calls; its inner operations are
-not traced. A layer whose output is divided (chunk, split, slices) has an axis for each segment. The
-trace ends with the model's forward, before the loss.
+not traced.  A layer whose output is divided (chunk, split, slices) has an axis for each segment.
+The trace ends with the model's forward, before the loss.
 
-Events of a traced pass: calls of modules and operations, with the dims of what they are given.
-
-The sequence axis is dim 1 of what an embedding returns. Operations without a rule pass it on. An
+The sequence axis is dim 1 of what an embedding returns.  Operations without a rule pass it on.  An
 operation *mixes* positions if a rank with a part of them computes something else: it is not
 elementwise in them, or it combines them with a constant of their length.
 """
@@ -40,7 +38,6 @@ ATTENTION: Final = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 
 def checked(func: Any) -> bool:
-    """Whether the shapes of an operation's results are compared."""
     return named(func) in CHECKED
 
 
@@ -164,7 +161,6 @@ class OperationTrace:
     def attention(
         self, given: Sequence[Tensor], out: Tensor, _: int, *, causal: bool = False
     ) -> None:
-        """Trace a fused attention of query, key, value and perhaps a mask."""
         if not self.done:
             self._result(ATTENTION, given, (), out, 0)
 
@@ -290,7 +286,6 @@ class NoTape:
 
 
 def named(func: Any) -> str:
-    """The name of an operation without its namespace."""
     return func._schema.name.partition("::")[2]
 
 
@@ -319,7 +314,6 @@ class TraceEvent:
     mixes: bool = False
 
     def has(self, axes: set[TracedAxis]) -> bool:
-        """Whether a tensor of it has one of the axes."""
         return any(leaf in axes for dims in self.dims for dim in dims for leaf in leaves(dim))
 
 

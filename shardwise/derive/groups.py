@@ -1,4 +1,4 @@
-"""Groups: layers that are sharded along one axis together, and the styles that say so.
+"""Groups: layers that are sharded along one axis together, their styles, and the check of a table.
 
     columns   layers whose output has the axis         colwise
     rows      layers whose input has it                rowwise
@@ -7,9 +7,7 @@
 A group is valid if every tensor that has the axis comes from the columns and ends in the rows.  Two
 groups that share a layer exclude each other.
 
-The check of a table: the sharded model runs, and its tensors have the shapes of shards.
-
-A model may run under a wrong table: `view(B, -1, heads, D)` turns missing heads into positions. So
+A model may run under a wrong table: `view(B, -1, heads, D)` turns missing heads into positions.  So
 the shapes of results of mixing operations are compared with those of the plain model, with the
 sharded axes divided.
 """
@@ -55,7 +53,6 @@ class LayerGroup:
 
     @property
     def layers(self) -> tuple[TracedLayer, ...]:
-        """Its columns and its rows."""
         return self.columns + self.rows
 
     @property
@@ -88,12 +85,10 @@ class Heads:
 
 
 def segments(layer: TracedLayer) -> list[int]:
-    """The sizes of the equal or unequal parts into which a layer's output is divided."""
     return [stop - start for start, stop in sorted(layer.segments)] or [layer.outputs.size]
 
 
 def outputs(layer: TracedLayer) -> list[list[TracedAxis]]:
-    """The axes of each segment of a layer's output."""
     if layer.segments:
         return [leaves((axis,)) for _, axis in sorted(layer.segments.items(), key=lambda e: e[0])]
     return [leaves((layer.outputs,))]
@@ -279,7 +274,6 @@ Result = tuple[str, tuple[int, ...]]
 
 
 def _shapes(model: nn.Module, call: Callable[[nn.Module], Any]) -> list[Result]:
-    """The names and shapes of the results of checked operations in the model's forward."""
     record = _Shapes()
     end = model.register_forward_hook(record.end, prepend=True)
     try:
@@ -299,11 +293,9 @@ class _Shapes:
         self.tape = NoTape()
 
     def end(self, *_: Any) -> None:
-        """The forward has ended."""
         self.done = True
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """An operation below autograd."""
         made = next((x for x in tree_leaves(out) if isinstance(x, Tensor)), None)
         if not self.done and made is not None and checked(func):
             self.found.append((named(func), tuple(made.shape)))

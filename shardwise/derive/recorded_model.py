@@ -72,10 +72,7 @@ class RecordedModel:
         self.kinds = dict[object, dict[str, str] | InputError]()
 
     def of(self, plan: Plan, rows: int, rank: int = 0) -> Prediction:
-        """The prediction of a rank, with microbatches of `rows` rows.
-
-        Raises InputError for a plan that the model cannot run under.
-        """
+        """The prediction of a rank, with microbatches of `rows` rows. Raises InputError."""
         structure, one = self._structure(plan), self.recorded(plan, rows)
         runs = plan.microbatches
         tensors = structure.tensors and replace(structure.tensors, runs=(one.plain,) * runs)
@@ -109,10 +106,7 @@ class RecordedModel:
         return replace(one.prediction, plan=plan, rank=rank, spec=spec, model=shape, notes=notes)
 
     def pieces(self, stages: int) -> int:
-        """The number of blocks that so many stages divide; of layers if there are fewer blocks.
-
-        Raises InputError for fewer layers than stages.
-        """
+        """Blocks, or else layers, that so many stages divide. Raises InputError for fewer."""
         return len(stage_places(self.plain, self.options, self.known, stages))
 
     def one_stage(self, plan: Plan) -> Prediction:
@@ -204,7 +198,6 @@ class RecordedModel:
         return Predictor(model, plan, replace(self.options, table=self._table(plan, depth)))
 
     def _table(self, plan: Plan, depth: int | None) -> Any:
-        """The table of styles of the model, or of its copy with so many blocks."""
         key = plan.mesh.size_of(TENSOR), depth
         if key not in self.tables:
             model = self.model if depth is None else self.short[depth]
@@ -214,7 +207,6 @@ class RecordedModel:
         return self.tables[key]
 
     def _rows(self, rows: int) -> Any:
-        """A batch of so many rows."""
         return tree_map_only(Tensor, lambda x: x[:1].repeat(rows, *[1] * (x.dim() - 1)), self.batch)
 
 

@@ -91,9 +91,8 @@ def repeated(
 ) -> list[ModelPass]:
     """The passes of the model, from those that `record` gives for each of DEPTHS.
 
-    `checked`: those of a batch with other numbers of rows are known to continue along a line.
-
-    Raises NotLinearError if they do not continue along a line.
+    `checked`: passes of other numbers of rows continue along a line.  Raises NotLinearError
+    otherwise.
     """
     first, second = (record(depth) for depth in DEPTHS[:2])
     split = re.compile(rf"^({re.escape(blocks.name)}\.)(\d+)(.*)$")
@@ -176,7 +175,6 @@ def _block(element: Any) -> int | None:
 
 
 def _numbered(value: Any, split: re.Pattern[str]) -> Any:
-    """A value whose names of blocks are numbers."""
     if isinstance(value, str):
         found = split.match(value)
         return value if found is None else _BlockName(found[1], int(found[2]), found[3])
@@ -186,14 +184,12 @@ def _numbered(value: Any, split: re.Pattern[str]) -> Any:
 
 
 def _named(value: Any) -> Any:
-    """The value whose names have the numbers of blocks."""
     if isinstance(value, _BlockName):
         return f"{value.before}{value.block}{value.after}"
     return _like(value, [_named(x) for x in value]) if isinstance(value, tuple) else value
 
 
 def _like(value: Any, parts: list[Any]) -> Any:
-    """A tuple, perhaps with names, of the same class."""
     return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
 

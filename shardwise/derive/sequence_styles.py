@@ -35,7 +35,6 @@ class SequenceStream:
     styles: dict[str, str] = field(default_factory=dict[str, str])
 
     def column(self, name: str) -> bool:
-        """Whether a linear layer gathers its input."""
         style, linear = self.taken.get(name, ""), self.known[name].kind == "linear"
         return style.startswith("colwise") or (style == "vocabulary" and linear)
 
@@ -53,7 +52,6 @@ class SequenceStream:
                 yield place, event
 
     def end_of(self, place: int) -> int:
-        """The place at which the call that begins at `place` ends."""
         name = self.events[place].name
         rest = range(place, len(self.events))
         return next(i for i in rest if self.events[i].kind == "end" and self.events[i].name == name)

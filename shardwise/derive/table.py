@@ -214,7 +214,6 @@ def _trace(
 
 
 def _fails(model: nn.Module, error: Exception, where: str = "") -> InputError:
-    """The error for a model whose forward pass fails."""
     why = " ".join(str(error).split())[:200]
     return bad(
         f"a {type(model).__name__} whose forward pass {where}gives {type(error).__name__}: {why}",
@@ -332,7 +331,6 @@ def _whole(
 
 
 def _why(trace: OperationTrace, name: str, why: Mapping[str, str]) -> str:
-    """Why a module stays replicated."""
     layer = trace.layers.get(name)
     if layer is None:
         return "no layer of features in and out"
@@ -364,11 +362,7 @@ def table_or_derived(
     batch: Callable[[], Any],
     loss: Loss,
 ) -> Table | Mapping[str, str] | None:
-    """The given table; else a derived one, if the plan needs one and the model has none.
-
-    None: the plan has no tensor axis, or the model has its own table.
-    Raises InputError if no layer of the model can be sharded.
-    """
+    """The given table; a derived one if needed; or None. Raises InputError if none can be."""
     ranks = plan.tensor_degrees[-1]
     if ranks == 1 or table is not None:
         return table

@@ -83,12 +83,10 @@ def divided(loader: DataLoader[Any], ranks: int, rank: int) -> DataLoader[Any]:
 
 
 def first_rows(x: Any, rows: int) -> Any:
-    """The first rows of every tensor in nested tuples, lists and dicts."""
     return mapped(lambda t: t[:rows] if t.dim() else t, x, Tensor, objects=True)
 
 
 def rows_in(batch: Mapping[str, Any]) -> int:
-    """The number of rows of a batch."""
     return next((len(x) for x in batch.values() if isinstance(x, Tensor) and x.dim()), 0)
 
 
@@ -118,7 +116,6 @@ def joined(batches: Sequence[dict[str, Any]], padding: Mapping[str, int]) -> dic
 def _same_length(
     name: str, values: Sequence[Any], batch: Mapping[str, Any], padding: Mapping[str, int]
 ) -> list[Tensor]:
-    """The tensors `name` of all batches, padded to the longest."""
     if len({tuple(x.shape[1:]) for x in values}) == 1:
         return [*values]
     paddable = all(x.dim() == 2 for x in values) and name in padding and "attention_mask" in batch
@@ -213,7 +210,6 @@ class DataRanks(Accelerator):
         return prepared
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of all data ranks, concatenated."""
         return self.gather_for_metrics(tensor, rows=0)
 
     def gather_for_metrics(
@@ -242,8 +238,7 @@ class Updated(Optimizer):
         self.of = of
         self.defaults, self.state, self.param_groups = of.defaults, of.state, of.param_groups
 
-    def step(self, closure: Any = None) -> None:
-        """Do nothing."""
+    def step(self, closure: Any = None) -> None: ...
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: `engine.step` clears each gradient after its update."""

@@ -93,7 +93,6 @@ def cross_entropy(
 
 
 def _require_tensors(logits: Any, targets: Any) -> None:
-    """Raise InputError unless both are tensors."""
     for name, value in (("logits", logits), ("targets", targets)):
         if not isinstance(value, Tensor):
             given = f"cross_entropy with {name}={short_repr(value)}"
@@ -112,10 +111,7 @@ def sharded_cross_entropy(
     z_loss: float,
     reduction: str,
 ) -> tuple[Tensor, int]:
-    """The loss of sharded logits; `x` [..., v] is this rank's shard by `sharding`.
-
-    Also returns the bytes per element of the sums over the ranks.
-    """
+    """The loss of this rank's shard `x` [..., v], and the bytes per element of ranks' sums."""
     require_loss(x, targets, label_smoothing, z_loss, reduction)
     x, classes = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1).long()
     ignored = classes == ignore_index
@@ -163,7 +159,6 @@ def loss_dtype(x: Tensor) -> torch.dtype:
 
 
 def under_autocast(x: Tensor) -> bool:
-    """Whether torch.autocast is on for the device of `x`."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
@@ -240,8 +235,7 @@ class _Losses(torch.autograd.Function):
 def _local_softmax(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """For columns x [N, v]: the largest logit M, the sum of exp(x - M), and the tensor to save.
 
-    The softmax is one pass of a fused kernel, and its largest value is 1 / sum; this is cheaper
-    than computing exp.
+    The softmax is one pass of a fused kernel, and its largest value is 1 / sum: cheaper than exp.
     """
     wide, saved = torch.promote_types(x.dtype, torch.float32), x
     if not x.shape[1]:
@@ -269,10 +263,7 @@ def blocks(x: Tensor) -> Iterator[slice]:
 
 
 def known_classes(targets: Tensor, ignored: Tensor, whole: int) -> Tensor:
-    """The targets, 0 where ignored.  Raises for a target that no rank holds.
-
-    Without this check its logit would be 0.
-    """
+    """The targets, 0 where ignored.  Raises for one that no rank holds, whose logit would be 0."""
     classes = targets.masked_fill(ignored, 0)
     if classes.device.type == "cpu" and len(classes):
         least, most = classes.aminmax()

@@ -5,13 +5,14 @@
     cross_entropy(x, targets)                  from a few numbers a position of each shard or tile
     softmax(x), x + bias, x.argmax(-1), x.sum(), print(x)    needs all columns; a plain tensor
 
-`Columns` are the shards (tensor/sharded_logits.py) or the tiles (tile/tiled_logits.py). An
+`Columns` are the shards (tensor/sharded_logits.py) or the tiles (tile/tiled_logits.py).  An
 operation that is not listed here joins the columns first, so it is always correct; the ledger shows
 the all-gather of shards.
 
-Logits of tiles carry the layer's input [..., D], to which views of the positions are applied. What
-joins the columns computes all of them once, with the gradient mode that the layer was called with.
-From then on they are a plain tensor, and their views are views of it, earlier ones too.
+Logits of tiles carry the layer's input [..., D], to which views of the positions are applied.  The
+first operation that joins the columns computes all of them, with the gradient mode that the layer
+was called with.  From then on they are a plain tensor, and their views are views of it, earlier
+ones too.
 """
 
 import inspect
@@ -54,7 +55,7 @@ class Columns(Protocol):
 class LogitRows(NamedTuple):
     """Rows of several data ranks: the output layer has `all`, the loss of this rank its `own`.
 
-    `gather(x, factor)` is all rows, from own ones; `take(x, factor)` own ones, from all. `factor`
+    `gather(x, factor)` is all rows, from own ones; `take(x, factor)` own ones, from all.  `factor`
     is the number of entries in dim 0 for each row.
     """
 
@@ -223,7 +224,6 @@ def _shape(x: Logits) -> torch.Size:
 
 
 def _factor(x: Logits) -> int:
-    """The number of entries in dim 0 for each row."""
     with torch._C.DisableTorchFunctionSubclass():
         return x.shape[0] // max(1, x.rows.all) if x.rows is not None else 1
 
@@ -270,7 +270,6 @@ def _size(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _described(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Properties that do not depend on the values."""
     return func(*args, **kwargs)
 
 
@@ -315,16 +314,12 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _broadcasts(x: Tensor) -> bool:
-    """Whether `x` has one value for all columns, and needs no gradient.
-
-    Its gradient would be the sum over this rank's columns only.
-    """
+    """Whether `x` has one value for all columns and no gradient, which ranks would not sum."""
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     return not isinstance(x, Logits) and not needs_grad and (x.dim() == 0 or x.shape[-1] == 1)
 
 
 def _reshape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """To a shape whose last dim is the vocabulary."""
     x, *sizes = args or (None,)
     if not isinstance(x, Logits):
         return NotImplemented
@@ -356,7 +351,6 @@ _DIMS: dict[str, dict[str, int]] = {
 
 
 def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Views along dims other than the last."""
     x, *given = args or (None,)
     defaults = _DIMS[func.__name__]
     dims = {**defaults, **dict(zip(defaults, given, strict=False)), **kwargs}.values()
@@ -409,7 +403,6 @@ def _own_loss(_: Any, args: Sequence[Any], options: dict[str, Any]) -> Tensor:
 
 
 def _loss_of_own_rows(x: Logits, targets: Tensor, options: dict[str, Any]) -> Tensor:
-    """The loss of this rank's rows: targets are gathered, and the losses of own positions taken."""
     assert x.rows is not None
     factor, how = _factor(x), OPTIONS | options
     everyone = x.rows.gather(targets, factor)

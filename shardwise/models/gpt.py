@@ -61,7 +61,6 @@ class GPTConfig:
 
     @property
     def head_width(self) -> int:
-        """E: the width of one head."""
         return self.width // self.heads
 
 
@@ -243,17 +242,13 @@ def flops_per_token(config: GPTConfig) -> int:
 
 
 def parameters(config: GPTConfig) -> int:
-    """Ψ: the number of parameters, a shared one counted once.
-
-    Computed by arithmetic, since huge sizes cannot be built, not even on the meta device.
-    """
+    """Ψ, shared ones once; by arithmetic, since huge sizes cannot be built, even on meta."""
     layer = _multiplied(config) + 2 * config.width  # and two norms
     ends = config.vocabulary * config.width * (1 if config.tied else 2)
     return config.layers * layer + ends + config.width
 
 
 def _multiplied(config: GPTConfig) -> int:
-    """The number of weights in matrix products of one layer."""
     kv_width = config.kv_heads * config.head_width
     attention = 2 * config.width * config.width + 2 * config.width * kv_width
     return attention + 3 * config.width * config.hidden

@@ -1,8 +1,8 @@
 """Small models of `transformers` with random weights: `hf:llama`; a folder of one: `hf:./folder`.
 
-Every model type of that library has a configuration class with defaults of the published size. A
+Every model type of that library has a configuration class with defaults of the published size.  A
 small model, of a few ten thousand parameters, is made by replacing the sizes in it, which are found
-by their usual names. Nothing is downloaded. Dropout is 0, so that every plan can be proved;
+by their usual names.  Nothing is downloaded.  Dropout is 0, so that every plan can be proved;
 `hf:gpt2+dropout` keeps the type's own rates.
 """
 
@@ -64,8 +64,8 @@ def find(name: str, seed: int = 0) -> Trainable:
     """The small model of type `name`, or the model in the folder `name`.
 
     Dropout is 0 ("gpt2+dropout" keeps the type's own rates), tied embeddings stay tied, and weights
-    are the library's random initialisation under `seed`. The loss is the type's: causal, masked or
-    sequence-to-sequence. A folder may have only a configuration; then the model has no weights.
+    are the library's random initialisation under `seed`.  The loss is the type's: causal, masked or
+    sequence-to-sequence.  A folder may have only a configuration; then the model has no weights.
 
     Raises InputError if transformers is not installed or has no such type (naming the nearest), if
     no small model of the type can be made, and for a folder without a configuration.
@@ -100,12 +100,10 @@ def require_transformers(model: str) -> None:
 
 
 def tokens(batch: dict[str, Tensor]) -> int:
-    """The number of targets in the loss."""
     return int((batch["targets"] != IGNORED).sum())
 
 
 def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of each position's target."""
     with Wide():
         logits = model(input_ids=batch["inputs"]).logits
     return _cross_entropy(logits, batch["targets"])
@@ -217,11 +215,7 @@ def is_folder(name: str) -> bool:
 
 
 def config_of(path: Path, *, dropout: bool = True) -> Any:
-    """The configuration in a folder; without `dropout` its rates are 0.
-
-    Raises InputError without transformers, or for a folder without a configuration of a model that
-    transformers has.
-    """
+    """A folder's configuration, without its `dropout` if asked. Raises InputError."""
     require_transformers(f"hf:{path}")
     from transformers import AutoConfig  # the extra `hf`
 
@@ -291,7 +285,6 @@ def _as_generates(model: Any, path: Path) -> Any:
 
 
 def _in_folder(path: Path) -> Trainable:
-    """The model in a folder written by save_pretrained; dropout is 0, batches are random text."""
     config = config_of(path, dropout=False)
     loss, make_batch = _LOSS_AND_BATCH[kind_of(config.model_type)]
     with explained(path):
@@ -323,7 +316,6 @@ def kind_of(name: str) -> str:
 def _make(
     name: str, kind: str, seed: int, config: Callable[[], Any], trial: Callable[[nn.Module], Tensor]
 ) -> nn.Module:
-    """Make the model with the library's random weights under `seed`, and call it once."""
     family = _family(kind)
     with _quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -342,7 +334,6 @@ def _make(
 
 
 def _family(kind: str) -> Any:
-    """The class that makes models of a kind."""
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
     return {
@@ -380,7 +371,6 @@ def shrink(usual: dict[str, Any], dropout: bool = False) -> dict[str, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the library's warnings about small and untrained models."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -44,25 +44,22 @@ class MoEConfig:
 
     @property
     def vocabulary(self) -> int:
-        """V."""
         return self.gpt.vocabulary
 
     @property
     def layers(self) -> int:
-        """How many blocks there are."""
         return self.gpt.layers
 
     @property
     def sequence(self) -> int:
-        """T: positions of a training sequence."""
         return self.gpt.sequence
 
 
 def tiny(text: str) -> MoEConfig:
     """A small MoE GPT under `GATE[:CAPACITY[:EXPERTS[:K]]]`, as in `topk:1.25` or `topk::8:3`.
 
-    Without these it is dropless, with 4 experts of which a token uses 2.
-    Raises InputError for an unknown gate, a capacity below 1, and what is no number.
+    Without these it is dropless, with 4 experts of which a token uses 2.  Raises InputError for an
+    unknown gate, a capacity below 1, and what is no number.
     """
     name, *numbers = text.split(":")
     if len(numbers) > 3:
@@ -79,10 +76,7 @@ def tiny(text: str) -> MoEConfig:
 
 @contextmanager
 def fitting_clusters(model: nn.Module) -> Iterator[None]:
-    """Inside, a forward pass fits the centroids of every `cluster` gate, one layer after the other.
-
-    All data ranks make the pass.
-    """
+    """Inside, a forward pass of all data ranks fits the centroids of every `cluster` gate."""
 
     def fit(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(layer, MoE)
@@ -113,7 +107,7 @@ class MoEOutput(NamedTuple):
 
 
 class MoEGPT(nn.Module):
-    """tokens [B, T] -> Output."""
+    """tokens [B, T] -> MoEOutput."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -139,10 +133,7 @@ class MoEGPT(nn.Module):
 
     @property
     def tensor_table(self) -> Table:
-        """The table of a GPT; the feed-forward layer is that of the experts that tokens share.
-
-        Routed experts need no style (techniques/expert/stacked.py).
-        """
+        """A GPT's table, for the experts that tokens share; routed ones need none (stacked.py)."""
         like = gpt.table_of(self.config.gpt, "moe.shared", "moe_norm")
         return replace(like, sequence=(*like.sequence, ("blocks.*.moe", "gather")))
 
@@ -205,7 +196,6 @@ def batch(rows: int, config: MoEConfig, seed: int) -> dict[str, Tensor]:
 
 
 def parameters(config: MoEConfig) -> int:
-    """How many parameters the model has, a shared one counted once, by arithmetic."""
     sizes, experts = config.gpt, config.gate.experts
     dense = gpt.parameters(replace(sizes, hidden=sizes.hidden * (experts + config.shared)))
     routers = {"noisy-topk": 2}.get(config.gate.name, int(config.gate.name not in FIXED))
@@ -213,10 +203,7 @@ def parameters(config: MoEConfig) -> int:
 
 
 def flops_per_token(config: MoEConfig) -> int:
-    """Floating-point operations of forward and backward for one token, as in gpt.flops_per_token.
-
-    Of the experts those that a token uses and those that all share, and the router.
-    """
+    """As gpt.flops_per_token, of the experts that a token uses or all share, and the router."""
     sizes, used = config.gpt, config.gate.k + config.shared
     dense = gpt.flops_per_token(replace(sizes, hidden=sizes.hidden * used))
     return dense + 6 * sizes.layers * sizes.width * config.gate.experts

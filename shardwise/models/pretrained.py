@@ -1,4 +1,4 @@
-"""A causal language model in a folder of `transformers`, as the model of a run.
+"""A causal language model in a folder of `transformers` as the model of a run, and published sizes.
 
     config.json          the architecture; its own rates of dropout are kept
     *.safetensors        the weights, read unit by unit where their names are the model's own
@@ -7,12 +7,10 @@
 Architectures whose weights transformers renames or joins as it loads them (mixtral's experts, for
 example) are read by `from_pretrained`, so that each rank holds all weights for a moment.
 
-Models by the sizes that were published: `llama:70b`, `mixtral:8x7b`, `gpt:7b`.
-
-Each is the decoder of gpt.py or moe.py, which has the same layers: RMSNorm, rotary positions,
-grouped heads, SwiGLU, no biases. So the number of parameters is the published one, exactly.
-Weights are random, and only made if this host has room: the models answer what a plan costs
-(`shardwise predict`, `table`).
+A published size (`llama:70b`) is the decoder of gpt.py or moe.py, which has the same layers:
+RMSNorm, rotary positions, grouped heads, SwiGLU, no biases.  So the number of parameters is the
+published one, exactly.  Weights are random, and only made if this host has room: the models answer
+what a plan costs (`shardwise predict`, `table`).
 
     gpt:1b         1.1e9 parameters   TinyLlama, arXiv 2401.02385, section 2
     gpt:7b         6.7e9              LLaMA 7B, arXiv 2302.13971, table 2
@@ -102,7 +100,6 @@ def read(path: Path, sequence: int | None, *, weights: bool = True) -> FolderCon
 
 
 def build(config: FolderConfig) -> nn.Module:
-    """The model on the current default device; with the folder's weights unless that is meta."""
     if torch.get_default_device().type == "meta":
         return _on_meta(config.path)
     return hf.load(config.path, hf.config_of(config.path))
@@ -118,7 +115,6 @@ def fill(config: FolderConfig) -> Fill:
 
 
 def flops_per_token(config: FolderConfig) -> int:
-    """Floating-point operations of forward and backward for one token, as gpt.flops_per_token."""
     return 6 * config.multiplied + 12 * config.layers * config.width * config.sequence
 
 

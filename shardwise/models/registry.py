@@ -24,7 +24,7 @@ def find(name: str | Trainable, seed: int = 0) -> Trainable:
     """The model called `name`: `gpt` (size tiny), `llama:70b`, `moe`, `hf:llama`, `net.py:build`.
 
     `hf:` takes any model type of transformers or a folder of one, `file.py:function` the user's own
-    model. Nothing is built yet, except by the user's file. A `Trainable` is returned unchanged.
+    model.  Nothing is built yet, except by the user's file.  A `Trainable` is returned unchanged.
     Raises InputError for another name, with the nearest.
     """
     if isinstance(name, Trainable):
@@ -48,15 +48,14 @@ def named_sizes(name: str) -> GPTConfig | MoEConfig | None:
 
 
 def nearest(name: str) -> str:
-    """The name of a model that was probably meant."""
     return suggest(name, [*NAMED, "moe", "hf:gpt2", "hf:llama"], 0.5) or "gpt"
 
 
 def of_sizes(name: str, sizes: decoder.Sizes, seed: int = 0) -> Trainable:
-    """The decoder of these sizes, with random tokens as its batches.
+    """The decoder of these sizes, with random tokens as its batches; other processes can be sent
+    it.
 
-    It can be sent to another process. The weights of a folder are read when it is built, and a
-    user's model is made with its weights.
+    The weights of a folder are read when it is built, and a user's model is made with its weights.
     """
     if isinstance(sizes, GPTConfig):
         return of_gpt(name, sizes, seed)
@@ -68,13 +67,11 @@ def of_sizes(name: str, sizes: decoder.Sizes, seed: int = 0) -> Trainable:
 
 
 def of_gpt(name: str, config: GPTConfig, seed: int = 0) -> Trainable:
-    """The GPT of a configuration, with random tokens as its batches."""
     make = partial(_filled, config, seed)
     return Trainable(name, make, gpt.loss, partial(_texts, config), gpt.tokens, initial)
 
 
 def of_moe(name: str, config: MoEConfig, seed: int = 0) -> Trainable:
-    """The MoE GPT of a configuration, with random tokens as its batches."""
     make, make_batch = partial(_filled, config, seed), partial(_moe_batch, config)
     if config.gate.name != "cluster":
         return Trainable(name, make, moe.loss, make_batch, gpt.tokens, initial)
@@ -82,7 +79,6 @@ def of_moe(name: str, config: MoEConfig, seed: int = 0) -> Trainable:
 
 
 def _filled(sizes: decoder.Sizes, seed: int) -> nn.Module:
-    """The decoder; unless it is on meta, filled from the seed."""
     model = decoder.build(sizes)
     if not next(model.parameters()).is_meta:
         fill(model, seed)

@@ -1,8 +1,6 @@
-"""A model together with what is needed to train it: its loss, its batches, its name.
+"""A model with its loss, its batches and its name, and initial weights by the parameters' names.
 
-Initial weights: a function of the seed and the parameter's name.
-
-Each parameter has its own generator, seeded by a hash of seed and full name. So initial weights do
+Each parameter has its own generator, seeded by a hash of seed and full name.  So initial weights do
 not depend on the order in which modules are made, the number of ranks, or the sharding: a rank that
 materialises one block of a model on the meta device gets exactly the weights of a single process.
 """
@@ -54,10 +52,8 @@ class Trainable:
         """The module on `device`, in training mode, with the same weights on every call.
 
         It is made on the CPU and moved, so that its weights do not depend on the device; on "meta"
-        it has no weights.
-
-        Raises InputError for a model that `make` returns on the meta device, if weights are asked,
-        and for weights that do not fit the free memory of this host.
+        it has no weights.  Raises InputError for a model that `make` returns on the meta device, if
+        weights are asked, and for weights that do not fit the free memory of this host.
         """
         if torch.device(device).type == "meta":
             with torch.device("meta"):
@@ -74,12 +70,10 @@ class Trainable:
         return made.to(device)
 
     def plain(self) -> nn.Module:
-        """The module for what needs no weights: on the meta device, or as `make` returns it."""
         return self.build("meta") if self.shapes_suffice else self.make().train()
 
     @property
     def shapes_suffice(self) -> bool:
-        """Whether the model can be made on the meta device."""
         return self.on_meta or self.initial is not None
 
     def require_memory(self, bytes_a_parameter: int) -> None:
@@ -101,10 +95,7 @@ class Trainable:
             )
 
     def batch(self, rows: int, seed: int, device: torch.device | str = "cpu") -> Any:
-        """A batch of `rows` rows on `device`; it depends only on rows and seed.
-
-        Raises InputError, before it makes the batch, for one of more than MOST_BYTES.
-        """
+        """A batch of `rows` rows, by rows and seed. Raises InputError for over MOST_BYTES."""
         if rows > FEW_ROWS:
             few = pytree.tree_leaves(self.make_batch(FEW_ROWS, seed))
             require_room(f"a batch of {rows} rows of the model {self.name}", few, rows / FEW_ROWS)
@@ -133,14 +124,12 @@ WRITERS: Final = ("attn.out.weight", "mlp.down.weight", "experts.down", "shared.
 def initial(name: str, tensor: Tensor, seed: int) -> None:
     """Fill the full, unsharded parameter `name` in place.
 
-    Vectors are norm scales (1) or biases (0). Matrices [out, in], and stacked ones
-    [experts, out, in], are normal with variance 1/in, so that a normalised input gives outputs of
-    variance one; those that write to the residual stream are smaller by sqrt(2·layer), so that the
-    stream does not grow with depth (GPT-2, section 2.3).
-    The embedding and the head are normal with standard deviation 0.02.
-
-    Drawn on the CPU in fp32 and then copied, so that device and precision of `tensor` only change
-    the rounding.
+    Vectors are norm scales (1) or biases (0).  Matrices [out, in], and stacked ones [experts, out,
+    in], are normal with variance 1/in, so that a normalised input gives outputs of variance one;
+    those that write to the residual stream are smaller by sqrt(2·layer), so that the stream does
+    not grow with depth (GPT-2, section 2.3).  The embedding and the head are normal with standard
+    deviation 0.02. Drawn on the CPU in fp32 and then copied, so that device and precision of
+    `tensor` only change the rounding.
     """
     if tensor.dim() < 2:
         tensor.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -162,13 +151,11 @@ def deviation(name: str, shape: torch.Size) -> float:
 
 
 def generator(name: str, seed: int) -> torch.Generator:
-    """The generator of a parameter under a seed, the same on every machine."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     # 63 bits: the range of manual_seed in every supported version of torch
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def fill(model: nn.Module, seed: int) -> None:
-    """Fill every parameter of a materialised model, a shared one once."""
     for name, parameter in model.named_parameters():
         initial(name, parameter, seed)

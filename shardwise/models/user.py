@@ -8,17 +8,15 @@
         return model, loss, make_batch
 
 For a module alone, whose first layer must be an `nn.Linear` or `nn.Embedding`, batches are random
-inputs of that layer and the loss is the mean square of the output.
-
-For tensor parallelism the module has its table of styles as an attribute or property:
+inputs of that layer and the loss is the mean square of the output.  For tensor parallelism the
+module has its table of styles as an attribute or property:
 
     model.tensor_table = sw.Table.of({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
 
-A user's model (`file.py:build`) as the model of a run: it is trained on the run's text.
-
-A batch is {"inputs": [rows, positions], "targets": [rows, positions]}, token numbers, with the
-target -100 where there is none. The loss is the one that `build` returns with the model; a module
-alone returns the logits [rows, positions, vocabulary], and is trained with cross-entropy.
+A run trains the model on its text: {"inputs": [rows, positions], "targets": [rows, positions]},
+token numbers, with the target -100 where there is none.  The loss is the one that `build` returns
+with the model; a module alone returns the logits [rows, positions, vocabulary], and is trained with
+cross-entropy.
 """
 
 import importlib.util
@@ -58,17 +56,14 @@ def find(
     """The model of `path/to/file.py:function`, which is called without arguments.
 
     torch's generator is seeded before each call, so that the weights are the same each time.
-    `make_batch` replaces its batches.
-    Raises InputError if the file or function does not exist, fails, or returns something else.
+    `make_batch` replaces its batches.  Raises InputError if the file or function does not exist,
+    fails, or returns something else.
     """
     return of_function(name, _function(name), seed, make_batch=make_batch)
 
 
 def made_by(name: str, what: str, returns: str) -> Any:
-    """What `path/to/file.py:function` returns, called without arguments.
-
-    Raises InputError as `find` does, about `what` instead of a model.
-    """
+    """What `path/to/file.py:function` returns. Raises InputError as `find`, about `what`."""
     make = _function(name, what, returns)
     try:
         return make()
@@ -94,7 +89,6 @@ def of_function(
 
 
 def _require_batches(make_batch: Callable[..., Any], name: str) -> None:
-    """Raise InputError for a function that cannot be called as make_batch(rows, seed)."""
     try:
         inspect.signature(make_batch).bind(1, 0)
     except TypeError as error:
@@ -240,10 +234,7 @@ def _wrong(made: tuple[Any, ...]) -> str:
 
 
 def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
-    """The mean square of the output: the loss of a model that has none.
-
-    Raises InputError if the output is not a tensor.
-    """
+    """The loss of a model that has none. Raises InputError if the output is no tensor."""
     out = model(batch)
     if not isinstance(out, Tensor):
         raise bad(
@@ -299,7 +290,6 @@ def failed(
 
 
 def place_of(error: BaseException, name: str) -> str:
-    """The innermost line of the user's file, or else of any file."""
     frames = traceback.extract_tb(error.__traceback__)
     file = Path(name.rpartition(":")[0]).name
     last = ([frame for frame in frames if Path(frame.filename).name == file] or frames)[-1]
@@ -332,10 +322,7 @@ class UserConfig:
 
 
 def read(name: str, sequence: int, vocabulary: int, seed: int) -> UserConfig:
-    """The sizes of the model, which is built and tried on a batch of text.
-
-    Raises InputError if the function cannot be called, or its model cannot read the batch.
-    """
+    """The sizes of the model, which is tried on a batch of text, or raises InputError."""
     found = _found(name, seed)
     model, batch = found.build(), gpt.random_text(ROWS, sequence, vocabulary, seed)
     with torch.no_grad():
@@ -367,7 +354,6 @@ def loss_of(config: UserConfig) -> Loss:
 
 
 def flops_per_token(config: UserConfig) -> int:
-    """Floating-point operations of forward and backward for one token, without attention's own."""
     return 6 * config.multiplied
 
 
@@ -378,8 +364,7 @@ def _found(name: str, seed: int) -> Trainable:
     return replace(found, loss=gpt.loss) if found.loss is own_loss else found
 
 
-def _no_batch(rows: int, seed: int) -> None:
-    """No batch: a run has its own."""
+def _no_batch(rows: int, seed: int) -> None: ...
 
 
 def _loss(name: str, seed: int, model: nn.Module, batch: Any) -> Tensor:

@@ -47,7 +47,6 @@ class DryRun:
 
     @contextmanager
     def running(self) -> Iterator[Engine]:
-        """The engine inside the `with`, which draws no random number of the program."""
         with torch.random.fork_rng(devices=[]), AsOn(None, _CPU, self.kernels), self.mode:
             yield self.engine
 
@@ -62,7 +61,7 @@ class DryRun:
         """What the engine gets of an operation on meta tensors; NotImplemented: what torch gives.
 
         Numbers that it reads are zeros; known numbers that it would add unknown ones to stay, and
-        kernels that update lists in place do nothing. The model and its backward pass read none.
+        kernels that update lists in place do nothing.  The model and its backward pass read none.
         """
         if self.inside or torch._C._current_graph_task_id() != -1:
             return NotImplemented
@@ -76,5 +75,4 @@ class DryRun:
         return x if func._schema.is_mutable and not x.is_meta else NotImplemented
 
 
-def _fill_nothing(*_: object) -> None:
-    """Weights of a dry run have no values."""
+def _fill_nothing(*_: object) -> None: ...

@@ -63,16 +63,12 @@ class SavedStorages:
         self.alive: dict[int, StorageWeakRef] = {}
 
     def save(self, x: Tensor) -> Tensor:
-        """The hook that autograd calls with each saved tensor.
-
-        Returns it without its node: a node that saves its own output would never be freed.
-        """
+        """The hook for a saved tensor, without its node, which might never be freed."""
         storage = x.untyped_storage()
         self.alive.setdefault(storage._cdata, StorageWeakRef(storage))
         return x.detach() if x.grad_fn is not None else x
 
     def keys(self) -> set[int]:
-        """The addresses of the saved storages that are alive now."""
         self.alive = {key: weak for key, weak in self.alive.items() if not weak.expired()}
         return set(self.alive)
 
@@ -137,7 +133,6 @@ class StepMeter(TorchDispatchMode):
     # --- the hooks --------------------------------------------------------------------------------
 
     def hook(self, stack: ExitStack) -> None:
-        """Set the hooks on the modules of units; `stack` removes them."""
         for unit in self.engine.data.units.order:
             for module in unit.modules:
                 begin, end = partial(self.begins, unit), partial(self.ends, unit)
@@ -145,7 +140,6 @@ class StepMeter(TorchDispatchMode):
                 stack.callback(module.register_forward_hook(end).remove)
 
     def begins(self, unit: Unit, *_: Any) -> None:
-        """A module of the unit begins; the engine's hooks have gathered it."""
         self.open[unit.name] = self.open.get(unit.name, 0) + 1
         if self.open[unit.name] == 1 and not _in_backward():  # else it is computed again
             self.see("forward", unit.name)
@@ -162,17 +156,13 @@ class StepMeter(TorchDispatchMode):
             self.see("update")
 
     def acted(self, step: Step) -> None:
-        """An action of a pipeline has ended."""
         if step.op in COMPUTE_OPS:
             self.see(str(step))
 
 
 @contextmanager
 def measuring(engine: Engine, batch: Any, *, peaks: bool = True) -> Iterator[StepMeter]:
-    """Measure the step of `engine` on `batch` inside the `with`.
-
-    Without `peaks` only the live bytes at the events are measured, not the most between them.
-    """
+    """The meter of a step of `engine` on `batch`; `peaks`: also of what lives between events."""
     with ExitStack() as stack:
         meter = stack.enter_context(Meter(engine, peaks=peaks))
         seen = StepMeter(engine, meter, batch)
@@ -198,7 +188,7 @@ def predict_events(
 ) -> tuple[Prediction, tuple[Event, ...]]:
     """The result of `sw.predict`, and the memory of `rank` at each event of a step after the first.
 
-    Temporary bytes are left out: they depend on the kernels and messages of a device. Raises
+    Temporary bytes are left out: they depend on the kernels and messages of a device.  Raises
     InputError like `sw.predict`, and for a model that does not run on meta.
     """
     options = options or EngineOptions()
@@ -213,10 +203,7 @@ def predict_events(
 def dry_events(
     model: nn.Module, plan: Plan, batch: Any, options: EngineOptions, rank: int
 ) -> tuple[Event, ...]:
-    """The events of the third step of a dry run, all on the same batch.
-
-    Raises InputError for a model that does not run on meta.
-    """
+    """The events of the third step of a dry run. Raises InputError if meta does not suffice."""
     try:
         with kept_values(batch), DryRun(model, plan, options, rank).running() as engine:
             for _ in range(2):  # the first step learns the order of units

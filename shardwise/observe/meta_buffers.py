@@ -18,11 +18,8 @@ def materialise(model: nn.Module, device: torch.device, fill: Fill | None = None
 
     The value comes from `fill`, if its attribute `names` has the buffer's name (sw.fill_from), else
     from the module's own `reset_buffers` or `reset_running_stats`, else, in a model of
-    `transformers`, from the `_init_weights` of the module around it.
-
-    Buffers that were made under inference mode become normal tensors.
-
-    Raises InputError for a buffer that none of them sets.
+    `transformers`, from the `_init_weights` of the module around it.  Buffers that were made under
+    inference mode become normal tensors.  Raises InputError for a buffer that none of them sets.
     """
     renew_buffers(model.modules())
     for prefix, module in model.named_modules():
@@ -44,7 +41,6 @@ def materialise(model: nn.Module, device: torch.device, fill: Fill | None = None
 
 
 def _reset_of(model: nn.Module, prefix: str, module: nn.Module) -> Callable[[], Any] | None:
-    """What writes the buffers of the module; None if nothing does."""
     for name in ("reset_buffers", "reset_running_stats"):
         if callable(reset := getattr(module, name, None)):
             return reset

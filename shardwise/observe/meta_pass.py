@@ -56,9 +56,9 @@ def run(
 ) -> ModelPass:
     """The record of `call(twin, batch)`, a loss, and of its backward pass; `twin` is on meta.
 
-    If it cannot run there, the record of `call(real(), batch)`, with a copy that has values. The
+    If it cannot run there, the record of `call(real(), batch)`, with a copy that has values.  The
     logits of the modules in `heads` stay sharded over an axis; the record shows whether the program
-    gathers them. `around` hooks layers with a mesh of their own. `kernels` are those of the device.
+    gathers them.  `around` hooks layers with a mesh of their own.
     """
     heads = heads or {}
     try:
@@ -76,10 +76,7 @@ def run(
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy of `model` with its parameters on meta; tied and frozen parameters stay so.
-
-    Buffers keep their values, since a forward may read them.
-    """
+    """A copy with parameters on meta, tied and frozen as before; buffers keep values."""
     return _on_meta(model, _from_a_forward(model))
 
 
@@ -93,15 +90,11 @@ def _from_a_forward(model: nn.Module) -> dict[int, Any]:
 
 
 def template(model: nn.Module) -> nn.Module:
-    """A `meta_copy` that is copied and never run, and so takes no memory.
-
-    Its buffers, and tensors in attributes, are those of `model`.
-    """
+    """A `meta_copy` that is never run, and takes no memory: it has the model's buffers."""
     return _on_meta(model, {id(x): x for x in _tensors(model)})
 
 
 def _on_meta(model: nn.Module, others: dict[int, Any]) -> nn.Module:
-    """A copy of `model` with parameters on meta, and `others` for what has these ids."""
     params = {
         id(p): parameter_like(p, torch.empty_like(p, device="meta")) for p in model.parameters()
     }
@@ -109,7 +102,6 @@ def _on_meta(model: nn.Module, others: dict[int, Any]) -> nn.Module:
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of all modules, and the tensors in their attributes."""
     return leaves([vars(module) for module in model.modules()], Tensor)
 
 
@@ -122,10 +114,7 @@ def with_tape(
     *,
     kernels: Kernels = "cpu",
 ) -> ModelPass:
-    """`run` with the tape and the rows of a model on meta that is sharded on a tensor axis.
-
-    If the sharded model does not run on meta, `run` keeps the tape of the plain model.
-    """
+    """`run` with tape and rows of a sharded model on meta; unchanged if that does not run."""
     with suppress(*UNKNOWN):
         own = _recorded(laid_out, call, batch, {}, around, kernels)
         return run._replace(tape=own.tape, rows=own.rows)
@@ -216,7 +205,6 @@ class _Record:
         return x
 
     def move(self, found: LayerMove) -> None:
-        """A layer of experts moves rows or sums."""
         self.moves.append(found._replace(calls=len(self.calls)))
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
@@ -250,7 +238,6 @@ class _Record:
         self.work.attention(inputs, out, module, flops, causal=causal, saves=saves, product=product)
 
     def kernel(self, inputs: Sequence[Tensor], out: Tensor) -> None:
-        """Record a fused element-wise kernel."""
         if not _in_backward():
             self.work.kernel(inputs, out, self.inside[-1], self.tape.saves)
 
@@ -283,7 +270,6 @@ class _Record:
         return sharded_logits(y[..., : cut.size(axis.rank)], axis, cut, self)
 
     def join(self, x: Tensor, cut: Cut) -> Tensor:
-        """Logits are gathered."""
         self._joined(x, cut, trained=False)
         return functional.pad(x, (0, cut.whole - x.shape[-1]))
 
@@ -299,7 +285,6 @@ class _Record:
         self.joins.append(Value(shape, str(x.dtype).removeprefix("torch."), trained))
 
     def record_loss(self, positions: int, smoothing: bool, element_bytes: int) -> None:
-        """Record a cross-entropy of sharded logits."""
         self.losses.append(CutLoss(positions, smoothing, element_bytes))
 
     def _values(self, inputs: Any, module: str) -> tuple[int, ...]:
@@ -344,8 +329,8 @@ class ToMeta(TorchDispatchMode):
     """Moves the other inputs of an operation on a meta tensor to meta; other operations are real.
 
     So tensors that a model computes only from the batch or from its buffers have values.  A write
-    of a meta tensor to one with values is lost; with `strict` it raises RuntimeError.
-    `read` may say what an operation gives (dry_engine.py).
+    of a meta tensor to one with values is lost; with `strict` it raises RuntimeError.  `read` may
+    say what an operation gives (dry_engine.py).
     """
 
     def __init__(
@@ -426,11 +411,7 @@ def as_on(
     strict: bool = False,
     kernels: Kernels = "cpu",
 ) -> Iterator[None]:
-    """Inside the `with`, a model on meta computes as if it were on `device`.
-
-    Autograd saves what these `kernels` save. Operations on real tensors alone, such as those of
-    the batch, compute real values.
-    """
+    """Inside, a model on meta computes as on `device`; operations on real tensors are real."""
     with AsOn(record, device, kernels), ToMeta(record, strict=strict):
         yield
 
@@ -438,7 +419,6 @@ def as_on(
 def as_on_processor(
     record: PassRecorder | None = None, kernels: Kernels = "cpu"
 ) -> AbstractContextManager[None]:
-    """Inside the `with`, a model on meta computes as if it were on a CPU, with these kernels."""
     return as_on(torch.device("cpu"), record, kernels=kernels)
 
 

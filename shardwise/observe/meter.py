@@ -1,4 +1,5 @@
-"""The meter: live tensor bytes by category and unit, and their peak during a step.
+"""The meter: live tensor bytes by category and unit, their peak in a step, and what no category
+holds.
 
     with Meter(engine) as meter:
         engine.step(batch)
@@ -7,33 +8,28 @@
     meter.leaks()              storages that outlive the step; none from the second step on
 
 The meter tracks the storages of every operation's results by weak references, on any device; it
-measures neither the process nor the allocator. After each operation it adds up the current sizes
+measures neither the process nor the allocator.  After each operation it adds up the current sizes
 of live storages (units resize theirs to zero and back).
 
     parameters, gradients, optimizer, buffers    the engine's own, also while gradients are reduced
     activations                                  all other tensors created under the meter: those
                                                  that autograd saves, and received messages
 
-Storages are on the device, or in host memory (comm/tiers/tiers.py). The result of an operation is
-where its operands are. `peak_bytes`, `peak` and `most` are of the device.
-
-What a kernel takes and returns inside one operation is not seen.  Without `peaks` nothing is added
-up after an operation, which takes most of the time; `now` counts what is live.
-
-Live memory: tracks every storage created while an engine is built and steps.
+Storages are on the device, or in host memory (comm/tiers/tiers.py).  The result of an operation is
+where its operands are.  `peak_bytes`, `peak` and `most` are of the device.  What a kernel takes and
+returns inside one operation is not seen.  Without `peaks` nothing is added up after an operation,
+which takes most of the time; `now` counts what is live.
 
     live = Live()
     with live.of(model): engine = parallelize(model, ...)
     with live: engine.step(batch)
     live.unaccounted(engine)           live storages of no category; must be empty
 
-Inside the `with`, the result of every operation is tracked by a weak reference, wherever it is kept
-(an attribute, a list, a closure, the autograd graph); so are the model's original weights.  A
-tensor that an operation takes and that is not tracked was created elsewhere (a batch, another
-rank's tensor, a mailbox) and is ignored.  A dispatch mode belongs to its thread, so in a world of
-threads each rank tracks its own.
-
-Not tracked: memory outside torch, and storages that no torch operation created.
+`Live` tracks the result of every operation, wherever it is kept (an attribute, a list, a closure,
+the autograd graph), and the model's original weights.  A tensor that an operation takes and that is
+not tracked was created elsewhere (a batch, another rank's tensor, a mailbox) and is ignored.  A
+dispatch mode belongs to its thread, so in a world of threads each rank tracks its own.  Memory
+outside torch, and storages that no torch operation created, are not tracked.
 """
 
 from collections.abc import Iterable, Iterator
@@ -146,7 +142,7 @@ class Meter(TorchDispatchMode):
     def leaks(self) -> list[Leak]:
         """Live storages of which there are more bytes than when the meter was last entered.
 
-        They are new ones, of a category and unit. The first step of an engine leaves its
+        They are new ones, of a category and unit.  The first step of an engine leaves its
         optimizer's state and the memory of gradients; later steps leave nothing.
         """
         now, new = self.now(), [s for key, s in self.storages.items() if key not in self.before]
@@ -157,7 +153,6 @@ class Meter(TorchDispatchMode):
     # --- tracking -----------------------------------------------------------------------------
 
     def _track_results(self, func: Any, args: Any, made: Any) -> None:
-        """Track the results of an operation."""
         place = None
         for leaf in call_tensors(made):
             if leaf.layout == torch.strided:
@@ -167,10 +162,7 @@ class Meter(TorchDispatchMode):
                     self._track(leaf, place, str(func))
 
     def _elsewhere(self, x: Tensor, args: Any) -> bool:
-        """Whether `x` is memory of the device that an argument has and that was made elsewhere.
-
-        That is the batch, or what another rank in this process sends.
-        """
+        """Whether `x` is an argument's memory that was made elsewhere: the batch, a message."""
         key = x.untyped_storage()._cdata
         strided = (y for y in call_tensors(args) if y.layout == torch.strided)
         known = any(y.untyped_storage()._cdata == key for y in strided)
@@ -237,13 +229,11 @@ class Meter(TorchDispatchMode):
                     self._claim([(MeterKey("gradients", unit.name), x)])
 
     def _running(self) -> str:
-        """The innermost unit whose forward pass is running; "" in the backward pass."""
         inside = [unit for unit in self.engine.data.units.order if unit.state.depth > 0]
         return inside[-1].name if inside else ""
 
 
 def by_category(places: dict[MeterKey, int]) -> dict[str, int]:
-    """Bytes by category, 0 for a category without any."""
     return {c: sum(n for place, n in places.items() if place.category == c) for c in METERED}
 
 
@@ -297,10 +287,7 @@ class Live(TorchDispatchMode):
             self.made[storage._cdata] = StorageWeakRef(storage), made_by
 
     def unaccounted(self, engine: Engine) -> list[Stray]:
-        """Live storages in no category of `engine`, largest first.
-
-        Empty storages do not count: a unit frees its storage by resizing it to zero.
-        """
+        """Live storages in no category of `engine`, largest first, except empty ones."""
         self.elsewhere = {k: weak for k, weak in self.elsewhere.items() if not weak.expired()}
         accounted = {tensor.untyped_storage()._cdata for _, _, tensor in memory.owned(engine)}
         found: list[Stray] = []

@@ -31,20 +31,17 @@ class TapeRecorder:
         self.last_save: dict[str, int] = {}
 
     def done(self) -> Tape:
-        """The tape as a value."""
         pairs = tuple(self.saved), tuple(self.taken), tuple(self.returned)
         last = tuple(self.last_save.items())
         self.alive.clear()
         return Tape(tuple(self.storage_bytes), *pairs, tuple(self.products), last)
 
     def save(self, x: Tensor, module: str) -> None:
-        """Autograd saves `x` in the forward of `module`."""
         self.saves += 1
         self.last_save[module] = self.saves
         self._note(self.saved, module, x)
 
     def take(self, module: str, tensors: Iterable[Tensor]) -> None:
-        """`module` takes these tensors."""
         for x in tensors:
             number = self._number(x)
             if number is not None:
@@ -52,7 +49,6 @@ class TapeRecorder:
                 self.taken[taken] = None
 
     def give(self, module: str, tensors: Iterable[Tensor]) -> None:
-        """`module` returns these tensors."""
         for x in tensors:
             self._note(self.returned, module, x)
 

@@ -1,4 +1,5 @@
-"""The recorder of a pass's operations: their FLOPs and the bytes that they read and write.
+"""The recorder of a pass's operations, and what kernels save for the backward pass, on the meta
+device.
 
 product        2 m n k of its dims                        all arguments, and the result
 attention      as torch counts, half of it if causal      query, key, value, output
@@ -6,7 +7,7 @@ element-wise   0                                          all arguments, and the
 look-up        0                                          the rows that are read, twice
 view           not recorded: it moves nothing
 
-What the kernels of a device save for the backward pass, for passes on the meta device.
+What is saved:
 
                 CPU                                     CUDA
     attention   query, key, value, output, sums of      the same; scores in fp64, and with grouped
@@ -155,7 +156,6 @@ KERNELS: Final = ("cpu", "cuda")
 
 
 def kernels_of(device: torch.device) -> Kernels:
-    """Those of a device."""
     return "cuda" if device.type == "cuda" else "cpu"
 
 
@@ -194,10 +194,7 @@ class FusedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, how: "Fused"
     ) -> Tensor:
-        """Of query [B, H, T, E], key and value [B, H or fewer, S, E]: [B, H, T, E], no values.
-
-        The kernel keeps a mask too, and one of truth values as numbers.
-        """
+        """Query [B, H, T, E], key, value [B, H or fewer, S, E]; a truth mask as numbers."""
         wide = torch.promote_types(query.dtype, torch.float32)
         out, sums, seeds = ATTENTION(query, value.shape[-1], wide, *how)
         masks = [] if mask is None else [mask.to(query.dtype) if mask.dtype == torch.bool else mask]
@@ -261,10 +258,7 @@ _ON_CUDA: Final[Mapping[Any, tuple[Callable[..., Any], tuple[str, ...]]]] = {
 
 
 def fused_on(kernels: Kernels, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """The result on meta of a function that one kernel computes there; None if none does.
-
-    Attention apart.
-    """
+    """The result on meta of a function, other than attention, that one kernel computes; or None."""
     if kernels == "cpu" or func not in _ON_CUDA:
         return None
     stands, names = _ON_CUDA[func]

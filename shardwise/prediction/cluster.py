@@ -16,12 +16,11 @@ What `shardwise doctor --save` measures has deratings of 1, and more than a data
     device.overlap        the part of a message's time in which the device computes
     [collectives.NAME]    a collective's latency and rate, relative to those of the links
 
-Rates are of one device, and links' rates of one direction. Global ranks fill one host after
-another. (Roofline: Williams, Waterman, Patterson, CACM 52(4), 2009. Links: Hockney's model.)
+Rates are of one device, and links' rates of one direction.  Global ranks fill one host after
+another.  (Roofline: Williams, Waterman, Patterson, CACM 52(4), 2009. Links: Hockney's model.)
 
-Clusters by name, from public data sheets: hosts of eight devices with NVLink between them.
-
-Sources, by number, in the comments of the figures:
+Clusters by name are hosts of eight devices with NVLink between them.  The comments of their figures
+number the public data sheets; NVLink and PCIe are stated for both directions together, and halved:
 
     1  NVIDIA A100 Tensor Core GPU data sheet (80 GB SXM), 2021
     2  NVIDIA DGX A100 data sheet: eight ConnectX of 200 Gbit/s, one for each GPU
@@ -31,8 +30,6 @@ Sources, by number, in the comments of the figures:
     6  NVIDIA DGX B200 and HGX B200 data sheets, 2024: an eighth of the figures of eight GPUs
     7  NCCL, src/graph/tuning.cc, hwLat: the hop of a ring with the protocol LL128
     8  NVIDIA, "Getting started with CUDA graphs", 2019: the time between short kernels
-
-NVLink and PCIe are stated for both directions together; the figures here are half of that.
 """
 
 import json
@@ -143,10 +140,7 @@ class Cluster(BaseModel):
     collectives: dict[str, CollectiveSpeed] = Field(default_factory=dict)
 
     def flops_per_s(self, precision: str, flops: float = math.inf) -> float:
-        """The rate of matrix products of so many FLOPs; between two that are listed, by a line.
-
-        Raises InputError for a precision without a peak.
-        """
+        """The rate of products of so many FLOPs, on a line. Raises InputError without a peak."""
         peak = self.device.peak_flops.get(precision)
         if peak is None:
             given = f"the cluster of {self.device.name}, without device.peak_flops.{precision}"
@@ -155,7 +149,6 @@ class Cluster(BaseModel):
         return self.derating.products * min(peak, self._product_rate(precision, flops, peak))
 
     def collective(self, kind: str) -> CollectiveSpeed:
-        """The speed of a collective, relative to that of the links."""
         return self.collectives.get(kind) or CollectiveSpeed()
 
     def require_hosts(self, ranks: int) -> None:
@@ -176,7 +169,6 @@ class Cluster(BaseModel):
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate of the device's memory."""
         return self.device.memory_bytes_per_s * self.derating.memory
 
 
@@ -249,10 +241,7 @@ _EXAMPLE: Final = "h100-sxm"
 
 
 def cluster_of(name: str | Path) -> Cluster:
-    """The preset of this name, or the cluster in the file.
-
-    Raises InputError for neither, and one that lists all problems of a wrong file.
-    """
+    """The preset of this name, or the file's cluster. Raises InputError that lists all problems."""
     if str(name) in PRESETS:
         return PRESETS[str(name)]
     path, allowed = Path(expanded(str(name))), f"{', '.join(PRESETS)}, or the file of a cluster"

@@ -71,7 +71,7 @@ def device_peak_bytes(found: "Prediction") -> int:
 def gathered_most_bytes(found: "Prediction") -> dict[str, int]:
     """The most bytes that are gathered while each unit is used, forward or backward, by its name.
 
-    Under "" the most at any moment. Not for pipelines, nor for units inside of recomputed modules,
+    Under "" the most at any moment.  Not for pipelines, nor for units inside of recomputed modules,
     which a recomputation gathers all at once.
     """
     every, names = by_unit(found.plan, found.model), [unit.name for unit in found.model.units]
@@ -97,7 +97,6 @@ def _on_the_way(unit: Sequence[Group], plan: Plan) -> int:
 
 
 def _freed(unit: Sequence[Group]) -> int:
-    """The bytes of a unit's gradients between steps, which a step frees when it begins."""
     return sum(
         block_bytes(group, sharded=group.moves.shards_gradient)
         for group in unit
@@ -117,10 +116,7 @@ def _summed(found: "Prediction") -> int:
 
 
 def _kept(found: "Prediction") -> list[int]:
-    """The bytes that autograd keeps until the backward pass of each unit has read them.
-
-    A storage that several units keep is freed with the first of them, which is last in backward.
-    """
+    """By unit; a storage of several units is freed with the first, the last in backward."""
     place = places(found.spec)
     size, first = dict[object, int](), dict[object, int]()
     ranks = found.plan.mesh.size_of(TENSOR)

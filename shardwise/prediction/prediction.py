@@ -51,10 +51,13 @@ CHECKED_STEPS = 3
 class Prediction:
     """The memory and the traffic of one rank of a plan.
 
-    `model` is the rank's part of `spec`, the full model. `norm`: gradients are clipped by their
-    norm. `check_every`: in which steps ranks compare what they hold and compute; `rerun_bytes`: of
-    a microbatch that another rank repeats. `broadcast_buffers`: a step begins with rank 0's
-    buffers. `device`: "cpu" or "cuda". `notes` name results that depend on the values of the batch.
+    model              the rank's part of `spec`, the full model
+    norm               gradients are clipped by their norm
+    check_every        in which steps ranks compare what they hold and compute; `rerun_bytes`: of a
+                       microbatch that another rank repeats
+    broadcast_buffers  a step begins with rank 0's buffers
+    device             "cpu" or "cuda"
+    notes              name results that depend on the values of the batch
     """
 
     plan: Plan
@@ -70,37 +73,26 @@ class Prediction:
     notes: tuple[str, ...] = ()
 
     def on(self, rank: int, plan: Plan | None = None) -> "Prediction":
-        """The prediction for another rank with the same place on the tensor axis.
-
-        `plan` may differ from this one's in its offload.
-        """
+        """The prediction for a rank with the same place on the tensor axis, or another offload."""
         plan = self.plan if plan is None else plan
         return replace(self, plan=plan, rank=rank, model=shape_on(self.spec, plan, rank))
 
     @property
     def world(self) -> int:
-        """The number of ranks of the plan."""
         return self.plan.size
 
     @property
     def recomputed(self) -> Mapping[str, str]:
-        """The modules that are recomputed, each "full" or "selective"."""
         return self.spec.recomputed
 
     @property
     def recomputed_flops(self) -> int:
-        """The operations that recomputation adds to a step, as torch's FlopCounterMode counts.
-
-        For microbatches of one size, with torch's own kernels.
-        """
+        """The operations that recomputation adds to a step, for microbatches of one size."""
         return added_flops_on(self.spec, self.plan, self.rank)
 
     @cached_property
     def activations(self) -> int:
-        """The most bytes that autograd keeps on the device from forward to backward at once.
-
-        With torch's own kernels.
-        """
+        """The most bytes that autograd keeps on the device at once, with torch's own kernels."""
         return kept_bytes(self.spec, self.plan, self.rank, on_host=False)
 
     @cached_property
@@ -145,8 +137,8 @@ class Prediction:
     def bytes(self) -> dict[str, int]:
         """Bytes sent in a step, by axis and kind, such as "dp all_gather".
 
-        Copies between tiers are on the axis "tier". The first steps of a run send a little more:
-        ranks compare batches and gradients. Experts have an even load (`bytes_between`).
+        Copies between tiers are on the axis "tier".  The first steps of a run send a little more:
+        ranks compare batches and gradients.  Experts have an even load (`bytes_between`).
         """
         return by_kind(self.sent())
 
@@ -171,11 +163,11 @@ class Prediction:
     ) -> dict[TrafficLine, int]:
         """Bytes sent in an engine's step number `step`, from 0, by axis, kind and phase.
 
-        `done`: the engine has loaded a checkpoint that was saved after so many steps.
-        `flushed`: the delayed update of the step before was finished before this one.
-        `skipped`: so many steps before this one were skipped, because fp16 had overflowed, the last
-        one right before it.
-        `loads` are those of the experts in each microbatch, even ones if not given.
+        done      the engine has loaded a checkpoint that was saved after so many steps
+        skipped   so many steps before this one were skipped (fp16 overflowed), the last one
+                  right before it
+        flushed   the delayed update of the step before was finished before this one
+        loads     of the experts in each microbatch, even ones if not given
         """
         every = self.check_every
         again = every.ranks > 0 and step % every.ranks == 0
@@ -191,8 +183,8 @@ class Prediction:
     def in_evaluation(self, loads: ExpertLoads = ()) -> dict[TrafficLine, int]:
         """Bytes sent when the engine evaluates such a batch, by axis, kind and phase.
 
-        Of a prediction that `Predictor.of` made for the whole batch. `loads` are those of the
-        experts in it.
+        For a prediction that `Predictor.of` made for the whole batch, with these loads of its
+        experts.
         """
         model = shape_on(self.spec, self.plan, self.rank, trains=False)
         plan = replace(self.plan, accumulate=1)
@@ -212,10 +204,7 @@ class Prediction:
         reruns: bool = False,
         loads: ExpertLoads = (),
     ) -> dict[TrafficLine, int]:
-        """Bytes sent in a step, by axis, kind and phase; the options are those of `step_bytes`.
-
-        `loads` as in `in_step`. `reruns`: each rank repeats a microbatch of another.
-        """
+        """Bytes sent in a step, by axis, kind and phase; options as in `step_bytes`."""
         found = Counter[TrafficLine]()
         each = {"first": first, "meets": meets, "reruns": reruns}
         for sent in self._sent(loads, compares=compares, **each):
@@ -259,7 +248,6 @@ class Prediction:
         compares: str = "",
         reruns: bool = False,
     ) -> Iterator[Counted]:
-        """The bytes of the row, and those of each technique."""
         if reruns:
             yield rerun_bytes(self.plan, self.rank, self.rerun_bytes)
         yield step_bytes(
@@ -277,12 +265,10 @@ class Prediction:
         yield from (each.sends(share) for each in PRICES)
 
     def _stored(self, tier: Tier, rows: Mapping[str, int]) -> dict[str, int]:
-        """The bytes of the rows on a tier, and those of each technique, by category."""
         found, share = Counter(rows), self.share()
         for each in PRICES:
             found.update(each.stores(share, tier))
         return dict(found)
 
     def share(self, loads: ExpertLoads = ()) -> Share:
-        """What the rank carries out of the plan."""
         return Share(self.plan, self.spec, self.model, self.rank, self.optimizer, loads)

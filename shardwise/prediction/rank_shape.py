@@ -31,11 +31,7 @@ from shardwise.techniques.recompute.price import added_flops
 def shape_on(
     spec: ModelSpec, plan: Plan, rank: int, *, trains: bool = True, parts: ModelShape | None = None
 ) -> ModelShape:
-    """The units as `rank` holds them, and how often it gathers each.
-
-    In a training step; in an evaluation if not `trains`. `parts`: the shape of `parts_on`, if it is
-    known.
-    """
+    """The units as `rank` holds them, and how often a step (or an evaluation) gathers each."""
     spec = replace(spec, shape=parts) if parts else parts_on(spec, plan, rank)
     schedule, stages, units = schedule_of(plan), spec.stages, spec.shape.units
     buffers = spec.shape.buffers
@@ -77,7 +73,6 @@ def parts_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:
     found = layouts([p.name for p in shape.params], spec.facts, plan)
 
     def part(param: ParamShape) -> ParamShape:
-        """This rank's part of a parameter."""
         layout = found[param.name]
         return replace(param, shape=layout.local_shape(param.shape, here), layout=layout)
 
@@ -88,10 +83,9 @@ def parts_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:
 def gathered_bytes_on(
     spec: ModelSpec, plan: Plan, model: ModelShape, rank: int, ahead: int = 1
 ) -> int:
-    """The most bytes of gathered units that `rank` of a pipeline stores at once.
+    """The most bytes of gathered units that `rank` of a pipeline stores at once, else 0.
 
-    `model` is its part of `spec`, `ahead` the option `prefetch`. Zero if no parameter is sharded,
-    or without a pipeline.
+    `model` is its part of `spec`, `ahead` the option `prefetch`.
     """
     if schedule_of(plan) is None or spec.stages is None:
         return 0
@@ -108,11 +102,7 @@ def gathered_bytes_on(
 
 
 def stage_bytes(spec: ModelSpec, kept: Iterable[tuple[int, str]]) -> dict[int, int]:
-    """The bytes that one microbatch keeps in each stage; without a pipeline there is stage 0.
-
-    `kept` are storages and the modules that keep them. A stage keeps a storage once; the last one
-    also those of the loss.
-    """
+    """The bytes that one microbatch keeps in each stage, in `kept` (storage, module) once each."""
     found = dict.fromkeys(range(spec.stages.number if spec.stages else 1), 0)
     for stage, storage in {(stage_of(spec, module), storage) for storage, module in kept}:
         found[stage] += spec.run.tape.storage_bytes[storage]
@@ -127,15 +117,12 @@ def stage_of(spec: ModelSpec, module: str) -> int:
 
 
 def stages_on(plan: Plan, rank: int) -> set[int]:
-    """The stages of `rank`; without a pipeline there is stage 0."""
     place, schedule = plan.mesh.coordinate(rank).get(PIPELINE, 0), schedule_of(plan)
     return {0} if schedule is None else {*schedule.stages(place)}
 
 
 def moments(plan: Plan, place: int) -> list[dict[int, int]]:
-    """The microbatches that each stage keeps, at the moments at which the rank at `place` of the
-    pipeline may keep most bytes.
-    """
+    """Microbatches that each stage keeps, at moments when the pipeline rank may keep most bytes."""
     schedule = schedule_of(plan)
     return [{0: 1}] if schedule is None else most_alive(schedule, place)
 

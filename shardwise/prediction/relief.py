@@ -47,7 +47,6 @@ def peak_parts(found: "Prediction") -> dict[str, int]:
 
 
 def largest(parts: dict[str, int]) -> str:
-    """The name of the largest part."""
     return max(parts, key=lambda name: parts[name])
 
 
@@ -57,7 +56,6 @@ def relieved(plan: Plan, part: str) -> Plan | None:
 
 
 def added_words(plan: Plan, other: Plan) -> str:
-    """The words of `other` that `plan` does not have."""
     own = str(plan).split()
     return " ".join(word for word in str(other).split() if word not in own)
 

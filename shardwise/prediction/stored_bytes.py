@@ -1,4 +1,4 @@
-"""The bytes that a rank stores between two steps, by category.
+"""The bytes that a rank stores between two steps, by category, and flat parameters as numbers.
 
     parameters   the row's column `param`: all of a group (R), or this rank's block (S)
     gradients    its column `grad`: all (P), or the block (S); their memory stays for the next step
@@ -6,29 +6,24 @@
     buffers      those of the model, all on every rank; and the pool of communication buffers,
                  which the plan fixes (core/buffer_sizes.py)
 
-Padding is stored with parameters and gradients, and with the fp32 masters of 16-bit weights. Where
-an optimizer needs whole tensors, one rank has the states of all of a parameter: its owner. Others
-have states of runs, from the first element to the last of parameters that are updated as one
-tensor (engine/optimizer/runs.py). With Adam, of a group with K elements in runs here and B in the
-block:
+A unit has one group for each pair of element type and trainability.  A group that is neither
+trained nor sharded never changes, so it is not split into blocks.  Padding is stored with
+parameters and gradients, and with the fp32 masters of 16-bit weights.  Where an optimizer needs
+whole tensors, one rank has the states of all of a parameter: its owner.  Others have states of
+runs, from the first element to the last of parameters that are updated as one tensor
+(engine/optimizer/runs.py).  With Adam, of a group with K elements in runs here and B in the block:
 
     fp32    4 B + 4 B + 8 K              bf16, fp16    2 B + 2 B + (4 B + 8 K)
 
 What an offload stores elsewhere is priced in techniques/offload/price.py, and has masters in all
-precisions; the device keeps parameters and buffers. With Adam:
+precisions; the device keeps parameters and buffers.  With Adam:
 
     fp32    4 B + (4 B + 8 K)            bf16, fp16    2 B + (4 B + 8 K)
 
-With `offload:param` parameters are elsewhere too. In 32 bits and more they are their own masters.
-
-Adam has a step count of 4 bytes for each run. A parameter that gets no gradient has no state, but
+With `offload:param` parameters are elsewhere too.  In 32 bits and more they are their own masters.
+Adam has a step count of 4 bytes for each run.  A parameter that gets no gradient has no state, but
 it has a gradient's memory and a master; then each of the others in its flat parameter is a run.
 (ZeRO, arXiv 1910.02054, section 3.1, where 16-bit states take 2 + 2 + 12 bytes.)
-
-Flat parameters as numbers: how the ranks of a plan store parameters end to end.
-
-A unit has one group for each pair of element type and trainability. A group that is neither trained
-nor sharded never changes, so it is not split into blocks.
 """
 
 import math
@@ -49,12 +44,9 @@ from shardwise.core.zero import Row, RowMoves
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters of one element type, all trained or all frozen, under a row of the table.
+    """Parameters of one element type and layout, all trained or all frozen.
 
-    All of them have the same layout on the tensor axis, too.
-
-    `moves` are those of its row in a step. `shard` is the number of ranks over which the parameters
-    are split; 1 if they are not split.
+    `moves` are those of its row in a step; over `shard` ranks the parameters are split.
     """
 
     unit: UnitShape
@@ -65,22 +57,18 @@ class Group:
 
     @property
     def row(self) -> Row:
-        """The row of their layout on the data axes."""
         return self.layout.row
 
     @property
     def trained(self) -> bool:
-        """Whether the group has gradients."""
         return self.params[0].trainable
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element."""
         return self.params[0].element_bytes
 
     @cached_property
     def flat(self) -> Flattening:
-        """The offset of each parameter, padding included."""
         return flatten([param.numel for param in self.params], self.element_bytes, self.shard)
 
 
@@ -117,10 +105,10 @@ NOBODY = -1  # the owner of a parameter without gradients
 class OptimizerShape:
     """An optimizer as numbers: state tensors the size of the weight, bytes a parameter besides.
 
-    `factored`: also a mean for each row and each column of a matrix, and for each element of a
-    vector (Adafactor, arXiv 1804.04235, section 3). `whole`: one of the ranks that shard a
-    parameter, its owner, has the states of all of it. `others` are parameters, by name, of other
-    groups, by their numbers.
+    factored  also a mean for each row and each column of a matrix, and for each element of a vector
+              (Adafactor, arXiv 1804.04235, section 3)
+    whole     one of the ranks that shard a parameter, its owner, has the states of all of it
+    others    parameters, by name, of other groups, by their numbers
     """
 
     states: int
@@ -135,7 +123,6 @@ class OptimizerShape:
         return dict(self.others)
 
     def of(self, name: str) -> "OptimizerShape":
-        """The optimizer of a parameter."""
         return self._by_name.get(name, self)
 
 
@@ -176,7 +163,6 @@ def held_bytes(
 
 
 def block_bytes(group: Group, *, sharded: bool) -> int:
-    """The bytes of all of a group, or of this rank's block."""
     flat = group.flat
     return group.element_bytes * (flat.share if sharded else flat.padded)
 
@@ -195,8 +181,7 @@ def optimizer_bytes(
 ) -> int:
     """Masters of the block, if weights have 16 bits or are on another tier; states; scalars.
 
-    `owned` has the owners of parameters that are updated as a whole, and NOBODY for those that are
-    not updated.
+    `owned`: the owners of parameters updated as a whole, and NOBODY for those that are not updated.
     """
     flat = group.flat
     element_bytes = master_bytes(group)
@@ -220,12 +205,10 @@ def optimizer_bytes(
 
 
 def master_bytes(group: Group) -> int:
-    """The bytes of an element of what the optimizer updates."""
     return MASTER_BYTES if group.params[0].dtype in HALF else group.element_bytes
 
 
 def _means(shape: tuple[int, ...]) -> int:
-    """The number of means that a factored optimizer keeps: one for each row and column."""
     if len(shape) < 2:
         return math.prod(shape)
     *outer, rows, columns = shape

@@ -1,35 +1,31 @@
-"""The bytes that each rank sends in one training step, by axis, kind and phase.
+"""The bytes that each rank sends in one training step, by axis, kind and phase, and a technique's
+price.
 
 For a flat parameter on the data axes: the moves of its row (core/zero.py) at their prices
 (core/layouts/layout.py), those before use and after backward in each microbatch, the others once;
-then the sums of its gradient over tensor and pipeline ranks. In addition:
+then the sums of its gradient over tensor and pipeline ranks.  In addition:
 
     check      the tokens of each update and the microbatches that have any; the consensus: the
-               loss, and for each trained parameter whether it had a
-               gradient, as doubles that every rank gathers (many are all-reduced); one more
-               double if the norm is computed, and always along the tensor axis; for a parameter
-               of several stages, whether any of them had a gradient
+               loss, and for each trained parameter whether it had a gradient, as doubles that
+               every rank gathers (many are all-reduced); one more double if the norm is computed,
+               and always along the tensor axis; for a parameter of several stages, whether any of
+               them had a gradient
     forward    all buffers, from the first rank of each axis
-
     update     of each parameter that an optimizer needs whole, the pieces of gradient and master
                go to its owner, which sends back the pieces of the updated master
 
-In the first step, the data ranks compare their shares beforehand, the ranks of other
-axes exchange three doubles for their batch, and those of the tensor axis one for the loss and two
-for each trained parameter that they replicate (engine/checks/consistency.py). In later steps that
-compare, they exchange the batch's again, and three doubles for the loss and all gradients.
+In the first step, the data ranks compare their shares beforehand, the ranks of other axes exchange
+three doubles for their batch, and those of the tensor axis one for the loss and two for each
+trained parameter that they replicate (engine/checks/consistency.py).  In later steps that compare,
+they exchange the batch's again, and three doubles for the loss and all gradients.
 
 An asynchronous schedule does the moves "once", and sums the consensus except the loss, with each of
-its updates.
+its updates.  An evaluation gathers the parameters for each use.  Its check is the buffers, from the
+first rank of each data axis; the loss, over the stages; then, over the data ranks, the loss, the
+tokens and three numbers of the batch's lists.
 
-An evaluation gathers the parameters for each use. Its check is the buffers, from the first rank of
-each data axis; the loss, over the stages; then, over the data ranks, the loss, the tokens and three
-numbers of the batch's lists.
-
-What a technique costs a rank: the bytes that it sends in a step, and those that it stores.
-
-The folder of a technique has a file that makes its `Price`; prediction.py lists all.
-The rows of the states table, which every plan has, are priced here and in stored_bytes.py.
+The folder of a technique has a file that makes its `Price`; prediction.py lists all.  The rows of
+the states table, which every plan has, are priced here and in stored_bytes.py.
 """
 
 from collections import Counter
@@ -80,7 +76,6 @@ class Counted(dict[TrafficLine, int]):
         self.messages: Counter[TrafficLine] = Counter()
 
     def add(self, other: "Counted", times: int) -> None:
-        """Count all of `other` so many times more."""
         for line, sent_bytes in other.items() if times else ():
             self[line] = self.get(line, 0) + times * sent_bytes
             self.messages[line] += times * other.messages[line]
@@ -95,13 +90,11 @@ class Tariff:
         self.coordinates = plan.coordinate(rank)
 
     def size(self, axis: str) -> int:
-        """The number of ranks of the axis."""
         return self.plan.size_of(axis)
 
     def move(
         self, axis: str, src: Placement, dst: Placement, numel: int, element_bytes: int, phase: str
     ) -> None:
-        """One move of a tensor that has `numel` elements in full."""
         step = price(src, dst, numel, self.size(axis))
         self.add(TrafficLine(axis, step.what, phase), round(step.sent) * element_bytes)
 
@@ -125,7 +118,6 @@ class Tariff:
         return len(on.group(self.coordinates.get(axis, 0)))
 
     def sum_parts(self, axis: str, numel: int, ranks: int, element_bytes: int) -> None:
-        """The sum of gradients over `ranks` ranks of the axis."""
         step = price(P, R, numel, ranks)
         self.add(TrafficLine(axis, step.what, "backward"), round(step.sent) * element_bytes)
 
@@ -135,7 +127,6 @@ class Tariff:
         self.add(TrafficLine(axis, step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
 
     def send(self, element_bytes: int, numel: int, phase: str) -> None:
-        """A tensor that goes from one stage to another."""
         self.add(TrafficLine(PIPELINE, "send", phase), numel * element_bytes)
 
     def broadcast(self, stored_bytes: int, phase: str) -> None:
@@ -154,11 +145,9 @@ class Tariff:
                 self.move(axis, P, R, numbers, number_bytes, "check")
 
     def copy(self, src: Tier, dst: Tier, stored_bytes: int, phase: str) -> None:
-        """A copy between tiers of the rank."""
         self.add(TrafficLine("tier", between(src, dst), phase), stored_bytes)
 
     def add(self, line: TrafficLine, sent_bytes: int) -> None:
-        """Count bytes; a line without any is left out."""
         if sent_bytes:
             self.sent_bytes[line] = self.sent_bytes.get(line, 0) + sent_bytes
             self.sent_bytes.messages[line] += 1
@@ -178,10 +167,11 @@ def step_bytes(
 ) -> Counted:
     """The bytes `rank` sends in one step, activations apart; lines without any are left out.
 
-    `norm`: gradients are clipped (fp16 always computes their norm). `first`: the first step of a
-    run, which compares the shares of the data ranks. `meets`: ranks compare batches;
-    `compares`: they also compare the loss and the gradients, "each" or by their "sums".
-    `buffers`: it begins with rank 0's buffers.
+    norm      gradients are clipped (fp16 always computes their norm)
+    first     the first step of a run, which compares the shares of the data ranks
+    meets     ranks compare batches
+    compares  they also compare the loss and the gradients, "each" or by their "sums"
+    buffers   it begins with rank 0's buffers
     """
     tariff = Tariff(plan, rank)
     own = updates(plan.pipeline, plan.mesh.size_of(PIPELINE))
@@ -223,10 +213,7 @@ def step_bytes(
 def owner_bytes(
     plan: Plan, found: Sequence[Group], optimizer: OptimizerShape, rank: int
 ) -> Counted:
-    """The bytes that `rank` sends in an update of parameters that have an owner.
-
-    Each message has the pieces of one element type.
-    """
+    """What `rank` sends in an update of parameters with owners: a message per element type."""
     tariff, owned = Tariff(plan, rank), owners_of(found, optimizer)
     sizes: dict[tuple[str, str], list[int]] = {}
     for group in found:
@@ -253,10 +240,7 @@ def _compare_batches(tariff: Tariff) -> None:
 
 
 def rerun_bytes(plan: Plan, rank: int, sent_bytes: int) -> Counted:
-    """What `rank` sends to the next data rank, which repeats a microbatch of it: two lengths first.
-
-    In addition, the step has the moves of one more microbatch.
-    """
+    """What `rank` sends to the data rank that repeats its microbatch, two lengths first."""
     tariff = Tariff(plan, rank)
     axis = tariff.shard if tariff.size(tariff.shard) > 1 else tariff.replicate
     tariff.move(axis, S(0), R, 2 * tariff.size(axis), CONSENSUS_BYTES, "check")
@@ -267,8 +251,7 @@ def rerun_bytes(plan: Plan, rank: int, sent_bytes: int) -> Counted:
 def evaluation_bytes(plan: Plan, model: ModelShape, rank: int, *, buffers: bool = True) -> Counted:
     """The bytes `rank` sends to evaluate a batch, activations apart, with those of a backward pass.
 
-    `plan` has one microbatch; `model` is the rank's part with the uses of an evaluation; `buffers`
-    as in `step_bytes`.
+    `plan` has one microbatch; `model` is the rank's part with the uses of an evaluation.
     """
     tariff = Tariff(plan, rank)
     for group in groups(plan, model):
@@ -308,10 +291,7 @@ def phases(plan: Plan, group: Group, moment: Moment, updates: int = 1) -> dict[s
 
 
 def carry_row(tariff: Tariff, group: Group, updates: int = 1) -> None:
-    """The row's moves in a step with `updates` updates, and the sums on other axes.
-
-    Those of a disk are in techniques/offload/price.py, with the optimizer's states.
-    """
+    """The row's moves in a step, but those of a disk (offload/price.py), and sums on other axes."""
     for move in group.moves:
         times = {} if move.of_disk else phases(tariff.plan, group, move.moment, updates)
         for phase, count in times.items():
@@ -340,10 +320,7 @@ ExpertLoads = Sequence[Loads]
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank carries out of a plan: `model` is its part of `spec`, the full model.
-
-    `trains`: it is a training step, and not an evaluation, which only goes forward.
-    """
+    """What one rank carries out of a plan, in a step or (`trains` False) in an evaluation."""
 
     plan: Plan
     spec: ModelSpec

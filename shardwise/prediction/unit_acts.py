@@ -153,7 +153,7 @@ class StageActs:
     """The `acts` on the units of a pipeline rank, under the schedule of the plan.
 
     Units that a stage reads outside of its layers (a root unit, tied parameters) stay gathered
-    while the rank is in the stage. `spec` has this rank's part of each parameter, of all stages.
+    while the rank is in the stage.  `spec` has this rank's part of each parameter, of all stages.
     """
 
     def __init__(
@@ -216,8 +216,8 @@ class StageActs:
 def _calls(calls: Iterable[Call], stages: StageSpec, stage: int) -> Iterator[Call]:
     """The calls that run in `stage`.
 
-    The call of a layer that several stages hold runs in the earliest of them that has not ended.
-    A module that is a layer, and a part of another, is a part while the other runs.
+    The call of a layer that several stages hold runs in the earliest of them that has not ended.  A
+    module that is a layer, and a part of another, is a part while the other runs.
     """
     reached, inside = 0, ""
     for call in calls:
@@ -242,7 +242,6 @@ def states_of(
 
 
 def by_unit(plan: Plan, model: ModelShape) -> list[list[Group]]:
-    """The groups of each unit of `model` under the plan."""
     found: dict[str, list[Group]] = {unit.name: [] for unit in model.units}
     for group in groups(plan, model):
         found[group.unit.name].append(group)
@@ -274,10 +273,7 @@ def sums_of(plan: Plan, every: Iterable[Sequence[Group]], rank: int) -> tuple[bo
 
 
 def gathers(plan: Plan, spec: ModelSpec, *, trains: bool = True) -> list[tuple[int, int]]:
-    """For each unit, the number of gathers in forward and in backward of one microbatch.
-
-    Without a pipeline. An evaluation has no backward pass.
-    """
+    """The gathers of each unit in forward and in backward, of a microbatch or an evaluation."""
     acts = UnitActs(UnitOrder(states_of(by_unit(plan, spec.shape), spec.modules), 0))
     if trains:
         acts.microbatch(spec)
@@ -288,13 +284,11 @@ def gathers(plan: Plan, spec: ModelSpec, *, trains: bool = True) -> list[tuple[i
 
 
 def by_phase(acts: UnitActs) -> list[tuple[int, int]]:
-    """The gathers of each unit, in forward and in backward."""
     units = range(len(acts.units))
     return [(acts.gathers[n, "forward"], acts.gathers[n, "backward"]) for n in units]
 
 
 def gathered_bytes(unit: Iterable[Group]) -> int:
-    """The bytes of the groups of a unit that are freed between uses."""
     return sum(block_bytes(group, sharded=False) for group in unit if group.moves.reshards)
 
 

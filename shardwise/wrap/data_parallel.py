@@ -84,7 +84,6 @@ class DataParallel(nn.Module, Wrapper):
         return self.module
 
     def counted_elsewhere(self) -> set[nn.Parameter]:
-        """None: this process has all gradients."""
         return set()
 
 

@@ -261,8 +261,6 @@ class Piped(Wrapper):
 
 @dataclass(eq=False)
 class _Pass:
-    """One call: its microbatches, forward and backward."""
-
     piped: Piped
     parts: list[Any]
     known: list[_TracedCall]
@@ -356,13 +354,12 @@ class PipeOutputs:
         self.grads: list[Sequence[Tensor]] = []
 
     def outputs(self, microbatch: Microbatch, result: Any) -> list[Tensor]:
-        """The tensors that require a gradient."""
+        """Keeps the result, and returns its tensors that require a gradient."""
         found = _tensors(result)
         self.results[microbatch.index] = [x.detach() for x in found]
         return [x for x in found if x.requires_grad]
 
     def gradients(self, microbatch: Microbatch) -> Sequence[Tensor]:
-        """The gradients from the loop's backward."""
         return self.grads[microbatch.index]
 
 
@@ -386,7 +383,6 @@ class _Back(Function):
 
 
 def _leaf(x: Tensor) -> Tensor:
-    """A microbatch's tensor as a leaf of a new graph."""
     x = x.clone() if x.is_inference() else x  # such a tensor could not be written to
     return x.detach().requires_grad_(x.requires_grad and torch.is_grad_enabled())
 

@@ -116,7 +116,6 @@ class PipeConsistency:
                 same.require()
 
     def _begin(self, batch: Any) -> None:
-        """Begin to sum the numbers of this rank."""
         same = self.same
         same.batch = batch_hash(batch, _HASHES, self.device, floats=same.floats)
         same.recheck = partial(self.check.require_batch, batch)
@@ -170,7 +169,6 @@ def restore(staged: Staging) -> None:
 
 
 def _fill(table: dict[str, Any], own: dict[int, Tensor], numbers: dict[int, int]) -> None:
-    """Replace parameters on meta by real ones."""
     for key, p in table.items():
         if p is not None:
             table[key] = own[numbers[id(p)]]

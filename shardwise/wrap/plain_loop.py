@@ -60,7 +60,6 @@ class PlainLoop:
 
     @property
     def trained(self) -> set[str]:
-        """The names of this rank's trained parameters."""
         return {held.name for held in self.every if held.param.requires_grad}
 
     def _held(self) -> list[HeldParameter]:
@@ -89,7 +88,6 @@ class PlainLoop:
     # --- saving -------------------------------------------------------------------------------
 
     def compare_ranks(self) -> None:
-        """Raise InputError on all ranks if what they have, or their last step, differs."""
         self.by.compare_ranks()
 
     def boxes(self) -> list[Box]:
@@ -134,7 +132,6 @@ class PlainLoop:
         return replicate.rank * shard.size + shard.rank
 
     def _groups(self) -> dict[str, Any]:
-        """The options of each parameter."""
         names = {id(held.param): held.name for held in self.every}
         return {
             names[id(p)]: _options(group) for group in self._param_groups for p in group["params"]
@@ -229,23 +226,18 @@ def _require_same_kind(optimizer: Optimizer, saved: str | None) -> None:
 
 
 def _options(group: Mapping[str, Any]) -> Any:
-    """The options of a group.  Functions are those of the new optimizer.
-
-    Raises InputError for a value that would not come back as it is.
-    """
+    """The options of a group, without functions. Raises InputError if JSON lacks their form."""
     found = {k: _number(v) for k, v in group.items() if k not in NAMING and not callable(v)}
     return {"dict": [[k, pack(v, "the optimizer's options", k, None)] for k, v in found.items()]}
 
 
 def _number(value: Any) -> Any:
-    """An option with numbers for its tensors of one element."""
     if type(value) is tuple:
         return tuple(map(_number, value))
     return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
 def _whole(name: str, p: nn.Parameter, copy: int, room: optimizer_state.Room) -> HeldParameter:
-    """A parameter that this rank holds whole."""
     return HeldParameter(name, p, tuple(p.shape), tuple(p.shape), partial(_box, copy), copy, room)
 
 

@@ -60,9 +60,8 @@ def after_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _record(optimizer: Optimizer, data: Data) -> None:
-    """Give the options of its groups to what the ranks of a module compare.
-
-    In its first step also the names of its parameters.
+    """Give the options of its groups to what the ranks of a module compare, first with parameter
+    names.
 
     Also those of groups without a parameter here: a parameter without dimensions, which one rank
     holds, may be in another group on the others.
@@ -91,7 +90,6 @@ def require_gradients(optimizer: Optimizer) -> None:
 
 
 def options_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The options of all groups that ranks compare, by name."""
     found: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         found |= compared(group, f"group {number} of the {type(optimizer).__name__}")
@@ -106,7 +104,6 @@ def _owned(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Data]]:
 
 
 def _sharded(optimizer: Optimizer) -> list[Data]:
-    """The owners of the optimizer's parameters that are pieces."""
     pieces = (data for p, data in _owned(optimizer) if data.places[p][1].split)
     return list(dict.fromkeys(pieces))
 

@@ -69,7 +69,6 @@ _WRAPPED = "the module that was passed to sw.DDP, sw.FSDP or sw.Pipe"
 
 @torch.no_grad()
 def _release(flat: Flat) -> None:
-    """Give each parameter its own memory and its full value."""
     flat.unshard_in_own_dtype()
     for p in flat.params:
         grad = p.grad
@@ -106,6 +105,5 @@ def wrapper_of(module: nn.Module) -> Wrapper | None:
 
 
 def no_wrapper(module: nn.Module) -> None:
-    """Raise InputError if `module` or a part of it has a wrapper."""
     if any(wrapper_of(part) is not None for part in module.modules()):
         raise validate.already_wrapped(module)

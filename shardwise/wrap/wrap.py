@@ -156,7 +156,6 @@ def FSDP(  # noqa: N802
 
 
 def _require_offloadable(name: str, row: Row, precision: str | None) -> None:
-    """Raise InputError for a strategy or a precision without `cpu_offload`."""
     if precision is not None:
         raise bad(
             f"cpu_offload=True with precision={precision!r}",

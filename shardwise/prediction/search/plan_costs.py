@@ -1,16 +1,14 @@
-"""The memory and the time of the plans of a search, and lower bounds of both.
-
-Uneven stages: the blocks of each stage of a pipeline that make a run of its schedule shortest.
+"""The memory and the time of the plans of a search, lower bounds of both, and uneven stages.
 
     blocks        b0    b1    b2    b3 + head       seconds 1 1 1 5
     even          b0    b1  | b2    b3 + head       slowest stage 6
     stages:3,1    b0    b1    b2  | b3 + head       slowest stage 5
 
-The planner of DAPPLE (arXiv 2007.01045) divides layers by their measured time. Here the seconds of
-a block are predicted, those of a stage of the same plan with a stage for each block. First an exact
-partition makes the slowest stage as fast as possible (core/layouts/uneven.py). Then blocks move
-from one stage to another while that makes the schedule shorter, by its clock: of several stages a
-rank, the slowest one does not decide alone.
+The planner of DAPPLE (arXiv 2007.01045) divides layers by their measured time.  Here the seconds of
+a block are predicted, those of a stage of the same plan with a stage for each block.  First an
+exact partition makes the slowest stage as fast as possible (core/layouts/uneven.py).  Then blocks
+move from one stage to another while that makes the schedule shorter, by its clock: of several
+stages a rank, the slowest one does not decide alone.
 """
 
 from collections import Counter
@@ -116,10 +114,7 @@ ROUNDING: Final = 1 - 1e-9
 
 
 class Recordings(CutModel, Protocol):
-    """Predictions of one model under many plans.
-
-    `blocks` is the list of its equal blocks, if it has one.
-    """
+    """Predictions of one model under many plans; `blocks`: the list of its equal blocks, if any."""
 
     blocks: Blocks | None
 
@@ -175,10 +170,7 @@ class PlanCosts:
         return max(mean_s, most * one.blocks_s) * rows * plan.microbatches
 
     def step_bound_s(self, candidate: Candidate) -> float:
-        """A larger bound: the step without waits for moves that overlap.
-
-        Of a pipeline that of its slowest rank.
-        """
+        """A larger bound: the step without waits for moves that overlap, of the slowest rank."""
         plan, rows = candidate
         stages = plan.pipeline and allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))[1].v
         cut = stages, plan.stages
@@ -267,7 +259,7 @@ class PlanCosts:
         """By how much a part of the peak exceeds a device's memory; negative if it does not.
 
         The part is what is stored between steps and what autograd keeps; of one microbatch without
-        gradients, which backward makes. The latter does not depend on the row of the states table,
+        gradients, which backward makes.  The latter does not depend on the row of the states table,
         and the former not on microbatches and recomputation.
         """
         plan, rows = candidate
@@ -283,7 +275,6 @@ class PlanCosts:
         return over
 
     def peak_bytes(self, candidate: Candidate) -> int:
-        """The largest peak of the pipeline's ranks."""
         return max(found.device_peak for found in self._of_stages(candidate))
 
     def _of_stages(self, candidate: Candidate) -> list[Prediction]:
@@ -291,7 +282,6 @@ class PlanCosts:
         return [self.recordings.of(plan, rows, rank) for rank in plan.mesh.line(PIPELINE, 0)]
 
     def over(self, peak_bytes: int) -> int:
-        """By how much a peak exceeds a device's memory; negative if it does not."""
         return peak_bytes - self.cluster.device.memory_bytes
 
     def least_bytes(self, candidate: Candidate) -> int:
@@ -321,7 +311,6 @@ class PlanCosts:
         return int(max(stored, kept) if stages > 1 else stored + max(0, kept))
 
     def _row(self, plan: Plan) -> RowCosts:
-        """The costs of a row. Raises InputError like `of`."""
         key = plan.mesh.size_of("tp"), plan.cp, plan.recompute
         if key not in self.rows:
             try:
@@ -334,10 +323,7 @@ class PlanCosts:
         return found
 
     def _least(self, found: Prediction) -> RowCosts:
-        """The same for a recorded row, without what several rows share.
-
-        These share the reading of weights, launches and latencies.
-        """
+        """The costs of a recorded row, without weights, launches and latencies that rows share."""
         fast = {name: getattr(self.cluster, name) for name in ("inside", "between")}
         fast = {name: link.model_copy(update={"latency_s": 0.0}) for name, link in fast.items()}
         work = RankWork(found, self.cluster.model_copy(update=fast))
@@ -351,7 +337,6 @@ class PlanCosts:
         )
 
     def _growing_s(self, operations: Sequence[Operation]) -> float:
-        """The seconds of kernels that grow with the rows."""
         products = [each for each in operations if each.done_flops]
         computing_s = sum(x.done_flops / self.cluster.flops_per_s(precision(x)) for x in products)
         moved_bytes = sum(each.moved_bytes for each in operations if not each.done_flops)

@@ -1,6 +1,5 @@
-"""What a search found: plans in the order of their step's time, and those that are refused.
-
-The plans that a search tries on a number of ranks.
+"""What a search tries on a number of ranks, and what it found: plans in the order of their step's
+time.
 
     tp           sizes that divide a host, with sp
     pp           sizes up to MOST_STAGES, each with 1f1b, interleaved in two chunks, and zb-h1
@@ -12,7 +11,7 @@ The plans that a search tries on a number of ranks.
     offload      optim, then param; only where no plan without it fits
     microbatch   1, 2 or 4 rows; their number follows from the batch
 
-All in bf16. Every rank has equally many rows.
+All in bf16.  Every rank has equally many rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -61,10 +60,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(task: PlanTask) -> Iterator[Candidate]:
-    """The plans for a task.
-
-    Raises InputError for ranks that do not fill hosts, and a batch that no plan divides.
-    """
+    """The plans for a task. Raises InputError if ranks do not fill hosts or divide the batch."""
     if task.ranks > task.host and task.ranks % task.host:
         hosts = -(-task.ranks // task.host) * task.host
         given = f"{task.ranks} ranks on hosts of {task.host} devices"
@@ -79,7 +75,6 @@ def candidates(task: PlanTask) -> Iterator[Candidate]:
 
 
 def offloaded(candidate: Candidate, word: str) -> Candidate:
-    """The same plan with states in host memory."""
     return candidate._replace(plan=replace(candidate.plan, offload=word))
 
 
@@ -108,7 +103,6 @@ def meshes(task: PlanTask) -> list[MeshSizes]:
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a number, ascending."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
@@ -149,7 +143,6 @@ class RankedPlan:
 
     @property
     def seconds(self) -> float:
-        """The time of a step."""
         return self.time.seconds
 
     @property
@@ -159,17 +152,13 @@ class RankedPlan:
         return max(parts, key=lambda name: parts[name])
 
     def as_json(self) -> dict[str, Any]:
-        """The values as an object of JSON."""
         found = {"plan": str(self.plan), "bound": self.bound, "device_peak": self.peak_bytes}
         return found | {"bytes": dict(self.sent_bytes), "step_time": self.time.as_json()}
 
 
 @dataclass(frozen=True)
 class RefusedPlan:
-    """A plan that cannot run. `over_bytes`: by how much it exceeds the device's memory, at least.
-
-    It is 0 for one that is refused for another reason.
-    """
+    """A plan that cannot run; `over_bytes`: by how much at least it exceeds memory, if it does."""
 
     plan: Plan
     reason: str
@@ -209,7 +198,7 @@ class SearchResult:
     def why(self, found: Prediction) -> str:
         """What is wrong with a plan that was predicted for the same task, in sentences.
 
-        It does not fit: by how much, and what would relieve it. It is slower: where its time goes,
+        It does not fit: by how much, and what would relieve it.  It is slower: where its time goes,
         beside that of the best.
         """
         parts, room = peak_parts(found), self.cluster.device.memory_bytes

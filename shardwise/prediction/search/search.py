@@ -51,10 +51,7 @@ REFINED: Final = 4
 def best_plans(
     task: PlanTask, recordings: Recordings, cluster: Cluster, count: int
 ) -> SearchResult:
-    """The ranking of the plans for a task, of which the first `count` are the best of all.
-
-    Raises InputError for a task that has no plan.
-    """
+    """The ranking of the plans, certain for the first `count`. Raises InputError."""
     costs = PlanCosts(recordings, cluster)
     plain = list(candidates(task))
     every = [plain, *([offloaded(each, word) for each in plain] for word in OFFLOADED)]
@@ -100,7 +97,7 @@ def _ranked(
 
 
 def _refined(ranked: list[RankedPlan], costs: PlanCosts) -> list[RankedPlan]:
-    """The plans, with those that fit and are faster than one of the best, of which they differ.
+    """The plans, and those that fit and are faster than the one of the best that they change.
 
     Plans that recompute do so as little as the memory allows; stages are balanced by time; blocks
     of zero3 stay whole where there is room.
@@ -151,7 +148,6 @@ def _push(
 
 
 def _keeping_more(candidate: Candidate) -> Iterator[Candidate]:
-    """The same plan with less recomputation."""
     kinds = [word.partition(":")[2] or None for word in RECOMPUTED]
     for kind in kinds[: kinds.index(candidate.plan.recompute)]:
         yield candidate._replace(plan=replace(candidate.plan, recompute=kind))

@@ -140,7 +140,6 @@ def _exposed(work: RankWork, ahead: int) -> Mapping[str, Mapping[str, float]]:
 
 
 def _halved(compute: Mapping[str, float]) -> dict[str, float]:
-    """The seconds of a forward pass, and of each half of a backward pass."""
     return {phase: s * (0.5 if phase == "backward" else 1.0) for phase, s in compute.items()}
 
 
@@ -154,10 +153,7 @@ def hop_s(work: RankWork) -> float:
 
 
 def _late(work: RankWork, timeline: Timeline) -> dict[str, float]:
-    """By axis, for how long the last sum of gradients of any rank ends after the last action.
-
-    Each stage has the mean of this rank's stages.
-    """
+    """By axis, how late the last sum of gradients ends, if stages are like this rank's."""
     here = timeline.schedule.stages(
         work.found.plan.mesh.coordinate(work.found.rank).get(PIPELINE, 0)
     )

@@ -6,10 +6,10 @@
     update     gradients and states are read, states and weights written, at memory bandwidth
 
 Collectives within layers (tensor, expert and context parallelism) are exposed: the sum of an input
-gradient, which overlaps with weight gradients in a run, is not credited. Microbatches have the
+gradient, which overlaps with weight gradients in a run, is not credited.  Microbatches have the
 shapes of the first, experts an even load.
 
-Seconds of collectives on the axes of a plan: latency of the hops, and bytes over bandwidth.
+Collectives take the latency of their hops, and bytes over bandwidth:
 
     tp8 in hosts of 8      1 host,  8 ranks in it     NVLink
     dp8 of dp8 tp8         8 hosts, 1 rank in each    one network link
@@ -19,15 +19,14 @@ Seconds of collectives on the axes of a plan: latency of the hops, and bytes ove
     tree          all_reduce between hosts                    2 log2(hosts) hops, a ring's bytes
     pairs         all_to_all, send                            one hop; bytes by where the peers are
 
-The bytes are those that the ledger counts (core/layouts/layout.py). A measured cluster has a
+The bytes are those that the ledger counts (core/layouts/layout.py).  A measured cluster has a
 latency and a rate of each collective relative to these.
 
-Seconds of recorded operations on a device's roofline.
+Operations take as long as the device's roofline says; on a device that is not asynchronous, a
+processor, the launch is added:
 
 product        max(FLOPs / peak of its precision, bytes / memory bandwidth, launch)
 others         max(bytes / memory bandwidth, launch)
-
-On a device that is not asynchronous, a processor, the launch is added.
 """
 
 import math
@@ -78,12 +77,10 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The step's time, the sum of its parts."""
         return self.compute_s + sum(self.exposed_s.values()) + self.bubble_s + self.update_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second, over all ranks."""
         return self.tokens / self.seconds
 
     @property
@@ -92,7 +89,6 @@ class StepTime:
         return self.flops / (self.seconds * self.peak_flops)
 
     def as_json(self) -> dict[str, Any]:
-        """The parts and what follows from them, as values of JSON."""
         parts = {"compute_s": self.compute_s, "exposed_s": dict(self.exposed_s)}
         parts |= {"bubble_s": self.bubble_s, "update_s": self.update_s}
         more = {"tokens_per_s": self.tokens_per_s, "mfu": self.mfu}
@@ -158,13 +154,11 @@ class RankWork:
 
     @cached_property
     def groups(self) -> list[list[Group]]:
-        """The groups of each unit of the model; none of a unit that other ranks store."""
         stored = {own[0].unit.name: own for own in by_unit(self.found.plan, self.found.model)}
         return [stored.get(unit.name, []) for unit in self.found.spec.shape.units]
 
     @property
     def compute_s(self) -> float:
-        """The seconds of the kernels of a microbatch, of all stages."""
         return sum(operation_s(each, self.cluster) for each in self.operations)
 
     def units(self) -> list[UnitSeconds]:
@@ -198,7 +192,6 @@ class RankWork:
         return first, self.network.seconds(tariff.sent_bytes)
 
     def moves(self, unit: int, of: Callable[[Group], Iterable[RowMove]]) -> dict[str, float]:
-        """The seconds of moves of a unit between ranks."""
         return self.network.seconds(self._carried(unit, of).sent_bytes)
 
     def _carried(self, unit: int, of: Callable[[Group], Iterable[RowMove]]) -> Tariff:
@@ -266,20 +259,14 @@ def unstaged_streams(work: RankWork, ahead: int) -> Streams:
 
 
 def _copies_s(found: "Prediction", cluster: Cluster) -> float:
-    """The seconds of copies to and from host memory, which are taken not to overlap.
-
-    Between a processor and its own memory a copy reads and writes.
-    """
+    """The seconds of copies to and from host memory, taken not to overlap."""
     copied = sum(n for line, n in found.sent().items() if line.axis == "tier")
     link, derating = cluster.host_link, cluster.derating
     return copied / (link.bytes_per_s * derating.links if link else cluster.bytes_per_s / 2)
 
 
 def update_s(found: "Prediction", cluster: Cluster) -> float:
-    """The seconds in which the update, and before it the norm of gradients, read and write.
-
-    On a measured cluster also those of the program itself in a step.
-    """
+    """The seconds in which norm and update read and write, and on a measured cluster `step_s`."""
     stored = found.memory
     reads = stored["gradients"] * (2 if found.norm else 1) + stored["optimizer"]
     written = stored["optimizer"] + stored["parameters"]
@@ -287,7 +274,6 @@ def update_s(found: "Prediction", cluster: Cluster) -> float:
 
 
 def _most_flops(work: RankWork) -> str:
-    """The precision of most FLOPs; "" if there are none."""
     found = Counter[str]()
     for each in work.recorded:
         found[precision(each)] += each.flops
@@ -314,7 +300,6 @@ class Network:
         self.hosts = cache(self._hosts)
 
     def seconds(self, sent: Counted) -> dict[str, float]:
-        """The seconds of messages on each axis, one after another."""
         found: dict[str, float] = {}
         for (axis, _), seconds in self.seconds_by_kind(sent).items():
             found[axis] = found.get(axis, 0.0) + seconds
@@ -379,7 +364,6 @@ PRECISIONS: Final = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "
 
 
 def operation_s(operation: Operation, cluster: Cluster) -> float:
-    """The time of one kernel."""
     work_s, launch_s = operation.moved_bytes / cluster.bytes_per_s, cluster.device.launch_s
     if flops := operation.done_flops:
         work_s = max(work_s, flops / cluster.flops_per_s(precision(operation), flops))
@@ -387,7 +371,6 @@ def operation_s(operation: Operation, cluster: Cluster) -> float:
 
 
 def precision(operation: Operation) -> str:
-    """The precision of a product."""
     return PRECISIONS.get(operation.dtype, operation.dtype)
 
 

@@ -44,7 +44,6 @@ class Streams:
         self.waited_s = defaultdict[str, float](float)  # of these, for moves that had begun before
 
     def compute(self, seconds: float) -> None:
-        """Kernels run."""
         self.now += seconds
         self.compute_s += seconds
 
@@ -65,7 +64,6 @@ class Streams:
         return ends
 
     def wait(self, ends: Mapping[str, float]) -> None:
-        """Wait until moves have ended."""
         for axis, end in ends.items():
             waits_s = max(0.0, end - self.now)
             self.exposed_s[axis] += waits_s
@@ -84,11 +82,9 @@ class TimedActs:
         acts.acted, acts.used = self.act, self.use
 
     def restart(self) -> None:
-        """Streams of a new step."""
         self.streams = Streams(self.overlap)
 
     def use(self, unit: int) -> None:
-        """The unit computes, forward or backward."""
         own, phase = self.units[unit], self.acts.phase
         self.streams.compute(own.compute[phase])
         self.streams.exchange(own.inline[phase])
