@@ -3,6 +3,7 @@
 late evaluation     right after a delayed update, evaluation and outputs are those of its weights
 rerun               a step in which ranks repeat each other's microbatches changes no bit
 late writer         `async_save` saves the moment of its call, however late its thread writes
+moments             at each event a step holds the bytes of its dry run, and an evaluation fewer
 assigned weights    what is assigned to p.data is the weight, and its master in 32 bits
 blocks of stages    each stage has as many blocks as `stages:` says
 masks               dropout that is computed again draws what it has drawn
@@ -10,16 +11,12 @@ masks               dropout that is computed again draws what it has drawn
 
 import tempfile
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 import shardwise as sw
 from shardwise.checkpoint.pending import PendingCheckpoint
@@ -28,9 +25,7 @@ from shardwise.core.model_spec import SMALL_BYTES
 from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import GATHERED, KEPT, PREDICTED, TEMPORARY, Event
 from shardwise.engine.engine import Engine
-from shardwise.engine.options import own_loss
-from shardwise.observe.measured_timeline import StepMeter, measuring
-from shardwise.prediction.peak_memory import device_peak_bytes, gathered_most_bytes
+from shardwise.observe.measured_timeline import measuring
 from shardwise.prediction.prediction import Prediction
 from shardwise.verify import parity
 from shardwise.verify.oracles.batches import ragged
@@ -134,68 +129,17 @@ def masks(world: World, model: str, plan: Plan) -> bool:
     return found[0] == found[1]
 
 
-Fact = Callable[[World, str, Plan], bool]
-FACTS: dict[str, Fact] = {
-    "moments": lambda *of: not wrong_moments(*of),
-    "late evaluation": late_evaluation,
-    "rerun": rerun,
-    "late writer": late_writer,
-    "assigned weights": assigned_weights,
-    "blocks of stages": blocks_of_stages,
-    "masks": masks,
-}
-
-
-def holds(fact: str, model: str, plan: Plan) -> bool:
-    """Whether a fact holds on all ranks."""
-    return all(run_threads(plan.size, FACTS[fact], model, plan))
-
-
-# The memory of one step and of an evaluation at their moments: measured, and predicted.
-#
-# Between two steps no activation, no gathered weight and no gradient in flight is alive: a copy
-# that is kept from the forward to the backward pass is seen within a step only. Each event of
-# a dry run (observe/dry_engine.py) is compared:
-#
-#   equal                 each category at each event, `kept` within 1 KiB; without a pipeline
-#                         `temporary` is at most the dry run's, on a tensor axis at each loss
-#   bounds without it     all but `temporary` is at most the predicted peak
-#                         (prediction/peak_memory.py), and what is gathered at most three units
-#   on the host           activations are at most the predicted ones, and those fetched at once too
-#   tile:N                logits of a cross-entropy have V/N columns at once
-#   an evaluation         nothing is kept, and no more is gathered than in a step's forward pass
-#   at the update         of activations none is left; there may be a copy of all gradients, and
-#                         messages of weights
+# --- the memory of a step and of an evaluation at their events: measured, and predicted ----------
 
 #: Events at which messages of the update may be under way, which hold copies of weights.
 UPDATE = ("update", "end")
-#: The events of a dry run by model, plan and rank. A dry run has each fault of its engine, so those
-#: beside a mutation were made before it.
-FORETOLD: dict[tuple[str, str, int], Sequence[Event]] = {}
-#: Fewer bytes are not looked for: flags, sums, the padding of gradients.
-SLACK_BYTES = SMALL_BYTES
+#: The prediction and the events of a dry run by model, plan and rank. A dry run has each fault of
+#: its engine, so those beside a mutation were made before it.
+FORETOLD: dict[tuple[str, str, int], tuple[Prediction, Sequence[Event]]] = {}
 
 
-@dataclass
-class Moments:
-    """Bytes of a step that are not as predicted by name, read and predicted."""
-
-    read: dict[str, int] = field(default_factory=dict[str, int])
-    theory: dict[str, int] = field(default_factory=dict[str, int])
-
-    def equal(self, name: str, read: int, theory: int, slack: int = 0) -> None:
-        """Compare two numbers, and show them if they differ by more than `slack`."""
-        if abs(read - theory) > slack:
-            self.read[name], self.theory[name] = read, theory
-
-    def at_most(self, name: str, read: int, most: int) -> None:
-        """Compare a number with its bound."""
-        if read > most + SLACK_BYTES:
-            self.read[name], self.theory[name] = read, most
-
-
-def wrong_moments(world: World, model: str, plan: Plan) -> dict[str, tuple[int, int]]:
-    """The moments of a rank's third step and of an evaluation that are wrong: read, and theory."""
+def moments(world: World, model: str, plan: Plan) -> bool:
+    """A third step has the bytes of its dry run at each event; an evaluation keeps nothing."""
     trainable = ragged(micro.find(model), plan)
     options = parity.build_options(trainable, plan, Options())
     clip = None if is_asynchronous(plan) else 1.0  # with a norm, all sums end before the update
@@ -209,176 +153,56 @@ def wrong_moments(world: World, model: str, plan: Plan) -> dict[str, tuple[int, 
     with measuring(engine, batch, peaks=False) as seen:
         engine.step(batch)
     engine.wait()
-    found, plain = parity.theory_of(trainable, plan, world.rank, clip)(batch), trainable.plain()
     place = model, str(plan), world.rank
     if place not in FORETOLD:
-        FORETOLD[place] = parity.foreseen_events(found, plain, batch, options)
-    events = FORETOLD[place]
-    logits = logits_most_bytes(plan, plain, batch, options.loss or own_loss)
-    moments = Foreseen(found, events, logits).compare(seen, evaluation)
+        found = parity.theory_of(trainable, plan, world.rank, clip)(batch)
+        FORETOLD[place] = (
+            found,
+            parity.foreseen_events(found, trainable.plain(), batch, options),
+        )
+    found, events = FORETOLD[place]
+    host = engine.recompute.host
+    good = len(seen.events) == len(events) and all(map(as_foreseen, seen.events, events))
+    good &= (0 if host is None else host.most_fetched_bytes) <= found.fetched
+    good &= all(
+        n <= (0 if event.kind in UPDATE else found.host_activations)
+        for event, n in zip(seen.events, seen.on_host, strict=True)
+    )
+    good &= all(evaluated(event, events) for event in evaluation.events)
     world.barrier()  # ranks in threads read each other's tensors until here
-    return {name: (read, moments.theory[name]) for name, read in moments.read.items()}
+    return good
 
 
-@dataclass(frozen=True)
-class Foreseen:
-    """What is predicted of a step."""
+def as_foreseen(event: Event, foreseen: Event) -> bool:
+    """Each category is equal, kept activations but for flags; beside them is no more.
 
-    found: Prediction
-    events: Sequence[Event]
-    logits: Mapping[int, int]  # the most bytes, by classes
-
-    def compare(self, seen: StepMeter, evaluation: StepMeter) -> Moments:
-        """The measured events beside the predicted ones; those of an evaluation at the end."""
-        moments = Moments()
-        if self.events:
-            self._events(moments, seen.events)
-        if self.found.plan.pipeline is None:
-            self._bounded(moments, seen.events)
-        for event in (event for event in seen.events if event.kind in UPDATE):
-            most = self._copies_bytes
-            moments.at_most(f"{TEMPORARY} at {event}", _sum(event, (KEPT, TEMPORARY)), most)
-        host = seen.engine.recompute.host
-        fetched = 0 if host is None else host.most_fetched_bytes
-        moments.at_most("fetched from the host at once", fetched, self.found.fetched)
-        for event, on_host in zip(seen.events, seen.on_host, strict=True):
-            most = 0 if event.kind in UPDATE else self.found.host_activations
-            moments.at_most(f"activations on the host at {event}", on_host, most)
-        for layer, features in tiled_layers(seen.engine.model, seen.events).items():
-            if features in self.logits:
-                grown, most = grown_bytes(seen.events, layer), self.logits[features]
-                moments.at_most(f"logits of {layer} at once", grown, most)
-        self._evaluated(moments, evaluation.events)
-        return moments
-
-    def _evaluated(self, moments: Moments, events: Sequence[Event]) -> None:
-        """Each event of an evaluation: it keeps nothing, and gathers what the forward pass does."""
-        gathered: dict[str, int] = {}
-        for event in self.events:
-            if event.kind == "forward":
-                most = max(gathered.get(event.unit, 0), event.by_category[GATHERED])
-                gathered[event.unit] = most
-        for event in events:
-            name = f"of an evaluation at {event}"
-            moments.at_most(f"kept {name}", event.by_category[KEPT], 0)
-            if event.unit in gathered:
-                read = event.by_category[GATHERED]
-                moments.at_most(f"gathered {name}", read, gathered[event.unit])
-
-    @property
-    def _copies_bytes(self) -> int:
-        """A copy of all gradients and a message of all weights, which may be in 32 bits."""
-        tiers = self.found.memory, self.found.host_memory
-        wide = 2 if self.found.plan.precision in ("bf16", "fp16") else 1
-        return wide * sum(one["parameters"] + one["gradients"] for one in tiers)
-
-    def _events(self, moments: Moments, events: Sequence[Event]) -> None:
-        """Each event of the dry run."""
-        moments.equal("moments of a step", len(events), len(self.events))
-        for event, foreseen in zip(events, self.events, strict=False):
-            for name in PREDICTED:
-                read, theory = event.by_category[name], foreseen.by_category[name]
-                slack = SLACK_BYTES if name == KEPT else 0
-                moments.equal(f"{name} at {event}", read, theory, slack)
-            if self.found.plan.pipeline is None and not self._lets(event):
-                read, most = event.by_category[TEMPORARY], foreseen.by_category[TEMPORARY]
-                moments.at_most(f"{TEMPORARY} at {event}", read, most)
-
-    def _lets(self, event: Event) -> bool:
-        """Whether the temporary bytes of an event are not bounded.
-
-        On a tensor axis messages may be under way at all events but the loss.
-        """
-        gathers = event.kind != "loss" and self.found.plan.mesh.size_of("tp") > 1
-        return event.kind in UPDATE or gathers
-
-    def _bounded(self, moments: Moments, events: Sequence[Event]) -> None:
-        """Each event, by what is computed without the engine."""
-        most = device_peak_bytes(self.found)
-        for event in events:
-            moments.at_most(f"all but temporary at {event}", _sum(event, PREDICTED), most)
-        self._gathered(moments, events)
-
-    def _gathered(self, moments: Moments, events: Sequence[Event]) -> None:
-        """Each event, if a recomputation gathers no units of its own."""
-        units = [name for unit in self.found.spec.modules for name in unit.modules]
-        if any(unit.startswith(f"{name}.") for name in self.found.recomputed for unit in units):
-            return
-        gathered = gathered_most_bytes(self.found)
-        for event in events:
-            most = gathered.get(event.unit, gathered[""])
-            if (read := event.by_category[GATHERED]) > most:
-                moments.equal(f"gathered at {event}", read, most)
+    Messages of the update may be.
+    """
+    read, theory = event.by_category, foreseen.by_category
+    same = all(abs(read[c] - theory[c]) <= SMALL_BYTES * (c == KEPT) for c in PREDICTED)
+    more = read[TEMPORARY] > theory[TEMPORARY] + SMALL_BYTES
+    return same and (not more or event.kind in UPDATE)
 
 
-def _sum(event: Event, names: Iterable[str]) -> int:
-    return sum(event.by_category[name] for name in names)
+def evaluated(event: Event, events: Sequence[Event]) -> bool:
+    """An evaluation keeps nothing, and gathers for a unit what the forward pass of a step does."""
+    passes = [e for e in events if e.kind == "forward" and e.unit == event.unit]
+    most = max((e.by_category[GATHERED] for e in passes), default=event.by_category[GATHERED])
+    return event.by_category[KEPT] <= SMALL_BYTES and event.by_category[GATHERED] <= most
 
 
-# --- what `tile:N` promises of a cross-entropy over V classes: V/N columns of logits at once ------
-#
-#     event     forward tile 0    forward tile 1    ...    loss
-#     alive     -                 sums of tile 0           sums of all tiles
-#
-# (Memory-centric tiling: ZeRO-Infinity, arXiv 2104.07857, section 5.1.3.) A layer in tiles gives
-# logits if the plain model calls a cross-entropy over as many classes as it has output features.
-
-#: Numbers of each position that a loss keeps beside the logits: of each tile, and in all.
-OF_EACH_TILE, IN_ALL = 3, 16
-#: Their bytes: sums have at least 32 bits.
-BYTES: Final = {"fp64": 8}
-LEAST_BYTES: Final = 4
+Fact = Callable[[World, str, Plan], bool]
+FACTS: dict[str, Fact] = {
+    "moments": moments,
+    "late evaluation": late_evaluation,
+    "rerun": rerun,
+    "late writer": late_writer,
+    "assigned weights": assigned_weights,
+    "blocks of stages": blocks_of_stages,
+    "masks": masks,
+}
 
 
-class _LossCalls(TorchFunctionMode):
-    """The positions of each cross-entropy that is called, by its number of classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions: dict[int, int] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "cross_entropy":
-            logits = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-            classes = logits.shape[-1]
-            self.positions[classes] = logits.numel() // max(1, classes)
-        return func(*args, **kwargs)
-
-
-def logits_most_bytes(
-    plan: Plan, model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]
-) -> Mapping[int, int]:
-    """The most bytes of logits in a microbatch of `batch`, by the number of classes; {} untiled."""
-    if plan.tiled is None:
-        return {}
-    here = next(model.parameters()).device
-    with _LossCalls() as seen, torch.no_grad():
-        loss(model, pytree.tree_map_only(Tensor, lambda x: x.to(here), batch))
-    number, size = plan.tiled.number, BYTES.get(plan.precision or "", LEAST_BYTES)
-    return {
-        classes: positions // plan.microbatches * columns * size
-        for classes, positions in seen.positions.items()
-        for columns in [-(-classes // number) + OF_EACH_TILE * number + IN_ALL]
-    }
-
-
-def tiled_layers(model: nn.Module, events: Sequence[Event]) -> dict[str, int]:
-    """The output features of the layers whose tiles are units of their own, by name."""
-    found: dict[str, int] = {}
-    for name in {event.unit.rpartition(".tiles.")[0] for event in events}:
-        layer = model.get_submodule(name)
-        if isinstance(layer, nn.Linear):
-            found[name] = layer.out_features
-    return found
-
-
-def grown_bytes(events: Sequence[Event], layer: str) -> int:
-    """By how much activations grow from the first tile of `layer` to the loss, at most."""
-    alive: dict[int, list[int]] = defaultdict(list)
-    for event in events:
-        first = event.kind == "forward" and event.unit.startswith(f"{layer}.tiles.")
-        if first or (event.kind == "loss" and alive[event.microbatch]):
-            now = event.by_category[KEPT] + event.by_category[TEMPORARY]
-            alive[event.microbatch].append(now)
-    return max((max(found) - found[0] for found in alive.values() if found), default=0)
+def holds(fact: str, model: str, plan: Plan) -> bool:
+    """Whether a fact holds on all ranks."""
+    return all(run_threads(plan.size, FACTS[fact], model, plan))
