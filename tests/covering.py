@@ -63,14 +63,12 @@ Pair = frozenset[str]
 
 
 def text_of(words: Mapping[str, str]) -> str:
-    """The plan of the words, in fp64."""
     chosen = [words.get(factor, NONE) for factor in FACTORS]
     *plain, layers = chosen
     return " ".join(word for word in [*plain, "fp64", layers] if word)
 
 
 def ranks_of(words: Mapping[str, str]) -> int:
-    """The ranks of an accepted plan."""
     return Proof(text_of(words)).plan.size
 
 
@@ -95,7 +93,6 @@ def runs(text: str) -> bool:
 
 
 def pairs_of(words: Mapping[str, str]) -> set[Pair]:
-    """Every two words of a plan."""
     return {frozenset(two) for two in itertools.combinations([w for w in words.values() if w], 2)}
 
 
@@ -155,7 +152,6 @@ def can_meet(start: Words) -> bool:
 
 
 def covering() -> list[str]:
-    """The plans."""
     own, plans = random.Random(SEED), list[Words]()
     starts = {pair: dict(start) for start in candidates() for pair in pairs_of(start)}
     left = {p for p, words in starts.items() if accepted(words) or completed(words, own)}
@@ -193,7 +189,6 @@ def thinned(plans: list[Words]) -> list[Words]:
 
 
 def read() -> list[str]:
-    """The plans that are checked in."""
     return FILE.read_text().splitlines()
 
 

@@ -66,7 +66,6 @@ class Origin:
 
 
 def run(function: Callable[..., Any], args: tuple[Any, ...], origin: Origin) -> Any:
-    """The entry point of a rank that was forked."""
     gc.freeze()
     origin.enter()
     return function(*args)

@@ -78,7 +78,6 @@ class Source:
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """Every node of the tree."""
         return list(ast.walk(self.tree))
 
     def functions(self) -> list[Function]:

@@ -124,7 +124,6 @@ class Site:
     instead: ast.AST
 
     def put(self) -> None:
-        """Replace the node in the tree."""
         if self.index is None:
             setattr(self.parent, self.field, self.instead)
         else:

@@ -86,7 +86,6 @@ class Known:
             self.write()
 
     def write(self) -> None:
-        """Write the file."""
         lines = [[name, *(f"    {text}" for text in said)] for name, said in self.said.items()]
         FILE.write_text("\n".join(line for part in lines for line in part) + "\n")
 
@@ -186,7 +185,6 @@ class Tests:
 
     @cached_property
     def all(self) -> list[Test]:
-        """All of them."""
         return recorded(self.folder, self.jobs)
 
     def of(self, fault: str) -> list[Test]:

@@ -227,7 +227,6 @@ def kept_step(engine: Engine, metrics: Metrics) -> EngineStep:
 
 
 def kept(boxes: Sequence[Box]) -> list[Box]:
-    """Boxes with copies of their tensors on the host."""
     return [replace(box, tensor=box.tensor.detach().to("cpu", copy=True)) for box in boxes]
 
 
@@ -257,7 +256,6 @@ def note_memory(found: Trained, engine: Engine, told: Prediction, when: str) -> 
 
 
 def load(engine: Engine, arrays: Arrays, scalars: Any) -> None:
-    """Load what another engine saved."""
     tensors = {name: (a.shape, torch.from_numpy(a).dtype) for name, a in arrays.items()}
     for box in engine.loading(tensors, scalars):
         at = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
@@ -329,7 +327,6 @@ def oracle_of(proof: Proof, task: Task) -> Oracle | AsyncOracle:
 
 
 def on_host(wholes: Wholes) -> Wholes:
-    """Copies on the host."""
     return {name: x.detach().to("cpu", copy=True) for name, x in wholes.items()}
 
 
@@ -360,7 +357,6 @@ def runner(device: str, text: str) -> OnRanks:
 
 
 def device_of(on_ranks: OnRanks) -> str:
-    """Where these ranks compute."""
     return "cuda" if on_ranks is run_gpu else "cpu"
 
 

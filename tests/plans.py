@@ -145,7 +145,6 @@ ELSEWHERE = {
 
 
 def every_plan() -> list[str]:
-    """The plans of the table that a hand wrote."""
     pairs = [[plan, *(f"{plan} {word}" for word in words)] for plan, words in EQUAL_16.items()]
     return [plan for plans in [*CANONICAL.values(), *pairs] for plan in plans]
 

@@ -142,7 +142,6 @@ class Pool:
         return results
 
     def close(self) -> None:
-        """End the processes."""
         for process in self.processes:
             process.kill()
         for process in self.processes:

@@ -173,7 +173,6 @@ class Soaked:
 
 
 def signalled(pid: int, number: int) -> None:
-    """Send a signal to a process, which may have ended."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -314,7 +313,6 @@ def flat(steps: int) -> int:
 
 
 def main() -> int:
-    """The command line."""
     options = argparse.ArgumentParser(prog="python -m tests.soak")
     options.add_argument("--minutes", type=float, default=10.0)
     options.add_argument("--seed", type=int, default=0)

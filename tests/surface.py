@@ -21,7 +21,6 @@ FILE = Path(__file__).parent / "surface.txt"
 
 
 def command(name: str) -> Any:
-    """A command by its name, with its parameters."""
     found: Any = typer.main.get_command(cli.application(name.split()))
     for word in name.split():
         found = found.commands[word]
@@ -29,7 +28,6 @@ def command(name: str) -> Any:
 
 
 def commands() -> list[str]:
-    """The names of all commands, `checkpoint inspect` and its neighbours among them."""
     group: Any = typer.main.get_command(cli.application())
     return [
         f"{name} {inner}".strip()

@@ -65,19 +65,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def run(request: pytest.FixtureRequest) -> Run:
-    """The run of one plan, which the facts below are about."""
     return run_of(*request.param)
 
 
 @pytest.fixture
 def half(request: pytest.FixtureRequest) -> Run:
-    """The run of one plan in 16 bits."""
     return run_in_16_bits(*request.param)
 
 
 @pytest.fixture
 def scaled(request: pytest.FixtureRequest) -> Run:
-    """The run of one plan in fp16, whose loss is scaled."""
     return run_in_16_bits(*request.param)
 
 
@@ -129,7 +126,6 @@ def test_no_bit_changes_in_16_bits(two: tuple[Run, Run]):
 
 
 def assert_equal(one: Sequence[Box], other: Sequence[Box]) -> None:
-    """The same boxes, bit for bit."""
     assert BoxPlace.of(one) == BoxPlace.of(other)
     order = lambda box: (box.name, box.offsets, box.replica)  # noqa: E731
     for a, b in zip(sorted(one, key=order), sorted(other, key=order), strict=True):

@@ -28,8 +28,6 @@ Values = dict[str, dict[int, float]]
 
 
 class Listed(Callback):
-    """Lists what it is called with."""
-
     def __init__(self, fails: str = "", ends_s: float = 0.0) -> None:
         self.seen: list[Any] = []
         self.fails, self.ends_s = fails, ends_s
@@ -81,7 +79,6 @@ def test_an_own_loop_calls_the_same_objects_on_rank_zero():
 
 
 def one_step(callbacks: Callbacks) -> None:
-    """A run of one step, which is saved."""
     with callbacks.run("x"):
         callbacks.step_ended(1, {"loss": 1.0})
         callbacks.saved(1, Path("step-1"))
@@ -164,12 +161,10 @@ def tracked(folder: Path, *trackers: str) -> config.Config:
 
 
 def longer(given: config.Config) -> config.Config:
-    """The same run with a step more."""
     return given.model_copy(update={"train": given.train.model_copy(update={"steps": 8})})
 
 
 def wanted(records: Sequence[Record]) -> Values:
-    """The values of the records, by tag and step."""
     found: defaultdict[str, dict[int, float]] = defaultdict(dict)
     for record in records:
         validation = {"loss/validation": record.validation} if record.validation else {}

@@ -82,7 +82,6 @@ def _write(name: str, content: bytes) -> Act:
 
 
 def flip(file: Path, bit: int) -> None:
-    """Turn one bit over."""
     content = bytearray(file.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     file.write_bytes(content)
@@ -115,7 +114,6 @@ def index(change: Callable[[Metadata, Any, MetadataIndex], object]) -> Act:
 
 
 def placed(**values: Any) -> Act:
-    """Say another place of the piece."""
     return index(lambda metadata, _, piece: place(metadata, piece, **values))
 
 
@@ -124,8 +122,6 @@ def place(metadata: Any, piece: MetadataIndex, **values: Any) -> None:
 
 
 def scalars(change: Callable[[dict[str, Any]], object]) -> Act:
-    """Change scalars.json."""
-
     def act(path: Path) -> None:
         said = json.loads((path / SCALARS).read_text())
         change(said)
@@ -136,7 +132,6 @@ def scalars(change: Callable[[dict[str, Any]], object]) -> Act:
 
 
 def numbered(**values: Any) -> Act:
-    """Other numbers of the engine."""
     return scalars(lambda said: said["scalars"]["engine"].update(values))
 
 
@@ -145,7 +140,6 @@ def stepped(step: Any) -> Act:
 
 
 def without(metadata: Any, tensor: Any, piece: MetadataIndex) -> None:
-    """Remove a piece."""
     del metadata.storage_data[piece], tensor.chunks[0]
 
 
@@ -178,7 +172,6 @@ NUMBERS: dict[str, tuple[Act, str]] = {
 
 
 def special(file: Path, kind: str) -> None:
-    """Put a special file in place of a file."""
     file.unlink()
     if kind == "fifo":
         os.mkfifo(file)

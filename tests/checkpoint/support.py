@@ -115,7 +115,6 @@ def rows(step: int) -> Tensor:
 
 
 def squares(model: nn.Module, batch: Any) -> Tensor:
-    """The mean square of what the model gives."""
     return (model(*batch) if isinstance(batch, tuple) else model(batch)).square().mean()
 
 
@@ -127,7 +126,6 @@ def engine_of(
 
 
 def steps(engine: sw.Engine, first: int, count: int = 3) -> list[float]:
-    """Losses of these steps."""
     parts = [rows(k).tensor_split(engine.data_ranks) for k in range(first, first + count)]
     return [engine.step(part[engine.data_rank]).loss for part in parts]
 
@@ -136,7 +134,6 @@ def steps(engine: sw.Engine, first: int, count: int = 3) -> list[float]:
 
 
 def blocks(cut: str, shape: Sequence[int], rank: int, ranks: int) -> list[Block]:
-    """The blocks that a rank has of a tensor."""
     if cut == "hybrid":
         half = max(1, ranks // 2)
         return blocks("flat", shape, rank % half, half)
@@ -156,7 +153,6 @@ def blocks(cut: str, shape: Sequence[int], rank: int, ranks: int) -> list[Block]
 
 
 def boxes_of(tensors: Mapping[str, Tensor], cut: str, rank: int, ranks: int) -> list[Box]:
-    """Copies of what rank `rank` holds of the tensors under a cut."""
     replica = {"copies": rank, "hybrid": rank // max(1, ranks // 2)}.get(cut, 0)
     found = []
     for name, whole in tensors.items():

@@ -48,7 +48,6 @@ def weights(model: Any) -> dict[str, Tensor]:
 
 
 def until(file: Path) -> None:
-    """Wait for a file."""
     waited = threading.Event()
     while not file.exists():
         waited.wait(0.01)
@@ -78,13 +77,11 @@ def saved_both_ways(world: World, folder: str, plan: str) -> set[str]:
 
 
 def slowly(world: World, folder: str, plan: str) -> set[str]:
-    """`saved_both_ways` in a process."""
     with writing(lambda save: save.folder.name == "save" or until(Path(folder, "go"))):
         return saved_both_ways(world, folder, plan)
 
 
 def sealed(path: Path) -> dict[str, Any]:
-    """The hashes of the files of tensors."""
     files = read_manifest(path).files
     return {name: seal for name, seal in files.items() if name.endswith(".distcp")}
 
@@ -167,7 +164,6 @@ def failing(world: World, folder: str, rank: int, silent: bool) -> list[list[str
 
 
 def said_in(act: Callable[[], object]) -> list[str]:
-    """The warnings of an act."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         act()

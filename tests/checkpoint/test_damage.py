@@ -32,18 +32,15 @@ State = tuple[dict[str, Any], dict[str, Tensor]]
 
 
 def state_of(engine: sw.Engine) -> State:
-    """All that a checkpoint would hold of an engine, copied."""
     return engine.scalars(), {box.name: box.tensor.clone() for box in engine.boxes()}
 
 
 def same(a: State, b: State) -> bool:
-    """Whether two states are the same, bit for bit."""
     equal = a[0] == b[0] and a[1].keys() == b[1].keys()
     return equal and all(torch.equal(a[1][name], b[1][name]) for name in a[1])
 
 
 def kept(world: World) -> list[tuple[list[Box], dict[str, Any]]]:
-    """What a rank holds after each of two steps."""
     engine, found = engine_of(world, "dp2 zero3 fp64"), []
     for step in range(2):
         steps(engine, step, 1)
@@ -131,7 +128,6 @@ def test_a_missing_file_is_no_missing_checkpoint(
 
 
 def content_of(path: Path) -> dict[str, bytes | None]:
-    """The bytes of each file in a folder; None for what is no file."""
     return {file.name: file.read_bytes() if file.is_file() else None for file in path.iterdir()}
 
 

@@ -39,7 +39,6 @@ KINDS: dict[str, Any] = {
 
 
 def optimizer_of(kind: str, module: nn.Module) -> Optimizer:
-    """Two groups with rates of their own."""
     named = list(module.named_parameters())
     weights = [p for n, p in named if n.endswith("weight")]
     biases = [p for n, p in named if not n.endswith("weight")]
@@ -259,7 +258,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def inspected(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
-    """The exit code of the command, and what it prints."""
     code, out, err = ended(capsys, "checkpoint", "inspect", *argv)
     return code, out + err
 

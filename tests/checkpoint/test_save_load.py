@@ -199,7 +199,6 @@ def extra() -> dict[Any, Any]:
 
 
 def assert_same(a: Any, b: Any) -> None:
-    """The same values of the same types, in the same order."""
     assert type(a) is type(b), (a, b)
     if isinstance(a, dict):
         assert_same([*a.items()], [*b.items()])

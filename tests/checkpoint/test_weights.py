@@ -42,7 +42,6 @@ class Model(nn.Module):
 
 
 def trained(world: World, plan: str, folder: str) -> dict[str, Any]:
-    """Two steps, and a checkpoint; the full state on rank 0."""
     torch.manual_seed(0)
     engine = sw.parallelize(Model(), plan, world, optimizer=SGD, loss=squares)
     steps(engine, 0, 2)
@@ -108,7 +107,6 @@ def layers(count: int, size: int) -> nn.Sequential:
 
 
 def filled(world: World, folder: str) -> dict[str, Any]:
-    """A model on the meta device, filled unit by unit."""
     with torch.device("meta"):
         model = layers(2, 6)
     fill = sw.fill_from(folder)

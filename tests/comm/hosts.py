@@ -46,12 +46,10 @@ def joined_hosts(count: int) -> Iterator[list[str]]:
 
 
 def bridge_of(hosts: list[str]) -> str:
-    """The namespace of the bridge."""
     return f"{hosts[0][:-1]}z"
 
 
 def set_link(hosts: list[str], host: int, state: str) -> None:
-    """Set the link of a host, seen from the bridge, "up" or "down"."""
     command = ["ip", "-n", bridge_of(hosts), "link", "set", f"port{host}", state]
     subprocess.run(command, check=True)
 
@@ -63,7 +61,6 @@ def enter_host(name: str) -> None:
 
 
 def processes_on(host: str) -> list[int]:
-    """The processes in a namespace."""
     command = ["ip", "netns", "pids", host]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     return [int(pid) for pid in found.stdout.split()]

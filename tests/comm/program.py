@@ -20,7 +20,6 @@ from shardwise.comm.world import World, init
 
 
 def meet_and_wait(folder: Path) -> None:
-    """Meet, leave the process number, and wait."""
     world = init("cpu")
     world.barrier()
     (folder / f"pid-{world.rank}").write_text(str(os.getpid()))

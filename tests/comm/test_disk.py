@@ -34,7 +34,6 @@ BUFFER_BYTES = CHUNK_NUMEL * 4
 
 
 def opened(folder: Path, rank: int = 0) -> Disk:
-    """A disk with three buffers."""
     disk = Disk(folder, rank, Ledger())
     memory = torch.empty(3 * BUFFER_BYTES + ALIGN_BYTES, dtype=torch.uint8)
     disk.reserve(memory, BUFFER_BYTES)

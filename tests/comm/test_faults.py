@@ -103,7 +103,6 @@ def used_processor(pid: int) -> bool:
 
 
 def ticks(pid: int) -> int:
-    """The processor time of a process, in units of the system's clock."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
 
@@ -288,7 +287,6 @@ def take_fewer_steps_on_1(closes: bool) -> None:
 
 
 def wait_for_each_other(patience_s: float) -> None:
-    """Each rank waits for a message of the other."""
     peers._ALL_S = patience_s
     world = init("cpu")
     receive(torch.ones(1), world.everyone, 1 - world.rank)

@@ -49,7 +49,6 @@ def is_alive(pid: int) -> bool:
 
 
 def any_alive(folder: Path) -> bool:
-    """Whether a rank lives that has left its process number."""
     pids = [int(file.read_text()) for file in folder.glob("pid-*")]
     assert pids
     return any(map(is_alive, pids))

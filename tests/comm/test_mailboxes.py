@@ -61,7 +61,6 @@ class Wire:
 
 
 def pair() -> tuple[Mailboxes, Mailboxes, list[deque[Tensor]]]:
-    """Both ends of the mailboxes of two ranks."""
     memory = mmap.mmap(-1, shared._head_bytes(2) + shared.SHARED_BYTES)
     queues: list[deque[Tensor]] = [deque(), deque()]
     pids = [os.getpid()] * 2

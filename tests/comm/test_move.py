@@ -342,7 +342,6 @@ def counts(table: str, ranks: int) -> list[list[int]]:
 
 
 def rows(table: list[list[int]], width: int) -> list[Tensor]:
-    """Each rank's rows: all rows of all ranks have different values."""
     sums = [sum(line) for line in table]
     every = torch.arange(sum(sums) * width, dtype=torch.float64).view(-1, width)
     return list(every.split(sums))

@@ -156,7 +156,6 @@ def test_an_engine_sends_tensors_of_its_device(plan: str) -> None:
 
 
 def saved(world: World, folder: str) -> list[str]:
-    """A checkpoint is saved and loaded between processes."""
     with SecondDevice():
         own = world_of(world.rank, world.size, DEVICE, world.links)
         engine = sw.parallelize(small_gpt(), "dp2 zero3", own, loss=gpt.loss)

@@ -246,13 +246,11 @@ def launcher_of(name: str) -> list[str]:
 
 
 def losses(text: str) -> dict[str, str]:
-    """The loss that each rank prints."""
     ranks = [line.partition(": ") for line in text.splitlines() if line.startswith("rank ")]
     return {rank: loss for rank, _, loss in ranks}
 
 
 def printed(folder: Path, launcher: str) -> dict[str, str]:
-    """The losses of the script under a launcher."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     paths = os.pathsep.join([str(ROOT), *sys.path])

@@ -192,7 +192,6 @@ def test_a_group_is_used_however_it_was_initialised(tmp_path: Path) -> None:
 
 
 def counts() -> tuple[int, int, int]:
-    """Open files, threads and process groups of this process."""
     gc.collect()
     files, threads = (len([*Path(f"/proc/self/{kind}").iterdir()]) for kind in ("fd", "task"))
     return files, threads, len(dist.distributed_c10d._world.pg_names)

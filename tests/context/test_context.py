@@ -100,7 +100,6 @@ class Case:
         return SequenceCut(self.length, self.ranks, self.zigzag, self.ulysses)
 
     def inputs(self) -> tuple[list[Tensor], Tensor | None]:
-        """q, k, v and the gradient of the output, of the whole sequence, and the mask."""
         own = torch.Generator().manual_seed(self.length)
         tensors = [
             torch.randn(BATCH, n, self.length, SIZE, dtype=F64, generator=own).to(self.dtype)

@@ -108,7 +108,6 @@ def shifted(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
 
 
 def squared(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
-    """A loss that is a mean over all positions."""
     return model(part["input_ids"]).square().mean()
 
 
@@ -156,7 +155,6 @@ def train(world: World, model: nn.Module, plan: str, wholes: Any, loss: Any) -> 
 
 
 def assert_parity(model: nn.Module, plan: str, whole: Any, loss: Any, rel: float) -> None:
-    """All ranks have the losses of one process."""
     (wanted,) = run_threads(1, train, model, "dp1 fp64", whole, loss)
     for losses in run_threads(sw.Plan.parse(plan).size, train, model, f"{plan} fp64", whole, loss):
         assert losses == pytest.approx(wanted, rel=rel)
@@ -191,7 +189,6 @@ def test_models_of_ones_own(model: nn.Module, plan: str, whole: Any, loss: Any):
 
 
 def pretrained(kind: str, auto: str = "AutoModelForCausalLM", **options: Any) -> nn.Module:
-    """A small model of transformers with random weights."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS}
     sizes |= {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": LONGEST}

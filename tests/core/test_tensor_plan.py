@@ -224,7 +224,6 @@ MORE: dict[str, Any] = {
 
 
 def table(changes: dict[str, str] | None = None, without: str = "", **more: Any) -> Table:
-    """The table that fits, with entries of its styles changed or left out."""
     styles = {key: style for key, style in FITTING.items() if key != without}
     return Table.of((changes or {}) | styles | (changes or {}), **(MORE | more))
 

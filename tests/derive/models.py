@@ -28,8 +28,6 @@ class Attention(nn.Module):
 
 
 class Packed(nn.Module):
-    """One layer for queries, keys and values."""
-
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -60,8 +58,6 @@ class Shifted(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Multiplies each feature by a parameter of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(20))
@@ -85,8 +81,6 @@ class Words(nn.Module):
 
 
 class Residual(nn.Module):
-    """Adds what its module returns."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -96,8 +90,6 @@ class Residual(nn.Module):
 
 
 class Convolution(nn.Module):
-    """A convolution over the positions."""
-
     def __init__(self) -> None:
         super().__init__()
         self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
@@ -107,8 +99,6 @@ class Convolution(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.cell = nn.GRU(WIDTH, WIDTH, batch_first=True)

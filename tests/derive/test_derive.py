@@ -57,7 +57,6 @@ def derived(name: str, ranks: int = 2, *, sp: bool = False) -> Derived:
 
 
 def named(name: str) -> str:
-    """A model of models.py, or the registry's."""
     return f"{HAND}:{name}" if hasattr(models, name) else name
 
 

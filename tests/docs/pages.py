@@ -52,7 +52,6 @@ def text_of(page: str) -> str:
 
 
 def blocks(page: str) -> list[Block]:
-    """The blocks of a page, in order."""
     return [
         Block(page, found["language"], found["title"] or "", found["text"])
         for found in FENCE.finditer(text_of(page))
@@ -60,11 +59,9 @@ def blocks(page: str) -> list[Block]:
 
 
 def programs(page: str) -> list[str]:
-    """The Python programs of a page that run as they stand."""
     return [block.text for block in blocks(page) if block.whole]
 
 
 def file_of(page: str, title: str) -> str:
-    """The file that a page shows under a title."""
     (found,) = [block.text for block in blocks(page) if block.title == title]
     return found

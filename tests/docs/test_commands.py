@@ -36,19 +36,16 @@ WRONG = "dp2 zero4"
 
 
 def short(folder: Path, name: str) -> None:
-    """A run of twelve steps."""
     command = ["train", "examples/quickstart.toml", "--set", f"run.folder=runs/{name}"]
     run(folder, "shardwise", here(command))
 
 
 def runs_before(folder: Path) -> None:
-    """The runs that the page about checkpoints speaks of."""
     short(folder, "quickstart")
     short(folder, "first")
 
 
 def folder_before(folder: Path) -> None:
-    """A folder of transformers."""
     small_model("llama", folder / "folder")
 
 
@@ -59,7 +56,6 @@ def callback_before(folder: Path) -> None:
 
 
 def script_before(folder: Path) -> None:
-    """A script that starts under every launcher, and a configuration."""
     (folder / "train.py").write_text("import shardwise as sw\n\nprint(sw.init())\n")
     text = (ROOT / "examples/quickstart.toml").read_text()
     (folder / "config.toml").write_text(text.replace("runs/quickstart", "runs/config"))
@@ -77,7 +73,6 @@ def others_before(folder: Path) -> None:
 
 
 def model_before(folder: Path) -> None:
-    """The page's own model."""
     (folder / "model.py").write_text(file_of("docs/how-to/tables.md", "model.py"))
 
 

@@ -124,7 +124,6 @@ def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def four() -> Diagnosis:
-    """Four processes on two axes, with short messages."""
     return Diagnosis("dp2 tp2", run_gloo(4, examine, Mesh.parse("dp2 tp2"), 2**14))
 
 
@@ -142,7 +141,6 @@ SPEED = DeviceSpeed("cpu", {"fp32": [(1e6, 5e9), (1e8, 9e10)]}, 3e10, 6e-6, 1e-3
 
 
 def with_speed(found: Diagnosis) -> Diagnosis:
-    """The diagnosis with devices that were measured."""
     ranks = [replace(each, device=SPEED) for each in found.findings]
     return replace(found, findings=ranks, disk=disk_bandwidth.DiskBandwidth("/", 1e8, 2e9, 3e8))
 

@@ -64,7 +64,6 @@ def text(step: int, rows: int = 7) -> dict[str, Tensor]:
 
 
 def regression(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The mean square error over rows."""
     return mean_square(model(batch[0]), batch[1])
 
 
@@ -74,7 +73,6 @@ def mean_square(x: Tensor, y: Tensor) -> Tensor:
 
 
 def squares(model: nn.Module, batch: Tensor) -> Tensor:
-    """The mean square of what the model gives."""
     return model(batch).square().mean()
 
 
@@ -130,12 +128,10 @@ def share(batch: Any, rank: int, ranks: int) -> Any:
 
 
 def ranks_of(plan: str) -> int:
-    """How many ranks the plan is for."""
     return Plan.parse(plan).size
 
 
 def build(world: World, task: Task, case: Case) -> Engine:
-    """The engine of the case, on a model of its own."""
     model = task.make()
     if case.seeds:
         with torch.no_grad():
@@ -156,12 +152,10 @@ def build(world: World, task: Task, case: Case) -> Engine:
 
 
 def foreseen(world: World, task: Task, case: Case) -> Predictor:
-    """The predictions of this rank's steps, from a plain model of its own."""
     return predictor(world.rank, world.size, task, case)
 
 
 def predictor(rank: int, ranks: int, task: Task, case: Case, kernels: Kernels = "cpu") -> Predictor:
-    """The predictions of a rank's steps, from a plain model."""
     options = options_of(task, case, kernels)
     return Predictor(task.make(), case.plan, options, rank=rank, ranks=ranks)
 
@@ -225,7 +219,6 @@ def optimizers_of(model: nn.Module, case: Case) -> list[torch.optim.Optimizer]:
 
 
 def refusal(act: Callable[[], object]) -> str:
-    """The paragraph with which a call is refused."""
     with pytest.raises(InputError) as caught:
         act()
     return str(caught.value)

@@ -38,7 +38,6 @@ class Side:
                 (loss * scale).backward()
 
     def clip(self, norm: float) -> None:
-        """Clip, and note the norm before."""
         clipped = sw.clip_grad_norm if self.wrapped else torch_clip
         self.seen.append(float(clipped(self.model, norm)))
 

@@ -20,7 +20,6 @@ SGD: dict[str, Any] = {"kind": torch.optim.SGD, "options": {"lr": 0.1, "momentum
 
 
 def stack(layers: int = 8, width: int = WIDTH) -> nn.Sequential:
-    """Layers of one size, a function between each two."""
     pairs = [(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
     return nn.Sequential(*[module for pair in pairs for module in pair])
 
@@ -171,7 +170,6 @@ def made(kind: Callable[..., nn.Module], *of: Any) -> nn.Module:
 
 
 def chain(kind: Callable[..., nn.Module], block: Callable[[], nn.Module]) -> Any:
-    """What makes such a chain of four blocks."""
     return partial(_chained, kind, block)
 
 
@@ -215,7 +213,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def task(name: str = "deep", rows: int = ROWS) -> Task:
-    """Vectors for the model of that name."""
     return rows_task(MODELS[name], partial(vectors, rows=rows))
 
 

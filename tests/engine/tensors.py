@@ -47,14 +47,12 @@ ADAMW: dict[str, Any] = {"options": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-
 
 
 def made(shape: str) -> nn.Module:
-    """A GPT of the shape."""
     model = gpt.GPT(SHAPES[shape])
     fill(model, seed=3)
     return model
 
 
 def gpt_task(shape: str = "untied", rows: int = 7) -> Task:
-    """Text for a GPT of the shape."""
     return Task(partial(made, shape), partial(text, rows=rows))
 
 
@@ -80,7 +78,6 @@ class Held:
     lines: dict[Key, Tally] = field(default_factory=dict)
 
     def step(self, engine: Engine, batch: Any) -> Metrics:
-        """A step of an engine on this rank's share of a batch."""
         metrics = engine.step(batch)
         self.note(engine, metrics)
         return metrics
@@ -92,7 +89,6 @@ class Held:
         self.grads.append(pieces(engine.gradients(), "grad/"))
 
     def ended(self, engine: Engine) -> "Held":
-        """With the weights, and what the last step sent."""
         self.lines, self.weights = dict(engine.last), pieces(engine.boxes(), "model/")
         return self
 
@@ -110,7 +106,6 @@ def pieces(boxes: list[Box], kind: str) -> list[Piece]:
 
 
 def sent(engine: Engine) -> dict[TrafficLine, int]:
-    """The bytes of the last step, by the ledger."""
     return {TrafficLine(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes}
 
 

@@ -147,8 +147,6 @@ class Pair(NamedTuple):
 
 
 class Cache:
-    """An object that is no container, of the program's own."""
-
     def __init__(self, layers: list[Tensor]) -> None:
         self.layers = layers
 

@@ -31,7 +31,6 @@ def engine_of(world: World, plan: str, loss: Any = by_weight, **options: Any) ->
 
 
 def scaled(world: World, how: str, act: Callable[[nn.Module], object]) -> None:
-    """A loop whose program changes the gradients by `act` before each step."""
     module = wrap(how, make("stack").double(), world)
     optim = torch.optim.SGD(module.parameters(), lr=0.1)
     for step in range(3):
@@ -281,7 +280,6 @@ CHANGES: dict[Change, str] = {
 
 
 def train(model: Any, shares: list[int], first: int) -> None:
-    """Two steps."""
     optim = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
     for step in (first, first + 1):
         optim.zero_grad()

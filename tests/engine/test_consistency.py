@@ -31,8 +31,6 @@ WORDS = 50
 
 
 class Block(nn.Module):
-    """A parameter between two linear layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.act, self.down = nn.Linear(16, 32), nn.PReLU(), nn.Linear(32, 16)
@@ -74,14 +72,12 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def text(seed: int = 0, rows: int = 4, length: int = 8) -> dict[str, Tensor]:
-    """Random words."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(WORDS // 2, (2, rows, length), generator=draw)
     return {"x": ids[0], "y": ids[1]}
 
 
 def engine_of(world: World, model: nn.Module, plan: str = "tp2", **options: Any) -> sw.Engine:
-    """The model on this world."""
     return sw.parallelize(
         model, plan, world, **{"optimizer": sw.AdamW(lr=0.01), "loss": loss} | options
     )
@@ -93,7 +89,6 @@ def predicted(world: World, model: nn.Module, plan: str = "tp2", **options: Any)
 
 
 def told(world: World, act: Any) -> str:
-    """What this rank is told when it does this."""
     return refusal(lambda: act(world))
 
 
@@ -102,7 +97,6 @@ def twice(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def engine_with(world: World, plan: str = "tp2", depth: int = 1, **options: Any) -> sw.Engine:
-    """An engine with an option that may differ between ranks."""
     table = FIXED if plan == "tp2" else None
     return engine_of(world, Small(depth), plan, **({"table": table} | options))
 
@@ -151,7 +145,6 @@ def test_what_ranks_are_given_is_compared_before_anything_is_changed(what: str, 
 
 
 def step(world: World, model: Any, plan: str, batch: Any, **options: Any) -> None:
-    """A first step."""
     engine_of(world, model(), plan, **options).step(batch(world.rank))
 
 

@@ -61,15 +61,12 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> list[str]:
 
 
 class Scaled(nn.Module):
-    """Four layers, and a parameter without dims in the last unit."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.Tanh())
         self.scale = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, 64] to [N, 64]."""
         return self.layers(x) * self.scale
 
 
@@ -104,7 +101,6 @@ DELAY_S, PAGE_BYTES = 0.001, 4096
 
 
 def wide(width: int) -> nn.Module:
-    """Two linear layers, of `width` features between them."""
     return settled(nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8)))
 
 
@@ -224,13 +220,11 @@ def test_a_disk_that_fails(tmp_path: Path, plan: str):
 
 
 def predicted(plan: Plan, rank: int = 0) -> Prediction:
-    """The prediction of a rank for the rows of rank 0."""
     rows = share(TASK.batch(0), 0, plan.completed(None).data_size)
     return predict(TASK.make(), plan, rows, rank=rank, loss=TASK.loss, units=1)
 
 
 def peak_of_two_steps(world: World, plan: str) -> int:
-    """The most bytes that the rank stores on its device."""
     engine = build(world, TASK, Case(plan))
     with Meter(engine) as meter:
         for step in range(2):

@@ -54,7 +54,6 @@ class Attention(nn.Module):
         self.out = nn.Linear(HEADS * HEAD, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """From [B, T, D] to [B, T, D]."""
         made = (p(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for p in (self.q, self.k, self.v))
         p = 0.2 if self.training else 0.0
         y = functional.scaled_dot_product_attention(*made, dropout_p=p, is_causal=True)
@@ -72,7 +71,6 @@ class Block(nn.Module):
         self.stream = nn.Dropout(0.25)
 
     def forward(self, x: Tensor) -> Tensor:
-        """From [B, T, D] to [B, T, D]."""
         x = x + self.stream(self.attn(self.norm1(x)))
         return x + self.stream(self.down(self.mid(functional.gelu(self.up(self.norm2(x))))))
 
@@ -90,7 +88,6 @@ class Net(nn.Module):
         self.tensor_table = TABLE
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """From [B, T] to logits [B, T, V]."""
         x = self.first(self.embed(tokens))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
@@ -98,7 +95,6 @@ class Net(nn.Module):
 
 
 def loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The cross-entropy of the next token."""
     return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -111,7 +107,6 @@ def engine_of(world: World, plan: str, recompute: bool = False) -> Engine:
 
 
 def batch(step: int) -> Tensor:
-    """Tokens, alike on all ranks."""
     own = torch.Generator().manual_seed(step)
     return torch.randint(WORDS, (ROWS, POSITIONS + 1), generator=own)
 

@@ -69,7 +69,6 @@ def engine_of(world: World, plan: str, rank: int, kind: str, **options: Any) -> 
 
 
 def state_of(engine: Engine) -> list[Tensor]:
-    """Weights and optimizer state of this rank."""
     return [box.tensor.clone() for box in engine.boxes()]
 
 

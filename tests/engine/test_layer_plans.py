@@ -137,7 +137,6 @@ class Norming(nn.Module):
 
 
 def normed(world: World, plan: str) -> list[float]:
-    """The losses of three steps."""
     engine = sw.parallelize(
         settled(Norming()), plan, world, optimizer=sw.SGD(lr=0.1), loss=micro.error
     )

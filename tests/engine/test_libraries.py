@@ -102,13 +102,11 @@ def adapted(name: str, **options: Any) -> Any:
 
 
 def loss_fn(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """The mean over all predicted tokens."""
     logits = model(input_ids=tokens, use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def text(rows: int, seed: int) -> torch.Tensor:
-    """Random tokens [rows, positions]."""
     return torch.randint(32, (rows, 8), generator=torch.Generator().manual_seed(seed))
 
 

@@ -23,7 +23,6 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def born(world: World, plan: str, shape: str, units: Any = 1, **options: Any) -> Engine:
-    """An engine of a GPT on the meta device."""
     with torch.device("meta"):
         model = gpt.GPT(SHAPES[shape])
     assert all(p.is_meta for p in model.parameters())

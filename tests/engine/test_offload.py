@@ -34,7 +34,6 @@ TASK = Task()
 
 
 def step_of(engine: Engine, step: int) -> Any:
-    """One step on this rank's rows."""
     return engine.step(mine(engine, TASK.batch(step)))
 
 

@@ -30,7 +30,6 @@ def linears(width: int, count: int) -> list[nn.Linear]:
 
 
 def of(**parts: nn.Module) -> nn.Module:
-    """A module of these parts."""
     model = nn.Module()
     for name, part in parts.items():
         model.add_module(name, part)
@@ -196,8 +195,6 @@ CONFIG = GPTConfig(
 
 
 class Calls(nn.Module):
-    """A module that has a forward."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x
 

@@ -31,7 +31,6 @@ def known_example() -> nn.Module:
 
 
 def deep() -> nn.Module:
-    """Eight layers, norms and activations between them."""
     layers: list[nn.Module] = []
     for _ in range(4):
         layers += [nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16)]

@@ -164,7 +164,6 @@ def by_two_passes(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def turned(world: World, kind: type[nn.Module], loss: Any, plan: str) -> list[float]:
-    """The losses of three steps."""
     plan = f"{plan} fp64" if world.size > 1 else "fp64"
     made = sw.parallelize(settled(kind()), plan, world, loss=loss, optimizer=sw.SGD(lr=0.1))
     x = torch.arange(16.0, dtype=torch.float64).view(4, 4).sin()

@@ -78,7 +78,6 @@ def picture_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def of_pictures(world: World, like: nn.Module, plan: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and the state after five steps of an engine."""
     model, losses = copy.deepcopy(like), []
     optimizer = sw.SGD(lr=0.1, momentum=0.9)
     engine = sw.parallelize(model, plan, world, optimizer=optimizer, loss=picture_loss)

@@ -306,7 +306,6 @@ def giving(kind: str) -> nn.Module:
 
 
 def evaluated(side: Side) -> None:
-    """A training with evaluations between its steps."""
     optim = adam(side.model)
     for step in range(3):
         with torch.no_grad():

@@ -205,8 +205,6 @@ def made(kind: str | None) -> nn.Module:
 
 
 class Doubled(TorchFunctionMode):
-    """Twice the softmax."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         return 2 * out if func is Tensor.softmax else out

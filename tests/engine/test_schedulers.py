@@ -59,7 +59,6 @@ def step_of(engine: sw.Engine, step: int) -> float:
 
 
 def scheduled(world: World, plan: str, name: str) -> list[tuple[float, list[float]]]:
-    """Loss and the rates of both groups, step by step."""
     engine, found = engine_of(world, plan), []
     scheduler = SCHEDULERS[name](engine.optimizer)
     for step in range(STEPS):
@@ -71,7 +70,6 @@ def scheduled(world: World, plan: str, name: str) -> list[tuple[float, list[floa
 
 
 def plain(name: str) -> list[tuple[float, list[float]]]:
-    """The same in one process and plain PyTorch."""
     model, found = make("stack").double(), []
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     biases = {"params": [p for n, p in named if n.endswith("bias")], **GROUPS["*.bias"]}

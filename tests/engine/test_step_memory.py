@@ -88,7 +88,6 @@ def wide() -> nn.Module:
 
 
 def classes(step: int) -> tuple[Tensor, Tensor]:
-    """Rows, and the class of each."""
     own = torch.Generator().manual_seed(step)
     return torch.randn(128, 6, generator=own), torch.randint(0, 2048, (128,), generator=own)
 
@@ -110,7 +109,6 @@ Both = tuple[list[Event], tuple[Event, ...]]
 
 
 def both(world: World, plan: str, name: str, options: dict[str, Any]) -> Both:
-    """The third step of a plan: measured and predicted."""
     task = TASKS[name]()
     options = {"units": "auto", "least_unit_bytes": 0, "clip": 1.0} | options
     named: dict[str, Any] = {"loss": task.loss, "optimizer": sw.AdamW(lr=1e-3), **options}

@@ -263,8 +263,6 @@ def test_lengths_that_change_from_step_to_step(plan: str, again: bool):
 
 
 class Scaled(nn.Module):
-    """A block with a parameter of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.full((6,), 0.7))

@@ -24,7 +24,6 @@ CONFIG = GPTConfig(vocabulary=37, layers=2, width=48, heads=6, kv_heads=2, hidde
 
 
 def made(name: str, **changes: Any) -> Any:
-    """The small model of a type of transformers, without weights."""
     config = hf.small_config(name)
     for key, value in changes.items():
         setattr(config, key, value)

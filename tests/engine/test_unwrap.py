@@ -49,7 +49,6 @@ def buffered() -> nn.Module:
 
 
 def hooks_on(model: nn.Module) -> int:
-    """How many hooks there are on a model's modules and parameters."""
     tables = ("_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
     tables += ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
     of_modules = sum(len(getattr(m, name)) for m in model.modules() for name in tables)
@@ -226,7 +225,6 @@ def test_a_copy_of_an_engines_model_is_a_plain_module():
 
 
 def laid_out(world: World, how: str) -> nn.Module:
-    """A module under sw.Pipe, sw.FSDP or an engine's plan."""
     if how in (*WAYS, "Pipe"):
         return wrapped(how, make("stack"), world)
     model, table = make("stack"), None

@@ -29,8 +29,6 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks one after the other."""
-
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
@@ -80,8 +78,6 @@ class ClassToken(nn.Module):
 
 
 class Encoder(nn.Module):
-    """nn.TransformerEncoder between two linear layers."""
-
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
@@ -120,8 +116,6 @@ class Mixed(nn.Module):
 
 
 class Sparse(nn.Module):
-    """An embedding whose gradients are sparse."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(5, 6, sparse=True)
@@ -133,8 +127,6 @@ class Sparse(nn.Module):
 
 @dataclass
 class Output:
-    """What some models return."""
-
     value: Tensor
     note: str = "a number beside it"
 
@@ -154,8 +146,6 @@ class Speaks(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """One block of Speaks."""
-
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.inner = how, Block()
@@ -165,7 +155,6 @@ class Wrapped(nn.Module):
 
 
 def wrapped(x: Tensor, how: str) -> Any:
-    """`x` as a dataclass, a dict, ..."""
     outputs = {
         "dataclass": lambda: Output(x),
         "dict": lambda: {"value": x, "note": "none"},
@@ -176,7 +165,6 @@ def wrapped(x: Tensor, how: str) -> Any:
 
 
 def unwrapped(out: Any, how: str) -> Tensor:
-    """What `wrapped` was given."""
     inputs = {
         "dataclass": lambda: out.value,
         "dict": lambda: out["value"],
@@ -346,7 +334,6 @@ ZOO = {
 
 
 def make(name: str) -> nn.Module:
-    """A model of the zoo with its own weights."""
     return settled(ZOO[name]())
 
 

@@ -36,7 +36,6 @@ LAUNCH = ROOT / "examples" / "launch"
 
 
 def recipe(name: str) -> Any:
-    """The program as a module."""
     for package in NEEDS.get(name, ()):
         pytest.importorskip(package)
     return importlib.import_module(f"examples.{name}")
@@ -187,7 +186,6 @@ def test_a_model_of_transformers_from_a_configuration_and_from_a_folder_to_weigh
 
 
 def _run(folder: Path, *argv: str, script: str = "train.py") -> str:
-    """What an example prints when it is called so, in a folder of its own."""
     folder.mkdir(exist_ok=True)
     done = run_program([str(ROOT / "examples" / script), *argv], folder)
     assert done.returncode == 0, done.stderr

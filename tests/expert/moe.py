@@ -40,6 +40,5 @@ def batch(name: str, rows: int, step: int) -> dict[str, Tensor]:
 
 
 def task(name: str, capacity: float | None = None, rows: int = 7, losses: bool = True) -> Task:
-    """The training of a MoE GPT on `rows` rows."""
     make = partial(model, name, capacity, losses=losses)
     return Task(make, partial(batch, name, rows), moe.loss, gpt.tokens)

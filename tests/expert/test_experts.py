@@ -67,7 +67,6 @@ def test_every_gate(name: str, plan: str, rows: int):
 
 
 def library_task(name: str, rows: int) -> Task:
-    """A small model of transformers on uniform random words."""
     pytest.importorskip("transformers")
     return Task(partial(made, name), partial(batch, name, rows), hf.causal_loss, hf.tokens)
 

@@ -110,8 +110,6 @@ def test_balanced_clusters_are_chosen_in_turn(experts: int, n: int, most: int, s
 
 
 class Largest(TorchDispatchMode):
-    """The elements of the largest result of an operation."""
-
     elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

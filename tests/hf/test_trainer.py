@@ -51,8 +51,6 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 def counting(name: str) -> Callable[..., None]:
-    """A method of a callback that counts its calls."""
-
     def count(self: Any, *args: Any, **kwargs: Any) -> None:
         self.events[name] += 1
 
@@ -174,7 +172,6 @@ def trained(
 
 
 def timeless(log: list[dict[str, float]]) -> list[dict[str, float]]:
-    """A log without times."""
     return [
         {key: value for key, value in line.items() if not any(word in key for word in TIMES)}
         for line in log
@@ -209,7 +206,6 @@ def test_a_run_equals_that_of_trainer_alone(plan: str, rows: int, steps: int, tm
 
 
 def sized(rows: int, steps: int = 1) -> dict[str, Any]:
-    """Arguments of batches with so many rows, and so many of them in an update."""
     sizes = ("per_device_train_batch_size", "per_device_eval_batch_size")
     return dict.fromkeys(sizes, rows) | {"gradient_accumulation_steps": steps}
 
@@ -233,7 +229,6 @@ def test_a_run_goes_on_from_its_checkpoint(plan: str, other: str, tmp_path: Path
 
 
 def halved(found: Any) -> Any:
-    """A loss of a user's own."""
     return (found[0] / 2, found[1]) if isinstance(found, tuple) else found / 2
 
 

@@ -14,7 +14,6 @@ WIDTH, LENGTH = 6, 5
 
 
 def settled(model: nn.Module) -> nn.Module:
-    """The model in fp64, with weights that follow from their names."""
     return cases.settled(model.double())
 
 
@@ -70,7 +69,6 @@ class Stack(nn.Module):
 
 
 def through(model: Any, x: Tensor) -> Tensor:
-    """What the blocks make of it, one after the other."""
     for block in model.blocks:
         x = block(x)
     return x
@@ -92,8 +90,6 @@ class Experts(nn.Module):
 
 
 class LateNorm(Stack):
-    """A module that is defined before the blocks and called after them."""
-
     def __init__(self) -> None:
         super().__init__(before=nn.LayerNorm(WIDTH))
 

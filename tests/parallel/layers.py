@@ -90,8 +90,6 @@ def unused(by: str) -> nn.Module:
 
 
 def packed() -> nn.Module:
-    """Gate and up in one weight."""
-
     def use(m: Any, x: Tensor) -> Tensor:
         gate, up = m.both(m.norm(x)).chunk(2, -1)
         return x + m.down(functional.silu(gate) * up)
@@ -194,7 +192,6 @@ class Kind:
         return settled(Stack(self.table(), [self.make() for _ in range(2)])).double()
 
     def table(self) -> Table:
-        """The table of the model."""
         inner = {f"blocks.*.{name}": style for name, style in self.styles.items()}
         along = {f"blocks.*.{name}": style for name, style in self.sequence.items()}
         return Table.of(
@@ -220,15 +217,12 @@ COUNTS = {"": {"heads": "heads", "kv_heads": "kv_heads"}}
 
 
 def attention(heads: int, kv_heads: int, packed: bool) -> Kind:
-    """Attention with norms on its heads."""
     styles = TOGETHER if packed else APART
     make = partial(Attention, heads, kv_heads, packed)
     return Kind(make, styles, heads=heads, kv_heads=kv_heads, sets=COUNTS)
 
 
 def frozen(kind: Kind, *names: str) -> Kind:
-    """The kind with some of its parameters not trained."""
-
     def make() -> nn.Module:
         block = kind.make()
         for name in names:
@@ -239,7 +233,6 @@ def frozen(kind: Kind, *names: str) -> Kind:
 
 
 def recomputed(kind: Kind, reentrant: bool = False) -> Kind:
-    """The kind with its activations made again."""
     styles = {f"block.{name}": style for name, style in kind.styles.items()}
     sequence = {f"block.{name}": style for name, style in kind.sequence.items()}
     sets = {f".block{name}": numbers for name, numbers in kind.sets.items()}
@@ -277,12 +270,10 @@ KINDS: dict[str, Kind] = {
 
 
 def sequences(step: int, rows: int = 3, positions: int = 5) -> tuple[Tensor, Tensor]:
-    """Rows of sequences of vectors, and what is to come out."""
     own = torch.Generator().manual_seed(3000 + step)
     x = torch.randn(rows, positions, WIDTH, generator=own, dtype=torch.float64)
     return x, x.cumsum(1).sin()[..., :OUT]
 
 
 def task(name: str, rows: int = 3) -> Task:
-    """The training of a kind of block."""
     return Task(KINDS[name].model, partial(sequences, rows=rows), regression, None)

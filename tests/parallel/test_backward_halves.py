@@ -74,7 +74,6 @@ def mlp() -> nn.Module:
 
 
 def stage(forward: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[], nn.Module]:
-    """How a stage is made whose parts are made by `parts`."""
     return lambda: Lambda(
         lambda *args: (out,) if isinstance(out := forward(*args), Tensor) else out,
         **{name: make() for name, make in parts.items()},
@@ -251,8 +250,6 @@ def test_a_stage_that_is_given_nothing_to_differentiate(how: str):
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
     def __init__(self) -> None:
         super().__init__()
         self.count = 0

@@ -23,7 +23,6 @@ SP = pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
 
 
 def on_ranks(world: World, name: str, sp: bool, prepare: Any = bool) -> tuple[nn.Module, Tensors]:
-    """The model of a kind, prepared, and laid out on all ranks."""
     model = KINDS[name].model()
     prepare(model)
     return model, lay_out(model, world.on(Mesh(((TENSOR, world.size),))), sp, table_of(model))
@@ -37,7 +36,6 @@ def once(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def twice_through(model: nn.Module, x: Tensor) -> Tensor:
-    """One graph, gone through two times."""
     out = model(x)
     out.square().sum().backward(retain_graph=True)
     out.sin().sum().backward()
@@ -72,7 +70,6 @@ def by_grad(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def without_input(model: nn.Module, x: Tensor) -> Tensor:
-    """An input that needs no gradient."""
     return once(model, x.detach())
 
 

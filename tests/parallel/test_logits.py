@@ -27,7 +27,6 @@ Function = Callable[[Any], Any]
 
 
 def sample(*shape: int, seed: int = 0) -> Tensor:
-    """Logits in fp64."""
     draw = torch.Generator().manual_seed(seed)
     return torch.randn(*(shape or (2, 3, V)), generator=draw, dtype=F64)
 
@@ -40,7 +39,6 @@ def on_rank(world: World, x: Tensor, cut: Cut | None = None) -> tuple[Tensor, Lo
 
 
 def columns(world: World, x: Tensor, cut: Cut | None = None) -> Tensor:
-    """This rank's columns of a tensor."""
     return part(x, (cut or even(0, x.shape[-1], world.size)).on(x.dim() - 1), world.rank)
 
 
@@ -49,7 +47,6 @@ def near(found: Any, wanted: Any, rtol: float = 1e-12, atol: float = 1e-15) -> N
 
 
 def gathers(world: World) -> int:
-    """How many gathers there were."""
     return sum(t.calls for key, t in world.ledger.lines.items() if key.kind == "all_gather")
 
 
@@ -57,8 +54,6 @@ def gathers(world: World) -> int:
 
 
 def changed(change: Function) -> Function:
-    """The logits after `change` was made to them."""
-
     def function(x: Any) -> Any:
         change(x)
         return x

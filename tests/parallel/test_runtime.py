@@ -30,7 +30,6 @@ from tests.pool import run_gloo, run_threads
 
 
 def deep(width: int = 6) -> nn.Module:
-    """Eight layers of one size, a function between each two."""
     pairs = [(nn.Linear(width, width), nn.Tanh()) for _ in range(8)]
     return settled(nn.Sequential(*[module for pair in pairs for module in pair]))
 
@@ -72,7 +71,6 @@ class Counted:
 
 
 def engine_of(world: World, word: str) -> Engine:
-    """An engine that has run a step."""
     engine = build(world, TASK, Case(f"pp2 {word} fp64"))
     engine.step(mine(engine, batch(0)))
     return engine
@@ -191,7 +189,6 @@ def test_no_ranks_wait_for_each_other_in_a_circle(ranks: int):
 
 
 def failing(world: World, error: Exception) -> None:
-    """The last layer raises in the third microbatch."""
     engine, calls = engine_of(world, "1f1b:4"), list[int]()
 
     def fail(*_: object) -> None:

@@ -140,8 +140,6 @@ def asks(m: Any, x: Tensor) -> Tensor:
 
 
 class Sign(torch.autograd.Function):
-    """A function with a gradient of its own."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.factor = 3
@@ -153,7 +151,6 @@ class Sign(torch.autograd.Function):
 
 
 def straight(m: Any, x: Tensor) -> Tensor:
-    """It stands between layers."""
     for block in m.blocks:
         x = Sign.apply(block(x))
     return x
@@ -323,8 +320,6 @@ def test_a_trace_says_what_crosses() -> None:
 
 
 class Counts(torch.overrides.TorchFunctionMode):
-    """How often a layer's function is called."""
-
     met = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -85,7 +85,6 @@ def rows(step: int, rank: int) -> Tensor:
 
 
 def net_of(way: str = "once") -> Net:
-    """The net with its weights, which follow from their names."""
     net = Net(WAYS[way]).double()
     settled(net)
     return net

@@ -24,7 +24,6 @@ from tests.train.runs import ended
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> tuple[str, str]:
-    """Output and error output of the command."""
     found, *said = ended(capsys, "predict", *argv)
     assert found == code
     return said[0], said[1]

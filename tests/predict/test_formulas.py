@@ -183,7 +183,6 @@ def test_what_the_kernels_of_a_gpu_keep():
 
 
 def held(world: World, case: Case) -> list[bool]:
-    """Whether memory is as predicted after each of two steps."""
     ours, theory, found = build(world, Task(), case), foreseen(world, Task(), case), []
     for step in range(2):
         rows = mine(ours, text(step))

@@ -85,8 +85,6 @@ class MegatronAttention(nn.Module):
 
 
 class MegatronLayer(nn.Module):
-    """One layer."""
-
     def __init__(self, shape: MegatronShape) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(shape.hidden), nn.LayerNorm(shape.hidden)

@@ -89,7 +89,6 @@ SIZES: dict[str, Any] = {"width": 64, "heads": 8, "kv_heads": 4, "hidden": 96, "
 
 
 def made() -> gpt.GPT:
-    """A GPT of six blocks."""
     model = gpt.GPT(gpt.GPTConfig(vocabulary=61, layers=LAYERS, **SIZES))
     fill(model, 0)
     return model

@@ -72,7 +72,6 @@ def searched(memory_bytes: int, ranks: int = RANKS) -> SearchResult:
 
 
 def predicted(plan: Any, rows: int) -> Prediction:
-    """The prediction of one plan, recorded for it alone."""
     return predict_with(model(), plan, batch(rows), OPTIONS)
 
 
@@ -239,7 +238,6 @@ def recorded(vocabulary: int) -> RecordedModel:
 
 
 def deep_predicted(plan: Plan, vocabulary: int, rows: int = 1) -> Prediction:
-    """The prediction of one plan, recorded for it alone."""
     return predict_with(deep(vocabulary), plan, batch(rows * plan.microbatches), OPTIONS)
 
 
@@ -380,7 +378,6 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Numbered(k) for k in (*range(9), last))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """From [B, 8] to a number."""
         for block in self.blocks:
             x = block(x)
         return x.sum()

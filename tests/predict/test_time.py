@@ -39,7 +39,6 @@ def linked(rate: float, **device: Any) -> Cluster:
 
 
 def predicted(plan: str, config: GPTConfig = CONFIG, rows: int = 8, **options: Any) -> Prediction:
-    """The prediction for a step of a small GPT."""
     tokens = torch.zeros(rows, config.sequence, dtype=torch.long)
     with torch.device("meta"):
         model = GPT(config)
@@ -48,7 +47,6 @@ def predicted(plan: str, config: GPTConfig = CONFIG, rows: int = 8, **options: A
 
 
 def timed(plan: str, cluster: Cluster | str = IDEAL, **options: Any) -> StepTime:
-    """The time of a step of a small GPT."""
     return predicted(plan).step_time(cluster, **options)
 
 
@@ -136,7 +134,6 @@ def test_ranks_fill_hosts_in_the_order_of_the_mesh(plan: str, axis: str, expecte
 
 
 def sent(axis: str, kind: str, sent_bytes: int) -> Counted:
-    """A count of one message."""
     found, line = Counted(), TrafficLine(axis, kind, "")
     found[line], found.messages[line] = sent_bytes, 1
     return found
@@ -297,7 +294,6 @@ def test_the_bubble_of_equal_stages_is_the_papers(plan: str, stages: int, bubble
 
 
 def text_of(cluster: Cluster) -> str:
-    """The text of the file of a cluster."""
     return tomli_w.dumps(cluster.model_dump(exclude_none=True))
 
 

@@ -37,13 +37,11 @@ GIVEN = {"offload_folder": tempfile.gettempdir(), "loss": gpt.loss}
 
 
 def engine_of(plan: str, model: nn.Module | None = None, **options: Any) -> sw.Engine:
-    """An engine of one rank, or of the first of those of the plan."""
     model = nn.Linear(2, 2) if model is None else model
     return sw.parallelize(model, plan, traced(0, ranks_of(plan)), **(GIVEN | options))
 
 
 def penalised(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A loss with a penalty on the gradient by the inputs."""
     given = x.clone().requires_grad_()
     (grad,) = torch.autograd.grad(model(given).sum(), given, create_graph=True)
     return grad.square().sum()
@@ -55,12 +53,10 @@ def made_in_inference() -> nn.Module:
 
 
 def part_first() -> nn.Module:
-    """A model of which a part is wrapped."""
     return nn.Sequential(sw.FSDP(nn.Linear(2, 2), world=alone()), nn.Linear(2, 2))
 
 
 def part_later() -> nn.Module:
-    """A wrapped model, of whose parts each is a unit."""
     return sw.FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), units=nn.Linear, world=alone())
 
 

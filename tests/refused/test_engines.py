@@ -42,7 +42,6 @@ def given(**options: Any) -> Callable[[nn.Module], sw.Engine]:
 
 
 def engine_of(loss: Any = None, **options: Any) -> sw.Engine:
-    """A small engine."""
     return given(plan="fp64", loss=loss, **options)(nn.Linear(6, 6))
 
 
@@ -55,7 +54,6 @@ class Tagged(Tensor):
 
 
 def odd(weight: Tensor) -> nn.Module:
-    """A module with one unusual parameter."""
     module = nn.Linear(2, 2)
     module.weight = nn.Parameter(weight)
     return module
@@ -230,7 +228,6 @@ class Answering(nn.Module):
 
 
 def answering(answer: Callable[[Tensor], Any]) -> sw.Engine:
-    """An engine without loss= whose model returns this."""
     return sw.parallelize(Answering(answer), "fp64", alone())
 
 
@@ -254,7 +251,6 @@ def on_meta(fill: Callable[[str, Tensor], Any]) -> sw.Engine:
 
 
 def stepped(loss: Any = regression, batch: Any = None, **options: Any) -> Any:
-    """The metrics of the first step."""
     return engine_of(loss, **options).step(vectors(0) if batch is None else batch)
 
 

@@ -18,8 +18,6 @@ TWO = ("blocks.2",)
 
 
 class Keeper(Block):
-    """Keeps what it made."""
-
     def forward(self, x: Tensor) -> Tensor:
         self.kept = super().forward(x)
         return self.kept * 2
@@ -34,15 +32,11 @@ class Split(Block):
 
 
 class Carrier:
-    """An object that nobody knows."""
-
     def __init__(self, x: Tensor) -> None:
         self.x = x
 
 
 class Carry(Block):
-    """Takes and gives a carrier."""
-
     def forward(self, x: Any) -> Any:
         return Carrier(super().forward(x.x if isinstance(x, Carrier) else x))
 

@@ -49,12 +49,10 @@ def settings(folder: Path, plan: str = "fp64", **train: Any) -> config.Config:
 
 
 def changed(given: config.Config, section: str, **values: Any) -> config.Config:
-    """The same run with other values of a section."""
     return given.model_copy(update={section: getattr(given, section).model_copy(update=values)})
 
 
 def pretrained(at: Path, weights: Path, plan: str, **train: Any) -> config.Config:
-    """A run of the model in a folder of transformers."""
     base = settings(at, plan, **train).model_dump()
     return config.build(base | {"model": {"name": f"hf:{weights}", "sequence": 13}})
 

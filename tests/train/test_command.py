@@ -24,7 +24,6 @@ EXAMPLE = ROOT / "examples" / "quickstart.toml"
 
 
 def configured(folder: Path, *argv: str, plan: str = "dp2 zero3", **train: object) -> list[str]:
-    """The command line of a small run."""
     file = folder / "config.toml"
     file.write_text(config.dump(settings(folder / "run", plan, **train)))
     return ["train", str(file), *argv]

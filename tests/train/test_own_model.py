@@ -137,7 +137,6 @@ def test_every_plan_trains_the_weights_of_the_folder(kind: str, plan: str, tmp_p
 
 
 def loaded(folder: Path) -> Any:
-    """The model that transformers has in a folder."""
     return pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(folder)
 
 
@@ -247,7 +246,6 @@ def test_a_model_that_cannot_be_trained_is_refused(
 
 
 def drop_head(folder: Path) -> None:
-    """Remove the weight of the head."""
     from safetensors.torch import load_file, save_file
 
     file = folder / "model.safetensors"

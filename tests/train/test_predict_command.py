@@ -65,7 +65,6 @@ def test_the_drawing_stands_above_the_numbers(capsys: Capture) -> None:
 
 
 def scheduled(capture: Capture, line: str) -> dict[str, Any]:
-    """A schedule as JSON."""
     return json.loads(printed(capture, "schedule", *line.split(), "--json"))
 
 

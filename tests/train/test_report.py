@@ -125,7 +125,6 @@ def test_the_peak_is_that_of_the_cluster_or_of_a_known_gpu(monkeypatch: pytest.M
 
 
 def written(given: Summary) -> str:
-    """The text of report.md, in the run's folder."""
     assert write(contents_of(given), given.config.folder) == []
     return (given.config.folder / "report.md").read_text()
 

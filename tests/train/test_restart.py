@@ -97,7 +97,6 @@ def test_torchrun_restarts_end_in_the_undisturbed_curve(tmp_path: Path, nodes: i
 
 
 def until(what: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Wait until something is true."""
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline

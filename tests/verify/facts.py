@@ -47,12 +47,10 @@ def engine_of(world: World, model: str, plan: Plan, **options: Any) -> tuple[Eng
 
 
 def states(engine: Engine) -> dict[str, Tensor]:
-    """Copies of the weights and of the optimizer's state."""
     return {box.name: box.tensor.detach().clone() for box in engine.boxes()}
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether two states are equal to the last bit."""
     return one.keys() == other.keys() and all(torch.equal(x, other[n]) for n, x in one.items())
 
 
@@ -204,5 +202,4 @@ FACTS: dict[str, Fact] = {
 
 
 def holds(fact: str, model: str, plan: Plan) -> bool:
-    """Whether a fact holds on all ranks."""
     return all(run_threads(plan.size, FACTS[fact], model, plan))

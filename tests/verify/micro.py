@@ -37,7 +37,6 @@ WIDTH, HIDDEN = 6, 9  # a block has an odd number of elements, and so padding
 
 
 def reader(config: gpt.GPTConfig) -> nn.Module:
-    """A GPT with the same weights in every thread."""
     return settled(gpt.GPT(config))
 
 
@@ -114,7 +113,6 @@ def mixture(gate: str, capacity: float | None, experts: int = 4) -> nn.Module:
 
 
 def layers(factor: float) -> nn.Module:
-    """The layers with the same weights in every thread."""
     return settled(Layers(factor))
 
 
@@ -130,12 +128,10 @@ def vectors(rows: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The mean square error."""
     return functional.mse_loss(model(batch[0]), batch[1])
 
 
 def squared(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The cross-entropy with a z-loss."""
     return sw.cross_entropy(model(batch["inputs"]), batch["targets"], z_loss=0.1)
 
 

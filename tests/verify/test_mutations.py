@@ -73,7 +73,6 @@ def small(patch: pytest.MonkeyPatch, *, ten_steps: bool = False) -> None:
 
 
 def prove(world: World, model: str, plan: str) -> Finding:
-    """One rank's proof, of a model of micro.py."""
     return parity.prove(world, read(plan), model, STEPS + ("delayed" in plan))
 
 

@@ -133,14 +133,12 @@ def first_layer(gate: str) -> MoE:
 
 @torch.no_grad()
 def round_scores(layer: MoE) -> None:
-    """Round what scores the experts to 16 bits."""
     for name, x in [*layer.named_parameters(), *layer.named_buffers()]:
         if name.startswith(("router", "spread", "centroids")):
             x.copy_(x.bfloat16())
 
 
 def choices(layer: MoE, forward: Callable[..., Any], x: Tensor, ids: Tensor | None) -> Any:
-    """The choices in a pass of the layer."""
     seen: list[Any] = []
     layer.place = replace(layer.place, on_routing=seen.append)
     forward(x, ids)

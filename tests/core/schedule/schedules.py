@@ -36,12 +36,10 @@ _TRANSFER = re.compile(r"(SEND|RECV):(act|grad)(\d+)\.(\d+)[<>](\d+)")
 
 
 def write(schedule: Schedule) -> list[str]:
-    """The rows as text."""
     return [f"rank {r}  {' '.join(map(str, row))}" for r, row in enumerate(schedule.rows)]
 
 
 def read(text: str) -> Schedule:
-    """The schedule of a text."""
     rows, fields = list[tuple[Step, ...]](), dict[str, tuple[int, ...]]()
     for line in text.splitlines():
         name, *words = line.partition("#")[0].split() or [""]

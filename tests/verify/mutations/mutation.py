@@ -43,7 +43,6 @@ class Mutation:
 
     @property
     def id(self) -> str:
-        """The test's id."""
         return f"{self.name} [{self.plan}]"
 
 
