@@ -111,7 +111,7 @@ class Callbacks:
         step: int = 0,
         engine: "Engine | None" = None,
     ) -> Iterator[None]:
-        """Call `run_began`, and `run_ended` at the end of the block, whatever ends it."""
+        """Call `run_began`, and at the end of the block `run_ended`, whatever ends it."""
         facts = RunFacts(Path(folder), config or {}, step, self._rank, self._ranks, engine)
         began: list[Callback] = []
         try:
@@ -125,7 +125,7 @@ class Callbacks:
         _end(began, None)
 
     def step_ended(self, step: int, metrics: "Metrics | Mapping[str, float | None]") -> None:
-        """Call `step_ended` with the numbers of `engine.step`, or with numbers of your own.
+        """Call `step_ended` with the metrics of `engine.step`, or with numbers of your own.
 
         Raises RunError that names a callback that failed, and InputError for what is no number.
         """
@@ -192,7 +192,6 @@ def _on_all_ranks(callback: Callback) -> bool:
 
 
 def _call(callback: Callback, moment: str, *facts: Any) -> None:
-    """Call one method. Raises RunError with the error's text; an InputError passes through."""
     try:
         getattr(callback, moment)(*facts)
     except InputError:
@@ -209,7 +208,7 @@ def _text(error: BaseException) -> str:
 
 
 def _end(began: Sequence[Callback], error: BaseException | None) -> None:
-    """Call `run_ended` of each; what goes wrong is printed."""
+    """Call `run_ended` of each. Errors are printed: the run is over."""
     for callback in began:
         try:
             if _on_all_ranks(callback):
@@ -227,7 +226,7 @@ def _end(began: Sequence[Callback], error: BaseException | None) -> None:
 def _within(
     limit_s: float, act: Callable[[BaseException | None], None], error: BaseException | None
 ) -> None:
-    """Call `act` in a thread that does not keep the process alive. Raises what it raises."""
+    """Call `act` in a thread that does not keep the process alive. Raises its exception."""
     raised: list[Exception] = []
 
     def run() -> None:

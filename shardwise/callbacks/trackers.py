@@ -1,8 +1,8 @@
 """The trackers: event files of TensorBoard, runs of Weights & Biases, runs of MLflow.
 
-The variables of wandb apply: `WANDB_MODE=offline` writes into the run's folder alone, for `wandb
-sync` later. MLflow's store is the one that `MLFLOW_TRACKING_URI` and its neighbours name; a thread
-of MLflow sends the metrics, so a server that does not answer holds no step.
+wandb's variables apply: `WANDB_MODE=offline` writes into the run's folder alone, for `wandb sync`
+later. `MLFLOW_TRACKING_URI` and its neighbours name MLflow's store; a thread of MLflow sends the
+metrics, so a server that does not answer delays no step.
 """
 
 import itertools
@@ -112,7 +112,7 @@ def _last_id(folder: Path) -> str | None:
 class MLflow(Callback):
     """A run of MLflow, named after the run's folder; a resumed run continues it.
 
-    `experiment` is made if it does not exist. Raises InputError if MLflow is not installed.
+    `experiment` is created if it does not exist. Raises InputError if MLflow is not installed.
     """
 
     optional = True
@@ -178,7 +178,6 @@ class MLflow(Callback):
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings by dotted names: train.lr."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{name}.")

@@ -1,4 +1,4 @@
-"""`shardwise checkpoint inspect`, `export` and `import`, which the command line registers."""
+"""`shardwise checkpoint inspect`, `export` and `import`."""
 
 import json
 import warnings
@@ -48,8 +48,8 @@ def inspect_command(
             typer.echo(note, err=True)
         typer.echo(json.dumps(_object(contents)))
     else:
-        for line in (f"Note: {note}",) * bool(note):
-            typer.echo(line)
+        if note:
+            typer.echo(f"Note: {note}")
         for line in _lines(contents, every=every):
             typer.echo(line)
 

@@ -36,7 +36,7 @@ CONFIG: Final = typer.Option(
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A plan, and the name of the model it is for; or a run's, of which `config` is read."""
+    """A plan and the name of its model; or those of a run, whose configuration is `config`."""
 
     plan: Plan
     name: str
@@ -44,7 +44,7 @@ class PlannedModel:
 
     @property
     def model(self) -> "Trainable | str":
-        """The model as `find` takes it, with random tokens as its batches."""
+        """The argument of `find`; a run's model has random tokens as its batches."""
         if self.config is None:
             return self.name
         from shardwise.models.registry import of_sizes
@@ -53,10 +53,7 @@ class PlannedModel:
 
     @property
     def sizes(self) -> "Sizes":
-        """The sizes of the run's model; a folder may have a configuration without weights.
-
-        `bpe:SIZE` is taken to have SIZE tokens: how many the data give is known once it is trained.
-        """
+        """The sizes of the run's model. `bpe:SIZE` counts as SIZE tokens before it is trained."""
         from shardwise.train.sizes import model_sizes
 
         assert self.config is not None
@@ -65,7 +62,6 @@ class PlannedModel:
 
     @property
     def table(self) -> "Table | None":
-        """The table in the file that the run names."""
         if self.config is None or self.config.plan.table is None:
             return None
         from shardwise.verify.proof_options import table_in
@@ -90,7 +86,6 @@ class PlannedModel:
         return -(-self.config.train.batch // self.plan.shares)
 
     def options(self, table: "Table | Mapping[str, str] | None") -> "EngineOptions":
-        """The options of the engine of the run."""
         from shardwise.train.model import options_of_run
 
         assert self.config is not None
@@ -100,7 +95,7 @@ class PlannedModel:
 def configured(config: Path | None, plan: str | None, model: str | None) -> PlannedModel:
     """The plan and the model of a command line; each replaces that of the configuration.
 
-    Raises InputError for wrong values, and without a plan.
+    Raises InputError for wrong values, or if there is no plan.
     """
     if config is None:
         if plan is None:

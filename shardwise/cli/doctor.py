@@ -1,4 +1,4 @@
-"""The command `shardwise doctor`, on the ranks that a launcher started, or on new ones."""
+"""`shardwise doctor`, on the ranks that a launcher started, or on new ones."""
 
 import json
 from collections.abc import Iterator
@@ -27,10 +27,7 @@ MOST_BYTES: Final = 2**24  # of a message
 
 
 def examine(world: World, mesh: Mesh, most_bytes: int, *, devices: bool = False) -> RankDiagnosis:
-    """The finding of this rank; all ranks call it.  Messages have up to `most_bytes` bytes.
-
-    `devices`: the speed of devices too.
-    """
+    """This rank's results; all ranks call it. Messages have up to `most_bytes` bytes."""
     world = world.on(mesh)
     axes = [world.axis(name) for name, size in mesh.axes if size > 1]
     sizes = [numel for numel in collectives.SIZES if 4 * numel <= most_bytes] or collectives.SIZES[
@@ -39,7 +36,7 @@ def examine(world: World, mesh: Mesh, most_bytes: int, *, devices: bool = False)
     return RankDiagnosis(
         look(),
         {axis.name: collectives.check(axis, world.device) for axis in axes},
-        [one for axis in axes for one in collectives.measure(axis, world.device, sizes)],
+        [one for axis in axes for one in collectives.measure(world, axis, world.device, sizes)],
         link_times.pairs(world.everyone, world.device) if world.size > 1 else {},
         measure_device(world) if devices else None,
     )
@@ -101,7 +98,6 @@ def doctor_command(
 
 
 def _count(ranks: int | None, mesh: str | None, started: int | None, usual: int) -> int:
-    """The number of ranks: those that were started, or requested, or those of the mesh."""
     if ranks is not None:
         integer("--nproc", ranks, 1, 4)
     if started is not None:
@@ -121,7 +117,7 @@ def _fits(mesh: Mesh, ranks: int) -> None:
 
 
 def _require_writable(file: Path | None) -> None:
-    """Raise InputError if the file given to --save cannot be written. Does not change the file."""
+    """Raise InputError if the file cannot be written. Does not change the file."""
     if file is not None:
         with _written(file):
             there = file.exists()

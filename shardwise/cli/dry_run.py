@@ -1,7 +1,7 @@
 """`shardwise train --dry-run`: everything that is checked before a run, and its prediction.
 
 It starts no rank and writes no file. Tokens that the cache does not have are made in a temporary
-folder, of a large source for the first `MOST_BYTES` alone.
+folder; a large source is read up to `MOST_BYTES`.
 """
 
 import tempfile
@@ -72,7 +72,7 @@ def _predicted(prepared: PreparedRun, share: Batch) -> Prediction:
 
 @contextmanager
 def _without_cache(config: Config) -> Iterator[Config]:
-    """The configuration with a temporary cache, which begins with the files of its own."""
+    """The configuration with a temporary cache that links to the files of the real one."""
     with tempfile.TemporaryDirectory() as folder:
         for file in config.cache.glob("*"):
             if file.suffix != ".lock":

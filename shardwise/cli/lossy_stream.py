@@ -1,7 +1,6 @@
-"""Output that may be lost: a run goes on when its log cannot be written.
+"""A text stream that drops what cannot be written, so that a run outlives its log.
 
-`shardwise train ... | head`, a terminal that is closed, a log on a full disk: the text is lost, and
-not the run.
+The reader may close (`shardwise train ... | head`), or the disk of the log may be full.
 """
 
 import os
@@ -11,13 +10,12 @@ from typing import Any, TextIO
 
 
 class LossyStream:
-    """A text stream that drops everything after a failed write, and says so once elsewhere."""
+    """Drops everything after a failed write, and says so once on stderr."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write, or drop the text."""
         try:
             self._stream.write(text)
         except OSError as error:
@@ -25,7 +23,6 @@ class LossyStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush; what cannot be written is dropped."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -35,7 +32,7 @@ class LossyStream:
         return getattr(self._stream, name)
 
     def _drop(self, error: OSError) -> None:
-        """Let the descriptor write nowhere, so that no later write and no exit fails."""
+        """Point the descriptor at /dev/null, so that no later write and no exit fails."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)

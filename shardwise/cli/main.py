@@ -1,17 +1,17 @@
 """The command line.
 
-    shardwise train CONFIG     train a model                 0  it holds
-    shardwise verify PLAN      prove a plan                  1  it does not, or the run failed
-    shardwise predict PLAN     memory and traffic            2  bad input: one paragraph says what
-    shardwise doctor           devices, collectives, links
+    shardwise train CONFIG     train a model                 exit code
+    shardwise verify PLAN      prove a plan                  0  success
+    shardwise predict PLAN     memory and traffic            1  the proof or the run failed
+    shardwise doctor           devices, collectives, links   2  bad input: one paragraph says what
     shardwise plan             the words of plans
     shardwise search           the fastest plans
     shardwise table MODEL      derive a table of tensor parallelism
     shardwise schedule NAME    draw a pipeline schedule
     shardwise checkpoint       look into checkpoints, export and import weights
 
-Torch is imported only when it is needed, so help and errors of input are fast. The commands of
-`ELSEWHERE` are in other modules, imported only when they are used.
+Torch, and the modules of `ELSEWHERE`, are imported only when they are used, so help and errors of
+input are fast.
 """
 
 import os
@@ -61,15 +61,15 @@ CHECKPOINTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the program. Always raises SystemExit, with the exit codes of the table above."""
+    """Run the program. Always raises SystemExit, with the exit codes above."""
     given = list(sys.argv[1:] if argv is None else argv)
     run_app(application(given), given, "shardwise", ends=argv is None)
 
 
 def run_app(app: typer.Typer, given: Sequence[str], program: str, *, ends: bool = True) -> None:
-    """Run the commands `app` of `program`. Always raises SystemExit.
+    """Run a command of `app`. Always raises SystemExit.
 
-    With `ends`, the process ends soon after it even if a thread of a library is still running.
+    With `ends`, the process exits soon after it, even if a thread of a library still runs.
     """
     try:
         code = app(with_resume_value(given), standalone_mode=False, prog_name=program)
@@ -90,7 +90,7 @@ def run_app(app: typer.Typer, given: Sequence[str], program: str, *, ends: bool 
 
 
 def end_in(seconds: float, code: int) -> None:
-    """Exit this process after `seconds` if it still runs then.
+    """Exit this process after `seconds` if it still runs.
 
     A thread or exit handler of a library may keep it alive, and torchrun would wait for it.
     """
@@ -119,14 +119,13 @@ def with_resume_value(given: Sequence[str]) -> list[str]:
 
 
 def known_resume(resume: str | None) -> str | None:
-    """Check the value of --resume."""
     if resume not in (None, ALWAYS, AUTO):
         raise typer.BadParameter(f"it takes {AUTO} or nothing")
     return resume
 
 
 def application(given: Sequence[str] = ()) -> typer.Typer:
-    """The commands.  Modules of other commands are imported only if named in `given`."""
+    """All commands. The modules of commands that are not in `given` are not imported."""
     app = typer.Typer(
         add_completion=False,
         no_args_is_help=True,
@@ -151,7 +150,7 @@ def application(given: Sequence[str] = ()) -> typer.Typer:
 
 
 def command(name: str, given: Sequence[str]) -> Callable[..., Any]:
-    """The function of a command in another module; a placeholder if only the help is needed."""
+    """The function of a command in another module, or a placeholder if only the help is needed."""
     module, line = (ELSEWHERE | CHECKPOINTS)[name]
     if name in given:
         return getattr(import_module(f"shardwise.cli.{module}"), f"{name}_command")
@@ -164,7 +163,7 @@ def command(name: str, given: Sequence[str]) -> Callable[..., Any]:
 
 
 def print_version(asked: bool) -> None:
-    """Answer --version, before typer misses a command."""
+    """An eager option, since typer would otherwise ask for a command."""
     if asked:
         print(f"shardwise {shardwise.__version__}")
         raise typer.Exit
@@ -239,7 +238,6 @@ def _started(
     overwrite: bool,
     dry_run: bool,
 ) -> int:
-    """Train, or check what would be trained; returns the exit code."""
     from shardwise.cli.lossy_stream import LossyStream
     from shardwise.comm.start.rendezvous import environment, launched
     from shardwise.comm.start.worker import NOTHING, StopSignal
@@ -304,7 +302,6 @@ def _train(
 def _dry_run(
     config: Path, overrides: Sequence[str], start: "RunStart", nproc: int | None, _: "StopSignal"
 ) -> int:
-    """Check and predict the run that `_train` would start; returns the exit code."""
     from shardwise.comm.start.rendezvous import environment, require_cores, require_local
     from shardwise.train.config import read
 
@@ -336,14 +333,12 @@ def _train_here(settings: "Config", start: "RunStart", stop: "StopSignal", *, lo
 
 
 def _ranks(settings: "Config", nproc: int | None) -> int:
-    """The number of ranks of this command, unless a launcher has started it."""
     from shardwise.core.plan.plan import Plan
 
     return nproc or Plan.parse(settings.plan.text).size
 
 
 def _kept(settings: "Config") -> str:
-    """What a run has kept whose ranks were killed, and what is lost."""
     from shardwise.checkpoint.folder import CHECKPOINTS, all_in, step_of
     from shardwise.train.metrics import read
 
@@ -394,7 +389,7 @@ EXAMPLES: Final[Mapping[str, str]] = {
 
 
 def answer(error: Any, program: str, given: Sequence[str]) -> str:
-    """What is wrong in the command line `given` of `program`, and a line that works.
+    """What is wrong in the command line, and a line that works.
 
     For an empty command line, the help, unless the library has shown it.
     """

@@ -1,8 +1,7 @@
 """`shardwise predict PLAN`: the memory and traffic of a rank, without starting one.
 
-The prediction is for the run that `shardwise verify PLAN` proves: the same model, optimizer, units
-and clipping, in fp64 if the plan names no precision, after its first steps. With `--config` it is
-for a run of `shardwise train`.
+Without `--config`, it predicts the run that `shardwise verify PLAN` proves: the same model,
+optimizer, units and clipping, in fp64 if the plan names no precision, after its first steps.
 """
 
 import json
@@ -89,7 +88,7 @@ def predict_command(
 
 
 class Picture(NamedTuple):
-    """What is asked of the memory of a step: a file to draw it, a device to measure it on."""
+    """A file into which the memory of a step is drawn, and a device on which it is measured."""
 
     file: Path | None
     device: str | None
@@ -98,7 +97,6 @@ class Picture(NamedTuple):
 def _predicted(
     request: "PredictRequest", rank: int, picture: Picture
 ) -> "tuple[Prediction, StepMemory | None]":
-    """The prediction; and the memory of a step, drawn into a file, if it was asked for."""
     if picture == (None, None):
         return request.prediction(rank), None
     from shardwise.cli.predict_timeline import StepMemory, draw, measured_step, predicted_step
@@ -121,13 +119,13 @@ def _print(
     if as_json:
         print(json.dumps(numbers | told.as_json() | ({} if step is None else step.as_json())))
         return
-    console = _console()
+    console = new_console()
     show(numbers, told, console)
     if step is not None:
         step.show(console)
 
 
-def _console() -> Console:
+def new_console() -> Console:
     return Console(emoji=False, highlight=False, markup=False)
 
 
@@ -136,7 +134,7 @@ def numbers_of(
 ) -> dict[str, Any]:
     """The keys of `shardwise predict --json` that the prediction itself gives.
 
-    `began` is the time.perf_counter() at which the command started.
+    `began` is the time.perf_counter() at the start of the command.
     """
     return {
         "plan": str(found.plan),
@@ -160,10 +158,10 @@ def numbers_of(
 
 
 class PredictRequest(NamedTuple):
-    """The request of a command line: plan, model, a batch of a rank, parallelize's options.
+    """A command line as plan, model, a rank's batch, and the options of `parallelize`.
 
-    `share` makes a batch of the same shapes for another data rank, and predict_request(*given) is
-    this request in another process.
+    `share` makes a batch of the same shapes for another data rank. predict_request(*given) makes
+    the same request in another process.
     """
 
     plan: Plan
@@ -175,11 +173,9 @@ class PredictRequest(NamedTuple):
 
     @property
     def plain(self) -> Any:
-        """The model, without weights if possible."""
         return self.trainable.plain()
 
     def prediction(self, rank: int) -> "Prediction":
-        """The prediction for a rank."""
         from shardwise.engine.predict import predict_with
 
         return predict_with(self.plain, self.plan, self.batch, self.options, rank)
@@ -195,7 +191,7 @@ def answered(
 ) -> Answer:
     """The answer for a rank's `batch` and devices of `device_bytes`.
 
-    device_bytes  None: of the plan's bound, or this host's GPU, unless the `device` is "cpu"
+    device_bytes  None: the plan's bound, or the memory of this host's GPU unless `device` is "cpu"
     rows          of all ranks; None: each has as many as `batch`
     """
     from torch import Tensor, cuda
@@ -213,7 +209,7 @@ def answered(
 def _device_bytes(text: str | None, cluster: "Cluster | None") -> int | None:
     """The bytes of --device-memory, or of the cluster's devices.
 
-    Raises InputError for what is no SIZE of a plan word.
+    Raises InputError if the text is not a SIZE as in a plan word.
     """
     if text is None:
         return None if cluster is None else cluster.device.memory_bytes
@@ -259,7 +255,6 @@ def predict_request(
     rows = batch or run.rows or ROWS * plan.microbatches
 
     def share(data_rank: int) -> Any:
-        """The batch of a data rank."""
         return resized(trainable.batch(rows, batches.SEED + data_rank), sequence, name)
 
     made = share(0)
@@ -280,7 +275,7 @@ def predict_request(
 
 
 def resized(batch: Any, sequence: int | None, name: str) -> Any:
-    """The batch with rows of `sequence` positions: dim 1 of its integer tensors.
+    """Repeat or cut dim 1 of the batch's integer tensors to `sequence` positions.
 
     Raises InputError for a batch without sequences, and for one that is too large.
     """

@@ -1,4 +1,4 @@
-"""A prediction as a table in units that people think in, and an answer: does it fit, and if not?"""
+"""A prediction as a table, and the answer: does it fit, and if not, which plan would?"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ class Answer:
 
     parts         bytes of each part of the peak on one rank's device
     in_all        the same for all ranks
-    rows, tokens  of all data ranks in a step; no tokens: the model reads no text
+    rows, tokens  of all data ranks in a step; 0 tokens: the model reads no text
     device_bytes  of one rank's device; None: unknown
     largest       the largest part
     instead       the plan under which that part takes less; None: no word relieves it
@@ -40,16 +40,14 @@ class Answer:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is at most the device's memory; None if that is unknown."""
         return None if self.device_bytes is None else self.peak_bytes <= self.device_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of one rank, temporary memory of kernels apart."""
+        """Of one rank, without temporary memory of kernels."""
         return sum(self.parts.values())
 
     def as_json(self) -> dict[str, Any]:
-        """The keys that `shardwise predict --json` adds."""
         return {
             "peak_parts": self.parts,
             "in_all": self.in_all,
@@ -62,7 +60,6 @@ class Answer:
         }
 
     def sentences(self) -> list[str]:
-        """Tokens of a step, whether it fits, and what would make the largest part smaller."""
         rows = f"{self.rows:,} row{'s' * (self.rows != 1)}"
         tokens = f"{rows} with {self.tokens:,} tokens" if self.tokens else rows
         found = [f"A step trains on {tokens}, over all ranks."]
@@ -99,7 +96,7 @@ def answer(
 
 
 def _in_all(found: "Prediction") -> dict[str, int]:
-    """The parts of the peaks of all ranks; those of one stage of a pipeline count the same."""
+    """Sums over all ranks. The ranks of one pipeline stage count the same."""
     stages = found.plan.mesh.line("pp", found.rank)
     each = [peak_parts(found if rank == found.rank else found.on(rank)) for rank in stages]
     times = found.world // len(stages)
@@ -107,7 +104,7 @@ def _in_all(found: "Prediction") -> dict[str, int]:
 
 
 def show(numbers: dict[str, Any], told: Answer, console: Console) -> None:
-    """The prediction of `numbers`, the object of --json, as a table with `told` below it."""
+    """Print `numbers`, the object of --json, as a table with `told` below it."""
     world, timed = numbers["world"], numbers["seconds"]
     title = f"{numbers['plan']} on {numbers['model']}: rank {numbers['rank']} of {world}"
     heads = ["a rank", f"all {world:,}"]
@@ -143,7 +140,6 @@ def show(numbers: dict[str, Any], told: Answer, console: Console) -> None:
 
 
 def _elsewhere(numbers: dict[str, Any]) -> list[tuple[str, int]]:
-    """What the rank stores outside of its device."""
     found = [(name, count) for name, count in numbers["memory"].items() if " on " in name]
     if numbers["host_activations"]:
         found.append(("activations on the host", numbers["host_activations"]))
@@ -151,7 +147,7 @@ def _elsewhere(numbers: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def _between(numbers: dict[str, Any], kind: str, count: int) -> str:
-    """Bytes; of an axis that depends on the routing of tokens also the least and the most."""
+    """Bytes; if they depend on the routing of tokens, also the least and the most."""
     least, most = numbers["bytes_between"].get(kind, (count, count))
     bounds = "" if least == most else f" ({size_text(least)} to {size_text(most)})"
     return size_text(count) + bounds
@@ -180,7 +176,7 @@ def _step(times: dict[str, Any] | None) -> list[str]:
 
 
 def _recomputed(numbers: dict[str, Any]) -> list[str]:
-    """The modules that are computed again in the backward pass, and what that costs."""
+    """The modules that the backward pass computes again, and what that costs."""
     names = numbers["recomputed"]
     if not names:
         return []

@@ -1,7 +1,7 @@
 """`shardwise predict --timeline FILE` and `--measure`: the memory of a rank, moment by moment.
 
-The step is not the first one, which allocates gradients and optimizer states. A measurement trains
-three steps on local ranks, and measures the third.
+The first step is not typical, since it allocates gradients and optimizer states. A measurement
+trains three steps on local ranks and measures the third.
 """
 
 import tempfile
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     Measured = tuple[list[Event], dict[str, int]]
 
-#: The colour of each category.
 COLOURS: Final[dict[str, str]] = {
     "parameters": "#2a6f97",
     GATHERED: "#89c2d9",
@@ -52,14 +51,13 @@ class Series(NamedTuple):
 
     @property
     def highest(self) -> Event:
-        """The event with the most bytes."""
         return max(self.events, key=lambda event: event.total)
 
 
 class StepMemory(NamedTuple):
-    """The memory of a rank in a step: `predicted` and `measured` events, if there are any.
+    """The memory of a rank in a step: `predicted` and `measured` events, each may be empty.
 
-    `allocator` has the highest values of CUDA's own.
+    `allocator` has the highest values of CUDA's caching allocator.
     """
 
     predicted: Sequence[Event]
@@ -68,12 +66,10 @@ class StepMemory(NamedTuple):
 
     @property
     def series(self) -> list[Series]:
-        """The events under their titles."""
         named = {"predicted": self.predicted, "measured": self.measured}
         return [Series(title, events) for title, events in named.items() if events]
 
     def as_json(self) -> dict[str, Any]:
-        """The keys that it adds to a prediction's."""
         found: dict[str, Any] = {
             one.title: {
                 "peak": {"bytes": one.highest.total, "at": str(one.highest)},
@@ -84,7 +80,6 @@ class StepMemory(NamedTuple):
         return found | ({"allocator": self.allocator} if self.allocator else {})
 
     def show(self, console: Console) -> None:
-        """Print a table of peaks."""
         console.print(peaks(self.series))
         if self.allocator:
             print_allocator(self.allocator, console)
@@ -121,7 +116,7 @@ def measured_step(wanted: PredictRequest, device: str) -> "list[Measured]":
 
 
 def _measure_step(*given: Any) -> "Measured":
-    """The last of a few steps on this rank and on a device, each on the same batch."""
+    """One of the ranks of `measured_step`."""
     from shardwise.comm.world import init
     from shardwise.observe.measured_timeline import measuring
 
@@ -137,7 +132,6 @@ def _measure_step(*given: Any) -> "Measured":
 
 
 def engine_on(request: PredictRequest, world: "World") -> "tuple[Engine, Any]":
-    """The engine of a request on this rank, and the rank's batch on its device."""
     from torch import Tensor
     from torch.utils._pytree import tree_map_only
 
@@ -151,7 +145,7 @@ def engine_on(request: PredictRequest, world: "World") -> "tuple[Engine, Any]":
 
 
 def _allocator(device: "torch.device") -> dict[str, int]:
-    """The highest values so far of CUDA's caching allocator; nothing for other devices.
+    """The peaks of CUDA's caching allocator; nothing for other devices.
 
     `inactive_split_bytes` are free, but in blocks of which another part is in use.
     """
@@ -169,7 +163,6 @@ def _event(title: str, event: Event) -> dict[str, Any]:
 
 
 def print_allocator(found: dict[str, int], console: Console) -> None:
-    """Print the statistics of CUDA's allocator."""
     table = Table("CUDA's allocator, at most", "bytes", "of reserved")
     for name, count in found.items():
         table.add_row(name, f"{count:,}", f"{count / max(1, found['reserved_bytes']):.1%}")
@@ -199,7 +192,7 @@ def _most(series: Series, category: str) -> str:
 
 
 def draw(path: Path, series: Sequence[Series]) -> None:
-    """Draw the series above each other to one scale, in the format of the file's ending (svg, png).
+    """Draw the series above each other to one scale, as .svg or .png by the file's ending.
 
     Raises InputError if the file cannot be written.
     """

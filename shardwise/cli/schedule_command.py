@@ -1,4 +1,4 @@
-"""The command `shardwise schedule`."""
+"""`shardwise schedule`: draws a pipeline schedule and prices it."""
 
 import json
 import re
@@ -142,7 +142,6 @@ def _subject(request: Request) -> Subject:
 
 
 def _of_run(request: Request, config: Path) -> Request:
-    """The request for the schedule of a run: that of its plan, on the ranks of its pipeline."""
     plan = configured(config, None, None).plan
     sizes = (request.stages, request.microbatches, request.chunks)
     if request.name is not None or any(sizes) or plan.pipeline is None:
@@ -171,7 +170,6 @@ def _draw(file: Path, timeline: Timeline, title: str) -> None:
 
 
 def _numbers(subject: Subject, timeline: Timeline, costs: ActionCosts) -> dict[str, Any]:
-    """The clock's numbers, and those of the closed form if there is one."""
     schedule = timeline.schedule
     sent = Counter(s.token.kind for row in schedule.rows for s in row if s.op == "SEND")
     return {
@@ -191,12 +189,10 @@ def _numbers(subject: Subject, timeline: Timeline, costs: ActionCosts) -> dict[s
 
 
 def _formula(found: Entry, n: Size, schedule: Schedule, costs: ActionCosts) -> dict[str, Any]:
-    """The closed forms; those of time need equal stages, no hop, and F = I = W if I and W occur."""
+    """The closed forms. Times need equal stages, no hop, and F = I = W if there are I and W."""
     f, i, w, b = (costs.of(op, 0) for op in ("F", "I", "W", "B"))
     halves = any(step.op == "I" for row in schedule.rows for step in row)
-    equal_costs = ActionCosts(
-        f, i, w, None if costs.B is None else b
-    )  # all stages; other actions have no cost
+    equal_costs = ActionCosts(f, i, w, None if costs.B is None else b)
     holds = costs == equal_costs and (not halves or (f == i == w and b == 2 * f))
     return {
         "paper": found.paper,

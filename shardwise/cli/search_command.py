@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.configured import CONFIG, configured
-from shardwise.cli.predict_command import predict_request
+from shardwise.cli.predict_command import new_console, predict_request, resized
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
@@ -29,11 +29,7 @@ from shardwise.core.tools.arguments import integer
 from shardwise.core.tools.signs_of_life import signs_of_life
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from shardwise.comm.world import World
-    from shardwise.core.plan.plan import Plan
     from shardwise.engine.options import EngineOptions
     from shardwise.models.trainable import Trainable
     from shardwise.prediction.prediction import Prediction
@@ -69,8 +65,6 @@ def search_command(
 ) -> None:
     """Find the fastest plans that fit on a number of devices."""
     if measure is not None:
-        from shardwise.cli.search_command import device_for
-
         integer("--measure", measure, 1, 3, SHOWN)
         device_for(ranks)
     task = SearchTask(model, config, cluster, ranks, batch, sequence, measure)
@@ -90,7 +84,6 @@ class SearchTask(NamedTuple):
 
 
 def _search(task: SearchTask, why: str | None, *, as_json: bool) -> None:
-    from shardwise.cli.configured import configured
     from shardwise.derive.plan_search import search
     from shardwise.prediction.cluster import cluster_of
 
@@ -111,7 +104,7 @@ def _search(task: SearchTask, why: str | None, *, as_json: bool) -> None:
     if known is not None:
         print(found.why(known))
         if measured:
-            _show_measured(measured)
+            new_console().print(measured_table(measured))
         return
     if found.best is None:
         raise _nothing(found, run.name)
@@ -121,13 +114,10 @@ def _search(task: SearchTask, why: str | None, *, as_json: bool) -> None:
 def _measured(found: "SearchResult", task: SearchTask) -> "list[MeasuredPlan]":
     if task.measure is None or found.best is None:
         return []
-    from shardwise.cli.search_command import measure_plans
-
     return measure_plans(found.ranked[: task.measure], task.config, task.model, task.sequence)
 
 
 def _asked(text: str, ranks: int) -> Plan:
-    """The plan of --why on these ranks. Raises InputError if it cannot run on them."""
     plan = Plan.parse(text)
     require(plan, ranks)
     return plan.completed(ranks)
@@ -135,7 +125,6 @@ def _asked(text: str, ranks: int) -> Plan:
 
 def _model(run: Any, sequence: int | None) -> "tuple[Trainable, EngineOptions, Any]":
     """The model of a command line, the options of its engine, and a batch of one row."""
-    from shardwise.cli.predict_command import resized
     from shardwise.models.registry import find
     from shardwise.verify import parity
     from shardwise.verify.oracles import batches
@@ -154,8 +143,7 @@ def _model(run: Any, sequence: int | None) -> "tuple[Trainable, EngineOptions, A
 def _prediction(
     trainable: "Trainable", options: "EngineOptions", plan: Plan, rows: int, sequence: int | None
 ) -> "Prediction":
-    """The prediction for the plan of --why, recorded for it alone."""
-    from shardwise.cli.predict_command import resized
+    """The prediction for the plan of --why, which is recorded for it alone."""
     from shardwise.engine.predict import predict_with
     from shardwise.verify.oracles import batches
     from shardwise.verify.proof_options import Options
@@ -189,19 +177,13 @@ def _nothing(found: "SearchResult", name: str) -> Exception:
     return bad(given, allowed, f"--ranks {found.fits_on} --batch {batch}")
 
 
-def _show_measured(measured: "Sequence[MeasuredPlan]") -> None:
-    from shardwise.cli.search_command import measured_table
-
-    Console(emoji=False, highlight=False, markup=False).print(measured_table(measured))
-
-
 def _show(
     found: "SearchResult", task: SearchTask, name: str, measured: "Sequence[MeasuredPlan]"
 ) -> None:
-    """The best plans as a table, those that were measured, and the first as a line to paste."""
+    """Print the best plans, the measured ones, and the first as a line to paste."""
     from shardwise.train.progress import size_text
 
-    best, console = found.ranked[0], Console(emoji=False, highlight=False, markup=False)
+    best, console = found.ranked[0], new_console()
     where = f"{found.ranks} ranks of {found.cluster.device.name}"
     table = Table(title=f"{name} on {where}: {found.batch} rows a step")
     for head in ("plan", "step", "MFU", "memory", "sent", "bound by"):
@@ -219,7 +201,7 @@ def _show(
         soft_wrap=True,
     )
     if measured:
-        _show_measured(measured)
+        console.print(measured_table(measured))
         best = next(each for each in found.ranked if each.plan == measured[0].plan)
     rows = f"--batch {best.rows * best.plan.microbatches}"
     rows += f" --cluster {shlex.quote(task.cluster)}"
@@ -242,7 +224,6 @@ class MeasuredPlan(NamedTuple):
     measured_s: float
 
     def as_json(self) -> dict[str, Any]:
-        """The values as an object of JSON."""
         return self._asdict() | {"plan": str(self.plan)}
 
 
@@ -279,9 +260,10 @@ def measure_plans(
 
 
 def device_for(ranks: int) -> str:
-    """Where so many ranks are timed: "cuda" if each has a GPU, "cpu" if each has a core.
+    """The device on which so many ranks are timed: cuda with a GPU for each, cpu with a core for
+    each.
 
-    Raises InputError if neither holds: ranks that share a core measure each other.
+    Raises InputError if neither holds, because ranks that share a core slow each other down.
     """
     from torch import cuda
 
@@ -294,7 +276,6 @@ def device_for(ranks: int) -> str:
 
 
 def _rank(given: Sequence[tuple[Any, ...]], device: str) -> list[float]:
-    """The seconds of a step of each request, on this rank."""
     from shardwise.comm.world import init
 
     world = init(device)
@@ -319,7 +300,6 @@ def step_seconds(request: Any, world: "World", steps: int = STEPS) -> float:
 
 
 def measured_table(found: Sequence[MeasuredPlan]) -> Table:
-    """Predicted and measured time side by side."""
     table = Table(title=f"measured: the median of {STEPS} steps")
     for head in ("plan", "predicted", "measured", "predicted / measured"):
         table.add_column(head, justify="left" if head == "plan" else "right")

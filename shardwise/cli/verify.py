@@ -1,4 +1,4 @@
-"""The command `shardwise verify PLAN`: proves a plan on a model, and prints a table or JSON."""
+"""`shardwise verify PLAN`: proves a plan on a model, and prints a table or JSON."""
 
 import sys
 from pathlib import Path

@@ -1,14 +1,11 @@
 """Checks the collectives that a step uses, and fits a line to their times by size.
 
-Rank r of n holds [0, 1, ..., n-1] + r.
+Rank r of n holds [r n, r n + 1, ..., r n + n - 1], so that no two elements are equal:
 
-    n = 4     rank 0  0 1 2 3        all-reduce         6 10 14 18   on every rank
-              rank 1  1 2 3 4        reduce-scatter     6 | 10 | 14 | 18
-              rank 2  2 3 4 5        all-gather         0 1 2 3  1 2 3 4  2 3 4 5  3 4 5 6
-              rank 3  3 4 5 6        broadcast from 3   3 4 5 6
-
-All-to-all of these would return each rank its own vector, so there rank r holds
-[0, 1, ..., n-1] + 10 r, and gets [r, 10 + r, 20 + r, ...].
+    n = 4     rank 0   0  1  2  3      all-reduce         24 28 32 36   on every rank
+              rank 1   4  5  6  7      reduce-scatter     24 | 28 | 32 | 36
+              rank 2   8  9 10 11      all-gather         0 1 2 ... 15
+              rank 3  12 13 14 15      all-to-all         0 4 8 12 | 1 5 9 13 | 2 6 10 14 | ...
 
 A time is latency + bytes / bandwidth, with the bytes of the ledger, so that the bandwidths of
 different collectives can be compared (Hockney, "The communication challenge for MPP", 1994).
@@ -16,8 +13,8 @@ different collectives can be compared (Hockney, "The communication challenge for
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -25,42 +22,23 @@ from torch import Tensor
 
 from shardwise.comm import move
 from shardwise.comm.link_times import settle
-from shardwise.comm.world import Axis
+from shardwise.comm.world import Axis, World
 
 
-@dataclass(frozen=True)
-class Example:
-    """The example on this rank: its own vector `x`, and the vectors of all ranks as rows."""
+class Collective(NamedTuple):
+    """`run` takes this rank's vector; `expected` takes the vectors of all ranks, and the rank."""
 
-    axis: Axis
-    x: Tensor
-    everyone: Tensor
-
-    @classmethod
-    def on(cls, axis: Axis, device: torch.device) -> "Example":
-        """The example on the ranks of `axis`."""
-        first = torch.arange(axis.size, dtype=torch.float64, device=device)
-        return cls(axis, first + axis.rank, first + first.unsqueeze(1))
-
-    @property
-    def sums(self) -> Tensor:
-        """[6, 10, 14, 18] of four ranks."""
-        return self.everyone.sum(0)
+    run: Callable[[Tensor, Axis], Tensor]
+    expected: Callable[[Tensor, int], Tensor]
 
 
-Found = tuple[Tensor, Tensor]
-Check = Callable[[Example], Found]
+def _reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    return move.reduce_scatter(x[: len(x) - len(x) % axis.size], axis)
 
 
-def _mine(e: Example, whole: Tensor) -> Tensor:
-    return whole[e.axis.rank : e.axis.rank + 1]
-
-
-def _exchanged(e: Example) -> Found:
-    n, rank = e.axis.size, e.axis.rank
-    first = torch.arange(n, dtype=torch.float64, device=e.x.device)
-    ones = [1] * n
-    return move.all_to_all(first + 10 * rank, e.axis, ones, ones), 10 * first + rank
+def _all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    counts = [len(x) // axis.size] * axis.size
+    return move.all_to_all(x[: sum(counts)], axis, counts, counts)
 
 
 def _to_next(x: Tensor, axis: Axis) -> Tensor:
@@ -73,30 +51,33 @@ def _to_next(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-CHECKS: Final[dict[str, Check]] = {
-    "all_reduce": lambda e: (move.all_reduce(e.x.clone(), e.axis), e.sums),
-    "reduce_scatter": lambda e: (move.reduce_scatter(e.x, e.axis), _mine(e, e.sums)),
-    "all_gather": lambda e: (torch.stack(move.all_gather(e.x, e.axis)), e.everyone),
-    "all_to_all": _exchanged,
-    "broadcast": lambda e: (move.broadcast(e.x.clone(), e.axis, e.axis.size - 1), e.everyone[-1]),
-    "send and receive": lambda e: (
-        _to_next(e.x, e.axis),
-        e.everyone[(e.axis.rank - 1) % e.axis.size],
+COLLECTIVES: Final = {
+    "all_reduce": Collective(move.all_reduce, lambda everyone, _: everyone.sum(0)),
+    "reduce_scatter": Collective(
+        _reduce_scatter, lambda everyone, rank: everyone.sum(0)[rank : rank + 1]
     ),
+    "all_gather": Collective(
+        lambda x, axis: move.all_gather_along(x, axis, 0), lambda everyone, _: everyone.flatten()
+    ),
+    "all_to_all": Collective(_all_to_all, lambda everyone, rank: everyone[:, rank]),
+    "broadcast": Collective(
+        lambda x, axis: move.broadcast(x, axis, axis.size - 1), lambda everyone, _: everyone[-1]
+    ),
+    "send": Collective(_to_next, lambda everyone, rank: everyone[rank - 1]),
 }
 
 
 def check(axis: Axis, device: torch.device) -> dict[str, str]:
-    """Make every check on `axis`; returns by name the problem, or ""."""
-    example = Example.on(axis, device)
-    return {name: _verdict(one, example) for name, one in CHECKS.items()}
-
-
-def _verdict(one: Check, example: Example) -> str:
-    found, wanted = one(example)
-    if torch.equal(found, wanted):
-        return ""
-    return f"gave {found.tolist()} instead of {wanted.tolist()}"
+    """Run every collective on the example; returns by name what is wrong, or ""."""
+    n = axis.size
+    everyone = torch.arange(n * n, dtype=torch.float64, device=device).view(n, n)
+    problems: dict[str, str] = {}
+    for name, collective in COLLECTIVES.items():
+        result = collective.run(everyone[axis.rank].clone(), axis)
+        expected = collective.expected(everyone, axis.rank)
+        wrong = f"gave {result.tolist()} instead of {expected.tolist()}"
+        problems[name] = "" if torch.equal(result, expected) else wrong
+    return problems
 
 
 # --- times --------------------------------------------------------------------------------
@@ -108,7 +89,7 @@ REPEATS: Final = 7
 
 @dataclass(frozen=True)
 class Timing:
-    """One collective on one axis: the bytes that a rank sends, and the time of the slowest."""
+    """One collective on one axis: the most bytes that a rank sends, and the slowest rank's time."""
 
     axis: str
     collective: str
@@ -131,44 +112,25 @@ class Fit:
     residual: float
 
     def seconds(self, sent_bytes: float) -> float:
-        """The time by the line."""
         return self.latency_s + (sent_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
 
 
-def _all_gather(x: Tensor, axis: Axis) -> object:
-    return move.all_gather(x, axis)
-
-
-def _exchange(x: Tensor, axis: Axis) -> object:
-    counts = [len(x) // axis.size] * axis.size
-    return move.all_to_all(x[: sum(counts)], axis, counts, counts)
-
-
-#: The timed operations; `x` is a vector.
-TIMED: Final[dict[str, Callable[[Tensor, Axis], object]]] = {
-    "all_reduce": move.all_reduce,
-    "reduce_scatter": lambda x, axis: move.reduce_scatter(x[: len(x) - len(x) % axis.size], axis),
-    "all_gather": _all_gather,
-    "all_to_all": _exchange,
-    "broadcast": move.broadcast,
-    "send": _to_next,
-}
-
-
-def measure(axis: Axis, device: torch.device, sizes: Sequence[int] = SIZES) -> list[Timing]:
-    """Time every collective of `TIMED` on `axis`.  All ranks of the axis call it."""
-    found: list[Timing] = []
+def measure(
+    world: World, axis: Axis, device: torch.device, sizes: Sequence[int] = SIZES
+) -> list[Timing]:
+    """Time every collective on `axis`. All ranks of the world call it, and get the same times."""
+    timings: list[Timing] = []
     for numel in sizes:
         x = torch.zeros(numel, device=device)
-        for name, act in TIMED.items():
+        for name, collective in COLLECTIVES.items():
             before = axis.ledger.sent_bytes()
-            act(x, axis)  # the first call may open connections
+            collective.run(x, axis)  # the first call may open connections
             sent_bytes = axis.ledger.sent_bytes() - before
-            own = [_once(act, x, axis) for _ in range(REPEATS)]
-            slowest = move.all_reduce(torch.tensor(own, device=device), axis, "max")
-            seconds = lower_quartile(slowest.tolist())
-            found.append(Timing(axis.name, name, sent_bytes, seconds))
-    return found
+            figures = [sent_bytes, *(_once(collective, x, axis) for _ in range(REPEATS))]
+            slowest = torch.tensor(figures, dtype=torch.float64, device=device)
+            sent, *times = move.all_reduce(slowest, world.everyone, "max").tolist()
+            timings.append(Timing(axis.name, name, int(sent), lower_quartile(times)))
+    return timings
 
 
 def lower_quartile(times: Sequence[float]) -> float:
@@ -176,11 +138,11 @@ def lower_quartile(times: Sequence[float]) -> float:
     return sorted(times)[len(times) // 4]
 
 
-def _once(act: Callable[[Tensor, Axis], object], x: Tensor, axis: Axis) -> float:
+def _once(collective: Collective, x: Tensor, axis: Axis) -> float:
     move.barrier(axis)
     settle(x.device)
     began = time.perf_counter()
-    act(x, axis)
+    collective.run(x, axis)
     settle(x.device)
     return time.perf_counter() - began
 
@@ -203,20 +165,7 @@ def fit(timings: Sequence[Timing]) -> Fit:
     return Fit(timings[0].axis, timings[0].collective, latency, rate, error)
 
 
-def slowest(by_rank: Sequence[Sequence[Timing]]) -> list[Timing]:
-    """The longest time over the ranks for each timing; all ranks have them in the same order."""
-    return [
-        replace(
-            same[0],
-            sent_bytes=max(each.sent_bytes for each in same),
-            seconds=max(each.seconds for each in same),
-        )
-        for same in zip(*by_rank, strict=True)
-    ]
-
-
 def fits(timings: Sequence[Timing]) -> list[Fit]:
-    """A line for each axis and collective."""
     groups: dict[tuple[str, str], list[Timing]] = {}
     for each in timings:
         groups.setdefault((each.axis, each.collective), []).append(each)

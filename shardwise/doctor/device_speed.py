@@ -29,7 +29,7 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
 from shardwise.engine.predict import predict_with
 from shardwise.models import gpt
-from shardwise.prediction.cluster import PRESETS
+from shardwise.prediction.cluster import PRESETS, LinkSpeed
 from shardwise.prediction.time.step_time import PRECISIONS, RankWork
 
 Act = Callable[[], object]
@@ -48,7 +48,7 @@ TINY: Final = gpt.GPTConfig(
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """One rank's device. `products` has (FLOPs, FLOPs a second) by precision, in order."""
+    """One rank's device. `products` has (FLOPs, FLOPs a second) of each size, by precision."""
 
     kind: str
     products: dict[str, list[tuple[float, float]]]
@@ -56,11 +56,10 @@ class DeviceSpeed:
     launch_s: float
     step_s: float
     overlap: float
-    host_link: tuple[float, float] | None  # latency_s, bytes_per_s
+    host_link: LinkSpeed | None
 
 
 def measure_device(world: World) -> DeviceSpeed:
-    """The speed of this rank's device. All ranks call it."""
     device, together = world.device, world.barrier
     kind = "cuda" if device.type == "cuda" else "cpu"
     return DeviceSpeed(
@@ -85,7 +84,7 @@ def _products(dtype: str, kind: str, world: World) -> list[tuple[float, float]]:
 
 
 def _product(n: int, dtype: str, device: torch.device) -> Act:
-    """Multiplies two of many matrices, the next two at each call."""
+    """Multiplies two of many matrices, two others at each call."""
     form = getattr(torch, dtype)
     count = max(2, OPERANDS_BYTES // (n * n * form.itemsize))
     operands = torch.full((count, n, n), 0.5, dtype=form, device=device)
@@ -125,7 +124,7 @@ def _launches_s(device: torch.device, together: Act) -> tuple[float, float]:
 
 
 def _overlap(axis: Axis, world: World) -> float:
-    """The part of the time of a message in which products lose no time."""
+    """The part of a message's time in which products lose no time."""
     device, together = world.device, world.barrier
     x = torch.zeros(2**21, device=device)
     product = _product(256, "float32", device)
@@ -147,14 +146,14 @@ def _overlap(axis: Axis, world: World) -> float:
     return min(1.0, max(0.0, hidden_s / min(alone_s, message_s)))
 
 
-def _host_link(device: torch.device, together: Act) -> tuple[float, float]:
+def _host_link(device: torch.device, together: Act) -> LinkSpeed:
     times: list[float] = []
-    sizes = (2**10, 2**26)
+    small, large = sizes = (2**10, 2**26)
     for numel in sizes:
         x, out = torch.zeros(numel, device=device), torch.zeros(numel).pin_memory()
         times.append(_seconds(lambda x=x, out=out: out.copy_(x), device, together))
-    rate = 4 * (sizes[1] - sizes[0]) / max(1e-12, times[1] - times[0])
-    return max(0.0, times[0] - 4 * sizes[0] / rate), rate
+    rate = 4 * (large - small) / max(1e-12, times[1] - times[0])
+    return LinkSpeed(latency_s=max(0.0, times[0] - 4 * small / rate), bytes_per_s=rate)
 
 
 def _seconds(act: Act, device: torch.device, together: Act, calls: int | None = None) -> float:
@@ -183,27 +182,20 @@ def _timed(act: Act, device: torch.device, calls: int) -> float:
 
 
 def median_device(by_rank: Sequence[DeviceSpeed]) -> DeviceSpeed:
-    """The median over ranks of each figure: a step is that of ranks that wait for one another."""
+    """The median over ranks of each figure, because the ranks of a step wait for one another."""
+
+    def middle(figure: Callable[[DeviceSpeed], float]) -> float:
+        return statistics.median(map(figure, by_rank))
+
     first = by_rank[0]
-
-    def middle(of: Callable[[DeviceSpeed], float]) -> float:
-        return statistics.median(map(of, by_rank))
-
     products = {
         name: [
-            (flops, middle(lambda each, name=name, n=n: each.products[name][n][1]))
-            for n, (flops, _) in enumerate(pairs)
-            if all(n < len(each.products[name]) for each in by_rank)
+            (pairs[0][0], statistics.median(rate for _, rate in pairs))
+            for pairs in zip(*(each.products[name] for each in by_rank), strict=False)
         ]
-        for name, pairs in first.products.items()
+        for name in first.products
     }
-    link = first.host_link
-    if link is not None:
-        links = [each.host_link or link for each in by_rank]
-        link = (
-            statistics.median(each[0] for each in links),
-            statistics.median(each[1] for each in links),
-        )
+    links = [each.host_link for each in by_rank if each.host_link is not None]
     return DeviceSpeed(
         first.kind,
         products,
@@ -211,5 +203,10 @@ def median_device(by_rank: Sequence[DeviceSpeed]) -> DeviceSpeed:
         middle(lambda each: each.launch_s),
         middle(lambda each: each.step_s),
         middle(lambda each: each.overlap),
-        link,
+        LinkSpeed(
+            latency_s=statistics.median(link.latency_s for link in links),
+            bytes_per_s=statistics.median(link.bytes_per_s for link in links),
+        )
+        if links
+        else None,
     )

@@ -18,7 +18,7 @@ from shardwise.comm.tiers.host_memory import free_bytes, limit_bytes
 from shardwise.comm.torch_links import available_backends
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
-from shardwise.doctor.collectives import Fit, Timing, fits, slowest
+from shardwise.doctor.collectives import Fit, Timing, fits
 from shardwise.doctor.device_speed import DeviceSpeed, median_device
 from shardwise.prediction.cluster import (
     Cluster,
@@ -59,7 +59,6 @@ class Machine:
 
 
 def look() -> Machine:
-    """This machine."""
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     memory_bytes = limit_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return Machine(
@@ -90,9 +89,9 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 @dataclass(frozen=True)
 class RankDiagnosis:
-    """The finding of one rank.  `checks` has "" for a correct collective, by axis and name.
+    """One rank's results. `checks` has by axis and collective what is wrong, or "".
 
-    `device` is None if its speed was not measured.
+    `timings` are the same on all ranks; `device` is None if its speed was not measured.
     """
 
     machine: Machine
@@ -112,7 +111,6 @@ class Diagnosis:
 
     @property
     def failures(self) -> list[str]:
-        """A line for each wrong result of a collective on a rank."""
         return [
             f"{name} on axis {axis}, rank {rank}: {text}"
             for rank, finding in enumerate(self.findings)
@@ -122,14 +120,8 @@ class Diagnosis:
         ]
 
     @property
-    def timings(self) -> list[Timing]:
-        """The timings of the slowest ranks."""
-        return slowest([finding.timings for finding in self.findings])
-
-    @property
     def fits(self) -> list[Fit]:
-        """A line for each axis and collective."""
-        return fits(self.timings)
+        return fits(self.findings[0].timings)
 
     @property
     def hosts(self) -> dict[int, list[int]]:
@@ -142,7 +134,6 @@ class Diagnosis:
 
     @property
     def warnings(self) -> list[str]:
-        """Problems that make a run slow or wrong."""
         return [*self._threads(), *self._versions(), *self._slow()]
 
     def _threads(self) -> list[str]:
@@ -182,7 +173,6 @@ class Diagnosis:
         return [f"rank {named}: {text}"] if named else []
 
     def object(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
         machines = [asdict(self.findings[ranks[0]].machine) for ranks in self.hosts.values()]
         return {
             "mesh": self.mesh,
@@ -192,12 +182,11 @@ class Diagnosis:
             "failures": self.failures,
             "warnings": self.warnings,
             "fits": [asdict(fit) for fit in self.fits],
-            "timings": [asdict(timing) for timing in self.timings],
+            "timings": [asdict(timing) for timing in self.findings[0].timings],
             "disk": None if self.disk is None else asdict(self.disk),
         }
 
     def text(self) -> str:
-        """The output of the command."""
         blocks = [*map(self._host, self.hosts.values()), self._table()]
         count = sum(len(checks) for checks in self.findings[0].checks.values())
         wrong = len(self.failures)
@@ -239,10 +228,10 @@ class Diagnosis:
 def measured_cluster(found: Diagnosis) -> Cluster:
     """The cluster that `shardwise predict --cluster FILE` reads.
 
-    Devices are the median over ranks. Links are the line of `send`, of an axis within a host and of
-    one across hosts; collectives are their lines, relative to what such links would take.
+    Devices are the median over ranks. Links are the line of `send` on an axis within a host, and of
+    one across hosts; collectives are their own lines, relative to what such links would take.
 
-    Raises InputError for hosts none of whose links inside were measured.
+    Raises InputError for hosts none of whose inner links were measured.
     """
     hosts = list(found.hosts.values())
     local = max(map(len, hosts))
@@ -252,13 +241,14 @@ def measured_cluster(found: Diagnosis) -> Cluster:
         instead = f"--mesh 'dp{len(hosts)} tp{local}'"
         raise bad(given, "a mesh with an axis within the hosts, and one across them", instead)
     inside = inside or between or _FREE
+    speed = median_device([each.device for each in found.findings if each.device is not None])
     cluster = Cluster(
         devices_per_host=local,
         hosts=len(hosts),
-        device=_device(found, local),
+        device=_device(found, speed, local),
         inside=inside,
         between=between or inside,
-        host_link=_host_link(found),
+        host_link=speed.host_link,
         disk=None
         if found.disk is None
         else DiskSpeed(
@@ -292,10 +282,9 @@ def _link(fit: Fit) -> LinkSpeed:
     return LinkSpeed(latency_s=max(_LEAST_S, fit.latency_s), bytes_per_s=rate)
 
 
-def _device(found: Diagnosis, local: int) -> Device:
-    """The device of a rank; ranks on processors share their host's memory."""
+def _device(found: Diagnosis, speed: DeviceSpeed, local: int) -> Device:
+    """Ranks on processors share their host's memory."""
     machine = found.findings[0].machine
-    speed = median_device([each.device for each in found.findings if each.device is not None])
     gpu = machine.gpus[0] if speed.kind == "cuda" else None
     return Device(
         name="cpu" if gpu is None else gpu.name,
@@ -308,11 +297,3 @@ def _device(found: Diagnosis, local: int) -> Device:
         overlap=speed.overlap,
         products={name: tuple(pairs) for name, pairs in speed.products.items()},
     )
-
-
-def _host_link(found: Diagnosis) -> LinkSpeed | None:
-    device = found.findings[0].device
-    if device is None or device.host_link is None:
-        return None
-    latency_s, rate = device.host_link
-    return LinkSpeed(latency_s=latency_s, bytes_per_s=rate)

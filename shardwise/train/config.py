@@ -1,11 +1,12 @@
-"""The configuration of a run: the keys of a TOML file, their defaults, and errors in plain words.
+"""The configuration of a run: the keys of a TOML file, their defaults, and the errors for wrong
+ones.
 
     [model]   sizes of the GPT         [plan]    how it is distributed
     [data]    text and tokens          [run]     the folder
     [train]   steps, batch, optimizer  [offload] the folder of states on a disk
 
 Every key has a default; an empty file is refused, since it is probably the wrong file. The error
-for an unknown key names the nearest one, and values are not converted between types: true is not a
+for an unknown key names the nearest one. Values are not converted between types: true is not a
 number, nor is "8". Nothing here imports torch, so a wrong file is answered at once.
 """
 
@@ -45,7 +46,6 @@ class Config(BaseModel):
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
         return Path(self.run.folder)
 
     @property
@@ -98,7 +98,7 @@ def build(values: Mapping[str, Any], where: str = "the configuration") -> Config
 
 
 def with_tokenizer(config: Config) -> Config:
-    """The configuration whose tokens, if it does not say them, are those of the model's folder."""
+    """Unless data.tokens is set, the tokens of a model in a folder are those of its tokenizer."""
     kind, _, path = config.model.name.partition(":")
     file = Path(path) / "tokenizer.json"
     if kind != "hf" or "tokens" in config.data.model_fields_set or not file.is_file():
@@ -127,7 +127,7 @@ def override(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
 
 
 def dump(config: Config) -> str:
-    """The configuration as TOML that reads back to the same value, without unset keys."""
+    """The configuration as TOML, which reads back to the same value, without unset keys."""
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
@@ -141,7 +141,7 @@ def _value(text: str, only_text: bool) -> Any:
 
 
 def _problem(error: dict[str, Any], values: Mapping[str, Any]) -> Problem:
-    """One of pydantic's errors, of a key or of an item of its list."""
+    """One of pydantic's errors, for a key or an item of its list."""
     section, *rest = (str(part) for part in error["loc"][:2])
     key = ".".join([section, *rest])
     if error["type"] == "extra_forbidden":
@@ -159,7 +159,7 @@ def _problem(error: dict[str, Any], values: Mapping[str, Any]) -> Problem:
 
 
 def _nearest_keys(key: str) -> list[str]:
-    """The keys of sections that were probably meant by `key`, with or without a section."""
+    """The keys that were probably meant by `key`, with or without a section."""
     section, dot, name = key.rpartition(".")
     name = name if dot else key
     keys = [f"{part}.{each}" for part in Config.model_fields for each in _keys(part)]
@@ -179,5 +179,4 @@ def _keys(section: str) -> list[str]:
 
 
 def _default(section: str, name: str = "") -> Any:
-    """The value of a key without a configuration; None for a key or a section that is unknown."""
     return getattr(getattr(Config(), section, None), name, None)

@@ -21,7 +21,7 @@ Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
 
 def _expanded(text: str) -> str:
-    """A path, or what may have one after a colon, with `~` and variables replaced."""
+    """A path, or `hf:` and a path, with `~` and variables replaced."""
     kind, colon, rest = text.partition(":")
     try:
         return f"{kind}:{expanded(rest)}" if colon and kind == "hf" else expanded(text)
@@ -175,7 +175,6 @@ class TrainSection(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _rise(cls, given: Any) -> Any:
-        """Limit the default warmup to the number of steps."""
         steps = given.get("steps") if isinstance(given, dict) else None
         if isinstance(steps, int) and not isinstance(steps, bool) and 0 < steps < WARMUP:
             return {"warmup": steps, **given}
@@ -236,7 +235,6 @@ class RunSection(BaseModel):
     @field_validator("check_every", mode="before")
     @classmethod
     def _as_checks(cls, given: Any) -> Any:
-        """Accept what `parallelize` does."""
         try:
             checks = CheckEvery.parse(given)
         except InputError as error:
@@ -249,7 +247,7 @@ class RunSection(BaseModel):
     @field_validator("trackers", "callbacks", mode="before")
     @classmethod
     def _as_tuple(cls, given: Any) -> Any:
-        """Accept a list, which TOML has, and names in one text: "wandb, mlflow"."""
+        """A list, since TOML has no tuples; or names in one text: "wandb, mlflow"."""
         if isinstance(given, str):
             return tuple(name.strip() for name in given.split(",") if name.strip())
         return tuple(given) if isinstance(given, list) else given

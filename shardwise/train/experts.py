@@ -11,11 +11,11 @@ from shardwise.train.metrics import Record
 
 
 class StepLoads(NamedTuple):
-    """The layers of experts in a training step, of all stages.
+    """The layers of experts of all stages in a training step.
 
-    `computed` are choices by layer and expert, `dropped` is their share beyond the capacity,
-    `entropy` is that of a token's probabilities in nats: the mean over tokens and layers; None if
-    no layer tells it.
+    `computed` has choices by layer and expert. `dropped` is the share of choices beyond the
+    capacity. `entropy`, in nats, is that of a token's probabilities, the mean over tokens and
+    layers; None if no layer reports it.
     """
 
     computed: dict[str, list[int]] | None = None
@@ -24,7 +24,7 @@ class StepLoads(NamedTuple):
 
 
 def step_loads(engine: Engine) -> StepLoads:
-    """The loads of the last step. Called by all ranks; stages of a pipeline tell each other."""
+    """The loads of the last step. Called by all ranks, since pipeline stages exchange theirs."""
     own = engine.sharded.of(ExpertLayout)
     found: dict[str, Load] = dict(own.loads)
     if own.mixes and engine.staging:
@@ -43,17 +43,16 @@ def step_loads(engine: Engine) -> StepLoads:
 
 
 def _place(name: str) -> list[tuple[int, str]]:
-    """The order of layers: blocks.2 comes before blocks.10."""
+    """A sort key: blocks.2 comes before blocks.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def relative_loads(loads: dict[str, list[int]]) -> dict[str, list[float]]:
-    """By layer, the load of each expert as a multiple of the mean."""
     return {name: [len(own) * n / max(1, sum(own)) for n in own] for name, own in loads.items()}
 
 
 def sum_loads(records: Sequence[Record]) -> dict[str, list[int]]:
-    """The loads of all steps of `records` that have any."""
+    """By layer, the sum over all records that have loads."""
     found: dict[str, list[int]] = {}
     for record in records:
         for name, own in (record.expert_loads or {}).items():
@@ -63,7 +62,7 @@ def sum_loads(records: Sequence[Record]) -> dict[str, list[int]]:
 
 
 def busiest(loads: dict[str, list[int]]) -> float:
-    """The largest load of an expert in any layer, as a multiple of the mean of its layer."""
+    """The largest load of an expert, as a multiple of its layer's mean."""
     return max(max(own) for own in relative_loads(loads).values())
 
 

@@ -6,8 +6,8 @@
     agree on whether a rank has received a signal to stop
     save
 
-After the last save nothing fails the run: what goes wrong with its pictures or report is said in a
-line. After a signal there is no report, since a batch system may give only seconds.
+After the last save nothing fails the run: an error in a picture or the report is printed in a line.
+After a signal there is no report, since a batch system may give only seconds.
 
 All decisions (the batch, the learning rate, when to evaluate and save) are functions of the step.
 So all ranks decide the same, and a resumed run continues as the first run would have.
@@ -139,7 +139,7 @@ def begin(
     console: Console | None,
     stack: ExitStack,
 ) -> Run:
-    """The objects of the run's steps; the display and the files of metrics close with `stack`."""
+    """The objects of the run's steps. `stack` closes the display and the files of metrics."""
     config, world = prepared.config, engine.world
     first, done, of = world.rank == 0, at.step, config.train.steps
     callbacks = Callbacks(prepared.callbacks, world)
@@ -168,7 +168,8 @@ def begin(
 def own_folder(
     config: Config, world: World, start: RunStart, stack: ExitStack, *, locked: bool
 ) -> RunStart:
-    """Lock the run's folder until the stack ends; `start` with `auto` resolved, on all ranks.
+    """Lock the run's folder until the stack ends; returns `start` with `auto` resolved, on all
+    ranks.
 
     Raises InputError on all ranks if another run holds the lock, or rank 0 refuses the folder.
     """
@@ -198,7 +199,7 @@ def opening(run: Run, at: Position) -> None:
 
 
 def first_pass(run: Run, at: Position) -> None:
-    """Before the first step, fit the clusters of gates that have them."""
+    """Fit the clusters of gates that have them, before the first step."""
     if at.step == 0 and has_clusters(run.prepared):
         fit_clusters(run.engine, share(run, run.prepared.batches.numbers(0)))
 
@@ -221,7 +222,9 @@ def steps(run: Run, at: Position) -> bool:
         if last or is_due(at.step, config.eval_every) or (due and config.keep_best):
             validation = evaluate(run)
         entry = record(run, done, at, seconds)
-        tell(run, replace(entry, validation=validation))
+        entry = replace(entry, validation=validation)
+        run.progress.step(entry)
+        run.metrics.write(entry)
         world = run.engine.world
         own = run.stop.received, bool(run.metrics.failure), run.saves.written, run.saves.lost
         flags = Flags(*own).agree(world)
@@ -315,12 +318,6 @@ def record(run: Run, done: StepMetrics, at: Position, seconds: float) -> Record:
     )
 
 
-def tell(run: Run, record: Record) -> None:
-    """Show and record a step, and call the callbacks."""
-    run.progress.step(record)
-    run.metrics.write(record)
-
-
 WARM, STEPS = 3, 5  # steps before the first of the profile, if the run is long enough; of it
 FOLDER: Final = "profile"
 #: Allocations that a memory snapshot has at most.
@@ -329,7 +326,7 @@ _ALLOCATIONS: Final = 100_000
 
 @contextmanager
 def profiling(world: World, folder: Path, steps: int, *, on: bool) -> Iterator[Callable[[], Any]]:
-    """A function to call after each of so many steps; nothing is recorded unless `on`."""
+    """A function to call after each of so many steps; without `on` it records nothing."""
     if not on:
         yield lambda: None
         return

@@ -1,8 +1,8 @@
 """The record of a run: metrics.jsonl, one object a step, and the same numbers for callbacks.
 
-A resumed run first removes the records after its checkpoint, so that each step appears once. It
-keeps every other line unchanged, also lines that are no records, but for an incomplete last line,
-which a crash leaves.
+A resumed run first removes the records after its checkpoint, so that each step appears once, and an
+incomplete last line, which a crash leaves. It keeps every other line, also lines that are no
+records.
 """
 
 import json
@@ -69,7 +69,6 @@ class Record:
     ranks: int | None = None
 
     def line(self) -> str:
-        """The record as one line of JSON, without fields that are None."""
         known = {key: v for key, v in asdict(self).items() if v is not None}
         finite = math.isfinite(self.loss)
         return json.dumps(known if finite else known | {"loss": None}, allow_nan=False)
@@ -79,13 +78,13 @@ _RECORD = TypeAdapter(Record)
 
 
 def read(folder: Path) -> list[Record]:
-    """The records of a run, in order; other lines and unknown fields are passed over."""
+    """The records of a run, in order. Other lines and unknown fields are ignored."""
     records = (record_in(line) for line in _lines(folder))
     return [record for record in records if record is not None]
 
 
 def record_in(line: bytes) -> Record | None:
-    """The record in a line; None if it has no JSON object with the fields and types of a record."""
+    """The record in a line; None if it is no JSON object with a record's fields and types."""
     try:
         found = json.loads(line)
         lost = {"loss": math.nan} if found["loss"] is None else {}
@@ -104,7 +103,7 @@ def keep_until(folder: Path, step: int) -> None:
 
 
 def _lines(folder: Path) -> list[bytes]:
-    """The lines of the file with their ends; JSON escapes every other line separator of text."""
+    """The lines with their ends; JSON escapes every other line separator."""
     path = folder / FILE
     return path.read_bytes().splitlines(keepends=True) if path.exists() else []
 
@@ -117,8 +116,8 @@ def _step_of(line: bytes) -> int:
 class MetricsWriter:
     """Writes records to the file, on rank 0, and passes them on to the callbacks.
 
-    `failure` says why the run has to end, on all ranks: a callback failed, or the run's folder is
-    gone. A full disk ends nothing: `unwritten` says once that records are missing.
+    `failure` says why the run has to end on all ranks: a callback failed, or the run's folder is
+    gone. A full disk does not end the run: `unwritten` says once that records are missing.
     """
 
     def __init__(self, file: TextIO | None, callbacks: Callbacks) -> None:
@@ -140,7 +139,7 @@ class MetricsWriter:
             self.failure = str(error)
 
     def _append(self, file: TextIO, record: Record) -> None:
-        """Append a record. Raises RunError if the file is no longer where it was opened."""
+        """Raises RunError if the file is no longer where it was opened."""
         try:
             there = os.path.samestat(os.fstat(file.fileno()), Path(file.name).stat())
         except FileNotFoundError:
@@ -164,7 +163,6 @@ class MetricsWriter:
             self._full = True
 
     def take_unwritten(self) -> str:
-        """What to say of records that are missing, once."""
         said, self.unwritten = self.unwritten, ""
         return said
 
@@ -176,7 +174,6 @@ class MetricsWriter:
             self.failure = str(error)
 
     def require_written(self) -> None:
-        """Raise RunError if the run has to end."""
         if self.failure:
             raise RunError(one_line(self.failure))
 
@@ -184,7 +181,7 @@ class MetricsWriter:
 def peak_flops(cluster: str | None, plan: Plan, device: torch.device) -> float | None:
     """The peak of a device in the precision of the plan, for the MFU (arXiv 2204.02311, B).
 
-    It is that of `run.cluster`, or of the preset for this GPU; None if there is neither.
+    It comes from `run.cluster`, or from the preset for this GPU; None if there is neither.
     """
     if cluster is None and device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -197,7 +194,7 @@ def peak_flops(cluster: str | None, plan: Plan, device: torch.device) -> float |
 
 
 def tags(record: Record) -> dict[str, float]:
-    """The record's finite numbers of the step, by the names that callbacks get."""
+    """The record's finite numbers, by the names that callbacks get."""
     named = {
         "loss/train": record.loss,
         "optimizer/lr": record.lr,

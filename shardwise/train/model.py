@@ -1,4 +1,4 @@
-"""The model of a run: of the configured sizes, built for its plan; its batches and rates."""
+"""The model of a run, built for its plan; its batches and learning rates."""
 
 import math
 import sys
@@ -34,7 +34,9 @@ Batch = dict[str, Tensor]
 
 
 def build(prepared: PreparedRun, world: World) -> Engine:
-    """The engine; the first weights depend only on the seed, or the folder; made unit by unit."""
+    """The engine. Its first weights depend only on the seed, or the folder, and are made unit by
+    unit.
+    """
     try:
         return _build_engine(prepared, world)
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError on a CPU
@@ -50,7 +52,7 @@ def build(prepared: PreparedRun, world: World) -> Engine:
 
 
 def with_least_offload(prepared: PreparedRun, world: World) -> PreparedRun:
-    """The run with the offload that `offload:auto` stands for, by the prediction for rank 0.
+    """Replace `offload:auto` by the least offload that fits, by the prediction for rank 0.
 
     Raises InputError if no offload fits.
     """
@@ -64,7 +66,7 @@ def with_least_offload(prepared: PreparedRun, world: World) -> PreparedRun:
 def largest_share(prepared: PreparedRun) -> Batch:
     """A batch with as many rows as the first data rank has in a step; no rank has more.
 
-    Not on meta, where a pipeline takes the batch for an activation of no layer.
+    Not on meta, since a pipeline would take such a batch for an activation of no layer.
     """
     rows = -(-prepared.config.train.batch // prepared.plan.shares)
     tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64)
@@ -81,7 +83,7 @@ def predictor(
 
 
 def prediction_of(prepared: PreparedRun, engine: Engine, share: Batch) -> Prediction:
-    """The prediction for this rank of the run, with the part `share` of the batch."""
+    """The prediction for this rank, with the part `share` of the batch."""
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
     stages = engine.staging.begins if engine.staging else None
@@ -90,22 +92,22 @@ def prediction_of(prepared: PreparedRun, engine: Engine, share: Batch) -> Predic
 
 
 def has_clusters(prepared: PreparedRun) -> bool:
-    """Whether the gates of the run's model have clusters, which a first pass fits."""
     sizes = prepared.sizes
     return isinstance(sizes, moe.MoEConfig) and sizes.gate.name == "cluster"
 
 
 def fit_clusters(engine: Engine, share: Batch) -> None:
-    """Fit the clusters of tokens on a first pass over a global batch, `share` is this rank's part.
+    """Fit the clusters of tokens in a first pass over a global batch, of which `share` is this
+    rank's.
 
-    Called by all ranks, before the first step. Centroids are buffers: checkpoints have them.
+    Called by all ranks, before the first step. Centroids are buffers, so checkpoints have them.
     """
     with moe.fitting_clusters(engine.model):
         engine.evaluate(share)
 
 
 def optimizer_of(train: TrainSection) -> OptimizerSpec:
-    """The optimizer that [train] names. Muon's rates are such that AdamW's fit."""
+    """The optimizer that [train] names. Muon is scaled so that AdamW's rates fit."""
     options: dict[str, Any] = {"lr": train.lr, "weight_decay": train.weight_decay}
     if train.optimizer == "adafactor":
         return Adafactor(**options)
@@ -157,7 +159,7 @@ def _build_engine(prepared: PreparedRun, world: World) -> Engine:
 
 
 def batch(rows: Rows, least: int, device: torch.device) -> Batch:
-    """The rows as tensors on the device; at least so many, without targets in those added."""
+    """The rows as tensors, padded to at least `least` rows with rows without targets."""
     filled = padded(rows, least)
     return {
         "inputs": torch.from_numpy(filled.inputs).to(device),

@@ -41,7 +41,7 @@ def loss(
 
 
 def bars(title: str, names: Sequence[str], series: Mapping[str, Mapping[str, int]]) -> str:
-    """A group of bars for each name, all in the unit of the largest."""
+    """A group of bars for each name, all in one unit."""
     unit, unit_bytes = unit_of(max([0, *(n for sizes in series.values() for n in sizes.values())]))
     figure = new_figure(8, 1.2 + 0.25 * (1 + len(series)) * max(1, len(names)))
     axes, height = figure.subplots(), 0.8 / len(series)
@@ -59,7 +59,7 @@ def bars(title: str, names: Sequence[str], series: Mapping[str, Mapping[str, int
 
 
 def heat_maps(loads: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """The loads of experts by layer, in the first and last tenth of the steps, as colours."""
+    """The loads of experts by layer, in the first and the last tenth of the steps, as colours."""
     layers = [*loads["first"]]
     columns = max(map(len, loads["first"].values()))
     height = 1.2 + len(loads) * (0.6 + 0.35 * len(layers))
@@ -84,7 +84,6 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def svg(figure: "Figure") -> str:
-    """The figure as SVG."""
     text = io.StringIO()
     figure.savefig(text, format="svg")
     return text.getvalue()

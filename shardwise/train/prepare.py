@@ -2,7 +2,7 @@
 
 The checks run in order of their cost. A command that starts several ranks prepares once before
 starting them, so that a wrong input is one paragraph instead of one per rank, and the data is
-tokenised when the ranks start.
+already tokenised when the ranks start.
 """
 
 import math
@@ -46,10 +46,7 @@ class RunStart:
     auto: bool = False
 
     def resolve_auto(self, config: Config) -> "RunStart":
-        """Resolve `auto` by the contents of the folder.
-
-        All ranks must call it, before one of them changes the folder.
-        """
+        """Resolve `auto` by the folder. All ranks call it before one of them changes the folder."""
         if not self.auto or self.overwrite:
             return replace(self, resume=self.resume or self.auto, auto=False)
         saved = run_folder.has_checkpoint(config) or bool(run_folder.unreadable_checkpoints(config))
@@ -69,17 +66,15 @@ class PreparedRun:
 
     @property
     def batches(self) -> Batches:
-        """The order of training."""
         return Batches(self.corpus, self.config.train.batch, self.config.train.seed)
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary of the tokens."""
         return self.corpus.packed.vocabulary
 
     @property
     def data_mark(self) -> dict[str, object]:
-        """The identity of the data: what must not change when a run is resumed."""
+        """The identity of the data, which must not change when a run is resumed."""
         return {
             "tokens": self.corpus.packed.key,
             "sequence": self.corpus.sequence,
@@ -120,7 +115,7 @@ def check_cluster(config: Config, plan: Plan) -> None:
 
 
 def callbacks_of(config: RunSection) -> "Sequence[Callback]":
-    """The trackers and the user's callbacks, which nothing has called yet.
+    """The trackers and the user's callbacks.
 
     Raises InputError for a tracker that is not installed, and for a function that does not exist,
     fails, or does not return a callback.
@@ -171,7 +166,7 @@ def prepare(
 ) -> PreparedRun:
     """Check and prepare the inputs of a run on `ranks` ranks. Raises InputError for wrong ones.
 
-    Of larger data only about `most_bytes` are tokenised, for a check without a run.
+    A check without a run tokenises only about `most_bytes` of larger data.
     """
     plan = checked_plan(config, ranks)
     check_cluster(config, plan)
@@ -203,8 +198,8 @@ def hold_folder(config: Config, start: RunStart, patience_s: float = 0.0) -> Ite
     """Hold the lock on the run's folder; yields `start` with `auto` resolved under the lock.
 
     One run at a time writes there. The launcher holds the lock for its ranks, else rank 0 does.
-    Raises InputError if another run holds it for `patience_s`, and unless a run can start in the
-    folder in this way. Removes the folders that it made, if they are empty at the end.
+    Raises InputError if another run holds it for `patience_s`, or if no run can start in the folder
+    in this way. Removes the folders that it made, if they are empty at the end.
     """
     path = config.folder / RUN_LOCK
     with ExitStack() as held:

@@ -17,7 +17,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Shown:
-    """A line for the first and last step, for evaluations, and every ten seconds; and notes.
+    """Prints a line for the first and last step, for evaluations, and every ten seconds; and notes.
 
     Without a console, as on ranks other than the first, it shows nothing.
     """
@@ -40,7 +40,6 @@ class Shown:
             self._console.print(line(record, self._steps), soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Show the text on a line of its own."""
         if self._console is not None:
             self._console.print(one_line(text), soft_wrap=True, markup=False)
 
@@ -72,7 +71,7 @@ def line(record: Record, steps: int) -> str:
 
 
 def size_text(size_bytes: float) -> str:
-    """A number of bytes in the largest unit of which it has at least one: 1536 -> '1.5 KiB'."""
+    """1536 -> '1.5 KiB'."""
     unit, unit_bytes = unit_of(size_bytes)
     return f"{size_bytes / unit_bytes:.{0 if unit == 'B' else 1}f} {unit}"
 
@@ -86,10 +85,9 @@ def unit_of(size_bytes: float) -> tuple[str, int]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as minutes and seconds: 95 -> '1:35'."""
+    """95 -> '1:35'."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def ranks_text(ranks: int) -> str:
-    """1 -> '1 rank', 2 -> '2 ranks'."""
     return f"{ranks} rank{'s' * (ranks > 1)}"

@@ -1,4 +1,4 @@
-"""What the report of a run says: each number, sentence and picture is made here, once."""
+"""The contents of a run's report: each number, sentence and picture, once for all forms."""
 
 import json
 import math
@@ -46,9 +46,8 @@ class Section:
 
 
 class Check(NamedTuple):
-    """Whether what was measured is what was predicted; None if that cannot be said with yes or no.
-
-    `said` is the answer in words.
+    """Whether a measurement equals the prediction; None if neither yes nor no. `said` overrides the
+    words.
     """
 
     name: str
@@ -64,7 +63,7 @@ class Check(NamedTuple):
 class ReportContents:
     """All that a report says; each file of it is a form of this. `rows` is the table of the run.
 
-    `files` are further files beside the report, by name: what makes their text.
+    `files` are further files beside the report: functions that return their text, by name.
     """
 
     title: str
@@ -143,7 +142,7 @@ def _rows(summary: Summary, smoothed: float) -> list[tuple[str, str]]:
 
 
 def _headline(summary: Summary, smoothed: float) -> str:
-    """The answer in a sentence: the loss, beside that of a model that learned nothing."""
+    """The loss, beside the loss of a model that learned nothing."""
     if summary.validation is None:
         return f"Training loss {smoothed:.3f} nats a token"
     far = _distance(summary.validation, summary.unigram)
@@ -156,7 +155,7 @@ def _distance(loss: float, baseline: float) -> str:
 
 
 def _checks(summary: Summary) -> list[Check]:
-    """What was measured, compared with what was predicted; bytes only if there are other ranks."""
+    """Measured against predicted; bytes only if there are other ranks."""
     sent = Check("bytes sent", all_agree(cost.sent_agrees for cost in summary.costs))
     return [
         Check("memory between steps", all_agree(cost.memory_agrees for cost in summary.costs)),
@@ -170,7 +169,7 @@ def _losses(summary: Summary) -> list[float]:
 
 
 def _worlds(summary: Summary) -> list[tuple[int, int]]:
-    """The steps after which the number of ranks changed, and to what."""
+    """The steps after which the number of ranks changed, and the new numbers."""
     counts = [(record.step, record.ranks) for record in summary.records if record.ranks is not None]
     return [(a[0], b[1]) for a, b in pairwise(counts) if a[1] != b[1]]
 
@@ -226,7 +225,6 @@ def _names(series: Series) -> list[str]:
 
 
 def _with_sums(measured: dict[str, int], predicted: dict[str, int]) -> Series:
-    """Measured and predicted bytes, with their sums if there are several."""
     series = {MEASURED: measured, PREDICTED: predicted}
     if len(_names(series)) < 2:
         return series
@@ -242,7 +240,6 @@ def _bytes_table(rank: int, series: Series) -> ReportTable:
 
 
 def _time_check(time: TimeCost) -> Check:
-    """How far the prediction is off; a time is never exactly as predicted."""
     return Check("time of a step", None, f"{time.ratio - 1:+.1%} predicted over measured")
 
 
@@ -256,7 +253,6 @@ def _time_section(time: TimeCost) -> Section:
 
 
 def _schedule(plan: Plan) -> Section | None:
-    """The schedule; None without a pipeline."""
     schedule = schedule_of(plan)
     if schedule is None:
         return None
@@ -272,7 +268,6 @@ def _schedule(plan: Plan) -> Section | None:
 
 
 def _experts(summary: Summary) -> Section | None:
-    """The loads of experts in the first and in the last tenth of the steps; None without any."""
     tenth = max(1, len(summary.records) // 10)
     first = experts.sum_loads(summary.records[:tenth])
     last = experts.sum_loads(summary.records[-tenth:])
@@ -303,7 +298,7 @@ def _plan(plan: Plan) -> Section:
 def smooth(losses: Sequence[float], weight: float = 0.9) -> list[float]:
     """The exponential moving mean with bias correction, as Adam corrects its moments.
 
-    A loss that is not finite, of a step that was skipped, is passed over.
+    Skips losses that are not finite.
     """
     result, mean, left = [], 0.0, 1.0
     for value in losses:

@@ -1,7 +1,4 @@
-"""The files of a report: report.md and its pictures, report.html, and what is beside them.
-
-report.html is one file for a browser, which loads nothing else; report.md shows pictures beside it.
-"""
+"""The files of a report: report.md and its pictures, and report.html, which loads no other file."""
 
 import re
 from base64 import b64encode
@@ -21,7 +18,7 @@ TEMPLATE: Final = "report.html.jinja"
 
 
 def write(contents: ReportContents, folder: Path) -> list[str]:
-    """Write the report into the run's folder; what failed, a sentence each.
+    """Write the report into the run's folder; returns a sentence for each failure.
 
     A file that cannot be made is missing; the rest is made. Raises OSError without report.md.
     """
@@ -56,7 +53,7 @@ def page(contents: ReportContents, folder: Path) -> str:
 
 
 def _picture(section: Section, folder: Path) -> str:
-    """The picture of a section in base64; "" if it has none, or it was not made."""
+    """In base64; "" if the section has none, or it was not made."""
     file = folder / section.picture
     return b64encode(file.read_bytes()).decode() if file.is_file() else ""
 

@@ -4,8 +4,8 @@ A signal may reach ranks in different steps, or only one rank. All ranks must st
 step, or some would wait forever in the next step's collectives. So after each step they all-reduce
 their flags: one byte per rank, counted in the ledger under the phase `check`.
 
-Nothing after the last save fails the run. What goes wrong is said in a line, and --resume makes a
-missing report. A signal ends it: on all ranks before the report, on rank 0 at once after that.
+Nothing after the last save fails the run: errors are printed in a line, and --resume makes a
+missing report. A signal ends it: on all ranks before the report, and after that on rank 0 at once.
 """
 
 import resource
@@ -44,14 +44,15 @@ T = TypeVar("T")
 
 @dataclass
 class LastStep:
-    """This rank's share of the last step of this program, and the skipped steps before it."""
+    """This rank's share of the last step of this program, and the number of skipped steps before
+    it.
+    """
 
     share: Batch | None = None
     skipped_before: int = 0
     skipped: bool = False
 
     def add(self, share: Batch, skipped: bool) -> None:
-        """Record a step."""
         self.skipped_before += self.skipped
         self.share, self.skipped = share, skipped
 
@@ -72,7 +73,6 @@ class Run:
     last: LastStep = field(default_factory=LastStep)
 
     def note(self, text: str) -> None:
-        """Show a line, unless it is empty."""
         if text:
             self.progress.note(text)
 
@@ -85,12 +85,11 @@ def say(text: str, world: World, console: Console | None) -> None:
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether `step` is a multiple of `every` (0: never)."""
     return every > 0 and step % every == 0
 
 
 def any_rank(flag: bool, world: World) -> bool:
-    """Whether the flag is set on at least one rank; the same result on all ranks."""
+    """The same result on all ranks."""
     return any(_numbers(flag, world))
 
 
@@ -110,7 +109,7 @@ class Flags:
     lost: bool
 
     def agree(self, world: World) -> "Flags":
-        """`saved` if it is set on all ranks, the others if on at least one; the same on all."""
+        """`saved` if it is set on all ranks, the others if on at least one; alike on all ranks."""
         own = (self.stop, self.failed, self.saved, self.lost)
         numbers = _numbers(sum(flag << k for k, flag in enumerate(own)), world)
         bits = [[bool(number >> k & 1) for number in numbers] for k in range(len(own))]
@@ -118,7 +117,6 @@ class Flags:
 
 
 def _numbers(own: int, world: World) -> list[int]:
-    """The number of each rank, a byte; the same list on all ranks."""
     numbers = torch.zeros(world.size, dtype=torch.uint8, device=world.device)
     numbers[world.rank] = own
     with world.ledger.phase("check"):
@@ -202,7 +200,7 @@ def publish_report(summary: Summary, console: Console | None) -> Summary:
 
 
 def attempt(what: str, make: Callable[[], T]) -> T | None:
-    """What `make` returns; None if it fails, which is said unless it is an InputError."""
+    """None if `make` fails; an error that is not an InputError is printed."""
     try:
         return make()
     except InputError:
@@ -226,7 +224,7 @@ def require_no_signal(run: Run) -> None:
 def own_cost(run: Run) -> RankCost:
     """The memory of this rank and the traffic of its last step, measured and predicted.
 
-    Only measured without a step of this program, or for a model whose forward reads values.
+    Nothing is predicted if this program made no step, or if the model's forward reads values.
     """
     engine, last = run.engine, run.last
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES

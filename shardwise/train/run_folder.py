@@ -92,17 +92,15 @@ def check(config: Config, resume: bool, overwrite: bool) -> None:
 
 
 def checkpoints_of(config: Config) -> Path:
-    """The folder of a run's checkpoints."""
     return config.folder / CHECKPOINTS
 
 
 def newest(config: Config) -> Path:
-    """The newest whole checkpoint of a run. Raises InputError if there is none."""
     return find(checkpoints_of(config))
 
 
 def best_name(config: Config) -> str:
-    """The name of the checkpoint with the lowest validation loss; "" unless it is kept."""
+    """The checkpoint with the lowest validation loss; "" unless it is kept."""
     best = best_in(checkpoints_of(config)) if config.train.keep_best else None
     return "" if best is None else best.name
 
@@ -122,7 +120,7 @@ def _has_saves(folder: Path) -> bool:
 
 
 def has_checkpoint(config: Config) -> bool:
-    """Whether a run has saved a checkpoint. Raises InputError for a folder that cannot be read."""
+    """Raises InputError for a folder that cannot be read."""
     try:
         return bool(all_in(checkpoints_of(config)))
     except OSError as error:
@@ -156,7 +154,6 @@ def claim(config: Config, overwrite: bool) -> None:
 
 
 def publish_config(config: Config) -> None:
-    """Write the configuration."""
     text = dump(config)
     publish(config.folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
 
@@ -186,12 +183,11 @@ def finished_message(config: Config) -> str:
 
 
 def has_report(folder: Path) -> bool:
-    """Whether a run has its report."""
     return all((folder / name).is_file() for name in (REPORT, PAGE))
 
 
 def put_aside(config: Config) -> Path:
-    """Move all that is in the run's folder, but its lock and a cache, to the next free NAME.old."""
+    """Move the run's files, without its lock and a cache, to the next free NAME.old."""
     folder, number = config.folder.resolve(), 1
     while (aside := folder.with_name(f"{folder.name}.old{'' if number == 1 else number}")).exists():
         number += 1
@@ -235,10 +231,7 @@ def _try_to_write(folder: Path, key: str) -> None:
 
 
 def keep_tokenizer(config: Config, vocabulary: Vocabulary) -> None:
-    """Write the tokenizer into the run's folder; none for tokens that are bytes.  Rank 0 calls it.
-
-    Raises InputError if the folder cannot be written.
-    """
+    """Write the tokenizer into the run's folder, unless tokens are bytes."""
     if not isinstance(vocabulary, TokenizerVocabulary):
         return
     to, beside = config.folder / TOKENIZER, Path(config.data.tokens).expanduser().parent
@@ -257,7 +250,6 @@ def keep_tokenizer(config: Config, vocabulary: Vocabulary) -> None:
 
 
 def _about(vocabulary: TokenizerVocabulary) -> dict[str, object]:
-    """What transformers needs besides tokenizer.json."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": vocabulary.separator_text,

@@ -27,7 +27,7 @@ from shardwise.train.summary import SaveCosts
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a run: steps done, and sequences consumed by them."""
+    """Steps done, and sequences consumed by them."""
 
     step: int = 0
     consumed: int = 0
@@ -46,19 +46,17 @@ class RunSaves:
 
     @property
     def written(self) -> bool:
-        """Whether this rank is writing no checkpoint."""
         return self.pending is None or self.pending.done()
 
     @property
     def lost(self) -> bool:
-        """Whether this rank could not write its part."""
         return self.pending is not None and self.pending.failed
 
     def save(self, at: Position, validation: float | None, *, wait: bool) -> str:
-        """Save a checkpoint, and remove old ones.  Called by all ranks.
+        """Save a checkpoint, and remove old ones. Called by all ranks.
 
-        Without `wait`, a thread may write it.  Returns what to say of one that failed.  Raises
-        RunError with `wait`, since no step follows that could save again.
+        Without `wait`, a thread may write it, and the return value says what failed, if anything.
+        With `wait`, raises RunError, since no step follows that could save again.
         """
         said, began_s = self.settle(), time.perf_counter()
         train, folder = self.prepared.config.train, checkpoints_of(self.prepared.config)
@@ -79,7 +77,6 @@ class RunSaves:
         return said
 
     def _finished(self, planned: PlannedSave, *, wait: bool) -> str:
-        """Write a checkpoint now; what to say if that fails, on all ranks alike."""
         try:
             path = planned.finish()
         except RunError as error:
@@ -90,7 +87,7 @@ class RunSaves:
         return ""
 
     def settle(self) -> str:
-        """Wait for the pending checkpoint; what to say if it failed.  Called by all ranks."""
+        """Wait for the pending checkpoint; returns what failed. Called by all ranks."""
         pending, self.pending = self.pending, None
         if pending is None:
             return ""
@@ -103,7 +100,7 @@ class RunSaves:
         return ""
 
     def close(self, *, failed: bool = False) -> None:
-        """Wait for what this rank writes, but not for long if the run has failed.  Raises nothing.
+        """Wait for what this rank writes, but not for long if the run has failed. Raises nothing.
 
         Other ranks may be gone, whose parts would never come.
         """
@@ -131,7 +128,7 @@ def load_run(prepared: PreparedRun, engine: Engine) -> Position:
     """
 
     def check(opened: OpenCheckpoint) -> None:
-        """Raise InputError unless it was saved by a run on the same data, or has weights alone."""
+        """Raise InputError unless a run on the same data saved it, or it has weights alone."""
         if IMPORTED in opened.scalars:
             return
         missing = [name for name in ("step", "consumed", "data") if name not in opened.scalars]

@@ -40,9 +40,9 @@ def model_sizes(
 ) -> Sizes:
     """The named sizes with the tokenizer's vocabulary, overridden by the keys of the section.
 
-    Published sizes have their own vocabulary. Those of `hf:./FOLDER` and `file.py:build` are the
-    model's, but for the length of a training sequence; without `weights` a folder may have a
-    configuration alone. `seed` is that of a user's weights and of the random numbers of gates.
+    Published sizes have their own vocabulary. `hf:./FOLDER` and `file.py:build` have all of their
+    own, except the length of a training sequence; without `weights` a folder may have a
+    configuration alone. `seed` is the seed of a user's weights and of the gates' random numbers.
     """
     if section.name.startswith(pretrained.PREFIX):
         return _in_folder(section, weights=weights)
@@ -123,7 +123,7 @@ def _moe_config(section: ModelSection, experts: int, dense: GPTConfig) -> MoECon
 
 
 def _trained_on_text(sizes: MoEConfig) -> MoEConfig:
-    """The sizes. Raises InputError for a gate that no text has the numbers for."""
+    """Raises InputError for a gate that reads numbers which no text has."""
     if sizes.gate.name in ("assigned", "argmax"):
         raise bad(
             f"model.gate = '{sizes.gate.name}' in a run on text, which does not assign tokens to "
@@ -137,8 +137,7 @@ def _trained_on_text(sizes: MoEConfig) -> MoEConfig:
 def state_bytes(sizes: Sizes, plan: Plan) -> int:
     """A lower bound of the bytes on all ranks between steps: weights, gradients, Adam's state.
 
-    It excludes padding, parameters that tensor ranks replicate, activations, and what rests on a
-    disk.
+    Excludes padding, parameters that tensor ranks replicate, activations, and states on a disk.
     """
     shard, states = plan.mesh.size_of(plan.shard_axis or "none"), plan.states
     param, grad, optim = STATE_BYTES[plan.precision or "fp32"]
@@ -197,7 +196,7 @@ def require_fit(sizes: Sizes, plan: Plan, table: Table | Mapping[str, str] | Non
 
 
 def _one_layer(sizes: Sizes) -> Sizes:
-    """The sizes of the model with a single layer; a model from a folder keeps all its layers."""
+    """The sizes with a single layer; a model from a folder keeps all its layers."""
     if isinstance(sizes, GPTConfig):
         return replace(sizes, layers=1)
     if isinstance(sizes, MoEConfig):

@@ -1,4 +1,4 @@
-"""A finished run, as rank 0 saw it: its records, and what each rank held, sent and took."""
+"""A finished run, as rank 0 saw it: its records, and each rank's memory, traffic and times."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -27,12 +27,10 @@ class TimeCost:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured."""
         return self.predicted.seconds / self.measured_s
 
     @property
     def text(self) -> str:
-        """Both in words."""
         return (
             f"{milliseconds(self.measured_s)} ms (median of {self.steps} steps), predicted "
             f"{milliseconds(self.predicted.seconds)} ms for {self.cluster}: "
@@ -40,19 +38,18 @@ class TimeCost:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The numbers, and the parts of the prediction."""
         measured = {"measured_s": self.measured_s, "steps": self.steps, "ratio": self.ratio}
         return {"cluster": self.cluster, **measured, "predicted": self.predicted.as_json()}
 
 
 def time_cost(cluster: str, predicted: StepTime, records: Sequence[Record]) -> TimeCost | None:
-    """The time of a step by the records of this program; None if they are all warm-up."""
+    """By the records of this program; None if they are all warm-up."""
     times = [record.seconds for record in records[WARM:]]
     return TimeCost(cluster, predicted, median(times), len(times)) if times else None
 
 
 def milliseconds(seconds: float) -> str:
-    """Milliseconds with two digits: 0.0123 -> '12.30'."""
+    """0.0123 -> '12.30'."""
     return f"{1e3 * seconds:,.2f}"
 
 
@@ -61,7 +58,7 @@ class SaveCosts:
     """The costs of the checkpoints that this process saved.
 
     saves    checkpoints that were published
-    held_s   seconds in which no step ran: those of whole saves, and of snapshots
+    held_s   seconds in which no step ran, for whole saves and for snapshots
     write_s  seconds of threads that wrote beside the steps; 0 for synchronous saves
     """
 
@@ -70,16 +67,15 @@ class SaveCosts:
     write_s: float = 0.0
 
     def text(self) -> str:
-        """The costs in words."""
         beside = f"; written beside them in {self.write_s:.2f} s" if self.write_s else ""
         return f"{self.saves} saved, which held the steps for {self.held_s:.2f} s{beside}"
 
 
 def disk_line(engine: Engine) -> str:
-    """The line of rank 0; "" on other ranks, and for a run without a disk.  All ranks call it.
+    """The line of rank 0; "" on other ranks, and for a run without a disk. All ranks call it.
 
-    Evaluations, samples and checkpoints count too.  A rate is that of the time in which some
-    request of a rank is under way; `shardwise doctor --disk` measures what the disk gives alone.
+    Evaluations and checkpoints count too. A rate is taken over the time in which some request of a
+    rank is under way; `shardwise doctor --disk` measures the disk alone.
     """
     if engine.disk is None:
         return ""
@@ -118,7 +114,7 @@ class RankCost:
 
     @property
     def memory_agrees(self) -> bool | None:
-        """Whether each category has the predicted bytes; None without a prediction."""
+        """None without a prediction."""
         return _agree(self.memory, {k: (n, n) for k, n in self.predicted_memory.items()})
 
     @property
@@ -129,7 +125,6 @@ class RankCost:
 
 
 def _agree(measured: dict[str, int], bounds: dict[str, tuple[int, int]]) -> bool | None:
-    """Whether what was measured is within the bounds of its name."""
     names = measured.keys() & bounds.keys()
     inside = [bounds[name][0] <= measured[name] <= bounds[name][1] for name in names]
     return all(inside) if inside else None
@@ -146,8 +141,8 @@ class Summary:
     """A finished run, as rank 0 saw it. `unigram` is in nats per token.
 
     `costs` has an entry for every rank. `best` names the checkpoint with the lowest validation
-    loss, if it is kept. `time` is that of a step of rank 0, with a cluster. `began` is the step
-    after which this process started or resumed the run: the speed is that of the steps since then.
+    loss, if it is kept. `time` is a step's of rank 0, with a cluster. `began` is the step after
+    which this process started or resumed the run: the speed is that of the steps since then.
     """
 
     config: Config
@@ -165,7 +160,7 @@ class Summary:
 
     @property
     def validation(self) -> float | None:
-        """The loss of the last evaluation in nats per token."""
+        """The last evaluation's, in nats per token."""
         return next(
             (r.validation for r in reversed(self.records) if r.validation is not None), None
         )
@@ -177,7 +172,6 @@ class Summary:
 
     @property
     def speed(self) -> float:
-        """Tokens per second: the median of the recent steps."""
         return median(record.tokens_per_s for record in self.recent)
 
     @property
@@ -188,7 +182,6 @@ class Summary:
 
     @property
     def seconds(self) -> float:
-        """The time in all steps."""
         return sum(record.seconds for record in self.records)
 
     @property
@@ -202,5 +195,4 @@ class Summary:
         return max(enumerate(self.costs), key=lambda of: sum(of[1].sent.values()))
 
     def bits(self, nats: float) -> float:
-        """Nats per token, converted to bits per byte of text."""
         return nats / math.log(2) / self.packed.bytes_per_token

@@ -19,7 +19,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.model_spec import Operation
 from shardwise.core.plan.plan import Plan
 from shardwise.doctor import collectives, device_speed
-from shardwise.doctor.collectives import TIMED, Timing, fit
+from shardwise.doctor.collectives import COLLECTIVES, Timing, fit
 from shardwise.doctor.device_speed import DeviceSpeed
 from shardwise.doctor.diagnosis import Diagnosis, RankDiagnosis, look, measured_cluster
 from shardwise.prediction.time.step_time import Network, operation_s
@@ -40,14 +40,15 @@ def test_every_collective_gives_what_the_textbook_says(mesh: str):
     """On each axis of the mesh, on all ranks."""
     for found in run_threads(Mesh.parse(mesh).size, checked, mesh):
         assert list(found) == [word[:2] for word in mesh.split()]
-        assert all(checks == dict.fromkeys(collectives.CHECKS, "") for checks in found.values())
+        assert all(checks == dict.fromkeys(COLLECTIVES, "") for checks in found.values())
 
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("name", ["all_reduce", "all_to_all", "broadcast"])
 def test_a_collective_that_does_nothing_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     """Each returns what the rank had: wrong on at least one rank, which is named."""
-    monkeypatch.setattr(move, name, lambda x, *_: x)
+    idle = COLLECTIVES[name]._replace(run=lambda x, _: x)
+    monkeypatch.setitem(COLLECTIVES, name, idle)
     found = run_threads(4, lambda world: checked(world, "dp4"))
     wrong = Diagnosis("dp4", [RankDiagnosis(look(), checks, [], {}) for checks in found]).failures
     assert any(text.startswith(f"{name} on axis dp, rank ") for text in wrong)
@@ -131,8 +132,8 @@ def test_four_processes_are_examined(four: Diagnosis):
     """Every collective is right; there is a line for each collective and axis; bytes are known."""
     assert four.failures == []
     lines = [(one.axis, one.collective) for one in four.fits]
-    assert lines == [(axis, name) for axis in ("dp", "tp") for name in TIMED]
-    sent = {t.collective: t.sent_bytes for t in four.timings if t.axis == "dp"}
+    assert lines == [(axis, name) for axis in ("dp", "tp") for name in COLLECTIVES]
+    sent = {t.collective: t.sent_bytes for t in four.findings[0].timings if t.axis == "dp"}
     assert sent["send"] == 2**14 and sent["all_reduce"] == 2 * 2**14 // 2
     assert "12 collectives are right" in four.text()
 
@@ -149,7 +150,7 @@ def test_a_measured_cluster_gives_its_measurements_back(four: Diagnosis):
     """The line of each collective on the first axis, the rates of products, nothing derated."""
     found = measured_cluster(with_speed(four))
     network = Network(found, Plan.parse("dp2 tp2"), 0)
-    for line in four.fits[: len(TIMED)]:
+    for line in four.fits[: len(COLLECTIVES)]:
         message = Counted()
         message[TrafficLine(line.axis, line.collective, "")] = 10**6
         message.messages.update(dict.fromkeys(message, 1))

@@ -37,11 +37,6 @@ class Rows:
     inputs: Index
     targets: Index
 
-    @property
-    def tokens(self) -> int:
-        """The number of targets that are not ignored."""
-        return int((self.targets != IGNORED).sum())
-
 
 @dataclass(frozen=True)
 class Corpus:
@@ -53,7 +48,6 @@ class Corpus:
     validation: Index
 
     def rows(self, numbers: Index) -> Rows:
-        """The sequences with these numbers."""
         return sequences(self.packed.stream, numbers, self.sequence)
 
 
@@ -76,7 +70,7 @@ def split(packed: Packed, sequence: int, validation: float) -> Corpus:
 
 
 def sequences(stream: Stream, numbers: Index, sequence: int) -> Rows:
-    """The sequences with these numbers, as [rows, sequence] inputs and targets."""
+    """The sequences with these numbers."""
     at = numbers[:, None] * sequence + np.arange(sequence)
     last = len(stream) - 1
     inputs = stream[np.minimum(at, last)].astype(np.int64)
@@ -121,14 +115,13 @@ def padded(rows: Rows, count: int) -> Rows:
 
 @lru_cache(maxsize=1)
 def permutation(count: int, seed: int, epoch: int) -> Index:
-    """The order of `count` sequences in an epoch."""
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
 def unigram_entropy(corpus: Corpus) -> float:
     """The entropy of the token frequencies in the validation split, in nats per token.
 
-    Of a large split, that of evenly spread sequences with some `COUNTED` tokens.
+    A large split is sampled: evenly spread sequences with some `COUNTED` tokens.
     """
     counts = np.zeros(corpus.packed.vocabulary.size, np.int64)
     few = min(len(corpus.validation), max(1, COUNTED // corpus.sequence))

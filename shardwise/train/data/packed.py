@@ -6,11 +6,11 @@
 
 The key is a hash of the content and of the vocabulary. The .json is written last, by a rename, so
 it exists only if the numbers are complete. A file lock lets the first process on a machine create
-the files; the others wait for it. A folder that cannot be written is enough if it has them.
+the files; the others wait for it. A complete cache may be read-only.
 
-Files are hashed again only if one has changed: in its size, inode, or times. The time of the last
-change of its inode (ctime), which no program can set back, is among them. The hash of files that
-changed in the last seconds is not kept: a next change may get the same time.
+Files are hashed again only if the size, inode or times of one have changed, among them ctime, which
+no program can set back. The hash of files that changed in the last seconds is not kept, since a
+next change may get the same time.
 """
 
 import hashlib
@@ -59,7 +59,6 @@ class Packed:
 
     @property
     def bytes_per_token(self) -> float:
-        """The mean bytes of text per token, to convert nats per token to bits per byte."""
         return self.text_bytes / len(self.stream)
 
 

@@ -6,8 +6,8 @@ data.jsonl            one document per line, in the field `field`
 data.parquet          one document per row, in the column `field` (extra `parquet`)
 a folder, a glob      every such file in it, in sorted order
 
-Text is UTF-8. With `exact`, for a vocabulary of bytes, the bytes are preserved: those that are not
-UTF-8 become lone surrogates (PEP 383), which `raw` converts back.
+Text is UTF-8. With `exact`, for a vocabulary of bytes, bytes that are not UTF-8 become lone
+surrogates (PEP 383), which `raw` converts back.
 """
 
 import glob
@@ -40,7 +40,7 @@ LEFT_OUT = frozenset(
 class Source:
     """Files in reading order, and the field of .jsonl and .parquet with the text.
 
-    Of a larger source only about `most_bytes` are read.
+    At most about `most_bytes` are read.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Source:
         return limited and sum(file.stat().st_size for file in self.files) > self.most_bytes
 
     def documents(self, exact: bool = False) -> Iterator[str]:
-        """The documents in order, without empty ones; see the top of the file for `exact`.
+        """The documents in order, without empty ones; `exact` preserves all bytes.
 
         Raises InputError for a file that cannot be read or decoded.
         """
@@ -118,7 +118,6 @@ def _user_files(source: str) -> list[Path]:
 
 
 def unreadable(what: str | Path, error: OSError) -> InputError:
-    """The error for a file or a folder of the data that cannot be read."""
     return bad(f"{what}, which cannot be read ({error.strerror or error})", FORMS, _instead())
 
 
@@ -142,7 +141,7 @@ def _read(file: Path, source: Source, exact: bool) -> Iterator[str]:
 
 
 def _text(file: Path, errors: str, most_bytes: float) -> str:
-    """The text of a file, or its beginning, decoded from bytes, which preserves line endings."""
+    """Decoded from bytes, which preserves line endings."""
     if file.stat().st_size <= most_bytes:
         return file.read_bytes().decode("utf-8", errors)
     with file.open("rb") as stream:  # the beginning may end within a character

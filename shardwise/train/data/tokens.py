@@ -1,8 +1,7 @@
-"""Vocabularies: from text to token numbers and back.
+"""Vocabularies: from text to token numbers.
 
 By default a token is a byte, and one more number separates documents. `bpe:SIZE` trains a
-byte-level BPE on the data (the `tokenizers` library); a path loads any tokenizer.json. `tokenizers`
-is imported only where it is used.
+byte-level BPE on the data (the `tokenizers` library); a path loads any tokenizer.json.
 """
 
 import hashlib
@@ -31,7 +30,7 @@ Numbers = NDArray[np.uint32]
 
 
 class Vocabulary(Protocol):
-    """Converts text to numbers in [0, size) and back; `separator` ends every document."""
+    """Converts text to numbers in [0, size); `separator` ends every document."""
 
     @property
     def size(self) -> int: ...
@@ -40,7 +39,6 @@ class Vocabulary(Protocol):
     @property
     def name(self) -> str: ...
     def encode(self, text: str) -> Numbers: ...
-    def decode(self, numbers: Iterable[int]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,8 @@ class ByteVocabulary:
     name: str = "bytes"
 
     def encode(self, text: str) -> Numbers:
-        """One number per byte of the file that an exact document comes from (sources.py)."""
+        """One number per byte of the file that an exact document comes from."""
         return np.frombuffer(raw(text), dtype=np.uint8).astype(np.uint32)
-
-    def decode(self, numbers: Iterable[int]) -> str:
-        """The text; bytes that are not UTF-8 become U+FFFD, separators a blank line."""
-        text = b"".join(bytes([n]) if n < BYTES else b"\n\n" for n in numbers)
-        return text.decode("utf-8", errors="replace")
 
 
 class TokenizerVocabulary:
@@ -88,15 +81,9 @@ class TokenizerVocabulary:
         self.name = f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def encode(self, text: str) -> Numbers:
-        """The token numbers of the text, without special tokens."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
 
-    def decode(self, numbers: Iterable[int]) -> str:
-        """The text, without separators."""
-        return self._tokenizer.decode(list(numbers), skip_special_tokens=True)
-
     def save(self, path: Path) -> None:
-        """Write the tokenizer.json."""
         path.write_text(self._tokenizer.to_str(), encoding="utf-8")
 
 
@@ -116,7 +103,7 @@ def load_tokenizer(path: Path) -> TokenizerVocabulary:
 
 
 def _end_of_sequence(path: Path) -> str | None:
-    """The `eos_token` in the tokenizer_config.json beside a tokenizer; None if there is none."""
+    """The `eos_token` in the tokenizer_config.json beside a tokenizer."""
     try:
         found = json.loads(read_text(path.with_name("tokenizer_config.json")))["eos_token"]
         found = found["content"] if isinstance(found, dict) else found
