@@ -1,1 +1,1 @@
-"""Checkpoints: full named tensors and numbers, saved in blocks."""
+"""Checkpoints: full named tensors and numbers, saved in pieces."""

@@ -70,14 +70,14 @@ def save(
     optimizer: Optimizer | None = None,
     step: int | None = None,
 ) -> Path:
-    """Save a checkpoint in `folder`, which all ranks must see.  Returns its path.
+    """Save a checkpoint in `folder`, which all ranks must see. Returns its path.
 
     All ranks must call it, with an engine, or with a module wrapped by sw.DDP, sw.FSDP or sw.Pipe
-    and the optimizer that trains it.  `extra` is a dict to save along, the same on every rank: the
-    epoch, the state of a scheduler.  It comes back with the types that it had (tensors on the
-    processor), or is refused.  `keep` removes all but that many of the newest
-    checkpoints.  `step` numbers a module's checkpoint, else it is one more than the newest there.
-    The checkpoint appears in one step: if saving fails, older checkpoints are unchanged.
+    and the optimizer that trains it. `extra` is a dict to save along, the same on every rank: the
+    epoch, the state of a scheduler. It comes back with the types that it had (tensors on the
+    processor), or is refused. `keep` removes all but that many of the newest checkpoints. `step`
+    numbers a module's checkpoint, else it is one more than the newest there. The checkpoint appears
+    in one step: if saving fails, older checkpoints are unchanged.
 
     Raises:
         InputError: `extra` has a value that would not come back as it is; `keep` is below one; the
@@ -98,22 +98,22 @@ def async_save(
     optimizer: Optimizer | None = None,
     step: int | None = None,
 ) -> PendingCheckpoint:
-    """Save a checkpoint in `folder` while training goes on.  Returns a handle.
+    """Save a checkpoint in `folder` while training goes on. Returns a handle.
 
     `handle.done()` says whether this rank's part has ended, `handle.wait()` waits for that, and
     `handle.result()`, called by all ranks, waits for the whole checkpoint and returns its path.
 
-    Arguments and files are those of `save`.  All ranks must call it.  It returns when the values of
+    Arguments and files are those of `save`. All ranks must call it. It returns when the values of
     this moment are on their way to host memory, where each rank needs room for what it writes
-    (pinned, on CUDA); a thread writes them.  It first waits for the previous save in this folder.
+    (pinned, on CUDA); a thread writes them. It first waits for the previous save in this folder.
 
     The threads send no messages: rank 0 publishes when a file in the folder reports the end of
-    every rank's part.  If a rank fails, nothing is published, and training goes on: a warning says
-    which rank and why, at the next step, save, load or `world.close()`.  `handle.result()` raises
-    instead.  The end of the program, and `world.close()`, wait for the threads.
+    every rank's part. If a rank fails, nothing is published, and training goes on: a warning says
+    which rank and why, at the next step, save, load or `world.close()`. `handle.result()` raises
+    instead. The end of the program, and `world.close()`, wait for the threads.
 
-    The snapshot and the write beside training are those of CheckFreq (Mohan, Phanishayee and
-    Chidambaram, FAST 2021, section 4) and torch.distributed.checkpoint.async_save.
+    The snapshot and the write beside training follow CheckFreq (Mohan, Phanishayee and Chidambaram,
+    FAST 2021, section 4) and torch.distributed.checkpoint.async_save.
 
     Raises:
         InputError: as `save`; and for states on a disk (`offload:optim@disk`).
@@ -141,7 +141,6 @@ def _asked(
     step: int | None,
     caller: str,
 ) -> PlannedSave:
-    """The planned save of the user's arguments, after the previous one in the folder."""
     if extra is not None and not isinstance(extra, Mapping):
         raise bad(f"extra={extra!r}", "a dict", 'extra={"epoch": 3}')
     tensors: dict[str, Tensor] = {}
@@ -188,7 +187,7 @@ def _lock_of_a_run(folder: Path) -> list[Path]:
 
 
 def _trained(given: Any, optimizer: Any, caller: str) -> Engine | PlainLoop:
-    """What is saved or loaded.  Raises InputError for anything else."""
+    """Raises InputError for what can be neither saved nor loaded."""
     if not isinstance(given, Engine):
         return PlainLoop(given, optimizer, caller)
     if optimizer is not None:
@@ -201,7 +200,6 @@ def _trained(given: Any, optimizer: Any, caller: str) -> Engine | PlainLoop:
 
 
 def _next(world: World, folder: Path) -> int:
-    """One more than the newest checkpoint that rank 0 sees in the folder."""
     newest = max([0, *(step_of(path) for path in all_in(folder))])
     number = torch.tensor([newest], dtype=torch.int64, device=world.device)
     return 1 + int(broadcast(number, world.everyone).item())
@@ -215,7 +213,7 @@ def planned_save(
     locks: Sequence[Path] = (),
     further: Sequence[Box] = (),
 ) -> PlannedSave:
-    """The save of the state with these scalars and further boxes.  Raises like PlannedSave."""
+    """The save of the state with these scalars and further boxes. Raises like PlannedSave."""
     trained.world.background.settle(folder)
     if isinstance(trained, Engine):
         trained.wait()
@@ -237,7 +235,9 @@ def _pages(trained: Engine | PlainLoop) -> Pages:
 
 
 def _checked(trained: Engine | PlainLoop, boxes: Sequence[Box], step: int) -> dict[str, str]:
-    """The trained weights (fp32 masters) and optimizer states; the error if one is not finite."""
+    """The trained weights (fp32 masters) and optimizer states, each with the error if it is not
+    finite.
+    """
     names = {*trained.optimizer.names} if isinstance(trained, Engine) else trained.trained
     found: dict[str, str] = {}
     for box in boxes:
@@ -265,9 +265,9 @@ def load(
     or with a module wrapped by sw.DDP, sw.FSDP or sw.Pipe, on any number of ranks, and the
     optimizer that trains it (None: the weights alone).
     With `missing_ok`, it returns {} if rank 0 finds no checkpoint, so that a restarted program can
-    start or continue with the same line.  Every file's hash, and names, shapes and dtypes are
+    start or continue with the same line. Every file's hash, and names, shapes and dtypes are
     checked on all ranks before anything is written, so a load that fails leaves every engine
-    unchanged.  The one exception: a disk that fails, or a file that changes, after the check.
+    unchanged. The one exception: a disk that fails, or a file that changes, after the check.
 
     Raises:
         InputError: there is no checkpoint; it is of another model or optimizer; it is damaged, or
@@ -301,10 +301,9 @@ def _given(saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str
 
 
 def fill(trained: Engine | PlainLoop, folder: Path, check: Check) -> dict[str, Any]:
-    """Load a checkpoint that passes `check`; returns its scalars.
+    """Load a checkpoint that passes `check`; returns its scalars. Raises like `load`.
 
-    From imported weights (export.py) it loads the weights, in the engine's dtypes.  Raises like
-    `load`.
+    From imported weights (export.py) it loads the weights, in the engine's dtypes.
     """
     opened = _peek(folder)
     world, pages = trained.world, _pages(trained)
@@ -361,7 +360,7 @@ def _of_another_kind(opened: OpenCheckpoint, kind: str) -> InputError:
 
 
 def _peek(folder: Path) -> OpenCheckpoint | None:
-    """The checkpoint's small files; None for a damaged one, of which loading tells every rank."""
+    """The small files; None for a damaged checkpoint, whose error `load` raises on every rank."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # loading shows them
         try:

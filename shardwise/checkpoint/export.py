@@ -4,7 +4,7 @@
                                           generation_config.json, the run's tokenizer
     import    the same folder         --> checkpoints/step-000000, with weights and no optimizer
 
-Export reads one tensor at a time and holds one file of at most `file_bytes`.  Import copies pieces.
+Export reads one tensor at a time and holds one file of at most `file_bytes`. Import copies pieces.
 A tied tensor is written under its first name; the others are in the file's header, where
 `safetensors.torch.load_model` reads them, and transformers ties weights by itself.
 """
@@ -68,7 +68,7 @@ FILES: Final = ("model*.safetensors", INDEX, CONFIG, GENERATION, *TOKENIZER_FILE
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export: tensors, their bytes, files of tensors, and the other files."""
+    """The tensors, their bytes, files of tensors, and which other files were written."""
 
     path: Path
     tensors: int
@@ -90,9 +90,8 @@ def export(
     """Write the weights of the newest checkpoint in `run` into the folder `to`.
 
     Floating-point weights keep the dtype of the checkpoint (fp32 masters for 16-bit training)
-    unless `dtype` is given.
-
-    Raises InputError if there is no checkpoint, it is damaged, or `to` exists without `overwrite`.
+    unless `dtype` is given. Raises InputError if there is no checkpoint, it is damaged, or `to`
+    exists without `overwrite`.
     """
     opened = open_checkpoint(find(_checkpoints(run)))
     require_content(opened)
@@ -127,7 +126,7 @@ def export(
 
 
 def _copy_tokenizer(checkpoint: Path, folder: Path) -> bool:
-    """Copy the tokenizer of the run whose checkpoint it is; False if it has none."""
+    """False if the run of the checkpoint has none."""
     checkpoints = checkpoint.absolute().parent
     files = [checkpoints.parent / TOKENIZER / name for name in TOKENIZER_FILES]
     found = [file for file in files if checkpoints.name == CHECKPOINTS and file.is_file()]
@@ -137,20 +136,21 @@ def _copy_tokenizer(checkpoint: Path, folder: Path) -> bool:
 
 
 def _checkpoints(run: Path) -> Path:
-    """The folder of checkpoints of a run's folder; others are one, or a checkpoint."""
+    """The checkpoints in a run's folder; any other path is a folder of them, or a checkpoint."""
     inside = run / CHECKPOINTS
     return inside if inside.is_dir() else run
 
 
 def import_weights(folder: Path, run: Path, *, overwrite: bool = False) -> Path:
-    """Write the weights in `folder` as the checkpoint of step 0 in the run's folder `run`.
+    """Write the weights in `folder` as the checkpoint of step 0 in the run's folder `run`; its
+    path.
 
     `sw.load` and `shardwise train --resume` begin with these weights, under any plan, with a new
-    optimizer.  Each rank reads its own part.  Returns the path of the checkpoint.
+    optimizer. Each rank reads its own part.
 
-    Raises InputError if `folder` has no weights, or of single experts that transformers joins, or
-    if `run` has a checkpoint without `overwrite`, or a run or another import writes in it; RunError
-    for a full disk.
+    Raises InputError if `folder` has no weights, or weights of single experts that transformers
+    joins, or if `run` has a checkpoint without `overwrite`, or a run or another import writes in
+    it; RunError for a full disk.
     """
     weights = open_weights(folder)
     _require_own_names(weights)
@@ -168,7 +168,6 @@ def import_weights(folder: Path, run: Path, *, overwrite: bool = False) -> Path:
 
 
 def _require_new(run: Path, *, overwrite: bool) -> None:
-    """Raise InputError for a run with checkpoints, without `overwrite`."""
     checkpoints = run / CHECKPOINTS
     there = all_in(checkpoints) if checkpoints.is_dir() else []
     if (there and not overwrite) or is_whole(run):
@@ -196,7 +195,7 @@ def _require_own_names(weights: WeightsFolder) -> None:
 
 
 def _model(opened: OpenCheckpoint) -> dict[str, Any]:
-    """The description of the model (`described` in save.py)."""
+    """The description of the model (`described` in save.py). Raises InputError if it is damaged."""
     model: Any = opened.scalars.get("model") or {}
     try:
         names = [*model.get("transient", ())]

@@ -18,7 +18,7 @@ _CPP = re.compile(r"\[enforce fail at [^]]*\]\s*\.?\s*|\(function \w+\)|Exceptio
 
 
 def reason(failures: Mapping[int, BaseException], what: str) -> BaseException:
-    """The error to raise on every rank for the errors of ranks.
+    """The error to raise on every rank.
 
     An InputError or an interrupt is raised unchanged; any other error becomes a RunError that names
     the first rank that had it.
@@ -41,8 +41,8 @@ def plain(text: str) -> str:
 def unwritten(error: OSError | RuntimeError, folder: Path) -> OSError:
     """The operating system's error behind a failed write.
 
-    If the disk is full, torch's zip writer fails a second time when it is closed, and raises an
-    error about positions in a C++ stream.
+    If the disk is full, torch's zip writer fails again when it is closed, with an error about
+    positions in a C++ stream.
     """
     for cause in causes(error):
         if isinstance(cause, OSError):
@@ -53,7 +53,6 @@ def unwritten(error: OSError | RuntimeError, folder: Path) -> OSError:
 
 
 def free_bytes(folder: Path) -> float:
-    """The free bytes on the disk of a folder; infinity if unknown."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:
@@ -76,9 +75,9 @@ def damaged(file: Path, why: str) -> InputError:
 
 
 def unread(file: Path, error: OSError) -> InputError:
-    """The error for a file that could not be read, which proves a damage only if it is not there.
+    """A file that could not be read is damaged only if it is missing or no regular file.
 
-    Without permission, or while a disk or a server does not answer, the file may be right.
+    Without permission, or while a disk or a server does not answer, its contents may be right.
     """
     why = error.strerror or str(error)
     if error.errno in (errno.ENOENT, errno.EINVAL, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):

@@ -7,7 +7,7 @@
     .removing-.../         one being removed, under a name that is not a checkpoint's
     step-000200.again/     the same step saved a second time, until the first is removed
 
-A reader follows `latest`, or takes the newest name if `latest` is missing or wrong.  A writer first
+A reader follows `latest`, or takes the newest name if `latest` is missing or wrong. A writer first
 completes what an interrupted writer left unfinished.
 """
 
@@ -35,7 +35,6 @@ _NAME = re.compile(r"step-(\d+)(\.again)?")
 
 
 def as_path(folder: object) -> Path:
-    """The user's folder, with `~` and variables replaced. Raises InputError for another type."""
     if isinstance(folder, (str, os.PathLike)) and folder != "" and "\0" not in str(folder):
         return Path(expanded(os.fspath(folder)))
     allowed = "text or a pathlib.Path, the name of a folder"
@@ -43,12 +42,12 @@ def as_path(folder: object) -> Path:
 
 
 def name_of(step: int) -> str:
-    """The name of a step's checkpoint; names sort like steps up to a million."""
+    """Names sort like steps up to a million."""
     return f"step-{step:06d}"
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name. Raises InputError for other names."""
+    """Raises InputError for a name that is not a checkpoint's."""
     found = _NAME.fullmatch(path.name)
     if found is None:
         raise _none(path, "not named after a step")
@@ -56,7 +55,6 @@ def step_of(path: Path) -> int:
 
 
 def is_named_by_step(path: Path) -> bool:
-    """Whether a folder has a checkpoint's name."""
     return _NAME.fullmatch(path.name) is not None
 
 
@@ -75,17 +73,15 @@ def passed_over(folder: Path) -> str:
 
 
 def unfinished(folder: Path, step: int) -> Path:
-    """The folder in which a step's checkpoint is written before it is published."""
     return folder / f".saving-{name_of(step)}"
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the folder is a complete checkpoint."""
     return (path / METADATA).is_file() and (path / SCALARS).is_file()
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the folder is one checkpoint: complete, or named after a step with a file missing."""
+    """Complete, or named after a step with a file missing."""
     files = (path / name for name in (METADATA, SCALARS, MANIFEST))
     return is_whole(path) or (is_named_by_step(path) and any(map(os.path.lexists, files)))
 
@@ -100,9 +96,8 @@ def all_in(folder: Path) -> list[Path]:
 def find(folder: str | os.PathLike[str]) -> Path:
     """The newest complete checkpoint in a folder, or the folder itself if it is a checkpoint.
 
-    A checkpoint that lacks a file is returned too: opening it names the file.
-
-    Raises InputError if there is none, or the folder cannot be read.
+    A checkpoint that lacks a file is returned too: opening it names the file. Raises InputError if
+    there is none, or the folder cannot be read.
     """
     folder = as_path(folder)
     try:
@@ -120,7 +115,7 @@ def find(folder: str | os.PathLike[str]) -> Path:
 
 
 def _latest(folder: Path) -> Path:
-    """The path that `latest` names, which may not exist: the file may be damaged or missing."""
+    """The path that `latest` names. It may not exist, since the file may be damaged or missing."""
     file = folder / LATEST
     if not file.is_file():
         return folder
@@ -137,10 +132,10 @@ def _none(folder: Path, what: str) -> InputError:
 
 
 def prune(folder: str | os.PathLike[str], keep: int, *, best: bool = False) -> list[Path]:
-    """Remove all but the `keep` newest checkpoints; returns those removed.  One rank calls it.
+    """Remove all but the `keep` newest checkpoints; returns those removed. One rank calls it.
 
-    The checkpoint that `find` returns stays, and with `best` the one of `best_in`.
-    Raises InputError for keep below one.
+    The checkpoint that `find` returns stays, and with `best` the one of `best_in`. Raises
+    InputError for keep below one.
     """
     integer("keep", keep, 1, 2)
     whole = all_in(as_path(folder))
@@ -159,7 +154,7 @@ def best_in(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _validation(path: Path) -> float:
-    """The validation loss in a checkpoint's scalars; infinity if it has none."""
+    """Infinity if a checkpoint's scalars have no validation loss."""
     try:
         loss = json.loads((path / SCALARS).read_text(encoding="utf-8"))["scalars"]["validation"]
         return loss if isinstance(loss, float) and not math.isnan(loss) else math.inf
@@ -168,7 +163,7 @@ def _validation(path: Path) -> float:
 
 
 def clear(path: Path) -> None:
-    """Make an empty folder, and remove what interrupted saves left.  One rank calls it.
+    """Make an empty folder, and remove what interrupted saves left. One rank calls it.
 
     What cannot be removed stays, unless it has the name of the new folder.
     """
@@ -180,7 +175,7 @@ def clear(path: Path) -> None:
 
 
 def publish(path: Path, step: int) -> Path:
-    """Rename a complete checkpoint to its final name, and update `latest`.  One rank calls it.
+    """Rename a complete checkpoint to its final name, and update `latest`. One rank calls it.
 
     All that a full disk can refuse is written before the first rename.
     """
@@ -228,13 +223,14 @@ def _pointer(name: str) -> str:
 
 
 def _point(folder: Path, path: Path, name: str) -> None:
-    """Let `latest` name the checkpoint in `path`."""
     (path / _pointer(name)).replace(folder / LATEST)
     sync(folder)
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, under a name that is not a checkpoint's.  One rank calls it."""
+    """Under a name that is not a checkpoint's, so that a reader never finds a part. One rank calls
+    it.
+    """
     aside = path.with_name(f".removing-{path.name}")
     if aside.exists():
         shutil.rmtree(aside)

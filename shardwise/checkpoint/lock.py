@@ -1,6 +1,6 @@
 """The lock on a folder: one process at a time writes into it, others may read.
 
-It is an flock of a file that says who holds it.  The kernel releases it when its process ends,
+It is an flock of a file that names its holder. The kernel releases it when its process ends,
 however that ends; then the file stays, and the next writer locks it.
 
     RUN/run.lock                  a run of `shardwise train`, for its life; `checkpoint import`
@@ -53,10 +53,10 @@ def only_writer(path: Path, file: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(file: Path, patience_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock `file`.  Makes its folder, which is removed at the end if it is empty then.
+    """Hold the lock `file`. Makes its folder, which is removed at the end if it is empty then.
 
     Raises LockedError if another process or thread holds it for `patience_s`, and OSError if it
-    cannot be made.  Warns of a file system without locks, where nothing is locked.
+    cannot be made. Warns of a file system without locks, where nothing is locked.
     """
     made = [one for one in (file.parent, *file.parent.parents) if not one.exists()]
     try:
@@ -73,7 +73,7 @@ def locked(file: Path, patience_s: float = 0.0) -> Iterator[None]:
 
 
 def _acquire(file: Path, until_s: float) -> int:
-    """Lock the file and write who holds it; returns its descriptor."""
+    """Lock the file and write the holder into it; returns its descriptor."""
     while True:
         opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
@@ -92,7 +92,7 @@ def _acquire(file: Path, until_s: float) -> int:
 
 
 def _flock(opened: int, file: Path) -> bool:
-    """Lock the file; False if another process or thread holds it."""
+    """False if another process or thread holds the lock."""
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -131,7 +131,6 @@ def _is_at(file: Path, opened: int) -> bool:
 
 
 def _holder(opened: int) -> str:
-    """The process that holds the lock, by what it has written there."""
     try:
         said = json.loads(os.pread(opened, LONGEST, 0))
         return f"process {said['pid']} on {said['host']}, since {said['since']}"

@@ -4,8 +4,8 @@
     piece       -> file in the checkpoint's folder, offset, length
 
 torch.distributed.checkpoint writes the index as a pickle, and `pickle.load` would call any function
-that a pickle names. This reader constructs nothing but the index's own classes. Pieces are read by
-torch.load with weights_only. So a checkpoint from elsewhere runs no code.
+that a pickle names. This reader constructs nothing but the index's own classes, and torch.load
+reads pieces with weights_only. So a checkpoint from elsewhere runs no code.
 """
 
 import io
@@ -40,7 +40,7 @@ _ALLOWED: Final = {
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a piece is: `length` bytes of a file, with a tensor of these sizes and dtype."""
+    """`length` bytes of a file, with a tensor of these sizes and dtype."""
 
     file: Path
     offset: int
@@ -51,7 +51,6 @@ class Piece:
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """An allowed class, or a dtype. Raises UnpicklingError for other names."""
         dtype = getattr(torch, global_name, None) if module_name == "torch" else None
         if global_name in _ALLOWED.get(module_name, ()) or isinstance(dtype, torch.dtype):
             return super().find_class(module_name, global_name)
@@ -95,7 +94,7 @@ def pieces_of(path: Path, metadata: Metadata) -> dict[MetadataIndex, Piece]:
 
 
 def read_piece(piece: Piece) -> Tensor:
-    """The tensor of a piece.  Raises InputError for a damaged one."""
+    """Raises InputError for a damaged piece."""
     try:
         with open_regular(piece.file) as stream:
             if os.fstat(stream.fileno()).st_size < piece.offset + piece.length:

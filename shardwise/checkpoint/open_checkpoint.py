@@ -1,11 +1,11 @@
-"""Opening a checkpoint: its small files, checked to belong together, and what they say it holds.
+"""Opening a checkpoint: its small files, checked to belong together, and its contents.
 
     manifest.json -> scalars.json, .metadata      checked by hash, then parsed
                   -> files of tensors             checked by length; by hash if asked
 
 The manifest has the length and SHA-256 of each file, a random id of the save, which is also in
-scalars.json, and its own hash.  It is written last.  When saving, each rank hashes the files it has
-written.  When loading, the ranks share the hashing before anything is written into an engine.
+scalars.json, and its own hash. It is written last. When saving, each rank hashes the files it has
+written. When loading, the ranks share the hashing before anything is written into an engine.
 """
 
 import hashlib
@@ -51,7 +51,6 @@ class Manifest:
     files: Mapping[str, Seal]
 
     def text(self) -> str:
-        """The text of the manifest's file."""
         body: dict[str, Any] = {"format": MANIFEST_FORMAT, "save": self.save, "step": self.step}
         body["files"] = {name: asdict(seal) for name, seal in sorted(self.files.items())}
         body["sha256"] = hashlib.sha256(json.dumps(body).encode()).hexdigest()
@@ -66,15 +65,11 @@ def seal(file: Path) -> Seal:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write the manifest into the checkpoint's folder."""
     (path / folders.MANIFEST).write_text(manifest.text(), encoding="utf-8")
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint.
-
-    Raises InputError if it is missing, damaged or belongs to a checkpoint of another step.
-    """
+    """Raises InputError if it is missing, damaged or belongs to a checkpoint of another step."""
     file = path / folders.MANIFEST
     try:
         text = read_text(file, MOST_BYTES)
@@ -98,7 +93,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def require_sizes(path: Path, manifest: Manifest) -> None:
-    """Raise InputError unless every file exists with its length.  Reads no file."""
+    """Raise InputError unless every file exists with its length. Reads no file."""
     for name, sealed in manifest.files.items():
         file = path / name
         try:
@@ -148,7 +143,6 @@ class OpenCheckpoint:
 
     @property
     def mark(self) -> str:
-        """The id of the save."""
         return self.manifest.save
 
     @property
@@ -163,11 +157,9 @@ class OpenCheckpoint:
 
     @cached_property
     def pieces(self) -> dict[MetadataIndex, Piece]:
-        """Where each piece of a tensor is."""
         return pieces_of(self.path, self.metadata)
 
     def files(self) -> list[str]:
-        """The names of the files of tensors."""
         return sorted({piece.file.name for piece in self.pieces.values()})
 
 
@@ -189,7 +181,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
 
 
 def _scalars(path: Path) -> dict[str, Any]:
-    """The contents of scalars.json: format, number of ranks, scalars.  Raises InputError."""
+    """The contents of scalars.json: format, number of ranks, scalars. Raises InputError."""
     file = path / SCALARS
     try:
         with open_regular(file) as stream:
@@ -241,27 +233,24 @@ class Contents:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all tensors, without file headers."""
         return self.bytes_of("")
 
     @property
     def parameters(self) -> int:
-        """The number of parameters."""
         model = [tensor for tensor in self.tensors if tensor.name.startswith(MODEL)]
         return sum(math.prod(tensor.shape) for tensor in model)
 
     def bytes_of(self, kind: str) -> int:
-        """The bytes of the tensors with that prefix: MODEL or OPTIMIZER."""
+        """Of the tensors with that prefix: MODEL or OPTIMIZER; without file headers."""
         return sum(tensor.bytes for tensor in self.tensors if tensor.name.startswith(kind))
 
 
 def describe(folder: str | os.PathLike[str], deep: bool = False) -> Contents:
     """The contents of the newest checkpoint in `folder`, or of `folder` if it is a checkpoint.
 
-    With `deep`, every byte is read and compared with its hash.
-
-    Raises InputError if there is no checkpoint, or a file is missing, has another length, is
-    damaged or belongs to another checkpoint. Only `deep` finds wrong bytes inside tensors.
+    With `deep`, every byte is read and compared with its hash. Raises InputError if there is no
+    checkpoint, or a file is missing, has another length, is damaged or belongs to another
+    checkpoint. Only `deep` finds wrong bytes inside tensors.
     """
     opened = open_checkpoint(find(folder))
     if deep:

@@ -4,10 +4,10 @@
     thread, rank 0            | write ........ wait for ranks .. publish |
     thread, rank 1            | write .............. report |
 
-The copy of a rank's pieces in host memory is of one moment, between two steps.  The threads send no
+The copy of a rank's pieces in host memory is of one moment, between two steps. The threads send no
 messages: two threads that use one process group exchange their messages, or wait for each other.
 Each rank reports in the unfinished folder, which all ranks see anyway, and rank 0 publishes when it
-has read all reports.  A report is `.written-RANK`: what the rank has written, or why it could not.
+has read all reports. A report is `.written-RANK`: what the rank has written, or why it could not.
 The ranks agree on the outcome when their main threads meet: in `result`, or in the next save.
 """
 
@@ -44,13 +44,10 @@ ALIGN_BYTES: Final = 64
 
 
 class PendingCheckpoint:
-    """A checkpoint that is being saved.  Made by `sw.async_save`.
-
-    `path` is that of the checkpoint when it is published.
-    """
+    """A checkpoint that is being saved, made by `sw.async_save`. It will be at `path`."""
 
     def __init__(self, save: PlannedSave) -> None:
-        """Called by all ranks.  Copies this rank's pieces, and begins to write."""
+        """Called by all ranks. Copies this rank's pieces, and begins to write."""
         self.path, self.world = save.path, save.world
         self.write_s = 0.0
         self._failure, self._reported, self._settled = "", False, False
@@ -75,25 +72,21 @@ class PendingCheckpoint:
     # --- the main thread ----------------------------------------------------------------------
 
     def done(self) -> bool:
-        """Whether this rank's part has ended; on rank 0, whether all of it has.  Does not wait."""
+        """Whether this rank's part has ended; on rank 0, whether all of it has. Does not wait."""
         return not self._thread.is_alive()
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows of a failure."""
         return bool(self._failure)
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Wait until `done()`; with `limit_s` no longer than that, here and later.
-
-        Raises nothing.
-        """
+        """Wait until `done()`; with `limit_s` no longer than that, here and later. Never raises."""
         self._thread.join(limit_s)
         if limit_s is not None:
             self._abandoned.set()
 
     def result(self) -> Path:
-        """Wait until the checkpoint is published; its path.  All ranks must call it.
+        """Wait until the checkpoint is published; its path. All ranks must call it.
 
         Raises RunError on all ranks if one failed, with that rank and the folder.
         """
@@ -184,7 +177,7 @@ class PendingCheckpoint:
         self._failure = str(save.reason({save.world.rank: error}))
 
     def _report_of(self, rank: int, save: PlannedSave) -> Written:
-        """What a rank has written.  Raises RunError if it could not."""
+        """What a rank has written. Raises RunError if it could not."""
         file, ended_s = _report_file(save, rank), 0.0
         while not file.exists():
             if self._abandoned.wait(POLL_S) or ended_s > MOST_S:
@@ -199,10 +192,10 @@ class PendingCheckpoint:
 
 
 def snapshot(pieces: dict[Any, Tensor], tiers: Tiers) -> list[Pending[Tensor]]:
-    """Replace tensors by copies in host memory; the ends of the copies.
+    """Replace tensors by copies in host memory; returns the ends of the copies.
 
     On CUDA they are copied on a side stream to pinned memory, and the current stream waits for that
-    before it computes anything that follows.  The host does not wait.
+    before it computes anything that follows. The host does not wait.
     """
     ends: list[Pending[Tensor]] = []
     rooms = {key: -(-piece.nbytes // ALIGN_BYTES) * ALIGN_BYTES for key, piece in pieces.items()}

@@ -4,7 +4,7 @@ plan       all ranks compare their boxes; a piece that several hold is written b
 write      each rank writes its pieces, and hashes their files
 publish    rank 0 adds index and manifest, and gives the folder its name
 
-`save` does all three, and the ranks meet after each.  After `plan`, a thread can do the others
+`save` does all three, and the ranks meet after each. After `plan`, a thread can do the others
 beside the next steps (pending.py).
 """
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 class PlannedSave:
     """The save of a checkpoint of which every rank knows what it writes.
 
-    If saving fails, older checkpoints are unchanged.  Rank 0 holds the lock of the folder until
+    If saving fails, older checkpoints are unchanged. Rank 0 holds the lock of the folder until
     `held` ends, which also removes what a failed save leaves.
     """
 
@@ -59,20 +59,17 @@ class PlannedSave:
         prune: Callable[[], object] | None = None,
         locks: Sequence[Path] = (),
     ) -> None:
-        """Plan a checkpoint in `folder`, which all ranks must see.
+        """Plan a checkpoint in `folder`, which all ranks must see. All ranks must call it.
 
-        All ranks must call it.  The boxes with `replica` 0 of all ranks must cover each element of
-        their tensors once; a box that several ranks hold is written by the one with the least to
-        write.  `scalars` is a JSON object, the same on every rank, with the "step" that names the
-        checkpoint.  `checked` has the tensors that must be finite, each with the text of the error.
-        `pages` gives back those of boxes in mapped files.  At the end rank 0 calls `prune`, which
-        removes old checkpoints; if that fails, a warning says so.  Rank 0 also holds further
-        `locks`.
+        The boxes with `replica` 0 of all ranks must cover each element of their tensors once; a box
+        that several ranks hold is written by the one with the least to write. `scalars` is a JSON
+        object, the same on every rank, with the "step" that names the checkpoint. `checked` has the
+        tensors that must be finite, each with the text of the error. `pages` releases the pages of
+        boxes in mapped files. At the end rank 0 calls `prune`, which removes old checkpoints; if
+        that fails, a warning says so. Rank 0 also holds further `locks`.
 
-        Raises:
-            InputError: the scalars have no step; another process is writing in the folder.
-
-        What else goes wrong is `failure`: a folder that cannot be written, boxes that do not cover
+        Raises InputError if the scalars have no step, or another process is writing in the folder.
+        Other errors become `failure`: a folder that cannot be written, boxes that do not cover
         their tensors.
         """
         folder = folders.as_path(folder)
@@ -95,7 +92,6 @@ class PlannedSave:
         self.planner.keep(self.plan)
 
     def _agree(self, locks: Sequence[Path]) -> None:
-        """Let every rank know what it writes."""
         every = self.together(partial(self._begin, locks))
         try:
             plans, self.metadata = self.planner.create_global_plan(every)
@@ -104,7 +100,9 @@ class PlannedSave:
         self.plan = self.publisher.files.prepare_global_plan(plans)[self.world.rank]
 
     def _begin(self, locks: Sequence[Path]) -> SavePlan:
-        """This rank's pieces; rank 0 also locks the folder, and makes that of unfinished files."""
+        """This rank's pieces; rank 0 also locks the folder, and makes the folder of unfinished
+        files.
+        """
         if self.world.rank == 0:
             for file in (*locks, self.folder / SAVING_LOCK):
                 self.held.enter_context(only_writer(self.folder, file))
@@ -113,7 +111,7 @@ class PlannedSave:
         return self.planner.create_local_plan()
 
     def together(self, act: Callable[[], T]) -> list[T]:
-        """The results of all ranks.  Called by all of them; raises the first failure on each."""
+        """The results of all ranks. Called by all of them; raises the first failure on each."""
         own: tuple[T | None, BaseException | None]
         try:
             own = act(), None
@@ -132,11 +130,11 @@ class PlannedSave:
         return reason(failures, what + room)
 
     def write(self) -> Written:
-        """Write this rank's pieces.  Raises OSError; RunError for a value that is not finite."""
+        """Raises OSError, and RunError for a value that is not finite."""
         return self.publisher.write(self.plan, self.planner)
 
     def publish(self, every: Sequence[Written]) -> None:
-        """Publish what all ranks have written, and remove old checkpoints.  Rank 0 calls it."""
+        """Publish what all ranks have written, and remove old checkpoints. Rank 0 calls it."""
         self.publisher.publish(self.metadata, every)
         try:
             if self.prune is not None:
@@ -149,7 +147,7 @@ class PlannedSave:
             )
 
     def finish(self) -> Path:
-        """Write and publish; the path.  Called by all ranks, which meet after each.
+        """Write and publish; the path. Called by all ranks, which meet after each.
 
         Raises RunError on all ranks if one cannot write, or refuses to, and `failure`.
         """
@@ -205,5 +203,5 @@ def config_of(model: nn.Module) -> dict[str, Any] | None:
 def save(
     folder: str | os.PathLike[str], boxes: Sequence[Box], scalars: dict[str, Any], world: World
 ) -> Path:
-    """Save a checkpoint; its path.  Called by all ranks.  Raises like PlannedSave, and `finish`."""
+    """Save a checkpoint; its path. Called by all ranks. Raises like PlannedSave, and `finish`."""
     return PlannedSave(folder, boxes, scalars, world).finish()

@@ -1,12 +1,12 @@
 """Planners for torch.distributed.checkpoint: which rank writes and reads which part of a tensor.
 
-torch.distributed.checkpoint collects a plan from every rank, lets rank 0 change them all, and then
-has every rank execute its own.
-
-    save   every rank offers its boxes, split into pieces of at most PIECE_BYTES.  A piece that
+    save   every rank offers its boxes, split into pieces of at most PIECE_BYTES. A piece that
            several ranks hold is written by the one with the least to write so far. Buffers
            may differ between ranks: rank 0 writes its own, with which the next step begins.
     load   every rank reads the overlaps of its boxes with the saved pieces.
+
+torch.distributed.checkpoint collects a plan from every rank, lets rank 0 change them all, and then
+has every rank execute its own.
 """
 
 import io
@@ -63,7 +63,6 @@ class Pages:
     since_bytes: int = 0
 
     def seen(self, tensor: Tensor) -> None:
-        """Count the bytes of a tensor that is about to be read or written, or that was."""
         self.since_bytes += tensor.nbytes
         if self.since_bytes >= EVERY_BYTES:
             self.since_bytes = 0
@@ -71,10 +70,7 @@ class Pages:
 
 
 def split_block(offsets: tuple[int, ...], sizes: tuple[int, ...], numel: int) -> Iterator[Block]:
-    """Split a block into blocks of at most `numel` elements.
-
-    A block is split along its first dim longer than one, recursively.
-    """
+    """Split a block into blocks of at most `numel` elements, along its first dim above one."""
     dim = next((d for d, size in enumerate(sizes) if size > 1), None)
     if math.prod(sizes) <= numel or dim is None:
         yield offsets, sizes
@@ -142,9 +138,8 @@ class BoxSavePlanner(SavePlanner):
         return SavePlan(items, planner_data=replicas)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Assign each piece to one rank.
-
-        Raises ValueError if the pieces do not cover their tensors exactly once.
+        """Assign each piece to one rank. Raises ValueError unless the pieces cover their tensors
+        once.
         """
         holders: dict[tuple[str, Block], list[int]] = {}
         first: dict[tuple[str, Block], WriteItem] = {}
@@ -177,7 +172,7 @@ class BoxSavePlanner(SavePlanner):
 
     @torch.no_grad()
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """A piece, which is then forgotten.  Raises RunError if it has to be finite and is not."""
+        """A piece, which is then forgotten. Raises RunError if it must be finite and is not."""
         piece, refusal = self.tensors.pop(write_item.index), self.checked.get(write_item.index.fqn)
         self.pages.seen(piece)
         if refusal and not piece.isfinite().all():
@@ -198,7 +193,7 @@ def _alone(piece: Tensor) -> Tensor:
 
 
 class BoxLoadPlanner(LoadPlanner):
-    """Requests what overlaps this rank's boxes, and provides the destination.
+    """Requests the saved pieces that overlap this rank's boxes.
 
     `create_local_plan` raises InputError for tensors that are missing in the checkpoint, or have
     another shape or, unless values are converted, another dtype there.
@@ -231,7 +226,7 @@ class BoxLoadPlanner(LoadPlanner):
             raise self.metadata.planner_data
 
     def create_local_plan(self) -> LoadPlan:
-        """The overlaps of each box with the saved pieces. Raises InputError, see above."""
+        """The overlaps of each box with the saved pieces."""
         known = self.metadata.state_dict_metadata
         wrong = {
             box.name: problem
@@ -354,7 +349,6 @@ def _said(tensor: TensorStorageMetadata | TensorWriteData) -> str:
 
 
 def _problem(box: Box, saved: Any, checkpoint: str, convert: bool) -> Problem | None:
-    """The problem that prevents loading the box, if there is one."""
     dtype = str(box.tensor.dtype).removeprefix("torch.")
     if not isinstance(saved, TensorStorageMetadata):
         return Problem(
@@ -378,7 +372,6 @@ def _problem(box: Box, saved: Any, checkpoint: str, convert: bool) -> Problem | 
 
 
 def _read_items(box: Box, index: MetadataIndex, saved: Any) -> Iterator[ReadItem]:
-    """The overlaps of a box with the saved pieces of its tensor."""
     for chunk in saved.chunks:
         piece = (tuple(chunk.offsets), tuple(chunk.sizes))
         if shared := overlap((tuple(box.offsets), tuple(box.sizes)), piece):

@@ -51,22 +51,18 @@ _ALONE = "torch.distributed is (disabled|unavailable)"
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank has written.
-
-    pieces   (tensor, offsets, file, first byte, bytes) of each
-    files    the seals of the files, by name
+    """What one rank has written: (tensor, offsets, file, first byte, bytes) of each piece, and the
+    files.
     """
 
     pieces: list[tuple[str, list[int], str, int, int]]
     files: dict[str, Seal]
 
     def text(self) -> str:
-        """As JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The inverse of `text`."""
         values = json.loads(text)
         return cls(values["pieces"], {n: Seal(**seal) for n, seal in values["files"].items()})
 
@@ -101,7 +97,7 @@ class Publisher:
         return Written(pieces, seals)
 
     def publish(self, metadata: Metadata, every: Sequence[Written]) -> None:
-        """Write the index and the manifest, and publish.  Rank 0 calls it, when all have written.
+        """Write the index and the manifest, and publish. Rank 0 calls it, when all have written.
 
         Raises OSError if they cannot be written.
         """
@@ -130,8 +126,8 @@ def _result(name: str, offsets: Sequence[int], file: str, first: int, size: int)
 class Pieces(StorageReader):
     """Reads a checkpoint: checks all of it, then reads each piece that this rank needs.
 
-    `check` is called with the small files before tensors are checked.  The ranks share the hashing
-    of files.  `scalars` is set once the metadata has been read, and `reading` once all checks have
+    `check` is called with the small files before tensors are checked. The ranks share the hashing
+    of files. `scalars` is set once the metadata has been read, and `reading` once all checks have
     passed on every rank.
     """
 
@@ -166,7 +162,7 @@ class Pieces(StorageReader):
         """Nothing to do: the metadata are this reader's own."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Hash this rank's share of the files.  An error raised here reaches every rank."""
+        """Hash this rank's share of the files. An error raised here reaches every rank."""
         assert self.opened is not None
         require_content(self.opened, self.rank, self.ranks)
         return replace(plan, planner_data=self.opened.mark)
@@ -220,18 +216,18 @@ def load(
 ) -> dict[str, Any]:
     """Fill the boxes from the newest checkpoint in `folder`; returns its scalars.
 
-    All ranks must call it.  `folder` may be one checkpoint's own.  The boxes may divide tensors in
-    any way, over any number of ranks, and need not cover all saved tensors.  With `convert`,
-    values take the dtypes of the boxes, which must be the saved ones otherwise.  First each rank
-    checks that the files belong to one save, `check`, the names, shapes and dtypes of its boxes,
-    and the hashes of its share of the files.  No rank writes to a box before all checks have passed
-    on every rank.  So files are read twice; only one piece at a time is held in memory.
-    `pages` gives back those of boxes in mapped files.
+    All ranks must call it. `folder` may be one checkpoint's own. The boxes may divide tensors in
+    any way, over any number of ranks, and need not cover all saved tensors. With `convert`, values
+    take the dtypes of the boxes, which must be the saved ones otherwise. First each rank checks
+    that the files belong to one save, `check`, the names, shapes and dtypes of its boxes, and the
+    hashes of its share of the files. No rank writes to a box before all checks have passed on every
+    rank. So files are read twice; only one piece at a time is held in memory. `pages` releases the
+    pages of mapped files.
 
     Raises:
         InputError: there is no checkpoint; a tensor is missing or has another shape or dtype; a
             file is missing, damaged or of another checkpoint; whatever `check` raises.
-        RunError: a file could not be read after the checks.  Only then are boxes partly written:
+        RunError: a file could not be read after the checks. Only then are boxes partly written:
             load again, or start with a new engine.
     """
     pieces = Pieces(folders.as_path(folder), world.rank, world.size, check)

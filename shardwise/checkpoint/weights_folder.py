@@ -39,14 +39,14 @@ GENERATION: Final = "generation_config.json"
 
 @dataclass(frozen=True)
 class WeightsFolder:
-    """The tensors of a folder: the file of each, by name.  Nothing is read before it is used."""
+    """The tensors of a folder: the file of each, by name. Nothing is read before it is used."""
 
     path: Path
     files: Mapping[str, str]
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """The contents of config.json; None without one. Raises InputError for a broken one."""
+        """None without a config.json. Raises InputError for a broken one."""
         file = self.path / CONFIG
         return _json(file) if file.is_file() else None
 
@@ -55,7 +55,7 @@ class WeightsFolder:
         return {name: _open(self.path / name) for name in sorted({*self.files.values()})}
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor `name`, on the CPU. Raises InputError if there is none, with the nearest."""
+        """On the CPU. Raises InputError if there is none, with the nearest name."""
         if name not in self.files:
             raise bad(
                 f"the weight {name}, which is not in '{self.path}'",
@@ -70,11 +70,11 @@ class WeightsFolder:
 
     @property
     def names(self) -> Collection[str]:
-        """The names of the tensors, those of buffers included."""
+        """Of parameters and buffers."""
         return self.files.keys()
 
     def longest_dim(self) -> int:
-        """The longest dim of any tensor. Reads the headers of the files."""
+        """Reads the headers of the files."""
         return max((max(self._shape(name), default=1) for name in self.files), default=1)
 
     def _shape(self, name: str) -> list[int]:
@@ -100,7 +100,7 @@ class WeightsFolder:
 
 
 def open_weights(folder: object) -> WeightsFolder:
-    """The folder of weights. Raises InputError if it has none, or lacks a file of its index."""
+    """Raises InputError if the folder has no weights, or lacks a file of its index."""
     path = as_path(folder)
     try:
         if (path / INDEX).is_file():
@@ -139,8 +139,8 @@ def fill_from(folder: object) -> WeightsFolder:
             model = Model()
         engine = sw.parallelize(model, plan, world, fill=sw.fill_from("weights"))
 
-    Each unit is read when it is built, so no rank holds the full model.  Names are those of
-    `named_parameters()` and, for buffers that the folder holds, of `named_buffers()`.  Raises
+    Each unit is read when it is built, so no rank holds the full model. Names are those of
+    `named_parameters()` and, for buffers that the folder holds, of `named_buffers()`. Raises
     InputError if the folder has no weights; `fill` raises it for a weight that is missing or has
     another shape.
     """
@@ -152,9 +152,9 @@ def new_folder(to: Path, allowed: Sequence[str], *, overwrite: bool) -> Iterator
     """A folder to write to, which is renamed to `to` when the block ends without an error.
 
     Raises InputError for an existing folder without `overwrite`, or with files that do not match
-    `allowed`, and if another process writes it; RunError for a full disk.  If the block fails, what
-    it wrote is removed and an existing folder is unchanged.  What a killed writer of the same
-    folder left is removed first.
+    `allowed`, and if another process writes it; RunError for a full disk. If the block fails, its
+    files are removed and an existing folder is unchanged. What a killed writer of the same folder
+    left is removed first.
     """
     if to.name in ("", ".."):  # "." and "/" too
         allowed = "a new folder, with a name of its own"

@@ -1,4 +1,4 @@
-"""Why a proof does not hold: what a model, its loss and its batches may have that no plan repeats.
+"""Why a proof fails: properties of a model, its loss or its batches that no plan reproduces.
 
     random numbers   the loss of one batch depends on the state of a generator
     buffers          a training pass changes a buffer, and the loss depends on it
@@ -28,7 +28,7 @@ ROWS, CLOSE = 4, 1e-5
 
 
 def cause(trainable: Trainable, findings: Sequence[Finding]) -> str:
-    """What of the model is not the same under a plan as in one process; "" if nothing is found."""
+    """The property of the model that no plan reproduces; "" if none is found."""
     with BUILDING, torch.random.fork_rng(devices=[]):
         trial = Trial(without_dropout(trainable))
         tried = (drawn(trial), carried(trial), summed(trial))
@@ -36,7 +36,7 @@ def cause(trainable: Trainable, findings: Sequence[Finding]) -> str:
 
 
 def of_a_rank(findings: Sequence[Finding]) -> str:
-    """Whether ranks compute another loss of the same batch in one process."""
+    """Whether ranks compute different losses of one batch in one process."""
     losses = [one.alone[0] for one in findings if one.alone]
     if all(_close(loss, losses[0]) for loss in losses):
         return ""
@@ -66,7 +66,7 @@ class Trial:
 
 
 def drawn(trial: Trial) -> str:
-    """The function that draws random numbers in a pass."""
+    """Whether a pass draws random numbers, and in which function."""
     batch = trial.batches[0]
     first, other, again = (trial.loss(batch, seed) for seed in (1, 2, 1))
     if first != again:
@@ -105,7 +105,7 @@ def _first_draw(trial: Trial) -> str:
 
 
 def carried(trial: Trial) -> str:
-    """The buffer that a pass changes, and that later passes read."""
+    """A buffer that a pass changes and later passes read."""
     one, other = trial.batches
     plain = trial.loss(other)
     trial.loss(one)

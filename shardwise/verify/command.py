@@ -74,7 +74,6 @@ def verify(
     require(plan, None if world is None else world.size)
 
     def proved(batches: int) -> list[Finding]:
-        """The findings of all ranks on other batches."""
         own = replace(options, batches=batches)
         if world is not None:
             return all_gather_object(prove(world, plan, model, steps, own), world)
@@ -92,7 +91,7 @@ def verify(
 
 
 def _require_small(plan: Plan) -> None:
-    """Raise InputError if the process that the plan is compared with would need a huge batch."""
+    """Raise InputError if the plan's global batch is too large for one process."""
     most = MOST_MICROBATCHES // plan.shares
     if plan.microbatches > max(1, most):
         raise bad(
@@ -103,7 +102,7 @@ def _require_small(plan: Plan) -> None:
 
 
 def _smaller(plan: Plan, most: int) -> Plan:
-    """The plan with fewer microbatches: twice as many as ranks, which every schedule accepts."""
+    """The plan with twice as many microbatches as ranks, which every schedule accepts."""
     schedule, ranks = plan.schedule, plan.mesh.size_of("pp")
     if schedule is not None and ":" in schedule:
         name, _, numbers = schedule.partition(":")

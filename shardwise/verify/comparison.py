@@ -1,4 +1,4 @@
-"""The comparison of a run with its oracles: of its steps, its states, and what is done between.
+"""The comparison of a run with its oracles: of its steps and its states.
 
 step 1, an evaluation, step 2 .. n, states, a checkpoint loaded into a new engine, a step of it,
 states; in fp16 a step of it that overflows, one more, states; elsewhere one whose gradients are not
@@ -72,7 +72,7 @@ class Comparison:
         self.routes = Routes(self.oracles)
 
     def apart(self) -> "Comparison":
-        """The same, with errors of its own."""
+        """A copy that shares everything but the list of errors."""
         twin = copy(self)
         twin.errors = []
         return twin
@@ -80,7 +80,7 @@ class Comparison:
     def step(self, engine: Engine, step: int, *, loaded: bool = False, skipped: int = 0) -> None:
         """Train run and oracles on a new batch, with new rates unless the engine has `loaded` them.
 
-        `skipped`: so many steps of the engine before were skipped.
+        `skipped` steps of the engine before were skipped.
         """
         whole, own, division = self.shared(engine, step)
         if not loaded:
@@ -106,7 +106,7 @@ class Comparison:
             self.tensors(mine.gradients, [one.gradients for one in expected])
 
     def rate(self, engine: Engine, factor: float) -> None:
-        """Set the rates of run and oracles to so many times those of the specification."""
+        """Multiply the specified rates of run and oracles by `factor`."""
         engine.set_lr(engine.optimizer.torch.defaults["lr"] * factor)
         for oracle in self.oracles.all:
             oracle.weights.rate(factor)
@@ -149,29 +149,26 @@ class Comparison:
         return whole, own_tensors(division.share(whole, engine.data_rank)), division
 
     def rows_for(self, engine: Engine, step: int, division: Division) -> Any:
-        """A global batch for a step."""
         rows = rows_of_step(engine.plan, division, step)
         return self.batch(rows, SEED + step, engine.world.device)
 
     def tensors(self, boxes: Sequence[Box], of_oracles: Sequence[Wholes]) -> None:
-        """Compare gradients, or weights and the optimizer's state, with those of each oracle."""
         unit, start = self.oracles.unit, self.oracles.start
         for errors, pieces in tensor_errors(boxes, of_oracles, unit, start):
             self.errors.append(errors)
             self.pieces.append((errors.kind, pieces))
 
     def state(self, engine: Engine) -> None:
-        """Compare weights and the optimizer's state."""
         self.tensors(engine.boxes(), [oracle_state(oracle) for oracle in self.oracles.all])
         self.buffers(engine)
         if self.oracles.unit:
             self.errors.append(published(engine))
 
     def buffers(self, engine: Engine) -> None:
-        """Compare buffers: those that never change, and those of layers of experts.
+        """Compare buffers that never change, and buffers of layers of experts.
 
-        These count the tokens of all ranks; in 16 bits some may go to other experts. Buffers of
-        other layers may depend on how the batch is divided, and are compared if it is not.
+        The latter count the tokens of all ranks; in 16 bits some tokens may go to other experts.
+        Other buffers may depend on how the batch is divided, and are compared only if it is not.
         """
         found: dict[str, float] = {}
         short, undivided = self.oracles.unit > 0, engine.data_ranks * engine.microbatches == 1
@@ -238,7 +235,7 @@ class Comparison:
         self.costs = after.costs
 
     def _delay(self, engine: Engine, step: int) -> None:
-        """Leave a delayed update pending, if the plan delays any, which a load must drop."""
+        """Leave a delayed update pending, if the plan delays any: a load must drop it."""
         offload = engine.plan.offloaded
         if offload is None or offload.undelayed is None:
             return
@@ -250,7 +247,7 @@ class Comparison:
     def not_finite(self, engine: Engine, step: int) -> None:
         """Check that gradients that are not finite raise, and change nothing.
 
-        In fp16 the step is skipped (`overflow`). The engine is of no use after.
+        In fp16 the step is skipped (`overflow`). The engine cannot be used afterwards.
         """
         if not any(bool(grad.any()) for grad in self.oracles.exact.weights.used.values()):
             return  # as on all ranks
@@ -265,13 +262,13 @@ class Comparison:
         self.errors.append(Errors.of_facts("not finite", {"the step that is not finite": same}))
 
     def states(self, engine: Engine, *, copied: bool = False) -> list[Tensor]:
-        """Weights and the optimizer's; a layer may count its passes in a buffer."""
+        """Weights and optimizer states. No buffers, since a layer may count its passes in one."""
         of = {f"model/{name}" for name in engine.names}
         boxes = [b for b in engine.boxes() if b.name in of or b.name.startswith("optim/")]
         return [box.tensor.clone() if copied else box.tensor for box in boxes]
 
     def loaded(self, saved: Engine, engine: Engine) -> None:
-        """Check that the modules' own tensors, and the engine's numbers, are those saved."""
+        """Check that buffers, extra states and the engine's numbers equal the saved ones."""
         begins = ("buffer/", "extra/")
         before, after = (
             {box.name: box.tensor for box in one.boxes() if box.name.startswith(begins)}
@@ -381,7 +378,7 @@ def whole_of(oracle: Oracle | AsyncOracle) -> tuple[tuple[str, tuple[int, ...]],
 
 @contextmanager
 def bounded(engine: Engine, step: int) -> Iterator[float | None]:
-    """The bound on the gradient's norm in a step: in one of every four it is above the norm."""
+    """The bound on the gradient's norm in a step; in one of every four it is above the norm."""
     clip, training, updates = engine.training.clip, engine.training, engine.updates
     if clip is not None and step % 4 == IDLE_STEP:
         clip *= LOOSE
@@ -392,6 +389,6 @@ def bounded(engine: Engine, step: int) -> Iterator[float | None]:
 
 
 def drawn(step: int, act: Callable[[], Any]) -> Any:
-    """Call `act` with torch's generator seeded by the step, so that both runs draw the same."""
+    """Seed torch's generator by the step and call `act`, so that both runs draw alike."""
     torch.manual_seed(SEED + step)
     return act()

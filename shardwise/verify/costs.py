@@ -1,4 +1,4 @@
-"""The bytes a rank sends in its steps: those counted, and those predicted from the plain model."""
+"""The bytes that a rank sends in its steps, counted and predicted from the plain model."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ class Costs:
     """The bytes of one step, by axis and kind: of the first step that differs, else of the last.
 
     `hold`: in every step so far, each line of the ledger equals its prediction, in each phase.
-    `peaks` are bounds on the most bytes of a step by name, and the most that was read
+    `peaks` has by name a bound on the most bytes of a step, and the measured most
     (memory_proof.py). `notes` name parts of the prediction that depend on values.
     """
 
@@ -45,9 +45,9 @@ class Costs:
     ) -> "Costs":
         """The costs with the last step of `engine`.
 
-        `flushed`: something had finished a delayed update before that step, as an evaluation does.
-        `skipped`: so many steps before it were skipped, the last one right before it.
-        `loads` are those of the experts, by the oracle.
+        `flushed`: something, such as an evaluation, had finished a delayed update before that step.
+        `skipped` steps before it were skipped, the last one right before it. `loads` are the
+        oracle's.
         """
         if not self.hold:
             return self
@@ -73,9 +73,10 @@ class Costs:
     def of_evaluation(
         self, sent: Mapping[Key, Tally], prediction: Prediction, loads: Sequence[Loads]
     ) -> "Costs":
-        """The costs if an evaluation `sent` what is predicted, else its own.
+        """These costs if an evaluation `sent` what is predicted, else the evaluation's.
 
-        In 16 bits tokens may go to other experts than in one process: their rows are not compared.
+        In 16 bits tokens may go to other experts than in one process, so their rows are not
+        compared.
         """
         counted = {TrafficLine(*key): t.sent_bytes for key, t in sent.items() if t.sent_bytes}
         theory = prediction.in_evaluation(loads)
@@ -91,5 +92,5 @@ def _short(prediction: Prediction) -> bool:
 
 
 def _without(lines: dict[TrafficLine, int], names: Collection[str]) -> dict[TrafficLine, int]:
-    """The lines of other names than these, such as "ep all_to_all"."""
+    """Without the lines of these names, such as "ep all_to_all"."""
     return {line: n for line, n in lines.items() if f"{line.axis} {line.kind}" not in names}

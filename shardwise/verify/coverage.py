@@ -79,7 +79,7 @@ def _problem(
 
 
 def _unlike(masks: Mapping[Place, Tensor], places: Sequence[Place]) -> str:
-    """An element that a data replica lacks, or a tensor rank of an unsharded tensor; "" if none."""
+    """A data replica that lacks an element, or a tensor rank of an unsharded tensor; "" if none."""
     tensor_ranks = sorted({tp for _, tp, _ in places})
     for data in sorted({data for data, _, _ in places}):
         held = {
@@ -97,7 +97,6 @@ def _unlike(masks: Mapping[Place, Tensor], places: Sequence[Place]) -> str:
 
 
 def _counted(shape: tuple[int, ...], pieces: Iterable[BoxPlace]) -> Tensor:
-    """How many pieces contain each element."""
     count = torch.zeros(shape, dtype=torch.int16)
     for piece in pieces:
         block(count, piece.offsets, piece.sizes).add_(1)

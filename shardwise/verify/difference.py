@@ -7,9 +7,9 @@ In fp64 and fp32, if a tensor is smaller than a thousandth of the largest tensor
 bias of attention keys, whose gradient is zero except for rounding), the error is divided by that
 thousandth instead: noise relative to noise would be 1. For squared gradients it is the square.
 
-What is computed in fp32 has a second oracle, whose initial weights differ by their last bit. The
-change of a tensor between the two is its noise: no run is nearer to another than that. An error of
-ten times the noise is taken to be 1e-5, the bound of fp32, if it is larger otherwise.
+Computation in fp32 has a second oracle, whose initial weights differ by their last bit. The change
+of a tensor between the two is its noise: no run can be nearer to another. An error of ten times the
+noise counts as at most 1e-5, the bound of fp32.
 """
 
 import math
@@ -85,13 +85,13 @@ def _part(box: Box, oracles: Sequence[Wholes], unit: float, start: Wholes | None
 
 
 def _variance(products: Tensor) -> float:
-    """The variance of the sum of these numbers, of which those of a row or a column may agree."""
+    """The variance of the sum of these numbers, if the numbers of a row or a column may agree."""
     of = [products, *(products.sum(dim) for dim in range(products.dim()) if products.dim() > 1)]
     return max((_squares(x) for x in of), default=0.0)
 
 
 def independent(errors: Tensor) -> float:
-    """About how many independent roundings the norm of these errors is made of.
+    """About how many independent roundings determine the norm of these errors.
 
     Of n normal numbers the square of the sum of squares, over the sum of fourth powers, is n / 3. A
     matrix [m, n] of rank 1 has m + n roundings, and one of independent numbers has
@@ -151,7 +151,7 @@ def _key(name: str) -> str:
 
 
 def _beside(box: Box, expected: Tensor) -> Tensor:
-    """The values of a box, which may be in host memory, on the device of what is expected."""
+    """On the device of `expected`, since a box may be in host memory."""
     return box.tensor.to(expected.device).double()
 
 

@@ -21,12 +21,10 @@ class Errors:
 
     @classmethod
     def of_facts(cls, kind: str, facts: Mapping[str, bool]) -> "Errors":
-        """No error for each fact that holds, and NEVER for the others."""
         return cls(kind, tuple(facts), tuple(0.0 if holds else NEVER for holds in facts.values()))
 
     @property
     def largest(self) -> float:
-        """The largest error."""
         return max(self.errors, default=0.0)
 
 
@@ -34,11 +32,10 @@ class Errors:
 class Part:
     """A rank's part of a tensor in 16 bits: squares of errors against the exact values, summed.
 
-    `parallel` is that of the parallel run, `alone` that of one process in the same precision.
-    `exact` is the sum of squares of the values, `along` the sum of error times value of the
-    parallel run, `rounds` the unit roundoff of the precision. `independent` is about how many
-    roundings determine `alone` (rounding.py). `drift` is the sum of error times value of `alone`,
-    and `drift_varies` its variance.
+    `parallel` is the parallel run's, `alone` is one process's in the same precision. `exact` is the
+    sum of squares of the values, `along` the sum of error times value of the parallel run, `rounds`
+    the unit roundoff of the precision. `independent` is about how many roundings determine `alone`
+    (rounding.py). `drift` is the sum of error times value of `alone`, `drift_varies` its variance.
     """
 
     name: str
@@ -56,7 +53,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of the tensors of a kind that a rank holds, in order; see rounding.py."""
+    """A rank's parts of the tensors of a kind, in order; see rounding.py."""
 
     kind: str
     parts: tuple[Part, ...]
@@ -74,7 +71,6 @@ class BoxPlace:
 
     @classmethod
     def of(cls, boxes: Iterable[Box]) -> frozenset["BoxPlace"]:
-        """The pieces that these boxes fill."""
         return frozenset(cls(b.name, b.shape, b.offsets, b.sizes, b.replica) for b in boxes)
 
 
@@ -84,8 +80,8 @@ class Finding:
 
     Gradients have errors for each step. `pieces` are the pieces of each comparison; `whole` has the
     shapes of the tensors that all ranks together must compare. `strays` describes live storages in
-    no category of memory (memory_proof.py). `narrow`: the model computes in fp32 what has fp64
-    weights. `alone` are the losses of the steps by this rank's oracle.
+    no category of memory (memory_proof.py). `narrow`: a model with fp64 weights computes in fp32.
+    `alone` are the losses of the steps by this rank's oracle.
     """
 
     rank: int
@@ -101,17 +97,16 @@ class Finding:
 
     @property
     def bytes_hold(self) -> bool:
-        """Whether every step sent the predicted bytes."""
         return self.costs.hold
 
     @property
     def memory_holds(self) -> bool:
-        """Whether it held the predicted bytes, and no more within a step."""
+        """Equal between steps, and at most the bound within a step."""
         within = all(read <= most for most, read in self.costs.peaks.values())
         return within and self.memory_measured == self.memory_predicted
 
     def with_promises(self, broken: Mapping[str, tuple[int, int]]) -> "Finding":
-        """These results with the promises of a plan that do not hold, as read and as promised."""
+        """These results with the broken promises of a plan, (measured, promised) by name."""
         return replace(
             self,
             memory_measured=self.memory_measured | {n: read for n, (read, _) in broken.items()},
@@ -139,9 +134,9 @@ def renamed(found: Errors | Parts, kind: str) -> Errors | Parts:
 
 
 def pooled(batches: Sequence[Finding]) -> Finding:
-    """The findings of a rank on several batches as one: in 16 bits squares of errors are summed.
+    """A rank's findings on several batches as one: in 16 bits squares of errors are summed.
 
-    The batches must have been compared in the same way; the costs are those of the first.
+    All batches are compared in the same way; the costs are the first one's.
     """
     by_kind = zip(*(finding.errors for finding in batches), strict=True)
     return replace(batches[0], errors=tuple(_pooled(found) for found in by_kind))

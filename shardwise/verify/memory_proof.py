@@ -9,17 +9,17 @@ After the third and the tenth step, two columns are compared:
 Live bytes in host memory are also counted from the storages that comm/tiers/tiers.py knows, because
 a category that leaves one out would leave it out of both columns.
 
-The fourth step is measured at each event of a dry run (observe/dry_engine.py). Of these the largest
-number is compared:
+The fourth step is measured at each event of a dry run (observe/dry_engine.py). The largest number
+of an event is compared:
 
-    peak          parameters, gradients, optimizer, buffers and gathered units: equal to those of
-                  the dry run, and at most the bound that is computed without the engine
-    activations   what autograd keeps is at most a quarter more than predicted, because kernels of
-                  devices and dtypes save different statistics. Not compared in a pipeline and in
-                  mixtures of experts, where it depends on what no prediction knows
+    peak          parameters, gradients, optimizer, buffers and gathered units: equal to the dry
+                  run's, and at most the bound that is computed without the engine
+    activations   at most a quarter more than predicted, because kernels of devices and dtypes save
+                  different statistics. Not compared in a pipeline and in mixtures of experts, where
+                  activations depend on values
 
-A model may keep activations in attributes of its modules (`self.seen = x`).  Those that the model
-also keeps in one process are removed before the comparison.
+A model may keep activations in attributes of its modules (`self.seen = x`). Attributes that the
+model also keeps in one process are removed before the comparison.
 """
 
 import threading
@@ -90,10 +90,9 @@ def over_steps(
 ) -> Memory:
     """Train `engine`, which was built under `live`, on `batch(step)`; called by all ranks.
 
-    `predicted(batch(step))` is the prediction for the step. `own` are the attributes that the same
-    model has in one process; `loads(step)` are those of its experts; `foresee` predicts the events
-    of a step.
-    Only categories that differ from the prediction are shown.
+    `predicted(batch(step))` is the prediction for the step. `own` are the attributes that the model
+    has in one process too; `loads(step)` are its experts'; `foresee` predicts the events of a step.
+    The result has only categories that differ from the prediction.
     """
     built = attributes(engine.model)
     read: dict[str, int] = {}
@@ -143,7 +142,7 @@ def over_steps(
 def _peaks(
     seen: StepMeter, prediction: Prediction, events: Sequence[Event]
 ) -> dict[str, tuple[int, int]]:
-    """The most bytes of a step by name: as predicted, or their bound, and as read."""
+    """The most bytes of a step by name: predicted or bounded, and measured."""
 
     def most(every: Sequence[Event], names: Collection[str]) -> int:
         return max(sum(event.by_category[name] for name in names) for event in every)
@@ -176,10 +175,11 @@ def _restore(model: nn.Module, built: Attributes, own: Collection[tuple[str, str
 
 
 def _left(engine: Engine, live: Live) -> list[Stray]:
-    """The live storages in no category, after the thread of heartbeats has released frames of it.
+    """The live storages in no category.
 
-    While that thread (comm/start/peers.py) reads the call stack of a rank, it keeps local variables
-    of those calls alive.  A rank in a thread has no such thread.
+    While the thread of heartbeats (comm/start/peers.py) reads the call stack of a rank, it keeps
+    local variables of those calls alive, so wait until it releases them. A rank in a thread has
+    none.
     """
     ends = time.monotonic() + _PEERS_S
     while True:

@@ -1,8 +1,8 @@
 """The outputs of a model for a few rows, in one process as on a data rank.
 
-Every data rank is given the same rows. Layers of experts count the tokens of all of them, those of
-rank 0 first, so that a capacity drops other choices of each copy. One process computes the copies
-too, and a rank compares its own:
+Every data rank gets the same rows. Layers of experts count the tokens of all of them, rank 0's
+first, so a capacity drops other choices of each copy. One process computes the copies too, and a
+rank compares its own:
 
     rows          0 1                     rank 0      rank 1
     one process   0 1 0 1    compared:    0 1 . .     . . 0 1
@@ -20,7 +20,7 @@ from shardwise.verify.oracles.oracle import Oracle
 
 
 def expected_outputs(oracle: Oracle | AsyncOracle, batch: Any, ranks: int, rank: int) -> Tensor:
-    """What the model of `oracle` returns for the copy of `batch` that data rank `rank` has."""
+    """The oracle's outputs for the copy of `batch` of data rank `rank`."""
     if not experts_in(oracle.model):
         return oracle.evaluate(lambda model: returned(oracle, model, batch))
 

@@ -4,7 +4,7 @@
     dropout      its masks depend on the data rank, microbatch, stage and tensor rank
 
 A proof of a model with batch norm fails under a plan that divides the batch, and the report says
-why.  A proof sets dropout to 0 on both sides of the comparison, and the report says so.
+why. A proof sets dropout to 0 on both sides of the comparison, and the report says so.
 """
 
 from collections.abc import Iterator
@@ -21,10 +21,7 @@ NAMED = 3  # modules of each kind that are named
 
 
 def batch_norm_note(model: nn.Module, plan: Plan) -> str:
-    """Why the model under `plan` cannot match one process, and what to prove instead; or "".
-
-    This concerns plans that divide the batch among data ranks or into microbatches.
-    """
+    """Why a plan that divides the batch cannot match one process, and what to prove then; or ""."""
     norms = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
     if not norms or plan.shares * plan.microbatches == 1:
         return ""

@@ -9,21 +9,21 @@ rows, and in plain PyTorch on all of them (oracle.py). It compares its own shard
     weights        after the last step; in 16 bits their change
     optimizer      its state after the last step
     evaluation     the loss of one more batch in eval mode
-    outputs        what the model returns for a few rows, gathered
-    routing        in 16 bits, how near to ties the choices of experts are that differ (routes.py)
+    outputs        the model's outputs for a few rows, gathered
+    routing        in 16 bits, how near to ties differing choices of experts are (routes.py)
     after loading  the first four again, after a step of a new engine that loaded a checkpoint of
                    this one, the rates included
     update         in 16 bits that step's update, made again from its gradients, and whether weights
                    are their masters rounded to nearest (replay.py)
     not finite     a step whose gradients are not finite is refused, and changes nothing
-    overflow       in fp16, of a step whose gradients overflow: it changes nothing but the scale;
-                   and the first four after one more step
+    overflow       in fp16, a step whose gradients overflow changes nothing but the scale; and the
+                   first four after one more step
 
-The optimizer is that of recipe.py, whose rates change in every step. Updates are delayed from the
-first step, and made as late as they may be. Gradients are clipped
-to between a quarter and a half of the first norm; in the step with an idle rank the bound is so
-large that nothing is clipped, and after loading there is none, so that each unit is updated as soon
-as its gradients arrive. Updates are made in several parts.
+recipe.py has the optimizer, whose rates change in every step. Updates are delayed from the first
+step, made as late as they may be, and in several parts. Gradients are clipped to between a quarter
+and a half of the first norm. In the step with an idle rank the bound is so large that nothing is
+clipped, and after loading there is none, so that each unit is updated as soon as its gradients
+arrive.
 """
 
 import math
@@ -91,7 +91,7 @@ def _other_batch(make_batch: Callable[[int, int], Any], shift: int, rows: int, s
 
 
 def with_early_delays(plan: Plan) -> Plan:
-    """The plan whose updates are delayed from the first step on, if they are at all."""
+    """The plan whose updates are delayed from the first step on, if they are delayed at all."""
     offload = plan.offloaded
     if offload is None or offload.undelayed is None or offload.undelayed < 2:
         return plan
@@ -155,7 +155,6 @@ def equal_batch(trainable: Trainable, engine: Engine, step: int) -> Any:
 
 
 def equal_share(trainable: Trainable, engine: Engine, step: int) -> Any:
-    """This rank's rows of it."""
     whole = equal_batch(trainable, engine, step)
     return Division.of(engine).share(whole, engine.data_rank)
 
@@ -174,7 +173,6 @@ def theory_of(
     predictor = Predictor(model, plan, replace(chosen, clip=clip), rank=rank, ranks=plan.size)
 
     def of(*args: Any, **how: Any) -> Prediction:
-        """The prediction for this rank's share of a batch, as `Predictor.of`."""
         with BUILDING:  # a pass on the meta device restores the global generator
             return predictor.of(*args, **how)
 
@@ -182,7 +180,7 @@ def theory_of(
 
 
 def unclipped(theory: Theory) -> Theory:
-    """The predictions of the same passes where the norm has no bound."""
+    """The predictions of the same passes without a bound on the norm."""
     return lambda *args, **options: replace(theory(*args, **options), norm=False)
 
 
@@ -215,7 +213,7 @@ def engine_of(
 def build_options(
     trainable: Trainable, plan: Plan, options: Options, model: nn.Module | None = None
 ) -> EngineOptions:
-    """The options of the engine of a proof, and of its predictions, for `model`."""
+    """The options of a proof's engine and predictions, for `model`."""
     return EngineOptions(
         optimizer=spec_of(plan, trainable.plain() if model is None else model),
         loss=trainable.loss,
@@ -228,7 +226,6 @@ def build_options(
 
 
 def alone_of(trainable: Trainable, plan: Plan, device: torch.device) -> Oracles:
-    """The oracles: the same training in one process."""
     of = spec_of(plan, trainable.plain()), trainable.loss, trainable.tokens
     return oracles_of(lambda: trainable.build(device), plan, *of)
 
@@ -261,7 +258,7 @@ def with_noise(oracles: Oracles, trainable: Trainable, plan: Plan, device: torch
 def _rounded_each(
     oracles: Oracles, exact: Oracle, trainable: Trainable, device: torch.device
 ) -> Microbatches:
-    """The microbatches of one process in 16 bits: those of each rank, if the loss is their mean.
+    """The microbatches of one process in 16 bits: each rank's, if the loss is their mean.
 
     It is if their exact gradients differ from those of the whole batch by less than one rounding.
     """

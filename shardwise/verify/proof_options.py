@@ -21,8 +21,8 @@ EXAMPLE: Final = '"blocks.*.up" = "colwise" and "blocks.*.down" = "rowwise", one
 class Options:
     """The options of parallelize besides the plan: `units`, and the `table` of the tensor axis.
 
-    Each block is a unit, also in small models, unless the plan has a bucket. `kernels` are those of
-    the device of the ranks. `batches` numbers the batches, of which there may be several.
+    Each block is a unit, also in small models, unless the plan has a bucket. `kernels` are the
+    ranks' device's. `batches` selects another set of batches.
     """
 
     units: Rule = "auto"
@@ -35,8 +35,8 @@ def table_in(path: Path, option: str = "--table") -> Table:
     """The table in a TOML or JSON file: patterns of module names to styles.
 
     If it has more keys (heads, kv_heads, sequence, sets, as in Table.of), the patterns are under
-    `styles`. `option` is what named the file. Raises InputError for a file that cannot be read, or
-    has no table.
+    `styles`. `option` is the option or key that named the file. Raises InputError for a file that
+    cannot be read, or has no table.
     """
     try:
         text = read_text(path)

@@ -1,7 +1,7 @@
 """Records of an engine on a rank and of an oracle, and the errors of one beside the other.
 
 `shardwise verify` compares records right after each step. The table of plans (tests/plan_runs.py)
-compares those of a whole run, which other processes have made.
+compares records of a whole run, which other processes have made.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,6 @@ class EngineStep:
 
     @classmethod
     def last(cls, engine: Engine, found: Metrics) -> "EngineStep":
-        """The last step of an engine, which gave these metrics."""
         gradients = () if found.skipped else engine.gradients()
         return cls(found.loss, found.tokens, found.grad_norm, gradients)
 
@@ -58,7 +57,6 @@ class OracleStep:
 
 
 def oracle_state(oracle: Oracle | AsyncOracle) -> Wholes:
-    """The weights of an oracle, and the state of its optimizer."""
     weights = {f"model/{name}": x for name, x in oracle.weights.values().items()}
     return weights | {f"optim/{name}": x for name, x in oracle.weights.state().items()}
 
@@ -79,9 +77,9 @@ def step_errors(
 def tensor_errors(
     boxes: Sequence[Box], oracles: Sequence[Wholes], unit: float = 0.0, start: Wholes | None = None
 ) -> list[tuple[Errors | Parts, frozenset[BoxPlace]]]:
-    """The errors of a rank's boxes by kind, and the pieces that they are of.
+    """The errors of a rank's boxes by kind, and the pieces that they cover.
 
-    In 16 bits of weights the change since the `start` is compared.
+    In 16 bits the change of the weights since `start` is compared.
     """
     found = list[tuple[Errors | Parts, frozenset[BoxPlace]]]()
     for kind, begin in KINDS.items():

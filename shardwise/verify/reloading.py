@@ -26,10 +26,7 @@ def reload_engine(saved: Engine, fresh: Engine) -> Engine:
     """Save `saved` to a temporary folder, and load it into `fresh`. Called by all ranks.
 
     All weights of `fresh` are overwritten before: it has the seed of `saved`, so that some would be
-    right without a load.
-
-    The first rank makes the folder, which is removed at the end, also if saving or loading fails on
-    the first rank.
+    right without a load. The folder is removed, also if saving or loading fails on the first rank.
     """
     _forget(fresh)
     world = saved.world
@@ -69,7 +66,6 @@ def _shared_folder(world: World) -> Path:
 
 @torch.no_grad()
 def _forget(engine: Engine) -> None:
-    """Overwrite the weights in memory."""
     for flat in engine.flats:
         for weights in (flat.full, flat.shard):
             if weights.untyped_storage().nbytes():
@@ -98,6 +94,5 @@ def _through_threads(saved: Engine, fresh: Engine, folder: Path) -> None:
 
 
 def _of_all(boxes: list[Box], world: World) -> list[Box]:
-    """The first replica of every box."""
     mine = [box for box in boxes if box.replica == 0]
     return [box for of_rank in all_gather_object(mine, world) for box in of_rank]

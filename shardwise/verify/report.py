@@ -189,7 +189,7 @@ def may_be_chance(found: Report, findings: Sequence[Finding]) -> bool:
 
 
 def _differences(findings: Sequence[Finding], bound: float) -> list[Difference]:
-    """The first tensor of each kind and rank that differs, in the order of what it may change."""
+    """The first tensor of each kind and rank that differs; kinds that others change come last."""
     found: list[Difference] = []
     for by_rank in zip(*(finding.errors for finding in findings), strict=True):
         for errors, finding in zip(_errors_of(by_rank), findings, strict=True):
@@ -210,7 +210,6 @@ def _errors_of(by_rank: Sequence[Errors | Parts]) -> list[Errors]:
 
 
 def _first(errors: Errors, rank: int, bound: float) -> list[Difference]:
-    """The first of a rank's tensors whose error is too large, in the order of the model."""
     pairs = zip(errors.names, errors.errors, strict=True)
     wrong = ((name, error) for name, error in pairs if not error <= bound)
     return [Difference(errors.kind, name, rank, error) for name, error in wrong][:1]
@@ -232,7 +231,7 @@ def _uncovered(plan: Plan, findings: Sequence[Finding]) -> str:
 
 
 def show(found: Report, console: Console) -> None:
-    """The report as two tables, and whether the plan holds."""
+    """Print the report as two tables, and whether the plan holds."""
     errors = Table("", "error", "bound", "", title=f"{found.plan} on {found.model}")
     times = " x alone" if found.bound == rounding.MOST else ""
     table = Table("bytes of one rank", *COLUMNS.values(), "")
@@ -265,7 +264,7 @@ def show(found: Report, console: Console) -> None:
 
 
 def said_of(error: float, bound: float) -> str:
-    """An error with as many digits as tell it from its bound."""
+    """An error with enough digits to tell it from its bound."""
     form = "g" if bound == rounding.MOST else "e"
     texts = [f"{error:.{digits}{form}}" for digits in (2, 4, 6, 9, 17)]
     return next((text for text in texts if float(text) != bound), texts[0])

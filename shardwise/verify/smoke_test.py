@@ -41,8 +41,8 @@ def smoke_test(
     A model without its own table gets a derived one (derive/table.py).
 
     Raises InputError for an unknown name, a model that is larger than the memory of this host, that
-    cannot be trained or that cannot be divided into the plan's stages, a table that does not fit
-    the tensor ranks, and units that match no module.
+    cannot be trained or divided into the plan's stages, a table that does not fit the tensor ranks,
+    and units that match no module.
     """
     found, options = _trained(model, plan), with_table(model, plan, options or Options())
     choose(found, options.units)
@@ -55,7 +55,8 @@ def smoke_test(
 
 
 def with_table(model: str | Trainable, plan: Plan, options: Options) -> Options:
-    """The options with a derived table, if the plan needs one and neither they nor the model have.
+    """The options with a derived table, if the plan needs one and neither they nor the model have
+    it.
 
     Raises InputError if no layer can be sharded.
     """
@@ -92,7 +93,7 @@ def _trained(model: str | Trainable, plan: Plan) -> nn.Module:
 
 
 def _require_seeded(trainable: Trainable) -> None:
-    """Raise InputError for batches that differ between two calls: ranks would have other ones."""
+    """Raise InputError for batches that differ between two calls, since each rank makes its own."""
     one, other = (pytree.tree_leaves(trainable.batch(ROWS, SEED)) for _ in range(2))
     pairs = [(a, b) for a, b in zip(one, other, strict=False) if isinstance(a, Tensor)]
     same = (torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
@@ -111,7 +112,7 @@ def require_bound(model: str | Trainable, plan: Plan, options: Options) -> None:
 
 
 def _predicted(model: str | Trainable, options: Options, plan: Plan) -> Prediction:
-    """The prediction for the largest batch of the first rank."""
+    """For the largest batch of the first rank."""
     trainable = without_dropout(find(model))
     fewest = ROWS_16 if plan.precision in ("bf16", "fp16") else ROWS
     rows = plan.microbatches * max(ROWS, fewest // plan.microbatches)

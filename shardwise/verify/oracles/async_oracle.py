@@ -42,12 +42,11 @@ class Staleness:
 
 
 def pipedream(stages: int) -> Rule:
-    """PipeDream on `stages` stages: later stages have newer weights."""
     return lambda stage, i: max(0, i - (stages - 1 - stage))
 
 
 def two_buffered(microbatches: int) -> Rule:
-    """2BW: all microbatches of a batch use the weights from the start of the previous batch."""
+    """All microbatches of a batch use the weights from the start of the previous batch."""
     return lambda _, i: max(0, i // microbatches - 1)
 
 
@@ -87,7 +86,6 @@ class AsyncOracle:
         return summed / max(1, sum(counts))
 
     def _learn(self, part: Any, share: float, sums: dict[str, Tensor | None]) -> float:
-        """Add a microbatch's gradients, times `share`; returns its loss."""
         params = self.weights.params
         loss = self.task.loss_of(self.model, part, self.dtype)
         found = torch.autograd.grad(loss * share, list(params.values()), allow_unused=True)
@@ -98,10 +96,8 @@ class AsyncOracle:
         return loss.item()
 
     def of_ranks(self, batch: Any, _idle: int = 0) -> list[Any]:
-        """What each pass of an evaluation computes: all rows."""
         return [batch]
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor:
-        """The result of `call(model)` in eval mode."""
         with Lowered(self.dtype):
             return in_eval_mode(self.model, call)

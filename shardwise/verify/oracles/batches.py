@@ -1,7 +1,7 @@
 """The global batches of a proof, and how they are divided.
 
     rows of the global batch    0 1 2 | 3 4        5 rows on 2 data ranks
-                                0 1 2 3 |          4 rows on 2 data ranks, of which one is idle
+                                0 1 2 3 |          4 rows on 2 data ranks, one of them idle
 
 The first ranks have one row more if the rows are uneven; idle ranks, the last ones, have none.
 
@@ -37,7 +37,7 @@ FEW_ROWS: Final = 8
 
 @dataclass(frozen=True)
 class Division:
-    """The division of the batches of a step: among data ranks, of which `idle` have no rows."""
+    """The division of a step's batch among data ranks, of which the last `idle` have no rows."""
 
     ranks: int
     microbatches: int
@@ -45,18 +45,16 @@ class Division:
 
     @classmethod
     def of(cls, engine: Engine, step: int | None = None) -> "Division":
-        """The division of an engine's batches; in one of the steps a rank is idle."""
+        """With a `step`, one data rank is idle in one of every four steps."""
         ranks = engine.data_ranks
         idle = step is not None and step % 4 == IDLE_STEP and may_idle(engine.plan, ranks)
         return cls(ranks, engine.microbatches, int(idle))
 
     def sizes(self, count: int) -> list[int]:
-        """The rows of each data rank, of so many."""
         busy = torch.empty(count, device="meta").tensor_split(self.ranks - self.idle)
         return [*map(len, busy), *[0] * self.idle]
 
     def share(self, whole: Any, rank: int) -> Any:
-        """The rows of a data rank of a global batch."""
         busy = self.ranks - self.idle
         if rank < busy:
             return split(whole, busy, f"{busy} data ranks")[rank]
@@ -70,9 +68,8 @@ class Division:
 
 
 def may_idle(plan: Plan, ranks: int) -> bool:
-    """Whether a data rank may have no rows in a proof.
-
-    Layers with a mesh of their own exchange rows between ranks: there all have some.
+    """False if layers have a mesh of their own: they exchange rows between ranks, so each needs
+    some.
     """
     return ranks > 1 and not any(each.has_axes for each in plan.layers)
 
@@ -94,7 +91,7 @@ def rows_of_step(plan: Plan, division: Division, step: int) -> int:
 
 
 def ragged(trainable: Trainable, plan: Plan) -> Trainable:
-    """The same model with ragged batches, if they are of tokens, some of which may be ignored."""
+    """The same model with ragged batches, if its batches are of tokens and some may be ignored."""
     leaves, spec = pytree.tree_flatten(trainable.make_batch(FEW_ROWS, SEED))
     targets = [k for k, x in enumerate(leaves) if _counts(trainable, leaves, spec, k, x)]
     if not targets:
@@ -121,7 +118,7 @@ def ragged(trainable: Trainable, plan: Plan) -> Trainable:
 
 
 def _is_ids(x: Any) -> bool:
-    """Whether it may be a tensor of tokens, one row of them for each row of the batch."""
+    """Whether it may be a tensor of tokens, with a row for each row of the batch."""
     whole = isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool
     return whole and x.dim() == 2 and x.shape[1] >= SHORTEST
 
@@ -129,7 +126,7 @@ def _is_ids(x: Any) -> bool:
 def _counts(
     trainable: Trainable, leaves: Sequence[Any], spec: pytree.TreeSpec, place: int, x: Any
 ) -> bool:
-    """Whether the leaf at `place` has the targets: without any of them no token is left."""
+    """Whether the leaf at `place` has the targets: without it no token is left."""
     if trainable.tokens is None or not _is_ids(x):
         return False
     none = [*leaves[:place], torch.full_like(x, IGNORED), *leaves[place + 1 :]]
@@ -149,7 +146,7 @@ def _ends(model: nn.Module, plan: Plan, most: int) -> list[int]:
 
 
 def _with_ignored(targets_BT: Tensor, seed: int, first: int) -> Tensor:
-    """Targets of which a quarter is ignored, from the position `first` to the last but two."""
+    """Ignore a quarter of the targets, from the position `first` to the last but two."""
     own = torch.Generator().manual_seed(seed)
     ignored = torch.rand(targets_BT.shape, generator=own) < 1 / 4
     ignored[:, :first] = ignored[:, -2:] = False

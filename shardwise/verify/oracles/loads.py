@@ -28,7 +28,7 @@ from shardwise.verify.oracles.oracle import Oracle
 
 
 class Choices:
-    """How many choices of each token every expert computes, in the last training step of `model`.
+    """How many choices of each token every expert computes in the last training step of `model`.
 
     `model` runs in one process; its layers of experts report their routings.
     """
@@ -58,9 +58,9 @@ class Choices:
     def loads(
         self, batch: Any, plan: Plan, division: Division | None = None, *, trained: bool = True
     ) -> tuple[Loads, ...]:
-        """The loads of each microbatch on the ranks of `plan`; `batch` is that of the last step.
+        """The loads of each microbatch on the ranks of `plan`; `batch` is the last step's.
 
-        If not `trained`, those of the last evaluation.
+        If not `trained`, the loads of the last evaluation.
         """
         division = division or Division(plan.shares, plan.microbatches)
         seen = self.seen if trained else self.evaluated
@@ -83,7 +83,7 @@ def _loads(
 ) -> Loads:
     """The loads of a microbatch with so many rows of each share of the batch.
 
-    Of the data ranks with the same rows, each has some of their positions.
+    Each of the data ranks with the same rows has some of their positions.
     """
     rows, tensor_ranks = sum(sizes), plan.mesh.size_of("tp")
     by_row = {
@@ -107,7 +107,7 @@ def _loads(
 
 
 def _padded(choices_BTE: Tensor, ranks: int) -> Tensor:
-    """The choices as [B, ranks, T / ranks, E], of the shards of the sequence on tensor ranks."""
+    """The choices as [B, ranks, T / ranks, E], by the shards of the sequence on tensor ranks."""
     positions = choices_BTE.shape[1]
     size = -(-positions // ranks)
     whole = functional.pad(choices_BTE, (0, 0, 0, size * ranks - positions))
@@ -115,10 +115,7 @@ def _padded(choices_BTE: Tensor, ranks: int) -> Tensor:
 
 
 def _counts(parts: Sequence[Tensor], sizes: list[int]) -> Counts:
-    """The choices by data rank and expert, of the positions of each rank of `cp`.
-
-    Each share of the batch has so many rows.
-    """
+    """The choices by data rank and expert. `parts` has the positions of each rank of `cp`."""
     by_share = zip(*(x.split(sizes) for x in parts), strict=True)
     return tuple(tuple(own.flatten(0, -2).sum(0).tolist()) for each in by_share for own in each)
 
@@ -131,12 +128,13 @@ class Routed:
         self.choices = Choices(oracle.model)
 
     def finish(self) -> None:
-        """Finish a delayed update."""
         if isinstance(self.oracle, Oracle):
             self.oracle.finish()
 
     def step(self, batch: Any, seed: int) -> tuple[Loads, ...]:
-        """Train the oracle on a global batch; the run draws the same random numbers after it."""
+        """Train the oracle on a global batch. Seeds twice, so that the run draws the same numbers
+        next.
+        """
         if not experts_in(self.oracle.model):
             return ()
         torch.manual_seed(seed)
@@ -146,7 +144,7 @@ class Routed:
 
 
 def of_positions(parts: Sequence[Tensor], rows: int, plan: Plan) -> Tensor:
-    """What ranks have of some positions each, [rows, t, K] or [rows t, K], in their order."""
+    """Join the ranks' positions, [rows, t, K] or [rows t, K] each, in the order of the sequence."""
     flat = parts[0].dim() < 3
     by_row = [x.view(rows, -1, *x.shape[1 if flat else 2 :]) for x in parts]
     whole = torch.cat(by_row, 1)

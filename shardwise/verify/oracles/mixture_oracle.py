@@ -5,7 +5,7 @@
     for each expert     y[token] += weight * down(silu(gate x) * up x)
     loss                sums over all tokens of the batch                              `_losses`
 
-In 16 bits it takes the choices of a run in place of its own, and notes how near to ties they are
+In 16 bits it takes a run's choices in place of its own, and notes how near to ties they are
 (routes.py).
 
 Like oracle.py it imports nothing of the package. It reads the parameters, the buffers and the gate
@@ -30,11 +30,11 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the tokens asked for.
+    """The choices of the tokens.
 
     experts        [N, K]
     weights        [N, K], by which the experts' outputs are multiplied
-    probabilities  [N, E], of which the balance loss is computed
+    probabilities  [N, E], for the balance loss
     positions      [N, K] places in the queues of the experts; -1: not computed
     wanted         [N, K] whether a token uses the choice at all
     counted        how many of the choices the balance loss counts
@@ -55,8 +55,8 @@ class Follow:
     experts    [N, K] in the order of the layer's own choices
     positions  [N, K] their places in the queues of the experts; -1: not computed
     scores     the numbers whose largest are chosen, for each choice that was made
-    gap        the largest difference of the scores of a choice of the run and of the own choice in
-               its place: 0 if they are the same choices, and small if they are nearly a tie
+    gap        the largest difference of score between the run's choice and the own choice in its
+               place: 0 if they are the same choices, and small if they are nearly a tie
     """
 
     experts: Tensor
@@ -65,9 +65,9 @@ class Follow:
     gap: float = 0.0
 
     def choose(self, scores: Tensor, own: Tensor, other: Tensor) -> Tensor:
-        """The choices `other` of the run in place of `own`, indices of `scores` along dim -1.
+        """The run's choices `other` in place of `own`: indices of `scores` along dim -1.
 
-        The own ones if those of the run are no choices at all.
+        Returns `own` if `other` is not a valid choice.
         """
         order = other.sort(-1).values if other.shape == own.shape else other
         if other.shape != own.shape or (order.diff(dim=-1) == 0).any():
@@ -77,7 +77,7 @@ class Follow:
         return other
 
     def cross(self, x: Tensor) -> Tensor:
-        """`x`, but just on the side of 0 on which the run is, wherever that is the other one.
+        """`x`, moved just across 0 wherever the run has the other sign.
 
         `experts` says where the run is positive, once for each rank that computes the same columns.
         """
@@ -90,7 +90,6 @@ class Follow:
         return torch.where(apart, x - x.detach() + side, x) if apart.any() else x
 
     def note(self, scores: Tensor, gap: float) -> None:
-        """Note the scores of a choice, and how far that of the run is from a tie."""
         self.scores.append(scores.detach())
         self.gap = max(self.gap, gap)
 
@@ -98,7 +97,7 @@ class Follow:
 class Mixture:
     """The forward of `layer`, a mixture of experts, in one process.
 
-    Its next passes follow those in `following`, in this order; none: it chooses itself.
+    Its next passes follow those in `following`, in order; without any it makes its own choices.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -108,7 +107,6 @@ class Mixture:
         self.now: Follow | None = None
 
     def follow(self, passes: Sequence[Follow]) -> None:
-        """Follow these passes of a run, one after the other."""
         self.following, self.passes = [*passes], 0
 
     def __call__(self, x: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -214,12 +212,10 @@ class Mixture:
         return used
 
     def _room(self, n: int) -> float:
-        """The capacity of an expert."""
         factor, choices = self.gate.capacity, n * self.gate.k
         return math.inf if factor is None else math.ceil(factor * choices / self.gate.experts)
 
     def _assigned(self, x_ND: Tensor, ids_N: Tensor | None) -> Tensor:
-        """The expert of each token under a hard gate."""
         if self.gate.name == "cluster":
             centroids = self.layer.centroids.double()
             apart = x_ND.detach().double().unsqueeze(1) - centroids
@@ -231,7 +227,7 @@ class Mixture:
         return torch.tensor(found, dtype=torch.int64, device=x_ND.device)
 
     def _by_sigmoid(self, logits_NE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """DeepSeek-V3: the bias follows the choices of the training pass before, and chooses."""
+        """DeepSeek-V3: a bias that follows the choices of the previous training pass takes part."""
         layer, scores = self.layer, logits_NE.sigmoid()
         if layer.training:
             before = layer.choices.to(layer.bias)
@@ -267,7 +263,7 @@ class Mixture:
     # --- random numbers -----------------------------------------------------------------------
 
     def _uniform(self, numbers: range) -> list[float]:
-        """A number between 0 and 1 for each; those of the next training pass are others."""
+        """Numbers between 0 and 1, others in each training pass."""
         named = f"{self.layer.seed}/{self.layer.place.name}".encode()
         key = int.from_bytes(hashlib.sha256(named).digest()[:8], "big")
         key += int(self.layer.passes)
@@ -281,7 +277,6 @@ class Mixture:
     # --- losses -------------------------------------------------------------------------------
 
     def _losses(self, found: Chosen, logits_NE: Tensor, ids_N: Tensor | None) -> Tensor:
-        """The auxiliary losses by their coefficients."""
         gate, n = self.gate, max(1, len(logits_NE))
         of = {} if gate.name in ("assigned", "hash", "cluster") else dict(gate.losses)
         total = logits_NE.new_zeros(())
@@ -313,5 +308,5 @@ def _mixed(number: int, key: int) -> int:
 
 
 def _signed(bits: int) -> int:
-    """The number of 64 bits in two's complement."""
+    """64 bits as a number in two's complement."""
     return bits - ((bits >> 63) << 64)

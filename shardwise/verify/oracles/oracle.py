@@ -20,8 +20,8 @@ section 3). The parameters of norms over the batch stay in fp32. Layers in 16 bi
 inputs; the batch itself is not rounded. With fp64 weights, buffers and the batch become fp64 too.
 
 A model that computes in fp32 inside of fp64 rounds differently when its loss is scaled, unless the
-scales differ by a power of two. In the run the loss of a token counts parts / tokens: the numbers
-of all parts of the global batch and of all its tokens. Here that is the loss times `share`.
+scales differ by a power of two. The run weighs the loss of a token by (all parts / all tokens) of
+the global batch; here the loss is multiplied by `share`.
 """
 
 import math
@@ -58,7 +58,7 @@ class Task:
     narrow: set[str] = field(default_factory=set[str])
 
     def loss_of(self, model: nn.Module, batch: Any, dtype: torch.dtype) -> Tensor:
-        """The loss of `model` in a dtype.  The batch's floats may become wider, never narrower."""
+        """The loss of `model` in a dtype. The batch's floats may become wider, never narrower."""
 
         def converted(x: Tensor) -> Tensor:
             wider = x.is_floating_point() and torch.promote_types(x.dtype, dtype) == dtype
@@ -75,7 +75,9 @@ class Task:
 
 
 def _as_weights(module: nn.RNNBase, args: tuple[Any, ...]) -> Any:
-    """The inputs in the dtype of the weights, which the module checks before any function."""
+    """Convert the inputs to the weights' dtype, which the module checks before it calls any
+    function.
+    """
     dtype = module.all_weights[0][0].dtype
     floats = (isinstance(x, Tensor) and x.is_floating_point() for x in args)
     return tuple(x.to(dtype) if wide else x for x, wide in zip(args, floats, strict=True))
@@ -156,16 +158,17 @@ class Microbatches:
     each: Each = "microbatch"
 
     def passes(self, ranks: int) -> list[list[tuple[int, int]]]:
-        """For each pass, the numbers of data rank and microbatch that it computes."""
+        """For each pass, the (data rank, microbatch) pairs that it computes."""
         every = [(rank, k) for rank in range(ranks) for k in range(self.number)]
         if self.each == "microbatch":
             return [[(rank, k) for rank in range(ranks)] for k in range(self.number)]
         return [every] if self.each == "batch" else [[one] for one in every]
 
     def of(self, batch: Any, idle: int = 0) -> list[Any]:
-        """The rows of each pass; in each those of the first data rank come first.
+        """The rows of each pass; the first data rank's rows come first.
 
-        The last `idle` data ranks have no rows. What is no tensor with rows goes to all of them.
+        The last `idle` data ranks have no rows. Leaves that are no tensors with rows go to all
+        passes.
         """
         passes = self.passes(ranks := self.data_ranks - idle)
         if len(passes) == 1:
@@ -246,7 +249,6 @@ class Weights:
                 self.params[name].data = master.detach().clone().to(self.params[name].dtype)
 
     def rate(self, factor: float) -> None:
-        """Set the rate of each group of the optimizer to so many times its first one."""
         for group in self.optimizer.param_groups:
             group["lr"] = group.setdefault("first_lr", group["lr"]) * factor
 
@@ -340,13 +342,12 @@ class Oracle:
         return loss
 
     def skip(self, batch: Any) -> None:
-        """A step whose gradients overflow updates nothing; a delayed update is finished before."""
+        """A step whose gradients overflow: it finishes a delayed update, and makes none."""
         self.finish()
         self.gradients(batch)
         self.steps += 1
 
     def finish(self) -> None:
-        """Finish a delayed update: the model computes with the newest weights."""
         self.pending = False
         if self.undelayed is not None:
             self._show({n: m.clone() for n, m in self.weights.masters.items()})
@@ -357,12 +358,11 @@ class Oracle:
             p.data = weight.detach().to(p.dtype)
 
     def of_ranks(self, batch: Any, idle: int = 0) -> list[Any]:
-        """What each pass of an evaluation computes of a global batch."""
+        """The rows of a global batch that each pass of an evaluation computes."""
         passes = replace(self.microbatches, number=1).of(batch, idle)
         return [rows for rows in passes if rows_of(rows)]
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor:
-        """The result of `call(model)` in eval mode."""
         self.finish()
         with Lowered(self.dtype):
             return in_eval_mode(self.model, call)

@@ -46,7 +46,7 @@ class Oracles:
 
     @property
     def all(self) -> tuple[Oracle | AsyncOracle, ...]:
-        """All oracles, the exact one first."""
+        """The exact one comes first."""
         return (self.exact, *(o for o in (self.alone, self.perturbed) if o is not None))
 
     @property
@@ -74,7 +74,7 @@ def oracles_of(
     """
 
     def oracle(dtype: torch.dtype, rounded: torch.dtype | None = None) -> Oracle | AsyncOracle:
-        """The oracle in a precision, from weights that were rounded to another one."""
+        """In a precision, from weights that were rounded to another one."""
         model, task = build(), Task(loss, tokens or rows_of, optimizer_of(spec), rounded)
         name_layers(model)  # their random numbers are those of the run
         for layer in layers_of(model).values():
@@ -128,7 +128,7 @@ def optimizer_of(spec: OptimizerSpec) -> Callable[[Mapping[str, nn.Parameter]], 
     """Torch's optimizer of that class and options; the first group pattern that matches applies."""
 
     def build(params: Mapping[str, nn.Parameter]) -> Optimizer:
-        """The optimizer over parameters by name."""
+        """Over parameters by name."""
         patterns = [*spec.groups, "*"]
         members: dict[str, list[nn.Parameter]] = {}
         for name, p in params.items():

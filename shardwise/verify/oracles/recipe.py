@@ -1,10 +1,10 @@
-"""The optimizer of a proof: AdamW with options that are not its defaults, and two groups.
+"""The optimizer of a proof: AdamW with two groups and no option at its default.
 
-No option is a default, so that a forgotten one shows; the second group has its own rate, weight
-decay and betas; and the rate changes in every step. An update multiplies the rounding of a gradient
-that is zero by rate / epsilon (the usual 1e-8 makes a full step of it), and a bias that began at 0
-is no larger than its updates: its error is up to (largest gradient) / epsilon times that of the
-gradient. In fp64 there is room for a factor of 1e4; elsewhere epsilon is larger.
+A forgotten option would show. The second group has its own rate, weight decay and betas, and the
+rate changes in every step. An update multiplies the rounding of a gradient that is zero by rate /
+epsilon (the usual 1e-8 makes a full step of it), and a bias that began at 0 is no larger than its
+updates: its error is up to (largest gradient) / epsilon times the gradient's. In fp64 there is room
+for a factor of 1e4; elsewhere epsilon is larger.
 """
 
 from collections.abc import Sequence
@@ -40,5 +40,4 @@ def second_group(names: Sequence[str]) -> str:
 
 
 def factor_of(step: int) -> float:
-    """The factor of all rates in a step."""
     return FACTORS[step % len(FACTORS)]

@@ -3,9 +3,8 @@
     run       gradient in 16 bits ---> in 32 bits, unscaled ---> optimizer on the 32-bit master
     replay                             the same numbers     ---> a new optimizer on a copy of it
 
-Gradients in 16 bits may differ from those of one process by their rounding, which hides a second
-rounding behind them. The update itself is in 32 bits: both results are equal but for the last
-digits.
+Gradients in 16 bits may differ from one process's by their rounding, which hides a second rounding
+behind them. The update itself is in 32 bits: both results are equal but for the last digits.
 
 The weights are their masters, rounded to 16 bits: `published` compares them bit for bit.
 """
@@ -40,11 +39,10 @@ class Replay:
 
     @classmethod
     def before(cls, engine: Engine) -> "Replay":
-        """Before a step."""
         return cls(engine, _copies(engine.boxes()), {})
 
     def take_gradients(self) -> None:
-        """After the step: what it used. Parameters without a gradient are not updated."""
+        """After the step. Parameters without a gradient are not updated."""
         flats = [flat for flat in self.engine.flats if flat.trained]
         pairs = (pair for f in flats for pair in zip(f.names, f.grads.used, strict=True))
         used = {f"grad/{name}" for name, has in pairs if has}
@@ -77,7 +75,7 @@ class Replay:
         return p
 
     def _state(self, name: str, offsets: tuple[int, ...]) -> dict[str, Tensor]:
-        """The state of a part: tensors of its shape, and numbers of the whole parameter."""
+        """Tensors of the part's shape, and numbers of the whole parameter."""
         state: dict[str, Tensor] = {}
         for (key, at), value in self.start.items():
             kind, _, rest = key.partition("/")
@@ -88,7 +86,7 @@ class Replay:
 
 
 def published(engine: Engine) -> Errors:
-    """Of each flat parameter in 16 bits: whether it is its master, rounded to nearest.
+    """Whether each flat parameter in 16 bits is its master, rounded to nearest.
 
     No update may be pending, and states on a disk must be exposed: `engine.boxes()` does both.
     """
@@ -110,7 +108,7 @@ def _placed(
 
 
 def _once_each(gradients: Mapping[Place, Tensor]) -> list[dict[str, tuple[int, ...]]]:
-    """The places by parameter, in as many lists as one has places on this rank."""
+    """The places by parameter, in as many lists as one parameter has places on this rank."""
     found: list[dict[str, tuple[int, ...]]] = []
     for key, offsets in gradients:
         name = key.removeprefix("grad/")

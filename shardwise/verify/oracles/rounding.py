@@ -94,7 +94,7 @@ class _RoundedSum:
 
     @property
     def independent(self) -> float:
-        """How many roundings determine `alone`, of parts that share none."""
+        """How many roundings determine `alone`, if the parts share none."""
         total = sum(part.alone for part in self.parts)
         shares = sum(part.alone**2 / part.independent for part in self.parts)
         known = total > 0 and math.isfinite(shares) and shares > 0

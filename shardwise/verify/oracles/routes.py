@@ -1,18 +1,18 @@
-"""The tokens of a run in 16 bits go to the same experts in its oracles.
+"""Makes the oracles of a run in 16 bits send the tokens to the experts that the run chose.
 
-So do those of a mixture of another library, and other choices of a model, such as the signs of what
-relu gets (ties.py).
+The same holds for mixtures of other libraries, and for other choices of a model, such as the signs
+of relu's inputs (ties.py).
 
 A token with two experts of nearly equal scores may take either after rounding. It then adds to the
 gradients of another expert, which is no rounding error: no bound on rounding holds. So both oracles
-take the choices of the run, and compute everything else themselves. Each choice of the run that is
-not that of the exact oracle must be nearly a tie there:
+take the choices of the run, and compute everything else themselves. Each choice in which the run
+differs from the exact oracle must be nearly a tie there:
 
     run's scores        0.41 0.40 ..    first expert        error of each at most e
     exact scores        0.40 0.41 ..    second expert       gap 0.01 <= 2 e
 
-A choice among rounded scores is at most 2 e away, in exact ones, from the choice that is best
-there. For e stands that of one process (rounding.py).
+A choice among rounded scores is at most 2 e away, in exact ones, from the best choice there. The
+error of one process stands for e (rounding.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -57,12 +57,12 @@ class Routes:
         return bool(self.followers)
 
     def run(self, engine: Engine, act: Callable[[], Any]) -> Any:
-        """Call `act`, in which `engine` runs, and see its choices."""
+        """Call `act`, in which `engine` runs, and record its choices."""
         with Calls(engine.model, self.sight.call) if self.on else nullcontext():
             return act()
 
     def watch(self, engine: Engine) -> None:
-        """See the choices of this engine's layers of experts from now on."""
+        """Record the choices of this engine's layers of experts from now on."""
         if self.on:
             world = engine.world
             queue, self.device = world.everyone.transport, world.device
@@ -95,7 +95,7 @@ class Routes:
             follower.follow(found)
 
     def errors(self) -> list[Parts]:
-        """How near to ties the choices were that the oracles followed, and follow no more."""
+        """How near to ties the followed choices were. The oracles then stop following."""
         if not self.on:
             return []
         (exact, alone), (one, other) = self.mixtures, (f.following for f in self.followers)

@@ -1,20 +1,20 @@
-"""What the words of a plan promise, by the closed forms of the papers.
+"""The promises of a plan's words, by the closed forms of the papers.
 
 Run and prediction read the same tables: the states of a row, the units of an offload, the actions
-of a schedule, the recomputed blocks, the size of the pool. A wrong entry changes both alike. So
-what these words promise is compared with what the engine has:
+of a schedule, the recomputed blocks, the size of the pool. A wrong entry changes both alike. So the
+promises of these words are compared with the engine:
 
     zero1, zero2, zero3     bytes of parameters, gradients and optimizer state: of N parameters all,
                             or 1/n on each of n ranks (ZeRO, arXiv 1910.02054, figure 1)
     offload:optim=F         the fraction of the parameters whose states leave the device: F, and at
-                            most one unit more; those of @disk are on a disk, and its file is as
-                            large as what it holds
+                            most one unit more; with @disk they are on a disk, in a file of their
+                            size
     offload:optim-delayed=N the update of step N, from 0, is the first that is delayed; without
                             N that of step 40 (ZeRO-Offload, arXiv 2101.06840, section 5.2)
     1f1b:M and others       activations of so many microbatches at once (core/schedule/library.py)
     recompute:full, everyN  all blocks, or every N-th one
     tile:N                  units with 1/N of the rows of a layer, rounded up (ZeRO-Infinity,
-                            arXiv 2104.07857, section 5.1.3); of its logits see tiled.py
+                            arXiv 2104.07857, section 5.1.3)
     buffers:SIZE            the bytes of the pool
     recompute:SIZE          activations of at most so many bytes
     arenas                  every tensor that is to lie in an arena has found a slot
@@ -143,7 +143,9 @@ def _ranges(plan: Plan, names: Sequence[str]) -> Promises:
 
 
 def _in_range(pattern: str, name: str) -> bool:
-    """Whether a parameter is of a layer that matches a pattern with a range, such as blocks.0-3."""
+    """Whether a parameter belongs to a layer that matches a pattern with a range, such as
+    blocks.0-3.
+    """
     ranges = [text.split("-") for text in RANGE.findall(pattern)]
     fixed = (
         re.escape(text).replace(r"\*", ".*").replace(r"\?", ".") for text in RANGE.split(pattern)
@@ -156,7 +158,6 @@ def _in_range(pattern: str, name: str) -> bool:
 
 
 def _states(engine: Engine) -> Promises:
-    """The states of the rows of the plan and of its layers."""
     by_plan: dict[str, list[Flat]] = defaultdict(list)
     for flat in engine.flats:
         by_plan[_words(engine.plan, flat)].append(flat)
@@ -204,7 +205,6 @@ def _promised(words: str, flats: Sequence[Flat]) -> list[tuple[float, float]]:
 
 
 def _recomputed(engine: Engine, what: str) -> Promises:
-    """The recomputed blocks in each list of modules."""
     if not (every := recompute_every(what)) and what not in (FULL, SELECTIVE, *PARTITIONED_WORDS):
         return {}
     chosen: dict[str, list[nn.Module]] = defaultdict(list)

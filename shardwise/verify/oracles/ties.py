@@ -1,4 +1,4 @@
-"""What a model chooses: by `topk`, `argmax` and `max` along the last dim, and by signs, as relu.
+"""A model's choices: by `topk`, `argmax` and `max` along the last dim, and by signs, as relu.
 
 In 16 bits the oracles take the choices of the run (routes.py): the i-th choice in each call of a
 module is the i-th there, in the same microbatch of all data ranks.
@@ -6,8 +6,8 @@ module is the i-th there, in the same microbatch of all data ranks.
     rank 0, microbatches 0 1    [3, K] [2, K]
     rank 1                      [3, K] [2, K]    "batch": [10, K], the rows of the global batch
 
-The derivative of relu jumps at 0. A few of its inputs are so near to 0 that rounding decides where
-they are, and in a small batch their gradients are larger than all other rounding errors together.
+The derivative of relu jumps at 0. A few of its inputs are so near to 0 that rounding decides their
+sign, and in a small batch their gradients are larger than all other rounding errors together.
 """
 
 from collections import Counter, defaultdict
@@ -101,7 +101,7 @@ def _recomputed() -> bool:
 
 
 class Follower:
-    """An oracle whose next choices are those in `following`, in this order; none: its own."""
+    """An oracle whose next choices are those in `following`, in order; without any, its own."""
 
     def __init__(self, oracle: Any) -> None:
         self.following, self.made = dict[Key, list[Follow]](), Counter[Key]()
@@ -109,7 +109,6 @@ class Follower:
         oracle.task = replace(oracle.task, loss=partial(self._loss, oracle.task.loss))
 
     def follow(self, choices: Mapping[Key, Sequence[Tensor]]) -> None:
-        """Take these choices from now on."""
         self.made.clear()
         self.following = {key: [Follow(x, x) for x in each] for key, each in choices.items()}
 
@@ -136,7 +135,6 @@ class Follower:
         return type(out)((values, index.view(out.indices.shape)))
 
     def _now(self, inside: Inside) -> Follow | None:
-        """The next choice in a call of a module."""
         key = inside.name, inside.choices
         inside.choices, at = inside.choices + 1, self.made[key]
         self.made[key] += 1
@@ -144,17 +142,16 @@ class Follower:
 
 
 class Sight:
-    """The choices of a rank's run, but for those in modules whose names begin so."""
+    """Records the choices of a rank's run, but not in modules whose names begin as in `but`."""
 
     def __init__(self, but: tuple[str, ...]) -> None:
         self.but, self.seen = but, Seen()
 
     def note(self, name: str, number: int, choice: Tensor) -> None:
-        """Note one."""
         self.seen.setdefault((name, number), []).append(choice.detach().cpu())
 
     def call(self, inside: Inside, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function, and note what it chooses."""
+        """Call a function, and record its choice."""
         own = args[0] > 0 if signed(func, args) else None  # before a call that writes to it
         out = func(*args, **kwargs)
         choice = chosen(func, args, kwargs, out) if own is None else own
@@ -184,7 +181,9 @@ def joined(
 
 
 def _columns(by_tensor_rank: Mapping[int, list[Tensor]]) -> list[Tensor]:
-    """The choices of tensor ranks: signs side by side, others are those of all ranks."""
+    """The choices of tensor ranks: signs are joined side by side, other choices are alike on all
+    ranks.
+    """
     first, *others = (by_tensor_rank[rank] for rank in sorted(by_tensor_rank))
     if not others or not first or first[0].dtype is not torch.bool:
         return first
@@ -196,13 +195,12 @@ def _columns(by_tensor_rank: Mapping[int, list[Tensor]]) -> list[Tensor]:
 def _passes(
     by_place: Mapping[int, list[Tensor]], rows: Sequence[Counts], plan: Plan, each: Each
 ) -> list[Tensor]:
-    """A choice in the passes of an oracle; none if ranks chose differently often."""
+    """A choice in the passes of an oracle; none if the ranks made different numbers of choices."""
     calls, rest = divmod(min(map(len, by_place.values())), len(rows))
     if rest or len({*map(len, by_place.values())}) > 1:
         return []
 
     def whole(m: int, rank: int, i: int) -> Tensor:
-        """The i-th choice of a microbatch of a data rank."""
         own = [by_place[rank * plan.cp + k][m * calls + i] for k in range(plan.cp)]
         return own[0] if plan.cp == 1 else of_positions(own, rows[m][rank], plan)
 
