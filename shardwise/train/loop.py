@@ -222,9 +222,7 @@ def steps(run: Run, at: Position) -> bool:
         if last or is_due(at.step, config.eval_every) or (due and config.keep_best):
             validation = evaluate(run)
         entry = record(run, done, at, seconds)
-        entry = replace(entry, validation=validation)
-        run.progress.step(entry)
-        run.metrics.write(entry)
+        tell(run, replace(entry, validation=validation))
         world = run.engine.world
         own = run.stop.received, bool(run.metrics.failure), run.saves.written, run.saves.lost
         flags = Flags(*own).agree(world)
@@ -316,6 +314,11 @@ def record(run: Run, done: StepMetrics, at: Position, seconds: float) -> Record:
         gate_entropy=loads.entropy,
         ranks=run.engine.world.size,
     )
+
+
+def tell(run: Run, record: Record) -> None:
+    run.progress.step(record)
+    run.metrics.write(record)
 
 
 WARM, STEPS = 3, 5  # steps before the first of the profile, if the run is long enough; of it

@@ -4,11 +4,11 @@
                ep           0    1    0    1        experts: the first half, the second half
                edp          0    0    1    1        ranks 0 and 2 hold the same experts
 
-`ep` groups neighbours of the innermost data axis. Stacked weights of experts are sharded along
-`ep`. On the ranks that hold the same experts (`edp`, and `dp_replicate`) they follow the plan's
-row, and their gradients are summed over these ranks: an expert gets the tokens of its whole `ep`
-group. All other parameters follow the row on the data axes. Without `ep` the layers still get the
-data axes, because capacity and losses refer to the global batch.
+`ep` groups neighbours of the innermost data axis and shards the stacked weights of experts. On the
+ranks that hold the same experts (`edp`, and `dp_replicate`) these weights follow the plan's row,
+and their gradients are summed: an expert gets the tokens of its whole `ep` group. All other
+parameters follow the row on the data axes. Without `ep` the layers still get the data axes, because
+capacity and losses refer to the global batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,11 +51,9 @@ if TYPE_CHECKING:
 class ExpertLayout(Applied):
     """A model on the axis of experts.
 
-    axis       of the ranks among which experts are distributed
-    shard      the axis on which states of experts are sharded, in place of the data axis
-    replicate  the axis on which they are replicated
-    mixes      whether the model has layers of experts, in any stage of a pipeline
-    loads      of this rank's layers in the last training step, by name
+    shard, replicate  axes that shard and replicate the states of experts, instead of the data axes
+    mixes             whether any stage of the pipeline has layers of experts
+    loads             of this rank's layers in the last training step, by name
     """
 
     axis: Axis
@@ -82,7 +80,6 @@ class ExpertLayout(Applied):
         return whole
 
     def end(self, *, trains: bool) -> None:
-        """What the model computes next is no stand-in."""
         self.stand_ins, self.absent = [], False
         for records in self.pass_records:
             records.end()
@@ -94,7 +91,6 @@ class ExpertLayout(Applied):
             self.loads[name] = found if before is None else before.plus(found)
 
     def enter(self, part: Any, model: nn.Module, own: Any) -> Any:
-        """Called before the model computes this part."""
         self.absent = any(part is each for each in self.stand_ins)
         return part
 
@@ -125,24 +121,22 @@ def check_experts(model: nn.Module, plan: Plan) -> None:
 
 
 def _by_order(layer: MoE) -> bool:
-    """Whether what a gate chooses depends on the numbers of tokens in the global batch."""
+    """Whether a gate's choice depends on the places of tokens in the global batch."""
     gate = layer.gate
     return gate.capacity is not None or gate.name in ("gshard", "noisy-topk", "expert-choice")
 
 
 def layers_of(model: nn.Module) -> dict[str, MoE]:
-    """The layers of experts by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
 def stacks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that hold the stacked weights of experts by name, of ours and of transformers."""
+    """The modules with stacked weights of experts by name, ours and those of transformers."""
     ours = {f"{name}.experts": layer.experts for name, layer in layers_of(model).items()}
     return ours | stacked_experts(model)
 
 
 def experts_in(model: nn.Module) -> dict[str, int]:
-    """How many experts there are, by the names of `stacks_of`."""
     return {name: len(next(module.parameters())) for name, module in stacks_of(model).items()}
 
 
@@ -203,15 +197,11 @@ def recorded(model: nn.Module, record: Callable[[LayerMove], None]) -> Iterator[
 
 
 def applied(model: nn.Module, build: "Build") -> ExpertLayout:
-    """Shard the experts of the model of an engine."""
     return lay_out(model, build.world, build.plan, build.rows)
 
 
 def lay_out(model: nn.Module, world: World, plan: Plan, count: Count | None = None) -> ExpertLayout:
-    """Shard the experts of `model` along `ep`, in place, and give the layers their axes.
-
-    `count` is the user's number of rows of a batch.
-    """
+    """Shard the experts of `model` along `ep`, in place, and give the layers their axes."""
     data = data_axes(world, plan)
     shard, replicate = data
     inner, n = plan.inner_data_axis, plan.ep

@@ -1,4 +1,4 @@
-"""Dispatch and combine: tokens go to the ranks of their experts, and what these make comes back.
+"""Dispatch and combine: tokens go to the ranks of their experts, and the results come back.
 
     N  tokens of this rank      D  width      E  experts, E / n of them on each of n `ep` ranks
 
@@ -7,22 +7,14 @@
     by expert, computed
     combine               rank 0:  a a | b       rank 1:  a | b b b      the same, counts swapped
 
-The backward pass sends gradients along the same ways: two all-to-alls each way. While a dispatch
-is under way, in both directions, the layer computes the experts that all tokens share
-(comm/link_times.py).
-The counts are known from the routing, on all ranks. A rank without rows takes part with none.
+The backward pass has two all-to-alls too. While a dispatch is under way, in both directions, the
+layer computes the experts that all tokens share. All ranks know the counts from the routing; a rank
+without rows takes part with none.
 
-The feed-forward networks of experts: grouped products where torch has them, else a loop.
-
-    rows [N, D] by expert      counts[e] rows for expert e      gate, up [E, F, D], down [E, D, F]
-
-    loop       for each expert      down(silu(gate x) * up x)     3 E products, 9 E with backward
-    grouped    all experts at once  the same                      3 products, 9 with backward
-
-`torch.nn.functional.grouped_mm` multiplies the rows of all experts in one call. It saves what a
-call costs for each expert, and the stacking of the experts' gradients. On a CPU it is faster or
-slower with 4 experts, depending on the rows, and three times as fast with 64
-(benchmarks/results/experts.toml).
+`torch.nn.functional.grouped_mm` multiplies the rows of all experts at once: 3 products instead of
+3 E, and 9 instead of 9 E with the backward pass. It also saves the stacking of the experts'
+gradients. On a CPU it is three times as fast with 64 experts, and faster or slower with 4, by the
+rows (benchmarks/results/experts.toml).
 """
 
 from collections.abc import Callable
@@ -46,10 +38,9 @@ from shardwise.techniques.expert.routing import GlobalBatch, Record, Routing, ph
 class Exchange:
     """The rows that one rank sends to, and receives from, the ranks of its `ep` axis.
 
-    choices    of the N*K choices of this rank the computed ones, by expert
+    choices    the computed ones of this rank's N*K choices, by expert
     sent_rows  how many go to each rank
     blocks     [n, E / n] the rows received, by rank and then by expert
-    tokens     of this rank
     record     is called with each move before it is made
     """
 
@@ -71,8 +62,8 @@ class Exchange:
     ) -> "Exchange":
         """The exchange of this data rank; `peers` are the data ranks of its `ep` axis.
 
-        `slots` are the experts in the order of the ranks that have them, if not in that of their
-        numbers. "By expert" then means in this order.
+        `slots` are the experts in the order of their ranks, if that is not the order of their
+        numbers; "by expert" then means in this order.
         """
         loads_RE, chosen, rank = routing.loads, routing.experts, batch.rank
         if slots:
@@ -88,12 +79,10 @@ class Exchange:
 
     @property
     def received_rows(self) -> list[int]:
-        """How many rows come from each rank."""
         return self.blocks.sum(1).tolist()
 
     @property
     def rows_by_expert(self) -> list[int]:
-        """How many rows each expert of this rank computes."""
         return self.blocks.sum(0).tolist()
 
     def dispatch(self, rows: Tensor) -> Tensor:
@@ -108,7 +97,6 @@ class Exchange:
         return lambda: arrive().index_select(0, self._order(rows.device))
 
     def combine(self, rows: Tensor) -> Tensor:
-        """The inverse of `dispatch`."""
         if self.ep.size > 1:
             rows = rows.index_select(0, self._order(rows.device).argsort())
         return self._begin_exchange("combine", rows, self.sent_rows, self.received_rows)()
@@ -127,13 +115,13 @@ class Exchange:
         return begin_rows(rows, self.ep, received, sent)
 
     def _order(self, device: torch.device) -> Tensor:
-        """For each row by expert its place among the rows as received, by rank."""
+        """The place of each row by expert among the rows as received, which are by rank."""
         experts = self.blocks.shape[1]
         expert = torch.arange(experts, dtype=torch.int64, device="cpu").repeat(len(self.blocks))
         return expert.repeat_interleave(self.blocks.flatten()).argsort(stable=True).to(device)
 
 
-# --- The feed-forward networks of experts: grouped products where torch has them, else a loop -----
+# --- the feed-forward networks of experts -------------------------------------------------------
 
 #: From so many experts on grouped products are not slower.
 LEAST: Final = 8
@@ -155,8 +143,8 @@ def feed_forward(rows: Tensor, counts: list[int], stacks: Stacks) -> Tensor:
 def fits(rows: Tensor, stacks: Stacks) -> bool:
     """Whether grouped products can compute these, and are not slower.
 
-    What is read is the same in a recomputation. Dispatch modes that count, keep or replace
-    operations expect the usual ones, as do tensors without data.
+    The answer is the same in a recomputation. Dispatch modes that count, keep or replace operations
+    expect the usual ones, as do tensors without data.
     """
     if len(stacks[0]) < LEAST or not len(rows) or rows.is_meta:
         return False
@@ -197,7 +185,7 @@ def looped(rows: Tensor, counts: list[int], stacks: Stacks) -> Tensor:
 
 
 def grouped(rows: Tensor, counts: list[int], stacks: Stacks) -> Tensor:
-    """All experts in one product for each of the three weights."""
+    """One product of all experts for each of the three weights."""
     gate, up, down = stacks
     ends = torch.tensor(counts, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
     ends = ends.to(rows.device)
@@ -206,12 +194,11 @@ def grouped(rows: Tensor, counts: list[int], stacks: Stacks) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """X [N, in], weight [E, out, in] -> [N, out]; expert e has the rows up to ends[e]."""
     return functional.grouped_mm(x, weight.mT, offs=ends)
 
 
 class _Dense(torch.autograd.Function):
-    """The same tensor; its gradient is stored row by row, which the product needs backward."""
+    """The same tensor; its gradient is made contiguous, which the backward product needs."""
 
     @staticmethod
     def forward(_: Any, y: Tensor) -> Tensor:

@@ -2,10 +2,10 @@
 
 gather         the data ranks gather `numel` numbers of each: counts or sizes
 gather_counts  the ranks of the axis `ep` gather `numel` numbers of each
-gather_padded  the same of scores of every token, padded to the rank with most tokens
+gather_padded  the same for scores of every token, padded to the rank with most tokens
 sum            the data ranks sum `numel` numbers, and their gradients (`returns` times)
 dispatch       rows go to the ranks of their experts, and their gradients back (`returns` times)
-combine        the rows that these make come back, and their gradients go the other way
+combine        the results come back, and their gradients go the other way
 enter          nothing moves; ranks of the tensor axis sum the gradients (`returns` times)
 leave          ranks of the tensor axis sum the outputs
 """
@@ -23,10 +23,10 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class ExpertMove:
-    """One move of a layer in a pass of the plain model.
+    """One move of a layer in a pass of the plain model, with `numel` elements of one process.
 
-    `numel` are the elements of one process; `tokens` those of which rows are exchanged, or the
-    length of the sequences that leave.
+    `tokens` is the number of tokens whose rows are exchanged, or the length of the leaving
+    sequences.
     """
 
     kind: Kind
@@ -38,7 +38,7 @@ class ExpertMove:
 
 
 class LayerMove(NamedTuple):
-    """A move of the layer of that name, made after so many calls of modules (ModelPass)."""
+    """A move of the layer of that name, made after `calls` calls of modules (ModelPass)."""
 
     layer: str
     move: ExpertMove
@@ -47,12 +47,12 @@ class LayerMove(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """A layer of experts; `width` is that of a token.
+    """A layer of experts for tokens of `width`.
 
     A token has `least` to `choices` experts. An expert computes at most `capacity` times its even
     share of the choices of the global batch; None: no bound. With `takes` each expert takes exactly
     that many tokens (expert choice). With `by_shard` a tensor rank dispatches, under `sp`, the
-    tokens of its shard of the sequence; other layers those of whole rows.
+    tokens of its shard of the sequence, else those of whole rows.
     """
 
     experts: int

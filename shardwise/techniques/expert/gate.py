@@ -114,7 +114,6 @@ class Gate:
         self._require_numbers()
 
     def _require_numbers(self) -> None:
-        """Raise InputError for a capacity, a scale or losses that cannot be."""
         capacity = 1.0 if self.capacity is None else self.capacity
         if not (is_number(capacity) and 1 <= capacity < math.inf):
             raise bad(

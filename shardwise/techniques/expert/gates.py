@@ -1,11 +1,8 @@
-"""Sparse gates: from the logits of a router to a choice of experts per token.
+"""Sparse gates: from the logits of a router to a choice of experts per token; and their losses.
 
     N  tokens of this rank      E  experts      K  choices per token
 
-Each function takes logits [N, E] and returns a `Choice`. Capacity, places and losses are the same
-for all of them (gate.py).
-
-Auxiliary losses of a gate, over the global batch.
+Capacity, places and losses are the same for all gates (gate.py). The auxiliary losses:
 
     balance      E * sum_e f_e P_e: f_e is the share of the choices that go to expert e, P_e the
                  expert's mean probability; 1 under an even load
@@ -14,8 +11,8 @@ Auxiliary losses of a gate, over the global batch.
                  (Shazeer et al., arXiv 1701.06538, eq. 6-7)
     z            the mean of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5)
 
-Each is a function of sums over all tokens. The sums are moved P -> R on the data axes, in one
-message, so every data rank computes the loss of the global batch and its exact gradient.
+Each is a function of sums over all tokens of the global batch. One message moves the sums P -> R on
+the data axes, so every data rank computes the same loss and its exact gradient.
 """
 
 from dataclasses import dataclass
@@ -33,11 +30,11 @@ class Choice:
 
     experts          [N, K] by descending score
     weights          [N, K], differentiable
-    probabilities    [N, E], differentiable: of what the auxiliary losses are computed
+    probabilities    [N, E], differentiable, for the auxiliary losses
     wanted           [N, K]; None: all choices
     balance_choices  how many of the K choices the balance loss counts
-    valid            without dims, whether every assigned expert of a hard gate exists; those that
-                     do not are replaced in `experts`. None: no experts were assigned
+    valid            without dims, whether every expert assigned to a hard gate exists; others are
+                     replaced in `experts`. None: no experts were assigned
     """
 
     experts: Tensor
@@ -49,21 +46,18 @@ class Choice:
 
 
 def switch(logits: Tensor) -> Choice:
-    """Top-1: the expert of the largest probability, weighted by it.
-
-    Switch Transformers (Fedus et al., arXiv 2101.03961), eq. 1-2 with k = 1.
-    """
+    """Top-1, weighted by the probability: Switch Transformers (arXiv 2101.03961), eq. 1-2."""
     probabilities = logits.softmax(-1)
     weights, experts = probabilities.max(-1, keepdim=True)
     return Choice(experts, weights, probabilities)
 
 
 def gshard(logits: Tensor, uniform: Tensor | None = None) -> Choice:
-    """Top-2, with weights that add up to 1, and the second-expert policy.
+    """Top-2, with weights that add up to 1: GShard (arXiv 2006.16668), algorithm 1.
 
     The second expert is used with probability 2 w_2: where its weight is above a uniform random
     number [N] halved. Without `uniform` (in evaluation) it is always used. The balance loss counts
-    first choices. GShard (Lepikhin et al., arXiv 2006.16668), algorithm 1.
+    first choices.
     """
     probabilities = logits.softmax(-1)
     top, experts = probabilities.topk(2, dim=-1)
@@ -76,7 +70,7 @@ def gshard(logits: Tensor, uniform: Tensor | None = None) -> Choice:
 
 
 def topk_softmax_before(logits: Tensor, k: int, *, normalised: bool = False) -> Choice:
-    """Top-k of a softmax over all experts; `normalised`: the k weights are divided by their sum.
+    """Top-k of a softmax over all experts; `normalised` divides the k weights by their sum.
 
     Switch Transformers (arXiv 2101.03961), eq. 1-2, for k >= 1.
     """
@@ -125,8 +119,8 @@ def sigmoid(logits: Tensor, k: int, bias: Tensor, *, scale: float = 1.0) -> Choi
 def balanced_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     """The bias [E] after a step in which experts had `counts` [E] choices of the global batch.
 
-    It rises by `rate` for an expert below the mean and falls by it for one above. DeepSeek-V3
-    (arXiv 2412.19437), section 2.1.2; Wang et al., arXiv 2408.15664, algorithm 1.
+    It rises by `rate` for an expert below the mean, else falls by it. DeepSeek-V3 (arXiv
+    2412.19437), section 2.1.2; Wang et al., arXiv 2408.15664, algorithm 1.
     """
     counts = counts.to(bias)
     return bias + rate * torch.sign(counts.mean() - counts)
@@ -137,8 +131,8 @@ def expert_choice(scores: Tensor, capacity: int) -> Tensor:
 
     scores: [N, E] of the global batch, the softmax of the logits over the experts. Each expert
     takes the tokens with its `capacity` largest scores, the earlier of two that are equal. Zhou et
-    al., arXiv 2202.09368, section 3.2, eq. 1-2. A token's experts depend on later tokens, so a
-    model that was trained with it cannot be sampled from token by token as it was trained.
+    al., arXiv 2202.09368, section 3.2, eq. 1-2. A token's experts depend on later tokens, so such a
+    model cannot be sampled token by token as it was trained.
     """
     # in fp32: equal tokens, whose fp64 scores may be rounded differently, are ties
     order = scores.float().argsort(dim=0, descending=True, stable=True)[:capacity]
@@ -146,17 +140,17 @@ def expert_choice(scores: Tensor, capacity: int) -> Tensor:
     return places.scatter(0, order, torch.ones_like(order).cumsum(0) - 1)
 
 
-# --- Auxiliary losses of a gate, over the global batch --------------------------------------------
+# --- auxiliary losses ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GateOutput:
-    """What the losses are computed from; N tokens of this rank, K choices, E experts.
+    """The inputs of the losses; N tokens of this rank, K choices, E experts.
 
     logits         [N, E] as the router made them
     probabilities  [N, E] with sum 1 per token
     weights        [N, E] of the choices, 0 where there is none
-    counts         [E] choices by expert over the global batch (`balance` reads no gradient of them)
+    counts         [E] choices by expert over the global batch, without a gradient
     tokens         of the global batch
     """
 
@@ -168,9 +162,9 @@ class GateOutput:
 
 
 def losses_of(found: GateOutput, names: tuple[str, ...], batch: GlobalBatch) -> dict[str, Tensor]:
-    """The losses called `names`, without dims. One all-reduce of 2E + 1 numbers, if there is any.
+    """The losses called `names`, without dims; 0 for a global batch without tokens.
 
-    Called by all data ranks. A global batch without tokens has losses of 0.
+    Called by all data ranks: one all-reduce of 2E + 1 numbers, if there is any loss.
     """
     if not names:
         return {}

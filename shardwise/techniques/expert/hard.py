@@ -1,22 +1,17 @@
-"""Hard gates: each token goes to exactly one expert, with weight 1.
+"""Hard gates: each token goes to exactly one expert, with weight 1; and gates that change with
+passes.
 
     N  tokens of this rank      E  experts      D  width of a feature
 
-No gradient reaches the router through the output, so its experts train as independent models on
-their share of the tokens.
-
-Passes of a gate that changes with them: random numbers, and a bias that follows the loads.
+No gradient reaches a hard gate's router through the output, so its experts train as independent
+models on their share of the tokens.
 
     random number = hash(seed, name of the layer, number of the pass, place in the global batch)
 
-A pass is a microbatch, and passes are numbered in a buffer, which is saved with the model. So one
-process, any number of data ranks and the stages of a pipeline draw the same numbers, whatever the
-states of torch's generators are.
-
-A recomputation must repeat what its first forward pass did, and others have run since.
-`PassRecords` has the methods of a torch.Generator that the plan word `recompute` calls before the
-first forward and around its repetition. It keeps nothing if nobody calls them, and nothing beyond a
-training step.
+A pass is a microbatch, and a buffer, saved with the model, numbers the passes. So one process, any
+number of data ranks and the stages of a pipeline draw the same numbers, whatever the states of
+torch's generators are. A recomputation must repeat its first forward pass, though others have run
+since (`PassRecords`).
 """
 
 import hashlib
@@ -53,7 +48,7 @@ def require_experts(
 ) -> None:
     """Raise InputError, on all data ranks, if the assignment [N] of any is not `valid`.
 
-    `valid` is known to all of them: no rank waits for one that raises.
+    All ranks know `valid`, so no rank waits for one that raises.
     """
     if all(valid):
         return
@@ -102,14 +97,13 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 
 def _to_int64(number: int) -> int:
-    """A number modulo 2^64 as torch's int64 has it."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def argmax(logits: Tensor, targets: Tensor | None = None) -> Choice:
     """The expert of the largest logit, with weight 1.
 
-    The router learns to predict an assignment, such as that of balanced clusters, by cross-entropy
+    The router learns to predict an assignment, such as balanced clusters, by cross-entropy
     (`assignment_loss`). Gross et al., arXiv 1704.06363, section 3.1.
     """
     given = logits.argmax(-1) if targets is None else targets
@@ -167,14 +161,14 @@ def balanced_clusters(
 def _assign_with_room(distances_NE: Tensor) -> Tensor:
     """The cluster of each feature; a cluster has room for ceil(N / E) of them.
 
-    The same as if features chose one after the other. They choose all at once: a cluster that more
-    want than it has room for is full for all that come later, and those choose again:
+    The same as if features chose one after the other, but all at once: a cluster that more want
+    than it has room for is full for all that come later, and those choose again:
 
         order of choice   1   2   3   4          a cluster has room for 2
         nearest           a   a   a   b          a is full from 3 on
         then              a   a   b   b
 
-    At most E rounds, since in each the first cluster that is full is so for good.
+    At most E rounds, since in each the first full cluster stays full.
     """
     n, experts = distances_NE.shape
     room = -(-n // experts)
@@ -192,7 +186,7 @@ def _assign_with_room(distances_NE: Tensor) -> Tensor:
 
 
 def _means(features: Tensor, clusters: Tensor, centroids: Tensor) -> Tensor:
-    """The mean feature of each cluster [E, D]; of one without features, the old centroid.
+    """The mean feature of each cluster [E, D]; for one without features, the old centroid.
 
     A matrix product, because index_add on CUDA adds in a different order each time: then ranks
     would get different centroids.
@@ -210,8 +204,8 @@ def _distances(features: Tensor, centroids: Tensor) -> Tensor:
 
         |x - c|^2 - |x|^2  =  |c|^2 - 2 x c
 
-    A matrix product rounds differently for other numbers of features. It is made in fp64, so that
-    rounding does not decide which centroid is nearest. Equal centroids have equal distances.
+    A matrix product rounds differently for other numbers of features, so it is made in fp64:
+    rounding then does not decide which centroid is nearest. Equal centroids have equal distances.
     """
     c_ED = centroids.double()
     parts = [
@@ -227,21 +221,22 @@ def _in_parts(rows: Tensor, features: Tensor) -> tuple[Tensor, ...]:
     return rows.split(max(1, (1 << 20) // features.shape[-1]))
 
 
-# --- Passes of a gate that changes with them: random numbers, and a bias that follows the loa -----
+# --- passes -------------------------------------------------------------------------------------
 
 
 class PassRecords:
     """What determined the passes of a step: for each its number, or its bias of the experts [E].
 
-    `position` is how many passes of the layer have run, and `values` are by the position before the
-    pass. They are kept while `recording`: when passes may be repeated.
+    The plan word `recompute` calls the methods of a torch.Generator before the first forward and
+    around its repetition. `position` is how many passes of the layer have run, and `values` are by
+    the position before the pass. They are kept while `recording`, and not beyond a training step.
     """
 
     def __init__(self) -> None:
         self.position, self.values, self.recording = 0, dict[int, Tensor](), False
 
     def get_state(self) -> Tensor:
-        """How many passes have run. Those that follow may be repeated."""
+        """How many passes have run. Later passes may be repeated."""
         self.recording = True
         return torch.tensor(self.position, dtype=torch.int64, device="cpu")
 
@@ -257,7 +252,6 @@ class PassRecords:
         self.position += 1
 
     def end(self) -> None:
-        """Forget all: the training step ended, and none of its passes is repeated later."""
         self.values.clear()
         self.recording = False
 
@@ -277,15 +271,11 @@ class PassRecords:
 
 
 def key_of(seed: int, layer: str) -> int:
-    """64 bits of a hash of a seed and a layer's name: the key of its random numbers."""
     digest = hashlib.sha256(f"{seed}/{layer}".encode()).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 def uniform(numbers: Tensor, key: int, number: int) -> Tensor:
-    """A number between 0 and 1, neither of them, for each integer: 52 bits of its hash.
-
-    `number` is that of the pass.
-    """
+    """A number strictly between 0 and 1 for each integer, in a pass: 52 bits of its hash."""
     bits = (mix_bits(numbers, key + number) >> 12) & ((1 << 52) - 1)
     return (bits.double() + 0.5) / (1 << 52)

@@ -23,12 +23,10 @@ from shardwise.techniques.expert.hard import PassRecords, key_of, uniform
 from shardwise.techniques.expert.routing import GlobalBatch, Routing, phase
 
 
-def ignore_routing(_: Routing) -> None:
-    """Nobody looks at the routings."""
+def ignore_routing(_: Routing) -> None: ...
 
 
 def identity(x: Tensor) -> Tensor:
-    """No other rank computes a part of the experts."""
     return x
 
 
@@ -44,11 +42,11 @@ class ExpertPlace:
     stand in for a batch without rows: the layer takes part without a token. on_routing() is called
     with the routing of each forward pass. skips() says that a training step goes on although logits
     are not finite: its loss will not be, and it is skipped. `slots` are the experts in the order of
-    the ranks that have them; empty: in the order of their numbers.
+    their ranks; empty: in the order of their numbers.
 
     With `parts` above 1 as many ranks compute the same tokens, each with a part of the hidden
-    features of every expert: `enter` makes of the layer's input what they use differently, and
-    `leave` sums their outputs.
+    features of every expert: `enter` takes the layer's input to these ranks, and `leave` sums their
+    outputs.
     """
 
     batch: GlobalBatch = field(default_factory=GlobalBatch)
@@ -64,7 +62,7 @@ class ExpertPlace:
     slots: tuple[int, ...] = ()
 
     def enter_and_record(self, x: Tensor) -> Tensor:
-        """`x` as the ranks that compute parts use it; their gradients are summed."""
+        """`x` for the ranks that compute parts; their gradients are summed."""
         now = phase()
         returns = int(x.requires_grad and now == "forward")
         self.batch.record(ExpertMove("enter", x.numel(), x.element_size(), now, returns))
@@ -80,10 +78,10 @@ class ExpertPlace:
 
 
 class Load(NamedTuple):
-    """What the experts of a layer had of the global batch in a forward pass, or in several.
+    """The load of a layer's experts in a forward pass over the global batch, or in several.
 
-    computed and wanted are choices by expert; dropped is the number of those beyond the capacity.
-    entropy is that of the softmax of a token's logits, in nats: the mean over the tokens.
+    computed and wanted are choices by expert; dropped is the number beyond the capacity. entropy is
+    that of the softmax of a token's logits, in nats: the mean over the tokens.
     """
 
     computed: tuple[int, ...]
@@ -94,7 +92,6 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, routing: Routing) -> "Load":
-        """The load of one pass."""
         computed = tuple(routing.loads.sum(0).tolist())
         wanted = tuple(routing.wanted.tolist())
         return cls(computed, wanted, routing.dropped, routing.tokens, routing.entropy)
@@ -127,7 +124,6 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights of variance 1 / (inputs of the product)."""
         for p in self.parameters():
             nn.init.normal_(p, std=p.shape[-1] ** -0.5)
 
@@ -191,7 +187,6 @@ class MoE(nn.Module):
             self.register_buffer("centroids", torch.full((gate.experts, width), torch.nan))
 
     def reset_buffers(self) -> None:
-        """Buffers as the constructor makes them."""
         for name, b in self.named_buffers(recurse=False):
             b.fill_(torch.nan if name == "centroids" else 0)
 
@@ -237,7 +232,6 @@ class MoE(nn.Module):
         return y, self._loss(routing, logits)
 
     def _require_input(self, x: object, target: object) -> None:
-        """Raise InputError for an input that the layer cannot compute with."""
         floats = isinstance(x, Tensor) and x.dim() > 0 and x.is_floating_point()
         if not isinstance(x, Tensor) or not floats or x.shape[-1] != self.width:
             what = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else short_repr(x)
@@ -266,7 +260,6 @@ class MoE(nn.Module):
         return clusters.view(features.shape[:-1]) if len(own) == len(x_ND) else clusters
 
     def _extra(self, x_ND: Tensor, target_N: Tensor | None) -> Extra:
-        """What the gate reads beside the logits."""
         match self.gate.name:
             case "hash" if target_N is not None:
                 return Extra(target=hard.hashed(target_N, self.gate.experts))
@@ -284,7 +277,7 @@ class MoE(nn.Module):
                 return Extra(target=target_N)
 
     def _bias_of_pass(self) -> Tensor:
-        """The bias; in a training pass it follows the choices of the training pass before."""
+        """The bias; in a training pass it follows the choices of the previous training pass."""
         bias, choices = self.get_buffer("bias"), self.get_buffer("choices")
         if not self.training or bias.is_meta:
             return bias
@@ -295,7 +288,6 @@ class MoE(nn.Module):
         return followed
 
     def _random_numbers(self, x_ND: Tensor) -> Extra:
-        """The random numbers of a training pass (hard.py)."""
         batch, experts = self.place.batch, self.gate.experts
         own = torch.tensor([len(x_ND)], dtype=torch.int64, device="cpu")
         sizes = batch.gather(own if x_ND.is_meta else own.to(x_ND.device)).flatten().tolist()
@@ -311,7 +303,7 @@ class MoE(nn.Module):
         return Extra(random=normal, spread=self.spread(x_ND))
 
     def _pass_number(self, *, counts: bool) -> int:
-        """The number of this training pass; one without any token of any rank does not count."""
+        """The number of this training pass; a pass without any token on any rank does not count."""
         passes = self.get_buffer("passes")
         if passes.is_meta:
             return 0
@@ -338,7 +330,7 @@ class MoE(nn.Module):
     def _remember(self, routing: Routing, bias: Tensor | None) -> None:
         """Keep the loads, and the choices that the `bias` of the next pass follows.
 
-        A pass without any token of any rank does not count.
+        A pass without any token on any rank does not count.
         """
         if phase() == "backward":  # activations are recomputed
             return
@@ -353,7 +345,8 @@ class MoE(nn.Module):
     def _loss(self, routing: Routing, logits: Tensor) -> Tensor:
         """The auxiliary losses by their coefficients.
 
-        Ranks that compute parts of the experts sum the gradients of the logits: each has its share.
+        Ranks that compute parts of the experts sum the gradients of the logits, so each has its
+        share.
         """
         total = logits.new_zeros(())
         for name, value in routing.losses.items():

@@ -9,8 +9,7 @@ many bytes:
 With an even load of N tokens with k choices of width D, each of the four is N k D (n-1)/n.
 
 The loads depend on the values of the batch. Without them, all ranks are assumed to have as many
-tokens as this one. `_bounds` returns the least and the most bytes, here for N tokens on
-each rank:
+tokens as this one. `_bounds` returns the least and the most bytes, here for N tokens on each rank:
 
     rows to other ranks      N max(0, k - E/n)       to  min(N min(k, E - E/n), (E - E/n) C)
     rows from other ranks    (n-1) N max(0, k - (E - E/n))  to  min((n-1) N min(k, E/n), (E/n) C)
@@ -65,7 +64,6 @@ Bound = Callable[[ExpertLayer, Tokens, Plan], Away]
 
 
 def _sends(share: Share) -> Counted:
-    """The bytes of layers of experts; an evaluation only goes forward."""
     plan, spec, rank = share.plan, share.spec, share.rank
     loads, trains = share.loads, share.trains
     tariff = Tariff(plan, rank)
@@ -129,7 +127,7 @@ def _exchanged_bytes(
 
 
 def _tokens_near(plan: Plan, layer: ExpertLayer, rank: int, by_rank: Sequence[int]) -> Tokens:
-    """What `rank` and those around it dispatch, given the tokens of each data rank."""
+    """The tokens that `rank` and its neighbours dispatch, given the tokens of each data rank."""
     here, peers = _peers(plan, rank)
     own = _dispatched(plan, layer, by_rank[here])
     others = sum(_dispatched(plan, layer, by_rank[peer]) for peer in peers if peer != here)
@@ -139,7 +137,7 @@ def _tokens_near(plan: Plan, layer: ExpertLayer, rank: int, by_rank: Sequence[in
 
 
 class _OfRanks(Sequence[T]):
-    """What each data rank has, computed when it is asked for: there may be 10^9 of them."""
+    """A value for each data rank, computed on demand: there may be 10^9 ranks."""
 
     def __init__(self, ranks: int, of: Callable[[int], T]) -> None:
         self.ranks, self.of = ranks, of
@@ -169,7 +167,7 @@ def even_loads(plan: Plan, spec: ModelSpec, moves: Iterable[LayerMove]) -> Loads
 
 
 def _taken(layer: ExpertLayer, taken: int, ranks: int, rank: int) -> tuple[int, ...]:
-    """What each expert takes of a rank, of `taken` tokens of all."""
+    """The tokens of a rank that each expert takes, out of `taken` of all ranks."""
     return (_share(taken, ranks, rank),) * layer.experts
 
 
@@ -178,14 +176,13 @@ def _same(value: T, _: int) -> T:
 
 
 def tokens_of(moves: Iterable[LayerMove], name: str) -> int:
-    """The tokens of a rank in a layer."""
     return next(
         move.tokens for layer, move, _ in moves if layer == name and move.kind == "dispatch"
     )
 
 
 def _dispatched(plan: Plan, layer: ExpertLayer, tokens: int) -> int:
-    """Of the tokens of a data rank those that one tensor rank dispatches."""
+    """The tokens of a data rank that one tensor rank dispatches."""
     ranks = plan.mesh.size_of(TENSOR) if plan.sp and layer.by_shard else 1
     return -(-tokens // ranks)
 
@@ -207,7 +204,7 @@ def _moves_on(
 def _repeats(spec: ModelSpec, module: str, found: LayerMove) -> bool:
     """Whether the recomputation of `module` makes the move again.
 
-    It ends at the last tensor that autograd saves. None is saved between what leaves a layer of
+    It ends at the last tensor that autograd saves. None is saved between the end of a layer of
     experts and the next call of a module.
     """
     if found.layer != module and not found.layer.startswith(f"{module}."):
@@ -277,7 +274,7 @@ def _away(plan: Plan, rank: int, choices: Sequence[Sequence[int]]) -> Away:
 
 
 def _peers(plan: Plan, rank: int) -> tuple[int, range]:
-    """The number of the rank among the data ranks, and those of the ranks of its axis."""
+    """The rank's number among the data ranks, and the numbers of its axis's ranks."""
     place, here = plan.coordinate(rank), 0
     for axis in plan.data_axes:
         here = here * plan.size_of(axis) + place.get(axis, 0)

@@ -3,19 +3,14 @@
     N  tokens of this rank      K  choices per token
     E  experts                  R  data ranks
 
-Each of a token's K choices takes the next place in the queue of its expert, over the global batch:
-all first choices in the order of the tokens, then all second ones (GShard, arXiv 2006.16668,
-section 2.2). An expert of capacity C computes the choices in its places 0 to C-1; the others are
-dropped, and the token has only the residual stream for them. Without a capacity none is dropped.
+Each of a token's K choices takes the next place in the queue of its expert, over the global batch
+(of one microbatch): all first choices in the order of the tokens, then all second ones (GShard,
+arXiv 2006.16668, section 2.2). An expert of capacity C computes the choices in its places 0 to C-1;
+the others are dropped, and the token has only the residual stream for them.
 
-On the meta device, where nobody knows the choices, the loads are those that the global batch says
-beforehand, or else even ones.
-
-The global batch of a mixture of experts: sums and gathers over the data ranks.
-
-Capacity, the loads of experts and the auxiliary losses are functions of all tokens of the global
-batch (of one microbatch). The tokens of data rank 0 come first, then those of rank 1, and so on: it
-is the order of the rows of the batch, so one process computes the same.
+The tokens of data rank 0 come first, then those of rank 1, and so on, which is the order of the
+rows of the batch, so one process computes the same. On the meta device, where the choices are
+unknown, the loads are those that the global batch states beforehand, or even.
 """
 
 import math
@@ -31,13 +26,10 @@ from shardwise.comm.world import Axis
 from shardwise.core.layouts.layout import P, R
 from shardwise.techniques.expert.expert_moves import ExpertMove
 
-# --- The global batch of a mixture of experts: sums and gathers over the data ranks ---------------
-
 Record = Callable[[ExpertMove], None]
 
 
-def record_nothing(_: ExpertMove) -> None:
-    """Nobody counts the moves."""
+def record_nothing(_: ExpertMove) -> None: ...
 
 
 def phase() -> str:
@@ -59,12 +51,10 @@ class GlobalBatch:
 
     @property
     def ranks(self) -> int:
-        """How many data ranks there are."""
         return math.prod(axis.size for axis in self.axes)
 
     @property
     def rank(self) -> int:
-        """The data rank of this process: which share of the rows it has."""
         rank = 0
         for axis in self.axes:
             rank = rank * axis.size + axis.rank
@@ -116,7 +106,7 @@ class Routing:
     positions  [N, K] the place in the expert's queue over the global batch; -1: not computed
     loads      [R, E] how many choices of each data rank each expert computes, on the host
     wanted     [E] how many choices of the global batch each expert had before any was dropped
-    dropped    choices of the global batch that are not computed because of the capacity
+    dropped    choices of the global batch beyond the capacity
     finite     by data rank, whether its logits are all finite
     tokens     of the global batch
     entropy    of the softmax of a token's logits, in nats: the mean over the global batch
@@ -201,12 +191,9 @@ def queues(
 
 @dataclass(frozen=True)
 class RoutingFacts:
-    """What the data ranks tell each other of their logits.
+    """What the data ranks tell each other of their logits, by data rank; `entropy` as in `Routing`.
 
-    sizes    tokens by data rank
-    finite   by data rank, whether its logits are all finite
-    entropy  of the softmax of a token's logits, in nats: the mean over the global batch
-    valid    by data rank, whether every assigned expert of a hard gate exists
+    `valid`: whether every assigned expert of a hard gate exists.
     """
 
     sizes: tuple[int, ...]
@@ -231,8 +218,8 @@ class RoutingFacts:
 def pack_facts(logits_NE: Tensor, valid: Tensor | None = None) -> Tensor:
     """FACT_COUNT integers of a data rank: tokens, flags, and the bits of a double.
 
-    The flags say whether all logits are finite, and whether the experts given to it exist. The
-    double is the sum of the tokens' entropies.
+    The flags say whether all logits are finite, and whether the assigned experts exist. The double
+    is the sum of the tokens' entropies.
     """
     logits_NE = logits_NE.detach()
     rows = torch.tensor(len(logits_NE), dtype=torch.int64, device=logits_NE.device)
@@ -265,11 +252,10 @@ def _assumed_queues(experts_NK: Tensor, experts: int, batch: GlobalBatch) -> Que
 
 
 def assumed_loads(batch: GlobalBatch, even_RE: Tensor) -> Tensor:
-    """The loads on the meta device: those that are known, or else `even_RE`."""
+    """On the meta device: the known loads, or else `even_RE`."""
     known = torch.tensor(batch.loads, dtype=torch.int64, device="cpu")
     return known if batch.loads else even_RE
 
 
 def _sum_before(counts: Tensor) -> Tensor:
-    """The sum of what comes before, along the first dim."""
     return counts.cumsum(0) - counts

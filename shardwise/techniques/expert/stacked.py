@@ -1,4 +1,4 @@
-"""Experts of transformers on the axis `ep`: the library's own module computes those of one rank.
+"""Experts of transformers on the axis `ep`: the library's own module computes one rank's experts.
 
 MixtralExperts and the experts of some seventy other models hold the weights of E experts stacked,
 [E, ...], and share one signature:
@@ -6,10 +6,9 @@ MixtralExperts and the experts of some seventy other models hold the weights of 
     forward(rows [N, D], experts of each row [N, K], their weights [N, K]) -> [N, D]
 
 Router, shared experts and losses are other modules, which do not change. Under `tp` a rank holds a
-part of the hidden features of every expert (tensor_axis.py). Under `ep` a rank holds
-E / n of the experts. It exchanges rows as dispatch.py does, calls the module's own forward for its
-experts with one of weight 1 for each row it received, and applies the weights where the rows are
-from.
+part of the hidden features of every expert (tensor_axis.py). Under `ep` a rank holds E / n of the
+experts. It exchanges rows as dispatch.py does, calls the module's own forward with one expert of
+weight 1 for each row it received, and applies the weights where the rows come from.
 """
 
 import copy
@@ -29,7 +28,6 @@ from shardwise.techniques.expert.routing import Record, Routing, phase
 
 
 def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of this signature by name."""
     return {name: module for name, module in model.named_modules() if _stacks(module)}
 
 
@@ -47,7 +45,6 @@ def _stacks(module: nn.Module) -> bool:
 
 
 def experts_of(module: nn.Module) -> int:
-    """How many experts there are on all ranks."""
     return int(getattr(module, "num_experts", 0))
 
 
@@ -93,10 +90,10 @@ class StackedOnRanks:
         return place.leave(torch.zeros_like(hidden_states).index_add(0, token, made))
 
     def _run_experts(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """What this rank's experts make of rows by expert.
+        """The outputs of this rank's experts for rows by expert.
 
-        Without rows the module's forward uses no weight: other ranks would wait for the backward
-        pass of this one.
+        Without rows the module's forward uses no weight, and other ranks would wait for the
+        backward pass of this one.
         """
         if not len(rows):
             return rows + sum(p[:0].sum() for p in self.own_experts.parameters(recurse=False))

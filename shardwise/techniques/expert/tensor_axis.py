@@ -6,10 +6,10 @@
                       └─ dispatch ─ up, gate [E, F / n, D] ─ down [E, D, F / n] ─ combine ─ leave
 
 An expert is a column-parallel layer and then a row-parallel one (arXiv 1909.08053, section 3), and
-the ranks compute the same routing. What leaves a rank's experts is a partial sum, so the gradients
-of the weights of the choices, and of the router behind them, are partial too: they are summed with
-those of the router's weight, once a step. `leave` sums the outputs of the tokens, which are fewer
-than the rows of the experts.
+the ranks compute the same routing. The output of a rank's experts is a partial sum, so the
+gradients of the weights of the choices, and of the router behind them, are partial too: they are
+summed with those of the router's weight, once a step. `leave` sums the outputs of the tokens, which
+are fewer than the rows of the experts.
 
 Under `sp` the layer's input is gathered along the sequence (the style "gather"), and `leave` gives
 each rank its shard. Experts of transformers act on the shards themselves, with whole matrices.
@@ -56,9 +56,9 @@ def _stacked_cuts(module: nn.Module, ranks: int) -> dict[str, Cut]:
 
 
 def layouts_on_tensor_axis(model: nn.Module, ranks: int, *, sp: bool) -> dict[str, AxisLayout]:
-    """The layouts on the tensor axis that no style of the table says, by name.
+    """The layouts on the tensor axis that no style of the table states, by name.
 
-    Parts of experts, and the weights that compute logits: their gradients are partial.
+    Parts of experts, and the weights that compute logits, whose gradients are partial.
     """
     cuts = hidden_cuts(model, ranks, sp=sp)
     routers = {
