@@ -9,20 +9,20 @@
         x --- fork --- fork --- y    a branch     what leads from the way to weights alone
                                      a fork       a node of the way where branches leave
 
-I runs along the way, from y to x.  At a fork it keeps the incoming gradient, and W runs the fork a
-second time, into the branches.  Autograd computes only the requested gradients, so I makes one of a
-linear layer's two products and W the other.  Some forks run once, in I, which keeps the gradients
-of their branches for W: custom Functions, which always compute all gradients; nodes whose saved
+I runs along the way, from y to x. At a fork it keeps the incoming gradient, and W runs the fork a
+second time, into the branches. Autograd computes only the requested gradients, so I makes one of a
+linear layer's two products and W the other. Some forks run once, in I, which keeps the gradients of
+their branches for W: custom Functions, which always compute all gradients; nodes whose saved
 tensors come from unpack hooks (checkpointing), which would recompute them; and nodes with a branch
-that other nodes lead to as well.  A node that postpones a product by itself (data/weight_gradient)
-has no branch there, unless the weight has other uses too.  If the graph cannot be split (reentrant
+that other nodes lead to as well. A node that postpones a product by itself (data/weight_gradient)
+has no branch there, unless the weight has other uses too. If the graph cannot be split (reentrant
 checkpointing, or a branch with such hooks), I does all of B.
 
-If weights are freed between I and W (`freed`), W must not read any.  Then W runs only forks that
-are matrix products, which read the other factor; all other forks run once, in I.  A branch that
-saved a tensor may read a weight again; then I does all of B.
+If weights are freed between I and W (`freed`), W must not read any. Then W runs only forks that are
+matrix products, which read the other factor; all other forks run once, in I. A branch that saved a
+tensor may read a weight again; then I does all of B.
 
-A stage's whole graph lives until its W is done, as arXiv 2401.10241 counts.  A user's hook on a
+A stage's whole graph lives until its W is done, as arXiv 2401.10241 counts. A user's hook on a
 tensor of a fork or a branch is called in I and in W.
 """
 
@@ -48,7 +48,7 @@ class StageTape:
     """The autograd graph of a stage's forward pass, for one B or one I.
 
     `inputs` are the input leaves of the stage; `outputs` are its outputs that require gradients, of
-    any shapes.  The tape keeps only the outputs' graph edges, not the tensors.
+    any shapes. The tape keeps only the outputs' graph edges, not the tensors.
     """
 
     def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -112,7 +112,7 @@ class Rest:
     def weights(self) -> None:
         """W: accumulates each parameter's gradient once, and runs its post-accumulate hooks.
 
-        A fork that shares no parameter runs directly to its parameters.  For the others, gradients
+        A fork that shares no parameter runs directly to its parameters. For the others, gradients
         of the branches are computed first, so that autograd adds up the contributions.
         """
         ready, self.ready = self.ready, []
@@ -136,7 +136,7 @@ class _Fork:
     """A node of the way and its branches: the index of each among its edges, and its target.
 
     `entries` are the edges by which gradients arrive, `arrived` those edges with their gradients.
-    `again`: W runs the node a second time.  `alone`: nothing else uses its parameters.
+    `again`: W runs the node a second time. `alone`: nothing else uses its parameters.
     """
 
     node: Node
@@ -206,7 +206,6 @@ class _Graph:
         return forks
 
     def _branches(self, node: Node) -> dict[int, GradientEdge]:
-        """The edges by which a node of the way leaves it."""
         if node not in self.way:
             return {}
         apart = self.apart.get(node)
@@ -235,7 +234,6 @@ def _able(node: Node) -> int | None:
 
 
 def _leaves(roots: Iterable[Node]) -> list[Node]:
-    """The nodes below that hold parameters."""
     below = _parents_first(roots)
     return [n for n in below if not isinstance(n, BackwardCFunction) and hasattr(n, "variable")]
 

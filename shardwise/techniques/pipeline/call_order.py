@@ -3,11 +3,11 @@
     definition   image.*  text.*  head           the loss of a program calls
     calls        text.*  image.*  head           m.image(...) after m.text(...)
 
-A pipeline is cut when it is built, so the loss runs once on a copy of the model without values.
-Its inputs are one object that stands for everything: any operation on it, and any part of it, is
-that object again.  A module whose code stops at it (it needs a number, or a shape) counts as
-calling what is in it in the order of definition, and returns that object too.  `if` takes one
-answer everywhere; of the passes with both answers, the one that fewer modules stopped counts.
+A pipeline is cut when it is built, so the loss runs once on a copy of the model without values. Its
+inputs are one object that stands for everything: any operation on it, and any part of it, is that
+object again. A module whose code stops at it (it needs a number, or a shape) counts as calling its
+submodules in the order of definition, and returns that object too. `if` takes one answer
+everywhere; of the passes with both answers, the one that fewer modules stopped counts.
 """
 
 import dis
@@ -53,7 +53,6 @@ class Anything(Tensor):
         return cls.one
 
     def __getattr__(self, name: str) -> Any:
-        """Any attribute, or method."""
         if name.startswith("__"):
             raise AttributeError(name)
         return self
@@ -141,7 +140,7 @@ class LossRun:
 
     def _guarded(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            """The output of the module, or what stands for everything."""
+            """The output of the module, or the object that stands for everything."""
             began = self.number
             self._note(module)
             try:

@@ -4,9 +4,8 @@
                               starts = ("blocks.2", "blocks.4")
 
 Stages are contiguous, and begin at elements of the model's lists of repeated blocks; other layers
-go with their neighbours.  With more stages than blocks, a stage may begin at any layer.  The
-heaviest stage is as light as possible (core/layouts/uneven.py), or a plan counts the blocks of each
-stage.
+go with their neighbours. With more stages than blocks, a stage may begin at any layer. The heaviest
+stage is as light as possible (core/layouts/uneven.py), or a plan counts the blocks of each stage.
 """
 
 import time
@@ -69,10 +68,8 @@ def starts(
     """The names of the modules that begin stages 1 to `stages` - 1.
 
     `names` lists them; None balances the stages by parameters (of equally good partitions the
-    earliest, so that every rank finds the same).  `calls`: see call_order.py.
-
-    Raises:
-        InputError: fewer layers than stages; unknown names, too few or too many.
+    earliest, so that every rank finds the same). `calls`: see call_order.py. Raises InputError for
+    fewer layers than stages, and for unknown names, too few or too many.
     """
     if names is not None:
         if len(names) != stages - 1:
@@ -100,8 +97,7 @@ def starts_of_counts(
 ) -> tuple[str, ...]:
     """Like `starts`, with so many of the blocks in each stage; layers with more stages than blocks.
 
-    Raises:
-        InputError: fewer layers than stages, or counts whose sum is not the number of blocks.
+    Raises InputError for fewer layers than stages, or counts whose sum is not the number of blocks.
     """
     cuts, parts = candidates(model, len(counts), calls), len(counts)
     if sum(counts) != len(cuts):
@@ -192,8 +188,7 @@ def _now(module: nn.Module) -> float:
 def candidates(model: nn.Module, stages: int, calls: Calls | None = None) -> tuple[str, ...]:
     """The modules at which one of so many stages may begin, in order.
 
-    Raises:
-        InputError: fewer layers than stages.
+    Raises InputError for fewer layers than stages.
     """
     places, moved = calls or defined(model), misplaced(model)
     blocks = _in_order(_planned(model) or _repeated(model), places)
@@ -246,9 +241,8 @@ def _lists(
 
 
 def _planned(model: nn.Module) -> list[str]:
-    """The elements of the lists in a transformers model's `base_model_pp_plan`.
-
-    That plan, in the model's config, names modules in the order of their calls.
+    """The elements of the lists in a transformers model's `base_model_pp_plan`, in the order of
+    calls.
     """
     return [
         f"{name}.{key}"
@@ -271,7 +265,7 @@ def _chain(model: nn.Module) -> list[str]:
 def calls_of(model: nn.Module, loss: Callable[..., Any] | None = None) -> Calls:
     """The calls of the modules in a run of `loss(model, batch)`, or of the model itself.
 
-    Those of transformers' models are known: in the order of definition, but for `misplaced`.
+    Modules of transformers are called in the order of definition, but for `misplaced`.
     """
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(type(model), "base_model_prefix"):

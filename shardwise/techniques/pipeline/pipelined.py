@@ -1,8 +1,8 @@
 """A step of an engine under the schedule of a pipeline (stage_work.py executes its actions).
 
 Every rank of the pipeline axis has the full microbatch; ranks send each other only the values that
-later stages use.  Every rank computes their shapes on meta, once for each shape of microbatch, so
-no shapes are sent.
+later stages use. Every rank computes their shapes on meta, once for each shape of microbatch, so no
+shapes are sent.
 
 Each step, microbatch, stage and share of the data has its own random seed, so stages draw different
 dropout masks, which do not depend on the rank that has the stage.
@@ -38,7 +38,7 @@ from shardwise.techniques.tensor.sharded_logits import Tensors
 
 
 class _Traced(NamedTuple):
-    """The trace of a forward, the lengths of its sharded sequences, whether its loss has gradients.
+    """The trace of a forward, and the lengths of its sharded sequences.
 
     `trains`: whether the loss is computed from a parameter of the model that trains; `written`:
     whether it writes to the batch.
@@ -67,17 +67,15 @@ class Pipelined:
         open_channels(staging.schedule, staging.axis, self.device)
 
     def require(self, batch: Any, microbatches: int, count: Count | None) -> None:
-        """Raise InputError for a batch with fewer rows than the schedule has microbatches."""
         enough(batch, microbatches, count)
 
     def updater(self, optimizer: ShardedOptimizer, guard: Guard) -> Stale | None:
-        """What updates stages by the schedule; None if the engine updates after it."""
+        """None if the engine updates after the schedule."""
         if self.staging.schedule.update:
             self.stale = Stale(self.staging, self.data, optimizer, guard)
         return self.stale
 
     def shared(self, names: Sequence[str], used: Tensor) -> Tensor:
-        """Which of the named parameters any rank used, of those that this one used."""
         return self.staging.shared(names, used)
 
     def leave_out(self) -> bool:
@@ -138,10 +136,7 @@ class Pipelined:
 
     @torch.no_grad()
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
-        """Run one microbatch forward through all stages, in eval mode.
-
-        The result is on the last stage's rank.
-        """
+        """Run one microbatch forward in eval mode; the result is on the last stage's rank."""
         with eval_mode(self.model, *self.staging.stages.layers.elsewhere):
             return self._evaluate(call)
 
@@ -214,8 +209,8 @@ def reaches(loss: Tensor, numbers: Container[int]) -> bool:
 class ScheduledUnits:
     """The units of this rank's stages, gathered and freed by hooks during each action.
 
-    `apart` as in OneStage.  With `versions`, the backward pass
-    of a microbatch uses the weights of its forward pass.
+    `apart` as in OneStage. With `versions`, the backward pass of a microbatch uses the weights of
+    its forward pass.
     """
 
     def __init__(
@@ -282,7 +277,6 @@ def graded(stage: int, trace: StageTrace) -> bool:
 
 
 def _place(axes: Sequence[Axis]) -> int:
-    """A number for each place on the axes."""
     place = 0
     for axis in axes:
         place = place * axis.size + axis.rank

@@ -2,7 +2,7 @@
 
 In a step the schedule's transfers are sent: values cross boundaries forward, and the gradients of
 trained ones cross backward; then the buffers outside of layers that a run has written. An
-evaluation sends what goes from each stage to a following one.
+evaluation sends from each stage to the following one.
 
 An asynchronous schedule keeps old versions of trained parameters, at the peak of the step
 (core/schedule/lower.py). There are none between steps.

@@ -1,13 +1,13 @@
 """The pipeline at run time: one rank executes its row of a schedule, step by step.
 
-    table        token -> value, for all live tokens of this rank.  A step removes the tokens that
+    table        token -> value, for all live tokens of this rank. A step removes the tokens that
                  it consumes and adds those that it makes (schedule.py); at the end it is empty.
     messages     sent as soon as their tensors exist; receives are posted ahead of their use
     work         executes F, B, I, W and the other actions on the model
 
-A bundle is a list of tensors.  The bundle `act` of stage s has the tensors that it sends to later
-stages.  The bundle `grad` of stage s has the gradient of each tensor of the previous bundle that
-requires one, zeros if there is none.  A bundle between two stages of one rank is not copied.
+A bundle is a list of tensors. The bundle `act` of stage s has the tensors that it sends to later
+stages. The bundle `grad` of stage s has the gradient of each tensor of the previous bundle that
+requires one, zeros if there is none. A bundle between two stages of one rank is not copied.
 """
 
 from collections import deque
@@ -42,12 +42,12 @@ AHEAD = 2
 
 
 class Work(Protocol):
-    """Executes the actions of this rank's stages.  Each tape and rest is passed back once."""
+    """Executes the actions of this rank's stages. Each tape and rest is passed back once."""
 
     device: torch.device
 
     def specs(self, token: Token) -> Sequence[Spec]:
-        """The specs of the tensors in the bundle `token`, an act or a grad."""
+        """Of the tensors in the bundle `token`, an act or a grad."""
         ...
 
     def forward(
@@ -84,7 +84,7 @@ Watch = Callable[[Step], None]
 
 
 def open_channels(schedule: Schedule, axis: Axis, device: torch.device) -> None:
-    """Open the schedule's channels.  All ranks of the axis call it once, before the first run."""
+    """Open the schedule's channels. All ranks of the axis call it once, before the first run."""
     rows = enumerate(lower(schedule).rows)
     sends = ((rank, step) for rank, row in rows for step in row if step.op == "SEND")
     ways = [(rank, step.peer) for rank, step in sends if isinstance(step, Transfer)]
@@ -98,13 +98,13 @@ def run(
     watch: Watch | None = None,
     table: dict[Token, Any] | None = None,
 ) -> None:
-    """Execute this rank's row.  All ranks of the axis call it with the same valid schedule.
+    """Execute this rank's row. All ranks of the axis call it with the same valid schedule.
 
-    Several schedules can share one `table`, which carries live tokens from one to the next.
-    Without it a schedule must leave no token.
+    Several schedules can share one `table`, which carries live tokens from one to the next. Without
+    it a schedule must leave no token.
 
-    Errors of a step propagate; in a pipeline a note adds the row and marks the step.  Messages use
-    the ways of the axis (`open_channels`), and its ledger counts them.  On CUDA the processor runs
+    Errors of a step propagate; in a pipeline a note adds the row and marks the step. Messages use
+    the ways of the axis (`open_channels`), and its ledger counts them. On CUDA the processor runs
     ahead of the device.
     """
     whole = lower(schedule)
@@ -124,8 +124,6 @@ def run(
 
 
 class _Live:
-    """One run: the table of live tokens on this rank, and the messages."""
-
     def __init__(
         self, schedule: Schedule, axis: Axis, work: Work, table: dict[Token, Any] | None
     ) -> None:
@@ -134,7 +132,7 @@ class _Live:
         self.table: dict[Token, Any] = {} if table is None else table
 
     def do(self, step: Step) -> None:
-        """Execute a step: consume the tokens that it takes, add those that it makes."""
+        """Consume the tokens that a step takes, add those that it makes."""
         have = {token.kind: self.table[token] for token in needs(step, self.schedule)}
         for token in takes(step, self.schedule):
             del self.table[token]
@@ -209,7 +207,7 @@ class _Post:
     """The messages of one rank in flight.
 
     From the start, the next AHEAD receives from each rank are posted, in the order of the row; a
-    rank holds their bundles beyond the schedule's memory.  A sent bundle is kept until a message
+    rank holds their bundles beyond the schedule's memory. A sent bundle is kept until a message
     proves that it has arrived (`acks`), or until the end.
     """
 
@@ -245,7 +243,6 @@ class _Post:
         return bundle
 
     def end(self) -> None:
-        """Wait for all sends that are not acknowledged."""
         assert not self.inbox
         while self.outbox:
             _wait(self.outbox.popitem()[1])
@@ -267,7 +264,6 @@ def _wait(pending: Sequence[Pending]) -> None:
 
 
 def _marked(row: Sequence[Step], place: int, rank: int) -> str:
-    """The row with the step at `place` between arrows."""
     words = [f">>{step}<<" if k == place else str(step) for k, step in enumerate(row)]
     head = f"rank {rank} of the pipeline was at step {place + 1} of the {len(row)} in its row:"
     lines = fill(" ".join(words), 100, break_long_words=False, break_on_hyphens=False)

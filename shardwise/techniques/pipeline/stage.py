@@ -4,10 +4,10 @@
                         skipped         | computed           | never reached
                                  received -^           outputs -^
 
-Every rank runs the user's `call(model)` on the whole microbatch.  *Layers* (placeholders.py) are
-computed by their owners.  All else is *glue* (interceptor.py): the operations between them, which
-belong to the stage of the layer called last.  Glue on the batch, buffers and constants alone is
-*common*: every rank computes it.  Outputs of layers, and tensors computed from them, are *values*,
+Every rank runs the user's `call(model)` on the whole microbatch. *Layers* (placeholders.py) are
+computed by their owners. All else is *glue* (interceptor.py): the operations between them, which
+belong to the stage of the layer called last. Glue on the batch, buffers and constants alone is
+*common*: every rank computes it. Outputs of layers, and tensors computed from them, are *values*,
 numbered in the order of creation, which is the same on every rank.
 
 The trace (tracer.py) lists the events of the forward: calls of layers, and operations on values.
@@ -260,7 +260,7 @@ class Stage:
 
     @contextmanager
     def writing(self, containers: Sequence[tuple[nn.Module, nn.Module]]) -> Iterator[None]:
-        """At the end, buffers outside of layers have what this stage wrote, or what they had."""
+        """At the end, buffers outside of layers have this stage's writes, or their old values."""
         tables = [container._buffers for container, _ in containers]
         before = [dict(table) for table in tables]
         try:

@@ -15,10 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Spec(NamedTuple):
-    """A tensor that crosses: its shape in memory order, its dtype, whether a gradient returns.
-
-    The dtype is a torch.dtype.
-    """
+    """A tensor that crosses: shape in memory order, torch.dtype, whether a gradient returns."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -55,7 +52,7 @@ class StageTrace:
     trained       values through which gradients flow
     read[s]       parameters of stage s, by number, that are read there outside of layers
     answers       what the forward read from the batch (techniques/pipeline/trace/answers.py)
-    outside       what it writes of buffers outside of layers (trace/outside_buffers.py)
+    outside       the buffers outside of layers that it writes (trace/outside_buffers.py)
     """
 
     events: tuple[ForwardStep, ...]

@@ -3,8 +3,8 @@
     rank 0   embed  blocks.0  blocks.1                     stages of the schedule's `home`
     rank 1   blocks.2  blocks.3  norm  head                head.weight is embed.weight: a tie
 
-First all ranks get rank 0's weights.  Then each rank keeps only the parameters of its own stages,
-under their names in the full model.  If several ranks hold a parameter (a tied embedding), they sum
+First all ranks get rank 0's weights. Then each rank keeps only the parameters of its own stages,
+under their names in the full model. If several ranks hold a parameter (a tied embedding), they sum
 its gradient before the update, so that the copies stay equal.
 """
 
@@ -56,7 +56,6 @@ class Staging:
 
     @property
     def own_stages(self) -> tuple[int, ...]:
-        """The stages of this rank, along the model."""
         return self.schedule.stages(self.axis.rank)
 
     @property
@@ -67,7 +66,6 @@ class Staging:
         return [firsts[stage] for stage in range(1, len(firsts))]
 
     def owners(self, stages: Sequence[int]) -> tuple[int, ...]:
-        """The ranks that own any of these stages."""
         return tuple(sorted({self.schedule.home[stage] for stage in stages}))
 
     def own_units(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
@@ -77,7 +75,6 @@ class Staging:
         return [spec for spec in specs if spec.params]
 
     def stages_using(self, names: Iterable[str]) -> set[int]:
-        """The stages of this rank that use any of these parameters."""
         return {stage for name in names for stage in self.at[name]} & set(self.own_stages)
 
     def copy(self, called: str) -> int:
@@ -141,8 +138,8 @@ def stage_starts(
 ) -> tuple[str, ...]:
     """The modules that begin the stages of a pipeline after the first; none without a pipeline.
 
-    Raises InputError where the model cannot be cut so, and for names that are not those of the
-    counts of `plan`.
+    Raises InputError where the model cannot be cut so, and for names that differ from the counts of
+    `plan`.
     """
     schedule = schedule_of(plan)
     if schedule is None:

@@ -115,7 +115,7 @@ class StageUnits(Protocol):
 class StageWork:
     """The work of one run of a schedule (`Work` of techniques/pipeline/runtime.py).
 
-    `call` is the forward of one microbatch.  Without `trains` there are no backward passes.
+    `call` is the forward of one microbatch. Without `trains` there are no backward passes.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class StageWork:
         self.device = stages.storage
 
     def specs(self, token: Token) -> Sequence[Spec]:
-        """What crosses: a stage's values forward, and the gradients of those that have one."""
+        """A stage's values forward, and the gradients of those that have one."""
         return specs(self.microbatches[token.microbatch].trace, token)
 
     def forward(
@@ -170,16 +170,13 @@ class StageWork:
         return self._grads_back(stage, own, found), rest
 
     def weights(self, stage: int, microbatch: int, rest: Rest) -> None:
-        """W."""
         with self.units.around("W", stage, self.microbatches[microbatch]):
             rest.weights()
 
     def reduce(self, stage: int) -> None:
-        """REDUCE."""
         self.units.reduce(stage)
 
     def update(self, stage: int, microbatch: int) -> None:
-        """U, in asynchronous schedules."""
         self.units.update(stage, self.microbatches[: microbatch + 1])
 
     def _is_last(self, stage: int) -> bool:
@@ -209,14 +206,12 @@ class ScaledLoss:
         self.losses: dict[int, Tensor] = {}  # of the microbatches whose backward is to come
 
     def outputs(self, microbatch: Microbatch, result: Tensor) -> list[Tensor]:
-        """The loss."""
         if microbatch.tokens:  # the mean over no tokens may be NaN
             self.summed += result.detach().double() * microbatch.tokens
         self.losses[microbatch.index] = result.detach()
         return [result]
 
     def gradients(self, microbatch: Microbatch) -> list[Tensor]:
-        """The factor of the microbatch's loss."""
         loss = self.losses.pop(microbatch.index)
         weight = self.weights.of(microbatch.tokens, microbatch.update)
         return [weight.to(loss).expand_as(loss)]
@@ -229,12 +224,10 @@ class Result:
         self.value: Tensor | None = None
 
     def outputs(self, microbatch: Microbatch, result: Any) -> list[Tensor]:
-        """Nothing is differentiated."""
         self.value = result
         return []
 
     def gradients(self, microbatch: Microbatch) -> list[Tensor]:
-        """An evaluation has no backward pass."""
         raise AssertionError(microbatch)
 
 

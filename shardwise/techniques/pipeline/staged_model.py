@@ -31,10 +31,8 @@ class Stages:
 
     `twin` is the model's twin (techniques/pipeline/trace/placeholders.py), used by one Stages only.
     `starts` names the modules that begin stages 1, 2, ...; `calls` are those of call_order.py, None
-    for the order of definition. `device` is where the real tensors are.
-
-    Raises:
-        InputError: the starts do not fit the model.
+    for the order of definition. `device` is where the real tensors are. Raises InputError if the
+    starts do not fit the model.
     """
 
     def __init__(
@@ -60,12 +58,10 @@ class Stages:
         """Trace `call` on meta for this microbatch, in the current grad mode.
 
         The trace is valid for every microbatch of the same shapes that it `fits`. Tracing draws no
-        random number from the default generators, and keeps no real tensor.  `ask` answers reads of
+        random number from the default generators, and keeps no real tensor. `ask` answers reads of
         activations between layers (techniques/pipeline/trace/probe.py); without it they raise.
-
-        Raises:
-            InputError: the code between layers cannot be traced
-            (techniques/pipeline/trace/tracer.py).
+        Raises InputError if the code between layers cannot be traced
+        (techniques/pipeline/trace/tracer.py).
         """
         layers, seen = self.layers, Seen(self.layers.numbers)
         layers.number_buffers(seen.put)
@@ -135,10 +131,7 @@ class Stages:
 
         The model's buffers change as in any forward, and operations between layers may draw random
         numbers. With several stages on a rank, `call` runs for each, so it must not write to the
-        batch.
-
-        Raises:
-            InputError: the forward does not do what the trace says.
+        batch. Raises InputError if the forward does not do what the trace says.
         """
         layers = self.layers
         seen = Seen(layers.numbers)
@@ -159,7 +152,7 @@ class Stages:
 
 @contextmanager
 def _own_cache() -> Iterator[None]:
-    """What `parametrize.cached` keeps is of one pass, and a copy of a module has the same key."""
+    """`parametrize.cached` is for one pass, and a copy of a module has the same key."""
     before, parametrize._cache = parametrize._cache, {}
     try:
         yield

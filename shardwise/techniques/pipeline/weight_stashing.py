@@ -4,19 +4,16 @@
     newest version               0   0   0   1   1   1   2   2   2
     used                         0   0   0       1   0       2   1
 
-The backward pass of a microbatch uses the same weights as its forward pass.  Autograd saves either
+The backward pass of a microbatch uses the same weights as its forward pass. Autograd saves either
 the parameter itself, which it reads during the backward pass, or a view of it (its transpose),
-which refers to the memory of the forward pass.  So a version keeps its memory until its last use,
-and parameters point there for each F, B, I and W that uses it.  An update writes to a new buffer if
-a later action uses the old version, else in place.  Updates do not change the parameter's version
-counter: autograd would raise an error in backward.
-
-core/schedule/lower.py computes the number of versions of each stage; one is left after the
-run.
+which refers to the memory of the forward pass. So a version keeps its memory until its last use,
+and parameters point there for each F, B, I and W that uses it. An update writes to a new buffer if
+a later action uses the old version, else in place. Updates do not change the parameter's version
+counter: autograd would raise an error in backward. One version is left after the run.
 
 An update (U) sums the gradients of its microbatches over the data ranks and divides the sum by the
-number of those that have tokens (engine/optimizer/norm.py).  (Narayanan et al.,
-"PipeDream", arXiv 1806.03377, section 3.3.)
+number of those that have tokens (engine/optimizer/norm.py). (Narayanan et al., "PipeDream",
+arXiv 1806.03377, section 3.3.)
 """
 
 import math
@@ -188,8 +185,8 @@ class Stale(Updater[Flat]):
     def _agree(self, flats: Sequence[Flat], number: Tensor) -> tuple[Factor, Tensor]:
         """Set which parameters have a gradient on any data rank.
 
-        Returns what gradients are multiplied by, 1 over `number`, and [1], of how many data and
-        tensor ranks one is not finite.
+        Returns the factor of gradients, 1 over `number`, and [1], how many data and tensor ranks
+        have a gradient that is not finite.
         """
         own = [float(flag) for flat in flats for flag in flat.grads.has_grad]
         spoilt = self.guard.not_finite(flats)

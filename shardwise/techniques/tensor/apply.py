@@ -1,7 +1,7 @@
 """Sharding of a model on the tensor axis according to its table.
 
 For every module in the table: its parameters are sharded (or their gradients are summed), its hooks
-are set, and its attributes that count heads get this rank's numbers.  Everything else is replicated
+are set, and its attributes that count heads get this rank's numbers. Everything else is replicated
 on all ranks of the axis.
 """
 
@@ -67,7 +67,7 @@ def table_for(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | Non
 
 
 def layer_tables(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | None) -> LayerPlans:
-    """The plans of single layers, each with the styles of its layers if it has a tensor axis.
+    """The plans of single layers, with the styles of those layers that have a tensor axis.
 
     Raises InputError as `layer_plans` and `table_for` do.
     """
@@ -93,9 +93,8 @@ def layer_tables(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | 
 def tensor_spec(
     model: nn.Module, table: Table, sp: bool, ranks: int, *, layers: bool = False
 ) -> TensorSpec:
-    """The table's styles and their modules in a model, before it is cut, without its passes.
-
-    Those of single `layers` have no experts.
+    """The table's styles and their modules in a model before it is cut; of single `layers` no
+    experts.
     """
     known, names = shapes(model), {id(p): name for name, p in model.named_parameters()}
     styles, params = assign(table, list(known), sp), dict[str, dict[str, str]]()
@@ -108,7 +107,6 @@ def tensor_spec(
 
 
 def applied(model: nn.Module, build: "Build") -> Tensors:
-    """Shard the model of an engine on the tensor axis of its plan."""
     return lay_out(model, build.world, build.plan.sp, build.table)
 
 
@@ -117,8 +115,8 @@ def lay_out(
 ) -> Tensors:
     """Shard `model` in place on the tensor axis of `world` according to `table`.
 
-    If it is the axis of some `layers` only, the others, layers of experts and torch's default
-    generators are left to that of the model.
+    If it is the axis of some `layers` only, other layers, layers of experts and torch's default
+    generators stay as they are.
     """
     axis = world.axis(TENSOR)
     if table is None or axis.size == 1:
@@ -177,8 +175,6 @@ def _lines(cut: Cut) -> Groups:
 
 
 class _Hooks:
-    """The hooks of one model while they are set."""
-
     def __init__(self, model: nn.Module, tensors: Tensors) -> None:
         self.model, self.stream, self.axis = model, tensors.stream, tensors.axis
         #: the stream of modules that need the gathered sequence

@@ -3,16 +3,16 @@
     plain     a copy of the model with all weights                        loss
     sharded   the same copy on the tensor axis, or on some positions      loss: must be equal
 
-Code may compute with what a rank has only a part of: a length (`h / h.shape[-1]` of a sharded dim),
-a fixed number of heads, or the positions of a sequence.  It runs, and is wrong.  Before its first
-update each rank computes the loss of its first microbatch twice, forward only; `shardwise verify`
-proves gradients too.  Dropout draws nothing: modules are in eval mode, apart from recurrent layers.
-A pass that draws random numbers proves nothing: ranks draw others for sharded activations.
-Parameters that begin as zeros have other values in both copies, so that no layer is hidden.
+Code may compute with a rank's part of a length (`h / h.shape[-1]` of a sharded dim), a fixed number
+of heads, or the positions of a sequence. It runs, and is wrong. Before its first update each rank
+computes the loss of its first microbatch twice, forward only; `shardwise verify` proves gradients
+too. Dropout draws nothing: modules are in eval mode, apart from recurrent layers. A pass that draws
+random numbers proves nothing: ranks draw others for sharded activations. Parameters that begin as
+zeros have other values in both copies, so that no layer is hidden.
 
 While it compares, a rank holds two copies of the plain model's parameters, and rank 0 the
-parameters once more in host memory.  A model for which a rank has too little memory is not
-compared, and a line says so.
+parameters once more in host memory. If a rank has too little memory, the model is not compared, and
+a line says so.
 """
 
 import copy
@@ -81,10 +81,9 @@ def engine_of(model: nn.Module, build: Build, training: Training) -> Engine:
 
 
 def compare(engine: Engine, given: Plain, batch: Any) -> None:
-    """Compare the loss of the first microbatch.  All ranks call it.
+    """Compare the loss of the first microbatch. All ranks call it.
 
-    Raises:
-        InputError: on every rank, if the losses differ on one.
+    Raises InputError on every rank if the losses differ on one.
     """
     world = engine.world
     needed = COPIES * sum(p.numel() * p.element_size() for p in given.twin.parameters())
@@ -177,7 +176,7 @@ def _fits(needed: int, world: World) -> bool:
 
 
 def free_bytes(world: World) -> tuple[int, float]:
-    """The number of the memory that this rank shares with others, and its free bytes."""
+    """A number for the memory that this rank shares with others, and its free bytes."""
     if world.device.type == "cuda":
         return world.rank, float(torch.cuda.mem_get_info(world.device)[0])
     return host_number(), host_memory.free_bytes()
@@ -214,7 +213,6 @@ def _without_zeros(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _loss(engine: Engine, model: nn.Module, tensors: Tensors, share: Any) -> float:
-    """The loss of a microbatch."""
     for module in model.modules():
         recurrent = isinstance(module, nn.RNNBase) and not module.dropout
         module.training = recurrent  # as in a step
@@ -228,7 +226,7 @@ def _loss(engine: Engine, model: nn.Module, tensors: Tensors, share: Any) -> flo
 
 
 def _ratio(error: float, size: float) -> float:
-    """The relative error; infinity for one that is not finite.  A size of zero has none."""
+    """The relative error; infinity for one that is not finite. A size of zero has none."""
     if not math.isfinite(error):
         return math.inf
     return error / size if size else float(error > 0)
@@ -237,7 +235,6 @@ def _ratio(error: float, size: float) -> float:
 def _require(
     losses: tuple[float, float], engine: Engine, table: Table | None, *, short: bool
 ) -> None:
-    """Raise InputError on every rank if the losses of one rank differ."""
     world = engine.world
     own = torch.tensor(losses, dtype=torch.float64, device=world.device)
     close = TOLERANCE_16_BIT if short else TOLERANCE if _rounds(world.device) else CLOSE

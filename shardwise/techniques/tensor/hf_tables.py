@@ -1,9 +1,9 @@
 """Tables for models of transformers: converted from their configuration, or written here.
 
 A configuration of that library contains `base_model_tp_plan`: names of modules and the library's
-own styles. That plan requires a number of heads that is divisible by the ranks, and replicates the
-vocabulary. The table made from it shards q, k, v and o by heads, and the embedding and the head by
-the vocabulary. The library itself is not imported.
+own styles. That plan requires the ranks to divide the heads, and replicates the vocabulary. The
+table made from it shards q, k, v and o by heads, and the embedding and the head by the vocabulary.
+The library itself is not imported.
 """
 
 import fnmatch
@@ -136,7 +136,7 @@ def _read(model: nn.Module, kind: str, plan: Mapping[str, str]) -> Table:
 
 
 def _by_heads(key: str, style: str) -> str:
-    """The style of a layer; layers of attention are sharded by whole heads."""
+    """Layers of attention are sharded by whole heads."""
     parts = key.split(".")
     if not any("attn" in part or "attention" in part for part in parts[:-1]):
         return style
@@ -216,7 +216,6 @@ def _sequence(model: nn.Module, cut: set[str]) -> dict[str, str]:
 
 
 def _layer(layer: nn.Module, path: str, cut: set[str]) -> dict[str, str]:
-    """The styles of the modules in one layer, whose name in the model is `path`."""
     found: dict[str, str] = {}
     for name, part in layer.named_children():
         if any(key.startswith(f"{path}.{name}.") for key in cut):

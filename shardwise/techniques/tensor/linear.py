@@ -9,14 +9,14 @@
       P -> S(T)       S(-1)        S(-1)          S(T) -> R        reduce-scatter, all-gather
 
 `Stream` moves tensors between the layers and the residual stream, which is the same on every rank
-(I), or sharded along the sequence (S(T), where T is the second to last dim).  Column-parallel
-layers with the same input x (queries, keys, values; gate and up) share an `Entry`: x is gathered
+(I), or sharded along the sequence (S(T), where T is the second to last dim). Column-parallel layers
+with the same input x (queries, keys, values; gate and up) share an `InputGradient`: x is gathered
 once, and the gradients of x are added locally, then summed over the ranks once, while the weight
 gradients are computed.
 
-Modules keep their class, names and forward.  Hooks move their inputs and outputs, before the user's
-own hooks.  (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section
-3; Korthikanti et al., arXiv 2205.05198, section 4.2.2.)
+Modules keep their class, names and forward. Hooks move their inputs and outputs, before the user's
+own hooks. (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; Korthikanti et al., arXiv
+2205.05198, section 4.2.2.)
 """
 
 from collections.abc import Callable, Mapping
@@ -70,7 +70,7 @@ class Stream:
         return _Leave.apply(self._padded(y), self.axis)
 
     def sum(self, y: Tensor, fresh: bool = True) -> Tensor:
-        """The sum over the ranks of the partial `y`, equal on all ranks."""
+        """Equal on all ranks, for a partial `y`."""
         return _Sum.apply(y, self.axis) if fresh else move(y, self.axis, P, I)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class Stream:
         self.slot = None
 
     def _padded(self, x: Tensor) -> Tensor:
-        """`x` padded along the sequence, so that all ranks have shards of the same size."""
+        """So that all ranks have shards of the same size."""
         return _padded(x, self.lengths.shard(x.shape[-2]) * self.axis.size)
 
 
@@ -156,15 +156,14 @@ class InputGradient:
         self.pending: Pending[Tensor] | None = None  # the sum over the ranks
 
     def read(self) -> None:
-        """Count one more reader."""
         self.readers += 1
         self.waiting += 1
 
     def line_up(self, y: Tensor) -> None:
         """Order the backward of a reader's output `y` after the input gradients of all readers.
 
-        Autograd runs the ready node with the highest sequence number first, so all readers get
-        the number of the first one.
+        Autograd runs the ready node with the highest sequence number first, so all readers get the
+        number of the first one.
         """
         node: Any = y.grad_fn
         if node is not None:
@@ -208,7 +207,6 @@ class InputGradient:
 
 
 def _begin_all_reduce(x: Tensor, axis: Axis) -> Pending[Tensor]:
-    """Begin an in-place all-reduce of contiguous `x`."""
     x.view(-1)[:0].zero_()  # so that dispatch modes see that `x` is written to
     pending = start(x.view(-1), axis, P, I, x.view(-1))
     return Pending([pending.wait, lambda: x])
@@ -240,7 +238,6 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, axis: Axis) -> Tensor:
-        """This rank's shard of the sum."""
         ctx.axis = axis
         return reduce_scatter(y, axis, y.dim() - 2)
 
@@ -255,7 +252,6 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(_: Any, y: Tensor, axis: Axis) -> Tensor:
-        """The sum over the axis, in the memory of `y`."""
         return _begin_all_reduce(y.contiguous(), axis).wait().view(y.shape)
 
     @staticmethod
@@ -266,7 +262,7 @@ class _Sum(torch.autograd.Function):
 class _Columns(torch.autograd.Function):
     """After a column-parallel layer: computes the input's gradient before the weight's.
 
-    The layer got its input detached, so its own node computes only the weight gradients.  Autograd
+    The layer got its input detached, so its own node computes only the weight gradients. Autograd
     runs that node after this one, while the input's gradient is being summed over the ranks.
     """
 
@@ -288,7 +284,7 @@ class _Columns(torch.autograd.Function):
 
 
 def columns(module: nn.Module, stream: Stream, transposed: bool, entered: bool) -> None:
-    """Hook a column-parallel layer.  `transposed`: its weight is [in, out].
+    """Hook a column-parallel layer. `transposed`: its weight is [in, out].
 
     `entered`: an outer module has gathered its input already.
     """

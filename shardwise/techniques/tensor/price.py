@@ -11,10 +11,10 @@
     split                       I -> S(T)
     sequence:join                                               S(T) -> I
 
-The second placement is that under `sp`, where the stream between layers is sharded along the
-sequence T. If several layers in a row read a tensor, it enters once, and once more for those under
-no_grad. A tensor that a gradient reaches moves between the duals in the backward pass.
-(Megatron-LM, arXiv 1909.08053, section 3; arXiv 2205.05198, section 4.2.2.)
+The second placement holds under `sp`, where the stream between layers is sharded along the sequence
+T. If several layers in a row read a tensor, it enters once, and once more for layers under no_grad.
+A tensor that a gradient reaches moves between the duals in the backward pass. (Megatron-LM,
+arXiv 1909.08053, section 3; arXiv 2205.05198, section 4.2.2.)
 
 A cross-entropy of N positions over a sharded vocabulary has two all-reduces: of the largest logit,
 N elements; of the sum of exponentials and the target's logit, 2N, or 3N with label smoothing, which
@@ -100,7 +100,7 @@ class Crossings:
                 pass
 
     def _input(self, call: Call, number: int) -> Value:
-        """An input of the call; under no_grad it has no gradient."""
+        """Under no_grad it has no gradient."""
         x = self.run.values[number]
         return x if call.recorded else x._replace(trained=False)
 
@@ -130,7 +130,7 @@ class Crossings:
         self._move(y, (P, S(0) if split else I), self._long(y, split), phase)
 
     def _move(self, x: Value, way: tuple[Placement, Placement], numel: int, phase: str) -> None:
-        """Send a move forward, and that of the gradient between the duals backward."""
+        """Send a move forward, and the gradient's between the duals backward."""
         (src, dst), size = way, ELEMENT_BYTES[x.dtype]
         self.send(src, dst, numel, size, phase)
         if x.trained and (src, dst) != (P, I):  # the dual I -> R sends nothing

@@ -3,15 +3,15 @@
     whole activations       equal masks on all ranks         torch's default generator
     sharded activations     different masks on every rank    a generator of the rank's own
 
-These are the two generators of Megatron-LM (arXiv 1909.08053, appendix B.2).  The default generator
-has the same state on every rank of the axis.  The rank's own is seeded for each draw from the
-default generator and the rank.  So the state of the default generator determines both: saving and
+These are the two generators of Megatron-LM (arXiv 1909.08053, appendix B.2). The default generator
+has the same state on every rank of the axis. The rank's own is seeded for each draw from the
+default generator and the rank. So the state of the default generator determines both: saving and
 restoring it restores both, and `torch.utils.checkpoint` draws the same masks when it recomputes.
 
-`ShardedRandom` knows which activations are sharded.  It is a torch function mode: hooks mark the
-outputs of the modules in the tensor plan, and what is computed from a marked tensor is marked.  It
-does not see inside custom autograd functions and compiled regions: draws in there use the default
-generator.  Losses depend on the number of tensor ranks, as the masks do.
+`ShardedRandom`, a torch function mode, knows which activations are sharded: hooks mark the outputs
+of the modules in the tensor plan, and results computed from a marked tensor are marked. It does not
+see inside custom autograd functions and compiled regions, where draws use the default generator.
+Losses depend on the number of tensor ranks, as the masks do.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -60,7 +60,6 @@ _RANDOM: Final = {
 
 
 def synchronize(axis: Axis, device: torch.device) -> None:
-    """Give all ranks of `axis` the generator states of its first rank."""
     for generator in generators_of(device):
         state = broadcast(generator.get_state().to(device), axis)
         generator.set_state(state.cpu())
@@ -69,9 +68,9 @@ def synchronize(axis: Axis, device: torch.device) -> None:
 class ShardedRandom(TorchFunctionMode):
     """Draws random numbers for sharded activations from the rank's own generator.
 
-    The mode costs about a microsecond for each function called, so that it is entered only in the
-    first passes, in passes of a model with a layer of dropout, and after a pass that drew numbers.
-    A backward pass draws none, which says nothing of the next forward.
+    The mode costs about a microsecond for each function called, so it is entered only in the first
+    passes, in passes of a model with a layer of dropout, and after a pass that drew numbers. A
+    backward pass draws none, which says nothing of the next forward.
     """
 
     def __init__(self, axis: Axis, modules: Iterable[nn.Module] = ()) -> None:
@@ -139,7 +138,7 @@ class ShardedRandom(TorchFunctionMode):
     def mark_outputs(self, model: nn.Module, styles: Mapping[str, Style], split: bool) -> None:
         """Hook modules of a tensor plan; `split`: the stream is sharded along the sequence.
 
-        Called before other hooks are set: each is prepended, so that these run after those that
+        Called before other hooks are set: each is prepended, so that these run after the hooks that
         gather and sum, and before the user's.
         """
         sharded = {"colwise": True, "colwise_gather_output": False, "sequence:join": False}

@@ -1,26 +1,23 @@
-"""Row-parallel linear layers, and hooks that gather or shard inputs and outputs of modules.
+"""Row-parallel linear layers, the vocabulary-parallel embedding, and hooks that gather or shard.
 
 A row-parallel layer has sharded inputs: each rank computes a partial sum without the bias, and the
-bias is added once, to the sum over the ranks.  As in linear.py, hooks do this, before the user's
-own hooks.
+bias is added once, to the sum over the ranks.
 
-Vocabulary-parallel embedding: each rank looks up the ids whose rows it holds.
+An embedding looks up on each rank the ids whose rows the rank holds:
 
     ids       3  0  7  5            rank 0 holds rows 0..3        rank 1 holds rows 4..7
     local ids                       3  0  .  .                    .  .  3  1       (. is row 0)
     out                             w3 w0 0  0                    0  0  w7 w5      P: summed later
 
-The module performs the lookup.  One hook converts ids to this rank's rows, another writes zeros for
-ids whose rows other ranks hold.  The caller sums the results over the ranks (P -> I), or
-reduce-scatters them along the sequence (P -> S).  (Shoeybi et al., "Megatron-LM", arXiv 1909.08053,
-section 3.)
+One hook converts ids to this rank's rows, another writes zeros for ids of other ranks. The caller
+sums the results over the ranks (P -> I), or reduce-scatters them along the sequence (P -> S).
+(Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3.)
 
-The gradient of a packed weight of which several ranks hold one part in common.
+If one weight packs queries, keys and values, ranks may share a part of it. Here 4 query heads and
+one key head are on 2 ranks, and each rank computes the gradient of k and v from its own queries:
 
-queries, keys and values in one weight, 4 query heads and one key head on 2 ranks:
-
-rank 0    q0 q1 | k | v        queries differ between the ranks; k and v are the same on both, and
-rank 1    q2 q3 | k | v        each rank computes the part of their gradient from its own queries
+    rank 0    q0 q1 | k | v
+    rank 1    q2 q3 | k | v
 """
 
 from collections.abc import Callable, Sequence
@@ -112,7 +109,7 @@ def change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 def gather_input(module: nn.Module, stream: Stream) -> None:
     """Hook a module so that its first tensor argument is gathered along the sequence.
 
-    Its other arguments are replicated.  Each rank computes a part of their gradients, which are
+    Its other arguments are replicated. Each rank computes a part of their gradients, which are
     summed over the ranks.
     """
 
@@ -130,15 +127,15 @@ def _spread(stream: Stream, x: Any) -> Any:
     return stream.spread(x) if isinstance(x, Tensor) and x.requires_grad else x
 
 
-# --- Vocabulary-parallel embedding: each rank looks up the ids whose rows it holds ----------------
+# --- the embedding ------------------------------------------------------------------------------
 
 
 def embed(module: nn.Embedding, axis: Axis, cut: Cut, finish: Callable[[Tensor], Tensor]) -> None:
     """Hook `module`, whose weight has this rank's rows by `cut`, so that it returns `finish(out)`.
 
-    `out` [..., D] is P: the rows of the ids [...] that this rank holds, and zeros for other ids.  A
-    rank may hold no rows.  The module's `padding_idx` becomes a local row on the rank that holds
-    it, and None on other ranks.  May be called before or after the weight is sharded.
+    `out` [..., D] is P: the rows of the ids [...] that this rank holds, and zeros for other ids. A
+    rank may hold no rows. The module's `padding_idx` becomes a local row on the rank that holds it,
+    and None on other ranks. May be called before or after the weight is sharded.
 
     Raises:
         InputError: the module has max_norm, scale_grad_by_freq or sparse gradients.
@@ -154,7 +151,7 @@ def embed(module: nn.Embedding, axis: Axis, cut: Cut, finish: Callable[[Tensor],
     masks = WeakIdKeyDictionary()
 
     def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Convert ids to local rows; ids of other ranks become row 0, and are masked."""
+        """Ids of other ranks become row 0, and are masked."""
         ids: Tensor = args[0] if args else kwargs["input"]
         _check(ids, cut.whole)
         local = ids - start
@@ -199,7 +196,7 @@ def _require_shardable(module: nn.Embedding) -> None:
             )
 
 
-# --- The gradient of a packed weight of which several ranks hold one part in common ---------------
+# --- packed weights -----------------------------------------------------------------------------
 
 
 def sum_spans(dim: int, spans: Sequence[tuple[int, int]], line: Axis, grad: Tensor) -> Tensor:

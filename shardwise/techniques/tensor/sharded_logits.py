@@ -1,9 +1,9 @@
-"""Logits that stay sharded over the vocabulary.
+"""Logits that stay sharded over the vocabulary, and the state of a model on the tensor axis.
 
     rank 0 holds x[..., 0..3], rank 1 x[..., 4..7]           x.shape is [..., 8] on both
 
-A model with a vocabulary-parallel output layer returns them.  What is computed on the shards and
-what gathers them is in kernels/logits.py.
+A model with a vocabulary-parallel output layer returns them. kernels/logits.py says what is
+computed on the shards and what gathers them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from shardwise.techniques.tensor.rng import ShardedRandom
 
 
 class Moves(Protocol):
-    """What gathers and shards columns: the stream of a step, or the record of a pass on meta."""
+    """Gathers and shards columns: the stream of a step, or the record of a pass on meta."""
 
     def join(self, x: Tensor, cut: Cut) -> Tensor:
         """All columns of the shard `x`."""
@@ -55,7 +55,6 @@ class Shards:
 
     @property
     def whole(self) -> int:
-        """The size of the vocabulary."""
         return self.cut.whole
 
     def join(self, local: Tensor) -> Tensor:
@@ -78,10 +77,8 @@ class Shards:
 def sharded_logits(local: Tensor, axis: Axis, cut: Cut, moves: Moves | None = None) -> Logits:
     """Logits whose shard on this rank is `local` [..., v]; nothing is copied.
 
-    `moves` gathers them and records each loss.
-
-    Raises:
-        InputError: `local` has another number of columns than this rank's shard.
+    `moves` gathers them and records each loss. Raises InputError if `local` has another number of
+    columns than this rank's shard.
     """
     columns = cut.size(axis.rank)
     if local.shape[-1] != columns:
@@ -92,9 +89,6 @@ def sharded_logits(local: Tensor, axis: Axis, cut: Cut, moves: Moves | None = No
         )
     moves = moves or Stream(axis, split=False)
     return Logits.of(local, Shards(axis, cut, moves))
-
-
-# --- State of a model on the tensor axis: its stream, its sums and its random numbers -------------
 
 
 @dataclass
@@ -120,7 +114,6 @@ class Tensors(Applied):
             self.stream.end()
 
     def during(self, device: torch.device) -> AbstractContextManager[None]:
-        """Around a forward and its backward pass: random numbers of sharded activations."""
         return self.random.during(device)
 
     def sums(self) -> Mapping[tuple[str, Groups], Axis]:
@@ -128,5 +121,4 @@ class Tensors(Applied):
 
 
 def nowhere() -> Tensors:
-    """The state of a model without a tensor axis."""
     return Tensors(Axis("none"), Stream(Axis("none"), split=False))

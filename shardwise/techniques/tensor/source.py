@@ -1,8 +1,8 @@
 """The source of a model's table of tensor parallelism, and the shapes of the model's modules.
 
 The table is, in this order: the argument `table=`; the model's attribute `tensor_table`; the plan
-in the configuration of a transformers model (hf_tables.py). A part of a larger model can have
-a table too.
+in the configuration of a transformers model (hf_tables.py). A part of a larger model can have a
+table too.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ from shardwise.techniques.tensor.tensor_table import ModuleShape, Table
 def table_of(model: nn.Module, table: Table | Mapping[str, str] | None = None) -> Table:
     """The table of `model`: the argument `table`, or the model's own.
 
-    A dict of styles uses the numbers of heads of the model's own table, if it has one.
-    Raises InputError for a model without a table.
+    A dict of styles uses the numbers of heads of the model's own table, if it has one. Raises
+    InputError for a model without a table.
     """
     return with_adapters(_table_of(model, table), model)
 
@@ -63,7 +63,7 @@ def shapes(model: nn.Module) -> dict[str, ModuleShape]:
 
 
 def _shape(module: nn.Module) -> ModuleShape:
-    """The shape of one module, without `tied`."""
+    """Without `tied`."""
     kind = type(module).__name__
     own = dict(module.named_parameters(recurse=False))
     sizes = {parameter.shape for parameter in own.values()}
@@ -95,7 +95,6 @@ def _shape(module: nn.Module) -> ModuleShape:
 
 
 def _own(module: nn.Module) -> Table | None:
-    """The table of a module; None without one."""
     table = getattr(module, "tensor_table", None)
     if table is None:
         return own_plan(module)

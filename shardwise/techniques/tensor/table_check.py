@@ -8,8 +8,8 @@
     ties       one weight is sharded in one way           the embedding sharded, its head whole
     sets       attributes that count heads exist          "num_head", or 8 where heads=4
 
-A check runs only if the earlier ones find nothing.  Other mistakes are found when the model runs:
-torch raises errors for wrong shapes, and the first step compares the gradients of all replicated
+A check runs only if the earlier ones find nothing. Other mistakes appear when the model runs: torch
+raises errors for wrong shapes, and the first step compares the gradients of all replicated
 parameters between ranks (engine/checks/consistency.py).
 """
 
@@ -42,7 +42,7 @@ _LINEAR = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
 def check(table: Table, modules: Mapping[str, ModuleShape], sp: bool, ranks: int) -> list[Problem]:
     """The problems of `table` for a model with these modules on `ranks` ranks; empty if none.
 
-    `modules` are in the order of the model.  A problem of several layers is reported once.
+    `modules` are in the order of the model. A problem of several layers is reported once.
     """
     if problems := unmatched(table, list(modules), sp):
         return problems
@@ -70,11 +70,9 @@ class _Placed:
     styles: Mapping[str, Style]
 
     def cut_of(self, name: str) -> Cut | None:
-        """The shards of the weight of a module."""
         return cuts(self.style(name), self.modules[name], self.table, self.ranks)
 
     def style(self, name: str) -> Style:
-        """The style of a module; "whole" if it has none."""
         return self.styles.get(name, Style("whole"))
 
 
@@ -195,7 +193,7 @@ def _results(placed: _Placed) -> Iterator[_Fault]:
 
 
 def _plain(name: str) -> str:
-    """The name of a layer of the plain model; that of a wrapped layer is its wrapper's."""
+    """The name of a wrapped layer is its wrapper's."""
     return _ADAPTER.sub("", name)
 
 

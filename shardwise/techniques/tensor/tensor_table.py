@@ -16,10 +16,8 @@
         sets={"blocks.*.attn": {"num_heads": "heads"}},
     )
 
-Patterns are those of fnmatch: `*` matches dots too. Under the plan word sp, `sequence` entries
-precede the others. `sets` names attributes that count heads, which become this rank's numbers.
-
-Styles: the words of a tensor-parallel table, and the kinds of modules they apply to.
+Patterns are fnmatch's: `*` matches dots too. Under the plan word sp, `sequence` entries precede the
+others. `sets` names attributes that count heads, which become this rank's numbers.
 
 Two consecutive linear layers need one all-reduce if the first is sharded by columns (`colwise`) and
 the second by rows (`rowwise`) (arXiv 1909.08053, section 3). Norms and residuals on shards of the
@@ -35,8 +33,6 @@ from typing import Any, Literal
 from shardwise.core.errors import Problem, bad, refusal
 from shardwise.core.layouts.uneven import Cut, even, heads, packed, wide
 from shardwise.core.tools.arguments import suggest
-
-# --- Styles: the words of a tensor-parallel table, and the kinds of modules they apply to ---------
 
 #: Every style and its meaning. N is a number from 2 up.
 STYLES: dict[str, str] = {
@@ -79,7 +75,7 @@ class Style:
 
     @classmethod
     def parse(cls, text: object) -> "Style":
-        """Parse a style. Raises InputError that names the nearest style."""
+        """Raises InputError that names the nearest style."""
         known = isinstance(text, str) and (
             (text in STYLES and text != "colwise:N")
             or re.fullmatch(r"colwise:([2-9]|[1-9]\d+)", text, re.ASCII)
@@ -137,12 +133,10 @@ def general(name: str) -> str:
 
 
 def parent(name: str) -> str:
-    """The name of the module that contains `name`; "" for the model itself."""
     return name.rpartition(".")[0]
 
 
 def last(name: str) -> str:
-    """The last part of `name`."""
     return name.rpartition(".")[2]
 
 
@@ -253,7 +247,6 @@ class Table:
 
     @property
     def keys(self) -> int | None:
-        """The number of key and value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     def head_cuts(self, ranks: int) -> tuple[Cut, Cut]:
@@ -290,7 +283,6 @@ def matches(table: Table, modules: Sequence[str], sp: bool) -> dict[str, Style]:
 
 
 def matching(key: str, modules: Iterable[str]) -> list[str]:
-    """The names that the pattern `key` matches."""
     return [name for name in modules if _pattern(key).match(name)]
 
 
@@ -322,7 +314,7 @@ def cuts(style: Style, shape: ModuleShape, table: Table, ranks: int) -> Cut | No
 
     Dim 0 has the output features of an nn.Linear and the rows of an embedding, dim 1 the input
     features of an nn.Linear; `transposed` weights have these dims exchanged. Raises ValueError if
-    heads or parts do not divide the features; tensor_plan_check.check explains this to the user.
+    heads or parts do not divide the features; table_check.check explains this to the user.
     """
     outputs, inputs = (1, 0) if shape.transposed else (0, 1)
     whole = shape.out_features
@@ -408,7 +400,6 @@ def _entries(table: Table, sp: bool) -> Entries:
 
 
 def _pattern(key: str) -> re.Pattern[str]:
-    """The regular expression of a pattern, without its final ?."""
     return re.compile(fnmatch.translate(key.removesuffix("?")))
 
 

@@ -3,9 +3,9 @@
     if mask.all():                 True      the trace of another microbatch may have other events
     logits[labels != -100]         [17]      its values may have other shapes
 
-Every rank has the batch, so it reads for itself.  The trace (tracer.py) keeps the *answers*, in
-their order.  A trace holds for another microbatch of the same shapes if the answers are the same;
-`Replay` finds out: it runs the operations on the batch alone, and skips all others.
+Every rank has the batch, so it reads for itself. The trace (tracer.py) keeps the *answers*, in
+their order, and holds for another microbatch of the same shapes if the answers are the same.
+`AnswerReplay` finds out: it runs the operations on the batch alone, and skips all others.
 """
 
 from collections.abc import Iterator
@@ -36,14 +36,13 @@ _INDEXED: Final = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 def masks(func: Any, args: Any, seen: Seen) -> list[Tensor]:
-    """The masks of the batch that index a tensor."""
     if func not in _INDEXED:
         return []
     return [x for x in leaves(args[1], Tensor) if _is_mask(x) and seen.number(x) is None]
 
 
 def by_numbers(index: Any, known: list[Tensor]) -> Any:
-    """An index with the places of each mask in place of the mask."""
+    """The index with the places of each mask instead of the mask."""
     every = index if isinstance(index, tuple) else (index,)
     found: list[Any] = []
     for x in every:

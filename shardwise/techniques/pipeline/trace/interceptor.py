@@ -1,12 +1,10 @@
 """Intercepts the glue of a model: the operations between its layers, one by one.
 
 `Glue` is a torch function mode: it sees each function that the user's forward calls outside of
-layers, and passes operations on values to its player.  Reading an attribute of a value is not glue:
-an absent value has the shape and dtype of the real one, and reports the real one's device.  An
+layers, and passes operations on values to its player. Reading an attribute of a value is not glue:
+an absent value has the shape and dtype of the real one, and reports the real one's device. An
 operation that uses only the shape or the dtype of a value, as `mask.to(x)` or `angle.type_as(x)`,
-is common (stage.py).
-
-Inside of a layer the mode is off the stack, and costs nothing.
+is common (stage.py). Inside of a layer the mode is off the stack, and costs nothing.
 """
 
 import os
@@ -81,7 +79,6 @@ class Seen:
         self.table[id(x)] = (weakref.ref(x), number)
 
     def number(self, x: Tensor) -> int | None:
-        """The number of value `x`; None if `x` is not a value."""
         found = self.table.get(id(x))
         if found is not None and found[0]() is x:
             return found[1]
@@ -162,7 +159,9 @@ def _give(modes: Iterable[TorchFunctionMode]) -> None:
 
 
 def name_of(what: Any) -> str:
-    """A layer's name, or how a program calls a function of torch: `x.device` is a `device`."""
+    """A layer's name, or the name by which a program calls torch's function: `x.device` is a
+    `device`.
+    """
     if isinstance(what, str):
         return what
     name = getattr(what, "__name__", str(what))

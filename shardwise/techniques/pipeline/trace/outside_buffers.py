@@ -4,13 +4,13 @@
     rank 0      computed         never reached           its buffer stays behind
     rank 1      skipped          computed                written: the others get it after the run
 
-A trace says in which stage a buffer was written last.  It raises InputError where a rank would read
-a value that another rank has not computed yet, or would write twice.
+A trace states in which stage a buffer was written last. It raises InputError where a rank would
+read a value that another rank has not computed yet, or would write twice.
 
-The bundles of tensors that cross between stages: their specs, their gradients, their traces.
+The bundles of tensors between stages are here too:
 
-act of stage s     the tensors that stage s sends to later stages
-grad of stage s    the gradients of the tensors that stage s received and that require one
+    act of stage s     the tensors that stage s sends to later stages
+    grad of stage s    the gradients of the tensors that stage s received and that require one
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -44,11 +44,11 @@ class WrittenBuffer:
 
 @dataclass
 class OutsideBuffers:
-    """What a forward that is traced does to the twin's buffers outside of layers.
+    """The effects of a traced forward on the twin's buffers outside of layers.
 
     last     by the container's index and the key, the tensor and its version when a stage ended
     common   the last stage in which code that every rank runs wrote or replaced the buffer
-    reads    by storage, the first stage that reads what the buffer had before
+    reads    by storage, the first stage that reads the buffer's old value
     """
 
     containers: Sequence[tuple[nn.Module, nn.Module]]
@@ -57,7 +57,6 @@ class OutsideBuffers:
     reads: dict[int, int] = field(init=False, default_factory=dict)
 
     def begin(self) -> None:
-        """The forward begins."""
         self.last = self._now()
         self.storages = {storage_of(b): key for key, (b, _) in self.last.items()}
 
@@ -95,7 +94,7 @@ class OutsideBuffers:
     def written(
         self, wrote: Mapping[int, tuple[int, int]], seen: Seen, several: bool
     ) -> tuple[WrittenBuffer, ...]:
-        """The buffers that differ between ranks after the forward.  Raises InputError: see above.
+        """The buffers that differ between ranks after the forward. Raises InputError: see above.
 
         `wrote` is the tracer's; `several`: this rank has several stages.
         """
@@ -122,11 +121,11 @@ class OutsideBuffers:
 
 
 def storage_of(x: Tensor) -> int:
-    """What tensors that share memory have in common."""
+    """Equal for tensors that share memory."""
     return x.untyped_storage()._cdata
 
 
-# --- The bundles of tensors that cross between stages: their specs, their gradients, their tr -----
+# --- bundles ------------------------------------------------------------------------------------
 
 #: Shapes of microbatches whose traces are kept.
 KEPT = 64
@@ -163,7 +162,6 @@ def require_unpacked(name: str, x: Any) -> None:
 
 
 def specs(trace: StageTrace, token: Token) -> Sequence[Spec]:
-    """The specs of the bundle `token`, an act or a grad."""
     if token.kind == "act":
         return trace.bundles[token.stage]
     return [spec for spec in trace.bundles[token.stage - 1] if spec.requires_grad]

@@ -8,15 +8,15 @@
     twin        meta   meta      meta     | meta      meta      meta  meta
 
 A *layer* runs whole within one stage: it is a maximal module that has a forward, holds parameters
-or persistent buffers, and has no start strictly inside.  A module with layers inside is a
-*container*.  Modules that hold nothing (rotary positions, dropout) are on every rank, and their
+or persistent buffers, and has no start strictly inside. A module with layers inside is a
+*container*. Modules that hold nothing (rotary positions, dropout) are on every rank, and their
 calls are glue (stage.py).
 
-The *twin* is the whole model on the meta device.  It gives shapes, and the attributes of layers on
+The *twin* is the whole model on the meta device. It gives shapes, and the attributes of layers on
 other ranks: `stand_in.attention_type` is the attribute of the twin's layer.
 
 While a stage runs, a stand-in replaces every layer, also this rank's own, and passes each call to
-the player.  At all other times this rank's layers are in their usual places, so names, hooks,
+the player. At all other times this rank's layers are in their usual places, so names, hooks,
 `state_dict` and optimizers are unaffected.
 """
 
@@ -74,11 +74,9 @@ def layers(
 ) -> dict[str, StageLayer]:
     """The layers of `model` by their first name, in the order of `calls`.
 
-    A layer's stages are, for each of its calls, the number of starts at or before it.
-
-    Raises:
-        InputError: a start that is no module, starts out of order, a start inside a module that has
-            several names, a stage without a layer.
+    A layer's stages are, for each of its calls, the number of starts at or before it. Raises
+    InputError for a start that is no module, starts out of order, a start inside a module that has
+    several names, a stage without a layer.
     """
     calls = calls or defined(model)
     _check(model, starts, calls)
@@ -170,8 +168,7 @@ def _some(names: Sequence[str]) -> str:
 def twin(model: nn.Module) -> nn.Module:
     """A copy of `model` on the meta device; tied parameters stay tied, frozen ones frozen.
 
-    Raises:
-        InputError: the model holds something that cannot be copied.
+    Raises InputError if the model holds something that cannot be copied.
     """
     memo: dict[int, Any] = {}
     for p in model.parameters():
@@ -263,9 +260,9 @@ class StageLayers:
     parameters   (name, stages, the twin's parameter) of each; a tied one appears once
     buffers      (name, stages, the twin's table and key, ours or None) of each in a layer
 
-    Both are values from the start, numbered in this order, which glue may read.  A container's own
-    parameters belong to stage 0, and reach later stages like activations; its buffers are on every
-    rank.  Raises InputError as `layers` does.
+    Parameters and buffers are values from the start, numbered in this order, which glue may read. A
+    container's own parameters belong to stage 0, and reach later stages like activations; its
+    buffers are on every rank. Raises InputError as `layers` does.
     """
 
     def __init__(
@@ -321,7 +318,6 @@ class StageLayers:
 
     @property
     def real(self) -> list[nn.Module]:
-        """The layers of this rank."""
         return [of.real for of in self.standing if of.real is not None]
 
     @property
@@ -383,9 +379,8 @@ class StageLayers:
 
     @contextmanager
     def following(self, player: Glue) -> Iterator[nn.Module]:
-        """The twin, with `player` for its layers, and copies of our buffers outside of layers.
-
-        Outside of layers it also has our training mode.
+        """The twin, with `player` for its layers, and our training mode and copies of our buffers
+        outside.
         """
         for ours, theirs in self.pairs:
             theirs.training = ours.training

@@ -6,9 +6,9 @@
     rank of stage 1              F until the read ----> its answer to all ranks
     rank of stage 2                                     goes on with the trace
 
-A trace on meta (tracer.py) has shapes and no numbers.  All ranks of the pipeline
-trace the same microbatch, so they come to the same read together.  The trace keeps the answer, and
-in each later microbatch the rank that computes the tensor compares its own (stage.py).
+A trace on meta (tracer.py) has shapes and no numbers. All ranks of the pipeline trace the same
+microbatch, so they come to the same read together. The trace keeps the answer, and in each later
+microbatch the rank that computes the tensor compares its own (stage.py).
 
 One read costs one forward of the stages before it, once for each shape of microbatch.
 """
@@ -32,7 +32,9 @@ from shardwise.techniques.pipeline.stage_work import Microbatch
 
 @dataclass(frozen=True)
 class ActivationProbe:
-    """Runs `call`, the forward of one microbatch; `around` is that of the units of an action."""
+    """Runs `call`, the forward of one microbatch; `around` is the context of the units of an
+    action.
+    """
 
     staging: Staging
     call: Callable[[nn.Module], Any]
@@ -62,7 +64,7 @@ class ActivationProbe:
             return [], asked.answer
 
     def _arrive(self, stage: int, trace: StageTrace, passed: list[Tensor]) -> None:
-        """Move the bundle in front of `stage` to its rank; it is in `passed` then."""
+        """Move the bundle in front of `stage` to its rank, into `passed`."""
         axis, home = self.staging.axis, self.staging.schedule.home
         if not stage or home[stage - 1] == home[stage]:
             return

@@ -1,8 +1,8 @@
 """Traces a forward pass on the meta device: which values it makes, and which stages use them.
 
-The twin (placeholders.py) runs the user's code.  Layers, and operations on their outputs, run on
-meta.  Operations on the batch and on buffers alone compute real values, since the code may read
-them.  The tracer raises InputError before anything else is computed if the code contains
+The twin (placeholders.py) runs the user's code. Layers, and operations on their outputs, run on
+meta. Operations on the batch and on buffers alone compute real values, since the code may read
+them. The tracer raises InputError before anything else is computed if the code contains
 
     a read of a value          `if x.isnan().any():` - the ranks of other stages do not have it
     a layer called too late    in a stage after its own
@@ -200,8 +200,7 @@ class Tracer:
     ) -> tuple[Any, list[int]]:
         """Run a layer with the real tensors that follow from the batch, which it may read.
 
-        Returns its output on meta, and the versions of `metas` from which those differ that it
-        wrote to.
+        Returns its output on meta, and versions that differ from those of the `metas` it wrote to.
         """
         pairs = zip(inputs, metas, strict=True)
         passed = [x.clone() if self.seen.number(x) is None else meta for x, meta in pairs]
@@ -397,7 +396,6 @@ class Tracer:
 
 
 def _replaced(tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-    """The arguments with these tensors in place of their own, in order."""
     left = iter(tensors)
     return mapped(lambda _: next(left), (args, kwargs), Tensor)
 
@@ -418,7 +416,7 @@ def _settle(module: nn.Module) -> None:
     """Let a failing forward of a module of the twin return its input's shape.
 
     Experts cannot run on meta, because the number of tokens routed to each is not known there.
-    Their output is assumed to have the shape of their input.  The assumption applies to the
+    Their output is assumed to have the shape of their input. The assumption applies to the
     innermost module that fails; the rank that owns the layer compares the real shapes (stage.py).
     """
     forward = module.forward
@@ -442,7 +440,7 @@ def _settle(module: nn.Module) -> None:
 
 
 def _staying(func: Any, args: Any) -> tuple[Any, Any]:
-    """The function and its arguments such that a copy to another device stays on meta."""
+    """Let a copy to another device stay on meta."""
     if func in _MOVES:
         return Tensor.to, (args[0], META)
     if func is Tensor.to:
