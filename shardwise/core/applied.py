@@ -44,9 +44,11 @@ class Applied(Protocol):
         """The `Axis` of each axis, besides those of the mesh, whose ranks have the same batch."""
         return ()
 
-    def divided(self, model: Any) -> None: ...
+    def divided(self, model: Any) -> None:
+        pass
 
-    def install(self, model: Any) -> None: ...
+    def install(self, model: Any) -> None:
+        pass
 
     def begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
         """All ranks begin a step on `batch`, or an evaluation; returns the parts to compute."""
@@ -71,7 +73,8 @@ class Applied(Protocol):
         """Around the forward or the backward pass of a part on a `torch.device`."""
         return NOTHING
 
-    def end(self, *, trains: bool) -> None: ...
+    def end(self, *, trains: bool) -> None:
+        pass
 
 
 @contextmanager

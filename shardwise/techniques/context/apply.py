@@ -181,7 +181,6 @@ class RecordedPositions:
         self.mode: OwnPositions | None = None
 
     def enter(self, part: Any) -> None:
-        """The forward of this part begins."""
         if self.mode is not None:
             self.mode.of = next(of for own, of in self.of if own is part)
 

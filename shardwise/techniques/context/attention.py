@@ -4,16 +4,15 @@
     cp4:ulysses    Ulysses on 4
     cp4:2x2        Ulysses on 2 ranks inside a host, a ring of 2 across (the outer axis)
 
-Either axis may have one rank; with one rank on both this is PyTorch's attention.  The combination
-is that of Fang and Zhao, "USP", arXiv 2405.07719.
-
-DeepSpeed-Ulysses: an all-to-all gives each rank whole sequences of some heads, and back.
+Either axis may have one rank; with one rank on both this is PyTorch's attention. (The combination:
+Fang and Zhao, "USP", arXiv 2405.07719.) In Ulysses an all-to-all gives each rank whole sequences of
+some heads, and another one goes back:
 
     q, k, v (B, H, T/n, D)  --all-to-all-->  (B, H/n, T, D)  -->  attention
     out     (B, H, T/n, D)  <--all-to-all--  (B, H/n, T, D)  <--
 
-Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509, section 3.  Any attention may run in the
-middle: that of one device, or a ring over another axis.  If there are fewer key heads than ranks,
+(Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509, section 3.) Any attention may run in the
+middle: that of one device, or a ring over another axis. If there are fewer key heads than ranks,
 each is repeated until every rank has one.
 
 With K = H + 2 max(Hkv, n) heads, a rank with t of T positions sends these elements:
@@ -60,12 +59,12 @@ def attention(
     """Attention of this rank's positions to the whole sequence, (B, H, t, D).
 
     q (B, H, t, D), k and v (B, Hkv, t, D): the t positions of this rank in `cut`, whose rank on cp
-    is `ring_axis.rank * ulysses_axis.size + ulysses_axis.rank`.  `mask` broadcasts to (B, H, t, T),
+    is `ring_axis.rank * ulysses_axis.size + ulysses_axis.rank`. `mask` broadcasts to (B, H, t, T),
     with the rows of this rank and all columns in the order of the sequence: boolean (True: attend)
-    or added to the scores; together with `causal` both apply.  `scale`: default 1 / sqrt(D).
+    or added to the scores; together with `causal` both apply. `scale`: default 1 / sqrt(D).
 
-    Raises:
-        InputError: dropout, a mask that requires a gradient, or heads that Ulysses cannot divide.
+    Raises InputError for dropout, a mask that requires a gradient, or heads that Ulysses cannot
+    divide.
     """
     ranks, inside = cut.ranks, ulysses_axis.size
     if dropout_p > 0:
@@ -98,7 +97,7 @@ def _local(
     )
 
 
-# --- DeepSpeed-Ulysses: an all-to-all gives each rank whole sequences of some heads, and back -----
+# --- Ulysses ------------------------------------------------------------------------------------
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -114,9 +113,9 @@ def ulysses_attention(
 ) -> Tensor:
     """`inner` attention on the positions of all ranks of `axis` and this rank's heads.
 
-    q (B, H, t, D), k and v (B, Hkv, t, D), where `counts[r]` is t on rank r.  `mask` has 4 dims and
-    broadcasts to (B, H, t, columns): `inner` receives the rows of all ranks.  Differentiable in
-    q, k and v.  The ranks must divide H, and divide Hkv or be a multiple of it (`require_heads`).
+    q (B, H, t, D), k and v (B, Hkv, t, D), where `counts[r]` is t on rank r. `mask` has 4 dims and
+    broadcasts to (B, H, t, columns): `inner` receives the rows of all ranks. Differentiable in q, k
+    and v. The ranks must divide H, and divide Hkv or be a multiple of it (`require_heads`).
     """
     n = axis.size
     if n == 1:
@@ -157,7 +156,6 @@ def _to_positions(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
 
 
 def has_all_rows(mask: Tensor, counts: Sequence[int]) -> bool:
-    """Whether a mask with 4 dims has the rows of all ranks."""
     return mask.shape[2] == sum(counts) and min(counts) > 0
 
 
@@ -168,7 +166,7 @@ def sends_rows(mask: Tensor, counts: Sequence[int]) -> bool:
 
 
 def _rows(mask: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
-    """The rows of all ranks, for this rank's heads.  A mask that broadcasts rows is not sent."""
+    """The rows of all ranks, for this rank's heads. A mask that broadcasts rows is not sent."""
     heads = mask.shape[1]
     if has_all_rows(mask, counts):
         return mask

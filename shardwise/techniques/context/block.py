@@ -4,12 +4,12 @@
     p = exp(s - lse)             d = sum(grad out)        ds = p (grad v^T - d)
     dq = scale ds k              dk = scale ds^T q        dv = p^T grad               backward
 
-Outputs of blocks of one row merge by their lse (`merge`).  If `out` and `lse` in the backward are
-the merged ones, p is that of the whole row, and the gradients are exactly what this block
-contributes (Dao, "FlashAttention-2", arXiv 2307.08691, section 3.1).
+Outputs of blocks of one row merge by their lse (`merge`). If `out` and `lse` in the backward are
+the merged ones, p is that of the whole row, and the gradients are exactly this block's contribution
+(Dao, "FlashAttention-2", arXiv 2307.08691, section 3.1).
 
 Shapes: q, out (B, H, Tq, D), k, v (B, Hkv, Tk, D), lse (B, H, Tq), mask broadcasts to
-(B, H, Tq, Tk).  Hkv divides H: consecutive heads share keys.  No dim is empty.  Kernels of PyTorch
+(B, H, Tq, Tk). Hkv divides H: consecutive heads share keys. No dim is empty. Kernels of PyTorch
 compute it where they return lse: on a CPU always, on CUDA in 16 bits without a mask.
 """
 
@@ -30,7 +30,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """The output of the block, and lse, which is -inf in rows whose mask excludes every key.
 
-    `causal` needs as many rows as keys.  `mask` is boolean (True: attend) or added to the scores.
+    `causal` needs as many rows as keys. `mask` is boolean (True: attend) or added to the scores.
     """
     bias = _bias(mask, q, causal)
     causal = causal and bias is None
@@ -54,7 +54,7 @@ def backward(
     causal: bool,
     scale: float,
 ) -> Three:
-    """What this block contributes to the gradients of q, k and v.
+    """This block's contribution to the gradients of q, k and v.
 
     `out` and `lse` are merged over all blocks of the row; `lse` is +inf in rows that attend to no
     key, so that their p is 0.

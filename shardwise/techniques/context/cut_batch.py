@@ -6,8 +6,8 @@
     {"ids": [B, T], "label": [B]}                the label has no positions
 
 For models of transformers labels are shifted before the cut, as `shift_labels`, and a mask of
-padding is kept aside: the model would make of it a mask of this rank's positions alone.  So it is
-with `position_ids` that begin anew, where several documents are packed into one row.
+padding is kept aside: the model would turn it into a mask of this rank's positions alone. The same
+holds for `position_ids` that begin anew, where several documents are packed into one row.
 """
 
 from collections import UserDict
@@ -71,8 +71,8 @@ class Sequences:
     def is_packed(self, own: Tensor) -> Tensor:
         """Whether a row has several documents, by its position ids, of which `own` are here.
 
-        Others than the batch's are taken for positions: if they differ, where documents begin is
-        not known here, and a mask that the model makes of them is refused.
+        Other ids than the batch's are taken for positions: if they differ, the starts of documents
+        are unknown here, and a mask that the model makes of them is refused.
         """
         if self.ids is None or not _same_storage(own, self.own_ids):
             return (own != self.positions(own.device)).any()
@@ -90,7 +90,6 @@ class Sequences:
         return (rows[:, :, None] == number[:, None])[:, None]
 
     def positions(self, device: torch.device) -> Tensor:
-        """The positions of this rank, int64."""
         if self._positions is None or self._positions.device != device:
             chunks = self.cut.chunks(self.rank)
             own = [torch.arange(*each, dtype=torch.int64, device=device) for each in chunks]
@@ -102,7 +101,6 @@ def length_of(batch: Any) -> int:
     """The number of positions of the sequences in a batch: dim 1 of its first tensor with one.
 
     Such a tensor has two or three dims; images and masks have more. Token ids come before others.
-
     Raises InputError if there is none.
     """
     every = [x for x in leaves(batch, Tensor, objects=True) if x.dim() in (2, 3)]
@@ -132,7 +130,6 @@ def cut_batch(batch: Any, cut: SequenceCut, rank: int, *, shifts: bool) -> tuple
 
 
 def _own(of: Sequences, x: Tensor) -> Tensor:
-    """This rank's positions of a tensor of the batch."""
     square = x.dim() > 2 and x.shape[-2:] == (of.cut.length, of.cut.length)
     dim = 1 if x.dim() > 1 and x.shape[1] == of.cut.length else x.dim() - 2 if square else None
     return x if dim is None or x is of.marker else shard(x, of.cut, of.rank, dim)

@@ -6,8 +6,8 @@
     torch.arange(t), table[:t]          this rank's positions in place of the first t
     torch.diff                          of position ids: whether documents are packed into a row
 
-A `TorchFunctionMode` replaces them while the model runs, so the model's code does not change.
-Other operations along the sequence raise InputError: a recurrent layer, a convolution, a mean or a
+A `TorchFunctionMode` replaces them while the model runs, so the model's code does not change. Other
+operations along the sequence raise InputError: a recurrent layer, a convolution, a mean or a
 softmax over positions, a slice of the positions.
 """
 
@@ -228,8 +228,8 @@ class OwnPositions(TorchFunctionMode):
     ) -> Tensor:
         """The mean over this rank's labels, zero without any.
 
-        Or that over the labels of all ranks, divided by this rank's part of the positions, by which
-        the engine then weighs the losses of ranks.
+        Or the mean over the labels of all ranks, divided by this rank's part of the positions, by
+        which the engine then weighs the losses of ranks.
         """
         of, by_class = self._sequences(), not target.is_floating_point()
         how = {"weight": weight, "label_smoothing": label_smoothing}
@@ -262,7 +262,7 @@ class OwnPositions(TorchFunctionMode):
     def _diff(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Differences of position ids: ones, or zeros if documents are packed into a row.
 
-        A model of transformers looks for documents by them.  Those before a rank's chunk are on
+        A model of transformers looks for documents by them. Those before a rank's chunk are on
         another rank, so that its mask only says that there are some (`_kept`).
         """
         found, of = torch.diff(x, *args, **kwargs), self._sequences()
@@ -359,7 +359,6 @@ def _text(part: Any) -> str:
 
 
 def _arange_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Start, stop and step of a call of `torch.arange`."""
     numbers = [*args, *(kwargs[name] for name in ("start", "end", "step") if name in kwargs)]
     if len(numbers) == 1:
         numbers = [0, *numbers]

@@ -12,8 +12,8 @@
 
 With zigzag every rank has an early and a late chunk, so in causal attention all ranks compute
 equally many scores (Brandon et al., "Striped Attention", arXiv 2311.09431, states the imbalance of
-blocks; Megatron-LM has these chunks).  Two ranks differ by at most one
-position; a chunk may be empty.  This file imports no torch: prices read it.
+blocks; Megatron-LM has these chunks). Two ranks differ by at most one position; a chunk may be
+empty. This file imports no torch: prices read it.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from shardwise.techniques.context.word import ContextWord
 class SequenceCut:
     """How `length` positions are divided over `ranks` ranks, `ulysses` of them in each ring rank.
 
-    `zigzag`: two chunks for each ring rank, else one block.  `ulysses` divides `ranks`.
+    `zigzag`: two chunks for each ring rank, else one block. `ulysses` divides `ranks`.
     """
 
     length: int
@@ -58,11 +58,9 @@ class SequenceCut:
         return [(edges[place], edges[place + 1]) for place in (rank, 2 * self.ranks - 1 - rank)]
 
     def numel(self, rank: int) -> int:
-        """The number of positions of a rank."""
         return sum(stop - start for start, stop in self.chunks(rank))
 
     def on(self, dim: int) -> Cut:
-        """The division of dim `dim` of a tensor."""
         return Cut(dim, self.length, tuple(tuple(self.chunks(rank)) for rank in range(self.ranks)))
 
     def blocks(self, ring_rank: int) -> list[int]:
@@ -102,8 +100,8 @@ def visible(cut: SequenceCut, rank: int, source: int) -> tuple[int, int]:
 class AttentionCall(NamedTuple):
     """One attention of `rows` sequences in the module `layer`.
 
-    `trained`: it has a backward pass. Ulysses sends the rows of a mask that differ:
-    `mask_bytes` for each position and, if `mask_heads`, for each head.
+    `trained`: it has a backward pass. Ulysses sends the rows of a mask that differ: `mask_bytes`
+    for each position and, if `mask_heads`, for each head.
     """
 
     layer: str

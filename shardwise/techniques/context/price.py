@@ -1,7 +1,7 @@
 """The bytes of context parallelism: keys and values round the ring, or heads by all-to-all.
 
 The formulas are those of ring.py and attention.py, with the positions t_r that each rank holds. A
-recomputed module sends what its forward pass sends again. The ranks count the labels of each loss
+recomputed module sends again what its forward pass sends. The ranks count the labels of each loss
 together, in 8 bytes.
 """
 

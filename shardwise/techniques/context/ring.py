@@ -7,9 +7,9 @@
     rank 3    block 3 ->    block 2 ->    block 1 ->    block 0
 
 Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", arXiv
-2310.01889, section 3; the chunks of causal attention are in positions.py.  The backward sends keys
-and values round once more.  The gradients of block b begin on rank b + 1, follow the block, and
-end on rank b, which adds its own contribution.
+2310.01889, section 3; the chunks of causal attention are in positions.py. The backward sends keys
+and values round once more. The gradients of block b begin on rank b + 1, follow the block, and end
+on rank b, which adds its own contribution.
 
 A rank sends, in n - 1 messages each, with t_r positions on rank r of T, and K = 2 B Hkv D elements
 of keys and values a position:
@@ -18,8 +18,7 @@ of keys and values a position:
     backward    keys, values         K (T - t_(r+1))
                 their gradients      K (T - t_r)            in fp32 (fp64 for fp64)
 
-With equal blocks that is n - 1 times its own keys and values, and so on.  A message with no
-position is not sent.  On CUDA, `open_ways` prepares the pairs (r, r + 1 mod n).
+A message with no position is not sent. On CUDA, `open_ways` prepares the pairs (r, r + 1 mod n).
 """
 
 import math
@@ -101,12 +100,12 @@ class Ring:
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks.  Differentiable in q, k and v.
+    """Attention of this rank's queries to the keys of all ranks. Differentiable in q, k and v.
 
     q (B, H, t, D), k and v (B, Hkv, t, D), with the t positions of this rank; Hkv divides H, and
-    keys are sent without being repeated.  `mask` broadcasts to (B, H, t, T): rows of this rank, and
-    all columns in the order of the sequence; it is boolean (True: attend) or added to the scores.
-    A row that attends to no key gives zeros.
+    keys are sent without being repeated. `mask` broadcasts to (B, H, t, T): rows of this rank, and
+    all columns in the order of the sequence; it is boolean (True: attend) or added to the scores. A
+    row that attends to no key gives zeros.
     """
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]

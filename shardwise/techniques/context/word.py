@@ -37,10 +37,7 @@ class ContextWord:
 
 
 def parse(word: str) -> ContextWord | None:
-    """The value of a word; None for a word of another field.
-
-    Raises InputError for another form of `cp`.
-    """
+    """None for a word of another field. Raises InputError for another form of `cp`."""
     if not re.match(r"cp(?![a-z_])", word):
         return None
     found = _WORD.fullmatch(word)

@@ -77,7 +77,6 @@ class Sharding:
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
-        """The two data axes; one of them may have a single rank."""
         return self.shard, self.replicate
 
 
@@ -107,8 +106,7 @@ def units_of(
 
 @dataclass(frozen=True)
 class Held:
-    """How the ranks hold each parameter (core/layouts/layouts.py), and the axes of this rank by
-    name.
+    """How the ranks hold each parameter (core/layouts/layouts.py), and this rank's axes by name.
 
     sums   for an axis and groups of its ranks that sum gradients, the axis of this rank's group
     """
@@ -118,16 +116,15 @@ class Held:
     sums: Mapping[tuple[str, Groups], Axis] = field(default_factory=dict)
 
     def axis(self, name: str) -> Axis:
-        """The axis of that name; of size one if there is none."""
+        """Of size one if there is none of that name."""
         return self.axes.get(name, Axis(name))
 
     @property
     def here(self) -> dict[str, int]:
-        """This rank's coordinate on each axis."""
         return {name: axis.rank for name, axis in self.axes.items()}
 
     def sums_of(self, layout: Layout) -> list[Axis]:
-        """The axes other than the data's over which the gradient is summed."""
+        """The axes, other than the data's, over which the gradient is summed."""
         found = [
             self.sums[axis, on.groups]
             for axis, on in layout.axes
@@ -137,7 +134,7 @@ class Held:
 
 
 def by_row(how: Sharding, specs: Sequence[UnitSpec]) -> Held:
-    """Parameters of which every axis but those of the row has one rank."""
+    """Parameters that are only on the axes of the row."""
     shard, replicate = how.axes
     layout = Layout(how.row, shard.name, replicate.name)
     layouts = {name: layout for spec in specs for name, _ in spec.params}
@@ -185,12 +182,10 @@ def shard(how: Sharding, specs: Sequence[UnitSpec], held: Held) -> list[Unit]:
 
 
 def flats_of(units: Sequence[Unit]) -> list[Flat]:
-    """All flat groups, in the order of the units."""
     return [group for unit in units for group in unit.groups]
 
 
 def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Consensus:
-    """The consensus of the data ranks (consensus.py)."""
     buffers = Buffers(model, how.axes, follow=how.broadcast_buffers)
     device = how.numbers or flats_of(units)[0].full.device
     modules = dict(model.named_modules())
@@ -255,9 +250,9 @@ def cast_whole(
     *,
     by_unit: bool = False,
 ) -> None:
-    """Cast `model` to the plan's precision and move it to the device; meta parameters stay.
+    """Cast `model` to the plan's precision and move it to the device.
 
-    So do all parameters with `by_unit`: each unit is moved when it is laid out.
+    Meta parameters stay, and with `by_unit` all: each unit is moved when it is laid out.
     """
     materialise(model, device, fill)
     if dtype is not None:

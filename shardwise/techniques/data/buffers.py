@@ -1,14 +1,13 @@
 """Copies the buffers of rank 0 to every data rank.
 
 Every step begins with rank 0's buffers, as under DDP: all of them, in messages that fit a slot of
-the pool (comm/gloo/pool.py), because no rank knows whether another has changed one.  The further
-microbatches of a step go on with what each rank has, so a program can count in a buffer and sum it
-before the update.  A model without buffers sends nothing.
+the pool (comm/gloo/pool.py), because no rank knows whether another has changed one. The further
+microbatches of a step go on with each rank's own, so a program can count in a buffer and sum it
+before the update. A model without buffers sends nothing.
 
-State that outlives torch.inference_mode.
-
-A tensor made in this mode can never be written to, or take part in training, outside of it.  So
-whatever stays after a call (units, traces, buffers) is made in normal mode without gradients.
+A tensor made in torch.inference_mode can never be written to, or take part in training, outside of
+it. So state that outlives a call (units, traces, buffers) is made in normal mode, without
+gradients.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,13 +34,13 @@ class Buffers:
         self._broadcast()
 
     def refresh(self) -> None:
-        """Copy rank 0's buffers to every rank before a step.  All ranks call it."""
+        """Copy rank 0's buffers to every rank before a step. All ranks call it."""
         if self.follow:
             self._broadcast()
 
     @torch.no_grad()
     def lend(self) -> "OwnBuffers":
-        """Copy rank 0's buffers to every rank for an evaluation.  All ranks call it.
+        """Copy rank 0's buffers to every rank for an evaluation. All ranks call it.
 
         Returns this rank's own values of those that were different.
         """
@@ -71,7 +70,6 @@ class OwnBuffers:
     values: Sequence[tuple[Tensor, Tensor]]
 
     def put_back(self) -> None:
-        """Give the buffers these values."""
         for b, own in self.values:
             b.data.copy_(own)
 
@@ -107,9 +105,6 @@ def _broadcast(piece: Sequence[tuple[Tensor, int, int]], axis: Axis) -> None:
             flat.view(torch.uint8)[start:stop].copy_(part)
             if not b.is_contiguous():
                 b.data.copy_(flat.view_as(b))
-
-
-# --- State that outlives torch.inference_mode -----------------------------------------------------
 
 
 @contextmanager

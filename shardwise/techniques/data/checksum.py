@@ -1,17 +1,16 @@
-"""Checksums of tensors: sums with fixed weights, which change if elements change or swap places.
+"""Checksums of tensors, and what the ranks compare with them.
 
 folded      WEIGHTS sums, each of every WEIGHTS-th element of flat x
 weighted    their sum with the weights cos(i): close for tensors that are close
 exact       their sum with whole weights: for integers, and for the bits of floats
 
-What two ranks computed of the same microbatches, and which of them differ (rerun.py).
+The weights are fixed: a sum changes if elements change or swap places. Results of one microbatch on
+two ranks (rerun.py) are the loss, then gradients by name; they must be equal to the last bit.
 
     own(k)      of the first microbatch of data rank k, by rank k
     again(k)    of the same, by the next rank
 
-Each is the loss, then gradients by name; they must be equal to the last bit.
-
-Differences between ranks that may be intended: each kind is warned about once.
+Differences between ranks that may be intended (`Doubts`); each kind is warned about once:
 
     passes     backward passes of a loop's step, whose gradients are summed at once
     writes     of the program to parameters, optimizer states and gradients, between steps
@@ -66,7 +65,6 @@ def weighted_sum(folded: Tensor) -> Tensor:
 
 
 def weighted(x: Tensor) -> Tensor:
-    """The weighted sum of `x`, on its device."""
     return weighted_sum(fold(x, torch.float64))
 
 
@@ -86,7 +84,6 @@ def bits_sum(x: Tensor) -> Tensor:
 
 
 def text_hash(text: str) -> int:
-    """A hash of a text, of 56 bits."""
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
@@ -128,7 +125,7 @@ def share_numbers(batch: Any, device: torch.device) -> Tensor:
     return torch.stack([share, share**2])
 
 
-# --- What two ranks computed of the same microbatches, and which of them differ (rerun.py) --------
+# --- reruns -------------------------------------------------------------------------------------
 
 LOSS: Final = "the loss"
 #: A relative difference that hosts of two kinds of processors reach by rounding.
@@ -163,7 +160,6 @@ class Computed:
         self.numbers: dict[str, tuple[Tensor, Tensor, Tensor, float]] = {}
 
     def see(self, name: str, x: Tensor) -> None:
-        """It has computed `x`."""
         self.numbers[name] = numbers_of(x)
 
     def hash(self, names: Sequence[str], rank: int) -> Tensor:
@@ -186,7 +182,7 @@ class Computed:
 
 
 class Reruns(NamedTuple):
-    """Of one step and one rank: what it computed of its own microbatch, and again of another's.
+    """A rank's results of one step for its own microbatch, and again for another rank's.
 
     names    of all that may have a gradient
     rank     this data rank
@@ -218,8 +214,8 @@ def shown(reruns: Reruns | None) -> Shown | None:
 def require_same(every: Sequence[Shown | None], step: int, place: Callable[[int], str]) -> None:
     """Raise InputError if two ranks computed different values; warn if they differ by rounding.
 
-    `every` has the data ranks; `place` names one.  Of several pairs that differ, the one that is
-    reported has the rank that is in most of them: with three or more ranks, the one that is wrong.
+    `every` has the data ranks; `place` names one. Of several pairs that differ, the error has the
+    rank that is in most of them: with three or more ranks, the one that is wrong.
     """
     pairs = [
         (each[2], rank)
@@ -253,7 +249,7 @@ def require_same(every: Sequence[Shown | None], step: int, place: Callable[[int]
 def _first(
     every: Sequence[Shown | None], of: int, rank: int
 ) -> tuple[str, Values | None, Values | None] | None:
-    """What differs first in the order of computation: the loss, then gradients from the last."""
+    """The first difference in the order of computation: the loss, then gradients from the last."""
     theirs, again = every[of], every[rank]
     if theirs is None or again is None:
         return None
@@ -269,7 +265,7 @@ def _text(values: Values | None) -> str:
     return "none" if values is None else f"norm {values.norm:.9g}"
 
 
-# --- Differences between ranks that may be intended: each kind is warned about once ---------------
+# --- doubts -------------------------------------------------------------------------------------
 
 Options = dict[str, Any]
 KINDS: Final = {
@@ -314,7 +310,6 @@ class Doubts:
         return {kind: own for kind, own in found.items() if kind not in self.warned and own}
 
     def warn(self, kind: str, error: Exception) -> None:
-        """Warn of what differs."""
         self.warned.add(kind)
         warnings.warn(f"{error} {KINDS[kind]}", stacklevel=2)
 

@@ -5,10 +5,9 @@
 
 A parameter is updated on all ranks if it had a gradient on any rank.
 
-Each rank also sends a checksum of the number of its steps and of the units that it gathered, in
-order.  If ranks gather units in different orders, they compute with the wrong weights and no shape
-error is raised; a rank that continues after its own error is a step ahead.  Only this checksum
-detects it.
+The checksum is of the number of steps and of the units that the rank gathered, in order. If ranks
+gather units in different orders, they compute with the wrong weights and no shape error is raised;
+a rank that continues after its own error is a step ahead. Only this checksum detects it.
 """
 
 import math
@@ -40,7 +39,7 @@ class Consensus:
     """The numbers that the data ranks of one model sum in each step.
 
     In the user's own loop, a step on a GPU does not wait for them: `begin` sums them, and `check`
-    reads them when the next backward pass begins, or weights are evaluated or saved.  A rank that
+    reads them when the next backward pass begins, or weights are evaluated or saved. A rank that
     has a gradient for every parameter need not know more; another one waits in `end`.
     """
 
@@ -69,13 +68,13 @@ class Consensus:
         self.unread: tuple[HostNumbers, Scaling] | None = None
 
     def gathers(self, unit: int) -> None:
-        """Record that the unit of this number is gathered."""
         self.gathered = (31 * self.gathered + unit + 1) % MARKS
 
     def summary(self) -> Tensor:
-        """One number per trained parameter: 1 if this rank had a gradient for it, else 0.
+        """One number per trained parameter: 1 if this rank had a gradient for it, else 0; then the
+        checksum.
 
-        The last number is the rank's checksum.  They are doubles, in which sums are exact.
+        They are doubles, in which sums are exact.
         """
         self.same.facts["the place of this module in the order of wrapping"] = self.number
         difference = self.same.difference(self.rounds)
@@ -89,7 +88,6 @@ class Consensus:
         return numbers
 
     def flags(self) -> list[bool]:
-        """Whether this rank had a gradient, for each trained parameter."""
         return [flag for group in self.trained for flag in group.grads.has_grad]
 
     def begin(self, scaling: Scaling) -> None:
@@ -101,7 +99,7 @@ class Consensus:
         self.same.doubts.passes = 0
 
     def end(self) -> None:
-        """Which parameters have a gradient on any rank.
+        """Set which parameters have a gradient on any rank.
 
         Waits for the device if this rank has no gradient for one of them.
         """
@@ -113,8 +111,8 @@ class Consensus:
     def check(self, *, all_ranks: bool = True) -> None:
         """Read the sums that `begin` began, unless they have been read.
 
-        `all_ranks`: whether all of them read here, so that they can exchange what differs.
-        Raises InputError if the checksums of the ranks differ.
+        `all_ranks`: whether all of them read here, so that they can exchange what differs. Raises
+        InputError if the checksums of the ranks differ.
         """
         unread, self.unread = self.unread, None
         if unread is not None:
@@ -136,7 +134,7 @@ class Consensus:
             doubts.graph = operations_of_pass()
 
     def see_inputs(self, inputs: Any) -> None:
-        """A forward pass of a loop begins; of the first one ranks compare the inputs."""
+        """A forward pass of a loop begins; ranks compare the inputs of the first one."""
         self.same.note_autocast()
         if not self.passes and self.ranks > 1:
             self.share = share_numbers(inputs, self.device)
@@ -157,11 +155,10 @@ class Consensus:
         return Pending([total])
 
     def agree(self, x: Tensor) -> Tensor:
-        """The sum of a small vector over all data ranks, every rank's own included."""
         return self.begin_agree(x).wait()
 
     def meet(self, scaling: Scaling | None = None) -> None:
-        """All ranks ask for the state: compare now what they have, and what `scaling` adds.
+        """All ranks ask for the state: compare what they have now, and what `scaling` adds.
 
         Raises InputError on all of them if it differs.
         """
@@ -192,8 +189,8 @@ class Consensus:
         """Take the sum of `summary` over the ranks: which parameters have a gradient on any rank.
 
         `differs` is 0 on all ranks of the model if they have the same, else on none; NaN says
-        nothing.  `same` is a copy of what the ranks had then.  Raises InputError if the checksums
-        of the ranks differ.  Called by all of them.
+        nothing. `same` is a copy of what the ranks had then. Called by all ranks; raises InputError
+        if their checksums differ.
         """
         self._take(summed)
         self.differs = False
@@ -217,7 +214,6 @@ class Consensus:
         self.set_used([each > 0 for each in found])
 
     def set_used(self, flags: Sequence[bool]) -> None:
-        """Which trained parameters have a gradient on any rank."""
         each = iter(flags)
         for group in self.trained:
             group.grads.used = [next(each) for _ in group.grads.used]

@@ -1,9 +1,7 @@
-"""The tensors of a module's output, wherever they are in it, and whether they are all of them.
-
-Finds gradients that a program has scaled by another factor on each rank.
+"""The tensors of a module's output; and gradients that a program scaled differently on each rank.
 
 `torch.nn.utils.clip_grad_norm_` over pieces of parameters takes the norm of one rank's pieces, so
-that each rank scales by its own factor.  No hook sees that call, but what it leaves shows:
+that each rank scales by its own factor. No hook sees that call, but its effect shows:
 
     backward ends     a sample of the gradients, and their version
     optimizer steps   all gradients have another version: are they one factor times the sample?
@@ -63,7 +61,6 @@ class Output:
 
 
 def tensors_in(out: Any) -> Iterator[Tensor]:
-    """The tensors of a module's output or arguments."""
     yield from Output(out).tensors
 
 
@@ -91,7 +88,7 @@ def shares_memory(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
         return any(x.untyped_storage()._cdata in known for x in dense)
 
 
-# --- Finds gradients that a program has scaled by another factor on each rank ---------------------
+# --- scaled gradients ---------------------------------------------------------------------------
 
 #: Elements of a flat parameter's gradient that are compared.
 _SAMPLE = 64

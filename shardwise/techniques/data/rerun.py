@@ -5,9 +5,9 @@
     rank 2    again(1)    own 2    ...                          of rank k, before any sum
 
 Rank k sends its microbatch and the states of its random generators to the next rank, which begins
-its step with a forward and a backward pass of it, with the same buffers.  These gradients count for
-nothing, but the pass gathers and reduces units as any microbatch does.  The ranks compare hashes of
-both results in a number that they sum anyway (same_on_ranks.py).  A fault of a processor shows as a
+its step with a forward and a backward pass of it, with the same buffers. These gradients count for
+nothing, but the pass gathers and reduces units as any microbatch does. The ranks compare hashes of
+both results in a number that they sum anyway (same_on_ranks.py). A fault of a processor shows as a
 difference, which no comparison of replicas finds: the sum of gradients is equal on all of them.
 
 (The rerun state machine of Megatron-LM repeats a step on the same and on another rank.)
@@ -67,7 +67,7 @@ def require(plan: Plan, every: CheckEvery) -> None:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What stands for a tensor in the header of a microbatch."""
+    """Stands for a tensor in the header of a microbatch."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -98,7 +98,7 @@ def sent_bytes(part: Any, kernels: str) -> int:
 def exchange(part: Any, tokens: float, axis: Axis, device: torch.device) -> tuple[Any, ...]:
     """Send a microbatch to the next rank of the axis; returns that of the rank before.
 
-    A microbatch, its tokens, and the states of the generators.  Called by all ranks.
+    A microbatch, its tokens, and the states of the generators. Called by all ranks.
     """
     header, tensors = header_of(part, tokens)
     states = [generator.get_state() for generator in generators_of(device)]
@@ -145,7 +145,7 @@ class Rerun:
     def begin(self, objective: Objective, part: Any, tokens: float, repeat: Repeat) -> Objective:
         """A step begins with this microbatch: compute that of the rank before.
 
-        Returns `objective`, which notes what this rank computes of `part`.
+        Returns `objective`, which also notes this rank's results for `part`.
         """
         same, self.now = self.data.consensus.same, None
         same.reruns = None
@@ -174,7 +174,6 @@ class Rerun:
         return call
 
     def _collected(self, flat: Flat, index: int) -> None:
-        """The gradient of a parameter is complete for this pass."""
         grads = flat.grads
         if self.now is not None and grads.filled[index]:
             self.now.see(flat.names[index], grads.grad_views[index])

@@ -15,12 +15,12 @@ Of n ranks that hold the same, rank r contributes a multiple of its hash h:
 
     (n - 1) h(0)  on the first,   - h(r)  on each other;   the sum is 0 if all hashes are equal
 
-The sums are of whole numbers in doubles: they are exact.  Hashes of weights stay on the device.
-Only if the sum is not 0, the ranks exchange names and values, and the error shows them.  It names
-the rank whose bits differ from those of most ranks: with three or more, the one that is damaged.
+The sums are of whole numbers in doubles: they are exact. Hashes of weights stay on the device. Only
+if the sum is not 0, the ranks exchange names and values for the error. It names the rank whose bits
+differ from those of most ranks: with three or more, the one that is damaged.
 
-Tensor ranks and stages of a pipeline have the same options and the same batch too.  Along their
-axes a second such sum is in the message with which they agree on the loss or the norm:
+Tensor ranks and stages of a pipeline have the same options and the same batch too. Along their axes
+a second such sum is in the message with which they agree on the loss or the norm:
 
     whole part    of the options and the batch of these ranks
     fraction      how many of them have a sum over the data ranks that is not 0, so that all ranks
@@ -70,7 +70,7 @@ STEPS: Final = "the optimizer steps since the last backward pass"
 
 
 class _Copy(NamedTuple):
-    """What this rank has of a flat parameter, as the `rank`-th of `ranks` data ranks that hold it.
+    """This rank's copy of a flat parameter, as the `rank`-th of `ranks` data ranks that hold it.
 
     `part` tells it from the parts of the same parameters that other ranks hold. `of_parameters`
     gives names and tensors; `whole` the same as few tensors.
@@ -178,8 +178,8 @@ class SameOnRanks:
     def add(self, tensors: Mapping[Flat, Callable[[], Iterable[tuple[str, Tensor]]]]) -> None:
         """Compare these too, and name them first: masters of 16-bit weights, optimizer states.
 
-        If weights differ, states stay equal, since ranks sum their gradients. States that
-        differ make weights differ in the next update.
+        If weights differ, states stay equal, since ranks sum their gradients. States that differ
+        make weights differ in the next update.
         """
         self.copies = [
             copy
@@ -287,8 +287,8 @@ class SameOnRanks:
     def require(self, *, on_all: bool = True) -> None:
         """A sum is not 0: the ranks exchange what they have.
 
-        `on_all`: whether all ranks know; else the others of this rank's tp and pp axes, of which
-        batches or options differ.  Raises InputError for what differs; warns if numbers differ by
+        `on_all`: whether all ranks know; else the others of this rank's tp and pp axes, whose
+        batches or options differ. Raises InputError for what differs; warns if numbers differ by
         rounding.
         """
         if self.recheck is not None:
@@ -360,9 +360,8 @@ class SameOnRanks:
         return ", ".join(f"{name} rank {own}" for name, own in several)
 
     def _require_weights(self, start: int, every: Sequence[Mapping[Any, Any]]) -> bool:
-        """Compare all tensors of the data ranks that begin with the rank `start`.
-
-        Returns whether any differ.
+        """Compare all tensors of the data ranks from the rank `start` on; returns whether any
+        differ.
 
         Raises InputError for the first that differs by more than rounding; warns if there is none.
         """
@@ -414,7 +413,6 @@ def _share(rank: int, ranks: int) -> int:
 
 
 def _more(different: Sequence[tuple[str, *tuple[object, ...]]]) -> str:
-    """How many other tensors differ besides the first."""
     others = len({name for name, *_ in different}) - 1
     return f"; {others} other tensor{'s differ' if others > 1 else ' differs'}" if others else ""
 

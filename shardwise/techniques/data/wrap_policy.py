@@ -3,12 +3,12 @@
     embed | blocks.0 | blocks.1 | ... | norm head        a unit between two bars
 
 By default the blocks are the model's repeated class (the class whose instances in a list hold the
-most parameters), and each module that owns parameters outside of them is a unit of its own.  Small
-neighbours are merged.  A parameter shared between units moves to one unit, used by the smallest
+most parameters), and each module that owns parameters outside of them is a unit of its own. Small
+neighbours are merged. A parameter shared between units moves to one unit, used by the smallest
 module that holds all its users.
 
-`units=` takes another rule: a class (or several), a pattern of module names ("encoder.layers.*"),
-a size in bytes, or a function `(name, module) -> bool` that says where a unit begins.
+`units=` takes another rule: a class (or several), a pattern of module names ("encoder.layers.*"), a
+size in bytes, or a function `(name, module) -> bool` that says where a unit begins.
 """
 
 import inspect
@@ -38,7 +38,7 @@ class UnitSpec:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of its parameters, padding apart."""
+        """Without padding."""
         return sum(p.numel() * p.element_size() for _, p in self.params)
 
 
@@ -54,10 +54,8 @@ def choose(
 
     Neighbours below `least` bytes are merged, up to `most` bytes (0: no merging), if `apart` is
     equal for both. The modules named in `alone` are units of their own, and the other parts of
-    blocks that contain them are units as if there were no block.
-
-    Raises:
-        InputError: the rule is invalid or matches no module; the model has no parameters.
+    blocks that contain them are units as if there were no block. Raises InputError if the rule is
+    invalid or matches no module, or the model has no parameters.
     """
     if isinstance(rule, bool):  # an int in Python, but not a number of bytes
         raise _no_rule(rule)
@@ -108,7 +106,6 @@ def _tops(root: nn.Module, rule: Rule) -> dict[str, nn.Module]:
 
 
 def _fits(root: nn.Module, rule: Rule) -> Callable[[str, nn.Module], bool]:
-    """The rule as a function (name, module) -> bool."""
     if rule == "auto":
         kind = _block_class(root)
         return lambda _, module: type(uncompiled(module)) is kind

@@ -4,16 +4,13 @@
                                              ^              |            |
                             backward:        +-- gradients -+------------+   summed
 
-Replica 0 is the module.  A copy's parameters are the results of a differentiable copy, so that its
-gradients are added to those of the module's parameters.  Its buffers are copies without a gradient.
-
-Rows of a batch: split over devices, and brought together again.
-
     scatter({"x": x_7, "k": k}, 3 devices)      {x[0:3], k}  {x[3:5], k}  {x[5:7], k}
     gather([y_3, y_2, y_2], device)              y_7
 
-Both work on any nesting of lists, tuples, dicts and dataclasses, and each is the backward pass of
-the other, since they are made of differentiable splits, copies and concatenations.
+Replica 0 is the module. A copy's parameters are the results of a differentiable copy, so that its
+gradients are added to those of the module's parameters. Its buffers are copies without a gradient.
+`scatter` and `gather` work on any nesting of lists, tuples, dicts and dataclasses, and each is the
+backward pass of the other, since they are made of differentiable splits, copies and concatenations.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +27,6 @@ from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import short_repr
 from shardwise.core.tools.tree import leaves, mapped
 
-# --- The devices of replicas: checked before anything is copied to them ---------------------------
-
 Devices = Sequence[str | int | torch.device]
 
 _EXAMPLE = 'devices=["cpu", "cpu"]'
@@ -42,9 +37,7 @@ def as_devices(devices: Devices) -> list[torch.device]:
 
     A processor may be given several times, since each replica has a thread of its own there; a GPU
     only once, since two replicas on one GPU compute no faster than one and need twice the memory.
-
-    Raises:
-        InputError: no devices, one that is not there, a GPU twice, or GPUs beside processors.
+    Raises InputError for no devices, one that is not there, a GPU twice, or GPUs beside processors.
     """
     if isinstance(devices, str | int | torch.device) or not isinstance(devices, Sequence):
         raise bad(f"devices={devices!r}", "a list with one device for each replica", _EXAMPLE)
@@ -65,7 +58,7 @@ def as_devices(devices: Devices) -> list[torch.device]:
 
 
 def _as_device(given: Any) -> torch.device:
-    """One device; a number is that of a GPU."""
+    """A number is that of a GPU."""
     try:
         device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
     except (RuntimeError, TypeError):
@@ -125,7 +118,7 @@ def _replica(module: nn.Module, device: torch.device) -> nn.Module:
     parts = {id(part): type(part).__new__(type(part)) for part in module.modules()}
 
     def own(x: Any) -> Any:
-        """What stands for `x` in the replica."""
+        """The replica's counterpart of `x`."""
         if isinstance(x, Tensor):
             return copies[id(x)] if id(x) in copies else x.to(device, copy=True)
         if isinstance(x, MethodType):
@@ -152,9 +145,6 @@ class _Replicate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         return grads[0].to(ctx.source), None
-
-
-# --- Replicas computed at the same time, one thread each ------------------------------------------
 
 
 def parallel_apply(
@@ -228,7 +218,6 @@ class _State:
         self.streams = {torch.device("cuda", i): torch.cuda.current_stream(i) for i in gpus}
 
     def call(self, device: torch.device, module: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call `module` in this thread as the caller would."""
         with self.entered(device):
             return module(*args, **kwargs)
 
@@ -247,23 +236,19 @@ class _State:
 
 
 def _device(part: tuple[nn.Module, Any, Any]) -> torch.device:
-    """The device of the first tensor among the inputs or the parameters."""
     module, *inputs = part
     tensors = [*leaves(inputs, Tensor), *module.parameters()]
     return tensors[0].device if tensors else torch.device("cpu")
 
 
 def choose_vector_functions() -> None:
-    """Let torch's vector functions (sin, exp) be chosen by one thread.
+    """Let one thread choose torch's vector functions (sin, exp).
 
     The library behind them chooses those of the processor in the first call. A second thread that
     calls one meanwhile gets results with errors of 1e-8.
     """
     for dtype in (torch.float32, torch.float64):
         torch.ones(8, dtype=dtype, device="cpu").sin().exp()
-
-
-# --- Rows of a batch: split over devices, and brought together again ------------------------------
 
 
 def scatter(x: Any, devices: Devices, dim: int = 0) -> list[Any]:

@@ -1,12 +1,4 @@
-"""Which linear layers of a model are tiled, and how their parameters become those of units.
-
-A tile holds rows of a parameter of the user's model. Its flat parameter has the parameter's own
-name, and its layout says which rows they are: on an axis `tile` of as many ranks as there are
-tiles, all of which this rank plays, one after another. So optimizer groups, checkpoints and
-gradients by name do not know of tiles. The user's parameter keeps its name and its place in the
-model, and holds no elements.
-
-A linear layer in tiles: blocks of rows of its weight, used one after another.
+"""Linear layers in tiles: blocks of rows of the weight, gathered and used one after another.
 
     W [F, D] = | W0 |     y = | x W0^T | x W1^T | x W2^T |      each tile is a module, and a unit of
                | W1 |                                           its own: it is gathered for its call
@@ -18,6 +10,11 @@ A linear layer in tiles: blocks of rows of its weight, used one after another.
 So the device has two tiles of the weight at once, and the gradients of a few, but never all of
 them. A layer of logits computes a cross-entropy tile by tile too (tiled_logits.py). (Memory-centric
 tiling: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 5.1.3.)
+
+The flat parameter of a tile has the name of the user's parameter, and its layout says which rows it
+holds: on an axis `tile` of as many ranks as tiles, all of which this rank plays, one after another.
+So optimizer groups, checkpoints and gradients by name do not know of tiles. The user's parameter
+keeps its name and its place in the model, and holds no elements.
 
 F  features of the output    D  features of the input    N  positions
 """
@@ -43,14 +40,12 @@ from shardwise.techniques.tile.tiled_logits import TileSums, tiled_logits
 from shardwise.techniques.tile.word import LARGE
 from shardwise.techniques.tile.word import TileWord as Word
 
-# --- A linear layer in tiles: blocks of rows of its weight, used one after another ----------------
-
 
 class Tile(nn.Module):
     """The rows [start, stop) of a linear layer's weight and bias.
 
-    Its parameters are `own`; they are not registered, so that a model's parameters stay what they
-    are for the user.
+    Its parameters `own` are not registered, so that a model's parameters stay what they are for the
+    user.
     """
 
     def __init__(self, linear: nn.Linear, start: int, stop: int) -> None:
@@ -74,7 +69,6 @@ class Tile(nn.Module):
         return TileSums.apply(x, weight, bias, targets - self.start, dtype, totals)
 
     def extra_repr(self) -> str:
-        """The rows."""
         return f"rows {self.start} to {self.stop}"
 
 

@@ -46,7 +46,7 @@ class Tiles:
         self.version = _version(x)
 
     def copy(self, dtype: torch.dtype | None) -> "Tiles":
-        """The same tiles for a copy of the logits, in `dtype` if given."""
+        """For a copy of the logits, in `dtype` if given."""
         return Tiles(self.x, self.tiles, dtype or self.dtype)
 
     def join(self, local: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Tiles:
         return loss.to(loss_dtype(full)).view(targets.shape if reduction == "none" else ())
 
     def _of_each(self, *given: Any) -> list[Any]:
-        """What each tile computes, in the types that its layer was called with."""
+        """The results of the tiles, in the types that their layer was called with."""
         if _version(self.x) != self.version:
             raise bad(
                 "the input of a tiled layer, changed in place before its logits were used",
@@ -114,9 +114,9 @@ def tiled_logits(x: Tensor, tiles: Sequence[Any]) -> Logits:
 class TileSums(torch.autograd.Function):
     """Of logits x weight^T + bias in `dtype`: log-sum-exp, logits at the targets, and sums; [N].
 
-    x [N, D], weight [Vk, D], bias [Vk]; `column` [N] is that of the target: where it is not in the
-    tile, the second is 0. The third is there with `totals`. Keeps x, the weight and the
-    log-sum-exp, and computes the logits again in the backward pass.
+    x [N, D], weight [Vk, D], bias [Vk]; `column` [N] is the target's: where it is not in the tile,
+    the second is 0. The third is there with `totals`. Keeps x, the weight and the log-sum-exp, and
+    computes the logits again in the backward pass.
     """
 
     @staticmethod

@@ -34,11 +34,9 @@ class TileWord:
     patterns: tuple[str, ...] = ()
 
     def matches(self, name: str) -> bool:
-        """Whether a pattern matches the layer `name`."""
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
-        """The patterns that match none of `names`."""
         known = list(names)
         return [p for p in self.patterns if not any(fnmatchcase(name, p) for name in known)]
 
@@ -47,7 +45,7 @@ class TileWord:
 
 
 def parse(text: str) -> TileWord:
-    """The value of `tile:` as written. Raises InputError for any other."""
+    """Raises InputError for what is no value of `tile:`."""
     found = _WORD.fullmatch(text)
     if found and 1 < int(found[1]) <= MOST_TILES:
         return TileWord(int(found[1]), tuple(found[2].split(",")) if found[2] else ())
