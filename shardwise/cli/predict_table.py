@@ -48,6 +48,7 @@ class Answer:
         return sum(self.parts.values())
 
     def as_json(self) -> dict[str, Any]:
+        """What `--json` adds to the prediction."""
         return {
             "peak_parts": self.parts,
             "in_all": self.in_all,
@@ -60,6 +61,7 @@ class Answer:
         }
 
     def sentences(self) -> list[str]:
+        """What the table does not say."""
         rows = f"{self.rows:,} row{'s' * (self.rows != 1)}"
         tokens = f"{rows} with {self.tokens:,} tokens" if self.tokens else rows
         found = [f"A step trains on {tokens}, over all ranks."]

@@ -70,6 +70,7 @@ class StepMemory(NamedTuple):
         return [Series(title, events) for title, events in named.items() if events]
 
     def as_json(self) -> dict[str, Any]:
+        """What `--json` prints."""
         found: dict[str, Any] = {
             one.title: {
                 "peak": {"bytes": one.highest.total, "at": str(one.highest)},
@@ -132,6 +133,7 @@ def _measure_step(*given: Any) -> "Measured":
 
 
 def engine_on(request: PredictRequest, world: "World") -> "tuple[Engine, Any]":
+    """An engine on this rank, and its share of the batch."""
     from torch import Tensor
     from torch.utils._pytree import tree_map_only
 

@@ -300,6 +300,7 @@ def step_seconds(request: Any, world: "World", steps: int = STEPS) -> float:
 
 
 def measured_table(found: Sequence[MeasuredPlan]) -> Table:
+    """The measured times beside the predicted ones."""
     table = Table(title=f"measured: the median of {STEPS} steps")
     for head in ("plan", "predicted", "measured", "predicted / measured"):
         table.add_column(head, justify="left" if head == "plan" else "right")

@@ -60,6 +60,7 @@ class DeviceSpeed:
 
 
 def measure_device(world: World) -> DeviceSpeed:
+    """The speeds of this rank's device; called by all ranks."""
     device, together = world.device, world.barrier
     kind = "cuda" if device.type == "cuda" else "cpu"
     return DeviceSpeed(

@@ -59,6 +59,7 @@ class Machine:
 
 
 def look() -> Machine:
+    """This rank's machine."""
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     memory_bytes = limit_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return Machine(
@@ -111,6 +112,7 @@ class Diagnosis:
 
     @property
     def failures(self) -> list[str]:
+        """A sentence for each collective with a wrong result."""
         return [
             f"{name} on axis {axis}, rank {rank}: {text}"
             for rank, finding in enumerate(self.findings)
@@ -173,6 +175,7 @@ class Diagnosis:
         return [f"rank {named}: {text}"] if named else []
 
     def object(self) -> dict[str, Any]:
+        """What `--json` prints."""
         machines = [asdict(self.findings[ranks[0]].machine) for ranks in self.hosts.values()]
         return {
             "mesh": self.mesh,
@@ -187,6 +190,7 @@ class Diagnosis:
         }
 
     def text(self) -> str:
+        """What the command prints."""
         blocks = [*map(self._host, self.hosts.values()), self._table()]
         count = sum(len(checks) for checks in self.findings[0].checks.values())
         wrong = len(self.failures)

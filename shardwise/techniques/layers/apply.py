@@ -1,8 +1,4 @@
-"""Layers with a plan of their own in an engine: their meshes, their units, and their rows.
-
-applied     opens the axes of each mesh over the same ranks; shards the layers on their tensor axes
-install     hooks the layers of other meshes, so that activations are redistributed
-"""
+"""Layers with a plan of their own in an engine: their meshes, their units, and their rows."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -44,7 +40,6 @@ class Region:
 
     @property
     def degree(self) -> int:
-        """The number of ranks of the tensor axis."""
         return self.layers.plan.mesh.size_of(TENSOR)
 
 
@@ -60,10 +55,7 @@ def applied(model: nn.Module, build: "Build") -> "Regions":
 
 @dataclass
 class Regions(Applied):
-    """The layers of a model with a mesh of their own.
-
-    `recomputed` are the names of the recomputed modules.
-    """
+    """The layers of a model with a mesh of their own; `recomputed` names the recomputed modules."""
 
     regions: list[Region]
     exchange: RowExchange
@@ -104,8 +96,8 @@ class Regions(Applied):
     def install(self, model: nn.Module) -> None:
         """Hook the layers of other meshes.
 
-        Recomputed modules get this rank's own rows, so that a recomputation does not move them.
-        Layers of a pipeline's other ranks have stand-ins here, which get no hooks.
+        Recomputed modules get this rank's own rows, so that a recomputation does not move them. A
+        pipeline's other ranks' layers have stand-ins here, without hooks.
         """
         every = dict(model.named_modules(remove_duplicate=False))
         here = {name: m for name, m in every.items() if not isinstance(m, StandIn)}
@@ -140,7 +132,7 @@ def _end(hooks: LayerHooks, *_: object) -> None:
 
 
 def with_rows(x: Tensor, exchange: RowExchange, degree: int, layer: str) -> Tensor | None:
-    """Sharded logits whose rows are those at `degree`; None for other tensors."""
+    """Sharded logits with the rows at `degree`; None for other tensors."""
     if not isinstance(x, Logits) or isinstance(x, Redistributed):
         return None
     base = exchange.base

@@ -5,15 +5,15 @@
     tp2, dp2    a b    a b    c d    c d      I on the two ranks of a tp group
     tp4         abcd   abcd   abcd   abcd     I on all
 
-From a smaller degree to a larger one is S(0) -> I on the axis of the ranks between them, one
-all-gather; back is I -> S(0), where nothing is sent. Backward is the dual: of the first, I -> S(0);
-of the second, an all-gather of the gradients. Ranks may have different numbers of rows.
+From a smaller degree to a larger one is S(0) -> I, one all-gather on the axis of the ranks between
+them; back is I -> S(0), where nothing is sent. Backward is the dual: I -> S(0), or an all-gather of
+the gradients. Ranks may have different numbers of rows.
 
-Activations with the rows of another tensor degree than the model around them.
+Outputs of a layer keep the layer's rows until another operation reads them (Redistributed):
 
-y = layer_a(x)      rows are gathered before layer_a; y keeps them gathered
-z = layer_b(y)      a layer of the same mesh takes y with these rows: nothing is sent
-z + 1               any other operation first takes this rank's own rows
+    y = layer_a(x)      rows are gathered before layer_a; y keeps them gathered
+    z = layer_b(y)      a layer of the same mesh takes y with these rows: nothing is sent
+    z + 1               any other operation first takes this rank's own rows
 """
 
 import math
@@ -37,7 +37,7 @@ from shardwise.kernels.logits import DESCRIBED
 def between(degree: int, other: int, ranks: int, stages: int = 1) -> list[list[int]]:
     """Lists of the ranks among which rows are moved between two tensor degrees.
 
-    `ranks` are those of a stage of `stages`, the outermost axis.
+    `ranks` counts those of one stage of `stages`, the outermost axis.
     """
     few, many = sorted((degree, other))
     firsts = (
@@ -47,7 +47,6 @@ def between(degree: int, other: int, ranks: int, stages: int = 1) -> list[list[i
 
 
 def _rows(part: Any) -> int:
-    """The number of rows of the inputs of a layer; 0 if no tensor has rows."""
     return next((len(x) for x in leaves(part, Tensor, objects=True) if x.dim()), 0)
 
 
@@ -55,13 +54,13 @@ def _rows(part: Any) -> int:
 class RowExchange:
     """The rows of this rank at each tensor degree.
 
-    axes     those of `between`, by the smaller and the larger degree
+    axes     by the smaller and the larger degree (`between`)
     base     the degree of the model's own plan
     place    this rank among the `ranks` of its stage
     world    exchanges the counts of rows
     count    counts the rows of a microbatch
     passes   the number of forwards so far
-    assumed  whether `counts` are those of the first layer of this forward
+    assumed  whether `counts` were taken from the first layer of this forward
     gathers  called with each gather of rows, in forward and backward, for predictions
     """
 
@@ -93,12 +92,11 @@ class RowExchange:
         return parts
 
     def enter(self, part: Any) -> None:
-        """The forward of this microbatch begins."""
         self.passes += 1
         self.counts = next((counts for each, counts in self.parts if each is part), self.counts)
 
     def forget(self) -> None:
-        """A forward begins in which all ranks have the same rows: those of the first layer."""
+        """The next forward has the same rows on all ranks: those of its first layer."""
         self.parts, self.counts, self.passes = [], (), self.passes + 1
 
     def equal(self, inputs: Any) -> None:
@@ -106,7 +104,7 @@ class RowExchange:
         self.counts, self.assumed = (_rows(inputs),) * (self.ranks // self.base), True
 
     def drop_assumed(self) -> None:
-        """A forward begins, which may have other numbers of rows than the one before."""
+        """A forward begins, whose numbers of rows may differ from the last one's."""
         if self.assumed:
             self.counts, self.assumed = (), False
 
@@ -127,7 +125,7 @@ class RowExchange:
         return (everyone.sum(0) == 0).tolist()
 
     def held(self, degree: int, place: int | None = None) -> int:
-        """The number of rows of the rank at `place` (this one) at this degree."""
+        """The number of rows at this degree of the rank at `place`, or of this rank."""
         place = self.place if place is None else place
         if degree >= self.base:
             wide = degree // self.base
@@ -140,7 +138,7 @@ class RowExchange:
     def move(self, x: Tensor, have: int, want: int, layer: str, factor: int = 1) -> Tensor:
         """`x`, whose dim 0 has `factor` entries for each row at degree `have`, at `want`.
 
-        `layer` is the one that takes or gives the rows.
+        `layer` takes or gives the rows.
         """
         if have == want:
             return x
@@ -157,7 +155,7 @@ class RowExchange:
         return out
 
     def _record(self, one: RowGather, out: Tensor, *, forward: bool) -> None:
-        """Record the gather of a move: its forward, or its backward if a gradient arrives."""
+        """Record the gather of a move: now, or in backward if a gradient arrives."""
         gathers = self.gathers
         assert gathers is not None
         if forward:
@@ -177,14 +175,13 @@ class RowExchange:
         return join(x, axis, cut) if gathers else take(x, axis, cut)
 
 
-# --- Activations with the rows of another tensor degree than the model around them ----------------
+# --- Tensors with the rows of another degree ------------------------------------------------------
 
 
 class Redistributed(Tensor):
     """A tensor [rows, ...] with the rows at tensor degree `degree`, made by the layer `layer`.
 
-    Its shape is that of this rank's own rows, and every torch function gets these. `computed_from`
-    is the tensor with all rows.
+    Its shape, and what torch functions read, is this rank's own rows.
     """
 
     exchange: RowExchange
@@ -195,7 +192,6 @@ class Redistributed(Tensor):
 
     @staticmethod
     def of(x: Tensor, exchange: RowExchange, degree: int, layer: str) -> "Redistributed":
-        """`x` with the rows at `degree`, made by `layer`; nothing is copied."""
         out = x.as_subclass(Redistributed)
         out.exchange, out.degree, out.layer = exchange, degree, layer
         out.own, out.version = None, 0
@@ -203,12 +199,11 @@ class Redistributed(Tensor):
 
     @property
     def computed_from(self) -> Tensor:
-        """The tensor with the rows at `degree`, as a plain tensor."""
+        """The tensor with all rows at `degree`, as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
     def plain(self) -> Tensor:
-        """This rank's own rows."""
         exchange, whole = self.exchange, self.computed_from
         if self.own is None or self._lacks_graph(self.own, whole):
             self.own = exchange.move(whole, self.degree, exchange.base, self.layer)

@@ -1,7 +1,7 @@
 """Hooks on layers with a mesh of their own: rows are moved before the layer, and back when needed.
 
 A layer's tensors with this rank's number of rows in dim 0 are activations of the batch. Others
-(masks, tables of positions) are the same on all ranks, so that they need no gradient.
+(masks, tables of positions) are the same on all ranks, so they need no gradient.
 """
 
 from collections.abc import Callable, Collection
@@ -16,22 +16,19 @@ from shardwise.core.errors import bad
 from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.layers.exchange import Redistributed, RowExchange, plain
 
-#: Makes an output that is not a plain tensor one with the rows of a degree; None: it cannot.
+#: Gives an output that is not a plain tensor the rows of a degree; None if it cannot.
 Wrap = Callable[[Tensor, RowExchange, int, str], Tensor | None]
 
 
 class Random:
-    """Random numbers of a layer: equal on the ranks that compute the same rows.
-
-    `states` are those of `generators`, which the layer uses in place of the rank's own.
-    """
+    """Random numbers of a layer: equal on the ranks that compute the same rows."""
 
     def __init__(self, generators: list[torch.Generator], seed: int) -> None:
         self.generators = generators
         self.states = [torch.Generator(g.device).manual_seed(seed).get_state() for g in generators]
 
     def swap(self) -> None:
-        """Exchange the states with those of the generators."""
+        """Exchange the states with the generators'."""
         now = [generator.get_state() for generator in self.generators]
         for generator, state in zip(self.generators, self.states, strict=True):
             generator.set_state(state)
@@ -39,10 +36,7 @@ class Random:
 
 
 class LayerHooks:
-    """The hooks of the layers of one mesh, whose tensor degree is `degree`.
-
-    `wrap` makes outputs of other classes than Tensor ones with the rows of the degree.
-    """
+    """The hooks of the layers of one mesh; `wrap` gives outputs of other classes its rows."""
 
     def __init__(
         self, exchange: RowExchange, degree: int, wrap: Wrap, random: Random | None = None
@@ -53,7 +47,7 @@ class LayerHooks:
         self.inside = 0  # forwards of these layers that are running
 
     def install(self, name: str, module: nn.Module) -> list[Any]:
-        """Hook one layer; set after all other hooks of this package."""
+        """Hook one layer, after all other hooks of this package."""
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             """Move the rows of the inputs."""
@@ -83,7 +77,6 @@ class LayerHooks:
         ]
 
     def begin(self) -> None:
-        """A forward of the model begins."""
         self.inside = 0
         self.exchange.drop_assumed()
 
@@ -114,7 +107,6 @@ class LayerHooks:
         return {id(x) for x, flag in zip(plain, flags, strict=True) if flag}
 
     def _enter(self, name: str, x: Any, rows: Collection[int]) -> Any:
-        """An input of the layer with the rows of the layer."""
         if isinstance(x, Redistributed):
             return x.at(self.degree)
         if not isinstance(x, Tensor):
@@ -133,7 +125,7 @@ class LayerHooks:
         return self.moved[x]
 
     def _leave(self, name: str, x: Any) -> Any:
-        """An output of the layer, of which the model around it sees this rank's own rows."""
+        """An output of the layer; the model around it sees this rank's own rows."""
         if not isinstance(x, Tensor):
             return x
         if type(x) is not Tensor:

@@ -2,9 +2,9 @@
 
     dp4 zero3 | embed,head: tp4 zero1 | blocks.0-3: tp2 dp2 recompute:full
 
-Patterns are those of fnmatch; `0-3` between two dots stands for each number of the range. Words
-that a layer's plan does not have are those of the model. If it names `dp` or `tp`, its ranks are a
-mesh of their own over the same ranks, so the batch and the weights are split differently there:
+Patterns are those of fnmatch; `0-3` between two dots stands for each number of the range. Other
+words are the model's. If a layer's plan names `dp` or `tp`, its ranks are a mesh of their own, so
+the batch and the weights are split differently there:
 
     rank             0       1       2       3
     dp4              rows 0  rows 1  rows 2  rows 3     all weights, or their shards
@@ -44,16 +44,13 @@ class LayerPlan:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of a plan that the words set."""
         return read(self.words)
 
     @property
     def has_axes(self) -> bool:
-        """Whether its ranks are a mesh of their own."""
         return "axes" in self.fields
 
     def matches(self, name: str) -> bool:
-        """Whether a pattern matches the module `name`."""
         return any(_matches(name, pattern) for pattern in self.patterns)
 
     def unmatched(self, names: Sequence[str]) -> list[str]:
@@ -68,8 +65,7 @@ class LayerPlan:
 def split_layers(text: Any) -> tuple[str, tuple[LayerPlan, ...]]:
     """The words of the model's plan, and the plans of layers.
 
-    Raises InputError for a part that does not begin with names of layers, or has words that a
-    layer cannot have of its own.
+    Raises InputError for a part without names of layers, or with words of whole models.
     """
     if not isinstance(text, str):
         return text, ()
@@ -100,7 +96,6 @@ def _layer_plan(text: str) -> LayerPlan:
 
 
 def _own(text: str) -> bool:
-    """Whether single layers may have this word."""
     word = word_of(words_of(read(text)))
     return word is not None and word.of_layers
 
@@ -110,7 +105,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _expanded(pattern: str) -> Iterator[str]:
-    """The pattern with each number of its ranges. Raises InputError for a wrong range."""
+    """The pattern with each number of its ranges."""
     choices: list[Iterable[str]] = []
     for word in pattern.split("."):
         found = _RANGE.fullmatch(word)

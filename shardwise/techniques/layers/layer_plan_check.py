@@ -1,4 +1,6 @@
-"""The check of plans of single layers: their own problems, and those of several meshes at once."""
+"""The check of plans of single layers: each plan's own problems, and those of several meshes at
+once.
+"""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -25,7 +27,6 @@ def layer_problems(plan: Plan, of: Callable[[Plan], list[Problem]]) -> list[Prob
 
 
 def _of(plan: Plan, number: int, of: Callable[[Plan], list[Problem]]) -> list[Problem]:
-    """Problems of the plan of one group of layers."""
     layer, own = plan.layers[number - 1], plan.of_layers(number)
     where = f"in the plan of the layers {','.join(layer.patterns)}, "
     if own.size != plan.size:
@@ -42,7 +43,7 @@ def _of(plan: Plan, number: int, of: Callable[[Plan], list[Problem]]) -> list[Pr
 
 
 def _degrees(plan: Plan) -> list[Problem]:
-    """Tensor degrees of which one does not divide the next, so that no rank's rows are whole."""
+    """Tensor degrees that do not divide the next larger one, so that no rank's rows are whole."""
     return [
         Problem(
             f"layers with tp{less} and layers with tp{more} in one plan",

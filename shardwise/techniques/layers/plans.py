@@ -1,7 +1,7 @@
-"""Plans of single layers in a model: which modules and parameters each has, and their tables.
+"""Plans of single layers in a model: the modules and parameters of each, and their tables.
 
-The plan of number 0 is that of all modules that no pattern matches. A layer belongs to the first
-plan with a pattern that matches it or a module around it.
+Plan 0 has all modules that no pattern matches. A layer belongs to the first plan with a pattern
+that matches it or a module around it.
 """
 
 from collections import defaultdict
@@ -21,10 +21,7 @@ from shardwise.techniques.tensor.tensor_table import Table, matches
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of one plan: their outermost `modules` by name, and the table of their styles.
-
-    `plan` is theirs; `mesh` says whether its axes are a mesh of their own.
-    """
+    """The outermost `modules` of one plan; `mesh` says whether its axes are a mesh of their own."""
 
     number: int
     plan: Plan
@@ -33,13 +30,12 @@ class Layers:
     table: Table | None = None
 
     def holds(self, name: str) -> bool:
-        """Whether a module or parameter is in one of the layers."""
         return any(name == module or name.startswith(f"{module}.") for module in self.modules)
 
 
 @dataclass(frozen=True)
 class LayerPlans:
-    """All plans of single layers of a model; without any, every layer has the model's."""
+    """All plans of single layers of a model."""
 
     layers: tuple[Layers, ...] = ()
 
@@ -49,11 +45,11 @@ class LayerPlans:
         return tuple(each for each in self.layers if each.mesh)
 
     def outside(self, names: Iterable[str]) -> list[str]:
-        """Those of the modules that are in no layer with a mesh of its own."""
+        """The modules that are in no layer with a mesh of its own."""
         return [name for name in names if not any(each.holds(name) for each in self.meshes)]
 
     def alone(self, model: nn.Module, rule: Rule) -> list[str]:
-        """The layers that are units of their own although they lie inside a block."""
+        """The layers that are units although they lie inside a block."""
         inside = [f"{name}." for name in blocks(model, rule)] if self.layers else []
         names = [name for each in self.layers for name in each.modules]
         return [name for name in names if any(map(name.startswith, inside))]
@@ -99,8 +95,8 @@ def layer_plans(model: nn.Module, plan: Plan) -> LayerPlans:
 def require_units(units: Mapping[str, Sequence[str]], plan: Plan) -> None:
     """Raise InputError for a unit with parameters of layers of several plans.
 
-    `units` are the names of the parameters of each. A module that has parameters of its own is one
-    unit with all modules inside of it, unless these are blocks.
+    `units` names the parameters of each unit. A module that has parameters of its own is one unit
+    with all modules inside of it, unless these are blocks.
     """
     for unit, names in units.items() if plan.layers else ():
         by_plan = {plan.layer_of(name): name for name in names}

@@ -1,7 +1,4 @@
-"""The bytes that a rank sends to gather rows for layers with a mesh of their own.
-
-Before a step, all ranks exchange the rows of each microbatch, as 8-byte integers.
-"""
+"""The bytes that a rank sends to gather rows for layers with a mesh of their own."""
 
 from typing import Final
 

@@ -1,7 +1,7 @@
 """Layers with a mesh of their own in a pass that records a model for predictions.
 
-The pass is that of the plain model, with the rows that each layer has on a rank of its mesh: the
-hooks are those of an engine, on axes that send nothing.
+The plain model runs with the rows that each layer has on a rank of its mesh: the hooks are an
+engine's, on axes that send nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +28,7 @@ from shardwise.techniques.tensor import apply as tensor_parallel
 class LayerPasses:
     """The layers of a plan with a mesh of their own, seen from `rank`.
 
-    `own` are modules that take the rank's own rows: those that begin the stages of a pipeline after
-    the first, and recomputed ones.
+    The modules `own` take the rank's own rows: recomputed ones, and the first of later stages.
     """
 
     plans: LayerPlans
@@ -85,7 +84,6 @@ class LayerPasses:
         return model
 
     def axis(self, number: int) -> Axis:
-        """The tensor axis of the layers of a plan, which sends nothing."""
         own = self.plans.layers[number - 1].plan
         world = traced(self.rank, self.plan.size).beside(own.mesh, f".{number}")
         return world.axis(TENSOR)

@@ -1,8 +1,8 @@
 """Gradients, masters and optimizer states on a disk, and the update that streams through them.
 
 For each flat parameter the file has a gradient, in the precision of the weight; a master, in 32
-bits or in those of the weight; and each state tensor of the optimizer.  All have the elements of
-this rank's block, so that chunk c of each has the same elements:
+bits or as wide as the weight; and each state tensor of the optimizer. All have the elements of this
+rank's block, so that chunk c of each has the same elements:
 
     gradient  | 0 | 1 | 2 |        read ahead     0  1  2
     master    | 0 | 1 | 2 |        update            0  1  2         and copy to the device
@@ -12,14 +12,13 @@ this rank's block, so that chunk c of each has the same elements:
 Where parameters rest on the disk too (flat_parameter.py), the weight is the master, unless it has
 16 bits: then the update writes it in place of the copy to the device.
 
-The class of torch.optim steps on the pieces of parameters that are in a chunk.  It is elementwise
-(elementwise.py), so that what it makes of pieces is what it makes of the whole.  State tensors
-without dims, such as Adam's step count, stay in host memory: every piece of a parameter steps from
-the same one.
+The class of torch.optim steps on the pieces of parameters in a chunk: it is elementwise
+(elementwise.py), so the result is that of the whole. State tensors without dims, such as Adam's
+step count, stay in host memory, and every piece of a parameter steps from the same one.
 
-`torch.state` of the optimizer has, under each parameter's master, views of the maps of the file:
-what checkpoints read, and write.  The update replaces only the tensors without dims there.
-(ZeRO-Infinity, arXiv 2104.07857, sections 5.1.1 and 6.2: the update of NVMe-resident states.)
+`torch.state` of the optimizer has views of the maps of the file, which checkpoints read and write.
+The update replaces only the tensors without dims there. (ZeRO-Infinity, arXiv 2104.07857, sections
+5.1.1 and 6.2.)
 """
 
 from collections import deque
@@ -62,7 +61,7 @@ class ChunkRead:
 def read_ahead(disk: Disk, jobs: Sequence[ChunkRead]) -> Iterator[tuple[ChunkRead, list[Buffer]]]:
     """Each job with its chunks in buffers, which the caller writes back or releases.
 
-    While a job is in use, those after it are read into whatever buffers are free. Raises DiskError.
+    While a job is in use, the next ones are read into whatever buffers are free.
     """
     begun: deque[tuple[ChunkRead, list[Buffer], list[Future[None]]]] = deque()
     upcoming = deque(jobs)
@@ -114,7 +113,7 @@ class DiskStates(States):
         return extent
 
     def _store(self, flat: Flat, master: Extent, weight: Extent | None) -> None:
-        """Copy this rank's block, from the device or from the disk, to its master."""
+        """Copy this rank's block to its master."""
         if master is weight:
             return
         if flat.dtype == master.dtype:
@@ -133,7 +132,6 @@ class DiskStates(States):
             self.disk.begin_write(master, chunk, wide)
 
     def owns(self) -> Iterator[Owned]:
-        """The states in the file, and the buffers."""
         for flat, states in zip(self.flats, self.states, strict=True):
             yield from (("optimizer", flat, extent.tensor) for extent in states.values())
         yield "buffers", None, self.disk.memory
@@ -148,12 +146,6 @@ class DiskStates(States):
 
     @torch.no_grad()
     def _update(self, chosen: Sequence[int], factor: float) -> None:
-        """Update flat parameters `chosen` from their gradients, each times `factor`.
-
-        The updated blocks are where they rest when this returns; states, and blocks that rest on
-        the disk, may still be being written.
-        Raises DiskError.
-        """
         self._unmap()
         jobs = [
             ChunkRead(k, chunk, (self.gradients[k], self.masters[k], *self.states[k].values()))
@@ -207,7 +199,7 @@ class DiskStates(States):
 
     @torch.no_grad()
     def see(self, flat: Flat) -> None:
-        """Take the squares of a gradient on the device, which is about to be copied to the disk."""
+        """Take the squares of a gradient on the device, before it is copied to the disk."""
         if flat.grads.gshard is not None and counts(flat):
             self.seen[id(flat)] = squares(flat)
 
@@ -217,7 +209,7 @@ class DiskStates(States):
         return [squared for squared in found if squared is not None]
 
     def _inside(self, flat: Flat, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Parameters with a gradient, and where they are in elements [first, last) of the block."""
+        """Parameters with a gradient, and their places in elements [first, last) of the block."""
         for i, (low, high) in enumerate(flat.pieces):
             begin, end = max(low, first) - first, min(high, last) - first
             if flat.grads.used[i] and begin < end:
@@ -238,7 +230,7 @@ class DiskStates(States):
         return found
 
     def _set_state(self, target: Tensor, state: State) -> None:
-        """Take a parameter's new state; tensors that it has had stay the same objects."""
+        """Take a parameter's new state; its tensors stay the same objects."""
         before = self.optimizer.state.get(target)
         if not before:
             self.optimizer.state[target] = state
@@ -253,10 +245,7 @@ class DiskStates(States):
         return self.flats[k].views.part(i, extent.tensor)
 
     def _publish_chunk(self, job: ChunkRead, narrow: Buffer, master: Buffer) -> None:
-        """Copy a chunk of the master to where the weight rests, in its precision.
-
-        Gives `narrow` back.
-        """
+        """Copy a chunk of the master to where the weight rests, and release `narrow`."""
         flat, extent, weight = self.flats[job.key], self.masters[job.key], self.weights[job.key]
         first, last = extent.span(job.chunk)
         source = master.tensor(extent.dtype, last - first)
@@ -272,7 +261,7 @@ class DiskStates(States):
     # --- checkpoints --------------------------------------------------------------------------
 
     def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for a state that is loaded: in the file, or on the host what has no dims."""
+        """Memory for a state that is loaded: in the file, or on the host if it has no dims."""
         extent = self.states[k].get(key)
         if extent is not None and len(size) and extent.dtype == dtype:
             return self._view(k, index, extent)
@@ -282,13 +271,13 @@ class DiskStates(States):
         return self.tiers.own(value) if isinstance(value, Tensor) else value
 
     def expose(self) -> None:
-        """Before the maps are read: wait until all is written.  Raises DiskError."""
+        """Before the maps are read: wait until all is written."""
         self.disk.sync()
         self.mapped = True
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """After the maps were written: take their values, and copy the masters to the weights."""
+        """After the maps were written: copy the masters to the weights."""
         self.disk.sync()
         self.disk.drop()
         for k, (master, weight) in enumerate(zip(self.masters, self.weights, strict=True)):
@@ -305,7 +294,6 @@ class DiskStates(States):
 
 
 def reserve(disk: Disk, tiers: Tiers, states: int, dtypes: Sequence[torch.dtype]) -> None:
-    """Give the disk its buffers, for `states` state tensors of masters of these dtypes."""
     widest = max(dtype.itemsize for dtype in dtypes)
     memory = tiers.empty(reserved_bytes(states, widest, disk.chunk_numel), torch.uint8)
     disk.reserve(memory, disk.chunk_numel * widest, tiers.settle)
@@ -339,10 +327,8 @@ def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) ->
 def first_states(spec: OptimizerSpec) -> list[State]:
     """For each group of the specification, the state of a matrix after one step.
 
-    What is streamed is on the meta device.
-
-    Raises InputError for a class that makes its state with the optimizer, before any step, and for
-    one whose states have not the shape of the parameter.
+    Streamed states are on the meta device. Raises InputError for a class that makes its state
+    before any step, or states of another shape than the parameter's.
     """
     found: list[State] = []
     for group in range(len(spec.members)):
@@ -374,7 +360,6 @@ def _streamed_keys(first: Sequence[State]) -> list[str]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The precision of the master of a weight."""
     return dtype if dtype.itemsize >= 4 else torch.float32
 
 

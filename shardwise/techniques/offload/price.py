@@ -4,10 +4,9 @@ With `offload:optim` host memory has a gradient of each group that is updated th
 the states of the optimizer; with `offload:param` all parameters too, and with
 `offload:optim-delayed` two gradients.
 
-On a disk (`offload:optim@disk`, `offload:param@disk`) a group with B elements in this rank's block
-has a gradient in the precision of the weight, a master, and the states of the optimizer in the
-precision of the master. Each begins a new block of the file, and is moved in whole blocks of it:
-A(x) is x bytes rounded up.
+On a disk a group with B elements in this rank's block has a gradient in the precision of the
+weight, a master, and the states of the optimizer in the precision of the master. Each begins a new
+block of the file, and is moved in whole blocks: A(x) is x bytes rounded up.
 
     held        gradient B, master B, each state B; on the host the buffers, whatever the model
     written     gradient A(B), in backward; master and each state A(B), in the update
@@ -15,8 +14,6 @@ A(x) is x bytes rounded up.
 
 Parameters that rest there are held in the precision of the weight, and read as A(B) before each
 use. In 32 bits and more they are the masters; in 16 the update writes A(B) more.
-
-The moves are those of the row (core/zero.py).
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -67,7 +64,7 @@ def host_bytes(share: Share) -> dict[str, int]:
 
 
 def _disk_bytes(share: Share) -> dict[str, int]:
-    """The bytes of a rank's file by category, without the padding of its blocks."""
+    """The bytes of a rank's file by category, without padding."""
     plan, model, optimizer = share.plan, share.model, share.optimizer
     found = list(_on_disk(plan, model))
     return {
@@ -91,7 +88,6 @@ def _buffer_bytes(share: Share) -> int:
 
 
 def _sends(share: Share) -> Counted:
-    """The bytes that a rank reads from its disk and writes to it."""
     plan, tariff = share.plan, Tariff(share.plan, share.rank)
     for group in groups(plan, share.model):
         for move in filter(lambda move: move.of_disk, group.moves):
@@ -107,7 +103,7 @@ def _stores(share: Share, tier: Tier) -> Mapping[str, int]:
 
 
 def _omits(plan: Plan, step: int, follows: bool) -> Collection[TrafficLine]:
-    """The copy after a delayed update, which is made beside the next step; the first has none."""
+    """The copy after a delayed update, which the next step makes; the first has none."""
     offload = plan.offloaded
     if offload is None or not offload.delays(step) or (follows and offload.delays(step - 1)):
         return ()

@@ -14,10 +14,8 @@ NextStep    on such a thread, beside the next step (the delayed parameter update
     main thread    forward 3, backward 3 | publish 2 | forward 4, backward 4 | publish 3 | ...
     host thread    update 2 ............             | update 3 ............             | ...
 
-Under an asynchronous schedule the updater is techniques/pipeline/weight_stashing.py.  All messages
-and copies between tiers begin on the main thread, in one order.
-
-(ZeRO-Offload, arXiv 2101.06840, sections 4.2 and 5.2.)
+All messages and copies between tiers begin on the main thread, in one order. (ZeRO-Offload, arXiv
+2101.06840, sections 4.2 and 5.2.)
 """
 
 import time
@@ -35,15 +33,15 @@ import torch
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
-#: What is updated in one call: with less, calls of torch's optimizer cost a tenth of the update.
+#: The bytes of one call: with fewer, calls of torch's optimizer cost a tenth of the update.
 MOST_BYTES: Final = 2**26
-#: How much later than `finish` a late update is made; and the most that it waits for `finish`.
+#: The delay of a late update after `finish`; and the longest time that it waits for `finish`.
 LATE_S: Final = 0.02
 MOST_S: Final = 10.0
 
 
 class FlatOptimizer(Protocol[T_contra]):
-    """The optimizer of items, which are its flat groups (engine/optimizer/optimizer.py)."""
+    """The optimizer of items, its flat groups (engine/optimizer/optimizer.py)."""
 
     def update(self, items: Sequence[T_contra], factor: Any, /) -> None: ...
     def later(self, items: Sequence[T_contra], factor: Any, /) -> Callable[[], None]: ...
@@ -56,7 +54,7 @@ class Updater(ABC, Generic[T]):
     """Updates the items of an optimizer once a step, unless the step is skipped.
 
     late         make updates beside a step only when `finish` waits for them, as on a slow host
-    by_schedule  the schedule updates each stage during the step, and nothing is left for `update`
+    by_schedule  the schedule updates each stage during the step (pipeline/weight_stashing.py)
     """
 
     late = by_schedule = False
@@ -74,7 +72,7 @@ class Updater(ABC, Generic[T]):
         """
 
     def finish(self) -> None:
-        """Make visible what is updated beside the step. Raises the error of an update."""
+        """Make visible what is updated beside the step, or raise the error of an update."""
 
     def owns(self) -> dict[str, int]:
         """Bytes of the device that it needs during a step, by category."""
@@ -105,13 +103,13 @@ class Together(Updater[T]):
 
 
 class HostThread(Updater[T]):
-    """The thread lives as long as a call of `update`, which raises an error of the thread."""
+    """Updates on a thread, which lives as long as a call of `update`."""
 
     def __init__(self, optimizer: FlatOptimizer[T], *, inline: bool = False) -> None:
         self.optimizer, self.inline = optimizer, inline
 
     def update(self, parts: Iterable[Sequence[T]], factor: Any, most_bytes: int) -> None:
-        """Publish what is updated when something else arrives, or at the end."""
+        """Publish updates when something else arrives, or at the end."""
         waiting, running = deque[list[T]](), deque[Future[list[T]]]()
         take = partial(self._take, waiting, factor, most_bytes)
         bounded = (pieces(self.optimizer, part, most_bytes) for part in parts)
@@ -128,7 +126,7 @@ class HostThread(Updater[T]):
             thread.shutdown(wait=True, cancel_futures=True)
 
     def _take(self, waiting: deque[list[T]], factor: Any, most_bytes: int) -> list[T]:
-        """Update what waits; nothing if an earlier call has taken it along."""
+        """Update what waits; nothing if an earlier call has taken it."""
         taken: list[T] = []
         size_bytes = self.optimizer.size_bytes
         while waiting and (not taken or size_bytes(taken + waiting[0]) <= most_bytes):
@@ -168,7 +166,7 @@ class NextStep(Updater[T]):
         return bool(self._running)
 
     def update(self, parts: Iterable[Sequence[T]], factor: Any, most_bytes: int) -> None:
-        """Finish the update of the step before when all parts have arrived, and begin theirs."""
+        """When all parts have arrived, finish the last step's update and begin theirs."""
         if not self.delays():
             self.finish()
             self.at_once.update(parts, factor, most_bytes)
@@ -218,7 +216,7 @@ class _Inline(Executor):
 
 
 def _thread(*, inline: bool) -> Executor:
-    """A thread for updates, with as many threads of OpenMP as this one: each counts its own."""
+    """A thread for updates, with as many threads of OpenMP as this one."""
     if inline:
         return _Inline()
     threads = torch.get_num_threads()

@@ -1,20 +1,8 @@
 """The plan word `offload`: which states rest in host memory, and when they are updated there.
 
-    offload:optim             the optimizer's state and masters; gradients go there, the update is
-                              made there, and the updated parameters come back
-    offload:optim=0.6         the same for some units: the fewest at the end of the model, whose
-                              gradients come first, that have this fraction of its parameters
-    offload:param             parameters too: each unit is copied to the device before it is used
-    offload:auto              the least of these with which a step is predicted to fit the device
-                              (engine/checks/device_room.py), before any of it is made
-    offload:optim-delayed     as optim, but an update is made beside the next step, and its
-                              parameters are used one step later; not in the first steps
-    offload:optim-delayed=N   the first N steps are not delayed (the default: 40)
-    offload:optim@disk        the optimizer's state, masters and gradients rest on a disk, from
-                              where they are streamed through host memory for the update
-    offload:param@disk        parameters too: each unit is streamed to the device before it is used
-
-(Delayed parameter update: ZeRO-Offload, arXiv 2101.06840, section 5.2, with 40 steps before it.)
+The table at the end has its values. A fraction selects the fewest units at the end of the model,
+whose gradients come first. engine/checks/device_room.py chooses for `auto`. (Delayed parameter
+update: ZeRO-Offload, arXiv 2101.06840, section 5.2, with 40 steps before it.)
 """
 
 import re
@@ -30,7 +18,6 @@ from shardwise.core.zero import Tier
 if TYPE_CHECKING:
     from shardwise.core.plan.plan import Plan
 
-#: What may rest in host memory, or on a disk; and the choice by prediction.
 WHAT: Final = ("optim", "param", "optim-delayed", "optim@disk", "param@disk", "auto")
 #: An example of a word with a fraction of the parameters.
 BY_FRACTION: Final = "optim=0.5"
@@ -45,10 +32,9 @@ _PARAM_TIERS: Final[dict[str, Tier]] = {"param": "host", "param@disk": "disk"}
 
 @dataclass(frozen=True)
 class Offload:
-    """A parsed value of the word.
+    """A parsed value of the word; "auto" is not chosen yet, and leaves all on the device.
 
-    what        "optim" or "param": parameters never rest further away than their optimizer's state;
-                the same with "@disk"; "auto" is not chosen yet, and leaves all on the device
+    what        "param" moves parameters too, never further away than their optimizer's state
     undelayed   the number of steps before updates are made one step late; None: never
     share       the fraction of the trained parameters, at least, whose states leave the device
     """
@@ -59,7 +45,6 @@ class Offload:
 
     @property
     def param_tier(self) -> Tier:
-        """The tier of parameters between two uses."""
         return _PARAM_TIERS.get(self.what, "device")
 
     @property
@@ -71,12 +56,10 @@ class Offload:
 
     @property
     def on_disk(self) -> bool:
-        """Whether states rest on a disk."""
         return self.what.endswith("@disk")
 
     @property
     def by_unit(self) -> bool:
-        """Whether states of units rest on different tiers."""
         return self.share < 1
 
     def delays(self, step: int) -> bool:
@@ -129,7 +112,7 @@ def _first(share: float, numels: Sequence[int]) -> int:
 
 
 def _nearest(text: str) -> str:
-    """The value that was probably meant: one with a tier of another name, or a misspelt one."""
+    """The value that was probably meant."""
     what, at, tier = text.partition("@")
     word = suggest(what, ("optim", "param", "optim-delayed", "auto"), 0.5)
     disk = (at and tier not in _HOSTS) or (not word and text in _DISKS)

@@ -59,7 +59,7 @@ def recomputed_modules(
 def _with_layers(
     model: nn.Module, plan: Plan, units: Rule, kinds: dict[str, str]
 ) -> dict[str, str]:
-    """The modules that the model's plan recomputes, and those of layers with a plan of their own.
+    """`kinds`, and the modules of layers with a plan of their own.
 
     Raises InputError for a module that contains a layer with a mesh of its own.
     """
@@ -86,7 +86,7 @@ def _with_layers(
 def on_host(
     model: nn.Module, plan: Plan, units: Rule, kinds: Mapping[str, str], starts: Sequence[str] = ()
 ) -> dict[str, tuple[int, int]]:
-    """The blocks whose activations rest in host memory, each with its stage and its place in it.
+    """The blocks whose activations rest in host memory, each with its stage and its place.
 
     `kinds` is the result of `recomputed_modules`. Raises InputError if there are no blocks, or one
     begins in one stage and ends in another.
@@ -118,9 +118,9 @@ def applied(model: nn.Module, build: "Build") -> "Recomputation":
 class Recomputation(Applied):
     """The recomputed modules of an engine; a budget chooses them for each batch's shapes.
 
-    `choose` gives the kinds of the modules for a batch, `sizes` the slots of the arena for their
-    inputs; there is one or the other. `hosted` are the blocks of `on_host`; with
-    `everything` all that they keep rests there, else only what recomputation keeps of them.
+    At most one is given of `choose`, which gives a batch's kinds of the modules, and `sizes`, which
+    gives the slots of the arena for their inputs. `hosted` is the result of `on_host`; with
+    `everything` all that these blocks keep rests there, else what recomputation keeps of them.
     """
 
     def __init__(
@@ -140,9 +140,8 @@ class Recomputation(Applied):
         self.host: HostActivations | None = None
 
     def apply(self, model: nn.Module, world: World, *, sp: bool) -> None:
-        """Recompute the activations of the modules, in place.
-
-        Under sequence parallelism (`sp`) the inputs of modules are already shards.
+        """Recompute the modules, in place; under sequence parallelism (`sp`) their inputs are
+        shards.
         """
         records = [layer.pass_records for layer in layers_of(model).values()]
         generators = Generators([*generators_of(world.device), *records])
@@ -184,10 +183,10 @@ class Recomputation(Applied):
             module.kind = self.kinds.get(name, NONE)
 
     def _found(self, batch: Any, find: Callable[[Any], Any]) -> Any:
-        """What `find` returns for a batch of these shapes: a prediction, which takes a while.
+        """The result of `find`, a slow prediction, for a batch of these shapes.
 
-        Once KEPT shapes are known, a batch of others gets what was found for a larger one: that
-        fits it too, for a larger batch keeps more. So data of all lengths soon costs nothing.
+        Once KEPT shapes are known, other shapes get the result for a larger batch, which keeps
+        more.
         """
         shapes = tuple((x.shape, x.dtype) for x in leaves(batch, Tensor, objects=True))
         if shapes not in self.known and len(self.known) == KEPT:

@@ -1,7 +1,7 @@
-"""The recomputation of an engine, from its plan; predictions choose for a budget, and size arenas.
+"""The recomputation of an engine; predictions choose for a budget, and size arenas.
 
-A prediction needs the unsharded model, so the engine keeps a copy on the meta device,
-which has the model's own buffers.
+A prediction needs the unsharded model: the engine keeps a copy on the meta device, with the model's
+own buffers.
 """
 
 from collections.abc import Sequence

@@ -2,13 +2,13 @@
 
     full         forward keeps the module's inputs          backward runs its forward again
     selective    and the outputs of products (kept.py)      the same, without these products
-    partitioned  a part of its inputs (kept.py)      gathers them, then as full
+    partitioned  a part of its inputs (kept.py)             gathers them, then as full
 
 Kept tensors may rest in host memory (host_activations.py).
 
 All use torch.utils.checkpoint without reentrant autograd, around the module's own `forward`, so
-hooks on the module run once.  The second forward ends at the last tensor that autograd needs.
-It computes the same as the first one:
+hooks on the module run once. The second forward ends at the last tensor that autograd needs. It
+computes the same as the first:
 
     random numbers        are drawn from the same states of the generators
     function modes        around the forward pass (torch.overrides) are entered again
@@ -65,10 +65,7 @@ def recompute(
 
 
 class Recomputed:
-    """Replaces the forward of a module by one with recomputation.
-
-    `kind` is FULL, SELECTIVE, PARTITIONED or NONE, and may change between two passes.
-    """
+    """Replaces the forward of a module by one with recomputation; `kind` may change later."""
 
     def __init__(
         self,
@@ -130,7 +127,7 @@ class Recomputed:
         del self.forward, self.__wrapped__
 
     def kept_tensors(self) -> Iterator[Tensor]:
-        """The kept inputs and outputs of products, of passes whose backward has not run yet."""
+        """The kept inputs and outputs of products, for passes whose backward has not run yet."""
         for first in list(self.alive):
             inputs = first.inputs.kept if isinstance(first.inputs, Inputs) else first.inputs
             outputs = first.products.outputs if first.products is not None else {}

@@ -1,14 +1,11 @@
 """The modules that the plan word `recompute:WHAT` selects in a model.
 
-    full, selective      every block
-    partitioned          every block
-    partitioned-host     every block: partitioned
-    every2               blocks 0, 2, 4, ...: full
-    NAME,NAME            the outermost modules whose names these patterns match: full
-    8GiB                 every block: chosen under a budget (price_budget.py), and full before the
-                         choice
-
-The blocks are the model's repeated class, which also forms units.
+full, selective      every block
+partitioned          every block
+partitioned-host     every block: partitioned
+every2               blocks 0, 2, 4, ...: full
+NAME,NAME            the outermost modules whose names these patterns match: full
+8GiB                 every block: full until price_budget.py has chosen under the budget
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +21,7 @@ from shardwise.techniques.recompute.word import PARTITIONED_WORDS, recompute_bud
 
 
 def chosen(model: nn.Module, what: str | None, blocks: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The names of the modules that `recompute:what` recomputes, each with FULL or SELECTIVE.
+    """The names of the modules that `recompute:what` recomputes, with their kinds.
 
     Raises InputError if the model has no blocks, or no module matches a name.
     """

@@ -8,9 +8,9 @@
                 block 1 begins: [ 0 ] is fetched
                 block 0 begins
 
-A storage is copied once, for any number of saved tensors of it.  Parameters, buffers, the batch,
-and storages of fewer than `SMALL_BYTES` stay on the device.  At most two blocks at a time are being
-copied to the host, and at most two are fetched.  All copies go through comm/tiers/tiers.py.
+A storage is copied once, even if many saved tensors share it. Parameters, buffers, the batch, and
+storages of fewer than `SMALL_BYTES` stay on the device. At most two blocks are being copied to the
+host, and at most two are fetched. All copies go through comm/tiers/tiers.py.
 """
 
 import weakref
@@ -49,14 +49,13 @@ class Stored:
         self.fetched = False
 
     def fetch(self) -> None:
-        """Begin to copy it to the device, if it is not there."""
+        """Begin to copy it to the device."""
         if not self.fetched:
             self.arriving = begin_copy(self.rest, self.host.tiers, "host", "device")
             self.fetched = True
             self.host.count(self.nbytes)
 
     def bytes(self) -> Tensor:
-        """The bytes on the device."""
         self.fetch()
         if self.arriving is not None:
             self.here, self.arriving = self.arriving.wait(), None
@@ -64,7 +63,6 @@ class Stored:
         return self.here
 
     def drop(self) -> None:
-        """Free the copy on the device."""
         if self.fetched:
             self.here = self.arriving = None
             self.fetched = False
@@ -84,7 +82,6 @@ class Kept:
         self.view = x.shape, x.stride(), x.storage_offset()
 
     def tensor(self) -> Tensor:
-        """The tensor, on the device."""
         self.block.begin_backward()
         return self.stored.bytes().view(self.dtype).as_strided(*self.view)
 
@@ -101,7 +98,7 @@ class HostedBlock:
         self.begun = False
 
     def begin_backward(self) -> None:
-        """Fetch the tensors of this and the previous block; free those that no later pass reads."""
+        """Fetch the storages of this and the previous block."""
         if self.begun:
             return
         self.begun = True
@@ -115,10 +112,7 @@ class HostedBlock:
 
 
 class HostActivations:
-    """The activations of one rank's blocks on the host.
-
-    `places` has the stage of each block and its place in the model, by name.
-    """
+    """The activations of one rank's blocks on the host; `places` has their stages and places."""
 
     def __init__(
         self, model: nn.Module, tiers: Tiers, places: Mapping[str, tuple[int, int]]
@@ -135,23 +129,20 @@ class HostActivations:
         self.fetched_bytes = self.most_fetched_bytes = 0
 
     def install(self, *, hooks: bool) -> None:
-        """Store the saved tensors of blocks on the host; without `hooks` only arguments of `keep`.
-
-        Call it after recomputation has been installed.
+        """Store the saved tensors of blocks on the host; without `hooks`, arguments of `keep`
+        alone.
         """
         for name, place in self.places.items():
             module = self.model.get_submodule(name)
             module.forward = _OnHost(module, self, place, hooks=hooks)
 
     def begin(self, batch: Any) -> None:
-        """Begin a step on `batch`."""
         self.batch = set(map(_key, leaves(batch, Tensor, objects=True)))
         self.most_fetched_bytes = self.fetched_bytes
 
     def keep(self, x: Tensor) -> Any:
-        """Store `x` for the running block, on the host unless it stays; `read` returns it.
-
-        Only the values are stored: the returned tensor is detached.
+        """Store `x` for the running block, on the host unless it stays; `read` returns it,
+        detached.
         """
         storage, block = x.untyped_storage(), self.running
         x = x.detach() if x.grad_fn is not None else x  # a node that saves its output is no cycle
@@ -209,7 +200,6 @@ class HostActivations:
             self.fetched.add(stored)
 
     def count(self, nbytes: int) -> None:
-        """Count `nbytes` more fetched bytes."""
         self.fetched_bytes += nbytes
         self.most_fetched_bytes = max(self.most_fetched_bytes, self.fetched_bytes)
 
@@ -224,8 +214,6 @@ class HostActivations:
 
 
 class _OnHost:
-    """Replaces the forward of a block."""
-
     def __init__(
         self, module: nn.Module, host: HostActivations, place: tuple[int, int], *, hooks: bool
     ) -> None:

@@ -1,26 +1,22 @@
-"""What selective recomputation keeps: outputs of matrix products, convolutions, fused attention.
+"""What recomputation keeps: outputs of products, states of random numbers, inputs or parts of them.
+
+Selective recomputation keeps the outputs in brackets:
 
     norm   [q k v]   rotate   [attention]   [out]   add   norm   [gate up]   silu *   [down]
 
-Outputs in brackets are kept.  The operations between them cost a pass over memory and are computed
-again.  Attention that is not fused multiplies activations: its scores [.., T, S] are larger than
-both of their operands together and are computed again, softmax and dropout too; their product with
-the values is kept.
+The operations between them cost a pass over memory. Attention that is not fused multiplies
+activations: its scores [.., T, S] are larger than both operands and are computed again, with
+softmax and dropout; their product with the values is kept. The similar modes of torch
+(create_selective_checkpoint_contexts) count every operation, and fail if only the second forward
+has one, such as the gather of a unit inside the module.
 
-torch.utils.checkpoint has such modes (create_selective_checkpoint_contexts).  They count every
-operation, and fail if only the second forward has one, such as the gather of a unit inside the
-module.  The two modes here count products only.
-
-Partitioned activation checkpointing: the inputs of recomputed modules, split over tensor ranks.
+Partitioned recomputation splits inputs over the n tensor ranks (P_a of ZeRO, arXiv 1910.02054,
+section 6.1; P_a+cpu if the pieces rest in host memory):
 
     forward     x [B, T, D], the same on all n ranks ---> rank r keeps elements r N/n to (r+1) N/n
     backward    all-gather of the pieces ---> x ---> the module's forward again
 
-Each rank keeps an n-th of x, in place of one of n equal copies, for one all-gather in backward.
 If x is already a shard (sequence parallelism), it is kept unchanged and nothing is sent.
-With `recompute:partitioned-host` or `activations:host` the pieces rest in host memory
-(host_activations.py).
-(P_a and P_a+cpu of Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 6.1.)
 """
 
 from collections import defaultdict
@@ -55,7 +51,7 @@ ATTENTION: Final = {
     _ATEN._scaled_dot_product_efficient_attention.default: 5,
     _ATEN._scaled_dot_product_cudnn_attention.default: 5,
 }
-#: What stands for it on the meta device (observe/work.py), with the rate at the same place.
+#: Fused attention on the meta device (observe/work.py).
 _ON_META: Final = "shardwise::attention"
 _PRODUCTS: Final = frozenset((*_WITH_WEIGHTS, *_OF_ACTIVATIONS, *ATTENTION))
 
@@ -63,8 +59,8 @@ _PRODUCTS: Final = frozenset((*_WITH_WEIGHTS, *_OF_ACTIVATIONS, *ATTENTION))
 class KeptProducts:
     """The outputs of the products in one forward pass of a module, in order of creation.
 
-    None stands for an output that is not kept. An output that is written to in place is dropped and
-    recomputed: the recomputation would write to a kept one a second time.
+    None stands for an output that is not kept. An output that is written to in place is dropped:
+    recomputation would write to it a second time.
     """
 
     def __init__(self) -> None:
@@ -72,7 +68,6 @@ class KeptProducts:
         self.places: dict[int, tuple[Any, int]] = {}  # by storage
 
     def add(self, func: Any, out: Any, keep: bool) -> None:
-        """Take the output of the next product."""
         kept = self.outputs[func]
         if keep:
             for x in _tensors(out):
@@ -92,11 +87,9 @@ class KeptProducts:
             kept[:] = [tree_map_only(Tensor, keep, out) for out in kept]
 
     def keeping(self) -> TorchDispatchMode:
-        """The mode of the forward pass."""
         return _Keeping(self)
 
     def replaying(self) -> TorchDispatchMode:
-        """The mode of a recomputation."""
         return _Replaying(self.outputs)
 
 
@@ -132,7 +125,6 @@ class _Replaying(TorchDispatchMode):
 
 
 def is_product(func: Any) -> bool:
-    """Whether the operation is a matrix product, a convolution or fused attention."""
     return func in _PRODUCTS
 
 
@@ -162,21 +154,17 @@ def _alias(x: Tensor) -> Tensor:
         return x.detach()
 
 
-# --- Replays the random numbers of the forward pass in a recomputation ----------------------------
+# --- States of random numbers ---------------------------------------------------------------------
 
 States = list[Tensor]
 
 
 class Generator(Protocol):
-    """What draws numbers: a torch.Generator, or a count of which numbers are a function."""
+    """A torch.Generator, or a count that determines the numbers."""
 
-    def get_state(self) -> Tensor:
-        """The state that determines the numbers that follow."""
-        ...
+    def get_state(self) -> Tensor: ...
 
-    def set_state(self, state: Tensor, /) -> object:
-        """Return to a state."""
-        ...
+    def set_state(self, state: Tensor, /) -> object: ...
 
 
 class Generators:
@@ -186,11 +174,9 @@ class Generators:
         self.generators = list(generators)
 
     def states(self) -> States:
-        """The states of all generators."""
         return [generator.get_state() for generator in self.generators]
 
     def set(self, states: States) -> None:
-        """Set the states of all generators."""
         for generator, state in zip(self.generators, states, strict=True):
             generator.set_state(state)
 
@@ -205,14 +191,12 @@ class Generators:
             self.set(before)
 
 
-# --- Partitioned activation checkpointing: the inputs of recomputed modules, split over tenso -----
+# --- Inputs ---------------------------------------------------------------------------------------
 
 
 class _Kept(NamedTuple):
-    """What is kept of a tensor.
-
-    `held` is a tensor, or what stands for it in host memory; of a `shape`, it has this rank's
-    elements of a tensor of this shape, padded to the same number on each rank.
+    """A kept tensor: `held` is it, or a `Kept` on the host; with a `shape`, this rank's piece of
+    it.
     """
 
     held: Any
@@ -221,11 +205,11 @@ class _Kept(NamedTuple):
 
 
 class Inputs:
-    """The arguments of a module: as given for its first forward, then put together for each other.
+    """The arguments of a module: `take` returns them as given once, then put together again.
 
     With an `axis` tensors that a gradient reaches are kept in pieces, and others whole, since
-    several modules may share them.  With `host` what is kept rests there: the pieces, or all
-    tensors where there is no axis.  With `keep` what a gradient reaches is copied by it.
+    several modules may share them. With `host` the pieces rest there, or all tensors without an
+    axis. With `keep` tensors that a gradient reaches are copied by it.
     """
 
     def __init__(
@@ -240,7 +224,6 @@ class Inputs:
         self.kept: Any = None
 
     def take(self) -> Any:
-        """The arguments."""
         given, self.given = self.given, None
         if given is None:
             return mapped(self._whole, self.kept, _Kept, objects=True)

@@ -4,13 +4,13 @@
     recompute:full           the inputs of the module
     recompute:partitioned    1/n of each input that a gradient reaches, on n tensor ranks with equal
                              inputs; other inputs in full
-    recompute:selective      the inputs, and the outputs of products (techniques/recompute/kept.py)
+    recompute:selective      the inputs, and the outputs of products (kept.py)
 
     operations added         all products of the module up to the last tensor that autograd saves
-                             there; under selective those whose outputs are not kept
+                             there; under selective, the products whose outputs are not kept
 
-Other bytes of a step do not change: one gather of a unit serves recomputation and backward pass.
-Parts of inputs are gathered for each recomputation. (ZeRO, arXiv 1910.02054, section 6.1.)
+One gather of a unit serves recomputation and backward pass. Parts of inputs are gathered for each
+recomputation.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -26,7 +26,7 @@ def storages(
     """The storages that are kept if the modules in `kinds` are recomputed, each in its way.
 
     Parts of inputs come on top; with `arenas`, copies of all inputs that a gradient reaches. Each
-    storage comes with the modules that keep it, once or more often with the same one.
+    storage comes with the modules that keep it, maybe several times with one.
     """
     within, returned = Within(kinds), {*tape.returned}
     yield from ((storage, name) for name, storage in tape.saved if within(name) is None)
@@ -63,7 +63,7 @@ def added_flops(tape: Tape, kinds: Mapping[str, str]) -> dict[str, int]:
 
 
 def added_operations(tape: Tape, kinds: Mapping[str, str]) -> Iterator[Operation]:
-    """The same operations, those that are no products included, in the backward pass."""
+    """All operations that recomputation adds to the backward pass."""
     within, returned, ends = Within(kinds), {*tape.returned}, _last_saves(tape, kinds)
     for each in tape.operations:
         name = within(each.module)
@@ -75,7 +75,7 @@ def added_operations(tape: Tape, kinds: Mapping[str, str]) -> Iterator[Operation
 
 
 def _last_saves(tape: Tape, kinds: Mapping[str, str]) -> dict[str, int]:
-    """How many tensors autograd had saved after the last that each recomputed module saves."""
+    """The number of tensors autograd has saved after the last save of each recomputed module."""
     within, ends = Within(kinds), dict.fromkeys(kinds, 0)
     for name, saves in tape.last_save:
         outer = within(name)
@@ -93,7 +93,7 @@ def _again(product: Product, module: str, returned: Collection[tuple[str, int]])
 
 
 class Within:
-    """Maps a module to the one of some modules that is or contains it; None if none does."""
+    """Maps a module to the one of `modules` that is or contains it; None if none does."""
 
     def __init__(self, modules: Collection[str]) -> None:
         self.modules = modules

@@ -2,17 +2,14 @@
 
                        bytes kept                    operations added
     none               all that autograd saves       none
-    selective          inputs, outputs of products   of products whose outputs are not kept
-    full               inputs                        of all products
+    selective          inputs, outputs of products   products whose outputs are not kept
+    full               inputs                        all products
 
 Of all choices that fit, the one with the fewest operations is chosen; of several, the one that
 keeps most bytes, because it repeats the fewest passes over memory. This is a knapsack problem with
 one of three items from each block (Checkmate, arXiv 1910.02653, states the general problem). Blocks
 usually have few different sizes, so there are few sums; many sums are rounded to a thousandth of
 the budget.
-
-Blocks whose data ranks exchange tokens (experts) are recomputed in full on all of them: each rank
-chooses for the shapes of its own batch, and all repeat an exchange or none does.
 
 Under a pipeline a stage keeps its blocks once for each microbatch in flight, and the bytes must fit
 at every moment. Each rank of the pipeline has its own budget.
@@ -45,7 +42,7 @@ class BlockCost(NamedTuple):
 
 @dataclass(frozen=True)
 class _Chosen:
-    """A choice for the first blocks: the last of these, and the sum of the choices before it."""
+    """Choices for the first blocks: the last one, those `before`, and the cost of them all."""
 
     cost: BlockCost
     kind: int = 0
@@ -55,7 +52,7 @@ class _Chosen:
 def within_budget(
     spec: ModelSpec, plan: Plan, blocks: Sequence[str], budget_bytes: int
 ) -> dict[str, str]:
-    """The blocks to recompute, each FULL or SELECTIVE, so that each rank stays within the budget.
+    """The blocks to recompute and their kinds, so that each rank stays within the budget.
 
     Raises InputError, with the smallest possible budget, if it is too small.
     """
@@ -81,9 +78,9 @@ def within_budget(
 
 
 def _exchanging(spec: ModelSpec, plan: Plan, blocks: Sequence[str]) -> set[str]:
-    """The blocks whose data ranks exchange tokens, which are recomputed in full (KINDS[0]).
+    """The blocks whose data ranks exchange tokens; they are recomputed in full.
 
-    All ranks repeat an exchange or none does; but each chooses for the shapes of its own batch.
+    Each rank chooses for the shapes of its own batch, but all must repeat an exchange or none.
     """
     if plan.data_size == 1:
         return set()
@@ -92,10 +89,7 @@ def _exchanging(spec: ModelSpec, plan: Plan, blocks: Sequence[str]) -> set[str]:
 
 
 def cheapest(costs: Sequence[Sequence[BlockCost]], room: tuple[int, ...]) -> list[int] | None:
-    """For each block the index of the choice in its costs; None if nothing fits in `room`.
-
-    The fewest operations, and among these the most bytes kept.
-    """
+    """For each block the index of the choice in its costs; None if nothing fits in `room`."""
     least = [tuple(map(min, zip(*(c.kept_bytes for c in block), strict=True))) for block in costs]
     later = [tuple(0 for _ in room)]  # what the blocks that follow keep at least
     for fewest in reversed(least):

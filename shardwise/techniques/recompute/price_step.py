@@ -1,23 +1,18 @@
 """What recomputation sends and stores: gathered inputs, copies to the host, and arenas.
 
-A rank gathers the inputs of recomputed modules that it keeps a part of, and copies activations to
-its host and back. Its arenas have so many slots of each size:
+The arenas of a rank have slots, counted with the buffers (comm/tiers/arena.py):
 
     kept         of each recomputed module, the inputs that a gradient reaches, or this rank's part
                  of them; for every microbatch that its stage keeps at once
     gradients    under zero2 and zero3, of the units that are computed or reduced at once
 
-The memory of an arena is that of its slots, and is counted with the buffers (comm/tiers/arena.py).
-
-Activations in host memory: the bytes that rest there, are copied, and are fetched at once.
+Activations in host memory (host_activations.py):
 
     rests on the host     each storage of at least 1 KiB that a block keeps: all that autograd saves
-                          in its forward, or what recomputation keeps of it (recompute.py)
+                          in its forward, or what recomputation keeps of it
     copied                each storage, once to the host in forward and once back in backward
-    fetched at once       the storages of two neighbouring blocks; those that several blocks read
-                          stay from the last of these to the first
-
-The rest of `activations` stays on the device (techniques/recompute/host_activations.py).
+    fetched at once       the storages of two neighbouring blocks; one that several blocks read
+                          stays from the last of them to the first
 """
 
 from collections import Counter
@@ -62,7 +57,7 @@ def kept_slots(spec: ModelSpec, plan: Plan, rank: int) -> Slots:
 
 
 def _gradient_slots(plan: Plan, model: ModelShape) -> Slots:
-    """The slots for gradients of a rank's part `model`; none with a pipeline."""
+    """The slots for gradients; none with a pipeline."""
     if plan.pipeline is not None:
         return {}
     sizes: dict[str, list[int]] = {unit.name: [] for unit in model.units}
@@ -105,7 +100,7 @@ def _spends(share: Share) -> Iterator[Operation]:
 
 RECOMPUTE: Final = Price(_sends, _stores, spends=_spends)
 
-# --- Activations in host memory: the bytes that rest there, are copied, and are fetched at on -----
+# --- Activations in host memory -------------------------------------------------------------------
 
 
 class KeptPiece(NamedTuple):
@@ -117,7 +112,9 @@ class KeptPiece(NamedTuple):
 
 
 def pieces(spec: ModelSpec, tape: Tape, ranks: int) -> Iterator[tuple[KeptPiece, bool]]:
-    """The kept pieces of a microbatch, maybe repeated for a module, and whether on the host."""
+    """The kept pieces of a microbatch, maybe repeated for a module, and whether they move to the
+    host.
+    """
     within = Within(spec.on_host)
     for storage, module in storages(tape, spec.recomputed, arenas=spec.arenas):
         piece, block = KeptPiece(storage, tape.storage_bytes[storage], module), within(module)
@@ -130,7 +127,7 @@ def pieces(spec: ModelSpec, tape: Tape, ranks: int) -> Iterator[tuple[KeptPiece,
 
 
 def tier_bytes(spec: ModelSpec, tape: Tape, ranks: int, *, on_host: bool) -> dict[int, int]:
-    """The bytes that one microbatch keeps on a tier in each stage, each storage once."""
+    """The bytes that one microbatch keeps on the host, or on the device, by stage."""
     found = dict.fromkeys(range(spec.stages.number if spec.stages else 1), 0)
     kept = [piece for piece, moves in pieces(spec, tape, ranks) if moves == on_host]
     by_key = {(piece.key, stage_of(spec, piece.module)): piece.stored_bytes for piece in kept}
@@ -151,11 +148,7 @@ def kept_bytes(spec: ModelSpec, plan: Plan, rank: int, *, on_host: bool) -> int:
 
 
 def fetched_bytes(spec: ModelSpec, plan: Plan, rank: int) -> int:
-    """The most bytes that are fetched to the device of `rank` at once, for the first microbatch.
-
-    A storage is fetched with the last block that reads it, or one block earlier, and freed after
-    the backward pass of the first block that reads it.
-    """
+    """The most bytes that are fetched to the device of `rank` at once, for the first microbatch."""
     here, within = stages_on(plan, rank), Within(spec.on_host)
     order = {name: place for place, name in enumerate(spec.on_host)}
     sizes, readers = dict[tuple[int, object], int](), dict[tuple[int, object], list[int]]()
