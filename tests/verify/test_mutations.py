@@ -137,6 +137,8 @@ ONCE_REFUSED = (
     ("every", "dp2 ep2 bf16"),
     ("moe", "dp2 ep2 recompute:24KiB"),
     ("gpt", "pp2 dp2 pipedream:4"),
+    ("gpt", "tp2 pp2 1f1b:4 recompute:full arenas"),
+    ("gpt", "cp2:ulysses pp2 recompute:every2 activations:host"),
     ("constant", "tp2 bf16"),
     ("spare", "pp2 1f1b:2"),
     ("moe", "dp2 ep2 offload:optim-delayed=0"),

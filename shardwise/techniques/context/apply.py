@@ -248,12 +248,10 @@ class RecordedPositions:
         sizes = rows, heads, k.shape[1], width, q.element_size()
         sent = _mask_of(mask, of.cut.blocks(self.rank // ranks)) if ranks > 1 else (0, 1)
         record(AttentionCall(inside[-1], of.cut, *sizes, torch.is_grad_enabled(), *sent))
-        if ranks > 1:  # tensors of the shapes that an all-to-all gives
-            every = sum(of.cut.blocks(self.rank // ranks))
-            q, k, v = (
-                F.pad(x[:, : max(1, x.shape[1] // ranks)], (0, 0, 0, every - of.numel))
-                for x in (q, k, v)
-            )
+        if ranks > 1:  # what an all-to-all gives: one storage
+            longer = 0, 0, 0, sum(of.cut.blocks(self.rank // ranks)) - of.numel
+            parts = [x[:, : max(1, x.shape[1] // ranks)] for x in (q, k, v)]
+            q, k, v = F.pad(torch.cat(parts, 1), longer).split([x.shape[1] for x in parts], 1)
         out = F.scaled_dot_product_attention(
             q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )

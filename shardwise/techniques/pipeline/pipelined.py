@@ -255,9 +255,7 @@ class ScheduledUnits:
             if op == "W":
                 data.multiply(self.put_off.pop((stage, microbatch.index)))
             yield
-        if op == "F":
-            stream.end()
-        elif op == "I":
+        if op == "I":
             self.put_off[stage, microbatch.index] = self.staged.later()
         data.leave()
 

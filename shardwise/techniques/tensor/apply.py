@@ -123,7 +123,7 @@ def lay_out(
         return nowhere()
     for module in [model.get_submodule(name) for name in layers] or [model]:
         agree([*module.parameters(), *module.buffers()], axis, world.device)
-    tensors = Tensors(axis, linear.Stream(axis, sp))
+    tensors = Tensors(axis, linear.Stream(axis, sp), linear.Stream(axis, split=False))
     spec = tensor_spec(model, table, sp, axis.size, layers=bool(layers))
     found, styles, known = tensor_layouts(spec, axis.size), spec.styles, spec.modules
     hooks = _Hooks(model, tensors)
@@ -144,8 +144,7 @@ def lay_out(
         expert_tensor.on_tensor_axis(model, axis, tensors.stream, found, sp=sp)
         rng.synchronize(axis, world.device)
     random.mark_inputs(model, styles, sp)
-    for stream in (hooks.stream, hooks.whole):
-        model.register_forward_hook(partial(_end, stream))
+    model.register_forward_hook(lambda *_: tensors.end_forward())
     return tensors
 
 
@@ -164,10 +163,6 @@ def _open_sums(
             p.register_hook(partial(sum_spans, shared.dim, shared.spans, opened[groups]))
 
 
-def _end(stream: linear.Stream, *_: object) -> None:
-    stream.end()
-
-
 def _lines(cut: Cut) -> Groups:
     """Groups of ranks that share a part of a packed weight; empty if none do."""
     lines = [next(iter(cut.common(rank)), (rank,)) for rank in range(cut.ranks)]
@@ -176,9 +171,8 @@ def _lines(cut: Cut) -> Groups:
 
 class _Hooks:
     def __init__(self, model: nn.Module, tensors: Tensors) -> None:
-        self.model, self.stream, self.axis = model, tensors.stream, tensors.axis
-        #: the stream of modules that need the gathered sequence
-        self.whole = linear.Stream(self.axis, split=False)
+        self.model, self.axis = model, tensors.axis
+        self.stream, self.whole = tensors.stream, tensors.whole
         self.entered: list[str] = []  # modules whose inputs are gathered
 
     def hook(self, name: str, style: Style, cut: Cut | None, shape: ModuleShape) -> None:

@@ -113,10 +113,6 @@ class Stream:
         """Begin a pass; `known`: the lengths of sequences that other stages sharded."""
         self.lengths.known = dict(known or {})
 
-    def end(self) -> None:
-        """End the forward pass: no layer reads the entered tensor again."""
-        self.slot = None
-
     def _padded(self, x: Tensor) -> Tensor:
         """So that all ranks have shards of the same size."""
         return _padded(x, self.lengths.shard(x.shape[-2]) * self.axis.size)

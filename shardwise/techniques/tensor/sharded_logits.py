@@ -6,8 +6,8 @@ A model with a vocabulary-parallel output layer returns them. kernels/logits.py 
 computed on the shards and what gathers them.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -95,12 +95,14 @@ def sharded_logits(local: Tensor, axis: Axis, cut: Cut, moves: Moves | None = No
 class Tensors(Applied):
     """A model on the tensor axis; on an axis of one rank nothing is sharded and nothing is sent.
 
+    whole     the stream of modules that need the gathered sequence
     summed    for groups of ranks that sum gradients, the axis of this rank's group
     random    random numbers of sharded activations
     """
 
     axis: Axis
     stream: Stream
+    whole: Stream
     summed: dict[Groups, Axis] = field(default_factory=dict[Groups, Axis])
     random: ShardedRandom = field(default_factory=lambda: ShardedRandom(Axis("none")))
 
@@ -109,16 +111,21 @@ class Tensors(Applied):
         self.random.sharded.clear()
         return parts
 
-    def end(self, *, trains: bool) -> None:
-        if trains:
-            self.stream.end()
+    @contextmanager
+    def during(self, device: torch.device) -> Iterator[None]:
+        """Around a forward or a backward pass: random numbers of sharded activations."""
+        with self.random.during(device):
+            yield
+        self.end_forward()
 
-    def during(self, device: torch.device) -> AbstractContextManager[None]:
-        return self.random.during(device)
+    def end_forward(self) -> None:
+        """No layer reads an entered tensor again, whose graph keeps a microbatch's activations."""
+        self.stream.slot = self.whole.slot = None
 
     def sums(self) -> Mapping[tuple[str, Groups], Axis]:
         return {(self.axis.name, groups): axis for groups, axis in self.summed.items()}
 
 
 def nowhere() -> Tensors:
-    return Tensors(Axis("none"), Stream(Axis("none"), split=False))
+    stream = Stream(Axis("none"), split=False)
+    return Tensors(Axis("none"), stream, stream)
