@@ -12,7 +12,6 @@ from shardwise.core.errors import InputError, bad, read_text
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
 from shardwise.migrate.systems import ACCELERATE, DEEPSPEED, TORCHTITAN, Meaning, System
-from shardwise.techniques.offload.word import share_text
 from shardwise.train.config import build
 
 _ALLOWED: Final = "DeepSpeed's JSON, accelerate's YAML, torchtitan's TOML"
@@ -29,17 +28,18 @@ _OF_OPTIMIZER: Final = ("train.lr", "train.betas", "train.weight_decay")
 class Draft:
     """A plan and a configuration in the making.
 
-    fields   what the plan comes from: the targets of the tables without a dot
+    fields   the targets of the tables without a dot, which make the plan
     values   our configuration, by section
     left     keys that are not carried over: name, value, reason
     assumed  defaults of the other system that are carried over: name, value
+    foreign  an optimizer that `shardwise train` does not have
     """
 
     fields: dict[str, Any] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     left: list[tuple[str, Any, str]] = field(default_factory=list)
     assumed: list[tuple[str, Any]] = field(default_factory=list)
-    foreign: str | None = None  # an optimizer that `shardwise train` does not have
+    foreign: str | None = None
 
     def set(self, target: str, value: Any) -> str:
         """Set a target; the first of several values stays. Returns why it is not set, or ""."""
@@ -49,22 +49,20 @@ class Draft:
         return "" if kept == value else f"another key says {json.dumps(kept)}"
 
     @property
-    def words(self) -> list[str]:
-        """The plan in words; without a number of data ranks, they are the remaining ranks."""
-        fields, axes = self.fields, self._axes()
+    def plan(self) -> Plan:
+        """The plan; without a number of data ranks, they are the remaining ranks."""
+        fields, axes = self.fields, self.axes()
         words = [f"{name}{size}" for name, size in axes.items()]
         words += [f"cp{fields['ulysses']}:ulysses"] if fields.get("ulysses", 1) > 1 else []
-        words += [self._row] * bool(self._row)
-        words += ["sp"] * ("tp" in axes and "sp" in fields)
+        words += [self._row, "sp" if "tp" in axes and "sp" in fields else ""]
         if "pp" in axes:
             name = fields.get("schedule", "1f1b")
-            count = fields.get("microbatches") or fields.get("accumulate") or 2 * axes["pp"]
+            count = fields.get("accumulate") or 2 * axes["pp"]
             words.append(f"{name}:{count}{'x2' * (name in ('interleaved', 'bfs'))}")
         elif fields.get("accumulate", 1) > 1:
             words.append(f"accumulate:{fields['accumulate']}")
-        recompute = fields.get("recompute", "")
-        words += [f"recompute:{recompute}"] * bool(recompute)
-        return [*words, *self._offload(), *([fields["precision"]] if "precision" in fields else [])]
+        words += [f"recompute:{fields['recompute']}"] if "recompute" in fields else []
+        return Plan.parse(" ".join([*words, self._offload(), fields.get("precision", "")]))
 
     @property
     def _row(self) -> str:
@@ -76,58 +74,55 @@ class Draft:
             return "zero2" if self.fields.get("pp", 1) > 1 else "zero3"
         return row.removeprefix("hybrid ")
 
-    def _axes(self) -> dict[str, int]:
+    def axes(self) -> dict[str, int]:
+        """The sizes of the axes; one data axis alone is `dp`."""
         fields = self.fields
         names = ("dp_replicate", "dp_shard", "pp", "cp", "tp", "ep")
         axes = {name: fields[name] for name in names if fields.get(name, 1) > 1}
         hosts, processes = fields.get("hosts", 1), fields.get("processes", 0)
         if "hybrid" in fields.get("row", "") and hosts > 1 and processes % hosts == 0:
             axes = {"dp_replicate": hosts, "dp_shard": processes // hosts} | axes
-        if "dp_replicate" in axes and fields.get("dp_shard") == -1:
-            del axes["dp_replicate"]
-        for name, other in (("dp_replicate", "dp_shard"), ("dp_shard", "dp_replicate")):
-            if name in axes and other not in axes:
-                axes = {"dp": axes.pop(name)} | axes
-        return axes
+        if fields.get("dp_shard") == -1:
+            axes.pop("dp_replicate", None)
+        data = [name for name in names[:2] if name in axes]
+        return {"dp": axes.pop(data[0])} | axes if len(data) == 1 else axes
 
-    def _offload(self) -> list[str]:
+    def _offload(self) -> str:
         """The word `offload`; rows that keep all parameters and update a block have no `param`."""
         optim, param = (self.fields.get(name) for name in ("offload", "offload_param"))
         whole = param if self._row in ("zero3", "ddp", "") else None
         if "disk" in (optim, param):
-            return ["offload:param@disk" if whole == "disk" else "offload:optim@disk"]
-        share = self.fields.get("offload_share", 1)
-        if whole or not (optim or param):
-            return ["offload:param"] * bool(whole)
-        return [f"offload:optim{'' if share == 1 else f'={share_text(share)}'}"] * (share > 0)
-
-    @property
-    def plan(self) -> str:
-        """The plan's text."""
-        return str(Plan.parse(" ".join(self.words)))
+            return "offload:param@disk" if whole == "disk" else "offload:optim@disk"
+        return "offload:param" if whole else "offload:optim" if optim or param else ""
 
     def toml(self, file: str, project: str) -> str:
         """A configuration of `shardwise train`, with what could not be carried over as comments."""
+        plan = self.plan
         lines = [f"# from {file}, a configuration of {project}"]
-        if self.foreign:
-            lines += [f"# It trains with AdamW instead of {self.foreign}."]
-        lines += ["", "[plan]", f"text = {json.dumps(self.plan)}"]
-        for section, values in self.values.items():
+        lines += [f"# It trains with AdamW instead of {self.foreign}."] if self.foreign else []
+        for section, values in ({"plan": {"text": str(plan)}} | self.values).items():
             lines += ["", f"[{section}]"]
             lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
         if "processes" in self.fields:
             lines += ["", f"# start it with --nproc {self.fields['processes']}"]
-        refused = [str(problem) for problem in problems(Plan.parse(self.plan))]
-        if refused:
-            lines += ["", "# This version refuses the plan:", *(f"#   {text}" for text in refused)]
-        if self.assumed:
-            lines += ["", f"# Not in the file; {project} has other defaults than Shardwise:"]
-            lines += [f"#   {key} = {_shown(value)}" for key, value in self.assumed]
-        lines += ["", "# Not carried over:"] * bool(self.left)
-        reasoned = [each for each in self.left if each[2] != NO_COUNTERPART]
-        lines += [f"#   {key} = {_shown(value)}: {why}" for key, value, why in reasoned]
         rest = ", ".join(key for key, _, why in self.left if why == NO_COUNTERPART)
-        lines += textwrap.wrap(rest, 96, initial_indent="#   ", subsequent_indent="#   ")
+        comments = {
+            "This version refuses the plan:": map(str, problems(plan)),
+            f"Not in the file; {project} has other defaults than Shardwise:": (
+                f"{key} = {_shown(value)}" for key, value in self.assumed
+            ),
+            "Not carried over:": [
+                *(
+                    f"{key} = {_shown(v)}: {why}"
+                    for key, v, why in self.left
+                    if why != NO_COUNTERPART
+                ),
+                *textwrap.wrap(rest, 92),
+            ],
+        }
+        for head, said in comments.items():
+            found = [f"#   {text}" for text in said]
+            lines += ["", f"# {head}", *found] if found else []
         return "\n".join(lines) + "\n"
 
 
@@ -144,18 +139,18 @@ def imported(path: Path) -> tuple[Draft, str]:
     system = SYSTEMS.get(path.suffix.lower())
     if system is None:
         raise bad(f"--from {path}", f"a file of {_ALLOWED}", _EXAMPLE)
-    values = parsed(path)
+    values = dict(flat(_parsed(path)))
     known = {name.partition(".")[0] for name in (*system.keys, "distributed_type", "model")}
-    if not known & {*values}:
+    if not known & {name.partition(".")[0] for name in values}:
         given = f"--from {path}, without a key of {system.name}"
         raise bad(given, f"a configuration: {_ALLOWED}", _EXAMPLE)
+    named = values.get("deepspeed_config.deepspeed_config_file", "none")
+    if named != "none":
+        given = f"--from {path}, which names another configuration, {named}"
+        raise bad(given, "the file that is named", f"shardwise plan --from {named}")
     # torchtitan's tensor parallelism has sequence parallelism always
     draft = Draft({"sp": True} if system is TORCHTITAN else {})
-    named = _named_file(values, path) if system is ACCELERATE else None
-    if named is not None:
-        del values["deepspeed_config"]["deepspeed_config_file"]
-        _carry(draft, DEEPSPEED, dict(flat(parsed(named))))
-    _carry(draft, system, dict(flat(values)))
+    _carry(draft, system, values)
     _settle(draft)
     return draft, system.name
 
@@ -164,9 +159,8 @@ def _carry(draft: Draft, system: System, values: dict[str, Any]) -> None:
     """Carry over every key of the table, then the defaults of the system."""
     defaults = {k: v for k, v in system.defaults(values).items() if k not in values}
     known = [name for name in system.keys if name in values]
-    for name in [*known, *(name for name in values if name not in system.keys)]:
-        reason = _carried(draft, system, name, values[name])
-        if reason:
+    for name in dict.fromkeys((*known, *values)):
+        if reason := _carried(draft, system, name, values[name]):
             draft.left.append((name, values[name], reason))
     for name, value in defaults.items():
         if not _carried(draft, system, name, value):
@@ -176,10 +170,10 @@ def _carry(draft: Draft, system: System, values: dict[str, Any]) -> None:
 def _carried(draft: Draft, system: System, name: str, value: Any) -> str:
     """Carry over one key; returns why it cannot be. Raises InputError if the value is wrong."""
     key = system.keys.get(name)
+    given = f"{name} = {_shown(value)} in a file of {system.name}"
     if key is None:
-        inner = next((each for each in system.keys if each.startswith(f"{name}.")), "")
-        if inner:
-            raise _wrong(system, name, value, "a section of keys", inner)
+        if inner := next((each for each in system.keys if each.startswith(f"{name}.")), ""):
+            raise bad(given, "a section of keys", inner)
         return NO_COUNTERPART
     if value == "auto":
         return AUTO
@@ -193,7 +187,7 @@ def _carried(draft: Draft, system: System, name: str, value: Any) -> str:
     if allowed and "." in key.target:
         return f"allowed here: {allowed}"
     if allowed:
-        raise _wrong(system, name, value, allowed, f"{name} = {allowed.partition(',')[0]}")
+        raise bad(given, allowed, f"{name} = {allowed.partition(',')[0]}")
     return draft.set(key.target, value) if value is not None else ""
 
 
@@ -204,18 +198,9 @@ def _translated(key: Meaning, value: Any) -> tuple[str, Any]:
         for known, meant in key.values.items():
             if known == said and isinstance(known, bool) == isinstance(said, bool):
                 return "", meant
-        return ", ".join(json.dumps(known) for known in key.values), value
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if "." in key.target:
-        return "", value
-    if key.target == "offload_share":
-        return ("" if number and 0 <= value <= 1 else "0.5, a number from 0 to 1"), value
-    whole = number and isinstance(value, int) and (value >= 1 or value == -1)
-    return ("" if whole else "1, a whole number from 1 up"), value
-
-
-def _wrong(system: System, name: str, value: Any, allowed: str, instead: str) -> InputError:
-    return bad(f"{name} = {_shown(value)} in a file of {system.name}", allowed, instead)
+        return ", ".join(map(json.dumps, key.values)), value
+    right = "." in key.target or (type(value) is int and (value >= 1 or value == -1))
+    return "" if right else "1, a whole number from 1 up", value
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -231,7 +216,7 @@ def _settle(draft: Draft) -> None:
     """Leave out, with the reason, what the plan or `shardwise train` does not accept."""
     fields, train = draft.fields, draft.values.setdefault("train", {})
     copies = fields.get("dp_replicate", 1) > 1 and fields.get("dp_shard") == -1
-    if copies or ("hybrid" in fields.get("row", "") and "dp_shard" not in draft._axes()):
+    if copies or ("hybrid" in fields.get("row", "") and "dp_shard" not in draft.axes()):
         text = "write the copies and the ranks that share one: dp_replicateN dp_shardM"
         draft.left.append(("the number of copies", fields.get("dp_replicate"), text))
     for section, values in list(draft.values.items()):
@@ -247,30 +232,10 @@ def _settle(draft: Draft) -> None:
             del draft.values[section]
 
 
-def _named_file(values: dict[str, Any], path: Path) -> Path | None:
-    """The DeepSpeed JSON that accelerate's YAML names, beside it or in the current folder.
-
-    Raises InputError if it is in neither.
-    """
-    section = values.get("deepspeed_config")
-    name = section.get("deepspeed_config_file") if isinstance(section, dict) else None
-    if name in (None, "none"):
-        return None
-    files = [path.parent / str(name), Path(str(name))]
-    file = next((each for each in files if each.is_file()), None)
-    if file is None:
-        raise bad(
-            f"deepspeed_config_file: {name} in {path}, a file that does not exist",
-            f"the name of a DeepSpeed JSON beside {path.name} or in this folder",
-            "its path, or --from with the JSON itself",
-        )
-    return file
-
-
-def parsed(path: Path) -> dict[str, Any]:
-    """The values in a file, by its ending."""
+def _parsed(path: Path) -> dict[str, Any]:
+    loads = {".json": json.loads, ".toml": tomllib.loads}.get(path.suffix.lower(), _yaml)
     try:
-        values = _loaded(path, read_text(path))
+        values = loads(read_text(path))
     except InputError:
         raise
     except (OSError, ValueError, RecursionError) as error:
@@ -281,13 +246,11 @@ def parsed(path: Path) -> dict[str, Any]:
     return dict(values)
 
 
-def _loaded(path: Path, text: str) -> Any:
-    if path.suffix.lower() in (".json", ".toml"):
-        return json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
+def _yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError:
-        given = f"--from {path}, without the package PyYAML"
+        given = "--from a file of YAML, without the package PyYAML"
         raise bad(given, "YAML with PyYAML installed", "pip install pyyaml") from None
     try:
         return yaml.safe_load(text)

@@ -1,8 +1,8 @@
-"""The keys of DeepSpeed, accelerate (with Megatron) and torchtitan that carry meaning.
+"""The keys of DeepSpeed, accelerate and torchtitan that carry meaning.
 
 A table has a row for each key. Its target is a field of the plan (`row`, `tp`, `precision`) or a
-key of our configuration (`train.lr`). With `values`, only these values are known, and stand for
-those of the target; text is compared in small letters, and None says nothing.
+key of our configuration (`train.lr`). With `values` only these values are known, with their
+meanings; text is compared in small letters, and None says nothing.
 
 DeepSpeed   docs/_pages/config-json.md of deepspeedai/DeepSpeed
 accelerate  utils/dataclasses.py and commands/config/config_args.py of huggingface/accelerate
@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 
 class Meaning(NamedTuple):
-    """What a key of another system means here."""
+    """The meaning of a key of another system."""
 
     target: str
     values: Mapping[Any, Any] | None = None
@@ -24,7 +24,7 @@ Values = Mapping[str, Any]  # of a file, by dotted names
 
 
 class System(NamedTuple):
-    """Another system: its keys, and what it does without them, where we do otherwise."""
+    """Another system: its keys, and its defaults for a file where ours are others."""
 
     name: str
     keys: Mapping[str, Meaning]
@@ -32,33 +32,19 @@ class System(NamedTuple):
 
 
 STAGES: Final = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
-SWITCH: Final = {True: True, False: None}
 PLACES: Final = {"cpu": "host", "nvme": "disk", "none": None, True: "host", False: None}
 OPTIMIZERS: Final = {
     **dict.fromkeys(("adam", "adamw", "onebitadam", "zerooneadam"), "adamw"),
     **{name: name for name in ("lion", "adafactor", "muon")},
 }
-RECOMPUTE: Final = {"none": None, "selective": "selective", "full": "full"}
 
 
 def _on(value: Any) -> dict[Any, Any]:
     return {True: value, False: None}
 
 
-def _sections(section: str, keys: Mapping[str, Meaning], prefix: str = "") -> dict[str, Meaning]:
-    return {f"{section}.{prefix}{name}": key for name, key in keys.items()}
-
-
 # --- DeepSpeed ---------------------------------------------------------------------------------
 
-_ZERO: Final = {
-    "stage": Meaning("row", STAGES),
-    "offload_optimizer.device": Meaning("offload", PLACES),
-    "offload_optimizer.ratio": Meaning("offload_share"),
-    "offload_optimizer.nvme_path": Meaning("offload.folder"),
-    "offload_param.device": Meaning("offload_param", PLACES),
-    "offload_param.nvme_path": Meaning("offload.folder"),
-}
 _SCHEDULES: Final = {
     "warmuplr": "constant",
     "warmupdecaylr": "linear",
@@ -84,7 +70,11 @@ def _deepspeed_defaults(values: Values) -> dict[str, Any]:
 DEEPSPEED: Final = System(
     "DeepSpeed",
     {
-        **_sections("zero_optimization", _ZERO),
+        "zero_optimization.stage": Meaning("row", STAGES),
+        "zero_optimization.offload_optimizer.device": Meaning("offload", PLACES),
+        "zero_optimization.offload_optimizer.nvme_path": Meaning("offload.folder"),
+        "zero_optimization.offload_param.device": Meaning("offload_param", PLACES),
+        "zero_optimization.offload_param.nvme_path": Meaning("offload.folder"),
         "fp16.enabled": Meaning("precision", _on("fp16")),
         "bf16.enabled": Meaning("precision", _on("bf16")),
         "gradient_accumulation_steps": Meaning("accumulate"),
@@ -114,40 +104,8 @@ _STRATEGIES: Final = {
     "hybrid_shard": "hybrid zero3",
     "hybrid_shard_zero2": "hybrid zero2",
 }
-_FSDP: Final = {
-    "sharding_strategy": Meaning("row", _STRATEGIES),
-    "reshard_after_forward": Meaning("row", {True: "zero3", False: "zero2", **_STRATEGIES}),
-    "activation_checkpointing": Meaning("recompute", _on("full")),
-    "offload_params": Meaning("offload_param", PLACES),
-}
-_MEGATRON: Final = {
-    "tp_degree": Meaning("tp"),
-    "pp_degree": Meaning("pp"),
-    "context_parallel_size": Meaning("cp"),
-    "expert_model_parallel_size": Meaning("ep"),
-    "num_micro_batches": Meaning("microbatches"),
-    "sequence_parallelism": Meaning("sp", SWITCH),
-    "recompute_activations": Meaning("recompute", _on("selective")),
-    "recompute_granularity": Meaning("recompute", RECOMPUTE),
-    "use_distributed_optimizer": Meaning("row", {True: "zero1", False: "ddp"}),
-    "optimizer_cpu_offload": Meaning("offload", PLACES),
-    "gradient_clipping": Meaning("train.clip"),
-}
-_AXES: Final = {
-    "dp_replicate_size": Meaning("dp_replicate"),
-    "dp_shard_size": Meaning("dp_shard"),
-    "tp_size": Meaning("tp"),
-    "cp_size": Meaning("cp"),
-    "sp_size": Meaning("ulysses"),
-}
-_PLUGIN: Final = {
-    "zero_stage": Meaning("row", STAGES),
-    "gradient_accumulation_steps": Meaning("accumulate"),
-    "gradient_clipping": Meaning("train.clip"),
-    "offload_optimizer_device": Meaning("offload", PLACES),
-    "offload_optimizer_nvme_path": Meaning("offload.folder"),
-    "offload_param_device": Meaning("offload_param", PLACES),
-}
+_RESHARD: Final = {True: "zero3", False: "zero2", **_STRATEGIES}
+_MIXED: Final = {"no": "fp32", False: "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 
 def _accelerate_defaults(values: Values) -> dict[str, Any]:
@@ -168,43 +126,41 @@ ACCELERATE: Final = System(
     {
         "num_processes": Meaning("processes"),
         "num_machines": Meaning("hosts"),
-        "mixed_precision": Meaning(
-            "precision", {"no": "fp32", False: "fp32", "fp16": "fp16", "bf16": "bf16"}
-        ),
+        "mixed_precision": Meaning("precision", _MIXED),
         "gradient_accumulation_steps": Meaning("accumulate"),
         "use_cpu": Meaning("run.device", _on("cpu")),
-        **_sections("fsdp_config", _FSDP, "fsdp_"),
-        **_sections("deepspeed_config", _PLUGIN),
-        **_sections("megatron_lm_config", _MEGATRON, "megatron_lm_"),
-        **_sections("parallelism_config", _AXES, "parallelism_config_"),
+        "fsdp_config.fsdp_sharding_strategy": Meaning("row", _STRATEGIES),
+        "fsdp_config.fsdp_reshard_after_forward": Meaning("row", _RESHARD),
+        "fsdp_config.fsdp_activation_checkpointing": Meaning("recompute", _on("full")),
+        "fsdp_config.fsdp_offload_params": Meaning("offload_param", PLACES),
+        "deepspeed_config.zero_stage": Meaning("row", STAGES),
+        "deepspeed_config.gradient_accumulation_steps": Meaning("accumulate"),
+        "deepspeed_config.gradient_clipping": Meaning("train.clip"),
+        "deepspeed_config.offload_optimizer_device": Meaning("offload", PLACES),
+        "deepspeed_config.offload_optimizer_nvme_path": Meaning("offload.folder"),
+        "deepspeed_config.offload_param_device": Meaning("offload_param", PLACES),
+        "parallelism_config.parallelism_config_dp_replicate_size": Meaning("dp_replicate"),
+        "parallelism_config.parallelism_config_dp_shard_size": Meaning("dp_shard"),
+        "parallelism_config.parallelism_config_tp_size": Meaning("tp"),
+        "parallelism_config.parallelism_config_cp_size": Meaning("cp"),
+        "parallelism_config.parallelism_config_sp_size": Meaning("ulysses"),
     },
     _accelerate_defaults,
 )
 
 # --- torchtitan --------------------------------------------------------------------------------
 
-_PARALLELISM: Final = {
-    "data_parallel_replicate_degree": Meaning("dp_replicate"),
-    "data_parallel_shard_degree": Meaning("dp_shard"),
-    "fsdp_reshard_after_forward": Meaning(
-        "row", {"always": "zero3", "never": "zero2", "default": "default"}
-    ),
-    "tensor_parallel_degree": Meaning("tp"),
-    "context_parallel_degree": Meaning("cp"),
-    "expert_parallel_degree": Meaning("ep"),
-    "pipeline_parallel_degree": Meaning("pp"),
-    "pipeline_parallel_schedule": Meaning(
-        "schedule",
-        {
-            "gpipe": "gpipe",
-            "1f1b": "1f1b",
-            "interleaved1f1b": "interleaved",
-            "loopedbfs": "bfs",
-            "zbvzerobubble": "zb-v",
-            "dualpipev": "dualpipe-v",
-        },
-    ),
+_SCHEDULE_NAMES: Final = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved1f1b": "interleaved",
+    "loopedbfs": "bfs",
+    "zbvzerobubble": "zb-v",
+    "dualpipev": "dualpipe-v",
 }
+_GATHERED: Final = {"always": "zero3", "never": "zero2", "default": "default"}
+_TYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_RECOMPUTE: Final = {"none": None, "selective": "selective", "full": "full"}
 _NEVER: Final = {True: None, False: 0}
 
 
@@ -212,7 +168,6 @@ def _torchtitan_defaults(values: Values) -> dict[str, Any]:
     def degree(name: str, default: int = 1) -> Any:
         return values.get(f"parallelism.{name}_degree", default)
 
-    shards = degree("data_parallel_shard", -1) != 1
     found: dict[str, Any] = {
         "parallelism.data_parallel_shard_degree": -1,
         "parallelism.fsdp_reshard_after_forward": "default",
@@ -228,7 +183,8 @@ def _torchtitan_defaults(values: Values) -> dict[str, Any]:
         if not any(name.startswith(f"{section}.") for name in values):
             found[f"{section}.enable"] = False
     # without FSDP, torchtitan ignores the precision beside tensor parallelism or a pipeline
-    if shards or degree("tensor_parallel") == degree("pipeline_parallel") == 1:
+    alone = degree("tensor_parallel") == degree("pipeline_parallel") == 1
+    if alone or degree("data_parallel_shard", -1) != 1:
         found["training.mixed_precision_param"] = "bfloat16"
     return found
 
@@ -236,14 +192,19 @@ def _torchtitan_defaults(values: Values) -> dict[str, Any]:
 TORCHTITAN: Final = System(
     "torchtitan",
     {
-        **_sections("parallelism", _PARALLELISM),
+        "parallelism.data_parallel_replicate_degree": Meaning("dp_replicate"),
+        "parallelism.data_parallel_shard_degree": Meaning("dp_shard"),
+        "parallelism.fsdp_reshard_after_forward": Meaning("row", _GATHERED),
+        "parallelism.tensor_parallel_degree": Meaning("tp"),
+        "parallelism.context_parallel_degree": Meaning("cp"),
+        "parallelism.expert_parallel_degree": Meaning("ep"),
+        "parallelism.pipeline_parallel_degree": Meaning("pp"),
+        "parallelism.pipeline_parallel_schedule": Meaning("schedule", _SCHEDULE_NAMES),
         "training.steps": Meaning("train.steps"),
         "training.seq_len": Meaning("model.sequence"),
         "training.max_norm": Meaning("train.clip"),
         "training.global_batch_size": Meaning("train.batch"),
-        "training.mixed_precision_param": Meaning(
-            "precision", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-        ),
+        "training.mixed_precision_param": Meaning("precision", _TYPES),
         "training.enable_cpu_offload": Meaning("offload_param", PLACES),
         "optimizer.name": Meaning("train.optimizer", OPTIMIZERS),
         "optimizer.lr": Meaning("train.lr"),
@@ -251,7 +212,7 @@ TORCHTITAN: Final = System(
         "lr_scheduler.warmup_steps": Meaning("train.warmup"),
         "lr_scheduler.decay_type": Meaning("train.decay", {"linear": "linear", "cosine": "cosine"}),
         "lr_scheduler.min_lr_factor": Meaning("train.final"),
-        "activation_checkpoint.mode": Meaning("recompute", RECOMPUTE),
+        "activation_checkpoint.mode": Meaning("recompute", _RECOMPUTE),
         "checkpoint.enable": Meaning("train.save_every", _NEVER),
         "checkpoint.interval": Meaning("train.save_every"),
         "validation.enable": Meaning("train.eval_every", _NEVER),

@@ -67,15 +67,6 @@ FSDP: dict[str, Any] = {
     "fsdp_sync_module_states": True,
     "fsdp_use_orig_params": True,
 }
-MEGATRON: dict[str, Any] = {
-    "megatron_lm_gradient_clipping": 1.0,
-    "megatron_lm_num_micro_batches": 4,
-    "megatron_lm_pp_degree": 2,
-    "megatron_lm_recompute_activations": True,
-    "megatron_lm_sequence_parallelism": True,
-    "megatron_lm_tp_degree": 2,
-    "megatron_lm_use_distributed_optimizer": True,
-}
 #: The keys of torchtitan's train_configs for llama3.
 TITAN: dict[str, Any] = {
     "job": {"dump_folder": "./outputs", "description": "training", "print_args": False},

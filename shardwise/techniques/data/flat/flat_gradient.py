@@ -7,12 +7,11 @@
 
     p.grad --collect--> grad --reduce--> gshard --P -> R on replicate--> gshard --attach--> p.grad
 
-The moves are those of the row (core/zero.py): `begin_reduce` carries out the first of `sums`, and
-`begin_further` those over replicas and over other axes (`sums` of LocalLayout).  When all sums
-are complete, `begin_offload` carries out `offload`: it copies `gshard` to another tier and frees
-the gradients on the device. From then on `gshard` is `host_grad`.  If that still holds
-gradients of an earlier backward pass, which a user's loop has not dropped, the copy is added.
-Where updates are made one step late, two take turns: `swap` after a step.
+The moves are the row's (core/zero.py): `begin_reduce` carries out the first of `sums`, and
+`begin_further` those over replicas and over other axes. Then `begin_offload` carries out `offload`:
+it copies `gshard` to another tier and frees the gradients on the device. From then on `gshard` is
+`host_grad`. If that still holds gradients of an earlier backward pass, which a user's loop has not
+dropped, the copy is added. Where updates are made one step late, two take turns (`swap`).
 """
 
 from collections.abc import Sequence
@@ -134,7 +133,7 @@ class FlatGradient:
         self.shown = [False] * len(self.params)
 
     def _fill(self, index: int) -> tuple[Tensor, bool]:
-        """The place of a gradient about to be written, and whether it holds something already."""
+        """The place for a gradient, and whether it holds something."""
         if self.grad is None:
             self.begin()
         filled = self.filled[index]
@@ -183,7 +182,7 @@ class FlatGradient:
         self.going = Pending([arriving.wait, lambda: self._arrived(out, sent)])
 
     def _room(self, sent: Tensor, dst: Placement) -> Tensor:
-        """Where the sum of `sent` is written: to `gsum` if that holds nothing yet, or in place."""
+        """The place of the sum of `sent`: `gsum` if that holds nothing yet, or `sent` itself."""
         fresh = not any(self.valid)
         if dst == R or not fresh:
             out = sent if dst == R else self.views.block(sent)
@@ -200,7 +199,7 @@ class FlatGradient:
                 view.zero_()
 
     def _arrived(self, out: Tensor, sent: Tensor) -> None:
-        """The sum is in `out`: add it where gsum holds something.  `sent` lived until now."""
+        """The sum is in `out`: add it where gsum holds something. `sent` lived until now."""
         gsum = self.gsum
         assert gsum is not None
         if out is not gsum:
@@ -214,11 +213,10 @@ class FlatGradient:
         self.valid = [True] * len(self.params)
 
     def end_reduce(self) -> None:
-        """Wait for the sum that `begin_reduce` or `begin_further` started."""
         self.going.wait()
 
     def begin_further(self) -> None:
-        """Start the sum of `gshard` over replicas of this shard, then where it is still partial."""
+        """Start the sum of `gshard` over replicas of this shard, then over the other axes."""
         self.going = self._sum_over(self.further)
 
     def _sum_over(self, axes: Sequence[Axis]) -> Pending:
@@ -229,10 +227,7 @@ class FlatGradient:
         return Pending([going.wait, lambda: self._sum_over(others).wait()]) if others else going
 
     def begin_offload(self) -> None:
-        """Start to copy `gshard` to host memory, where the update is made, or a disk; free it here.
-
-        On a disk `host_grad` is there already.
-        """
+        """Start to copy `gshard` to the tier of the update, and free it here."""
         tier = self.moves.offload
         if tier is None or self.gshard is None:
             return
@@ -253,7 +248,6 @@ class FlatGradient:
         self.host_grad, self.other_host_grad = self.other_host_grad, self.host_grad
 
     def _add(self, arrived: Tensor) -> None:
-        """Add a copy of `gshard` to what rests on the host."""
         assert self.host_grad is not None
         for (low, high), rests in zip(self.views.pieces, self.resting, strict=True):
             if not rests:
@@ -263,7 +257,7 @@ class FlatGradient:
     # --- on the parameters --------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Set each p.grad to its piece of `gshard`, unless that is not where p is."""
+        """Set each p.grad to its piece of `gshard`, unless the update is made elsewhere."""
         for i, p in enumerate(self.params if self.moves.publish is None else ()):
             p.grad = self._own(i) if self.used[i] else None
             if i in self.graphs and p.grad is not None:
@@ -280,7 +274,6 @@ class FlatGradient:
                 p.grad = None
 
     def unhide(self) -> None:
-        """Put back what `hide` took."""
         for p, gradient in zip(self.params, self.hidden, strict=False):
             if gradient is not None:
                 full, p.data = p.data, gradient.detach()  # of whose shape a gradient must be
@@ -304,15 +297,14 @@ class FlatGradient:
         )
 
     def _own(self, index: int) -> Tensor:
-        """The piece of `gshard` that is the gradient of parameter `index`."""
         assert self.gshard is not None
         return self.views.part(index, self.gshard)
 
     def detach(self) -> None:
         """Before a backward pass: take each p.grad back, unless the user has set it to None.
 
-        Autograd would add to p.grad in place, which has the shape of a piece and not of p.
-        Gradients already summed over the replicas are divided: the next sum counts them once.
+        Autograd would add to p.grad in place, but that is a piece. Gradients already summed over
+        the replicas are divided: the next sum counts them once.
         """
         if not self.attached:
             return

@@ -11,31 +11,29 @@ and the equations between them:
     UNSHARDED    p.data is a view of `full`, in its own shape: the model computes with it
     UNSHARDING   as SHARDED, while an all-gather writes `full`
     SHARDED      p.data is this rank's piece of p (local_layout.py), a view of `shard`, and p.grad
-    the
-                 same piece of the reduced gradient: an elementwise optimizer works on these
+                 the same piece of the reduced gradient: an elementwise optimizer works on these
 
                 unshard               reshard / to_sharded
     SHARDED ---------------> UNSHARDED -------------------> SHARDED
 
-Under zero3 `full` has memory only while UNSHARDED; `reshard` gives it back.  So it has where
-parameters rest in host memory: there `shard` is, and an update is made in place; `begin_unshard`
-copies it into its block of `full`, on the device, and gathers the other blocks.  On a disk `shard`
-is the map of a file, which training never touches: `begin_unshard` begins to read it, and
-`unshard` gathers the other blocks when it is there.
+Under zero3, and where parameters rest in host memory, `full` has memory only while UNSHARDED. On
+the host `shard` is updated in place; `begin_unshard` copies it into its block of `full`, on the
+device, and gathers the other blocks. On a disk `shard` is the map of a file, which training never
+touches: `begin_unshard` begins to read it, and `unshard` gathers the other blocks when it is there.
 
-The moves are those of the row (core/zero.py): `begin_unshard` carries out `fetch` and `gather`.
-Those of the gradients are in `grads` (flat_gradient.py); the optimizer carries out `publish`.
+The moves are the row's (core/zero.py): `begin_unshard` carries out `fetch` and `gather`, `grads`
+(flat_gradient.py) those of the gradients, and the optimizer `publish`.
 
-A program may write to parameters: in place, or by `p.data = ...`.  `take_assigned` takes over what
+A program may write to parameters: in place, or by `p.data = ...`. `take_assigned` takes over what
 was assigned before p.data is set again, and `keep_writes` copies what a forward pass has written to
-`full` into `shard`.  `assigned` lists the parameters whose fp32 masters must follow.
+`full` into `shard`. `assigned` lists the parameters whose fp32 masters must follow.
 
 `full` keeps one storage (its size goes to 0 and back), because autograd remembers views of it
 between forward and backward; where weights have several versions at once, each has its own
-(`renew`).  With n = 1 every block is the whole: nothing is ever gathered, and p.data keeps its
-shape; that is a row that shards nothing (`ddp`), and any row on one rank.  Only on the host it is
-then in another memory while SHARDED.  So it is with a dtype for computation: `shard` has the
-parameters' own dtype, `full` that one; `begin_unshard` casts this rank's block and gathers it.
+(`renew`). With n = 1 every block is the whole: nothing is gathered, and p.data keeps its shape.
+Only on the host it is then in another memory while SHARDED. The same holds with a dtype for
+computation: `shard` has the parameters' own dtype; `begin_unshard` casts this rank's block to that
+of `full`, and gathers it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +58,7 @@ Fill = Callable[[str, Tensor], None]
 
 
 class State(Enum):
-    """Which of the tensors exist, and what p.data is a view of."""
+    """The tensors that exist, and the one of which p.data is a view."""
 
     SHARDED = "p.data in shard"
     UNSHARDING = "p.data in shard, full being written"
@@ -118,7 +116,6 @@ class Flat:
             self.reshard()
 
     def _rest(self) -> Tensor:
-        """This rank's block of `full`, where it rests between uses."""
         block = self.views.block(self.full)
         if self.moves.fetch == "disk":
             assert self.local.disk is not None
@@ -144,7 +141,7 @@ class Flat:
     def renew(self) -> None:
         """Copy `full` to a new buffer and continue there; the old buffer keeps its values.
 
-        For parameters that are kept whole: `shard` is a view of `full`.
+        Only for parameters that are kept whole: `shard` is a view of `full`.
         """
         assert not self.reshards
         self.full = self.full.clone()
@@ -163,7 +160,7 @@ class Flat:
         self.state = State.UNSHARDING
 
     def _gather(self) -> Pending:
-        """Start to write `full`, after a copy of this rank's block from the host if it is there."""
+        """Start to write `full`."""
         move, block, tier = self.moves.gather, self.shard, self.moves.fetch
         if tier is not None:
             block = self.views.block(self.full)
@@ -212,7 +209,7 @@ class Flat:
             self.full.untyped_storage().resize_(0)
 
     def rest(self) -> None:
-        """After `unshard_in_own_dtype`: as before it."""
+        """End `unshard_in_own_dtype`."""
         self.reshard()
         if self.full_in_own_dtype is not None:
             self.to_sharded()
@@ -341,8 +338,6 @@ class Flat:
     def keep_writes(self, *, of_forward: bool = True) -> None:
         """Keep in `shard` what a forward pass of training, or the program, has written to `full`.
 
-        Always, because a write to p.data leaves no trace.  Costs a copy of the shard.
-
         Raises InputError for a write of a forward pass where parameters rest on another tier than
         the device, and for any write where they rest on a disk.
         """
@@ -358,19 +353,18 @@ class Flat:
                 "writes between the passes, to this rank's piece in model.parameters()",
                 "the write after the update of a step; or the plan without offload of parameters",
             )
-        if tier is None or not of_forward:
+        if tier is None or not of_forward:  # always: a write to p.data leaves no trace
             self.keep_block()
         self.assigned.update(written)
         self.versions = versions
 
     @property
     def is_sharded(self) -> bool:
-        """Whether p.data is this rank's piece."""
         return self.state is State.SHARDED
 
 
 def _is_view_of_ours(p: Tensor, own: Tensor) -> bool:
-    """Whether the data of `p` is still `own`; of an empty piece only the storage tells."""
+    """Whether the data of `p` is still `own`; for an empty piece only the storage tells."""
     if p.data_ptr() != own.data_ptr() or p.shape != own.shape:
         return False
     return bool(own.numel()) or (p.untyped_storage().data_ptr() == own.untyped_storage().data_ptr())

@@ -1,9 +1,7 @@
-"""The layouts of a flat parameter, and where this rank is in them.
-
-Where each parameter is in a flat tensor, and in this rank's block of it.
+"""The layouts of a flat parameter, and the places of its parameters on this rank.
 
     whole   | p0 ........ | p1 ..... | p2 ............ |     view(1, whole): in p1's own shape
-    blocks  | rank 0            | rank 1               |     piece(1, block): what rank r has of p1
+    blocks  | rank 0            | rank 1               |     piece(1, block): rank r's part of p1
 
 A piece has as many dims as its parameter: k elements of a matrix are [k, 1], so that a choice by
 p.ndim is the same.
@@ -31,9 +29,9 @@ class LocalLayout:
     sums         axes other than the data's over which the gradient is summed
     coordinates  this rank's coordinate on the axes other than the data's
     tiers        between which this rank copies what the row moves
-    arena        where the gradients of a backward pass lie until they are reduced
+    arena        holds the gradients of a backward pass until they are reduced
     late         whether updates read gradients on the host while others arrive there
-    disk         where parameters rest, if the row says so
+    disk         holds the parameters, if the row says so
     compute      the dtype of parameters while they are used; None: their own
     """
 
@@ -49,11 +47,7 @@ class LocalLayout:
     compute: torch.dtype | None = None
 
     def axis(self, move: RowMove) -> Axis:
-        """The axis of a move."""
         return self.shard if move.axis == "shard" else self.replicate
-
-
-# --- Where each parameter is in a flat tensor, and in this rank's block of it ---------------------
 
 
 class FlatViews:
@@ -67,7 +61,6 @@ class FlatViews:
         self.pieces = [self.plan.piece(index, rank) for index in range(len(self.shapes))]
 
     def block(self, whole: Tensor) -> Tensor:
-        """This rank's block of `whole`."""
         if self.plan.ranks == 1:
             return whole
         return whole.view(self.plan.ranks, self.plan.share)[self.rank]
@@ -76,9 +69,8 @@ class FlatViews:
         """The part of parameter `index` in this rank's `block`: [k, 1, ..., 1], with as many dims.
 
         The k elements are along another dim where [k, 1, ..., 1] would broadcast to the parameter's
-        shape: arithmetic on a piece and a full tensor is an error.
-
-        A 0-d parameter stays 0-d on the rank that holds its element, and is [0] elsewhere.
+        shape: arithmetic on a piece and a full tensor is an error. A 0-d parameter stays 0-d on the
+        rank that holds its element, and is [0] elsewhere.
         """
         (low, high), shape = self.pieces[index], self.shapes[index]
         count, dims = high - low, len(shape)
@@ -98,5 +90,5 @@ class FlatViews:
         return [self.view(index, whole) for index in range(len(self.shapes))]
 
     def part(self, index: int, block: Tensor) -> Tensor:
-        """What an optimizer works on: the piece, or all of the parameter if it is not split."""
+        """The piece, or all of the parameter if it is not split: an optimizer works on it."""
         return self.view(index, block) if self.plan.ranks == 1 else self.piece(index, block)

@@ -40,17 +40,14 @@ class Sink(Driver, Protocol):
         ...
 
     def put_off(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """The same, postponed: this half of the backward pass computes no gradient of `p`."""
+        """Postpone it: this half of the backward pass computes no gradient of `p`."""
         ...
 
 
 def take_over(
     model: nn.Module, sink: Sink, sizes: Mapping[nn.Parameter, int]
 ) -> list[RemovableHandle]:
-    """Hook the linear layers of `model` whose weights have `LEAST` elements or more by `sizes`.
-
-    The handles remove the hooks.
-    """
+    """Hook the linear layers of `model` whose weights have `LEAST` elements or more by `sizes`."""
     handles: list[RemovableHandle] = []
     for module in model.modules():
         weight = module._parameters.get("weight")
@@ -72,13 +69,11 @@ class _Product:
         self.entered: list[_OwnNode] = []
 
     def enter(self, *_: object) -> None:
-        """The pre-hook: turns the mode on."""
         if torch.is_grad_enabled() and _ordinary():
             self.entered.append(_OwnNode(self))
             self.entered[-1].__enter__()
 
     def leave(self, *_: object) -> None:
-        """The hook: turns the mode off."""
         if self.entered:
             self.entered.pop().__exit__(None, None, None)
 
@@ -93,8 +88,6 @@ class _Product:
 
 
 class _OwnNode(TorchFunctionMode):
-    """Replaces the product of one layer by our node."""
-
     def __init__(self, layer: _Product) -> None:
         super().__init__()
         self.layer = layer
