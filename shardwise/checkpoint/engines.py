@@ -181,13 +181,11 @@ def _require_same_call(
 
 
 def _lock_of_a_run(folder: Path) -> list[Path]:
-    """The lock that a run of `shardwise train` with these checkpoints holds; none without one."""
     file = folder.parent / RUN_LOCK
     return [file] if folder.name == CHECKPOINTS and file.exists() else []
 
 
 def _trained(given: Any, optimizer: Any, caller: str) -> Engine | PlainLoop:
-    """Raises InputError for what can be neither saved nor loaded."""
     if not isinstance(given, Engine):
         return PlainLoop(given, optimizer, caller)
     if optimizer is not None:
@@ -384,7 +382,6 @@ def _of_weights(engine: Engine, names: set[str]) -> list[Box]:
 
 
 def _require_all(trained: Engine | PlainLoop, opened: OpenCheckpoint) -> None:
-    """Raise InputError for a checkpoint with tensors that the model does not have."""
     model = plain_of(trained) if isinstance(trained, Engine) else trained.plain
     named = (*entries(model), *model.named_buffers())
     known = {f"{MODEL}{plain_key(name)}" for name, _ in named}

@@ -126,7 +126,6 @@ def export(
 
 
 def _copy_tokenizer(checkpoint: Path, folder: Path) -> bool:
-    """False if the run of the checkpoint has none."""
     checkpoints = checkpoint.absolute().parent
     files = [checkpoints.parent / TOKENIZER / name for name in TOKENIZER_FILES]
     found = [file for file in files if checkpoints.name == CHECKPOINTS and file.is_file()]
@@ -136,7 +135,6 @@ def _copy_tokenizer(checkpoint: Path, folder: Path) -> bool:
 
 
 def _checkpoints(run: Path) -> Path:
-    """The checkpoints in a run's folder; any other path is a folder of them, or a checkpoint."""
     inside = run / CHECKPOINTS
     return inside if inside.is_dir() else run
 

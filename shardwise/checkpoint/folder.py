@@ -42,12 +42,10 @@ def as_path(folder: object) -> Path:
 
 
 def name_of(step: int) -> str:
-    """Names sort like steps up to a million."""
     return f"step-{step:06d}"
 
 
 def step_of(path: Path) -> int:
-    """Raises InputError for a name that is not a checkpoint's."""
     found = _NAME.fullmatch(path.name)
     if found is None:
         raise _none(path, "not named after a step")
@@ -96,8 +94,7 @@ def all_in(folder: Path) -> list[Path]:
 def find(folder: str | os.PathLike[str]) -> Path:
     """The newest complete checkpoint in a folder, or the folder itself if it is a checkpoint.
 
-    A checkpoint that lacks a file is returned too: opening it names the file. Raises InputError if
-    there is none, or the folder cannot be read.
+    A checkpoint that lacks a file is returned too: opening it names the file.
     """
     folder = as_path(folder)
     try:

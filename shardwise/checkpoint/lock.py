@@ -35,10 +35,7 @@ class LockedError(Exception):
 
 @contextmanager
 def only_writer(path: Path, file: Path) -> Iterator[None]:
-    """Hold the lock `file` of the folder `path`.
-
-    Raises InputError if another process or thread holds it, OSError if it cannot be made.
-    """
+    """Hold the lock `file` of the folder `path`."""
     with ExitStack() as held:
         try:
             held.enter_context(locked(file))
@@ -73,7 +70,6 @@ def locked(file: Path, patience_s: float = 0.0) -> Iterator[None]:
 
 
 def _acquire(file: Path, until_s: float) -> int:
-    """Lock the file and write the holder into it; returns its descriptor."""
     while True:
         opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
@@ -92,7 +88,6 @@ def _acquire(file: Path, until_s: float) -> int:
 
 
 def _flock(opened: int, file: Path) -> bool:
-    """False if another process or thread holds the lock."""
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

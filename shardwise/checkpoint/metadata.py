@@ -58,10 +58,7 @@ class _Reader(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The names, shapes and file positions of a checkpoint's tensors.
-
-    Raises InputError if the file is damaged, or names anything that does not belong in an index.
-    """
+    """The names, shapes and file positions of a checkpoint's tensors."""
     file = path / METADATA
     try:
         with open_regular(file) as stream:

@@ -58,7 +58,6 @@ class Manifest:
 
 
 def seal(file: Path) -> Seal:
-    """The length and hash of a file."""
     with open_regular(file) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return Seal(stream.tell(), digest)
@@ -164,10 +163,7 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(path: Path) -> OpenCheckpoint:
-    """Read a checkpoint except its tensors, whose files must exist with the right length.
-
-    Raises InputError for a file that is missing, damaged or of another checkpoint, or unreadable.
-    """
+    """Read a checkpoint except its tensors, whose files must exist with the right length."""
     manifest = read_manifest(path)
     require_sizes(path, manifest)
     require_files(path, manifest, (METADATA, SCALARS))
@@ -181,7 +177,6 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
 
 
 def _scalars(path: Path) -> dict[str, Any]:
-    """The contents of scalars.json: format, number of ranks, scalars. Raises InputError."""
     file = path / SCALARS
     try:
         with open_regular(file) as stream:

@@ -146,7 +146,6 @@ class PendingCheckpoint:
         self.write_s = time.perf_counter() - began_s
 
     def _write(self, save: PlannedSave, copies: Sequence[Pending[Tensor]]) -> Written | None:
-        """Write this rank's part and report; None if that fails."""
         if self._failure:
             with suppress(OSError):
                 _report(save, {"error": self._failure})

@@ -83,7 +83,6 @@ def split_block(offsets: tuple[int, ...], sizes: tuple[int, ...], numel: int) ->
 
 
 def overlap(a: Block, b: Block) -> Block | None:
-    """The intersection of two blocks of one tensor; None if it is empty."""
     offsets = tuple(map(max, a[0], b[0]))
     ends = tuple(min(x + m, y + n) for x, m, y, n in zip(a[0], a[1], b[0], b[1], strict=True))
     sizes = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))

@@ -77,10 +77,7 @@ class Publisher:
         self.files = FileSystemWriter(self.path)
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> Written:
-        """Write this rank's pieces, and hash their files.
-
-        Raises OSError if they cannot be written, and RunError if a piece must not be.
-        """
+        """Write this rank's pieces, and hash their files."""
         try:
             results = self.files.write_data(plan, planner).wait()
             names = {result.storage_data.relative_path for result in results}
@@ -97,10 +94,7 @@ class Publisher:
         return Written(pieces, seals)
 
     def publish(self, metadata: Metadata, every: Sequence[Written]) -> None:
-        """Write the index and the manifest, and publish. Rank 0 calls it, when all have written.
-
-        Raises OSError if they cannot be written.
-        """
+        """Write the index and the manifest, and publish. Rank 0 calls it, when all have written."""
         try:
             self._publish(metadata, every)
         except (OSError, RuntimeError) as error:
@@ -138,8 +132,7 @@ class Pieces(StorageReader):
         self.opened: OpenCheckpoint | None = None
         self.reading = False
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: the path is fixed."""
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
     def read_metadata(self) -> Metadata:
         """The checkpoint's metadata; if unreadable, with the InputError as `planner_data`.

@@ -70,11 +70,9 @@ class WeightsFolder:
 
     @property
     def names(self) -> Collection[str]:
-        """Of parameters and buffers."""
         return self.files.keys()
 
     def longest_dim(self) -> int:
-        """Reads the headers of the files."""
         return max((max(self._shape(name), default=1) for name in self.files), default=1)
 
     def _shape(self, name: str) -> list[int]:
@@ -253,11 +251,7 @@ def _broken(file: Path, why: str) -> InputError:
 
 @contextmanager
 def writing(path: Path, lock: Path) -> Iterator[None]:
-    """Hold the lock on a folder that a command writes.
-
-    Raises InputError if another process holds it or nothing can be written there, and RunError if
-    the disk fails or is full in the block.
-    """
+    """Hold the lock on a folder that a command writes."""
     with ExitStack() as held:
         try:
             held.enter_context(only_writer(path, lock))

@@ -75,7 +75,6 @@ class PlannedModel:
 
     @property
     def device(self) -> str:
-        """Where the run computes: "auto", "cpu" or "cuda"."""
         return "auto" if self.config is None else self.config.run.device
 
     @property
@@ -93,10 +92,7 @@ class PlannedModel:
 
 
 def configured(config: Path | None, plan: str | None, model: str | None) -> PlannedModel:
-    """The plan and the model of a command line; each replaces that of the configuration.
-
-    Raises InputError for wrong values, or if there is no plan.
-    """
+    """The plan and the model of a command line; each replaces that of the configuration."""
     if config is None:
         if plan is None:
             instead = '"dp2 zero3", or --config run.toml'

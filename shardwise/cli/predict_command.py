@@ -207,10 +207,7 @@ def answered(
 
 
 def _device_bytes(text: str | None, cluster: "Cluster | None") -> int | None:
-    """The bytes of --device-memory, or of the cluster's devices.
-
-    Raises InputError if the text is not a SIZE as in a plan word.
-    """
+    """The bytes of --device-memory, or of the cluster's devices."""
     if text is None:
         return None if cluster is None else cluster.device.memory_bytes
     try:
@@ -275,10 +272,7 @@ def predict_request(
 
 
 def resized(batch: Any, sequence: int | None, name: str) -> Any:
-    """Repeat or cut dim 1 of the batch's integer tensors to `sequence` positions.
-
-    Raises InputError for a batch without sequences, and for one that is too large.
-    """
+    """Repeat or cut dim 1 of the batch's integer tensors to `sequence` positions."""
     if sequence is None:
         return batch
     from torch import Tensor

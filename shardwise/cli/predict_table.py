@@ -44,7 +44,6 @@ class Answer:
 
     @property
     def peak_bytes(self) -> int:
-        """Of one rank, without temporary memory of kernels."""
         return sum(self.parts.values())
 
     def as_json(self) -> dict[str, Any]:

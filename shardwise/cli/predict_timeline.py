@@ -117,7 +117,6 @@ def measured_step(wanted: PredictRequest, device: str) -> "list[Measured]":
 
 
 def _measure_step(*given: Any) -> "Measured":
-    """One of the ranks of `measured_step`."""
     from shardwise.comm.world import init
     from shardwise.observe.measured_timeline import measuring
 
@@ -194,10 +193,7 @@ def _most(series: Series, category: str) -> str:
 
 
 def draw(path: Path, series: Sequence[Series]) -> None:
-    """Draw the series above each other to one scale, as .svg or .png by the file's ending.
-
-    Raises InputError if the file cannot be written.
-    """
+    """Draw the series above each other to one scale, as .svg or .png by the file's ending."""
     most = max(max(event.total, event.peak) for one in series for event in one.events)
     unit, unit_bytes = unit_of(most)
     figure = new_figure(9, 0.6 + 3.4 * len(series))

@@ -88,10 +88,7 @@ def show(subject: Subject, timeline: Timeline, numbers: dict[str, Any]) -> None:
 
 
 def read_costs(given: str, stages: int) -> ActionCosts:
-    """Parse costs: F=1,I=1,W=1; F=1/2 is 1 on stage 0 and 2 on stage 1; hop=0.1 is a message's.
-
-    Raises InputError that names the part that cannot be parsed.
-    """
+    """Parse costs: F=1,I=1,W=1; F=1/2 is 1 on stage 0 and 2 on stage 1; hop=0.1 is a message's."""
     found: dict[str, Any] = {}
     for part in map(str.strip, given.split(",")):
         op, _, text = part.partition("=")

@@ -143,7 +143,6 @@ def _model(run: Any, sequence: int | None) -> "tuple[Trainable, EngineOptions, A
 def _prediction(
     trainable: "Trainable", options: "EngineOptions", plan: Plan, rows: int, sequence: int | None
 ) -> "Prediction":
-    """The prediction for the plan of --why, which is recorded for it alone."""
     from shardwise.engine.predict import predict_with
     from shardwise.verify.oracles import batches
     from shardwise.verify.proof_options import Options

@@ -234,8 +234,6 @@ def measured_cluster(found: Diagnosis) -> Cluster:
 
     Devices are the median over ranks. Links are the line of `send` on an axis within a host, and of
     one across hosts; collectives are their own lines, relative to what such links would take.
-
-    Raises InputError for hosts none of whose inner links were measured.
     """
     hosts = list(found.hosts.values())
     local = max(map(len, hosts))

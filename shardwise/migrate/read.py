@@ -132,10 +132,7 @@ def _shown(value: Any) -> str:
 
 
 def imported(path: Path) -> tuple[Draft, str]:
-    """The contents of the file, and the name of the system it is for.
-
-    Raises InputError for a file that does not exist, cannot be read, or is of no known system.
-    """
+    """The contents of the file, and the name of the system it is for."""
     system = SYSTEMS.get(path.suffix.lower())
     if system is None:
         raise bad(f"--from {path}", f"a file of {_ALLOWED}", _EXAMPLE)
@@ -168,7 +165,6 @@ def _carry(draft: Draft, system: System, values: dict[str, Any]) -> None:
 
 
 def _carried(draft: Draft, system: System, name: str, value: Any) -> str:
-    """Carry over one key; returns why it cannot be. Raises InputError if the value is wrong."""
     key = system.keys.get(name)
     given = f"{name} = {_shown(value)} in a file of {system.name}"
     if key is None:

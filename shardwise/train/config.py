@@ -55,10 +55,7 @@ class Config(BaseModel):
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read the TOML file `path`, and apply overrides of the form `section.key=value`.
-
-    Raises InputError for a file that is missing, empty or not TOML, and for every wrong value.
-    """
+    """Read the TOML file `path`, and apply overrides of the form `section.key=value`."""
     example = "shardwise train examples/quickstart.toml"
     try:
         values = tomllib.loads(read_text(path))

@@ -243,7 +243,6 @@ def steps(run: Run, at: Position) -> bool:
 
 
 def share(run: Run, numbers: Index) -> Batch:
-    """This rank's part of a global batch, for the engine."""
     mine = block(numbers, run.engine.data_rank, run.engine.data_ranks)
     rows = run.prepared.corpus.rows(mine)
     # of a pipeline each microbatch has a row; else the engine knows which ones have none

@@ -211,10 +211,7 @@ def tags(record: Record) -> dict[str, float]:
 
 @contextmanager
 def writer(folder: Path, after: int) -> Iterator[TextIO]:
-    """Open the metrics of the run in `folder`, to continue after step `after`.
-
-    Raises InputError if they cannot be written.
-    """
+    """Open the metrics of the run in `folder`, to continue after step `after`."""
     try:
         keep_until(folder, after)
         file = (folder / FILE).open("a", encoding="utf-8")

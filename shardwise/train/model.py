@@ -83,7 +83,6 @@ def predictor(
 
 
 def prediction_of(prepared: PreparedRun, engine: Engine, share: Batch) -> Prediction:
-    """The prediction for this rank, with the part `share` of the batch."""
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
     stages = engine.staging.begins if engine.staging else None

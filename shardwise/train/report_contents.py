@@ -97,7 +97,6 @@ def contents_of(summary: Summary) -> ReportContents:
 
 
 def table(contents: ReportContents) -> Grid:
-    """The table of the run, for the screen."""
     grid = Grid.grid(padding=(0, 3))
     for name, value in contents.rows:
         grid.add_row(Text(name, style="dim"), Text(value))

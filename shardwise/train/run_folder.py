@@ -100,13 +100,11 @@ def newest(config: Config) -> Path:
 
 
 def best_name(config: Config) -> str:
-    """The checkpoint with the lowest validation loss; "" unless it is kept."""
     best = best_in(checkpoints_of(config)) if config.train.keep_best else None
     return "" if best is None else best.name
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run was started in the folder, or has a checkpoint in it."""
     return (folder / MARKER).is_file() or bool(all_in(folder / CHECKPOINTS))
 
 

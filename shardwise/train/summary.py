@@ -160,14 +160,12 @@ class Summary:
 
     @property
     def validation(self) -> float | None:
-        """The last evaluation's, in nats per token."""
         return next(
             (r.validation for r in reversed(self.records) if r.validation is not None), None
         )
 
     @property
     def recent(self) -> Sequence[Record]:
-        """The records of the steps of this process; all records if it made no step."""
         return [record for record in self.records if record.step > self.began] or self.records
 
     @property

@@ -157,7 +157,6 @@ def _peaks(
 
 
 def _beside(engine: Engine) -> dict[str, tuple[int, int]]:
-    """Host memory that is alive and in no list, and tensors that found no slot of an arena."""
     arenas, listed = engine.world.arenas, sum(engine.host_memory().values())
     found = {
         "in host memory": (engine.world.tiers.host_bytes, listed),

@@ -35,8 +35,7 @@ def table_in(path: Path, option: str = "--table") -> Table:
     """The table in a TOML or JSON file: patterns of module names to styles.
 
     If it has more keys (heads, kv_heads, sequence, sets, as in Table.of), the patterns are under
-    `styles`. `option` is the option or key that named the file. Raises InputError for a file that
-    cannot be read, or has no table.
+    `styles`. `option` is the option or key that named the file.
     """
     try:
         text = read_text(path)

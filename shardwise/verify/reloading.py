@@ -45,10 +45,7 @@ def reload_engine(saved: Engine, fresh: Engine) -> Engine:
 
 
 def _shared_folder(world: World) -> Path:
-    """A temporary folder that all ranks see: the host's own, or one in the current folder.
-
-    Raises InputError if they see neither.
-    """
+    """A temporary folder that all ranks see: the host's own, or one in the current folder."""
     for place in (None, Path.cwd()):
         own = tempfile.mkdtemp(prefix="shardwise-verify-", dir=place) if world.rank == 0 else ""
         folder = Path(all_gather_object(own, world)[0])

@@ -110,14 +110,12 @@ class Report:
         return found
 
     def __str__(self) -> str:
-        """The tables that `shardwise verify` prints."""
         text = StringIO()
         show(self, Console(file=text, width=WIDTH, emoji=False, markup=False))
         return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
     @property
     def notes(self) -> list[str]:
-        """The notes below the table."""
         why = "" if self.holds else self.note
         said = (f"Prediction: {note}." for note in self.depends)
         return [note for note in (why, self.changed, *said) if note]

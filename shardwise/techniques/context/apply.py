@@ -66,10 +66,7 @@ def _axes(world: World, plan: Plan) -> tuple[Axis, Axis, Axis]:
 
 
 def require_model(model: nn.Module, plan: Plan) -> bool:
-    """Whether labels are shifted inside the model: a decoder of transformers.
-
-    Raises InputError for a model of transformers whose attention does not go through PyTorch's.
-    """
+    """Whether labels are shifted inside the model: a decoder of transformers."""
     ours = [m for m in model.modules() if any(_is_pretrained(kind) for kind in type(m).__mro__)]
     for module in ours:
         config = getattr(module, "config", None)

@@ -149,7 +149,6 @@ def _to_heads(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
 
 
 def _to_positions(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
-    """The inverse of `_to_heads`."""
     n, t = axis.size, counts[axis.rank]
     rows = all_to_all(x.permute(2, 1, 0, 3), axis, [t] * n, counts)
     return rows.unflatten(0, (n, t)).permute(3, 0, 2, 1, 4).flatten(1, 2)

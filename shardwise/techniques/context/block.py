@@ -112,7 +112,6 @@ def math_backward(
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of sums over blocks: fp64 for fp64, else fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -140,7 +139,6 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
 
 
 def _bias(mask: Tensor | None, q: Tensor, causal: bool) -> Tensor | None:
-    """The mask as a term of the scores, in the dtype of q, with the causal mask in it."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:

@@ -101,7 +101,6 @@ def length_of(batch: Any) -> int:
     """The number of positions of the sequences in a batch: dim 1 of its first tensor with one.
 
     Such a tensor has two or three dims; images and masks have more. Token ids come before others.
-    Raises InputError if there is none.
     """
     every = [x for x in leaves(batch, Tensor, objects=True) if x.dim() in (2, 3)]
     tensors = [x for x in every if x.dim() == 2 and not x.is_floating_point()] or every
@@ -115,7 +114,6 @@ def length_of(batch: Any) -> int:
 
 
 def shard(x: Tensor, cut: SequenceCut, rank: int, dim: int) -> Tensor:
-    """The positions of `rank` in dim `dim` of `x`, which has `cut.length`; a new tensor."""
     return part(x, cut.on(dim), rank)
 
 

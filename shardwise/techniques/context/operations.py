@@ -183,7 +183,6 @@ class OwnPositions(TorchFunctionMode):
             )
 
     def _multihead(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """The forward of nn.MultiheadAttention; its tensors are [positions, rows, features]."""
         bound = _MULTIHEAD.bind(*args, **kwargs)
         bound.apply_defaults()
         given = SimpleNamespace(**bound.arguments)

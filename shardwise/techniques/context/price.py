@@ -80,7 +80,6 @@ def _backward(call: AttentionCall, place: int) -> Iterator[tuple[str, int]]:
 
 
 def _heads(call: AttentionCall) -> int:
-    """The heads of queries, keys and values that Ulysses sends."""
     return call.heads + 2 * max(call.key_heads, call.cut.ulysses)
 
 

@@ -116,7 +116,6 @@ class Held:
     sums: Mapping[tuple[str, Groups], Axis] = field(default_factory=dict)
 
     def axis(self, name: str) -> Axis:
-        """Of size one if there is none of that name."""
         return self.axes.get(name, Axis(name))
 
     @property
@@ -134,7 +133,6 @@ class Held:
 
 
 def by_row(how: Sharding, specs: Sequence[UnitSpec]) -> Held:
-    """Parameters that are only on the axes of the row."""
     shard, replicate = how.axes
     layout = Layout(how.row, shard.name, replicate.name)
     layouts = {name: layout for spec in specs for name, _ in spec.params}
@@ -150,7 +148,6 @@ def shard(how: Sharding, specs: Sequence[UnitSpec], held: Held) -> list[Unit]:
     given, here = how.weights.fill(how.fill), held.here
 
     def fill(name: str, tensor: Tensor) -> None:
-        """Fill this rank's part of a parameter, perhaps of a tile."""
         place = here | how.tiling.place(name)
         fill_part(given, how.tiling.plain(name), held.layouts[name], place, tensor)
 
@@ -267,7 +264,6 @@ def cast_whole(
 
 
 def cast_params(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters of `model`, and the inputs of its layers (precision.py)."""
     for p, own in param_dtypes(model, dtype):
         p.data = p.data.to(own)
     cast_inputs(model, dtype)

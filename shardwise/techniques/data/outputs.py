@@ -81,7 +81,6 @@ def watch(tensors: Iterable[Tensor], act: Callable[[], None]) -> bool:
 
 
 def shares_memory(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Whether some of `tensors` are in a storage of the others."""
     known = {x.untyped_storage()._cdata for x in others}
     with torch._C.DisableTorchFunctionSubclass():
         dense = [x for x in tensors if x.layout is torch.strided]
@@ -167,7 +166,6 @@ class Scaling:
 
 
 def scaling_of(flats: Iterable[Flat]) -> Scaling:
-    """The factors of the gradients of sharded flat parameters."""
     split = [flat for flat in flats if flat.trained and flat.split]
     gradients = [partial(_of_flat, flat) for flat in split]
     return Scaling(gradients, [flat.dtype for flat in split], compares=bool(split))

@@ -351,7 +351,6 @@ class SameOnRanks:
                     )
 
     def _place(self, rank: int) -> str:
-        """The place of a rank in the order of the exchange."""
         number, own = divmod(rank, self.data_ranks)
         several = [("data", own)] if self.data_ranks > 1 else []
         for axis in self.others:

@@ -54,8 +54,7 @@ def choose(
 
     Neighbours below `least` bytes are merged, up to `most` bytes (0: no merging), if `apart` is
     equal for both. The modules named in `alone` are units of their own, and the other parts of
-    blocks that contain them are units as if there were no block. Raises InputError if the rule is
-    invalid or matches no module, or the model has no parameters.
+    blocks that contain them are units as if there were no block.
     """
     if isinstance(rule, bool):  # an int in Python, but not a number of bytes
         raise _no_rule(rule)
@@ -132,7 +131,6 @@ def _asked(rule: Callable[[str, nn.Module], bool]) -> Callable[[str, nn.Module],
         raise bad(f"units={_shown(rule)}, which fails ({error})", allowed, _INSTEAD) from None
 
     def answer(name: str, module: nn.Module) -> bool:
-        """Whether a unit begins there."""
         found = rule(name, module)
         if not isinstance(found, bool):
             what = f"units={_shown(rule)}, which returns {_shown(found)} for the module {name}"

@@ -78,6 +78,5 @@ class Loads:
     shards: Mapping[str, tuple[Counts, ...]] = field(default_factory=dict[str, tuple[Counts, ...]])
 
     def on(self, layer: str, tensor_rank: int) -> Counts:
-        """The choices [R][E] that a tensor rank dispatches in a layer."""
         shards = self.shards.get(layer)
         return self.choices[layer] if shards is None else shards[tensor_rank]

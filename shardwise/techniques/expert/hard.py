@@ -131,8 +131,7 @@ def balanced_clusters(
     No cluster has more than ceil(tokens / experts) features of the global batch. Features take the
     nearest cluster with room, those that would lose most by the second nearest first. All data
     ranks gather the features and compute the same, with O(N (D + E)) memory. After Gross et al.,
-    arXiv 1704.06363, section 3.1, where clusters of images are balanced by hand. Raises InputError
-    for fewer features than experts.
+    arXiv 1704.06363, section 3.1, where clusters of images are balanced by hand.
     """
     sizes = batch.sizes(len(features), features.device)
     padded = features.new_zeros(max(sizes), features.shape[-1])
@@ -241,7 +240,6 @@ class PassRecords:
         return torch.tensor(self.position, dtype=torch.int64, device="cpu")
 
     def set_state(self, state: Tensor) -> Tensor:
-        """Return to a state; the next pass repeats the one that ran in it."""
         self.position = int(state)
         return state
 
@@ -256,10 +254,7 @@ class PassRecords:
         self.recording = False
 
     def replay(self, layer: str) -> Tensor:
-        """The value that was recorded for the pass that is recomputed now.
-
-        Raises RunError if something recomputes that did not return to the state of that pass.
-        """
+        """The value that was recorded for the pass that is recomputed now."""
         if self.position not in self.values:
             raise RunError(
                 f"The activations of {layer} are recomputed by something that does not know the "

@@ -203,12 +203,10 @@ class RoutingFacts:
 
     @property
     def tokens(self) -> int:
-        """Of the global batch."""
         return sum(self.sizes)
 
     @classmethod
     def of(cls, packed_RT: Tensor) -> "RoutingFacts":
-        """From the integers that each data rank packed (`pack_facts`)."""
         sizes, flags, _ = packed_RT.t().tolist()
         summed = float(packed_RT[:, -1].contiguous().view(torch.float64).sum())
         finite, valid = (tuple(bool(flag & bit) for flag in flags) for bit in (FINITE, VALID))

@@ -55,7 +55,6 @@ def choices_of(module: nn.Module) -> int:
 
 
 def width_of(module: nn.Module) -> int:
-    """The width of a row: the configuration's `hidden_size`."""
     return int(getattr(getattr(module, "config", None), "hidden_size", 0))
 
 

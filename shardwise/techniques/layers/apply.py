@@ -112,7 +112,6 @@ class Regions(Applied):
             model.register_forward_hook(partial(_end, hooks), always_call=True)
 
     def _random(self, region: Region) -> Random:
-        """Random numbers that are equal on the ranks of the region's tensor axis."""
         world = region.world
         own = [torch.initial_seed() % 2**40]
         seed = torch.tensor(own, dtype=torch.int64, device=world.device)

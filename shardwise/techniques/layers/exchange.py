@@ -243,5 +243,4 @@ def _shape(x: Redistributed) -> torch.Size:
 
 
 def plain(inputs: Any) -> Any:
-    """`inputs` with this rank's own rows in place of each Redistributed."""
     return tree_map(lambda x: x.plain() if isinstance(x, Redistributed) else x, inputs)

@@ -105,7 +105,6 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _expanded(pattern: str) -> Iterator[str]:
-    """The pattern with each number of its ranges."""
     choices: list[Iterable[str]] = []
     for word in pattern.split("."):
         found = _RANGE.fullmatch(word)

@@ -56,11 +56,7 @@ class LayerPlans:
 
 
 def layer_plans(model: nn.Module, plan: Plan) -> LayerPlans:
-    """The layers of each plan of `plan.layers`, without their tables.
-
-    Raises InputError for a pattern that matches no module, layers inside of other layers, and
-    parameters that layers of several plans share.
-    """
+    """The layers of each plan of `plan.layers`, without their tables."""
     found: list[Layers] = []
     for number, layer in enumerate(plan.layers, 1):
         names = [name for name, _ in model.named_modules() if name]

@@ -113,7 +113,6 @@ class DiskStates(States):
         return extent
 
     def _store(self, flat: Flat, master: Extent, weight: Extent | None) -> None:
-        """Copy this rank's block to its master."""
         if master is weight:
             return
         if flat.dtype == master.dtype:
@@ -300,10 +299,7 @@ def reserve(disk: Disk, tiers: Tiers, states: int, dtypes: Sequence[torch.dtype]
 
 
 def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) -> Disk | None:
-    """The file for states of `plan` that rest on a disk; None if none do.
-
-    Raises InputError without a folder, and for one that cannot be written.
-    """
+    """The file for states of `plan` that rest on a disk; None if none do."""
     folder = "." if world.meta else training.offload_folder
     moves = plan.states.moves()
     if moves.offload != "disk":
@@ -327,8 +323,7 @@ def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) ->
 def first_states(spec: OptimizerSpec) -> list[State]:
     """For each group of the specification, the state of a matrix after one step.
 
-    Streamed states are on the meta device. Raises InputError for a class that makes its state
-    before any step, or states of another shape than the parameter's.
+    Streamed states are on the meta device.
     """
     found: list[State] = []
     for group in range(len(spec.members)):

@@ -64,7 +64,6 @@ def host_bytes(share: Share) -> dict[str, int]:
 
 
 def _disk_bytes(share: Share) -> dict[str, int]:
-    """The bytes of a rank's file by category, without padding."""
     plan, model, optimizer = share.plan, share.model, share.optimizer
     found = list(_on_disk(plan, model))
     return {

@@ -103,7 +103,6 @@ def share_text(share: float) -> str:
 
 
 def _first(share: float, numels: Sequence[int]) -> int:
-    """The first of the fewest units at the end that have this fraction of all parameters."""
     wanted, found, first = share * sum(numels), 0, len(numels)
     while first and found < wanted:
         first -= 1
@@ -112,7 +111,6 @@ def _first(share: float, numels: Sequence[int]) -> int:
 
 
 def _nearest(text: str) -> str:
-    """The value that was probably meant."""
     what, at, tier = text.partition("@")
     word = suggest(what, ("optim", "param", "optim-delayed", "auto"), 0.5)
     disk = (at and tier not in _HOSTS) or (not word and text in _DISKS)

@@ -68,8 +68,7 @@ def starts(
     """The names of the modules that begin stages 1 to `stages` - 1.
 
     `names` lists them; None balances the stages by parameters (of equally good partitions the
-    earliest, so that every rank finds the same). `calls`: see call_order.py. Raises InputError for
-    fewer layers than stages, and for unknown names, too few or too many.
+    earliest, so that every rank finds the same). `calls`: see call_order.py.
     """
     if names is not None:
         if len(names) != stages - 1:
@@ -95,10 +94,7 @@ def starts(
 def starts_of_counts(
     model: nn.Module, counts: Sequence[int], calls: Calls | None = None
 ) -> tuple[str, ...]:
-    """Like `starts`, with so many of the blocks in each stage; layers with more stages than blocks.
-
-    Raises InputError for fewer layers than stages, or counts whose sum is not the number of blocks.
-    """
+    """Like `starts`, with so many of the blocks in each stage."""
     cuts, parts = candidates(model, len(counts), calls), len(counts)
     if sum(counts) != len(cuts):
         ends = [len(cuts) * stage // parts for stage in range(parts + 1)]
@@ -186,10 +182,7 @@ def _now(module: nn.Module) -> float:
 
 
 def candidates(model: nn.Module, stages: int, calls: Calls | None = None) -> tuple[str, ...]:
-    """The modules at which one of so many stages may begin, in order.
-
-    Raises InputError for fewer layers than stages.
-    """
+    """The modules at which one of so many stages may begin, in order."""
     places, moved = calls or defined(model), misplaced(model)
     blocks = _in_order(_planned(model) or _repeated(model), places)
     if len(blocks) >= stages:

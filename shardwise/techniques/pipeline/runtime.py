@@ -66,9 +66,7 @@ class Work(Protocol):
         """I: as B without the weights' gradients, which W computes from the rest returned."""
         ...
 
-    def weights(self, stage: int, microbatch: int, rest: Any) -> None:
-        """W: the gradients of the weights."""
-        ...
+    def weights(self, stage: int, microbatch: int, rest: Any) -> None: ...
 
     def reduce(self, stage: int) -> None:
         """REDUCE: sum the stage's gradients over its replicas."""

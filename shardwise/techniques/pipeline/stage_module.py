@@ -136,11 +136,7 @@ class Staging:
 def stage_starts(
     model: nn.Module, plan: Plan, names: Sequence[str] | None, calls: Calls | None = None
 ) -> tuple[str, ...]:
-    """The modules that begin the stages of a pipeline after the first; none without a pipeline.
-
-    Raises InputError where the model cannot be cut so, and for names that differ from the counts of
-    `plan`.
-    """
+    """The modules that begin the stages of a pipeline after the first; none without a pipeline."""
     schedule = schedule_of(plan)
     if schedule is None:
         return ()

@@ -99,13 +99,11 @@ class StageUnits(Protocol):
 
     frees: bool  # whether weights may be freed between I and W
 
-    def around(self, op: str, stage: int, microbatch: Microbatch) -> AbstractContextManager[None]:
-        """The context of one F, B, I or W."""
-        ...
+    def around(
+        self, op: str, stage: int, microbatch: Microbatch
+    ) -> AbstractContextManager[None]: ...
 
-    def reduce(self, stage: int) -> None:
-        """REDUCE: begin to sum the gradients of the stage's units over their replicas."""
-        ...
+    def reduce(self, stage: int) -> None: ...
 
     def update(self, stage: int, microbatches: Sequence[Microbatch]) -> None:
         """U: update the stage from the microbatches up to the last of these."""
@@ -239,8 +237,7 @@ class NoUnits:
     def around(self, op: str, stage: int, microbatch: Microbatch) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def reduce(self, stage: int) -> None:
-        """Nothing is replicated."""
+    def reduce(self, stage: int) -> None: ...
 
     def update(self, stage: int, microbatches: Sequence[Microbatch]) -> None:
         raise AssertionError(Action("U", stage, len(microbatches) - 1))

@@ -38,10 +38,7 @@ KEPT: Final = 32
 def recomputed_modules(
     model: nn.Module, plan: Plan, units: Rule = "auto", starts: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The modules that the plan recomputes, by name; `starts` begin the stages of a pipeline.
-
-    Raises InputError if no module matches, or one spans several stages.
-    """
+    """The modules that the plan recomputes, by name; `starts` begin the stages of a pipeline."""
     kinds = choice.chosen(model, plan.recompute, blocks(model, units) if plan.recompute else {})
     kinds = _with_layers(model, plan, units, kinds)
     for name in kinds:
@@ -59,10 +56,7 @@ def recomputed_modules(
 def _with_layers(
     model: nn.Module, plan: Plan, units: Rule, kinds: dict[str, str]
 ) -> dict[str, str]:
-    """`kinds`, and the modules of layers with a plan of their own.
-
-    Raises InputError for a module that contains a layer with a mesh of its own.
-    """
+    """`kinds`, and the modules of layers with a plan of their own."""
     plans = layer_plans(model, plan)
     if not plans.layers:
         return kinds
@@ -88,8 +82,7 @@ def on_host(
 ) -> dict[str, tuple[int, int]]:
     """The blocks whose activations rest in host memory, each with its stage and its place.
 
-    `kinds` is the result of `recomputed_modules`. Raises InputError if there are no blocks, or one
-    begins in one stage and ends in another.
+    `kinds` is the result of `recomputed_modules`.
     """
     found = (
         choice.on_host(model, plan, blocks(model, units), kinds) if plan.activations_on_host else ()
@@ -110,7 +103,6 @@ def on_host(
 
 
 def applied(model: nn.Module, build: "Build") -> "Recomputation":
-    """Recompute the modules that the plan of an engine names."""
     build.recompute.apply(model, build.world, sp=build.plan.sp)
     return build.recompute
 

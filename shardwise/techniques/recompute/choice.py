@@ -21,10 +21,7 @@ from shardwise.techniques.recompute.word import PARTITIONED_WORDS, recompute_bud
 
 
 def chosen(model: nn.Module, what: str | None, blocks: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The names of the modules that `recompute:what` recomputes, with their kinds.
-
-    Raises InputError if the model has no blocks, or no module matches a name.
-    """
+    """The names of the modules that `recompute:what` recomputes, with their kinds."""
     if what is None:
         return {}
     every = recompute_every(what)
@@ -44,10 +41,7 @@ def chosen(model: nn.Module, what: str | None, blocks: Mapping[str, nn.Module]) 
 def on_host(
     model: nn.Module, plan: Plan, blocks: Mapping[str, nn.Module], kinds: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """The blocks whose kept activations rest in host memory; `kinds` are the recomputed modules.
-
-    Raises InputError if the model has no blocks, or a recomputed module contains blocks.
-    """
+    """The blocks whose kept activations rest in host memory; `kinds` are the recomputed modules."""
     if not blocks:
         raise bad(
             f"activations:{plan.activations} for a {type(model).__name__}, in which no class of "
@@ -68,7 +62,6 @@ def on_host(
 
 
 def first_inside(name: str, names: Iterable[str]) -> str | None:
-    """The first of `names` that is a module inside of the module `name`, or None."""
     return next((inside for inside in names if inside.startswith(f"{name}.")), None)
 
 

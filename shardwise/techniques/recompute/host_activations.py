@@ -49,7 +49,6 @@ class Stored:
         self.fetched = False
 
     def fetch(self) -> None:
-        """Begin to copy it to the device."""
         if not self.fetched:
             self.arriving = begin_copy(self.rest, self.host.tiers, "host", "device")
             self.fetched = True
@@ -204,7 +203,6 @@ class HostActivations:
         self.most_fetched_bytes = max(self.most_fetched_bytes, self.fetched_bytes)
 
     def _bound(self) -> None:
-        """Wait for the copies of the block before the last."""
         self.leaving.append([])
         while len(self.leaving) > 2:
             for ref in self.leaving.popleft():

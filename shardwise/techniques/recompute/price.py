@@ -43,7 +43,6 @@ def storages(
 
 
 def parts(tape: Tape, kinds: Mapping[str, str]) -> Iterator[Taken]:
-    """The inputs that are partitioned over the tensor ranks."""
     yield from (
         taken for taken in tape.taken if taken.trained and kinds.get(taken.module) == PARTITIONED
     )

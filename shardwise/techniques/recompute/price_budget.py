@@ -52,10 +52,7 @@ class _Chosen:
 def within_budget(
     spec: ModelSpec, plan: Plan, blocks: Sequence[str], budget_bytes: int
 ) -> dict[str, str]:
-    """The blocks to recompute and their kinds, so that each rank stays within the budget.
-
-    Raises InputError, with the smallest possible budget, if it is too small.
-    """
+    """The blocks to recompute and their kinds, so that each rank stays within the budget."""
     found, exchanging = dict[str, str](), _exchanging(spec, plan, blocks)
     for place in range(plan.mesh.size_of(PIPELINE)):
         every = moments(plan, place)
@@ -178,7 +175,6 @@ def _costs(
 
 
 def _of_blocks(spec: ModelSpec, blocks: Sequence[str], kind: str) -> dict[str, set[int]]:
-    """The storages that each block keeps if all blocks are recomputed as `kind`."""
     found: dict[str, set[int]] = {name: set() for name in blocks}
     within = Within(blocks)
     for storage, module in storages(

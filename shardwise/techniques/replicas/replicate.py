@@ -37,7 +37,6 @@ def as_devices(devices: Devices) -> list[torch.device]:
 
     A processor may be given several times, since each replica has a thread of its own there; a GPU
     only once, since two replicas on one GPU compute no faster than one and need twice the memory.
-    Raises InputError for no devices, one that is not there, a GPU twice, or GPUs beside processors.
     """
     if isinstance(devices, str | int | torch.device) or not isinstance(devices, Sequence):
         raise bad(f"devices={devices!r}", "a list with one device for each replica", _EXAMPLE)
@@ -58,7 +57,6 @@ def as_devices(devices: Devices) -> list[torch.device]:
 
 
 def _as_device(given: Any) -> torch.device:
-    """A number is that of a GPU."""
     try:
         device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
     except (RuntimeError, TypeError):

@@ -45,10 +45,7 @@ if TYPE_CHECKING:
 
 
 def table_for(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | None) -> Table | None:
-    """The table of styles of `model` for `plan`; None if the plan has no tensor axis.
-
-    Raises InputError if there is no table or it does not fit, with every problem and its remedy.
-    """
+    """The table of styles of `model` for `plan`; None if the plan has no tensor axis."""
     ranks = plan.mesh.size_of(TENSOR)
     if ranks == 1 and own is None:
         return None
@@ -67,10 +64,7 @@ def table_for(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | Non
 
 
 def layer_tables(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | None) -> LayerPlans:
-    """The plans of single layers, with the styles of those layers that have a tensor axis.
-
-    Raises InputError as `layer_plans` and `table_for` do.
-    """
+    """The plans of single layers, with the styles of those layers that have a tensor axis."""
     plans = layer_plans(model, plan)
     if all(each.plan.mesh.size_of(TENSOR) == 1 for each in plans.meshes):
         return plans

@@ -152,7 +152,6 @@ def _base(model: nn.Module) -> str:
 
 
 def _heads(model: nn.Module) -> tuple[int | None, int | None]:
-    """The numbers of query heads and of key heads in the text configuration."""
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found: list[int | None] = []
@@ -226,7 +225,6 @@ def _layer(layer: nn.Module, path: str, cut: set[str]) -> dict[str, str]:
 
 
 def _holders(module: nn.Module, called: str) -> list[str]:
-    """The names of all modules in `module`, including itself, that have parameters."""
     return [
         f"{called}.{name}" if name else called
         for name, part in module.named_modules()

@@ -100,7 +100,6 @@ class Crossings:
                 pass
 
     def _input(self, call: Call, number: int) -> Value:
-        """Under no_grad it has no gradient."""
         x = self.run.values[number]
         return x if call.recorded else x._replace(trained=False)
 

@@ -164,7 +164,6 @@ class ShardedRandom(TorchFunctionMode):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among `values`, in lists and tuples too."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -28,13 +28,9 @@ from shardwise.techniques.tensor.rng import ShardedRandom
 class Moves(Protocol):
     """Gathers and shards columns: the stream of a step, or the record of a pass on meta."""
 
-    def join(self, x: Tensor, cut: Cut) -> Tensor:
-        """All columns of the shard `x`."""
-        ...
+    def join(self, x: Tensor, cut: Cut) -> Tensor: ...
 
-    def take(self, x: Tensor, cut: Cut) -> Tensor:
-        """This rank's shard of all columns `x`."""
-        ...
+    def take(self, x: Tensor, cut: Cut) -> Tensor: ...
 
     def record_loss(self, positions: int, smoothing: bool, element_bytes: int) -> None:
         """Called with each cross-entropy of sharded logits."""

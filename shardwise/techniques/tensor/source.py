@@ -63,7 +63,6 @@ def shapes(model: nn.Module) -> dict[str, ModuleShape]:
 
 
 def _shape(module: nn.Module) -> ModuleShape:
-    """Without `tied`."""
     kind = type(module).__name__
     own = dict(module.named_parameters(recurse=False))
     sizes = {parameter.shape for parameter in own.values()}

@@ -93,7 +93,6 @@ class Style:
 
     @property
     def by_heads(self) -> bool:
-        """Whether the style needs the number of heads."""
         return self.by in ("heads", "kv_heads", "qkv")
 
     @property
@@ -250,10 +249,7 @@ class Table:
         return self.heads if self.kv_heads is None else self.kv_heads
 
     def head_cuts(self, ranks: int) -> tuple[Cut, Cut]:
-        """The query heads and key heads of each rank, counted in heads; see uneven.heads.
-
-        Raises ValueError without `heads`, and as uneven.heads does.
-        """
+        """The query heads and key heads of each rank, counted in heads; see uneven.heads."""
         if self.heads is None or self.keys is None:
             raise ValueError("a table without heads")
         return heads(self.heads, self.keys, ranks)

@@ -168,9 +168,6 @@ def tiled_layers(model: nn.Module, plan: Plan) -> dict[str, nn.Linear]:
 
     By default those with at least `LARGE` times the weights of the largest layer. Layers whose
     parameters another module has too are not tiled.
-
-    Raises InputError if a pattern matches no layer, one that shares its weight, or one with fewer
-    features than tiles.
     """
     asked = plan.tiled
     if asked is None:

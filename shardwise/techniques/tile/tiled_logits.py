@@ -46,11 +46,9 @@ class Tiles:
         self.version = _version(x)
 
     def copy(self, dtype: torch.dtype | None) -> "Tiles":
-        """For a copy of the logits, in `dtype` if given."""
         return Tiles(self.x, self.tiles, dtype or self.dtype)
 
     def join(self, local: Tensor) -> Tensor:
-        """All logits [..., V]."""
         self.computed = True
         return torch.cat(self._of_each(local), -1).to(self.dtype)
 

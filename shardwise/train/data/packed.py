@@ -168,10 +168,7 @@ SETTLED_NS: Final = 3 * 10**9
 
 
 def digest(source: Source, cache: Path) -> str:
-    """A hash of the contents of the source's files in order, independent of their paths.
-
-    Raises InputError for a file that cannot be read.
-    """
+    """A hash of the contents of the source's files in order, independent of their paths."""
     if source.cut:  # it is not read as a whole for its hash either
         return _hash([source.field, str(source.files)])
     try:

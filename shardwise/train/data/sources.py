@@ -141,7 +141,6 @@ def _read(file: Path, source: Source, exact: bool) -> Iterator[str]:
 
 
 def _text(file: Path, errors: str, most_bytes: float) -> str:
-    """Decoded from bytes, which preserves line endings."""
     if file.stat().st_size <= most_bytes:
         return file.read_bytes().decode("utf-8", errors)
     with file.open("rb") as stream:  # the beginning may end within a character

@@ -61,7 +61,6 @@ class Division:
         return pytree.tree_map_only(Tensor, lambda x: x[:0] if x.dim() else x, whole)
 
     def counts(self, whole: Any) -> list[Counts]:
-        """The rows of each data rank in each microbatch of a global batch."""
         shares = [torch.empty(size, device="meta") for size in self.sizes(rows(whole))]
         by_rank = [[len(x) for x in share.tensor_split(self.microbatches)] for share in shares]
         return list(zip(*by_rank, strict=True))

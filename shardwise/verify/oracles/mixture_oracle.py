@@ -110,7 +110,6 @@ class Mixture:
         self.following, self.passes = [*passes], 0
 
     def __call__(self, x: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The layer's output, and the sum of its losses."""
         layer = self.layer
         x_ND = x.flatten(0, -2)
         self.now = self.following[self.passes] if self.passes < len(self.following) else None

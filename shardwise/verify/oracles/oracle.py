@@ -203,7 +203,6 @@ def _has_rows(x: Any) -> bool:
 
 
 def rows_of(batch: Any) -> int:
-    """The rows of a batch; 1 if it has no tensor with rows."""
     return min((len(x) for x in tree_flatten(batch)[0] if _has_rows(x)), default=1)
 
 

@@ -46,12 +46,10 @@ class Oracles:
 
     @property
     def all(self) -> tuple[Oracle | AsyncOracle, ...]:
-        """The exact one comes first."""
         return (self.exact, *(o for o in (self.alone, self.perturbed) if o is not None))
 
     @property
     def nearest(self) -> Oracle | AsyncOracle:
-        """The oracle in the precision of the run."""
         return self.alone or self.exact
 
     @property

@@ -57,7 +57,6 @@ class Routes:
         return bool(self.followers)
 
     def run(self, engine: Engine, act: Callable[[], Any]) -> Any:
-        """Call `act`, in which `engine` runs, and record its choices."""
         with Calls(engine.model, self.sight.call) if self.on else nullcontext():
             return act()
 

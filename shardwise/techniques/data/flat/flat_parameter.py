@@ -160,7 +160,6 @@ class Flat:
         self.state = State.UNSHARDING
 
     def _gather(self) -> Pending:
-        """Start to write `full`."""
         move, block, tier = self.moves.gather, self.shard, self.moves.fetch
         if tier is not None:
             block = self.views.block(self.full)

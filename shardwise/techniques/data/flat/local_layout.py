@@ -86,7 +86,6 @@ class FlatViews:
         return whole[offset : offset + shape.numel()].view(shape)
 
     def every(self, whole: Tensor) -> list[Tensor]:
-        """Each parameter's place in `whole`, in its own shape."""
         return [self.view(index, whole) for index in range(len(self.shapes))]
 
     def part(self, index: int, block: Tensor) -> Tensor:

@@ -77,7 +77,6 @@ class OutsideBuffers:
             self.reads.setdefault(storage_of(x), stage)
 
     def of(self, x: Tensor) -> str:
-        """The buffer whose memory the tensor shares."""
         key = self.storages.get(storage_of(x))
         return "a tensor" if key is None else self._named(*key)
 
@@ -85,7 +84,6 @@ class OutsideBuffers:
         return f"the buffer {type(self.containers[index][0]).__name__}.{key}"
 
     def close(self, stage: int) -> None:
-        """A stage ends."""
         before, self.last = self.last, self._now()
         for key, (b, version) in self.last.items():
             if key not in before or before[key][0] is not b or before[key][1] != version:

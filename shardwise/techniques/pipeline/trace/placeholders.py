@@ -166,10 +166,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy of `model` on the meta device; tied parameters stay tied, frozen ones frozen.
-
-    Raises InputError if the model holds something that cannot be copied.
-    """
+    """A copy of `model` on the meta device; tied parameters stay tied, frozen ones frozen."""
     memo: dict[int, Any] = {}
     for p in model.parameters():
         memo[id(p)] = parameter_like(p, torch.empty_like(p, device="meta"))

@@ -324,11 +324,7 @@ class Tracer:
     # --- the result ---------------------------------------------------------------------------
 
     def finish(self, several: bool) -> StageTrace:
-        """The trace, for a rank that has `several` stages or one.
-
-        Raises InputError if the forward did not reach the last stage, and for buffers outside of
-        layers (outside_buffers.py).
-        """
+        """The trace, for a rank that has `several` stages or one."""
         if self.stage < self.count - 1:
             raise bad(
                 f"a forward that ends in stage {self.stage} of {self.count}, after {self.last}",
