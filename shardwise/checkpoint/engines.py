@@ -233,9 +233,7 @@ def _pages(trained: Engine | PlainLoop) -> Pages:
 
 
 def _checked(trained: Engine | PlainLoop, boxes: Sequence[Box], step: int) -> dict[str, str]:
-    """The trained weights (fp32 masters) and optimizer states, each with the error if it is not
-    finite.
-    """
+    """The trained weights (fp32 masters) and optimizer states, with the error if not finite."""
     names = {*trained.optimizer.names} if isinstance(trained, Engine) else trained.trained
     found: dict[str, str] = {}
     for box in boxes:
@@ -299,10 +297,7 @@ def _given(saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str
 
 
 def fill(trained: Engine | PlainLoop, folder: Path, check: Check) -> dict[str, Any]:
-    """Load a checkpoint that passes `check`; returns its scalars. Raises like `load`.
-
-    From imported weights (export.py) it loads the weights, in the engine's dtypes.
-    """
+    """Load a checkpoint that passes `check`; returns its scalars. Raises like `load`."""
     opened = _peek(folder)
     world, pages = trained.world, _pages(trained)
     if opened is not None and IMPORTED in opened.scalars and isinstance(trained, Engine):

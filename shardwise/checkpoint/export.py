@@ -177,10 +177,7 @@ def _require_new(run: Path, *, overwrite: bool) -> None:
 
 
 def _require_own_names(weights: WeightsFolder) -> None:
-    """Raise InputError for a model of transformers that joins weights of single experts.
-
-    Its `from_pretrained` renames and stacks them, so no run has parameters with the folder's names.
-    """
+    """Raise InputError for a model whose single experts transformers renames and stacks."""
     single = [name for name in weights.names if re.search(r"\.experts\.\d+\.", name)]
     config = weights.config or {}
     if single and "model_type" in config:

@@ -20,8 +20,7 @@ _CPP = re.compile(r"\[enforce fail at [^]]*\]\s*\.?\s*|\(function \w+\)|Exceptio
 def reason(failures: Mapping[int, BaseException], what: str) -> BaseException:
     """The error to raise on every rank.
 
-    An InputError or an interrupt is raised unchanged; any other error becomes a RunError that names
-    the first rank that had it.
+    Errors other than InputError and interrupts become a RunError that names the first rank.
     """
     rank, cause = min(failures.items(), key=lambda entry: entry[0])
     refused = [error for error in failures.values() if isinstance(error, InputError)]

@@ -131,8 +131,7 @@ def _none(folder: Path, what: str) -> InputError:
 def prune(folder: str | os.PathLike[str], keep: int, *, best: bool = False) -> list[Path]:
     """Remove all but the `keep` newest checkpoints; returns those removed. One rank calls it.
 
-    The checkpoint that `find` returns stays, and with `best` the one of `best_in`. Raises
-    InputError for keep below one.
+    The checkpoint that `find` returns stays, and with `best` the one of `best_in`.
     """
     integer("keep", keep, 1, 2)
     whole = all_in(as_path(folder))
@@ -225,9 +224,7 @@ def _point(folder: Path, path: Path, name: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Under a name that is not a checkpoint's, so that a reader never finds a part. One rank calls
-    it.
-    """
+    """Under another name, so that a reader never finds a part. One rank calls it."""
     aside = path.with_name(f".removing-{path.name}")
     if aside.exists():
         shutil.rmtree(aside)

@@ -243,9 +243,7 @@ class Contents:
 def describe(folder: str | os.PathLike[str], deep: bool = False) -> Contents:
     """The contents of the newest checkpoint in `folder`, or of `folder` if it is a checkpoint.
 
-    With `deep`, every byte is read and compared with its hash. Raises InputError if there is no
-    checkpoint, or a file is missing, has another length, is damaged or belongs to another
-    checkpoint. Only `deep` finds wrong bytes inside tensors.
+    With `deep`, every byte is read and compared with its hash.
     """
     opened = open_checkpoint(find(folder))
     if deep:

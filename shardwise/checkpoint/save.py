@@ -65,12 +65,11 @@ class PlannedSave:
         that several ranks hold is written by the one with the least to write. `scalars` is a JSON
         object, the same on every rank, with the "step" that names the checkpoint. `checked` has the
         tensors that must be finite, each with the text of the error. `pages` releases the pages of
-        boxes in mapped files. At the end rank 0 calls `prune`, which removes old checkpoints; if
-        that fails, a warning says so. Rank 0 also holds further `locks`.
+        boxes in mapped files. At the end rank 0 calls `prune`; if that fails, a warning says so.
+        Rank 0 also holds further `locks`.
 
-        Raises InputError if the scalars have no step, or another process is writing in the folder.
-        Other errors become `failure`: a folder that cannot be written, boxes that do not cover
-        their tensors.
+        Raises InputError without a step, or if another process writes there. Other errors become
+        `failure`.
         """
         folder = folders.as_path(folder)
         step: Any = scalars.get("step")
@@ -100,9 +99,7 @@ class PlannedSave:
         self.plan = self.publisher.files.prepare_global_plan(plans)[self.world.rank]
 
     def _begin(self, locks: Sequence[Path]) -> SavePlan:
-        """This rank's pieces; rank 0 also locks the folder, and makes the folder of unfinished
-        files.
-        """
+        """This rank's pieces; rank 0 also locks the folder, and makes one for unfinished files."""
         if self.world.rank == 0:
             for file in (*locks, self.folder / SAVING_LOCK):
                 self.held.enter_context(only_writer(self.folder, file))

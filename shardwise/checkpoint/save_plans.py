@@ -137,9 +137,7 @@ class BoxSavePlanner(SavePlanner):
         return SavePlan(items, planner_data=replicas)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Assign each piece to one rank. Raises ValueError unless the pieces cover their tensors
-        once.
-        """
+        """Assign each piece to one rank; the pieces must cover their tensors once."""
         holders: dict[tuple[str, Block], list[int]] = {}
         first: dict[tuple[str, Block], WriteItem] = {}
         for rank, plan in enumerate(all_plans):
@@ -192,11 +190,7 @@ def _alone(piece: Tensor) -> Tensor:
 
 
 class BoxLoadPlanner(LoadPlanner):
-    """Requests the saved pieces that overlap this rank's boxes.
-
-    `create_local_plan` raises InputError for tensors that are missing in the checkpoint, or have
-    another shape or, unless values are converted, another dtype there.
-    """
+    """Requests the saved pieces that overlap this rank's boxes."""
 
     def __init__(
         self,

@@ -51,9 +51,7 @@ _ALONE = "torch.distributed is (disabled|unavailable)"
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank has written: (tensor, offsets, file, first byte, bytes) of each piece, and the
-    files.
-    """
+    """One rank's files, and (tensor, offsets, file, first byte, bytes) of each piece."""
 
     pieces: list[tuple[str, list[int], str, int, int]]
     files: dict[str, Seal]
@@ -211,17 +209,13 @@ def load(
 
     All ranks must call it. `folder` may be one checkpoint's own. The boxes may divide tensors in
     any way, over any number of ranks, and need not cover all saved tensors. With `convert`, values
-    take the dtypes of the boxes, which must be the saved ones otherwise. First each rank checks
-    that the files belong to one save, `check`, the names, shapes and dtypes of its boxes, and the
-    hashes of its share of the files. No rank writes to a box before all checks have passed on every
-    rank. So files are read twice; only one piece at a time is held in memory. `pages` releases the
-    pages of mapped files.
+    take the dtypes of the boxes. First each rank checks that the files belong to one save, `check`,
+    the names, shapes and dtypes of its boxes, and the hashes of its share of the files. No rank
+    writes to a box before all checks have passed on every rank. So files are read twice; only one
+    piece at a time is held in memory. `pages` releases the pages of mapped files.
 
-    Raises:
-        InputError: there is no checkpoint; a tensor is missing or has another shape or dtype; a
-            file is missing, damaged or of another checkpoint; whatever `check` raises.
-        RunError: a file could not be read after the checks. Only then are boxes partly written:
-            load again, or start with a new engine.
+    Raises InputError, with the boxes unchanged; RunError for a file that cannot be read after the
+    checks, when some boxes are written: load again, or start with a new engine.
     """
     pieces = Pieces(folders.as_path(folder), world.rank, world.size, check)
     try:

@@ -119,10 +119,7 @@ def open_weights(folder: object) -> WeightsFolder:
 
 
 def open_model(folder: object) -> WeightsFolder:
-    """The folder of weights, or one of a configuration alone, which has no tensors.
-
-    Raises InputError like `open_weights` for a folder without both.
-    """
+    """The folder of weights, or one of a configuration alone, which has no tensors."""
     path = as_path(folder)
     weights = any((path / name).exists() for name in (INDEX, SINGLE))
     if not weights and (path / CONFIG).is_file():
@@ -149,10 +146,8 @@ def fill_from(folder: object) -> WeightsFolder:
 def new_folder(to: Path, allowed: Sequence[str], *, overwrite: bool) -> Iterator[Path]:
     """A folder to write to, which is renamed to `to` when the block ends without an error.
 
-    Raises InputError for an existing folder without `overwrite`, or with files that do not match
-    `allowed`, and if another process writes it; RunError for a full disk. If the block fails, its
-    files are removed and an existing folder is unchanged. What a killed writer of the same folder
-    left is removed first.
+    If the block fails, its files are removed and an existing folder is unchanged. What a killed
+    writer of the same folder left is removed first.
     """
     if to.name in ("", ".."):  # "." and "/" too
         allowed = "a new folder, with a name of its own"

@@ -31,10 +31,7 @@ MOST_BYTES = 64 * 2**20
 
 
 def dry_run(config: Config, ranks: int, start: RunStart) -> None:
-    """Print the completed plan of a run on `ranks` ranks, and the prediction for its first rank.
-
-    Raises InputError for what `shardwise train` would refuse.
-    """
+    """Print the completed plan of a run on `ranks` ranks, and the prediction for its first rank."""
     began, start = time.perf_counter(), start.resolve_auto(config)
     with _without_cache(config) as own:
         prepared = prepare(own, ranks, start, MOST_BYTES)

@@ -228,10 +228,7 @@ def predict_request(
     table: Path | None = None,
     device: str = "cpu",
 ) -> PredictRequest:
-    """The values of a command line; a model without a table gets a derived one.
-
-    Raises InputError for unsupported values.
-    """
+    """The values of a command line; a model without a table gets a derived one."""
     plan, name = run.plan, run.name
     if run.config is None:  # a proof's
         plan = replace(plan, precision=plan.precision or "fp64").completed(None)

@@ -89,10 +89,7 @@ class StepMemory(NamedTuple):
 def predicted_step(
     wanted: PredictRequest, rank: int, *, measure: bool
 ) -> "tuple[Prediction, Sequence[Event]]":
-    """The prediction for a rank, and the events of a step.
-
-    Raises InputError for a step that cannot be measured here.
-    """
+    """The prediction for a rank, and the events of a step."""
     from shardwise.comm.start.rendezvous import require_local
     from shardwise.models.trainable import WEIGHT_BYTES
     from shardwise.observe.measured_timeline import predict_events
@@ -105,10 +102,7 @@ def predicted_step(
 
 
 def measured_step(wanted: PredictRequest, device: str) -> "list[Measured]":
-    """The events of a step, and the values of CUDA's allocator, on each of new local ranks.
-
-    Raises RankError if one fails.
-    """
+    """The events of a step, and the values of CUDA's allocator, on each of new local ranks."""
     from shardwise.comm.start.launch import spawn
 
     ranks = wanted.plan.size

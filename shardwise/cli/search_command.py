@@ -229,10 +229,7 @@ class MeasuredPlan(NamedTuple):
 def measure_plans(
     ranked: "Sequence[RankedPlan]", config: "Path | None", model: str | None, sequence: int | None
 ) -> list[MeasuredPlan]:
-    """The plans by their measured time, the fastest first.
-
-    Raises InputError for models without room here, RankError if a rank fails.
-    """
+    """The plans by their measured time, the fastest first."""
     from shardwise.comm.start.launch import spawn
     from shardwise.models.trainable import WEIGHT_BYTES
 
@@ -259,11 +256,7 @@ def measure_plans(
 
 
 def device_for(ranks: int) -> str:
-    """The device on which so many ranks are timed: cuda with a GPU for each, cpu with a core for
-    each.
-
-    Raises InputError if neither holds, because ranks that share a core slow each other down.
-    """
+    """The device for so many ranks: cuda with a GPU for each, or cpu with a core for each."""
     from torch import cuda
 
     cores, gpus = len(os.sched_getaffinity(0)), cuda.device_count()

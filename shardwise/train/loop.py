@@ -105,10 +105,7 @@ def train(
 
 
 def require_same_inputs(prepared: PreparedRun, world: World) -> None:
-    """Raise InputError on all ranks unless they have read the same configuration and data.
-
-    Hosts may have other files under one name, or another Python with another `stdlib`.
-    """
+    """Raise InputError on all ranks unless they have read the same configuration and data."""
     config = prepared.config
     own = {f"{part}.{k}": v for part in SAME for k, v in getattr(config, part).model_dump().items()}
     own |= {"the tokens of data.source": prepared.corpus.packed.key}
@@ -168,11 +165,7 @@ def begin(
 def own_folder(
     config: Config, world: World, start: RunStart, stack: ExitStack, *, locked: bool
 ) -> RunStart:
-    """Lock the run's folder until the stack ends; returns `start` with `auto` resolved, on all
-    ranks.
-
-    Raises InputError on all ranks if another run holds the lock, or rank 0 refuses the folder.
-    """
+    """Lock the run's folder until the stack ends; returns `start` with `auto` resolved."""
 
     def hold() -> RunStart:
         patience_s = LOCK_PATIENCE_S if world.size > 1 else 0.0

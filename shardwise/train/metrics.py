@@ -179,10 +179,7 @@ class MetricsWriter:
 
 
 def peak_flops(cluster: str | None, plan: Plan, device: torch.device) -> float | None:
-    """The peak of a device in the precision of the plan, for the MFU (arXiv 2204.02311, B).
-
-    It comes from `run.cluster`, or from the preset for this GPU; None if there is neither.
-    """
+    """The peak of a device in the precision of the plan, by `run.cluster` or a GPU's preset."""
     if cluster is None and device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         sxm = "PCIe" not in name and "NVL" not in name

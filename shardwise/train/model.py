@@ -34,9 +34,7 @@ Batch = dict[str, Tensor]
 
 
 def build(prepared: PreparedRun, world: World) -> Engine:
-    """The engine. Its first weights depend only on the seed, or the folder, and are made unit by
-    unit.
-    """
+    """The engine. Its first weights depend only on the seed, or the folder."""
     try:
         return _build_engine(prepared, world)
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError on a CPU
@@ -52,10 +50,7 @@ def build(prepared: PreparedRun, world: World) -> Engine:
 
 
 def with_least_offload(prepared: PreparedRun, world: World) -> PreparedRun:
-    """Replace `offload:auto` by the least offload that fits, by the prediction for rank 0.
-
-    Raises InputError if no offload fits.
-    """
+    """Replace `offload:auto` by the least offload that fits, by the prediction for rank 0."""
     plan = prepared.plan
     if plan.offload != AUTO:
         return prepared
@@ -96,11 +91,7 @@ def has_clusters(prepared: PreparedRun) -> bool:
 
 
 def fit_clusters(engine: Engine, share: Batch) -> None:
-    """Fit the clusters of tokens in a first pass over a global batch, of which `share` is this
-    rank's.
-
-    Called by all ranks, before the first step. Centroids are buffers, so checkpoints have them.
-    """
+    """Fit the clusters of tokens in a first pass over a global batch; called by all ranks."""
     with moe.fitting_clusters(engine.model):
         engine.evaluate(share)
 

@@ -115,11 +115,7 @@ def check_cluster(config: Config, plan: Plan) -> None:
 
 
 def callbacks_of(config: RunSection) -> "Sequence[Callback]":
-    """The trackers and the user's callbacks.
-
-    Raises InputError for a tracker that is not installed, and for a function that does not exist,
-    fails, or does not return a callback.
-    """
+    """The trackers and the user's callbacks."""
     from shardwise import callbacks
 
     made: list[Callback] = [
@@ -197,9 +193,8 @@ def prepare(
 def hold_folder(config: Config, start: RunStart, patience_s: float = 0.0) -> Iterator[RunStart]:
     """Hold the lock on the run's folder; yields `start` with `auto` resolved under the lock.
 
-    One run at a time writes there. The launcher holds the lock for its ranks, else rank 0 does.
-    Raises InputError if another run holds it for `patience_s`, or if no run can start in the folder
-    in this way. Removes the folders that it made, if they are empty at the end.
+    The launcher holds it for its ranks, else rank 0 does. Folders that it made are removed if they
+    are empty at the end.
     """
     path = config.folder / RUN_LOCK
     with ExitStack() as held:

@@ -17,10 +17,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Shown:
-    """Prints a line for the first and last step, for evaluations, and every ten seconds; and notes.
-
-    Without a console, as on ranks other than the first, it shows nothing.
-    """
+    """Prints lines for the first and last step, evaluations, and every ten seconds; and notes."""
 
     def __init__(self, console: Console | None, steps: int, bar: Progress | None = None) -> None:
         self._console, self._steps, self._bar = console, steps, bar

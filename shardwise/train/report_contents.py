@@ -46,9 +46,7 @@ class Section:
 
 
 class Check(NamedTuple):
-    """Whether a measurement equals the prediction; None if neither yes nor no. `said` overrides the
-    words.
-    """
+    """Whether a measurement equals the prediction; None if unknown. `said` overrides the words."""
 
     name: str
     agrees: bool | None
@@ -295,10 +293,7 @@ def _plan(plan: Plan) -> Section:
 
 
 def smooth(losses: Sequence[float], weight: float = 0.9) -> list[float]:
-    """The exponential moving mean with bias correction, as Adam corrects its moments.
-
-    Skips losses that are not finite.
-    """
+    """The exponential moving mean of the finite losses, with Adam's bias correction."""
     result, mean, left = [], 0.0, 1.0
     for value in losses:
         if not math.isfinite(value):

@@ -18,10 +18,7 @@ TEMPLATE: Final = "report.html.jinja"
 
 
 def write(contents: ReportContents, folder: Path) -> list[str]:
-    """Write the report into the run's folder; returns a sentence for each failure.
-
-    A file that cannot be made is missing; the rest is made. Raises OSError without report.md.
-    """
+    """Write the report into the run's folder; returns a sentence for each failure."""
     made = {s.picture: s.draw for s in contents.sections if s.draw is not None}
     made |= {**contents.files, PAGE: lambda: page(contents, folder)}
     failures = []

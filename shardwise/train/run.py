@@ -44,9 +44,7 @@ T = TypeVar("T")
 
 @dataclass
 class LastStep:
-    """This rank's share of the last step of this program, and the number of skipped steps before
-    it.
-    """
+    """This rank's share of the last step of this program, and the skipped steps before it."""
 
     share: Batch | None = None
     skipped_before: int = 0

@@ -126,10 +126,7 @@ def has_checkpoint(config: Config) -> bool:
 
 
 def unreadable_checkpoints(config: Config) -> list[Path]:
-    """Checkpoints that lack a file, and `latest` without any checkpoint; empty if one is whole.
-
-    A save is renamed to its name when it is complete, so these have lost a file.
-    """
+    """Checkpoints that have lost a file, and a dangling `latest`; empty if one is whole."""
     checkpoints = config.folder / CHECKPOINTS
     if has_checkpoint(config) or not checkpoints.is_dir():
         return []
@@ -165,10 +162,7 @@ def config_of(folder: Path) -> Config | None:
 
 
 def finished_message(config: Config) -> str:
-    """The message for --resume of a run that has finished and has its report; else "".
-
-    Call it after `check`. It reads only the name of the checkpoint.
-    """
+    """The message for --resume of a run that has finished and has its report; else ""."""
     latest = newest(config)
     step, steps = step_of(latest), config.train.steps
     without = "" if _has_steps(config.folder) else f", without its {METRICS}, or a report"

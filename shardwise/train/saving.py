@@ -55,8 +55,8 @@ class RunSaves:
     def save(self, at: Position, validation: float | None, *, wait: bool) -> str:
         """Save a checkpoint, and remove old ones. Called by all ranks.
 
-        Without `wait`, a thread may write it, and the return value says what failed, if anything.
-        With `wait`, raises RunError, since no step follows that could save again.
+        Without `wait`, a thread may write it, and the return value says what failed. With `wait`,
+        raises RunError, since no step follows that could save again.
         """
         said, began_s = self.settle(), time.perf_counter()
         train, folder = self.prepared.config.train, checkpoints_of(self.prepared.config)
@@ -100,10 +100,7 @@ class RunSaves:
         return ""
 
     def close(self, *, failed: bool = False) -> None:
-        """Wait for what this rank writes, but not for long if the run has failed. Raises nothing.
-
-        Other ranks may be gone, whose parts would never come.
-        """
+        """Wait for what this rank writes, but not for long if the run has failed."""
         if self.pending is not None:
             self.pending.wait(FAILED_S if failed else None)
 
@@ -121,11 +118,7 @@ def _goes_on(error: RunError) -> str:
 
 
 def load_run(prepared: PreparedRun, engine: Engine) -> Position:
-    """Load the latest checkpoint into the engine. All ranks must call it.
-
-    Raises InputError if the data or the model differs from the checkpoint's, or a file is damaged;
-    the engine is then unchanged.
-    """
+    """Load the latest checkpoint into the engine, unless its data or model differs."""
 
     def check(opened: OpenCheckpoint) -> None:
         """Raise InputError unless a run on the same data saved it, or it has weights alone."""

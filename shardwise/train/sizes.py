@@ -171,10 +171,7 @@ def require_memory(config: Config, sizes: Sizes, plan: Plan, share: float) -> No
 
 
 def run_table(file: str | None, sizes: Sizes, plan: Plan) -> Table | Mapping[str, str] | None:
-    """The table in the file `plan.table`, or a derived one for a model without its own.
-
-    Raises InputError for a file without a table, and if no layer can be sharded.
-    """
+    """The table in the file `plan.table`, or a derived one for a model without its own."""
     given = None if file is None else table_in(Path(file), "plan.table =")
     # on meta: the sequence is not yet known to fit the data or this machine
     tokens = torch.zeros(TABLE_ROWS, sizes.sequence, dtype=torch.int64, device="meta")

@@ -74,8 +74,7 @@ class SaveCosts:
 def disk_line(engine: Engine) -> str:
     """The line of rank 0; "" on other ranks, and for a run without a disk. All ranks call it.
 
-    Evaluations and checkpoints count too. A rate is taken over the time in which some request of a
-    rank is under way; `shardwise doctor --disk` measures the disk alone.
+    A rate is taken over the time in which some request of a rank is under way.
     """
     if engine.disk is None:
         return ""
@@ -101,8 +100,8 @@ def _rate(ranks: list[tuple[int, float]]) -> str:
 class RankCost:
     """A rank's memory by category and traffic per step by kind: measured and predicted.
 
-    Predictions are empty if they are not possible. `bytes_between` has the least and the most bytes
-    of the kinds that depend on values. `peak_bytes` is the most memory of the rank's process.
+    `bytes_between` has the least and the most bytes of the kinds that depend on values.
+    `peak_bytes` is the most memory of the rank's process.
     """
 
     memory: dict[str, int]

@@ -78,10 +78,7 @@ class Comparison:
         return twin
 
     def step(self, engine: Engine, step: int, *, loaded: bool = False, skipped: int = 0) -> None:
-        """Train run and oracles on a new batch, with new rates unless the engine has `loaded` them.
-
-        `skipped` steps of the engine before were skipped.
-        """
+        """Train run and oracles on a new batch, after `skipped` steps of the engine."""
         whole, own, division = self.shared(engine, step)
         if not loaded:
             self.rate(engine, factor_of(step))
@@ -114,8 +111,7 @@ class Comparison:
     def overflow(self, engine: Engine, step: int) -> None:
         """Check in fp16 that a step whose gradient overflows is skipped and changes no weight.
 
-        It halves the scale. After one more step, from which the scale doubles, all is as in one
-        process.
+        It halves the scale. The next step doubles it, and all is as in one process.
         """
         before = self.states(engine, copied=True)
         kept = (engine.scale.value, engine.scale.good) == (LOSS_SCALE, engine.steps)
@@ -167,8 +163,8 @@ class Comparison:
     def buffers(self, engine: Engine) -> None:
         """Compare buffers that never change, and buffers of layers of experts.
 
-        The latter count the tokens of all ranks; in 16 bits some tokens may go to other experts.
-        Other buffers may depend on how the batch is divided, and are compared only if it is not.
+        The latter count the tokens of all ranks. Others may depend on how the batch is divided, and
+        are compared only if it is not.
         """
         found: dict[str, float] = {}
         short, undivided = self.oracles.unit > 0, engine.data_ranks * engine.microbatches == 1

@@ -73,11 +73,7 @@ class Costs:
     def of_evaluation(
         self, sent: Mapping[Key, Tally], prediction: Prediction, loads: Sequence[Loads]
     ) -> "Costs":
-        """These costs if an evaluation `sent` what is predicted, else the evaluation's.
-
-        In 16 bits tokens may go to other experts than in one process, so their rows are not
-        compared.
-        """
+        """These costs if an evaluation `sent` what is predicted, else the evaluation's."""
         counted = {TrafficLine(*key): t.sent_bytes for key, t in sent.items() if t.sent_bytes}
         theory = prediction.in_evaluation(loads)
         open_lines = prediction.bytes_between if _short(prediction) else {}

@@ -176,9 +176,8 @@ def _restore(model: nn.Module, built: Attributes, own: Collection[tuple[str, str
 def _left(engine: Engine, live: Live) -> list[Stray]:
     """The live storages in no category.
 
-    While the thread of heartbeats (comm/start/peers.py) reads the call stack of a rank, it keeps
-    local variables of those calls alive, so wait until it releases them. A rank in a thread has
-    none.
+    The thread of heartbeats (comm/start/peers.py) may keep local variables of the calls that it
+    reads alive, so wait until it releases them.
     """
     ends = time.monotonic() + _PEERS_S
     while True:

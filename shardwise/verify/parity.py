@@ -277,10 +277,7 @@ def _rounded_each(
 
 
 def clip_of(oracles: Oracles, trainable: Trainable, device: torch.device) -> float | None:
-    """A power of two, such that the norm of the first gradients is two to four times as large.
-
-    None if all gradients are zero.
-    """
+    """A power of two: a quarter to half of the first gradients' norm; None if it is zero."""
     assert isinstance(oracles.exact, Oracle)
     exact, batch = oracles.exact, trainable.batch(ROWS, SEED, device)
     found = drawn(0, lambda: exact.trial(batch))  # the same numbers on every rank

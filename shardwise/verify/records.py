@@ -77,9 +77,8 @@ def step_errors(
 def tensor_errors(
     boxes: Sequence[Box], oracles: Sequence[Wholes], unit: float = 0.0, start: Wholes | None = None
 ) -> list[tuple[Errors | Parts, frozenset[BoxPlace]]]:
-    """The errors of a rank's boxes by kind, and the pieces that they cover.
-
-    In 16 bits the change of the weights since `start` is compared.
+    """The errors of a rank's boxes by kind, and their pieces; in 16 bits of the change since
+    `start`.
     """
     found = list[tuple[Errors | Parts, frozenset[BoxPlace]]]()
     for kind, begin in KINDS.items():

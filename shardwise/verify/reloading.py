@@ -25,8 +25,7 @@ FORGOTTEN: Final = 0.5
 def reload_engine(saved: Engine, fresh: Engine) -> Engine:
     """Save `saved` to a temporary folder, and load it into `fresh`. Called by all ranks.
 
-    All weights of `fresh` are overwritten before: it has the seed of `saved`, so that some would be
-    right without a load. The folder is removed, also if saving or loading fails on the first rank.
+    All weights of `fresh` are overwritten before: it has the seed of `saved`.
     """
     _forget(fresh)
     world = saved.world
@@ -70,10 +69,7 @@ def _forget(engine: Engine) -> None:
 
 
 def _through_threads(saved: Engine, fresh: Engine, folder: Path) -> None:
-    """The same for ranks in threads, which torch.distributed.checkpoint does not support.
-
-    The first rank writes the boxes of all ranks; then each rank reads its own, one after another.
-    """
+    """The same for ranks in threads, which torch.distributed.checkpoint does not support."""
     world = saved.world
     scalars = {"step": saved.steps, "engine": saved.scalars()}
     boxes = _of_all(saved.boxes(), world)

@@ -36,14 +36,7 @@ TENSORS = 4  # of the size of a parameter, on one process: it, its gradient, two
 def smoke_test(
     model: str | Trainable, plan: Plan, options: Options | None = None
 ) -> tuple[nn.Module, Options]:
-    """Train `model` for one step in the plan's precision; returns it, and the options to prove.
-
-    A model without its own table gets a derived one (derive/table.py).
-
-    Raises InputError for an unknown name, a model that is larger than the memory of this host, that
-    cannot be trained or divided into the plan's stages, a table that does not fit the tensor ranks,
-    and units that match no module.
-    """
+    """Train `model` for one step in the plan's precision; returns it, and the options to prove."""
     found, options = _trained(model, plan), with_table(model, plan, options or Options())
     choose(found, options.units)
     tensor_parallel.table_for(found, plan, options.table)
@@ -55,11 +48,7 @@ def smoke_test(
 
 
 def with_table(model: str | Trainable, plan: Plan, options: Options) -> Options:
-    """The options with a derived table, if the plan needs one and neither they nor the model have
-    it.
-
-    Raises InputError if no layer can be sharded.
-    """
+    """The options with a derived table, if the plan needs one and there is none."""
     own = find(model)
     batch = partial(own.batch, ROWS, SEED)
     return replace(options, table=table_or_derived(options.table, plan, own.plain, batch, own.loss))

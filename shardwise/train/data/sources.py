@@ -38,10 +38,7 @@ LEFT_OUT = frozenset(
 
 @dataclass(frozen=True)
 class Source:
-    """Files in reading order, and the field of .jsonl and .parquet with the text.
-
-    At most about `most_bytes` are read.
-    """
+    """About `most_bytes` of files in reading order, and the field with the text."""
 
     name: str
     files: tuple[Path, ...]
@@ -55,10 +52,7 @@ class Source:
         return limited and sum(file.stat().st_size for file in self.files) > self.most_bytes
 
     def documents(self, exact: bool = False) -> Iterator[str]:
-        """The documents in order, without empty ones; `exact` preserves all bytes.
-
-        Raises InputError for a file that cannot be read or decoded.
-        """
+        """The documents in order, without empty ones; `exact` preserves all bytes."""
         left = self.most_bytes
         for file in self.files:
             for text in _read(file, self, exact):

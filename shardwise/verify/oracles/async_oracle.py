@@ -58,9 +58,8 @@ class AsyncOracle:
         self.weights = Weights(model, task, dtype, old=True)
 
     def step(self, batch: Any, clip: float | None = None, idle: int = 0) -> float:
-        """All the updates of one global batch; its mean loss. Raises ValueError for a `clip`.
-
-        The last `idle` data ranks have no rows.
+        """All the updates of one global batch; its mean loss. The last `idle` data ranks have no
+        rows.
         """
         if clip is not None:
             raise ValueError("stages that update at different times have no common norm to clip")

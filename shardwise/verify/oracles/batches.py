@@ -67,17 +67,12 @@ class Division:
 
 
 def may_idle(plan: Plan, ranks: int) -> bool:
-    """False if layers have a mesh of their own: they exchange rows between ranks, so each needs
-    some.
-    """
+    """False if layers have a mesh of their own: each rank needs rows to exchange."""
     return ranks > 1 and not any(each.has_axes for each in plan.layers)
 
 
 def rows_of_step(plan: Plan, division: Division, step: int) -> int:
-    """The rows of the global batch of a step; in every second step they are uneven.
-
-    In the step in which a rank may be idle the others have a row too few for their microbatches.
-    """
+    """The rows of the global batch of a step; uneven in every second step."""
     short = plan.precision in ("bf16", "fp16")
     fewest = ROWS_16 if short else ROWS
     apart = plan.pipeline is None and not short and not any(each.has_axes for each in plan.layers)

@@ -28,10 +28,7 @@ from shardwise.verify.oracles.oracle import Oracle
 
 
 class Choices:
-    """How many choices of each token every expert computes in the last training step of `model`.
-
-    `model` runs in one process; its layers of experts report their routings.
-    """
+    """The choices of experts for each token in the last training step of `model` in one process."""
 
     def __init__(self, model: nn.Module) -> None:
         self.seen: dict[str, list[Tensor]] = {}  # by layer: [N, E] of each microbatch
@@ -58,10 +55,7 @@ class Choices:
     def loads(
         self, batch: Any, plan: Plan, division: Division | None = None, *, trained: bool = True
     ) -> tuple[Loads, ...]:
-        """The loads of each microbatch on the ranks of `plan`; `batch` is the last step's.
-
-        If not `trained`, the loads of the last evaluation.
-        """
+        """The loads of each microbatch on the ranks of `plan`, in training or in evaluation."""
         division = division or Division(plan.shares, plan.microbatches)
         seen = self.seen if trained else self.evaluated
         self.seen, self.evaluated = {}, {}
@@ -81,10 +75,7 @@ class Choices:
 def _loads(
     sizes: list[int], seen: Mapping[str, Tensor], by_shard: Collection[str], plan: Plan
 ) -> Loads:
-    """The loads of a microbatch with so many rows of each share of the batch.
-
-    Each of the data ranks with the same rows has some of their positions.
-    """
+    """The loads of a microbatch with so many rows of each share of the batch."""
     rows, tensor_ranks = sum(sizes), plan.mesh.size_of("tp")
     by_row = {
         name: found.view(rows, len(found) // max(1, rows), found.shape[-1])
@@ -132,9 +123,7 @@ class Routed:
             self.oracle.finish()
 
     def step(self, batch: Any, seed: int) -> tuple[Loads, ...]:
-        """Train the oracle on a global batch. Seeds twice, so that the run draws the same numbers
-        next.
-        """
+        """Train the oracle on a global batch. Seeds twice: the run draws the same numbers next."""
         if not experts_in(self.oracle.model):
             return ()
         torch.manual_seed(seed)

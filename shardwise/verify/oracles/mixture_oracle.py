@@ -65,10 +65,7 @@ class Follow:
     gap: float = 0.0
 
     def choose(self, scores: Tensor, own: Tensor, other: Tensor) -> Tensor:
-        """The run's choices `other` in place of `own`: indices of `scores` along dim -1.
-
-        Returns `own` if `other` is not a valid choice.
-        """
+        """The run's choices `other` in place of `own`, if valid: indices of `scores` in dim -1."""
         order = other.sort(-1).values if other.shape == own.shape else other
         if other.shape != own.shape or (order.diff(dim=-1) == 0).any():
             return own

@@ -75,9 +75,7 @@ class Task:
 
 
 def _as_weights(module: nn.RNNBase, args: tuple[Any, ...]) -> Any:
-    """Convert the inputs to the weights' dtype, which the module checks before it calls any
-    function.
-    """
+    """Convert the inputs to the weights' dtype, before the module calls any function."""
     dtype = module.all_weights[0][0].dtype
     floats = (isinstance(x, Tensor) and x.is_floating_point() for x in args)
     return tuple(x.to(dtype) if wide else x for x, wide in zip(args, floats, strict=True))
@@ -165,11 +163,7 @@ class Microbatches:
         return [every] if self.each == "batch" else [[one] for one in every]
 
     def of(self, batch: Any, idle: int = 0) -> list[Any]:
-        """The rows of each pass; the first data rank's rows come first.
-
-        The last `idle` data ranks have no rows. Leaves that are no tensors with rows go to all
-        passes.
-        """
+        """The rows of each pass, the first data rank's first; the last `idle` ones have none."""
         passes = self.passes(ranks := self.data_ranks - idle)
         if len(passes) == 1:
             return [batch]
@@ -298,10 +292,7 @@ class Oracle:
         self.weights = Weights(model, task, dtype, old=undelayed is not None)
 
     def gradients(self, batch: Any, idle: int = 0) -> tuple[float, dict[str, Tensor | None]]:
-        """The mean loss of a global batch, and its gradients by name; nothing is updated.
-
-        The last `idle` data ranks have no rows.
-        """
+        """The mean loss of a global batch, and its gradients by name; nothing is updated."""
         parts = [part for part in self.microbatches.of(batch, idle) if rows_of(part)]
         total = self.task.tokens(batch)
         share = 2 * math.frexp(self.microbatches.count(batch, idle))[0]
@@ -319,11 +310,7 @@ class Oracle:
         return summed, found
 
     def trial(self, batch: Any) -> dict[str, Tensor | None]:
-        """The gradients of a pass that leaves no trace in the buffers.
-
-        Layers count in buffers (batch norm, the loads of experts): a pass that the run does not
-        make would change the next step.
-        """
+        """The gradients of a pass that leaves no trace in the buffers, in which layers count."""
         before = [(b, b.detach().clone()) for b in self.model.buffers()]
         _, found = self.gradients(batch)
         for b, value in before:

@@ -66,10 +66,7 @@ def oracles_of(
     tokens: Callable[[Any], int] | None = None,
     starts: tuple[str, ...] | None = None,
 ) -> Oracles:
-    """The oracles for a model that `build()` makes, each time with the same weights.
-
-    `starts` begin its stages, as in parallelize.
-    """
+    """The oracles for a model that `build()` makes, each time with the same weights."""
 
     def oracle(dtype: torch.dtype, rounded: torch.dtype | None = None) -> Oracle | AsyncOracle:
         """In a precision, from weights that were rounded to another one."""

@@ -88,7 +88,7 @@ class Replay:
 def published(engine: Engine) -> Errors:
     """Whether each flat parameter in 16 bits is its master, rounded to nearest.
 
-    No update may be pending, and states on a disk must be exposed: `engine.boxes()` does both.
+    `engine.boxes()` has finished updates and exposed states on a disk before.
     """
     flats, facts = engine.optimizer.flats, dict[str, bool]()
     for k, master in engine.optimizer.masters.items():

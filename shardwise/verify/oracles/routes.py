@@ -76,10 +76,7 @@ class Routes:
         self.sight.note(name, PLACES, routing.positions)
 
     def follow(self, engine: Engine, rows: Sequence[Counts]) -> None:
-        """The oracles' next passes follow the choices of all ranks. Called by all of them.
-
-        `rows` are those of each microbatch on each data rank.
-        """
+        """The oracles' next passes follow the choices of all ranks. Called by all of them."""
         if not self.on:
             return
         tensor_rank = engine.plan.coordinate(engine.world.rank).get("tp", 0)

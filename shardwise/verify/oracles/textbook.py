@@ -73,10 +73,7 @@ Promises = dict[str, tuple[int, int]]
 
 
 def broken(engine: Engine, activations: int) -> Promises:
-    """The promises of the plan that this rank of `engine` does not keep, between two steps.
-
-    `activations` are the predicted bytes of the last step.
-    """
+    """The promises of the plan that this rank of `engine` does not keep, between two steps."""
     plan = engine.plan
     found = _padded(engine.flats) | _ranges(plan, engine.names)
     size = re.fullmatch(r"(\d+)(B|KiB|MiB|GiB)", plan.recompute or "")
@@ -143,9 +140,7 @@ def _ranges(plan: Plan, names: Sequence[str]) -> Promises:
 
 
 def _in_range(pattern: str, name: str) -> bool:
-    """Whether a parameter belongs to a layer that matches a pattern with a range, such as
-    blocks.0-3.
-    """
+    """Whether a parameter's layer matches a pattern with a range, such as blocks.0-3."""
     ranges = [text.split("-") for text in RANGE.findall(pattern)]
     fixed = (
         re.escape(text).replace(r"\*", ".*").replace(r"\?", ".") for text in RANGE.split(pattern)

@@ -181,9 +181,7 @@ def joined(
 
 
 def _columns(by_tensor_rank: Mapping[int, list[Tensor]]) -> list[Tensor]:
-    """The choices of tensor ranks: signs are joined side by side, other choices are alike on all
-    ranks.
-    """
+    """The choices of tensor ranks: signs joined side by side, others alike on all ranks."""
     first, *others = (by_tensor_rank[rank] for rank in sorted(by_tensor_rank))
     if not others or not first or first[0].dtype is not torch.bool:
         return first
