@@ -158,10 +158,7 @@ def _host_link(device: torch.device, together: Act) -> LinkSpeed:
 
 
 def _seconds(act: Act, device: torch.device, together: Act, calls: int | None = None) -> float:
-    """The lower quartile of the times of a call; rounds of about ROUND_S begin together.
-
-    With `calls`, every rank makes so many in a round: those that exchange messages must.
-    """
+    """The lower quartile of the times of a call, in rounds of about ROUND_S or of `calls`."""
     act()
     _timed(act, device, 1)
     if calls is None:

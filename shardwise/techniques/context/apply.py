@@ -49,10 +49,7 @@ def applied(model: nn.Module, build: "Build") -> "PositionShards":
 
 
 def _axes(world: World, plan: Plan) -> tuple[Axis, Axis, Axis]:
-    """The ranks of `cp`, of the ring, and of Ulysses.
-
-    Ranks of Ulysses are neighbours: an all-to-all inside a host, a ring across hosts.
-    """
+    """The ranks of `cp`, of the ring, and of Ulysses, whose all-to-all stays inside a host."""
     inner, n = plan.inner_data_axis, plan.cp
     u = plan.context.ulysses if plan.context else 1
     groups = [range(first, first + n) for first in range(0, world.axis(inner).size, n)]
@@ -166,10 +163,7 @@ def part_of(plan: Plan, part: Any, rank: int, *, shifts: bool) -> tuple[Any, Seq
 
 
 class RecordedPositions:
-    """A pass on meta over the positions of one rank, for predictions.
-
-    `tokens`: the user counts the tokens of a batch.
-    """
+    """A pass on meta over one rank's positions; `tokens`: the user counts those of a batch."""
 
     def __init__(self, model: nn.Module, plan: Plan, rank: int, *, tokens: bool) -> None:
         self.plan, self.rank, self.tokens = plan, plan.coordinate(rank)[CONTEXT], tokens

@@ -87,10 +87,7 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
 def math_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`forward` in plain operations and, with its results, in fp32 (fp64 for fp64).
-
-    `bias` is added to the scores.
-    """
+    """`forward` in plain operations, in fp32 (fp64 for fp64); `bias` is added to the scores."""
     q_, k_, v_ = _grouped(q, k, v)
     scores = _scores(q_, k_, bias, scale)
     lse = scores.logsumexp(-1)

@@ -26,10 +26,7 @@ from shardwise.techniques.context.word import ContextWord
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """How `length` positions are divided over `ranks` ranks, `ulysses` of them in each ring rank.
-
-    `zigzag`: two chunks for each ring rank, else one block. `ulysses` divides `ranks`.
-    """
+    """The division of `length` positions over `ranks` ranks, `ulysses` in each ring rank."""
 
     length: int
     ranks: int
@@ -42,11 +39,7 @@ class SequenceCut:
         return SequenceCut(self.length, self.ranks // self.ulysses, self.zigzag)
 
     def chunks(self, rank: int) -> list[Range]:
-        """The positions of a rank as intervals [start, stop), in the order in which it holds them.
-
-        Without Ulysses two with zigzag (either may be empty) and one without; with Ulysses those
-        that are not empty.
-        """
+        """A rank's positions as intervals [start, stop), in order; zigzag's two may be empty."""
         if self.ulysses > 1:
             return self._block(*divmod(rank, self.ulysses))
         blocks = [interval for (interval,) in even(0, self.length, self.ranks).ranges]

@@ -57,10 +57,7 @@ class Ring:
     scale: float
 
     def blocks(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The keys and values of all ranks with their owner, this rank's first.
-
-        The next block travels while the caller uses one.
-        """
+        """The keys and values of all ranks with their owner; the next travel meanwhile."""
         rank, n = self.axis.rank, self.axis.size
         for step in range(n - 1):
             passing = self.begin_pass(kv, (rank - step) % n)
@@ -69,10 +66,7 @@ class Ring:
         yield (rank + 1) % n, kv
 
     def begin_pass(self, x: Tensor, owner: int) -> Pending[Tensor]:
-        """Begin to send `x` to the next rank; the result is what the previous rank sends.
-
-        `x` has the positions (dim -2) of rank `owner`; the result has those of rank `owner - 1`.
-        """
+        """Begin to send `x`, the positions of `owner`, and to receive those of `owner - 1`."""
         rank, n = self.axis.rank, self.axis.size
         positions = self.cut.numel((owner - 1) % n)
         arriving = x.new_empty((*x.shape[:-2], positions, x.shape[-1]))

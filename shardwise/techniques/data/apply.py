@@ -89,7 +89,6 @@ def units_of(
     """The units of a model whose parameters will be sharded in about `parts` parts.
 
     Sizes are those of full parameters, so that ranks with slightly different parts choose the same.
-    Neighbours whose `unit_key` differs are not merged.
     """
     # units that are gathered for use stay small; units that are only reduced may fill a bucket
     gathered = how.gathers or how.row.moves().reshards
@@ -140,11 +139,7 @@ def by_row(how: Sharding, specs: Sequence[UnitSpec]) -> Held:
 
 
 def shard(how: Sharding, specs: Sequence[UnitSpec], held: Held) -> list[Unit]:
-    """Lay parameters flat, unit by unit, in place.
-
-    One unit is built and cut before the next is begun, so a model on the meta device never exists
-    whole on any rank.
-    """
+    """Lay parameters flat, in place, one unit after the other: a meta model never exists whole."""
     given, here = how.weights.fill(how.fill), held.here
 
     def fill(name: str, tensor: Tensor) -> None:
@@ -228,10 +223,7 @@ def driver_of(module: nn.Module) -> Data | None:
 def _groups(
     spec: UnitSpec, layouts: Mapping[str, Layout], compute: Mapping[nn.Parameter, torch.dtype]
 ) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:
-    """The unit's parameters by dtypes, whether they are trained, and the kind of their layout.
-
-    A tied parameter has its own group: its ranks hold it in units of different parameters.
-    """
+    """The unit's parameters by dtypes, whether they are trained, and the kind of their layout."""
     found: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, p in spec.params:
         alone = name if layouts[name].tied else ""

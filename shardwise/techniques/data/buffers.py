@@ -22,10 +22,7 @@ from shardwise.comm.world import Axis
 
 
 class Buffers:
-    """The buffers of one model on the data axes.
-
-    Without `follow`, rank 0's buffers are copied once only, at the start.
-    """
+    """The buffers of one model; without `follow`, rank 0's are copied only at the start."""
 
     def __init__(self, root: nn.Module, axes: Sequence[Axis], *, follow: bool = True) -> None:
         self.axes = [axis for axis in axes if axis.size > 1]
@@ -40,9 +37,8 @@ class Buffers:
 
     @torch.no_grad()
     def lend(self) -> "OwnBuffers":
-        """Copy rank 0's buffers to every rank for an evaluation. All ranks call it.
-
-        Returns this rank's own values of those that were different.
+        """Copy rank 0's buffers to every rank for an evaluation; returns this rank's different
+        ones.
         """
         receives = self.follow and any(axis.rank for axis in self.axes)
         before = [(b, b.detach().clone()) for b in self._all()] if receives else []

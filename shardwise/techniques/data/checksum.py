@@ -69,10 +69,7 @@ def weighted(x: Tensor) -> Tensor:
 
 
 def exact_sum(folded: Tensor) -> Tensor:
-    """The sum of a folded tensor of int64: an integer, 0-d.
-
-    Its weights are odd: an even one would lose the sign of a double.
-    """
+    """The sum of a folded int64 tensor: 0-d. An even weight would lose the sign of a double."""
     weights = torch.arange(1, 2 * WEIGHTS, 2, dtype=torch.int64, device=folded.device)
     return (folded * weights * PRIME).sum()
 
@@ -113,10 +110,7 @@ def batch_checksum(batch: Any, device: torch.device) -> Tensor:
 
 
 def share_numbers(batch: Any, device: torch.device) -> Tensor:
-    """A checksum of a batch, a whole number, and its square: doubles that ranks may sum.
-
-    They stay on the device; zeros for a batch without elements.
-    """
+    """A checksum of a batch, a whole number, and its square: doubles that ranks may sum."""
     if not any(x.numel() for x in leaves(batch, Tensor, objects=True)):
         return torch.zeros(2, dtype=torch.float64, device=device)
     exact, sums, sizes = batch_checksum(batch, device)
@@ -163,10 +157,9 @@ class Computed:
         self.numbers[name] = numbers_of(x)
 
     def hash(self, names: Sequence[str], rank: int) -> Tensor:
-        """A number of all bits, 0-d; `names` are those that it may have.
+        """A number of all bits, 0-d, which depends on the rank of the microbatch.
 
-        It depends on the rank whose microbatch it is, so that the same fault in two passes of one
-        rank does not cancel.
+        Otherwise the same fault in two passes of one rank would cancel.
         """
         (device,) = {bits.device for bits, *_ in self.numbers.values()}
         none = torch.zeros((), dtype=torch.int64, device=device)
@@ -324,10 +317,7 @@ def _values_of(module: nn.Module) -> Options:
 
 
 def operations_of_pass() -> list[str]:
-    """The kinds of nodes in the graph that is differentiated; none if no call of it is found.
-
-    Whether a view is copied depends on the shapes of a rank's rows.
-    """
+    """The kinds of nodes in the graph that is differentiated; none if no call of it is found."""
     nodes = [x.grad_fn for x in leaves(_differentiated(), Tensor) if x.grad_fn is not None]
     seen = set(nodes)
     while nodes:

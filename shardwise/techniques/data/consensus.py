@@ -71,11 +71,7 @@ class Consensus:
         self.gathered = (31 * self.gathered + unit + 1) % MARKS
 
     def summary(self) -> Tensor:
-        """One number per trained parameter: 1 if this rank had a gradient for it, else 0; then the
-        checksum.
-
-        They are doubles, in which sums are exact.
-        """
+        """1 or 0 for each trained parameter with a gradient on this rank; then the checksum."""
         self.same.facts["the place of this module in the order of wrapping"] = self.number
         difference = self.same.difference(self.rounds)
         self.rounds += 1
@@ -99,10 +95,7 @@ class Consensus:
         self.same.doubts.passes = 0
 
     def end(self) -> None:
-        """Set which parameters have a gradient on any rank.
-
-        Waits for the device if this rank has no gradient for one of them.
-        """
+        """Set which parameters have a gradient on any rank; waits if this rank lacks one."""
         flags = self.flags()
         self.set_used(flags)
         if self.unread is not None and (self.unread[0].ready or not all(flags)):
@@ -158,10 +151,7 @@ class Consensus:
         return self.begin_agree(x).wait()
 
     def meet(self, scaling: Scaling | None = None) -> None:
-        """All ranks ask for the state: compare what they have now, and what `scaling` adds.
-
-        Raises InputError on all of them if it differs.
-        """
+        """All ranks ask for the state: compare what they have now, and what `scaling` adds."""
         self.check()
         self.same.batch, self.same.facts["the number of steps"] = 0, self.rounds
         if not any(axis.transport.answered for axis in (*self.axes, *self.same.others)):
@@ -225,10 +215,7 @@ class Consensus:
 
 
 def warn_of_equal_shares(sums: Sequence[float], ranks: int, args: str, part: str) -> None:
-    """Print a line if all data ranks have the same rows, by the sums of `share_numbers`.
-
-    `args` of a sampler and `part` of the indices are the remedy.
-    """
+    """Print a line if all data ranks have the same rows, by the sums of `share_numbers`."""
     total, squares = sums
     if total and ranks > 1 and ranks * squares == total**2:
         print(

@@ -96,9 +96,8 @@ def sent_bytes(part: Any, kernels: str) -> int:
 
 
 def exchange(part: Any, tokens: float, axis: Axis, device: torch.device) -> tuple[Any, ...]:
-    """Send a microbatch to the next rank of the axis; returns that of the rank before.
-
-    A microbatch, its tokens, and the states of the generators. Called by all ranks.
+    """Send a microbatch, its tokens and generator states to the next rank; returns the previous
+    one's.
     """
     header, tensors = header_of(part, tokens)
     states = [generator.get_state() for generator in generators_of(device)]
@@ -143,9 +142,8 @@ class Rerun:
             data.collects = self._collected
 
     def begin(self, objective: Objective, part: Any, tokens: float, repeat: Repeat) -> Objective:
-        """A step begins with this microbatch: compute that of the rank before.
-
-        Returns `objective`, which also notes this rank's results for `part`.
+        """Compute the previous rank's microbatch; returns `objective`, which notes this rank's
+        results.
         """
         same, self.now = self.data.consensus.same, None
         same.reruns = None

@@ -190,10 +190,7 @@ class SameOnRanks:
         ] + self.copies
 
     def begin(self, step: int, options: Options, writes: bool) -> None:
-        """Step number `step`, from 1, begins with these options.
-
-        `writes`: the program has changed optimizer states since the one before.
-        """
+        """Step number `step`, from 1, begins with these options."""
         self.step, self.options, self.batch, self.recheck = step, options, 0, None
         self.doubts.state_writes = writes
         if any(axis.size > 1 for axis in self.others):  # a stage has some of the modules
@@ -217,10 +214,7 @@ class SameOnRanks:
         self.facts[STEPS] = {**steps, kind: steps.get(kind, 0) + 1}
 
     def difference(self, step: int, *, modes: bool = True) -> int | Tensor:
-        """This rank's contribution in step `step`, from 0; a double on the device with tensors.
-
-        `modes`: whether the training flags of modules count.
-        """
+        """This rank's contribution in step `step`, from 0; a double on the device with tensors."""
         self.sent = None if self.options is None else (self.options, self.facts)
         self.options, self.facts = None if self.options is None else {}, {}
         self.weighs = self.every > 0 and step % self.every == 0
@@ -274,8 +268,7 @@ class SameOnRanks:
     def difference_on_others(self, *, batch: bool = True) -> int | Tensor:
         """This rank's contribution to the sum over the other axes: of the options and the batch.
 
-        Each axis has its own factor: otherwise the contributions of a rank that differs, which is
-        first on one axis and not on the other, would cancel.
+        Each axis has its own factor, so that contributions on two axes do not cancel.
         """
         own: int | Tensor = 0
         for number, axis in enumerate(self.others):
@@ -287,8 +280,7 @@ class SameOnRanks:
     def require(self, *, on_all: bool = True) -> None:
         """A sum is not 0: the ranks exchange what they have.
 
-        `on_all`: whether all ranks know; else the others of this rank's tp and pp axes, whose
-        batches or options differ. Raises InputError for what differs; warns if numbers differ by
+        Without `on_all` this rank's tp and pp axes alone know it. Warns if numbers differ by
         rounding.
         """
         if self.recheck is not None:
@@ -361,8 +353,6 @@ class SameOnRanks:
     def _require_weights(self, start: int, every: Sequence[Mapping[Any, Any]]) -> bool:
         """Compare all tensors of the data ranks from the rank `start` on; returns whether any
         differ.
-
-        Raises InputError for the first that differs by more than rounding; warns if there is none.
         """
         different: list[tuple[str, list[str], Values, Values]] = []
         for key in dict.fromkeys(key for own in every for key in own):

@@ -141,10 +141,10 @@ def feed_forward(rows: Tensor, counts: list[int], stacks: Stacks) -> Tensor:
 
 
 def fits(rows: Tensor, stacks: Stacks) -> bool:
-    """Whether grouped products can compute these, and are not slower.
+    """Whether grouped products can compute these, and are not slower, also in a recomputation.
 
-    The answer is the same in a recomputation. Dispatch modes that count, keep or replace operations
-    expect the usual ones, as do tensors without data.
+    Dispatch modes that count, keep or replace operations expect the usual ones, as do tensors
+    without data.
     """
     if len(stacks[0]) < LEAST or not len(rows) or rows.is_meta:
         return False

@@ -23,11 +23,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class ExpertMove:
-    """One move of a layer in a pass of the plain model, with `numel` elements of one process.
-
-    `tokens` is the number of tokens whose rows are exchanged, or the length of the leaving
-    sequences.
-    """
+    """One move of a layer in a pass of the plain model, with `numel` elements of one process."""
 
     kind: Kind
     numel: int

@@ -156,9 +156,7 @@ class Gate:
     ) -> Routing:
         """The routing of N tokens with logits [N, E]. Called by all data ranks.
 
-        `losses`: whether the auxiliary losses are computed. `layer`: its name, for errors.
-        Raises InputError, on all data ranks, if a rank's `extra.target` has an expert that does
-        not exist.
+        Raises InputError, on all data ranks, if a rank's `extra.target` has an unknown expert.
         """
         if self.name == "expert-choice":
             return self._by_experts(logits, batch, losses=losses)

@@ -46,10 +46,7 @@ def _clamp_to_experts(assignment: Tensor, experts: int) -> tuple[Tensor, Tensor]
 def require_experts(
     assignment: Tensor, experts: int, valid: tuple[bool, ...], batch: GlobalBatch, layer: str
 ) -> None:
-    """Raise InputError, on all data ranks, if the assignment [N] of any is not `valid`.
-
-    All ranks know `valid`, so no rank waits for one that raises.
-    """
+    """Raise InputError, on all data ranks, if the assignment [N] of any is not `valid`."""
     if all(valid):
         return
     found = torch.zeros(3, dtype=torch.float64, device=assignment.device)
@@ -187,8 +184,7 @@ def _assign_with_room(distances_NE: Tensor) -> Tensor:
 def _means(features: Tensor, clusters: Tensor, centroids: Tensor) -> Tensor:
     """The mean feature of each cluster [E, D]; for one without features, the old centroid.
 
-    A matrix product, because index_add on CUDA adds in a different order each time: then ranks
-    would get different centroids.
+    By a matrix product: index_add on CUDA would give ranks different centroids.
     """
     members = functional.one_hot(clusters, len(centroids)).double()
     sums = torch.zeros_like(centroids, dtype=torch.float64)

@@ -112,8 +112,7 @@ class Load(NamedTuple):
 class Experts(nn.Module):
     """E feed-forward networks, down(silu(gate(x)) * up(x)) from D to F and back (SwiGLU).
 
-    Their weights are stacked: gate and up are [E, F, D], down is [E, D, F]. Under `ep` a rank has
-    consecutive experts.
+    Their weights are stacked: gate and up are [E, F, D], down is [E, D, F].
     """
 
     def __init__(self, experts: int, width: int, hidden: int) -> None:
@@ -128,10 +127,7 @@ class Experts(nn.Module):
             nn.init.normal_(p, std=p.shape[-1] ** -0.5)
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Rows [sum(counts), D] by expert; counts[e] rows are for expert e, or none.
-
-        An expert without rows has a gradient of zeros, as in one process that has all experts.
-        """
+        """Rows [sum(counts), D] by expert; an expert without rows has a gradient of zeros."""
         return feed_forward(rows, counts, (self.gate, self.up, self.down))
 
 
@@ -328,10 +324,7 @@ class MoE(nn.Module):
         return self.place.name or "a mixture of experts"
 
     def _remember(self, routing: Routing, bias: Tensor | None) -> None:
-        """Keep the loads, and the choices that the `bias` of the next pass follows.
-
-        A pass without any token on any rank does not count.
-        """
+        """Keep the loads, and the choices that the `bias` of the next pass follows."""
         if phase() == "backward":  # activations are recomputed
             return
         self.place.on_routing(routing)
@@ -356,10 +349,7 @@ class MoE(nn.Module):
 
 
 def name_layers(model: nn.Module) -> None:
-    """Give every layer of experts its name in `model`, on which its random numbers depend.
-
-    sw.parallelize does so.
-    """
+    """Give every layer of experts its name in `model`, on which its random numbers depend."""
     for name, layer in model.named_modules():
         if isinstance(layer, MoE):
             layer.place = replace(layer.place, name=name)

@@ -87,10 +87,7 @@ def _sends(share: Share) -> Counted:
 
 
 def _in_evaluation(move: ExpertMove) -> bool:
-    """Whether an evaluation makes this move of a training step too.
-
-    It has no losses, which are sums, and no random numbers, for which ranks exchange one number.
-    """
+    """Whether an evaluation makes this move of a training step too: no losses, no draws."""
     trains = move.kind == "sum" or (move.kind == "gather" and move.numel == 1)
     return move.phase == "forward" and not trains
 
@@ -108,10 +105,7 @@ def _bounds(share: Share) -> dict[str, tuple[int, int]]:
 def _exchanged_bytes(
     plan: Plan, spec: ModelSpec, rank: int, bound: Bound, tokens: Sequence[Sequence[int]]
 ) -> int:
-    """The bytes that `rank` sends in all exchanges of a step, given a bound on their rows.
-
-    `tokens` are those of each data rank in each microbatch, if they are known.
-    """
+    """The bytes that `rank` sends in all exchanges of a step, given a bound on their rows."""
     tariff = Tariff(plan, rank)
     for number, moves in enumerate(spec.expert_moves):
         for name, move, _ in _moves_on(spec, plan, rank, moves):
@@ -202,11 +196,7 @@ def _moves_on(
 
 
 def _repeats(spec: ModelSpec, module: str, found: LayerMove) -> bool:
-    """Whether the recomputation of `module` makes the move again.
-
-    It ends at the last tensor that autograd saves. None is saved between the end of a layer of
-    experts and the next call of a module.
-    """
+    """Whether the recomputation of `module`, up to its last saved tensor, makes the move again."""
     if found.layer != module and not found.layer.startswith(f"{module}."):
         return False
     if found.move.kind != "leave":

@@ -61,10 +61,7 @@ class GlobalBatch:
         return rank
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the data ranks. Differentiable.
-
-        The backward pass sums the gradients, because each rank's loss is a part of the global one.
-        """
+        """The sum of `x` over the data ranks; backward sums gradients, since losses are parts."""
         returns = int(x.requires_grad and phase() == "forward")
         self.record(ExpertMove("sum", x.numel(), x.element_size(), phase(), returns))
         for axis in self.axes:
@@ -72,10 +69,7 @@ class GlobalBatch:
         return x
 
     def gather(self, x: Tensor, *, padded: bool = False) -> Tensor:
-        """Every data rank's `x`, of one shape, as [ranks, *x.shape]. Not differentiable.
-
-        `padded`: `x` has a row for each token of the rank with most tokens.
-        """
+        """Every data rank's `x`, as [ranks, *x.shape]; `padded`: to the rank with most tokens."""
         x = x.detach()
         kind = "gather_padded" if padded else "gather"
         self.record(ExpertMove(kind, x.numel(), x.element_size(), phase()))
@@ -191,10 +185,7 @@ def queues(
 
 @dataclass(frozen=True)
 class RoutingFacts:
-    """What the data ranks tell each other of their logits, by data rank; `entropy` as in `Routing`.
-
-    `valid`: whether every assigned expert of a hard gate exists.
-    """
+    """The data ranks' facts of their logits; `valid`: every assigned expert exists."""
 
     sizes: tuple[int, ...]
     finite: tuple[bool, ...]
@@ -214,11 +205,7 @@ class RoutingFacts:
 
 
 def pack_facts(logits_NE: Tensor, valid: Tensor | None = None) -> Tensor:
-    """FACT_COUNT integers of a data rank: tokens, flags, and the bits of a double.
-
-    The flags say whether all logits are finite, and whether the assigned experts exist. The double
-    is the sum of the tokens' entropies.
-    """
+    """FACT_COUNT integers of a data rank: tokens, flags, and the bits of the sum of entropies."""
     logits_NE = logits_NE.detach()
     rows = torch.tensor(len(logits_NE), dtype=torch.int64, device=logits_NE.device)
     entropy = torch.special.entr(logits_NE.double().softmax(-1)).sum()

@@ -91,8 +91,8 @@ class StackedOnRanks:
     def _run_experts(self, rows: Tensor, counts: list[int]) -> Tensor:
         """The outputs of this rank's experts for rows by expert.
 
-        Without rows the module's forward uses no weight, and other ranks would wait for the
-        backward pass of this one.
+        Without rows the module's forward uses no weight, and backward passes of other ranks would
+        wait.
         """
         if not len(rows):
             return rows + sum(p[:0].sum() for p in self.own_experts.parameters(recurse=False))

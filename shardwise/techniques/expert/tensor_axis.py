@@ -56,10 +56,7 @@ def _stacked_cuts(module: nn.Module, ranks: int) -> dict[str, Cut]:
 
 
 def layouts_on_tensor_axis(model: nn.Module, ranks: int, *, sp: bool) -> dict[str, AxisLayout]:
-    """The layouts on the tensor axis that no style of the table states, by name.
-
-    Parts of experts, and the weights that compute logits, whose gradients are partial.
-    """
+    """The layouts on the tensor axis that no style of the table states, by name."""
     cuts = hidden_cuts(model, ranks, sp=sp)
     routers = {
         f"{name}.{key}.weight": AxisLayout(R, ranks)
@@ -74,10 +71,7 @@ def layouts_on_tensor_axis(model: nn.Module, ranks: int, *, sp: bool) -> dict[st
 def on_tensor_axis(
     model: nn.Module, axis: Axis, stream: Stream, found: Mapping[str, AxisLayout], *, sp: bool
 ) -> None:
-    """Let the layers of experts enter and leave the tensor axis; their weights are cut already.
-
-    `found` are the layouts on the axis, by the names of parameters.
-    """
+    """Let the layers of experts, whose weights are cut already, enter and leave the tensor axis."""
     for layer in model.modules():
         if isinstance(layer, MoE):
             enter = identity if sp else stream.spread  # what is gathered is used differently

@@ -35,10 +35,7 @@ from shardwise.kernels.logits import DESCRIBED
 
 
 def between(degree: int, other: int, ranks: int, stages: int = 1) -> list[list[int]]:
-    """Lists of the ranks among which rows are moved between two tensor degrees.
-
-    `ranks` counts those of one stage of `stages`, the outermost axis.
-    """
+    """Lists of the ranks that move rows between two tensor degrees, of `ranks` in each stage."""
     few, many = sorted((degree, other))
     firsts = (
         s * ranks + g + t for s in range(stages) for g in range(0, ranks, many) for t in range(few)
@@ -136,10 +133,7 @@ class RowExchange:
         return count * (index + 1) // parts - count * index // parts
 
     def move(self, x: Tensor, have: int, want: int, layer: str, factor: int = 1) -> Tensor:
-        """`x`, whose dim 0 has `factor` entries for each row at degree `have`, at `want`.
-
-        `layer` takes or gives the rows.
-        """
+        """`x`, whose dim 0 has `factor` entries for each row at degree `have`, at `want`."""
         if have == want:
             return x
         few, many = sorted((have, want))

@@ -63,10 +63,7 @@ class LayerPlan:
 
 
 def split_layers(text: Any) -> tuple[str, tuple[LayerPlan, ...]]:
-    """The words of the model's plan, and the plans of layers.
-
-    Raises InputError for a part without names of layers, or with words of whole models.
-    """
+    """The words of the model's plan, and the plans of layers."""
     if not isinstance(text, str):
         return text, ()
     first, *parts = text.split("|")

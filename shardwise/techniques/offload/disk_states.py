@@ -59,10 +59,7 @@ class ChunkRead:
 
 
 def read_ahead(disk: Disk, jobs: Sequence[ChunkRead]) -> Iterator[tuple[ChunkRead, list[Buffer]]]:
-    """Each job with its chunks in buffers, which the caller writes back or releases.
-
-    While a job is in use, the next ones are read into whatever buffers are free.
-    """
+    """Each job with its chunks in buffers; free buffers read the next jobs meanwhile."""
     begun: deque[tuple[ChunkRead, list[Buffer], list[Future[None]]]] = deque()
     upcoming = deque(jobs)
     while upcoming or begun:
@@ -321,10 +318,7 @@ def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) ->
 
 
 def first_states(spec: OptimizerSpec) -> list[State]:
-    """For each group of the specification, the state of a matrix after one step.
-
-    Streamed states are on the meta device.
-    """
+    """For each group of the specification, the state after one step; if streamed, on meta."""
     found: list[State] = []
     for group in range(len(spec.members)):
         probe = nn.Parameter(torch.zeros(2, 3, device="cpu"))

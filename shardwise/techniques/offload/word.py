@@ -67,10 +67,7 @@ class Offload:
         return self.undelayed is not None and step >= self.undelayed
 
     def tiers(self, numels: Sequence[int]) -> list[Tier]:
-        """The tier of the optimizer's state of each unit, if `by_unit`.
-
-        `numels` are the units' trained parameters on this rank, in the order of the model.
-        """
+        """The tier of the optimizer's state of each unit, by the numbers of trained parameters."""
         on_host = _first(self.share, numels)
         return ["device" if k < on_host else "host" for k in range(len(numels))]
 

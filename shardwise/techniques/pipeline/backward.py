@@ -57,10 +57,7 @@ class StageTape:
         self.outputs = [get_gradient_edge(y) for y in outputs]
 
     def backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """B: returns the gradients of `inputs`, from those of the outputs; accumulates parameters'.
-
-        None for an input that requires no gradient or receives none.
-        """
+        """B: the gradients of `inputs`, or None, from the outputs'; accumulates parameters'."""
         inputs, outputs = self._played()
         if outputs:
             torch.autograd.backward(outputs, list(grads))
@@ -161,9 +158,8 @@ class _Graph:
         self.apart = self._apart()
 
     def _apart(self) -> dict[Node, int]:
-        """For nodes of the way that postpone a parameter's gradient, the edge to the parameter.
-
-        Only such edges lead to that parameter; otherwise its gradient would be incomplete.
+        """For nodes of the way that postpone a parameter's gradient, the only edge to the
+        parameter.
         """
         able = {node: place for node in self.nodes if (place := _able(node)) is not None}
         ends = {self.nodes[node][place][0] for node, place in able.items()}
@@ -257,10 +253,7 @@ def _parents_first(roots: Iterable[Node]) -> dict[Node, Edges]:
 def _along_the_way(
     arrivals: Sequence[Arrival], inputs: Sequence[Tensor], forks: Sequence[_Fork]
 ) -> tuple[list[Tensor | None], list[Arrival]]:
-    """Run from the outputs to `inputs`: their gradients, and those of branches that are ready.
-
-    Sets `arrived` of the forks that W runs again.
-    """
+    """Run from the outputs to `inputs`: their gradients, and those of branches that are ready."""
     again = [fork for fork in forks if fork.again]
     once = [fork for fork in forks if not fork.again]
     leaves = [get_gradient_edge(x) for x in inputs if x.requires_grad]

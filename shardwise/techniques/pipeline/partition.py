@@ -234,9 +234,7 @@ def _lists(
 
 
 def _planned(model: nn.Module) -> list[str]:
-    """The elements of the lists in a transformers model's `base_model_pp_plan`, in the order of
-    calls.
-    """
+    """The elements of the lists in a transformers model's `base_model_pp_plan`, as called."""
     return [
         f"{name}.{key}"
         for name in _chain(model)
@@ -256,10 +254,7 @@ def _chain(model: nn.Module) -> list[str]:
 
 
 def calls_of(model: nn.Module, loss: Callable[..., Any] | None = None) -> Calls:
-    """The calls of the modules in a run of `loss(model, batch)`, or of the model itself.
-
-    Modules of transformers are called in the order of definition, but for `misplaced`.
-    """
+    """The calls of the modules in a run of `loss(model, batch)`, or of the model itself."""
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(type(model), "base_model_prefix"):
         return call_order(model, loss)

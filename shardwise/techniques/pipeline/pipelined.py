@@ -40,8 +40,8 @@ from shardwise.techniques.tensor.sharded_logits import Tensors
 class _Traced(NamedTuple):
     """The trace of a forward, and the lengths of its sharded sequences.
 
-    `trains`: whether the loss is computed from a parameter of the model that trains; `written`:
-    whether it writes to the batch.
+    `trains`: whether the loss depends on a trained parameter; `written`: whether it writes the
+    batch.
     """
 
     trace: StageTrace
@@ -84,10 +84,7 @@ class Pipelined:
         return self.stale is not None
 
     def run(self, parts: Sequence[Any], counts: Sequence[float], weights: LossWeights) -> Tensor:
-        """Run all microbatches forward and backward, in runs of the schedule.
-
-        As OneStage.run; only the rank with the last stage has the sum of the loss.
-        """
+        """Run all microbatches; only the rank with the last stage has the sum of the loss."""
         loss = ScaledLoss(weights, self.device)
         seed = (
             int(torch.randint(2**61, (), dtype=torch.int64, device="cpu"))
@@ -209,8 +206,7 @@ def reaches(loss: Tensor, numbers: Container[int]) -> bool:
 class ScheduledUnits:
     """The units of this rank's stages, gathered and freed by hooks during each action.
 
-    `apart` as in OneStage. With `versions`, the backward pass of a microbatch uses the weights of
-    its forward pass.
+    With `versions`, the backward pass of a microbatch uses the weights of its forward pass.
     """
 
     def __init__(

@@ -118,10 +118,7 @@ class Staging:
         return [name for name, flag in zip(every, flags, strict=True) if flag]
 
     def shared(self, names: Sequence[str], used: Tensor) -> Tensor:
-        """`used`, where a tied parameter counts as used if any holder used it.
-
-        Otherwise some holders would not update it, and their weights would differ.
-        """
+        """`used`, where a tied parameter is used if any holder used it: all must update it."""
         places = {name: index for index, name in enumerate(names) if name in self.ties}
         sums = {
             index: begin_sum(used[index : index + 1], self.ties[name])
@@ -162,10 +159,7 @@ def calls_under(
 def stages_of(
     model: nn.Module, begin: Sequence[str], calls: Calls | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """The stages of each parameter, by name, before the model is partitioned.
-
-    A parameter outside of layers belongs to stage 0 (techniques/pipeline/trace/placeholders.py).
-    """
+    """The stages of each parameter, by name, before the model is partitioned."""
     found: dict[nn.Parameter, set[int]] = {p: set() for p in model.parameters()}
     for name, layer in layers(model, begin, calls).items():
         for p in model.get_submodule(name).parameters():

@@ -111,10 +111,7 @@ class StageUnits(Protocol):
 
 
 class StageWork:
-    """The work of one run of a schedule (`Work` of techniques/pipeline/runtime.py).
-
-    `call` is the forward of one microbatch. Without `trains` there are no backward passes.
-    """
+    """The work of one run of a schedule; without `trains` there are no backward passes."""
 
     def __init__(
         self,

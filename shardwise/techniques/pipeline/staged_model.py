@@ -29,10 +29,8 @@ from shardwise.techniques.pipeline.trace.tracer import Ask, Tracer
 class Stages:
     """The stages `mine` of a model on this rank; replaces all other layers by placeholders.
 
-    `twin` is the model's twin (techniques/pipeline/trace/placeholders.py), used by one Stages only.
-    `starts` names the modules that begin stages 1, 2, ...; `calls` are those of call_order.py, None
-    for the order of definition. `device` is where the real tensors are. Raises InputError if the
-    starts do not fit the model.
+    `twin` is used by one Stages only. `starts` names the modules that begin stages 1, 2, ...;
+    `calls` are those of call_order.py, None for the order of definition.
     """
 
     def __init__(
@@ -59,9 +57,7 @@ class Stages:
 
         The trace is valid for every microbatch of the same shapes that it `fits`. Tracing draws no
         random number from the default generators, and keeps no real tensor. `ask` answers reads of
-        activations between layers (techniques/pipeline/trace/probe.py); without it they raise.
-        Raises InputError if the code between layers cannot be traced
-        (techniques/pipeline/trace/tracer.py).
+        activations between layers (trace/probe.py); without it they raise.
         """
         layers, seen = self.layers, Seen(self.layers.numbers)
         layers.number_buffers(seen.put)
@@ -97,10 +93,7 @@ class Stages:
         )
 
     def fits(self, trace: StageTrace, call: Callable[[nn.Module], Any]) -> bool:
-        """Whether `trace` holds for this microbatch too, of the same shapes.
-
-        It does unless the forward reads other numbers from the batch.
-        """
+        """Whether the forward reads the same numbers from this microbatch, of the same shapes."""
         if not trace.answers:
             return True
         seen = Seen(self.layers.numbers)
@@ -131,7 +124,7 @@ class Stages:
 
         The model's buffers change as in any forward, and operations between layers may draw random
         numbers. With several stages on a rank, `call` runs for each, so it must not write to the
-        batch. Raises InputError if the forward does not do what the trace says.
+        batch.
         """
         layers = self.layers
         seen = Seen(layers.numbers)

@@ -45,8 +45,8 @@ def require(
 ) -> float | None:
     """The bound on the gradient's norm; under an asynchronous schedule infinity becomes None.
 
-    `starts` are the modules that begin stages. An asynchronous schedule cannot clip, skip a step,
-    or train one parameter in stages that update at different times: these raise InputError.
+    Such a schedule cannot clip, skip a step, or train one parameter in stages that update at
+    different times.
     """
     schedule, clip = stage_module.schedule_of(plan), options.clip
     if schedule is None or not schedule.update:
@@ -183,10 +183,8 @@ class Stale(Updater[Flat]):
         self.peak_bytes = max(self.peak_bytes, self._old_bytes())
 
     def _agree(self, flats: Sequence[Flat], number: Tensor) -> tuple[Factor, Tensor]:
-        """Set which parameters have a gradient on any data rank.
-
-        Returns the factor of gradients, 1 over `number`, and [1], how many data and tensor ranks
-        have a gradient that is not finite.
+        """Set which parameters have a gradient on any data rank; the factor and bad ranks of
+        gradients.
         """
         own = [float(flag) for flat in flats for flag in flat.grads.has_grad]
         spoilt = self.guard.not_finite(flats)

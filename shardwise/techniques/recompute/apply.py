@@ -80,10 +80,7 @@ def _with_layers(
 def on_host(
     model: nn.Module, plan: Plan, units: Rule, kinds: Mapping[str, str], starts: Sequence[str] = ()
 ) -> dict[str, tuple[int, int]]:
-    """The blocks whose activations rest in host memory, each with its stage and its place.
-
-    `kinds` is the result of `recomputed_modules`.
-    """
+    """The blocks whose activations rest in host memory, each with its stage and its place."""
     found = (
         choice.on_host(model, plan, blocks(model, units), kinds) if plan.activations_on_host else ()
     )
@@ -132,9 +129,7 @@ class Recomputation(Applied):
         self.host: HostActivations | None = None
 
     def apply(self, model: nn.Module, world: World, *, sp: bool) -> None:
-        """Recompute the modules, in place; under sequence parallelism (`sp`) their inputs are
-        shards.
-        """
+        """Recompute the modules, in place; under `sp` their inputs are shards."""
         records = [layer.pass_records for layer in layers_of(model).values()]
         generators = Generators([*generators_of(world.device), *records])
         tensor = world.axis(TENSOR)
@@ -177,8 +172,7 @@ class Recomputation(Applied):
     def _found(self, batch: Any, find: Callable[[Any], Any]) -> Any:
         """The result of `find`, a slow prediction, for a batch of these shapes.
 
-        Once KEPT shapes are known, other shapes get the result for a larger batch, which keeps
-        more.
+        Once KEPT shapes are known, others get the result for a larger batch, which keeps more.
         """
         shapes = tuple((x.shape, x.dtype) for x in leaves(batch, Tensor, objects=True))
         if shapes not in self.known and len(self.known) == KEPT:

@@ -28,10 +28,7 @@ def recomputation(
     options: EngineOptions,
     starts: Sequence[str] = (),
 ) -> Recomputation:
-    """The recomputation of a model that is not sharded yet.
-
-    Raises InputError if no module matches the plan, or one spans several stages.
-    """
+    """The recomputation of a model that is not sharded yet."""
     kinds = recomputed_modules(model, plan, options.units, starts)
     budget = recompute_budget(plan.recompute)
     if not budget and not (plan.arenas and kinds):

@@ -128,9 +128,7 @@ class HostActivations:
         self.fetched_bytes = self.most_fetched_bytes = 0
 
     def install(self, *, hooks: bool) -> None:
-        """Store the saved tensors of blocks on the host; without `hooks`, arguments of `keep`
-        alone.
-        """
+        """Store the saved tensors of blocks on the host; without `hooks`, those given to `keep`."""
         for name, place in self.places.items():
             module = self.model.get_submodule(name)
             module.forward = _OnHost(module, self, place, hooks=hooks)
@@ -140,9 +138,7 @@ class HostActivations:
         self.most_fetched_bytes = self.fetched_bytes
 
     def keep(self, x: Tensor) -> Any:
-        """Store `x` for the running block, on the host unless it stays; `read` returns it,
-        detached.
-        """
+        """Store `x`, detached, for the running block, on the host unless it stays."""
         storage, block = x.untyped_storage(), self.running
         x = x.detach() if x.grad_fn is not None else x  # a node that saves its output is no cycle
         stays = storage._cdata in self.stays or storage.nbytes() < SMALL_BYTES

@@ -195,9 +195,7 @@ class Generators:
 
 
 class _Kept(NamedTuple):
-    """A kept tensor: `held` is it, or a `Kept` on the host; with a `shape`, this rank's piece of
-    it.
-    """
+    """A kept tensor, maybe `held` as a `Kept`; with a `shape`, this rank's piece of it."""
 
     held: Any
     trained: bool

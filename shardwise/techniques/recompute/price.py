@@ -84,10 +84,7 @@ def _last_saves(tape: Tape, kinds: Mapping[str, str]) -> dict[str, int]:
 
 
 def _again(product: Product, module: str, returned: Collection[tuple[str, int]]) -> bool:
-    """Whether selective recomputation of `module` computes this product again.
-
-    The module's output is not kept, because its reader may write to it.
-    """
+    """Whether selective recomputation of `module` computes this product again."""
     return not product.storages or any((module, s) in returned for s in product.storages)
 
 

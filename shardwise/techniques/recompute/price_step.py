@@ -112,9 +112,7 @@ class KeptPiece(NamedTuple):
 
 
 def pieces(spec: ModelSpec, tape: Tape, ranks: int) -> Iterator[tuple[KeptPiece, bool]]:
-    """The kept pieces of a microbatch, maybe repeated for a module, and whether they move to the
-    host.
-    """
+    """The kept pieces of a microbatch, maybe repeated, and whether they move to the host."""
     within = Within(spec.on_host)
     for storage, module in storages(tape, spec.recomputed, arenas=spec.arenas):
         piece, block = KeptPiece(storage, tape.storage_bytes[storage], module), within(module)

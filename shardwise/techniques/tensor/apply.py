@@ -87,9 +87,7 @@ def layer_tables(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | 
 def tensor_spec(
     model: nn.Module, table: Table, sp: bool, ranks: int, *, layers: bool = False
 ) -> TensorSpec:
-    """The table's styles and their modules in a model before it is cut; of single `layers` no
-    experts.
-    """
+    """The table's styles and their modules before the cut; none of experts in single `layers`."""
     known, names = shapes(model), {id(p): name for name, p in model.named_parameters()}
     styles, params = assign(table, list(known), sp), dict[str, dict[str, str]]()
     for name, style in styles.items():

@@ -97,10 +97,7 @@ def compare(engine: Engine, given: Plain, batch: Any) -> None:
 
 
 def _losses(engine: Engine, given: Plain, batch: Any) -> tuple[tuple[float, float], bool]:
-    """The losses of the two copies on this rank's rows, and whether they compute in 16 bits.
-
-    Zeros without rows, and where losses depend on random numbers.
-    """
+    """The losses of the two copies on this rank's rows; zeros without rows or if they draw."""
     world = engine.world
     dtype = torch.float32 if engine.dtype in HALF else engine.dtype
     plain = _with_weights(engine, given, dtype)

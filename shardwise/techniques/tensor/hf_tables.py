@@ -51,10 +51,7 @@ _COUNTS: Final = {
 
 
 def own_plan(model: nn.Module) -> Table | None:
-    """The table of a transformers model; None for other models, and for types without a plan.
-
-    Raises InputError for a plan with an unknown style.
-    """
+    """The table of a transformers model; None for other models, and for types without a plan."""
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if not isinstance(kind, str) or not hasattr(type(model), "base_model_prefix"):
@@ -198,11 +195,7 @@ def _sets(model: nn.Module, table: Table) -> dict[str, dict[str, str]]:
 
 
 def _sequence(model: nn.Module, cut: set[str]) -> dict[str, str]:
-    """The `sequence` styles of a decoder: norms and replicated experts act on shards.
-
-    Attention and the feed-forward layer get the gathered sequence. A mixture of experts acts on
-    each token separately, so a shard is enough.
-    """
+    """The `sequence` styles of a decoder: norms and replicated experts act on shards."""
     base = f"{_base(model)}." if _base(model) else ""
     layers = list(model.get_submodule(f"{base}layers").named_children())
     by_layer = [_layer(layer, f"{base}layers.{index}", cut) for index, layer in layers]

@@ -60,9 +60,8 @@ class Stream:
         return self.slot.moved, self.slot.entry
 
     def leave(self, y: Tensor, fresh: bool = True) -> Tensor:
-        """The sum over the ranks of the partial `y`, in the stream's placement.
-
-        `fresh`: the layer that computed `y` does not read it again, so it may be overwritten.
+        """The sum over the ranks of the partial `y`; overwrites it if its layer read it last
+        (`fresh`).
         """
         self.slot = None
         if not self.split:
@@ -280,10 +279,7 @@ class _Columns(torch.autograd.Function):
 
 
 def columns(module: nn.Module, stream: Stream, transposed: bool, entered: bool) -> None:
-    """Hook a column-parallel layer. `transposed`: its weight is [in, out].
-
-    `entered`: an outer module has gathered its input already.
-    """
+    """Hook a column-parallel layer, whose input an outer module may have `entered`."""
     if entered:
         return
     alone = is_linear(module)

@@ -121,9 +121,8 @@ class ShardedRandom(TorchFunctionMode):
     def _backward(
         self, roots: Any, retain_graph: bool | None, create_graph: bool, inputs: Any, **named: Any
     ) -> None:
-        """Run a backward pass inside the mode, since it may recompute activations.
-
-        Torch disables a mode while the mode handles a function, and `backward` is one.
+        """Run a backward pass inside the mode, which torch disables while the mode handles
+        `backward`.
         """
         roots = (roots,) if isinstance(roots, Tensor) else tuple(roots)
         (grads,) = named.values()  # gradient or grad_tensors

@@ -109,8 +109,7 @@ def change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 def gather_input(module: nn.Module, stream: Stream) -> None:
     """Hook a module so that its first tensor argument is gathered along the sequence.
 
-    Its other arguments are replicated. Each rank computes a part of their gradients, which are
-    summed over the ranks.
+    The gradients of its replicated other arguments are summed over the ranks.
     """
 
     def others(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -200,10 +199,7 @@ def _require_shardable(module: nn.Embedding) -> None:
 
 
 def sum_spans(dim: int, spans: Sequence[tuple[int, int]], line: Axis, grad: Tensor) -> Tensor:
-    """Sum the spans (start, length) of `dim` that the ranks of `line` share; returns the gradient.
-
-    Inside the spans `grad` is this rank's partial sum; outside it is complete.
-    """
+    """Sum the spans (start, length) of `dim` that the ranks of `line` share."""
     sizes = [length for _, length in spans]
     parts = torch.cat([grad.narrow(dim, *span) for span in spans], dim).contiguous()
     start(parts.view(-1), line, P, R, parts.view(-1)).wait()

@@ -40,10 +40,7 @@ _LINEAR = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
 
 
 def check(table: Table, modules: Mapping[str, ModuleShape], sp: bool, ranks: int) -> list[Problem]:
-    """The problems of `table` for a model with these modules on `ranks` ranks; empty if none.
-
-    `modules` are in the order of the model. A problem of several layers is reported once.
-    """
+    """The problems of `table` for a model with these modules on `ranks` ranks; empty if none."""
     if problems := unmatched(table, list(modules), sp):
         return problems
     if sp and not table.sequence:
@@ -171,8 +168,7 @@ def _sizes(placed: _Placed) -> Iterator[_Fault]:
 def _results(placed: _Placed) -> Iterator[_Fault]:
     """Rowwise layers whose input shards differ from the output shards of their colwise layers.
 
-    With several parts packed in one weight, every rank would use the wrong features, and neither
-    shapes nor gradients would reveal it.
+    With several parts packed in one weight, neither shapes nor gradients would reveal it.
     """
     for name in (name for name in placed.styles if placed.style(name).name == "rowwise"):
         beside = [k for k in placed.styles if parent(_plain(k)) == parent(_plain(name))]

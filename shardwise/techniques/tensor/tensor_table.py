@@ -65,10 +65,7 @@ OF_SEQUENCE = (
 
 @dataclass(frozen=True)
 class Style:
-    """A style and its qualifier: "heads", "kv_heads", "qkv", "sequence", a number or nothing.
-
-    `str` and `parse` are inverse: "colwise:heads" is Style("colwise", "heads").
-    """
+    """A style and its qualifier: "heads", "kv_heads", "qkv", "sequence", a number or nothing."""
 
     name: str
     by: str = ""
@@ -258,8 +255,8 @@ class Table:
 def assign(table: Table, modules: Sequence[str], sp: bool) -> dict[str, Style]:
     """The style of each module that has one, from the names of all modules of a model.
 
-    The first matching pattern applies, `sequence` entries first under `sp`; a "whole" module has no
-    style. Raises InputError with every pattern that matches no module and the nearest name.
+    The first matching pattern applies, `sequence` entries first under `sp`. Raises InputError with
+    every pattern that matches no module and the nearest name.
     """
     problems = unmatched(table, modules, sp)
     if problems:
@@ -309,8 +306,7 @@ def cuts(style: Style, shape: ModuleShape, table: Table, ranks: int) -> Cut | No
     """The shards of the weight of a module; None if it is replicated.
 
     Dim 0 has the output features of an nn.Linear and the rows of an embedding, dim 1 the input
-    features of an nn.Linear; `transposed` weights have these dims exchanged. Raises ValueError if
-    heads or parts do not divide the features; table_check.check explains this to the user.
+    features of an nn.Linear; `transposed` weights have these dims exchanged.
     """
     outputs, inputs = (1, 0) if shape.transposed else (0, 1)
     whole = shape.out_features
@@ -350,10 +346,7 @@ def numbers(
     rank: int,
     ranks: int,
 ) -> dict[str, dict[str, int]]:
-    """Attributes to change on `rank`: module name to {attribute: this rank's number}.
-
-    The attributes in `table.sets`, and `nf` of a sharded Conv1D, which its forward reads.
-    """
+    """Attributes to change on `rank`: module name to {attribute: this rank's number}."""
     found: dict[str, dict[str, int]] = {}
     for name, style in styles.items():
         shape = modules[name]

@@ -44,8 +44,7 @@ from shardwise.techniques.tile.word import TileWord as Word
 class Tile(nn.Module):
     """The rows [start, stop) of a linear layer's weight and bias.
 
-    Its parameters `own` are not registered, so that a model's parameters stay what they are for the
-    user.
+    Its parameters `own` are not registered: the user's model keeps its parameters.
     """
 
     def __init__(self, linear: nn.Linear, start: int, stop: int) -> None:

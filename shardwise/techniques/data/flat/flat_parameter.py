@@ -139,10 +139,7 @@ class Flat:
         self.data = list(data)
 
     def renew(self) -> None:
-        """Copy `full` to a new buffer and continue there; the old buffer keeps its values.
-
-        Only for parameters that are kept whole: `shard` is a view of `full`.
-        """
+        """Copy `full`, which `shard` views, to a new buffer; the old one keeps its values."""
         assert not self.reshards
         self.full = self.full.clone()
         self.shard = self.views.block(self.full)
@@ -335,11 +332,7 @@ class Flat:
 
     @torch.no_grad()
     def keep_writes(self, *, of_forward: bool = True) -> None:
-        """Keep in `shard` what a forward pass of training, or the program, has written to `full`.
-
-        Raises InputError for a write of a forward pass where parameters rest on another tier than
-        the device, and for any write where they rest on a disk.
-        """
+        """Keep in `shard` what a forward of training, or the program, has written to `full`."""
         if not (self.reshards or self.compute) or self.state is not State.UNSHARDED:
             return
         versions = [p._version for p in self.params]

@@ -159,9 +159,7 @@ def _give(modes: Iterable[TorchFunctionMode]) -> None:
 
 
 def name_of(what: Any) -> str:
-    """A layer's name, or the name by which a program calls torch's function: `x.device` is a
-    `device`.
-    """
+    """A layer's name, or the name by which a program calls torch's function."""
     if isinstance(what, str):
         return what
     name = getattr(what, "__name__", str(what))

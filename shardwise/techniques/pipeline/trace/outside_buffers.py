@@ -92,10 +92,7 @@ class OutsideBuffers:
     def written(
         self, wrote: Mapping[int, tuple[int, int]], seen: Seen, several: bool
     ) -> tuple[WrittenBuffer, ...]:
-        """The buffers that differ between ranks after the forward. Raises InputError: see above.
-
-        `wrote` is the tracer's; `several`: this rank has several stages.
-        """
+        """The buffers that differ between ranks after the forward, which the tracer `wrote`."""
         old = {key: storage for storage, key in self.storages.items()}
         found: list[WrittenBuffer] = []
         for (index, key), (b, _) in self.last.items():

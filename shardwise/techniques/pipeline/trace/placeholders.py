@@ -74,9 +74,7 @@ def layers(
 ) -> dict[str, StageLayer]:
     """The layers of `model` by their first name, in the order of `calls`.
 
-    A layer's stages are, for each of its calls, the number of starts at or before it. Raises
-    InputError for a start that is no module, starts out of order, a start inside a module that has
-    several names, a stage without a layer.
+    A layer's stages are, for each of its calls, the number of starts at or before it.
     """
     calls = calls or defined(model)
     _check(model, starts, calls)
@@ -376,9 +374,7 @@ class StageLayers:
 
     @contextmanager
     def following(self, player: Glue) -> Iterator[nn.Module]:
-        """The twin, with `player` for its layers, and our training mode and copies of our buffers
-        outside.
-        """
+        """The twin, with `player` for its layers, our training mode, and copies of our buffers."""
         for ours, theirs in self.pairs:
             theirs.training = ours.training
             for key, b in ours._buffers.items():

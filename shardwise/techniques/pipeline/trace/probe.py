@@ -32,9 +32,7 @@ from shardwise.techniques.pipeline.stage_work import Microbatch
 
 @dataclass(frozen=True)
 class ActivationProbe:
-    """Runs `call`, the forward of one microbatch; `around` is the context of the units of an
-    action.
-    """
+    """Runs `call`, the forward of a microbatch, with the units of an action in `around`."""
 
     staging: Staging
     call: Callable[[nn.Module], Any]

@@ -198,9 +198,8 @@ class Tracer:
     def _run(
         self, layer: nn.Module, inputs: Sequence[Tensor], metas: Sequence[Tensor], *given: Any
     ) -> tuple[Any, list[int]]:
-        """Run a layer with the real tensors that follow from the batch, which it may read.
-
-        Returns its output on meta, and versions that differ from those of the `metas` it wrote to.
+        """Run a layer on meta, with the real tensors that follow from the batch; returns its
+        output.
         """
         pairs = zip(inputs, metas, strict=True)
         passed = [x.clone() if self.seen.number(x) is None else meta for x, meta in pairs]
@@ -411,9 +410,8 @@ def _settled(layer: nn.Module, args: Any, kwargs: Any) -> Any:
 def _settle(module: nn.Module) -> None:
     """Let a failing forward of a module of the twin return its input's shape.
 
-    Experts cannot run on meta, because the number of tokens routed to each is not known there.
-    Their output is assumed to have the shape of their input. The assumption applies to the
-    innermost module that fails; the rank that owns the layer compares the real shapes (stage.py).
+    The tokens routed to experts are not known on meta. The rank that owns the layer compares the
+    real shapes (stage.py).
     """
     forward = module.forward
 
