@@ -76,11 +76,6 @@ def saved_both_ways(world: World, folder: str, plan: str) -> set[str]:
     return {name for name, x in before.items() if not torch.equal(x, after[name])}
 
 
-def slowly(world: World, folder: str, plan: str) -> set[str]:
-    with writing(lambda save: save.folder.name == "save" or until(Path(folder, "go"))):
-        return saved_both_ways(world, folder, plan)
-
-
 def sealed(path: Path) -> dict[str, Any]:
     files = read_manifest(path).files
     return {name: seal for name, seal in files.items() if name.endswith(".distcp")}
@@ -121,11 +116,6 @@ def test_the_checkpoint_is_that_of_its_moment(tmp_path: Path, plan: str):
         assert_same(tmp_path, run_threads(size, saved_both_ways, str(tmp_path), plan))
     gc.collect()
     assert storages and all(storage.expired() for storage in storages)
-
-
-def test_processes_save_beside_their_steps(tmp_path: Path):
-    """The same with ranks that are processes."""
-    assert_same(tmp_path, run_gloo(2, slowly, str(tmp_path), "pp2 1f1b:2 fp32"))
 
 
 def unreported(save: Any, report: dict[str, str]) -> None:

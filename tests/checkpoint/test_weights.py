@@ -1,6 +1,5 @@
 """Weights as safetensors: exported with the model's own names, imported under any plan."""
 
-import gc
 import json
 import re
 from pathlib import Path
@@ -125,36 +124,6 @@ def test_a_model_on_the_meta_device_is_filled_from_a_folder(tmp_path: Path):
         fill("2.weight", torch.ones(6, 6))
     with pytest.raises(InputError, match=r"the weight 0\.weight of shape \(3, 6\)"):
         fill("0.weight", torch.ones(3, 6))
-
-
-def peak(world: World, folder: str) -> tuple[int, int, int]:
-    """The most bytes of tensors while a model is filled; those of the model, and of a unit."""
-    with torch.device("meta"):
-        model = layers(12, 64)
-    sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model]
-    read, seen = sw.fill_from(folder), list[int]()
-
-    def held() -> int:
-        tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
-        found = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
-        # the file of all weights is mapped: each page is read when it is copied
-        own = [each.nbytes() for each in found.values() if each.device.type == "cpu"]
-        return sum(own) - sum(size for size in own if size == sum(sizes))
-
-    def fill(name: str, tensor: torch.Tensor) -> None:
-        read(name, tensor)
-        seen.append(held())
-
-    before, units = held(), {"least_unit_bytes": 0, "units": "*"}
-    sw.parallelize(model, "dp2 zero3 fp32", world, loss=squares, fill=fill, **units)
-    return max(seen) - before, sum(sizes), sizes[0]
-
-
-def test_no_rank_holds_the_whole_while_it_is_filled(tmp_path: Path):
-    """At most its half of the model and two units more, of twelve."""
-    save_file(layers(12, 64).state_dict(), tmp_path / "model.safetensors")
-    for most, whole, unit in run_gloo(2, peak, str(tmp_path)):
-        assert unit < most <= whole // 2 + 2 * unit
 
 
 # --- models of transformers ---------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import errno
 import gc
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from shardwise.core.chunks import ALIGN_BYTES, CHUNK_NUMEL, aligned
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from tests.pool import CPU
-from tests.programs import run_program
 
 BUFFER_BYTES = CHUNK_NUMEL * 4
 
@@ -115,20 +113,6 @@ def test_values_written_to_the_map_are_read(
     disk.drop()
     assert torch.equal(read(disk, extent), values)
     assert torch.equal(extent.tensor, values)
-
-
-def test_a_killed_process_leaves_nothing(tmp_path: Path):
-    """SIGKILL while states are on the disk: the system frees the file."""
-    lines = (
-        "import os, signal, torch",
-        "from shardwise.comm.tiers.disk import Disk",
-        "from shardwise.comm.ledger import Ledger",
-        f"disk = Disk({str(tmp_path)!r}, 0, Ledger())",
-        "disk.allocate('x', 2**20, torch.float32)",
-        "os.kill(os.getpid(), signal.SIGKILL)",
-    )
-    assert run_program(["-c", "\n".join(lines)]).returncode == -signal.SIGKILL
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])

@@ -137,11 +137,6 @@ def train(world: World, task: Task, case: Case, share_of: Callable[..., Any] = m
     return held.ended(engine)
 
 
-def whole_run(task: Task, case: Case, dtype: torch.dtype = torch.float64) -> Run:
-    """The same in one process and plain PyTorch."""
-    return oracle(task, case, dtype)
-
-
 def assert_parity(ranks: list[Held], expected: Run, tolerance: float) -> None:
     """Losses, norms, gradients of every step, weights; each element is some rank's own, once."""
     for held in ranks:

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 import shardwise as sw
 from shardwise.comm.world import World
-from shardwise.core.errors import InputError, RankError
+from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.models import gpt
 from shardwise.techniques.layers.apply import exchange_of
@@ -244,11 +244,3 @@ def test_an_open_plan_is_completed_for_its_world_and_printed_once(
     found = run_threads(4, ranks_of_data, plan)
     assert found == [(completed, rank, max(data) + 1) for rank in data]
     assert capsys.readouterr().err.count(f"'{plan}' on 4 ranks is '{completed}'") == 1
-
-
-def test_a_plan_that_names_its_data_ranks_is_not_completed(capsys: pytest.CaptureFixture[str]):
-    """`dp1` insists on one data rank; a complete plan prints nothing."""
-    with pytest.raises(RankError, match=r"'dp1 zero3', which needs 1 process .dp1., where 2 run"):
-        run_threads(2, ranks_of_data, "dp1 zero3")
-    assert run_threads(2, ranks_of_data, "dp2 zero3")[0][0] == "dp2 zero3"
-    assert capsys.readouterr().err == ""

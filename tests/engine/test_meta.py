@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError
-from shardwise.engine.engine import Engine
 from shardwise.models import gpt
 from shardwise.models.trainable import fill, initial
 from tests.engine.cases import PLANS, ranks_of, squares, text
@@ -19,40 +18,14 @@ from tests.engine.tensors import SHAPES, Piece, assert_pieces, full_parameters, 
 from tests.engine.zoo import Block, Stack
 from tests.pool import run_gloo, run_threads
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def born(world: World, plan: str, shape: str, units: Any = 1, **options: Any) -> Engine:
-    with torch.device("meta"):
-        model = gpt.GPT(SHAPES[shape])
-    assert all(p.is_meta for p in model.parameters())
-    named: dict[str, Any] = {"loss": gpt.loss, "tokens": gpt.tokens, "units": units}
-    return sw.parallelize(model, plan, world, **named, **options)
-
-
-FILL = {"fill": partial(initial, seed=5)}
-
-
-def filled_weights(world: World, plan: str, units: object) -> dict[str, Tensor]:
-    return full_parameters(born(world, plan, "untied", units, **FILL).flats)
-
-
-@pytest.mark.crossed
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("plan", ["ddp", *PLANS])
-def test_weights_of_a_meta_model_do_not_depend_on_the_layout(plan, precision):
-    """Any row on 1, 2 or 4 ranks begins with the weights that one process would have made."""
-    expected = gpt.GPT(SHAPES["untied"])
-    fill(expected, seed=5)
-    for units in ("auto", 1):
-        for found in run_threads(ranks_of(plan), filled_weights, f"{plan} {precision}", units):
-            for name, p in expected.named_parameters():
-                assert torch.equal(found[name], p.detach().to(PRECISIONS[precision])), name
-
 
 def born_pieces(world: World, plan: str, own: bool, shape: str) -> list[Piece]:
-    """The weights of such a model, made by a fill or by its own modules; it takes a step."""
-    engine = born(world, plan, shape, **({"seed": 5} if own else FILL))
+    """The weights of a GPT on meta, made by a fill or by its own modules; it takes a step."""
+    with torch.device("meta"):
+        model = gpt.GPT(SHAPES[shape])
+    named: dict[str, Any] = {"loss": gpt.loss, "tokens": gpt.tokens, "units": 1}
+    named |= {"seed": 5} if own else {"fill": partial(initial, seed=5)}
+    engine = sw.parallelize(model, plan, world, **named)
     found = pieces(engine.boxes(), "model/")
     engine.step(mine(engine, text(0, rows=8)))
     return found
@@ -60,7 +33,7 @@ def born_pieces(world: World, plan: str, own: bool, shape: str) -> list[Piece]:
 
 BORN = [
     *("tp2", "tp4 sp", "dp2 tp2 zero3", "pp2 tp2 gpipe:4", "dp2 zero3 tile:3=*"),
-    *("pp2 1f1b:4", "pp2 dp2 zero3 zb-v:2"),
+    *("pp2 1f1b:4", "pp2 dp2 zero3 zb-v:2", "dp2 zero3 bf16", "ddp", *PLANS),
 ]
 
 
@@ -70,10 +43,15 @@ BORN = [
 def test_parts_and_stages_of_a_meta_model_begin_as_in_one_process(plan: str, own: bool):
     """Each rank has what one process would have made for it, to the bit; and trains."""
     shape = "untied" if "tp" in plan or "tile" in plan else "tied"
-    whole = {piece.name: piece.values for piece in born_pieces(alone(), "fp32", own, shape)}
+    if own:
+        whole = {piece.name: piece.values for piece in born_pieces(alone(), "fp32", own, shape)}
+    else:
+        fill(plain := gpt.GPT(SHAPES[shape]), seed=5)
+        whole = {name: p.detach() for name, p in plain.named_parameters()}
     # modules draw from the state of their process, which threads would share
     on_ranks = run_gloo if own else run_threads
-    found = on_ranks(ranks_of(plan), born_pieces, f"{plan} fp32", own, shape)
+    plan = plan if "bf16" in plan else f"{plan} fp32"
+    found = on_ranks(ranks_of(plan), born_pieces, plan, own, shape)
     assert_pieces(found, whole, 0.0)
 
 

@@ -56,10 +56,13 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_elementwise_optimizer_works_on_pieces(optimizer: str):
-    """Each class of torch.optim updates pieces (some of them empty) as it updates the whole."""
+    """Each class of torch.optim updates pieces (some of them empty) as it updates the whole.
+
+    Whatever it keeps of a parameter is predicted.
+    """
     kind, options = OPTIMIZERS[optimizer]
     # Rprop and amsgrad look at signs and maxima: what is equal to 1e-12 stays equal
-    equals_one(run_threads, TASK, Case("dp2 zero1 fp64", kind=kind, options=options), 1e-8)
+    holds(run_threads, TASK, Case("dp2 zero1 fp64", kind=kind, options=options), 1e-8)
 
 
 TIERS = [

@@ -26,8 +26,8 @@ from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.expert.moe_layer import ExpertPlace
 from shardwise.techniques.expert.routing import GlobalBatch
 from shardwise.techniques.tensor.source import table_of
-from tests.engine.cases import CONFIG, Case, Task, build, difference, ranks_of
-from tests.engine.tensors import ADAMW, assert_counted, assert_parity, mine, train, whole_run
+from tests.engine.cases import CONFIG, Case, Task, build, difference, oracle, ranks_of
+from tests.engine.tensors import ADAMW, assert_counted, assert_parity, mine, train
 from tests.expert import moe
 from tests.pool import run_gloo, run_threads
 
@@ -38,7 +38,7 @@ def holds(task: Task, plan: str, run: Any = run_threads, one_rank: Any = train) 
     """Three steps, ranks begin with different weights, gradients are clipped: as one process."""
     case = Case(f"{plan} fp64", clip=0.5, seeds=True, **ADAMW)
     found = run(ranks_of(plan), one_rank, task, case)
-    assert_parity(found, whole_run(task, case), 1e-10)
+    assert_parity(found, oracle(task, case), 1e-10)
     assert_counted(found)
 
 

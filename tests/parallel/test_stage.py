@@ -191,6 +191,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "autograd function": lambda: Stack(glue=straight),
     "experts": routed,
     "late norm": LateNorm,
+    "first block again": lambda: Stack(glue=lambda m, x: m.blocks[0](through(m, x))),
 }
 
 

@@ -18,8 +18,6 @@ from shardwise.core.layouts.uneven import even, heads
 from shardwise.core.model_spec import BufferShape, ModelShape, ParamShape, UnitShape
 from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import ROWS, step_moves
-from shardwise.engine.model_structure import optimizer_shape
-from shardwise.engine.optimizer.elementwise import ELEMENTWISE
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import predict
 from shardwise.models import gpt
@@ -29,13 +27,13 @@ from shardwise.models.registry import find
 from shardwise.models.trainable import fill
 from shardwise.observe.measured_timeline import predict_events
 from shardwise.observe.meter import Meter
-from shardwise.prediction.stored_bytes import ADAM, PLAIN, OptimizerShape, groups, held_bytes
+from shardwise.prediction.stored_bytes import groups, held_bytes
 from shardwise.prediction.traffic import Tariff, TrafficLine, by_kind, step_bytes
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.expert.price import EVEN
 from shardwise.techniques.tensor.price import loss_bytes
-from tests.engine.cases import Case, Task, build, foreseen, predictor, small_gpt, text
+from tests.engine.cases import Case, Task, build, predictor, small_gpt, text
 from tests.engine.tensors import mine, sent
 from tests.expert import moe
 from tests.pool import run_threads
@@ -180,36 +178,6 @@ def test_what_the_kernels_of_a_gpu_keep():
 
 
 # --- states and buffers ---------------------------------------------------------------------------
-
-
-def held(world: World, case: Case) -> list[bool]:
-    ours, theory, found = build(world, Task(), case), foreseen(world, Task(), case), []
-    for step in range(2):
-        rows = mine(ours, text(step))
-        ours.step(rows)
-        found.append(ours.memory() == theory.of(rows).memory)
-    return found
-
-
-OPTIMIZERS = [
-    *((getattr(torch.optim, name), {}, None) for name in ELEMENTWISE),
-    (torch.optim.SGD, {"momentum": 0.9}, OptimizerShape(states=1, scalar_bytes=0)),
-    (torch.optim.SGD, {}, PLAIN),
-    (torch.optim.AdamW, {}, ADAM),
-    (torch.optim.AdamW, {"amsgrad": True}, OptimizerShape(3, 4)),
-]
-
-
-@pytest.mark.parametrize(("kind", "options", "expected"), OPTIMIZERS)
-def test_every_optimizer_is_known_as_numbers(
-    kind: Any, options: dict[str, Any], expected: OptimizerShape | None
-):
-    """Whatever an elementwise class of torch.optim keeps of a parameter is predicted."""
-    options = {"lr": 1e-3} | options
-    if expected is not None:
-        assert optimizer_shape(sw.Optim(kind, **options), [ParamShape("w", (2, 3))]) == expected
-    case = Case("dp2 zero3 bf16", kind, options)
-    assert run_threads(2, held, case) == [[True] * 2] * 2
 
 
 def test_buffers_are_whole_on_every_rank():

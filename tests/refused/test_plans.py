@@ -1,21 +1,17 @@
-"""Plans that cannot work: the phrase in the one paragraph of the API and of the command.
+"""Plans that cannot work, and the phrase in their one paragraph, on a rank that is traced.
 
-No rank is started for any of it: the API refuses on a rank that is traced, the command before it
-builds a world.  A row is added here, not a test.
+A row is added here, not a test.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shardwise as sw
-from shardwise.comm.start import launch
 from shardwise.comm.world import traced
 from shardwise.core.errors import InputError
 from shardwise.models import gpt
 from tests.engine.cases import ranks_of, small_gpt, tied_gpt
-from tests.train.runs import ended
 
 #: Plans that a small GPT cannot run under.
 UNTIED = {
@@ -105,21 +101,6 @@ ROWS = [
     *((small_gpt, plan, said) for rows in UNTIED.values() for plan, said in rows),
     *((tied_gpt, plan, said) for plan, said in TIED),
 ]
-FUNCTIONS = {small_gpt: "untied", tied_gpt: "tied"}
-#: The models as a command reads them.
-FILE = """
-from shardwise.models import gpt
-from tests.engine.cases import small_gpt, text, tied_gpt
-
-def batch(rows, seed):
-    return text(seed, rows)
-
-def untied():
-    return small_gpt(), gpt.loss, batch
-
-def tied():
-    return tied_gpt(), gpt.loss, batch
-"""
 
 
 @pytest.mark.parametrize(("make", "plan", "said"), ROWS)
@@ -132,16 +113,3 @@ def test_a_plan_is_refused(make: Any, plan: str, said: str):
     assert "\n\n" not in str(caught.value)
     assert not any("forward" in vars(module) for module in model.modules())
     assert [p.shape for p in model.parameters()] == [p.shape for p in make().parameters()]
-
-
-@pytest.mark.parametrize(("make", "plan", "said"), ROWS)
-def test_a_command_refuses_the_plan(
-    make: Any, plan: str, said: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-):
-    """With the same paragraph on the error stream, exit code 2, and no rank."""
-    monkeypatch.setattr(launch.Ranks, "run", None)
-    (tmp_path / "own.py").write_text(FILE)
-    file = f"{tmp_path}/own.py:{FUNCTIONS[make]}"
-    code, out, err = ended(capsys, "predict", plan, "--model", file)
-    assert code == 2 and said in " ".join(err.split())
-    assert "Traceback" not in err and not out

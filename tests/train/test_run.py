@@ -114,16 +114,6 @@ def test_a_signal_after_the_last_step_ends_without_a_report(where: str, tmp_path
     assert run_folder.has_report(given.folder)
 
 
-@pytest.mark.parametrize("plan", ["dp2 zero3", "pp2 1f1b:2"])
-def test_a_run_leaves_its_report_and_pictures(plan: str, tmp_path: Path) -> None:
-    """Everything the summary promises is there, also where no rank has all stages."""
-    given = runs.settings(tmp_path / "run", plan, steps=2)
-    run_gloo(2, runs.trained, given)
-    pictures = [f"plots/{name}.svg" for name in ("loss", "memory", "bytes")]
-    for name in ("report.md", "report.html", "config.toml", *pictures):
-        assert (given.folder / name).stat().st_size > 0
-
-
 def test_a_run_that_has_made_its_steps_says_so(tmp_path: Path):
     """Resumed once more, under another plan, no byte of it changes."""
     runs.run(runs.settings(tmp_path / "run", steps=2))
