@@ -6,8 +6,8 @@
     a gradient of a parameter     complete
     of the root module            begin_forward, begin_backward, end_backward, end_evaluation
 
-The order says what to do at each event, and hooks do it.  The row decides what is gathered, freed
-and reduced (flat_parameter.py): under `ddp` only reductions are.  A pass begins and ends with the
+The order says what to do at each event, and hooks do it. The row decides what is gathered, freed
+and reduced (flat_parameter.py): under `ddp` only reductions are. A pass begins and ends with the
 hooks of the root module, or, under a schedule, with `enter` and `leave` around each F, B, I and W.
 """
 

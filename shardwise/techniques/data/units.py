@@ -3,24 +3,22 @@
     update     to_sharded: every parameter is this rank's piece     attach_grads: with its gradient
     after it   begin_unshard: gather what the row keeps unsharded   wait: until it is there
 
-During a pass hooks unshard and reshard them one by one (unit_hooks.py).
+During a pass hooks unshard and reshard them one by one (unit_hooks.py). Under a pipeline:
 
-The units of a pipeline rank: their stages, and when the reduction of their gradients begins.
-
-    F B I W s     hooks gather and free the units that stage s uses, one by one (unit_hooks.py)
-    W s           the weight gradients that I deferred are computed and added
+    F B I W s     hooks gather and free the units that stage s uses, one by one
+    W s           the weight gradients that I postponed are computed and added
     REDUCE s      all microbatches are done: the reduction of the stage's gradients begins
 
-A parameter that several stages use is in one unit.  On a rank that has all of these stages, its
-reduction begins with the last REDUCE of them.  A parameter that several ranks hold is reduced after
-all others, in the order of the names, so that all its holders take the same order.
+A parameter that several stages use is in one unit, whose reduction begins with the last REDUCE of
+them. A parameter that several ranks hold is reduced after all others, in the order of the names,
+which is the same on all its holders.
 
-Our hooks on parameters, among those of the program.
+Our hooks on parameters are among the program's, before or after them:
 
     autograd adds to p.grad --> the program's hooks see it --> ours takes it (`Data.collected`)
 
-The program's hooks may be registered before or after ours.  As under torch's DDP they all see the
-gradient of this rank, in the parameter's own shape, and what they change is what is reduced.
+As under torch's DDP they all see the gradient of this rank, in the parameter's own shape, and what
+they change is what is reduced.
 """
 
 import sys
@@ -138,7 +136,6 @@ class Unit:
                 group.set_placeholders()
 
     def set_placeholders(self) -> None:
-        """Give freed parameters their shapes without memory: gradients will arrive."""
         for group in self.groups:
             group.set_placeholders()
 
@@ -153,7 +150,6 @@ class Unit:
             group.grads.begin_reduce()
 
     def end_reduce(self) -> None:
-        """Wait for the sum or the copy of the gradients that has begun."""
         for group in self.trained:
             group.grads.end_reduce()
 
@@ -180,7 +176,6 @@ class Unit:
             group.grads.hide()
 
     def unhide_grads(self) -> None:
-        """It returns: put them back."""
         for group in self.trained:
             group.grads.unhide()
 
@@ -258,7 +253,7 @@ def mark_kept(order: Sequence[Unit]) -> None:
         unit.state.stays = any(m in mine for m in others)
 
 
-# --- The units of a pipeline rank: their stages, and when the reduction of their gradients be -----
+# --- The units of a pipeline rank -----------------------------------------------------------------
 
 #: Postponed products: a weight, and the factors of left^T right (weight_gradient.py).
 PutOff = list[tuple[nn.Parameter, Tensor, Tensor]]
