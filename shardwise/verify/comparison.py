@@ -1,8 +1,8 @@
 """The comparison of a run with its oracles: of its steps and its states.
 
-step 1, an evaluation, step 2 .. n, states, a checkpoint loaded into a new engine, a step of it,
-states; in fp16 a step of it that overflows, one more, states; elsewhere one whose gradients are not
-finite. If the update of step 1 is delayed, the evaluation is after step 2; if any is, the new
+In order: step 1, an evaluation, steps 2 to n, states; a checkpoint loaded into a new engine, a step
+of it, states; in fp16 a step that overflows, one more, states; elsewhere one whose gradients are
+not finite. If the update of step 1 is delayed, the evaluation is after step 2; if any is, the new
 engine has one pending when it loads.
 """
 

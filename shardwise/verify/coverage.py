@@ -3,11 +3,10 @@
     dp2 zero3       rank 0  [======    ]    rank 1  [      ====]      one replica, in two pieces
     dp2             rank 0  [==========]    rank 1  [==========]      two replicas
 
-A rank compares only the tensors it reports, so a rank that reported nothing would always pass. The
-number of replicas follows from the plan: data ranks that do not shard have one each. Along the
-tensor axis a parameter is either sharded over all ranks or replicated on each. 0-d tensors (an
-optimizer's step count) are checked in replica 0 only. A layer with a plan of its own has the
-replicas of that plan.
+A rank that reported nothing would always pass. The number of replicas follows from the plan, or
+from a layer's own: data ranks that do not shard have one each. Along the tensor axis a parameter is
+either sharded over all ranks or replicated on each. 0-d tensors (an optimizer's step count) are
+checked in replica 0 only.
 """
 
 from collections import defaultdict

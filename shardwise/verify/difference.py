@@ -3,9 +3,9 @@
     fp64, fp32    max |a - b| / max |b|, of the whole tensor b: every element counts
     bf16, fp16    sums of squares, which rounding.py compares with a bound
 
-In fp64 and fp32, if a tensor is smaller than a thousandth of the largest tensor of its kind (the
-bias of attention keys, whose gradient is zero except for rounding), the error is divided by that
-thousandth instead: noise relative to noise would be 1. For squared gradients it is the square.
+In fp64 and fp32 the error of a tensor below a thousandth of the largest of its kind (the bias of
+attention keys, whose gradient is zero except for rounding) is divided by that thousandth, or its
+square for squared gradients: noise relative to noise would be 1.
 
 Computation in fp32 has a second oracle, whose initial weights differ by their last bit. The change
 of a tensor between the two is its noise: no run can be nearer to another. An error of ten times the

@@ -1,13 +1,9 @@
 """Memory over ten steps: every live storage must belong to a category with the predicted bytes.
 
 observe/meter.py tracks an engine of the plan while it is built, takes ten steps and evaluates once.
-After the third and the tenth step, two columns are compared:
-
-    theory    the bytes of each category by its formula, and no live storage outside a category
-    read      the sizes of the live storages
-
-Live bytes in host memory are also counted from the storages that comm/tiers/tiers.py knows, because
-a category that leaves one out would leave it out of both columns.
+After the third and the tenth step the bytes of each category by its formula are compared with the
+sizes of the live storages. In host memory these are counted from the storages that
+comm/tiers/tiers.py knows too, since a category may leave one out.
 
 The fourth step is measured at each event of a dry run (observe/dry_engine.py). The largest number
 of an event is compared:
@@ -18,8 +14,8 @@ of an event is compared:
                   different statistics. Not compared in a pipeline and in mixtures of experts, where
                   activations depend on values
 
-A model may keep activations in attributes of its modules (`self.seen = x`). Attributes that the
-model also keeps in one process are removed before the comparison.
+Attributes of modules in which the model keeps activations in one process too (`self.seen = x`) are
+removed before the comparison.
 """
 
 import threading

@@ -19,10 +19,9 @@ rows, and in plain PyTorch on all of them (oracle.py). It compares its own shard
     overflow       in fp16, a step whose gradients overflow changes nothing but the scale; and the
                    first four after one more step
 
-recipe.py has the optimizer, whose rates change in every step. Updates are delayed from the first
-step, made as late as they may be, and in several parts. Gradients are clipped to between a quarter
-and a half of the first norm. In the step with an idle rank the bound is so large that nothing is
-clipped, and after loading there is none, so that each unit is updated as soon as its gradients
+Updates are delayed from the first step, made as late as they may be, and in several parts.
+Gradients are clipped to between a quarter and a half of the first norm, but not in the step with an
+idle rank. After loading there is no bound, so that each unit is updated as soon as its gradients
 arrive.
 """
 

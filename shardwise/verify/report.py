@@ -6,8 +6,7 @@
     memory    theory    by formulas
               read      from the system: the sizes of the storages of live tensors
 
-Bounds: 1e-10 in fp64, 1e-5 in fp32, of the largest value of a tensor (difference.py). In 16 bits an
-error is a multiple of the error of one process in that precision, at most 1.5 (rounding.py).
+Bounds: 1e-10 in fp64, 1e-5 in fp32 (difference.py); in 16 bits 1.5 (rounding.py).
 """
 
 import json

@@ -39,7 +39,7 @@ from shardwise.core.tools.hook import program_hooks
 from shardwise.core.tools.tree import leaves
 from shardwise.techniques.data.flat.flat_parameter import Flat
 
-#: The number of weights, which repeat.  It is prime, so that it divides no tensor's rows.
+#: The number of weights, which repeat. It is prime, so that it divides no tensor's rows.
 WEIGHTS = 509
 #: A large prime, which makes the whole weights differ.
 PRIME = 2_305_843_009_213_693_951

@@ -101,7 +101,7 @@ def named_parts(what: str, flat: Flat, values: Tensor) -> Iterator[tuple[str, Te
 class SameOnRanks:
     """What this rank has, and what the ranks find when it is not what the others have.
 
-    options    by name, set before each step; None: this rank has nothing to update.  An option that
+    options    by name, set before each step; None: this rank has nothing to update. An option that
                a rank does not have is no difference: groups may be made by the shapes of pieces
     facts      by name, of this step; a fact that a rank does not have is a difference
     modules    whose training flags data ranks have in common, as requires_grad of parameters

@@ -86,11 +86,11 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 def replicate(module: nn.Module, devices: Devices) -> list[nn.Module]:
     """One replica of `module` for each device; the first is `module` itself.
 
-    Shared parameters and modules stay shared inside each replica.  References to them in lists,
-    tuples and dicts of attributes, and in bound methods, point to the replica's own.  What a
+    Shared parameters and modules stay shared inside each replica. References to them in lists,
+    tuples and dicts of attributes, and in bound methods, point to the replica's own. What a
     forward pass changes persists in replica 0; in the other replicas it is lost with them.
 
-    A hook is called with the replica as its module.  A closure that refers to the original module
+    A hook is called with the replica as its module. A closure that refers to the original module
     is not changed: it acts on replica 0.
 
     Raises:
@@ -153,11 +153,11 @@ def parallel_apply(
 ) -> list[Any]:
     """Call `modules[i](*inputs[i], **kwargs[i])` in a thread for every i; returns the outputs.
 
-    An input that is no tuple is the only argument.  Each thread has the caller's grad mode,
-    inference mode, autocast and context variables, and its device's current stream.  `devices`
+    An input that is no tuple is the only argument. Each thread has the caller's grad mode,
+    inference mode, autocast and context variables, and its device's current stream. `devices`
     name the threads; by default each is the device of the first tensor among the inputs.
 
-    All threads have ended when this function returns or raises.  If replicas fail, the
+    All threads have ended when this function returns or raises. If replicas fail, the
     first error is raised unchanged, with a note that names the replica and its device.
 
     Raises:
@@ -252,9 +252,9 @@ def choose_vector_functions() -> None:
 def scatter(x: Any, devices: Devices, dim: int = 0) -> list[Any]:
     """Split every tensor in `x` along `dim`, and copy part i to device i.
 
-    With n devices and N rows, the first N mod n devices get one row more.  Tensors with too few
+    With n devices and N rows, the first N mod n devices get one row more. Tensors with too few
     dims to have `dim` (a number, for example) are copied whole to every device; what is no tensor
-    is passed on.  Returns one object of the structure of `x` for each device.
+    is passed on. Returns one object of the structure of `x` for each device.
 
     Raises:
         InputError: tensors with different numbers of rows, none with rows, or fewer than devices.

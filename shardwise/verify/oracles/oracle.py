@@ -13,11 +13,11 @@ ranks. A model with such layers is trained on the same microbatches, one after t
 gradients are summed (`Microbatches`). In 16 bits other models are trained on the microbatches of
 each rank alone: where their gradients nearly cancel, rounding each of them is the largest error.
 
-fp64 and fp32 models are trained directly. A 16-bit model computes in 16 bits and has fp32 masters:
-gradients are converted to fp32 before they are unscaled and clipped, the optimizer updates the
-masters, and the weights are the masters rounded to 16 bits (Micikevicius et al., arXiv 1710.03740,
-section 3). The parameters of norms over the batch stay in fp32. Layers in 16 bits lower wider
-inputs; the batch itself is not rounded. With fp64 weights, buffers and the batch become fp64 too.
+A 16-bit model computes in 16 bits and has fp32 masters: gradients are converted to fp32 before they
+are unscaled and clipped, the optimizer updates the masters, and the weights are the masters rounded
+to 16 bits (Micikevicius et al., arXiv 1710.03740, section 3). The parameters of norms over the
+batch stay in fp32. Layers lower wider inputs; the batch itself is not rounded. With fp64 weights,
+buffers and the batch become fp64 too.
 
 A model that computes in fp32 inside of fp64 rounds differently when its loss is scaled, unless the
 scales differ by a power of two. The run weighs the loss of a token by (all parts / all tokens) of

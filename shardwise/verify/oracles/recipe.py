@@ -2,9 +2,8 @@
 
 A forgotten option would show. The second group has its own rate, weight decay and betas, and the
 rate changes in every step. An update multiplies the rounding of a gradient that is zero by rate /
-epsilon (the usual 1e-8 makes a full step of it), and a bias that began at 0 is no larger than its
-updates: its error is up to (largest gradient) / epsilon times the gradient's. In fp64 there is room
-for a factor of 1e4; elsewhere epsilon is larger.
+epsilon; with the usual 1e-8 a bias that began at 0 would be all error. In fp64 there is room for a
+factor of 1e4; elsewhere epsilon is larger.
 """
 
 from collections.abc import Sequence

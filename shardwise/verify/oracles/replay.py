@@ -4,9 +4,7 @@
     replay                             the same numbers     ---> a new optimizer on a copy of it
 
 Gradients in 16 bits may differ from one process's by their rounding, which hides a second rounding
-behind them. The update itself is in 32 bits: both results are equal but for the last digits.
-
-The weights are their masters, rounded to 16 bits: `published` compares them bit for bit.
+behind them. The update is in 32 bits: both results are equal but for the last digits.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,17 +1,16 @@
 """The bound for 16-bit runs: an error of at most 1.5 times that of one process.
 
-Both errors are relative to a run in fp64 with the same rounded initial weights: the bound compares
-the distance of each 16-bit run from the exact values, not the distance between the two runs. A
-parallel run has a slightly larger error, because a rank rounds its share of a gradient and the sum
-is rounded again: by a factor of sqrt(2) if the error of one process is only its last rounding, and
-by a few percent in most tensors, where the error comes from all layers in between.
+Both errors are relative to a run in fp64 with the same rounded initial weights, not to each other.
+A parallel run has a slightly larger error, because a rank rounds its share of a gradient and the
+sum is rounded again: by a factor of sqrt(2) if the error of one process is only its last rounding,
+and by a few percent in most tensors, where the error comes from all layers in between.
 
-In the following, "alone" is the error of one process. Both errors are sums of n independent
-roundings (`independent` of difference.py): fewer than a tensor has elements, because those of a row
-or a column share the rounding of one activation, and because the largest values count most. The
-logarithm of the ratio of two such norms varies by 1/sqrt(n), and the component of an error along
-the values by sqrt(3/n) of its norm. A proof compares hundreds of tensors, so four of these are
-allowed, beside the factor sqrt(2):
+"Alone" is the error of one process. Both errors are sums of n independent roundings (`independent`
+of difference.py): fewer than a tensor has elements, because those of a row or a column share the
+rounding of one activation, and because the largest values count most. The logarithm of the ratio of
+two such norms varies by 1/sqrt(n), and the component of an error along the values by sqrt(3/n) of
+its norm. A proof compares hundreds of tensors, so four of these are allowed, beside the factor
+sqrt(2):
 
     many     1024 elements or more: for each tensor, and for each rank's part of it,
                  norm(parallel error)         <= max(1.5, sqrt(2) exp(4 / sqrt(n))) norm(alone)
@@ -26,13 +25,11 @@ allowed, beside the factor sqrt(2):
              is zero): 10 instead of 1.5
 
 `drift` is the component of alone along the values, or its standard deviation, if the errors of a
-row or of a column may agree. It is large where a few of the largest values, as those of squares, or
-of the rows of the batch determine it.
+row or of a column may agree. It is large where a few of the largest values determine it.
 
-The second rule detects wrong scales. Rounding errors point in all directions, so their component
-along the tensor is only about 1/sqrt(n) of their norm. The error of a gradient that is 3 % too
-large lies completely along the tensor; if alone is 3 % too, it increases the norm of the error only
-by sqrt(2).
+The second rule detects wrong scales: the error of a gradient that is 3 % too large lies completely
+along the tensor, while the component of rounding errors is about 1/sqrt(n) of their norm; if alone
+is 3 % too, it increases the norm of the error only by sqrt(2).
 
 In a mixture of experts all three runs send each token to the same experts (routes.py).
 

@@ -1,18 +1,15 @@
 """Makes the oracles of a run in 16 bits send the tokens to the experts that the run chose.
 
-The same holds for mixtures of other libraries, and for other choices of a model, such as the signs
-of relu's inputs (ties.py).
-
 A token with two experts of nearly equal scores may take either after rounding. It then adds to the
-gradients of another expert, which is no rounding error: no bound on rounding holds. So both oracles
-take the choices of the run, and compute everything else themselves. Each choice in which the run
-differs from the exact oracle must be nearly a tie there:
+gradients of another expert, and no bound on rounding holds. So both oracles take the choices of the
+run, and compute everything else themselves. Each choice in which the run differs from the exact
+oracle must be nearly a tie there:
 
     run's scores        0.41 0.40 ..    first expert        error of each at most e
     exact scores        0.40 0.41 ..    second expert       gap 0.01 <= 2 e
 
-A choice among rounded scores is at most 2 e away, in exact ones, from the best choice there. The
-error of one process stands for e (rounding.py).
+The error of one process stands for e (rounding.py). The same holds for mixtures of other libraries,
+and for other choices of a model, such as the signs of relu's inputs (ties.py).
 """
 
 from collections.abc import Callable, Sequence

@@ -6,8 +6,8 @@ module is the i-th there, in the same microbatch of all data ranks.
     rank 0, microbatches 0 1    [3, K] [2, K]
     rank 1                      [3, K] [2, K]    "batch": [10, K], the rows of the global batch
 
-The derivative of relu jumps at 0. A few of its inputs are so near to 0 that rounding decides their
-sign, and in a small batch their gradients are larger than all other rounding errors together.
+A few inputs of relu are so near to 0 that rounding decides their sign; in a small batch their
+gradients are larger than all other rounding errors together.
 """
 
 from collections import Counter, defaultdict
