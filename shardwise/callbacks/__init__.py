@@ -4,7 +4,7 @@
     Callbacks                   several of them, called in order
     TensorBoard WandB MLflow    trackers
 
-`shardwise train` calls those of its configuration; a loop of one's own calls the same objects.
+`shardwise train` calls the callbacks of its configuration, as a loop of one's own can.
 """
 
 from shardwise.callbacks.callback import Callback, Callbacks, RunFacts

@@ -103,7 +103,7 @@ def async_save(
     `handle.done()` says whether this rank's part has ended, `handle.wait()` waits for that, and
     `handle.result()`, called by all ranks, waits for the whole checkpoint and returns its path.
 
-    Arguments and files are those of `save`. All ranks must call it. It returns when the values of
+    It has the arguments and files of `save`. All ranks must call it. It returns when the values of
     this moment are on their way to host memory, where each rank needs room for what it writes
     (pinned, on CUDA); a thread writes them. It first waits for the previous save in this folder.
 

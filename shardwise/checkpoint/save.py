@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class PlannedSave:
-    """The save of a checkpoint of which every rank knows what it writes.
+    """The save of a checkpoint; every rank knows what it writes.
 
     If saving fails, older checkpoints are unchanged. Rank 0 holds the lock of the folder until
     `held` ends, which also removes what a failed save leaves.

@@ -36,7 +36,7 @@ CONFIG: Final = typer.Option(
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A plan and the name of its model; or those of a run, whose configuration is `config`."""
+    """A plan and the name of its model; or a run's, with the configuration `config`."""
 
     plan: Plan
     name: str

@@ -95,7 +95,7 @@ def build(values: Mapping[str, Any], where: str = "the configuration") -> Config
 
 
 def with_tokenizer(config: Config) -> Config:
-    """Unless data.tokens is set, the tokens of a model in a folder are those of its tokenizer."""
+    """Unless data.tokens is set, a model in a folder has the tokens of its tokenizer."""
     kind, _, path = config.model.name.partition(":")
     file = Path(path) / "tokenizer.json"
     if kind != "hf" or "tokens" in config.data.model_fields_set or not file.is_file():

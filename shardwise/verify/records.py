@@ -50,7 +50,7 @@ class OracleStep:
     def of(
         cls, oracle: Oracle | AsyncOracle, batch: Any, clip: float | None, idle: int = 0
     ) -> "OracleStep":
-        """Train on a global batch, of which the last `idle` data ranks have no rows."""
+        """Train on a global batch without rows for the last `idle` data ranks."""
         loss, weights = oracle.step(batch, clip, idle), oracle.weights
         gradients = {f"grad/{name}": x for name, x in weights.used.items()}
         return cls(loss, oracle.task.tokens(batch), weights.norm, gradients)

@@ -72,7 +72,7 @@ class OwnPositions(TorchFunctionMode):
         }
 
     def of_model(self, model: nn.Module) -> None:
-        """The next operations are those of `model`, whose buffers are tables."""
+        """`model` runs the next operations; its buffers are tables."""
         if model is not self.model:
             self.model, self.tables = model, {id(b): b for b in model.buffers()}
 
@@ -272,7 +272,7 @@ class OwnPositions(TorchFunctionMode):
         return (~of.is_packed(x)).to(found.dtype).expand(found.shape)
 
     def _item(self, x: Tensor, index: Any) -> Tensor:
-        """The first t rows of a table are those of this rank's positions."""
+        """The rows of this rank's positions for the first t rows of a table."""
         of = self._sequences()
         parts = index if isinstance(index, tuple) else (index,)
         if isinstance(x, nn.Parameter) or id(x) in self.tables:

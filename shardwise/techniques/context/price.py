@@ -1,6 +1,6 @@
 """The bytes of context parallelism: keys and values round the ring, or heads by all-to-all.
 
-The formulas are those of ring.py and attention.py, with the positions t_r that each rank holds. A
+The formulas stand in ring.py and attention.py, with the positions t_r that each rank holds. A
 recomputed module sends again what its forward pass sends. The ranks count the labels of each loss
 together, in 8 bytes.
 """
@@ -84,7 +84,7 @@ def _heads(call: AttentionCall) -> int:
 
 
 def _ulysses(call: AttentionCall, place: int) -> tuple[int, int, int]:
-    """The positions of this rank, those of its group, and elements to other ranks for each head."""
+    """The positions of this rank and of its group, and elements to other ranks for each head."""
     ranks = call.cut.ulysses
     counts = call.cut.blocks(place // ranks)
     return counts[place % ranks], sum(counts), (ranks - 1) * call.rows * call.width

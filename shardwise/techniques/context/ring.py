@@ -1,4 +1,4 @@
-"""Ring attention: keys and values travel round a ring of ranks, each of which keeps its queries.
+"""Ring attention: keys and values travel round a ring of ranks, which keep their queries.
 
     n = 4     step 0        step 1        step 2        step 3
     rank 0    block 0 ->    block 3 ->    block 2 ->    block 1

@@ -52,7 +52,7 @@ class Consensus:
         modules: Mapping[str, nn.Module] | None = None,
         number: int = 0,
     ) -> None:
-        """`number` is that of the engine or wrapped module, as the program made them."""
+        """`number` counts the engines and wrapped modules that the program made."""
         self.axes, self.buffers, self.device = list(axes), buffers, device
         self.trained = [flat for flat in flats if flat.trained]
         self.ranks = math.prod(axis.size for axis in self.axes)

@@ -132,7 +132,7 @@ class Scaling:
 
     @torch.no_grad()
     def joined(self, numbers: Tensor) -> Tensor:
-        """Numbers that the ranks sum, with those of the factor before them."""
+        """Numbers that the ranks sum; the factor's come first."""
         if not self.compares:
             return numbers
         if not self.changed:
@@ -145,7 +145,7 @@ class Scaling:
         return torch.cat([own.to(numbers), numbers])
 
     def compared(self, sums: Sequence[float]) -> Sequence[float]:
-        """The sums over all ranks without those of the factor.
+        """The sums over all ranks without the factor's.
 
         Raises InputError on all ranks if they scaled by different factors.
         """

@@ -166,7 +166,7 @@ def runs(module: nn.Module) -> bool:
 
 
 def _read(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that it reads itself: its own, and those of submodules it never calls."""
+    """The parameters that it reads itself: its own, and its uncalled submodules'."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not runs(child):

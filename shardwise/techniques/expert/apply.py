@@ -131,7 +131,7 @@ def layers_of(model: nn.Module) -> dict[str, MoE]:
 
 
 def stacks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules with stacked weights of experts by name, ours and those of transformers."""
+    """The modules with stacked weights of experts by name, ours and transformers'."""
     ours = {f"{name}.experts": layer.experts for name, layer in layers_of(model).items()}
     return ours | stacked_experts(model)
 

@@ -139,7 +139,7 @@ class MoE(nn.Module):
     seed: of the random numbers of `gshard` and `noisy-topk`; layers of one model draw different
         ones if they have names (`name_layers`) or different seeds.
 
-    `load` is that of the last forward pass; None before the first.
+    `load` has the last forward pass's load; None before the first.
     """
 
     def __init__(

@@ -184,7 +184,7 @@ def _dispatched(plan: Plan, layer: ExpertLayer, tokens: int) -> int:
 def _moves_on(
     spec: ModelSpec, plan: Plan, rank: int, moves: Sequence[LayerMove]
 ) -> Iterator[LayerMove]:
-    """The moves of the rank's stages, and again those of recomputed layers, without a gradient."""
+    """The moves of the rank's stages, and again, without a gradient, of recomputed layers."""
     stages = stages_on(plan, rank)
     here = [found for found in moves if stage_of(spec, found.layer) in stages]
     yield from here

@@ -59,7 +59,7 @@ def width_of(module: nn.Module) -> int:
 
 
 class StackedOnRanks:
-    """Replaces the forward of such a module, whose weights are those of this rank's experts."""
+    """Replaces the forward of such a module, which has the weights of this rank's experts."""
 
     def __init__(self, module: nn.Module, place: ExpertPlace) -> None:
         self.place, self.experts = place, experts_of(module)

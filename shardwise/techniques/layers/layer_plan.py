@@ -2,7 +2,7 @@
 
     dp4 zero3 | embed,head: tp4 zero1 | blocks.0-3: tp2 dp2 recompute:full
 
-Patterns are those of fnmatch; `0-3` between two dots stands for each number of the range. Other
+Patterns are fnmatch's; `0-3` between two dots stands for each number of the range. Other
 words are the model's. If a layer's plan names `dp` or `tp`, its ranks are a mesh of their own, so
 the batch and the weights are split differently there:
 

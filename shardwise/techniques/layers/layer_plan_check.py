@@ -12,7 +12,7 @@ from shardwise.core.plan.plan_parser import TECHNIQUES
 
 
 def layer_problems(plan: Plan, of: Callable[[Plan], list[Problem]]) -> list[Problem]:
-    """Problems of the plans of single layers; `of` finds those of a plan without layers."""
+    """Problems of the plans of single layers; `of` checks a plan without layers."""
     if not plan.layers:
         return []
     if why := next(filter(None, (each.beside_layers(plan) for each in TECHNIQUES)), ""):

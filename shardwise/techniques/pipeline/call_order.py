@@ -23,7 +23,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.tools.hook import in_place_of
 from shardwise.techniques.pipeline.trace.placeholders import Calls, defined, twin
 
-#: More questions than this in one pass are those of a loop that does not end.
+#: More questions than this in one pass come from a loop that does not end.
 _QUESTIONS: Final = 100_000
 
 

@@ -57,7 +57,7 @@ class Work(Protocol):
         ...
 
     def backward(self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]) -> list[Tensor]:
-        """B: takes the gradients of the stage's outputs; returns those of its inputs."""
+        """B: from the gradients of the stage's outputs to those of its inputs."""
         ...
 
     def inputs(

@@ -242,7 +242,7 @@ def _device(part: tuple[nn.Module, Any, Any]) -> torch.device:
 def choose_vector_functions() -> None:
     """Let one thread choose torch's vector functions (sin, exp).
 
-    The library behind them chooses those of the processor in the first call. A second thread that
+    The library behind them chooses the processor's in the first call. A second thread that
     calls one meanwhile gets results with errors of 1e-8.
     """
     for dtype in (torch.float32, torch.float64):

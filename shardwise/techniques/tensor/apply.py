@@ -143,7 +143,7 @@ def lay_out(
 def _open_sums(
     model: nn.Module, world: World, tensors: Tensors, found: Mapping[str, AxisLayout]
 ) -> None:
-    """Open the groups that sum gradients, and let each backward pass sum those of shared spans."""
+    """Open the groups that sum gradients; each backward pass sums shared spans."""
     axis, params = tensors.axis, dict(model.named_parameters())
     within = {name: _lines(on.cut) for name, on in found.items() if on.cut}
     every = {groups for on in found.values() if (groups := on.groups)}

@@ -179,7 +179,7 @@ def recomputing(run: ModelPass, modules: Collection[str]) -> ModelPass:
 
 
 def _sends(share: Share) -> Counted:
-    """The bytes on the plan's tensor axis, and on those of layers with plans of their own."""
+    """The bytes on the tensor axes of the plan and of layers with plans of their own."""
     tariff, spec = Tariff(share.plan, share.rank), share.spec
     mine = stages_on(share.plan, share.rank)
     for number, tensors in {0: spec.tensors, **spec.layers}.items():

@@ -163,7 +163,7 @@ NUMBERS = {
 class Table:
     """Styles by pattern, in order; see the top of the file. Raises InputError for unknown words.
 
-    `heads` and `kv_heads` are those of the model; styles and `sets` that count heads need them.
+    `heads` and `kv_heads` are the model's; styles and `sets` that count heads need them.
     `kv_heads` defaults to `heads`. A `derived` table comes from shapes alone: the engine compares
     the first step under it with the plain model.
     """

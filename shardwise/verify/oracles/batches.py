@@ -37,7 +37,7 @@ FEW_ROWS: Final = 8
 
 @dataclass(frozen=True)
 class Division:
-    """The division of a step's batch among data ranks, of which the last `idle` have no rows."""
+    """The division of a step's batch among data ranks; the last `idle` have no rows."""
 
     ranks: int
     microbatches: int

@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.optimizer.optimizer_spec import AdamW, OptimizerSpec
 
-#: The rate and epsilon by precision, and those of 16 bits.
+#: The rate and epsilon by precision, and for 16 bits.
 RATES, RATES_16 = {"fp64": (1e-3, 1e-4), "fp32": (1e-2, 1e-1)}, (1e-2, 1e-2)
 #: The factors of all rates in the steps of a proof, over and over.
 FACTORS: Final = (1.0, 0.5, 1.5)

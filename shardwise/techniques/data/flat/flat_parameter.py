@@ -58,7 +58,7 @@ Fill = Callable[[str, Tensor], None]
 
 
 class State(Enum):
-    """The tensors that exist, and the one of which p.data is a view."""
+    """The tensors that exist, and the one that p.data views."""
 
     SHARDED = "p.data in shard"
     UNSHARDING = "p.data in shard, full being written"
