@@ -13,7 +13,7 @@ than it is in a step. Times are the lower quartile of several, since other progr
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,7 +29,7 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
 from shardwise.engine.predict import predict_with
 from shardwise.models import gpt
-from shardwise.prediction.cluster import PRESETS, LinkSpeed
+from shardwise.prediction.cluster import PRESETS
 from shardwise.prediction.time.step_time import PRECISIONS, RankWork
 
 Act = Callable[[], object]
@@ -48,29 +48,29 @@ TINY: Final = gpt.GPTConfig(
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """One rank's device. `products` has (FLOPs, FLOPs a second) of each size, by precision."""
+    """One rank's device.
+
+    products   (FLOPs, FLOPs a second) of each size, by precision
+    figures    the other speeds, as prediction/cluster.py names them
+    link       the fields of its link to the host; empty for "cpu"
+    """
 
     kind: str
     products: dict[str, list[tuple[float, float]]]
-    memory_bytes_per_s: float
-    launch_s: float
-    step_s: float
-    overlap: float
-    host_link: LinkSpeed | None
+    figures: dict[str, float]
+    link: dict[str, float]
 
 
 def measure_device(world: World) -> DeviceSpeed:
     """The speeds of this rank's device; called by all ranks."""
     device, together = world.device, world.barrier
     kind = "cuda" if device.type == "cuda" else "cpu"
-    return DeviceSpeed(
-        kind,
-        {name: _products(torch_name, kind, world) for torch_name, name in PRECISIONS.items()},
-        _memory(ELEMENTS[kind], device, together),
-        *_launches_s(device, together),
-        _overlap(world.everyone, world) if world.size > 1 else 1.0,
-        _host_link(device, together) if kind == "cuda" else None,
-    )
+    products = {name: _products(dtype, kind, world) for dtype, name in PRECISIONS.items()}
+    figures = {"memory_bytes_per_s": _memory(ELEMENTS[kind], device, together)}
+    figures["launch_s"], figures["step_s"] = _launches_s(device, together)
+    figures["overlap"] = _overlap(world.everyone, world) if world.size > 1 else 1.0
+    link = _host_link(device, together) if kind == "cuda" else {}
+    return DeviceSpeed(kind, products, figures, link)
 
 
 def _products(dtype: str, kind: str, world: World) -> list[tuple[float, float]]:
@@ -147,14 +147,14 @@ def _overlap(axis: Axis, world: World) -> float:
     return min(1.0, max(0.0, hidden_s / min(alone_s, message_s)))
 
 
-def _host_link(device: torch.device, together: Act) -> LinkSpeed:
+def _host_link(device: torch.device, together: Act) -> dict[str, float]:
     times: list[float] = []
     small, large = sizes = (2**10, 2**26)
     for numel in sizes:
         x, out = torch.zeros(numel, device=device), torch.zeros(numel).pin_memory()
         times.append(_seconds(lambda x=x, out=out: out.copy_(x), device, together))
     rate = 4 * (large - small) / max(1e-12, times[1] - times[0])
-    return LinkSpeed(latency_s=max(0.0, times[0] - 4 * small / rate), bytes_per_s=rate)
+    return {"latency_s": max(0.0, times[0] - 4 * small / rate), "bytes_per_s": rate}
 
 
 def _seconds(act: Act, device: torch.device, together: Act, calls: int | None = None) -> float:
@@ -182,8 +182,8 @@ def _timed(act: Act, device: torch.device, calls: int) -> float:
 def median_device(by_rank: Sequence[DeviceSpeed]) -> DeviceSpeed:
     """The median over ranks of each figure, because the ranks of a step wait for one another."""
 
-    def middle(figure: Callable[[DeviceSpeed], float]) -> float:
-        return statistics.median(map(figure, by_rank))
+    def middle(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {name: statistics.median(each[name] for each in figures) for name in figures[0]}
 
     first = by_rank[0]
     products = {
@@ -193,18 +193,5 @@ def median_device(by_rank: Sequence[DeviceSpeed]) -> DeviceSpeed:
         ]
         for name in first.products
     }
-    links = [each.host_link for each in by_rank if each.host_link is not None]
-    return DeviceSpeed(
-        first.kind,
-        products,
-        middle(lambda each: each.memory_bytes_per_s),
-        middle(lambda each: each.launch_s),
-        middle(lambda each: each.step_s),
-        middle(lambda each: each.overlap),
-        LinkSpeed(
-            latency_s=statistics.median(link.latency_s for link in links),
-            bytes_per_s=statistics.median(link.bytes_per_s for link in links),
-        )
-        if links
-        else None,
-    )
+    figures = middle([each.figures for each in by_rank])
+    return DeviceSpeed(first.kind, products, figures, middle([each.link for each in by_rank]))

@@ -250,7 +250,7 @@ def measured_cluster(found: Diagnosis) -> Cluster:
         device=_device(found, speed, local),
         inside=inside,
         between=between or inside,
-        host_link=speed.host_link,
+        host_link=LinkSpeed.model_validate(speed.link) if speed.link else None,
         disk=None
         if found.disk is None
         else DiskSpeed(
@@ -288,14 +288,11 @@ def _device(found: Diagnosis, speed: DeviceSpeed, local: int) -> Device:
     """Ranks on processors share their host's memory."""
     machine = found.findings[0].machine
     gpu = machine.gpus[0] if speed.kind == "cuda" else None
-    return Device(
-        name="cpu" if gpu is None else gpu.name,
-        memory_bytes=machine.memory_bytes // local if gpu is None else gpu.memory_bytes,
-        memory_bytes_per_s=speed.memory_bytes_per_s,
-        launch_s=speed.launch_s,
-        step_s=speed.step_s,
-        peak_flops={name: max(r for _, r in pairs) for name, pairs in speed.products.items()},
-        asynchronous=gpu is not None,
-        overlap=speed.overlap,
-        products={name: tuple(pairs) for name, pairs in speed.products.items()},
-    )
+    fields = {
+        "name": "cpu" if gpu is None else gpu.name,
+        "memory_bytes": machine.memory_bytes // local if gpu is None else gpu.memory_bytes,
+        "peak_flops": {name: max(r for _, r in pairs) for name, pairs in speed.products.items()},
+        "asynchronous": gpu is not None,
+        "products": speed.products,
+    }
+    return Device.model_validate(fields | speed.figures)
