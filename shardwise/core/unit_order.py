@@ -200,12 +200,9 @@ class UnitOrder:
         return state.reads_backward and state.reached and not state.complete
 
     def complete(self, unit: int) -> list[Act]:
-        """The gradient of one parameter of the unit is complete for this pass."""
+        """The last missing gradient of the unit's parameters is complete for this pass."""
         state = self.units[unit]
-        state.missing -= 1
-        state.complete = state.missing == 0
-        if not state.complete:
-            return []
+        state.missing, state.complete = 0, True
         acts = [] if state.frozen else self._free([unit])
         return [*acts, *self.sums.go_on(self.forward)]
 

@@ -129,7 +129,7 @@ class UnitActs:
                 self.do([Act("wait", unit)] if unit in self.again else ())
                 if last[unit] == index:  # no gradient at its output: at those of its parameters
                     self.used(unit)
-                for _ in range(self.units[unit].missing):
+                if self.units[unit].missing:
                     self.do(self.order.complete(unit))
                 continue
             self.filling |= {unit} if self.units[unit].missing else set()

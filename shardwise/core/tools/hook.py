@@ -100,10 +100,12 @@ def program_hooks(owner: Any) -> list[str]:
     found: list[str] = []
     for kind in _KINDS:
         hooks: dict[int, Any] = getattr(owner, kind, None) or {}
-        for function in (getattr(hook, "func", hook) for hook in hooks.values()):
+        for hook in hooks.values():
+            function = getattr(hook, "func", hook)
             name = getattr(function, "__qualname__", type(function).__qualname__)
             line = getattr(getattr(function, "__code__", None), "co_firstlineno", "unknown")
-            if not f"{function.__module__}".startswith("shardwise."):
+            ours = owner(hook) or f"{function.__module__}".startswith("shardwise.")
+            if not ours:
                 found.append(f"{kind[1:-1]} {name} (line {line})")
     return found
 
@@ -160,8 +162,10 @@ def weakly(method: Callable[..., None], *more: Any) -> Callable[..., None]:
 
 
 def owner(function: Any) -> Any:
-    """The object of the method behind a function made by `weakly`; None for other functions."""
-    return getattr(function, "weakly_of", lambda: None)()
+    """The object of the method behind a function made by `weakly`, or behind a method of an object
+    with the same attribute; None for other functions.
+    """
+    return getattr(getattr(function, "__self__", function), "weakly_of", lambda: None)()
 
 
 # --- garbage collection ---------------------------------------------------------------------------

@@ -27,11 +27,19 @@ from shardwise.core.errors import bad
 from shardwise.core.reduce_order import Act
 from shardwise.core.tools import hook
 from shardwise.core.tools.structure import BY_ENGINE, BY_HAND, Structure, graph_break
-from shardwise.core.unit_order import CallPlace, UnitOrder
+from shardwise.core.unit_order import CallPlace
 from shardwise.techniques.data.consensus import Consensus
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.outputs import Output, scaling_of, shares_memory, tensors_in, watch
-from shardwise.techniques.data.units import GradientHooks, Pace, PutOff, StagedUnits, Unit, Units
+from shardwise.techniques.data.units import (
+    GradientHooks,
+    Pace,
+    PutOff,
+    StagedUnits,
+    Unit,
+    Units,
+    order_of,
+)
 
 #: What does an act on a unit, where it needs the unit alone.
 ACTS: Mapping[str, Callable[[Unit], None]] = {
@@ -69,7 +77,6 @@ class Data:
         for number, unit in enumerate(units.order):
             unit.number = number
         self.places: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
-        self.numbered_places: list[tuple[Unit, Flat, int]] = []  # by the number of their hook
         self.sync = True  # whether the gradients of this backward pass are the last of the step
         self.see: Callable[[Flat], None] = lambda _: None  # before the sum of a group begins
         #: after a gradient of this pass is in the flat gradient
@@ -87,39 +94,24 @@ class Data:
         self.scaling = scaling_of(flats if pace.by_hand else ())
         #: that have stepped (plain_optimizer.py), and whether they had states in the last step
         self.optimizers = WeakKeyDictionary[Optimizer, int]()
-        self.on_grads = GradientHooks()
+        self.on_grads = GradientHooks(self.collected)
         frozen = [p for group in flats if not group.trained for p in group.params]
         self.structure = Structure(root, frozen, BY_HAND if pace.by_hand else BY_ENGINE)
         self.trained = [group for unit in units.order for group in unit.trained]
         self.split = any(g.moves_to_rest for unit in units.order for g in unit.groups)
-        self.order = self._order(flats)
+        self.frees = any(unit.reshards for unit in units.order)  # memory, between two uses
+        self.order = order_of(self.numbered, flats, pace, staged)
         for unit in self.units.order:
             self._hook(unit)
         if staged is None:
             self._hook_root()
 
-    def _order(self, flats: Iterable[Flat]) -> UnitOrder:
-        """The order of the acts on units."""
-        staged = self.staged
-        return UnitOrder(
-            [unit.state for unit in self.numbered],
-            self.pace.ahead,
-            self.pace.in_flight if staged is None else len(self.numbered),
-            further=any(flat.grads.further for flat in flats),
-            offload=any(flat.moves.offload for flat in flats),
-            stages=None
-            if staged is None
-            else {s: [unit.number for unit in own] for s, own in staged.units.items()},
-            last=[] if staged is None else [unit.number for unit in staged.last],
-        )
-
     def _hook(self, unit: Unit) -> None:
         keep = self.handles.append
         for group in unit.trained:
-            for index, p in enumerate(group.params):
-                self.places[p] = unit, group, index
-                self.numbered_places.append(self.places[p])
-                keep(self.on_grads.add(p, self.collected))
+            group.grads.scale = self.pace.scale
+            self.places |= {p: (unit, group, i) for i, p in enumerate(group.params)}
+            self.handles += [self.on_grads.add(p) for p in group.params]
         acts = partial(self._before, unit), partial(self._after, unit)
         divided = any(group.moves_to_rest for group in unit.groups)  # else it stays gathered
         if self.staged is not None:
@@ -153,16 +145,10 @@ class Data:
                     ACTS[kind](unit)
 
     def require_copyable(self) -> None:
-        """Raise InputError if this rank has only a part of the values (core/tools/hook.py)."""
         if self.staged is not None:
             raise hook.no_copy("model in stages")
         if self.split:
             raise hook.no_copy(type(self.root).__name__)
-
-    @property
-    def frees(self) -> bool:
-        """Whether the memory of any unit is freed between two uses."""
-        return any(unit.reshards for unit in self.units.order)
 
     def begin_step(self) -> None:
         """Begin the forward passes of an engine's step, with rank 0's buffers on every rank."""
@@ -177,12 +163,9 @@ class Data:
 
     # --- under a schedule ---------------------------------------------------------------------
 
-    def begin_run(self) -> None:
-        """Begin a run of the schedule."""
-        self.order.begin_run()
-
     def end_run(self) -> None:
         """End a run of the schedule: free all units."""
+        self.on_grads.quicken(self.places)
         self._do(self.order.abandon())
 
     def read_outside(self, params: Iterable[Tensor]) -> None:
@@ -197,8 +180,9 @@ class Data:
 
     def leave(self) -> None:
         """End the action."""
-        for number in self.on_grads.take_late():
-            self._collect(number)
+        self._collect_arrived()
+        for group in self.trained:
+            group.grads.take()
         self._do(self.order.leave(recorded=torch.is_grad_enabled()))
 
     def reduce_stage(self, stage: int) -> None:
@@ -226,6 +210,9 @@ class Data:
 
     def arrivals(self) -> Iterator[Unit]:
         """Yield each unit that the update waits for, once its gradients are summed."""
+        if self.on_grads.arrived and self.staged is None:
+            self._begin_unannounced()
+            self._end_backward()
         for act in self.order.arrivals():
             self._do([act])
             if act.kind == "arrive":
@@ -336,7 +323,7 @@ class Data:
         """Drop the state that a failed step has left."""
         self.finish_sums()
         self.computes_loss = False
-        self.on_grads.late = []
+        self.on_grads.arrived.clear()
         if self.staged is not None:
             self.staged.waiting = []
         self._do(self.order.abandon())
@@ -370,8 +357,9 @@ class Data:
         for group in (group for unit in self.units.order for group in unit.trained):
             group.grads.detach()
             if not self.mute:
-                group.grads.show(self.pace.scale)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+                group.grads.show()
+        if torch._C._current_graph_task_id() != -1:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _before_backward(self, unit: Unit, place: CallPlace) -> None:
         """A gradient arrives at the output of a call of `unit`."""
@@ -383,7 +371,7 @@ class Data:
         _, group, index = self.places[p]
         self._begin_backward()
         if not self.mute:
-            group.grads.add_product(index, left, right, self.pace.scale)
+            group.grads.add_product(index, left, right)
 
     def put_off(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
         """In I: postpone a product to W, in which `multiply` adds it."""
@@ -393,51 +381,64 @@ class Data:
     @torch.no_grad()
     def multiply(self, products: PutOff) -> None:
         """In W: add products to the gradients, last layer first, and free each immediately."""
-        products.reverse()
         while products:
-            self.product(*products.pop())
+            self.product(*products.pop(0))
 
-    def collected(self, p: nn.Parameter, number: int) -> None:
-        """Collect the gradient of `p`, which is complete for this pass.
+    def collected(self, p: nn.Parameter) -> None:
+        """Collect the gradient of `p`, which is complete for this pass, and those that arrived."""
+        on = self.on_grads
+        if not self.order.in_backward:
+            self._begin_unannounced(p)
+        if on.arrived:
+            self._collect_arrived()
+        if on.order is not None:
+            on.order[p] = None
+        if on.is_last(p):
+            self._collect(p)
+        else:  # a hook of the program follows
+            on.arrived.append(p)
 
-        It runs for every parameter: what it costs, every step costs as often.
-        """
-        _, group, index = self.numbered_places[number]
+    def _begin_unannounced(self, *now: nn.Parameter) -> None:
+        """Begin a pass that no output has announced, with the gradients that have arrived."""
+        earlier = self.on_grads.take_arrived()
+        new = {p: p.grad for p in (*earlier, *now) if self.places[p][1].split}
+        for p in new:
+            p.grad = None  # no earlier piece
+        self._begin_backward()
+        for p, grad in new.items():
+            p.grad = grad if p.grad is None or grad is None else p.grad + grad
+        self.on_grads.arrived.extend(earlier)
+
+    def _collect_arrived(self) -> None:
+        for p in self.on_grads.take_arrived():
+            self._collect(p)
+
+    def _collect(self, p: nn.Parameter) -> None:
+        unit, group, index = self.places[p]
         if group.split:
             group.grads.require_whole(index)
-        if not self.order.in_backward:
-            self._first_collected(p, group)
-        if self.on_grads.is_last(p, number):
-            self._collect(number)
-
-    def _first_collected(self, p: nn.Parameter, group: Flat) -> None:
-        """No output has announced the pass, which begins with this gradient."""
-        new, p.grad = (p.grad, None) if group.split else (None, p.grad)  # no earlier piece
-        self._begin_backward()
-        if new is not None:
-            p.grad = new if p.grad is None else p.grad + new
-
-    def _collect(self, number: int) -> None:
-        unit, group, index = self.numbered_places[number]
-        p = group.params[index]
         if p.grad is None and hook.others_after(p):
             raise hook.in_backward(f"a hook that drops the gradient of {group.names[index]}, as")
         if unit.state.complete:  # checkpointed reentrantly
             raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")
         if self.mute:
             p.grad = None
-        group.grads.collect(index, self.pace.scale)
+        group.grads.collect(index)
         if self.collects is not None:
+            group.grads.take()
             self.collects(group, index)
-        if self.staged is None and (acts := self.order.complete(unit.number)):
-            self._do(acts)
+        if self.staged is None:
+            unit.state.missing -= 1
+            if not unit.state.missing:
+                self._do(self.order.complete(unit.number))
 
     def _end_backward(self) -> None:
         """End a backward pass: reduce units in which some parameter has no gradient."""
-        for number in self.on_grads.take_late():
-            self._collect(number)
+        self._collect_arrived()
+        if not self.pace.by_hand:
+            self.on_grads.quicken(self.places)
         for group in self.trained:
-            group.grads.unshow(self.pace.scale)
+            group.grads.unshow()
         self._do(self.order.end_backward())
         self.computes_loss = False
         if self.pace.by_hand and self.sync:

@@ -23,8 +23,8 @@ they change is what is reduced.
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,10 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.core.buffer_sizes import IN_FLIGHT
 from shardwise.core.errors import bad
 from shardwise.core.reduce_order import UnitState
-from shardwise.core.tools.hook import in_backward, owner, weakly
+from shardwise.core.tools.hook import in_backward, others_after, owner, weakly
+from shardwise.core.unit_order import UnitOrder
+from shardwise.techniques.data.flat.flat_gradient import LOT_BYTES
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.wrap_policy import UnitSpec
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ class Unit:
         dense layers of a unit may not be.
         """
         for group in (g for g in self.trained if last or g.moves.each_backward):
+            group.grads.take()
             see(group)
             group.grads.begin_reduce()
 
@@ -282,92 +284,68 @@ class StagedUnits:
         return waiting
 
 
-# --- Layers whose parameters are those of several units, which are gathered one after another -----
-
-
-class UnitParts(Protocol):
-    """How layers are divided (techniques/tile)."""
-
-    @property
-    def layers(self) -> Mapping[str, nn.Linear]:
-        """The divided layers by name."""
-        ...
-
-    def divided(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
-        """The units, with one for each part in place of that of its layer."""
-        ...
-
-    def plain(self, name: str) -> str:
-        """The name of the model's parameter of which the parameter `name` is a part."""
-        ...
-
-    def place(self, name: str, /) -> dict[str, int]:
-        """The coordinate of the parameter `name` on the axis of parts."""
-        ...
-
-    def release(self, device: torch.device | None, /) -> None:
-        """Free the parameters of the layers, whose values the parts have."""
-        ...
-
-
-@dataclass(frozen=True)
-class WholeUnits:
-    """No layer is divided: every method returns what it is given."""
-
-    layers: Mapping[str, nn.Linear] = field(default_factory=dict[str, nn.Linear])
-
-    def divided(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
-        """All units."""
-        return list(specs)
-
-    def plain(self, name: str) -> str:
-        """The name itself."""
-        return name
-
-    def place(self, _: str, /) -> dict[str, int]:
-        """No coordinate."""
-        return {}
-
-    def release(self, _: torch.device | None, /) -> None:
-        """Nothing to free."""
-
-
 # --- Our hooks on parameters, among those of the program ------------------------------------------
+
+
+class _Arrived(list[nn.Parameter]):
+    """Parameters whose gradients have arrived; its `append` is a hook without a Python frame."""
+
+    def __init__(self, weakly_of: Callable[[], Any]) -> None:
+        super().__init__()
+        self.weakly_of = weakly_of  # as of a function made by `weakly`
 
 
 class GradientHooks:
     """The hooks that collect gradients, and those that begin a backward pass.
 
-    late   parameters that are collected when the pass ends: a hook of the program came after ours
+    arrived    parameters whose gradients are complete, and not collected yet
+    order      in which gradients arrived in the first pass, from which `quicken` decides
     """
 
-    def __init__(self) -> None:
-        self.numbers: list[int] = []  # of the hook on each parameter
-        self.late: list[int] = []
+    def __init__(self, collected: Callable[[nn.Parameter], None]) -> None:
+        self.collected = weakly(collected)
+        self.numbers: dict[nn.Parameter, int] = {}  # of our hook on each parameter
+        self.arrived = _Arrived(vars(self.collected)["weakly_of"])
+        self.order: dict[nn.Parameter, None] | None = {}
         self.begins: list[RemovableHandle] = []
 
-    def add(
-        self, p: nn.Parameter, collected: Callable[[nn.Parameter, int], None]
-    ) -> RemovableHandle:
-        """Call `collected` after a gradient of `p` is accumulated, with the number of `p`."""
-        handle = p.register_post_accumulate_grad_hook(weakly(collected, len(self.numbers)))
-        self.numbers.append(handle.id)
+    def add(self, p: nn.Parameter) -> RemovableHandle:
+        """Call `collected` after a gradient of `p` is accumulated."""
+        handle = p.register_post_accumulate_grad_hook(self.collected)
+        self.numbers[p] = handle.id
         return handle
 
-    def is_last(self, p: nn.Parameter, number: int) -> bool:
+    def is_last(self, p: nn.Parameter) -> bool:
         """Whether our hook on `p` is the last; if not, it will be in later passes."""
         hooks: Any = p._post_accumulate_grad_hooks
-        own = self.numbers[number]
+        own = self.numbers[p]
         if len(hooks) == 1 or next(reversed(hooks)) == own:
             return True
         hooks[own] = hooks.pop(own)
-        self.late.append(number)
         return False
 
-    def take_late(self) -> list[int]:
-        """The numbers of the parameters to collect at the end of this pass."""
-        late, self.late = self.late, []
-        return late
+    def quicken(self, places: Mapping[nn.Parameter, tuple[Unit, Flat, int]]) -> None:
+        """After the first pass: call `collected` only for the last of each lot of gradients.
+
+        A lot has LOT_BYTES, or ends a unit. The others are noted, and collected with its last.
+        """
+        if not self.order:
+            return
+        order, self.order = self.order, None
+        ends, lot_bytes = {places[p][0]: p for p in order}, 0
+        for p in order:
+            lot_bytes += p.nbytes
+            if lot_bytes >= LOT_BYTES or ends[places[p][0]] is p or others_after(p):
+                lot_bytes = 0
+            else:
+                hooks: Any = p._post_accumulate_grad_hooks
+                hooks[self.numbers[p]] = self.arrived.append
+
+    def take_arrived(self) -> Iterable[nn.Parameter]:
+        """The parameters to collect."""
+        arrived = dict.fromkeys(self.arrived)
+        self.arrived.clear()
+        return arrived
 
     def expect(self, groups: Iterable[Flat], begin: Callable[..., None]) -> None:
         """Call `begin` before autograd adds to pieces of gradients that are still on parameters.
@@ -384,6 +362,25 @@ class GradientHooks:
         """The pass has begun."""
         while self.begins:
             self.begins.pop().remove()
+
+
+def order_of(
+    units: Sequence[Unit], flats: Iterable[Flat], pace: Pace, staged: StagedUnits | None
+) -> UnitOrder:
+    """The order of the acts on units."""
+    stages = (
+        None if staged is None else {s: [u.number for u in own] for s, own in staged.units.items()}
+    )
+    own = [*flats]
+    return UnitOrder(
+        [unit.state for unit in units],
+        pace.ahead,
+        pace.in_flight if staged is None else len(units),
+        further=any(flat.grads.further for flat in own),
+        offload=any(flat.moves.offload for flat in own),
+        stages=stages,
+        last=[] if staged is None else [unit.number for unit in staged.last],
+    )
 
 
 def before_gradients(

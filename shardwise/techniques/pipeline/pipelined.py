@@ -99,7 +99,7 @@ class Pipelined:
             units = self.units.at(weights, self.stale)
             work = StageWork(self.staging.stages, units, loss, self.objective, microbatches)
             self.data.sync = these.stop == len(parts)
-            self.data.begin_run()
+            self.data.order.begin_run()
             with self._whole_run(), self.stale.running() if self.stale else nullcontext():
                 run(self.staging.schedule, self.staging.axis, work, self.watch)
             self.data.end_run()

@@ -15,7 +15,7 @@ dropped, the copy is added. Where updates are made one step late, two take turns
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,8 @@ from shardwise.core.tools.hook import others_after
 from shardwise.core.zero import RowMoves
 from shardwise.techniques.data.flat.local_layout import FlatViews, LocalLayout
 
-#: out, left, right, beta, alpha: out becomes beta out + alpha left right; of beta 0 it is not read.
+#: Bytes of small gradients that are copied to the flat gradient in one call.
+LOT_BYTES: Final = 2**20
 
 
 class FlatGradient:
@@ -67,6 +68,9 @@ class FlatGradient:
         #: rows of lookups with sparse gradients: 1 where one of this step has arrived on any rank
         self.touched: dict[int, Tensor] = {}
         self.graphs: dict[int, Tensor] = {}  # gradients with a graph (create_graph)
+        self.scale = 1.0  # of every gradient that is collected
+        self.lot: list[tuple[int, Tensor]] = []  # gradients that are not in grad yet
+        self.lot_bytes = 0
         self.going = Pending()
 
     # --- in the backward pass -----------------------------------------------------------------
@@ -82,14 +86,14 @@ class FlatGradient:
                 "loss = model(x).mean(), then loss += sum(p.norm() for p in model.parameters())",
             )
 
-    def collect(self, index: int, scale: float) -> None:
-        """Take the gradient autograd has just left on parameter `index`, times `scale`."""
+    def collect(self, index: int) -> None:
+        """Take the gradient that autograd has just left on parameter `index`."""
         p = self.params[index]
         gradient = p.grad
         if gradient is None:
             return
         p.grad = None
-        view, filled = self._fill(index)
+        self.has_grad[index] = True
         if gradient.requires_grad:  # under create_graph=True
             before = self.graphs.get(index)
             self.graphs[index] = gradient if before is None else before + gradient
@@ -99,21 +103,39 @@ class FlatGradient:
             self.touched[index][rows] = 1
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        if filled:
-            view.add_(gradient, alpha=scale)
-        elif scale == 1.0:
-            view.copy_(gradient)
-        else:
-            torch.mul(gradient, scale, out=view)
+        self.lot.append((index, gradient))
+        self.lot_bytes += gradient.nbytes
+        if self.lot_bytes >= LOT_BYTES:
+            self.take()
 
-    def add_product(self, index: int, left: Tensor, right: Tensor, scale: float) -> None:
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy what was collected to `grad`, times `scale`, or add it to what is there."""
+        lot, self.lot, self.lot_bytes = self.lot, [], 0
+        new: tuple[list[Tensor], list[Tensor]] = ([], [])
+        more: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for index, gradient in lot:
+            view, filled = self._fill(index)
+            to, of = more if filled else new
+            to.append(view)
+            of.append(gradient)
+        if new[0]:
+            torch._foreach_copy_(*new)  # pyright: ignore[reportPrivateImportUsage]
+            if self.scale != 1.0:
+                torch._foreach_mul_(new[0], self.scale)  # pyright: ignore[reportPrivateImportUsage]
+        if more[0]:
+            torch._foreach_add_(*more, alpha=self.scale)  # pyright: ignore[reportPrivateImportUsage]
+
+    def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
         """Add left^T right, of left [N, out] and right [N, in], to the gradient of a weight."""
+        if any(index == other for other, _ in self.lot):
+            self.take()
         view, filled = self._fill(index)
         torch.addmm(
-            view, left.t(), right, beta=float(filled), alpha=scale, out=view
+            view, left.t(), right, beta=float(filled), alpha=self.scale, out=view
         )  # beta 0: not read
 
-    def show(self, scale: float) -> None:
+    def show(self) -> None:
         """Put what this rank has accumulated on each parameter with the user's own hooks.
 
         As under torch's DDP, hooks after accumulation see and may change the sum of all backward
@@ -123,13 +145,14 @@ class FlatGradient:
         for i, p in enumerate(self.params):
             # p.grad is there already if the pass has begun with this parameter
             if self.filled[i] and p.grad is None and others_after(p):
-                p.grad = self.grad_views[i] / scale
+                p.grad = self.grad_views[i] / self.scale
                 self.filled[i], self.shown[i] = False, True
 
-    def unshow(self, scale: float) -> None:
+    def unshow(self) -> None:
         """After the pass: take back what was shown and had no gradient in it."""
         for i in [i for i, shown in enumerate(self.shown) if shown and not self.filled[i]]:
-            self.collect(i, scale)
+            self.collect(i)
+        self.take()
         self.shown = [False] * len(self.params)
 
     def _fill(self, index: int) -> tuple[Tensor, bool]:
@@ -152,10 +175,10 @@ class FlatGradient:
         assert self.grad is not None
         self.grad_views = self.views.every(self.grad)
         used = 0
-        for offset, numel in zip(plan.offsets, plan.numels, strict=True):
-            self.grad[used:offset].zero_()  # padding is summed like the rest: it must be a number
+        for offset, numel in zip((*plan.offsets, plan.padded), (*plan.numels, 0), strict=True):
+            if offset > used:  # padding is summed like the rest: it must be a number
+                self.grad[used:offset].zero_()
             used = offset + numel
-        self.grad[used:].zero_()
         if not self.moves.each_backward:
             self.gshard = self.views.block(self.grad)
 
@@ -354,6 +377,7 @@ class FlatGradient:
         self.resting = list(none)
         self.attached = False
         self.graphs.clear()
+        self.lot, self.lot_bytes = [], 0
         for p in self.params:
             p.grad = None
 

@@ -263,6 +263,10 @@ class Flat:
             InputError: a tensor of another shape, dtype or device than the parameter or its piece;
                 parameters that are updated on another tier than they rest on.
         """
+        places = [*map(Tensor.data_ptr, self.params)]
+        shapes = [p.shape for p in self.params] == [own.shape for own in self.data]
+        if shapes and 0 not in places and places == [*map(Tensor.data_ptr, self.data)]:
+            return False
         pairs = enumerate(zip(self.params, self.data, strict=True))
         changed = {i: p.data for i, (p, own) in pairs if not _is_view_of_ours(p, own)}
         if not changed:

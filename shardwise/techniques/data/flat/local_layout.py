@@ -57,6 +57,7 @@ class FlatViews:
         self, shapes: Sequence[torch.Size], element_bytes: int, ranks: int, rank: int
     ) -> None:
         self.shapes, self.rank = list(shapes), rank
+        self.strides = [torch.empty(shape, device="meta").stride() for shape in shapes]
         self.plan = flatten([shape.numel() for shape in shapes], element_bytes, ranks)
         self.pieces = [self.plan.piece(index, rank) for index in range(len(self.shapes))]
 
@@ -82,8 +83,8 @@ class FlatViews:
 
     def view(self, index: int, whole: Tensor) -> Tensor:
         """The place of parameter `index` in `whole`, in its own shape."""
-        offset, shape = self.plan.offsets[index], self.shapes[index]
-        return whole[offset : offset + shape.numel()].view(shape)
+        offset = whole.storage_offset() + self.plan.offsets[index]
+        return whole.as_strided(self.shapes[index], self.strides[index], offset)
 
     def every(self, whole: Tensor) -> list[Tensor]:
         return [self.view(index, whole) for index in range(len(self.shapes))]
