@@ -104,8 +104,8 @@ def program_hooks(owner: Any) -> list[str]:
             function = getattr(hook, "func", hook)
             name = getattr(function, "__qualname__", type(function).__qualname__)
             line = getattr(getattr(function, "__code__", None), "co_firstlineno", "unknown")
-            ours = owner(hook) or f"{function.__module__}".startswith("shardwise.")
-            if not ours:
+            noted = hasattr(getattr(hook, "__self__", hook), "weakly_of")
+            if not (noted or f"{function.__module__}".startswith("shardwise.")):
                 found.append(f"{kind[1:-1]} {name} (line {line})")
     return found
 
