@@ -140,6 +140,7 @@ class OneStageUnits:
             self.data.sync = microbatch.index == self.microbatches - 1
         with during(self.applied, self.device):
             yield
+        self.data.end_pass()
 
     def reduce(self, stage: int) -> None:
         """Do nothing: hooks began each reduction when the last backward completed its unit."""

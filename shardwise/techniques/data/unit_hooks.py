@@ -130,7 +130,6 @@ class Data:
         self.handles += [before, self.root.register_forward_hook(end, always_call=True)]
 
     def _do(self, acts: Iterable[Act]) -> None:
-        """Do acts on units."""
         for kind, number in acts:
             unit = self.numbered[number]
             match kind:
@@ -179,7 +178,6 @@ class Data:
         self._do(self.order.enter(stage, op, graded=graded))
 
     def leave(self) -> None:
-        """End the action."""
         self._collect_arrived()
         for group in self.trained:
             group.grads.take()
@@ -210,16 +208,12 @@ class Data:
 
     def arrivals(self) -> Iterator[Unit]:
         """Yield each unit that the update waits for, once its gradients are summed."""
-        if self.on_grads.arrived and self.staged is None:
-            self._begin_unannounced()
-            self._end_backward()
         for act in self.order.arrivals():
             self._do([act])
             if act.kind == "arrive":
                 yield self.numbered[act.unit]
 
     def finish_sums(self) -> None:
-        """Wait until every gradient is summed."""
         for _ in self.arrivals():
             pass
 
@@ -389,8 +383,7 @@ class Data:
         on = self.on_grads
         if not self.order.in_backward:
             self._begin_unannounced(p)
-        if on.arrived:
-            self._collect_arrived()
+        self._collect_arrived()
         if on.order is not None:
             on.order[p] = None
         if on.is_last(p):
@@ -408,6 +401,12 @@ class Data:
         for p, grad in new.items():
             p.grad = grad if p.grad is None or grad is None else p.grad + grad
         self.on_grads.arrived.extend(earlier)
+
+    def end_pass(self) -> None:
+        """Autograd has ended: collect gradients of a pass that nothing has announced."""
+        if self.on_grads.arrived:
+            self._begin_unannounced()
+            self._end_backward()
 
     def _collect_arrived(self) -> None:
         for p in self.on_grads.take_arrived():
