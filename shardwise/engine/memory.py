@@ -42,6 +42,9 @@ def owned(engine: "Engine") -> Iterator[Owned]:
     for flat in engine.flats:
         yield from ((category, flat, t) for category, t in weights_of(flat))
         yield from (("gradients", flat, t) for t in gradients_of(flat))
+    for p in engine.data.on_grads.arrived:
+        if p.grad is not None:
+            yield "gradients", engine.data.places[p][1], p.grad
     yield from engine.optimizer.owns()
     buffers = (*engine.model.buffers(), engine.world.pool.memory, *engine.world.arenas.memory)
     yield from (("buffers", None, t) for t in buffers if t is not None)
@@ -53,5 +56,5 @@ def weights_of(flat: Flat) -> tuple[tuple[str, Tensor], ...]:
 
 def gradients_of(flat: Flat) -> list[Tensor]:
     of = flat.grads
-    every = of.grad, of.gshard, of.host_grad, of.other_host_grad
+    every = of.grad, of.gshard, of.host_grad, of.other_host_grad, *(t for _, t in of.lot)
     return [t for t in every if t is not None]
