@@ -175,7 +175,7 @@ def trained(
     task, found, meter = proof.task, Trained(), Meter(engine, peaks=False)
     for step in range(STEPS):
         with meter if step == STEPS - 1 else nullcontext():
-            before = engine.ledger.copy()
+            before = engine.ledger.lines
             metrics = engine.step(mine(engine, task.batch(step)))
         lines = engine.ledger.since(before), engine.last
         every, counted = (sum(t.sent_bytes for t in each.values()) for each in lines)
@@ -191,7 +191,7 @@ def trained(
     found.leaks = [leak for leak in meter.leaks() if leak.place.category not in own]
     found.state = kept(engine.boxes())
     engine.wait()
-    before, batch = engine.ledger.copy(), mine(engine, task.batch(STEPS))
+    before, batch = engine.ledger.lines, mine(engine, task.batch(STEPS))
     found.evaluated = engine.evaluate(batch)
     sent = engine.ledger.since(before)
     found.costs = found.costs.of_evaluation(sent, told[STEPS], expected.loads[STEPS])

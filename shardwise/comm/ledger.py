@@ -124,13 +124,10 @@ class Ledger:
         """The last calls, the latest at the end: `all_gather dp (forward), ...`."""
         return ", ".join(f"{kind} {axis} ({phase})" for axis, kind, phase in tuple(self._recent))
 
-    def copy(self) -> dict[Key, Tally]:
-        return self.lines
-
     def since(
         self, before: Mapping[Key, Tally], apart: Mapping[Key, Tally] | None = None
     ) -> dict[Key, Tally]:
-        """The totals since `before = ledger.copy()`, without lines that did not change.
+        """The totals since `before = ledger.lines`, without lines that did not change.
 
         `apart`: totals since then that do not count.
         """

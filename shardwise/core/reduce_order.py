@@ -127,14 +127,13 @@ class ReduceOrder:
     def go_on(self, order: Sequence[int]) -> list[Act]:
         """Reduce the complete units whose turn it is; `order` is that of the forward."""
         acts: list[Act] = []
-        turns = order[::-1]
-        while self.next < len(turns) and self._is_over(self.units[turns[self.next]]):
-            acts += self._reduce(turns[self.next])
+        for unit in order[::-1][self.next :]:
+            state = self.units[unit]
+            if state.gradients and not state.complete:
+                break
+            acts += self._reduce(unit)
             self.next += 1
         return acts
-
-    def _is_over(self, state: UnitState) -> bool:
-        return state.complete or not state.gradients
 
     def end(self, order: Sequence[int]) -> list[Act]:
         """After autograd: reduce all others."""

@@ -193,11 +193,9 @@ class UnitOrder:
             return [*acts, Act("placeholder", unit)]
         if to_come[-1] == unit:
             to_come.pop()
-        earlier = [n for n in to_come[::-1][: self.ahead] if self._is_awaited(self.units[n])]
+        near = ((n, self.units[n]) for n in to_come[::-1][: self.ahead])
+        earlier = [n for n, s in near if s.reads_backward and s.reached and not s.complete]
         return [*acts, Act("wait", unit), *(Act("gather", n) for n in earlier)]
-
-    def _is_awaited(self, state: UnitState) -> bool:
-        return state.reads_backward and state.reached and not state.complete
 
     def complete(self, unit: int) -> list[Act]:
         """The last missing gradient of the unit's parameters is complete for this pass."""

@@ -149,7 +149,9 @@ class OperationTrace:
             for y in (x for x in tree_leaves(out) if isinstance(x, Tensor) and x.numel()):
                 self._keep(y, tuple(fresh(n) for n in y.shape), active=False)
             return
-        if not any(map(self._tracked, given)) and not checked(func):
+        if not any(
+            _key(x) in self._known or _key(x) in self._params for x in given
+        ) and not checked(func):
             return
         for place, y in enumerate(x for x in tree_leaves(out) if isinstance(x, Tensor)):
             if y.numel():
@@ -219,9 +221,6 @@ class OperationTrace:
         return layer.segment(start, start + size) if steps == 1 else None
 
     # --- tensors -------------------------------------------------------------------------------
-
-    def _tracked(self, x: Tensor) -> bool:
-        return _key(x) in self._known or _key(x) in self._params
 
     def _of(self, x: Tensor) -> Dims:
         """The dims of a tensor; an unknown tensor has the axes of a constant."""

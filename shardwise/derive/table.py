@@ -133,7 +133,8 @@ def _derived(
     cut = sum(p.numel() * p.element_size() for p in model.parameters())
     cut -= sum(each.bytes for each in whole)
     sent = predict(model, plan, batch, loss=objective, table=table)
-    return Derived(table, whole, cut, _tensor_bytes(sent))
+    sent_bytes = sum(count for line, count in sent.sent().items() if line.axis == "tp")
+    return Derived(table, whole, cut, sent_bytes)
 
 
 def _with_sequence(
@@ -292,10 +293,6 @@ def _vocabulary(
 def _joins(found: Any) -> bool:
     """Whether a predicted step gathers logits that are sharded by the vocabulary."""
     return any(run.joins for run in found.spec.tensors.runs)
-
-
-def _tensor_bytes(found: Any) -> int:
-    return sum(count for line, count in found.sent().items() if line.axis == "tp")
 
 
 def _patterns(

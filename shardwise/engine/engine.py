@@ -160,7 +160,7 @@ class Engine:
         self.consensus.same.begin(self.steps + 1, *self.optimizer.compared())
         given, batch = batch, shares.on_device(batch, self.world.device)
         self.passes.require(batch, self.microbatches, self.rows)
-        before = self.ledger.copy()
+        before = self.ledger.lines
         if self.data.in_step:  # the step before raised
             self.data.abandon()
             self.consensus.rounds += 1  # if not on all ranks, this one is a step ahead
@@ -429,7 +429,7 @@ class Engine:
 
     def sent(self) -> dict[Key, Tally]:
         """The ledger so far, by axis, kind and phase."""
-        return self.ledger.copy()
+        return self.ledger.lines
 
     def measured_bytes(self) -> dict[str, int]:
         """The bytes this rank sent in the last step, by axis and kind."""

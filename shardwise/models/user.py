@@ -360,11 +360,8 @@ def flops_per_token(config: UserConfig) -> int:
 @cache
 def _found(name: str, seed: int) -> Trainable:
     """The user's model; its own batches are not used."""
-    found = find(name, seed, make_batch=_no_batch)
+    found = find(name, seed, make_batch=lambda *_: None)  # a run has its own
     return replace(found, loss=gpt.loss) if found.loss is own_loss else found
-
-
-def _no_batch(rows: int, seed: int) -> None: ...
 
 
 def _loss(name: str, seed: int, model: nn.Module, batch: Any) -> Tensor:

@@ -41,7 +41,7 @@ class DryRun:
         self.kernels: Kernels = options.kernels
         self.mode = ToMeta(read=self._read)
         world = replace(world_of(rank, plan.size, _CPU, FakeLinks()), meta=True)
-        options = replace(options, loss=self._objective, fill=_fill_nothing)
+        options = replace(options, loss=self._objective, fill=lambda *_: None)
         with torch.random.fork_rng(devices=[]), self.mode:
             self.engine: Engine = build_engine(meta_copy(model), plan, world, options)
 
@@ -73,6 +73,3 @@ class DryRun:
         if func._schema.is_mutable and isinstance(x, list):
             return None
         return x if func._schema.is_mutable and not x.is_meta else NotImplemented
-
-
-def _fill_nothing(*_: object) -> None: ...

@@ -79,9 +79,8 @@ class StepMeter(TorchDispatchMode):
     def __init__(self, engine: Engine, meter: Meter, batch: Any) -> None:
         super().__init__()
         self.engine, self.meter, self.saved = engine, meter, SavedStorages()
-        self.batch = {
-            x.untyped_storage()._cdata for x in leaves(batch, Tensor, objects=True) if _is_tensor(x)
-        }
+        every = leaves(batch, Tensor, objects=True)
+        self.batch = {x.untyped_storage()._cdata for x in every}
         self.events: list[Event] = []
         self.open: dict[str, int] = {}  # the number of running modules of each unit
         self.microbatch = 0
@@ -224,7 +223,3 @@ def dry_events(
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor)

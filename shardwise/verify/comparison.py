@@ -289,7 +289,7 @@ class Comparison:
             self.flushed |= pending
         engine.wait()
         whole, own, division = shared = self.shared(engine, step)
-        before = engine.ledger.copy()
+        before = engine.ledger.lines
         self.agrees("", engine, step, shared)
         sent = engine.ledger.since(before)
         at_once = replace(division, microbatches=1)
@@ -332,7 +332,7 @@ def compare(
     # an evaluation finishes the first delayed update: a step comes before it
     look = min(steps - 1, int(offload is not None and offload.undelayed == 0))
     for step in range(steps):
-        before = ours.ledger.copy()
+        before = ours.ledger.lines
         so_far.step(ours, step)
         if ours.ledger.since(before) != ours.last:  # something else was sent
             so_far.costs = replace(so_far.costs, hold=False)

@@ -83,7 +83,7 @@ def all_moves(world: World) -> list[str]:
         axis = counted_axis(world)
         x, y = part(src, axis, 1).requires_grad_(), part(dst.dual, axis, 2)
         out = move(x, axis, src, dst)
-        before = axis.ledger.copy()
+        before = axis.ledger.lines
         (back,) = torch.autograd.grad(out, x, y, allow_unused=True)
         counts = sent(before), sent(axis.ledger.since(before))
         prices = priced(src, dst, world.size), priced(dst.dual, src.dual, world.size)

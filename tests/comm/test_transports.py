@@ -214,7 +214,7 @@ def test_ledgers():
     assert ledger.lines == {Key("dp", "all_reduce", "start"): Tally(2, 15, 50, 2)}
     assert ledger.sent_bytes() == 50
     assert pickle.loads(pickle.dumps(ledger)).lines == ledger.lines  # noqa: S301
-    before, ledger.now = ledger.copy(), "backward"
+    before, ledger.now = ledger.lines, "backward"
     assert ledger.since(before) == {}
     with suppress(ArithmeticError), ledger.phase("update"):
         write("all_gather", 2, torch.int8)

@@ -327,7 +327,7 @@ def between_hosts(world: World, plan: str, steps: int) -> tuple[int, dict[str, i
     batch = torch.randn(4, 256)
     engine.step(batch)
     world.barrier()
-    before, left = engine.ledger.copy(), sent_bytes("eth0")
+    before, left = engine.ledger.lines, sent_bytes("eth0")
     for _ in range(steps):
         engine.step(batch)
     world.barrier()

@@ -86,7 +86,7 @@ EXTREMES: dict[str, list[list[float]]] = {
 def parity(world: World, vocabulary: int) -> None:
     x, targets = sample(3, 5, vocabulary) * 4, torch.arange(15).view(3, 5) % vocabulary
     targets[0, 1] = targets[2, 4] = -100
-    cut, before = even(0, vocabulary, world.size), world.ledger.copy()
+    cut, before = even(0, vocabulary, world.size), world.ledger.lines
     for terms in TERMS:
         lost(world, cut, x, targets, terms)
         lost(world, cut, x.view(-1, vocabulary), targets.view(-1), terms)

@@ -148,7 +148,8 @@ class _Progress:
 def _deadlock(state: _Progress) -> InputError:
     schedule, ranks = state.schedule, range(state.schedule.ranks)
     home = {t: (r, a) for r in ranks for a in schedule.actions(r) for t in makes(a, schedule)}
-    made = {t for r in ranks for step in _done(state, r) for t in makes(step, schedule)}
+    done = (step for rank, end in enumerate(state.at) for step in schedule.rows[rank][:end])
+    made = {token for step in done for token in makes(step, schedule)}
     stuck = {rank: step for rank in ranks if (step := _stuck(state, rank)) is not None}
     said: list[str] = []
     for rank, step in stuck.items():
@@ -168,10 +169,6 @@ def _deadlock(state: _Progress) -> InputError:
     return bad(
         f"a schedule that deadlocks: {'; '.join(said)}", allowed, "each action before its use"
     )
-
-
-def _done(state: _Progress, rank: int) -> tuple[Step, ...]:
-    return state.schedule.rows[rank][: state.at[rank]]
 
 
 def _stuck(state: _Progress, rank: int) -> Step | None:

@@ -148,17 +148,13 @@ def _function_text(function: Any) -> str:
     floats: dict[str, float] = {}
     while inner is not None:
         function = inner
-        floats |= _floats_of(function)
+        # other values may differ: a device, a file, a rank that prints
+        floats |= {name: x for name, x in _read_by(function).items() if type(x) is float}
         found = (getattr(inner, name, None) for name in ("__wrapped__", "__func__", "func"))
         inner = next((each for each in found if callable(each)), None)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"the function {name} (code {text_hash(_code_text(code)):014x}){floats or ''}"
-
-
-def _floats_of(function: Any) -> dict[str, float]:
-    """The floats that a function reads: other values (a device, a file) may differ."""
-    return {name: value for name, value in _read_by(function).items() if type(value) is float}
 
 
 def _numbers_of(function: Any) -> dict[str, int]:
@@ -240,7 +236,7 @@ class ConsistencyCheck:
             self.same.recheck = partial(self.require_batch, batch)
         if self.before_first is None:
             return {}
-        before = self.axis.ledger.copy()
+        before = self.axis.ledger.lines
         self.before_first(batch)
         self.before_first = None
         return self.axis.ledger.since(before)
@@ -287,7 +283,8 @@ class ConsistencyCheck:
         return same and _close(total, size, close) and _close(norm, size, close)
 
     def _tolerance(self, flats: Sequence[Flat]) -> float:
-        return TOLERANCE if all(_is_32_bit(flat) for flat in flats) else TOLERANCE_16_BIT
+        dtypes = {flat.grads.gshard.dtype for flat in flats if flat.grads.gshard is not None}
+        return TOLERANCE if dtypes <= {torch.float32, torch.float64} else TOLERANCE_16_BIT
 
     def _require(self, loss: Tensor, flats: Sequence[Flat]) -> None:
         names, gradients = self._gradients(flats)
@@ -349,10 +346,6 @@ def _close(values: Tensor, size: Tensor, close: float) -> bool:
     """Whether `values` differ by at most `close` times `size`.  NaN and infinity are ignored."""
     found = values.nan_to_num(0.0, 0.0, 0.0)
     return bool(found.max() - found.min() <= close * size.nan_to_num(math.inf))
-
-
-def _is_32_bit(flat: Flat) -> bool:
-    return flat.grads.gshard is None or flat.grads.gshard.dtype in (torch.float32, torch.float64)
 
 
 def batch_hash(batch: Any, hashes: int, device: torch.device, *, floats: bool) -> Tensor:

@@ -188,14 +188,10 @@ def _candidates(plan: Plan, predict: Callable[[Plan], Prediction]) -> Iterator[P
     for first in reversed(range(len(numels))):
         share = sum(numels[first:]) / max(1, sum(numels))
         if numels[first]:
-            text = "optim" if share == 1 else f"optim={_rounded(share)!r}"
+            rounded = max(0.001, int(share * 1000) / 1000)  # not up: the same units, or one fewer
+            text = "optim" if share == 1 else f"optim={rounded!r}"
             changed = replace(none.plan, offload=text)
             yield none.on(none.rank, changed)
     whole = replace(plan, offload="param")
     if not problems(whole):
         yield predict(whole)
-
-
-def _rounded(share: float) -> float:
-    """The share in three digits, not above it: so the units are the same, or one fewer."""
-    return max(0.001, int(share * 1000) / 1000)

@@ -63,10 +63,6 @@ def _not_wrapped_by_others(model: nn.Module, caller: str) -> None:
         raise bad(given, "a plain model, which is wrapped once", instead)
 
 
-def _on_meta(p: Tensor) -> bool:
-    return p.is_meta
-
-
 def _unusual(p: nn.Parameter) -> str:
     """Why a parameter cannot be in a flat tensor; "" if it can."""
     if p.is_inference():
@@ -277,7 +273,7 @@ def fill(
 
 def fill_used(fill: Any, seed: int, model: nn.Module, missing: Sequence[str]) -> None:
     """Raise InputError for a fill or a seed if no weight is on the meta device of any rank."""
-    if missing or (fill is None and not seed) or any(map(_on_meta, model.parameters())):
+    if missing or (fill is None and not seed) or any(p.is_meta for p in model.parameters()):
         return
     given = "fill=" if fill is not None else f"seed={seed}"
     raise bad(
