@@ -128,7 +128,6 @@ class Ledger:
         self, before: Mapping[Key, Tally], apart: Mapping[Key, Tally] | None = None
     ) -> dict[Key, Tally]:
         """The totals since `before = ledger.lines`, without lines that did not change.
-
         `apart`: totals since then that do not count.
         """
         apart, none = apart or {}, Tally()
@@ -154,7 +153,6 @@ def volume(
     kind: str, numel: int, ranks: int, rank: int, root: int = 0, counts: Sequence[int] = ()
 ) -> tuple[int, int]:
     """Elements that `rank` sends, and the number of ranks that receive some of them.
-
     `numel` elements are passed to the call, `counts[r]` of them to rank r in an all_to_all.
     """
     others = ranks - 1

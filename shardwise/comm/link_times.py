@@ -92,7 +92,6 @@ def settle(device: torch.device) -> None:
 
 def slow_ranks(seconds: Mapping[tuple[int, int], float]) -> dict[int, SlowLink]:
     """The ranks whose links are all slow, relative to the median link between other ranks.
-
     With two ranks there is one link, so the slow rank is unknown.
     """
     ranks = sorted({rank for pair in seconds for rank in pair})
@@ -116,7 +115,6 @@ def begin_rows(
     x: Tensor, axis: Axis, out_counts: Counts, in_counts: Counts
 ) -> Callable[[], Tensor]:
     """Begin `move.all_to_all`; returns a function that waits for the rows. Differentiable.
-
     The function must be called, once, and `x` must not change before. Raises as `all_to_all`.
     """
     check_counts(x, axis, out_counts, in_counts)

@@ -1,23 +1,12 @@
 """Communication between ranks: every byte between them goes through a function of this file.
 
-    move            change the placement of a tensor on an axis; differentiable
-    take, join      the same between a whole tensor and parts of different sizes; differentiable
-    all_to_all      send a different number of rows to each rank; differentiable (also
-    link_times.py)
-    start           move flat tensors asynchronously
-    all_reduce, all_gather, reduce_scatter, broadcast, barrier
-                    the collectives under their usual names, with an axis in place of a group
-    send, receive, begin_send, begin_receive
-                    point-to-point messages
-
-Copies between a rank's device and its host are the axis "tier" of the door: tiers.py.
+Copies between a rank's device and its host are the axis "tier" of the door: tiers.py.  An
+all-to-all that overlaps with other work is in link_times.py.
 
 Functions named `begin...`, and `start`, return a `Pending`.  `root`, `to` and `source` are ranks on
-the axis.
-
-The backward of `src -> dst` is `dst.dual -> src.dual`, so one autograd function serves all moves.
-On an axis of one rank nothing is sent and nothing is counted, so callers need not ask whether a
-parallelism is on.  The transports count what they send (ledger.py); this file does not.
+the axis.  The backward of `src -> dst` is `dst.dual -> src.dual`, so one autograd function serves
+all moves.  On an axis of one rank nothing is sent and nothing is counted, so callers need not ask
+whether a parallelism is on.  The transports count what they send (ledger.py); this file does not.
 """
 
 import math
@@ -42,7 +31,6 @@ def start(
     x: Tensor, axis: Axis, src: Placement, dst: Placement, out: Tensor, behind: bool = False
 ) -> Pending[Any]:
     """Begin to move flat `x` from `src` to `dst`; the result will be in `out`.
-
     Both are one-dimensional, contiguous and of one dtype.  With n ranks and N elements in the
     whole: S -> R takes N/n to N, P -> S takes N to N/n, P -> R works in place (`out is x`).  `out`
     may be this rank's own block of `x`, and the other way round.  `behind` selects the second queue
@@ -262,7 +250,6 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def begin_sum(x: Tensor, axis: Axis) -> Pending[Tensor]:
     """Begin to sum contiguous numbers; `x` must not change until the wait, and is not written.
-
     A few are gathered and added, with half the messages of an all-reduce (core/layouts/layout.py).
     """
     if axis.size == 1:
@@ -339,10 +326,8 @@ def receive(out: Tensor, axis: Axis, source: int) -> Tensor:
 
 
 def begin_send(x: Tensor, axis: Axis, to: int) -> Pending[Any]:
-    """Begin to send `x` (any shape) to rank `to`, which calls `begin_receive`.
-
-    `x` must not change until the wait.  Messages between two ranks arrive in the order of their
-    begin.
+    """Begin to send `x` (any shape) to rank `to`, which calls `begin_receive`. `x` must not change
+    until the wait.  Messages between two ranks arrive in the order of their begin.
     """
     queue, other = _queue(axis, axis.rank, to)
     return queue.send(x.detach().contiguous(), other)
@@ -356,7 +341,6 @@ def begin_receive(out: Tensor, axis: Axis, source: int) -> Pending[Any]:
 
 def open_ways(axis: Axis, ways: Iterable[tuple[int, int]], device: torch.device) -> None:
     """Prepare `begin_send` for these pairs (source, destination); called by all ranks.
-
     NCCL carries out the calls of one communicator in order, each when both ranks have come to it.
     If messages between three ranks, or of both directions between two, shared one, ranks could wait
     for each other in a circle.  So each pair gets a communicator of its own.  NCCL connects two

@@ -15,7 +15,6 @@ def parameter_like(p: nn.Parameter, data: Tensor) -> nn.Parameter:
 
 def become(p: nn.Parameter, data: Tensor) -> None:
     """Give `p` other values, also on another device; the object and its hooks stay.
-
     A tensor's device changes only as a whole, and with it the tables in which autograd finds hooks.
     """
     on_grad, after_grad = p._backward_hooks, p._post_accumulate_grad_hooks

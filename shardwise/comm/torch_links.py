@@ -28,7 +28,6 @@ from shardwise.core.mesh import Mesh
 
 class TorchLinks(Links):
     """Opens a process group for every queue of a line, once; `close` destroys them.
-
     A group of gloo holds threads and sockets while it lives.  With `ours`, torch.distributed itself
     was initialised here, and `close` ends it.  The groups have the backend of the user's group; if
     that has one backend for each type of device, the one of `device_type`.  Without `shared_memory`
@@ -62,7 +61,6 @@ class TorchLinks(Links):
         self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
     ) -> Transport:
         """The transport of the line of `rank`, with the world's backend.
-
         A group is opened for each line that has none on this queue.  Every rank asks for the same
         lines in the same order, so all ranks open the same groups.
         """
@@ -153,7 +151,6 @@ def group_timeout(limits: Limits) -> timedelta:
 
 def device_mesh(mesh: Mesh, transports: Sequence[Transport], device_type: str) -> DeviceMesh:
     """Torch's own mesh over our process groups, for other users of it (DTensor, FSDP2).
-
     Raises ValueError for a transport that has no process group (threads, traces).
     """
     groups = [each.group for each in transports if isinstance(each, Gloo | Nccl)]

@@ -44,7 +44,6 @@ class Pending(Generic[T]):
 
     def wait(self) -> T:
         """Wait for the result and return it (on CUDA: make the current stream wait for it).
-
         A second call returns None at once: the result is not kept.
         """
         ends, self._ends = self._ends, ()
@@ -118,7 +117,6 @@ class Transport(ABC):
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
     ) -> Pending[Any]:
         """Send `in_counts[r]` elements of `x` to rank r; receive `out_counts[r]` from it.
-
         Raises RuntimeError if another rank sends a different count: always among threads; among
         ranks that share memory if both counts fit a mailbox.
         """
@@ -149,7 +147,6 @@ class Transport(ABC):
 
     def begin_reduce_scatter_along(self, x: Tensor, dim: int) -> Pending[Tensor]:
         """Begin a reduce_scatter of blocks of dim `dim`, which must divide evenly.
-
         The result is this rank's block; until then `x` must not change.
         """
         blocks = torch.stack(x.chunk(self.size, dim)).contiguous()
@@ -177,7 +174,6 @@ class Links(ABC):
         self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
     ) -> Transport:
         """The transport of the line that contains `rank`.  Called by all ranks in the same order.
-
         `lines` are all groups of the axis, each a list of ranks of the world.  Work on one queue of
         a line never waits for work on another; a repeated request may return the same queue.
         """

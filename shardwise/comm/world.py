@@ -86,7 +86,6 @@ class Background:
 @dataclass(frozen=True)
 class Axis:
     """A named axis of the mesh, seen from one rank.
-
     `transport` carries messages that the next computation needs, `behind` those that overlap with
     computation (gradient reductions): two queues, so that neither delays the other.  `open_way`
     opens a queue for messages from one rank to another, where calls on a queue wait for each other;
@@ -222,8 +221,7 @@ class World:
     def within(self, name: str, groups: Sequence[Sequence[int]], called: str = "") -> Axis:
         """The ranks of axis `name` that are in the same group as this one.  All ranks must call it.
 
-        `groups` divides the ranks of the axis.  Bytes are counted under `called`, or the axis's
-        name.
+        `groups` divides the ranks of the axis.  Bytes are counted under `called` or its name.
         """
         here = self.axis(name)
         mine = next(group for group in groups if here.rank in group)
@@ -380,7 +378,6 @@ def _begin(start: Start, device: torch.device, limits: Limits) -> Store:
 
 def device_of_rank(asked: str | None, local_rank: int) -> torch.device:
     """The device of a process: the one asked for; None: a GPU if every local rank has one.
-
     Raises InputError for "cuda" where there are fewer GPUs than local ranks.
     """
     if asked is not None:

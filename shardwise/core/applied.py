@@ -1,6 +1,5 @@
 """What the engine asks of a technique that is applied to a model.
 
-    axes(), sums()         its axes, by which layouts name them
     divided(model)         the model has only the layers of this rank's stages
     install(model)         parameters are flat, and all other hooks are set
     begin(batch, parts)    a step or an evaluation begins
@@ -56,14 +55,12 @@ class Applied(Protocol):
 
     def weight(self, count: float, part: Any, tokens: Callable[[Any], int] | None) -> float:
         """The number of tokens that the loss of a part is the mean of, after `begin`.
-
         `count` is that of the part that it replaced; `tokens` is the user's function.
         """
         return count
 
     def enter(self, part: Any, model: Any, own: Any) -> Any:
         """The forward of `model` on this part begins; returns the part that `begin` replaced.
-
         `model` is the engine's, or a copy whose loss is compared with that of the plain model.
         `own` is the part, or a copy of it to which the forward may write.
         """

@@ -26,9 +26,7 @@ BUCKETS: Final = 2
 
 def pool_bytes(plan: "Plan", model_bytes: int, device: str) -> int:
     """The bytes of each rank's pool; 0 for a plan of one rank, which sends nothing.
-
-    `model_bytes` are those of the full model's parameters: the default pool is not larger.
-    `device` is "cpu" or "cuda".
+    The default pool is not larger than the model's parameters.  `device` is "cpu" or "cuda".
     """
     if plan.size == 1:
         return 0
@@ -95,7 +93,6 @@ def most_at_once(moments: Iterable[Counter[int]]) -> Slots:
 
 def gradient_slots(units: Sequence[Sequence[int]], in_flight: int) -> Slots:
     """The slots for gradients that are reduced and freed unit by unit.
-
     `units` has the bytes of each gradient of each unit, in the order of the forward pass.  While
     one unit's gradients are computed, those of `in_flight` units after it are being reduced.
     """

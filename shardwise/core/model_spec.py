@@ -30,7 +30,6 @@ SMALL_BYTES: Final = 1024
 
 class Product(NamedTuple):
     """A matrix product, a convolution or fused attention in the forward of `module`.
-
     `flops` is what torch's FlopCounterMode counts.  `storages` has its outputs, and is empty if
     selective recomputation computes them again.  `saves` tensors had been saved before it.
     """
@@ -104,7 +103,6 @@ ELEMENT_BYTES: dict[str, int] = {
 @dataclass(frozen=True)
 class ParamShape:
     """One parameter: full name in the model, dims, element type by torch's name, trainability.
-
     If `layout` shards the parameter on some axis, `shape` is the shape of a rank's part.  Without a
     layout only the plan's row shards the parameter, and all other axes replicate it.
     """
@@ -157,7 +155,6 @@ class BufferShape:
 @dataclass(frozen=True)
 class UnitShape:
     """The parameters that are gathered and freed together, in their order in the flat tensor.
-
     `uses` is the number of times that a forward pass needs the freed unit: one for each call.
     `again` is the same number for a backward pass; it is 0 if the unit is still gathered then, or
     if its backward pass does not read it.  In a pipeline `uses` counts a run of the schedule.
@@ -210,7 +207,6 @@ class Value(NamedTuple):
 
 class Call(NamedTuple):
     """The begin or the end of a module's forward.
-
     `values` are the numbers of the tensors that it takes (begin) or returns (end).  `recorded` is
     false under torch.no_grad(): autograd records nothing.
     """
@@ -259,10 +255,8 @@ class ModelPass(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitModules:
-    """The modules of a unit, in order of definition.
-
-    `encloses`: they contain modules of other units.  `looks_up`: all of them are embeddings, whose
-    backward pass does not read the weights.
+    """The modules of a unit, in order of definition. `encloses`: they contain modules of other
+    units.  `looks_up`: all of them are embeddings, whose backward pass does not read the weights.
     """
 
     modules: tuple[str, ...]

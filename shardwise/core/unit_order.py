@@ -33,7 +33,6 @@ LONGEST: Final = 2**16
 
 class CallPlace(NamedTuple):
     """Where a call returned in its forward pass: the calls of the pass, and how many came before.
-
     The unit that returned made the last of these, or encloses the units that did.
     """
 
@@ -42,12 +41,10 @@ class CallPlace(NamedTuple):
 
 
 class UnitOrder:
-    """The machine of one rank's units.
-
-    `stages` has the units of each stage that the rank owns, under a schedule.  `last` has the units
-    with parameters of several ranks: their gradients are reduced after all others, in this order,
-    which all holders take.  `further`: sums over other axes follow a reduction.  `offload`:
-    gradients leave the device for the update.
+    """The machine of one rank's units. `stages` has the units of each stage that the rank owns,
+    under a schedule.  `last` has the units with parameters of several ranks: their gradients are
+    reduced after all others, in this order, which all holders take.  `further`: sums over other
+    axes follow a reduction.  `offload`: gradients leave the device for the update.
     """
 
     def __init__(
@@ -112,7 +109,6 @@ class UnitOrder:
         self, unit: int, *, ends: bool, recorded: bool = True, graded: bool | None = True
     ) -> list[Act]:
         """A module of the unit has returned; `ends`: it is the unit's last module.
-
         `graded` says whether a gradient will arrive at its output; None if that cannot be seen.
         """
         if self.is_around(unit):
@@ -156,9 +152,7 @@ class UnitOrder:
 
     def begin_backward(self, *, sync: bool = True) -> list[Act]:
         """A backward pass begins; `sync`: it is the last of the step, so all gradients are reduced.
-
-        Units that stay gathered between passes are waited for: a second backward pass of the same
-        graph finds them sharded.
+        Units that stay gathered are waited for: a second pass of a graph finds them sharded.
         """
         self.in_backward = True
         uses = self.uses[self.stage]
@@ -173,7 +167,6 @@ class UnitOrder:
 
     def reached(self, unit: int, place: CallPlace) -> list[Act]:
         """A gradient arrives at the output of a call of the unit, which returned at `place`.
-
         Autograd runs the ready node that was created last. So all nodes of later calls have run,
         and no node reads a unit any more that is in no earlier call, both in B and in I. Gradients
         of its weights may still arrive: column-parallel layers with one input compute them after
@@ -219,7 +212,6 @@ class UnitOrder:
 
     def enter(self, stage: int, op: str, *, graded: bool) -> list[Act]:
         """An F, B, I or W of `stage` begins; `graded`: I computes a gradient of its input.
-
         W reads no weights, unless I did nothing, as in the first stage.
         """
         own = self.stages[stage]

@@ -66,7 +66,6 @@ class Moment(Enum):
 @dataclass(frozen=True)
 class RowMove:
     """One move of a step: it changes the placement or the tier of `state`, not both.
-
     `axis` is the axis that the row shards states over, or the one over which they are replicated.
     With `block`, the moved tensor is the block of each rank of the shard axis.
     """
@@ -184,7 +183,6 @@ class Row:
     @cache  # noqa: B019 - rows are few
     def moves(self, shard: int = 2, replicate: int = 2, *, trained: bool = True) -> RowMoves:
         """The moves of one step in order, without those that change nothing.
-
         `shard` and `replicate` are the numbers of ranks of the two axes; parameters that are not
         `trained` are only used.  Between replicas of the shards each rank's block of the gradient
         is reduced once a step: hybrid sharding (FSDP, arXiv 2304.11277, section 3.2.2).
@@ -267,7 +265,6 @@ def bytes_per_parameter(
     row: Row, n: int, param_bytes: float = 2, grad_bytes: float = 2, optim_bytes: float = 12
 ) -> float:
     """Bytes that each of n ranks stores for one parameter, padding apart (ZeRO, section 3.1).
-
     The defaults are mixed-precision Adam: 16-bit weight, gradient; fp32 master, mean, variance.
     """
     param = param_bytes * row.param.share(n)
@@ -290,7 +287,6 @@ MEASURED: Final[tuple[str, ...]] = (*PREDICTED, TEMPORARY)
 
 class Event(NamedTuple):
     """A moment of a step: `kind` is forward, loss, backward, update, end or a pipeline action.
-
     `by_category` has the live bytes of each category; `peak` is the largest sum since the previous
     event, which a dry run does not look for.
     """

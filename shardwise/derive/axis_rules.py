@@ -273,7 +273,6 @@ def _product(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor)
 
 def _attention(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
     """Attention of query [..., H, T, E], key and value [..., K, S, E], with H a multiple of K.
-
     A mask is added to the scores [..., H, T, S].
     """
     query, key, value = given[:3]

@@ -262,7 +262,6 @@ def traced(
     uniform: bool = True,
 ) -> OperationTrace:
     """The axes of `model` in `call(model)`, a forward pass without gradients.
-
     `uniform`: an axis of a constant of one value may be sharded.
     """
     trace = OperationTrace(model, shapes)
@@ -299,7 +298,6 @@ def _key(x: Tensor) -> Key:
 @dataclass(frozen=True)
 class TraceEvent:
     """A call of a module begins or ends ("call", "end"), or an operation runs ("op").
-
     `name` is the module's, or the operation's; `inside` has the modules that run, outermost first;
     `dims` are those of the first tensor argument, or of every argument of an operation.  `active`:
     a gradient may reach a parameter from it.

@@ -89,10 +89,8 @@ def shortened(model: nn.Module, blocks: Blocks, depth: int) -> nn.Module:
 def repeated(
     record: Callable[[int], Sequence[ModelPass]], blocks: Blocks, *, checked: bool = False
 ) -> list[ModelPass]:
-    """The passes of the model, from those that `record` gives for each of DEPTHS.
-
-    `checked`: passes of other numbers of rows continue along a line.  Raises NotLinearError
-    otherwise.
+    """The passes of the model, from those that `record` gives for each of DEPTHS. `checked`: passes
+    of other numbers of rows continue along a line.  Raises NotLinearError otherwise.
     """
     first, second = (record(depth) for depth in DEPTHS[:2])
     split = re.compile(rf"^({re.escape(blocks.name)}\.)(\d+)(.*)$")
@@ -149,7 +147,6 @@ def _continued(
 
 def _parts(elements: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """The elements before the last block's, from there on, and from the block before it, after.
-
     The third part is empty where the order is that of the forward pass alone.
     """
     at = [_block(element) for element in elements]

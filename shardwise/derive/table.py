@@ -58,7 +58,6 @@ class Whole:
 @dataclass(frozen=True)
 class Derived:
     """A derived table.  A rank sends `sent_bytes` on the tensor axis in a step of `batch`.
-
     `cut_bytes` are the bytes of the parameters that are sharded, before they are.
     """
 
@@ -93,7 +92,6 @@ def _derived(
     model: nn.Module, batch: Any, ranks: int, objective: Loss, *, sp: bool, uniform: bool
 ) -> Derived | None:
     """As `derive_table`; `uniform`: constants of one value are taken to be of a rank's own length.
-
     None if the sharded model does not run with such constants.
     """
     plan, known = Plan((("tp", ranks),)), shapes(model)
@@ -146,7 +144,6 @@ def _with_sequence(
     sharded: Sharded,
 ) -> Table:
     """The table with `sequence` entries with which the sharded model runs.
-
     Raises InputError with the reason if there are none.
     """
     taken = {name: str(style) for name, style in matches(table, list(known), sp=False).items()}
@@ -230,9 +227,7 @@ def _with_sets(
     runs: Callable[[Table], bool],
 ) -> Table | None:
     """The table with the fewest attributes in `sets` with which the sharded model runs, if any.
-
-    Candidates are the integers of a block with sharded layers that count heads, or the features of
-    all queries.
+    Candidates are the integers of a block with sharded layers that count heads or query features.
     """
     if runs(table):
         return table

@@ -36,7 +36,6 @@ _ADAPTERS = {
 
 def with_adapters(table: Table, model: nn.Module) -> Table:
     """The table with styles for the layers in wrapped layers, instead of the wrappers.
-
     Raises InputError for adapters that cannot be sharded.
     """
     modules = dict(model.named_modules())

@@ -38,7 +38,6 @@ _INSTEAD = (
 
 def data_axes(world: World, plan: Plan) -> tuple[Axis, Axis]:
     """The axes among whose ranks the batch is split; one may have one rank.
-
     States are sharded along the first one and replicated along the second.
     """
     return world.axis(plan.shard_axis or "none"), world.axis(plan.replicate_axis or "none")
@@ -72,7 +71,6 @@ def list_entries(x: Any) -> int:
 
 def require_equal_lists(batch: Any, entries: Tensor, ranks: int) -> None:
     """Raise InputError if lists that are read as fields are not equally long on all ranks.
-
     `entries` is the sum over the ranks of (entries, entries^2).
     """
     total, squares = entries.tolist()
@@ -146,7 +144,6 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 def split(batch: Any, parts: int, word: str = "", count: Count | None = None) -> list[Any]:
     """Split `batch` along its rows into `parts` microbatches; the first ones are larger if uneven.
-
     Rows are dim 0 of all tensors, or the entries of lists if `count` counts those.  With fewer rows
     than microbatches the last ones are empty.  0-d tensors and other values go to every part.
     `word` is the plan word that asked for the split.  Raises InputError for tensors or lists with
@@ -178,7 +175,6 @@ def _part(x: Any, *, k: int, parts: int) -> Any:
 
 def _samples(batch: Any, count: Count) -> int | None:
     """How many samples the lists of a batch have, if the user's `rows=` counts them; else None.
-
     It does if it counts one less when each list of that length has one entry less.
     """
     asked = count(batch)
@@ -256,7 +252,6 @@ def filled(batch: Any, count: Count | None = None) -> Any:
 
 def widened(batch: Any, dtype: torch.dtype | None) -> Any:
     """Convert the batch's floating-point tensors to `dtype` where it is wider; none is rounded.
-
     Layers in a narrower dtype convert their inputs themselves (precision.py).
     """
     if dtype is None:

@@ -63,7 +63,6 @@ Technique = TypeVar("Technique")
 @dataclass(frozen=True)
 class ShardedModel:
     """A sharded model: its axes, units and flat groups, its stages, and what was applied.
-
     `norms` has, for each plan of layers, the flat groups and the axes over which the squares of
     their gradients are summed; over the pipeline's axis they are summed in addition.
     """
@@ -110,7 +109,6 @@ def lay_out(
     disk: Disk | None = None,
 ) -> ShardedModel:
     """Shard `model` in place.  All ranks of the world call it.
-
     Raises InputError if the optimizer needs a whole parameter that an axis cuts.
     """
     world, plan = build.world, build.plan
@@ -263,11 +261,9 @@ def facts_of(
     at: Mapping[str, tuple[int, ...]],
     tiles: Mapping[str, TiledParam],
 ) -> Facts:
-    """What the layouts of a model's parameters follow from, before it is cut.
-
-    `units` are the names of the parameters of each unit, `tiles` those of tiles, `at` the stages of
-    each parameter, none without a pipeline.  Raises InputError for a unit of layers with different
-    plans.
+    """What the layouts of a model's parameters follow from, before it is cut. `units` are the names
+    of the parameters of each unit, `tiles` those of tiles, `at` the stages of each parameter, none
+    without a pipeline.  Raises InputError for a unit of layers with different plans.
     """
     require_units(units, plan)
     tables = {0: (table, plan)} | {each.number: (each.table, each.plan) for each in layers.meshes}

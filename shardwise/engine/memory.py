@@ -23,7 +23,6 @@ def measured(engine: "Engine", tier: Tier = "device") -> dict[str, int]:
 
 def in_step(engine: "Engine", tier: Tier = "device") -> dict[str, int]:
     """The same at any moment: what is gathered apart from parameters.
-
     Each storage is counted once, in the first category that holds it, with its current size:
     padding is included, freed storages are not.
     """

@@ -31,10 +31,8 @@ def one_stage(microbatches: int) -> Schedule:
 
 
 class OneStage:
-    """The full model as the only stage.
-
-    `apart`: drop the gradients of a microbatch without tokens. False if experts of this rank
-    compute tokens of other ranks.  `rerun_every`: as in Rerun.
+    """The full model as the only stage. `apart`: drop the gradients of a microbatch without tokens.
+    False if experts of this rank compute tokens of other ranks.  `rerun_every`: as in Rerun.
     """
 
     trains = False  # not known before gradients arrive
@@ -59,9 +57,7 @@ class OneStage:
 
     def run(self, parts: Sequence[Any], counts: Sequence[float], weights: LossWeights) -> Tensor:
         """Run all microbatches forward and backward; the last one sums gradients over the ranks.
-
-        `parts` are the microbatches, `counts` their tokens.  Returns the sum of loss times tokens,
-        a double.
+        `parts` are microbatches, `counts` their tokens.  Returns the double sum of loss * tokens.
         """
 
         def again(part: Any, tokens: float, objective: Objective) -> object:

@@ -54,7 +54,6 @@ def param_dtypes(
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> list[RemovableHandle]:
     """Cast the inputs of the layers of `model` to `dtype`; the handles remove the hooks.
-
     Under fp64 nothing is cast: the batch is widened instead.
     """
     if dtype is torch.float64:

@@ -1,13 +1,10 @@
 """Weights that rank 0 alone has: sent to the ranks that hold a part, one parameter at a time.
 
-    rank 0        real weights, as from_pretrained loads them
-    other ranks   the same model on the meta device
-
-    take      the parameters become meta on rank 0 too, which keeps their values apart
-    (sharding, as of any model on the meta device)
-    deliver   rank 0 broadcasts one parameter after another; each rank keeps its part
-
-No other rank has more than one whole parameter at a time, beside a unit that it writes.
+Rank 0 has real weights, as from_pretrained loads them, the other ranks the same model on the meta
+device.  `take` puts the parameters on meta on rank 0 too, which keeps their values apart; the model
+is sharded as any model on meta; `deliver` broadcasts one parameter after another, of which each
+rank keeps its part.  No other rank has more than one whole parameter at a time, beside a unit that
+it writes.
 """
 
 from collections import defaultdict
@@ -60,7 +57,6 @@ class RankZeroWeights:
         dtype: torch.dtype | None = None,
     ) -> "RankZeroWeights":
         """Put the parameters among `missing` on meta; all ranks call it.  Buffers arrive at once.
-
         They are sent in the dtypes that the precision `dtype` gives them (precision.py).
         """
         weights = cls(world.everyone, world.device)
@@ -139,7 +135,6 @@ def _send_buffer(model: nn.Module, name: str, b: Tensor, world: World) -> None:
 
 def missing_weights(model: nn.Module, world: World) -> tuple[str, ...]:
     """The names of tensors that rank 0 has and another rank has not; all ranks call it.
-
     Raises InputError on every rank for a tensor that is on meta on rank 0 and not elsewhere.
     """
     named = [*model.named_parameters(), *model.named_buffers()]

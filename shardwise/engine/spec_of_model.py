@@ -327,7 +327,6 @@ def plain_copy(model: nn.Module, plan: Plan) -> nn.Module:
 
 def on_tensor_axis(plain: nn.Module, plan: Plan, rank: int, table: Table | None) -> nn.Module:
     """A copy of a plain model, sharded for `rank` under the styles of `table`; nothing is sent.
-
     It is on the device of `plain` (meta or CPU).
     """
     on_meta = any(p.is_meta for p in plain.parameters())
@@ -365,7 +364,6 @@ def structure(
     known: SharedParts | None = None,
 ) -> ModelStructure:
     """The spec of a plain model under a plan, without its passes.
-
     `staged` gives what crosses stages, if the plan has a pipeline.  `known` is shared by plans with
     the same recomputation and without plans of single layers.
     """

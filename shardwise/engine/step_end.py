@@ -41,7 +41,6 @@ class StepResult:
 
 class PendingResult:
     """The numbers of a step on their way to the host, with what is needed to report them:
-
     over, parts, loss, tokens, used..., checksum, sum of squares of gradients, differs
     """
 
@@ -154,7 +153,6 @@ def update_or_skip(
 
 def report(engine: "Engine", summed: Tensor | None = None) -> None:
     """Read the numbers of the last step, if it has not; raise on all ranks what is wrong with it.
-
     `summed` is its loss, while its gradients are there.
     """
     unread, engine.unread = engine.unread, None

@@ -136,7 +136,6 @@ def _same_length(
 
 def gathered(x: Tensor, world: World, data_rank: int, rows: int) -> Tensor:
     """The rows of all data ranks in their order, no more than the shares' `rows` in all.
-
     Called by all ranks; dims after the first are equal.
     """
     own = torch.tensor([data_rank, rows, len(x)], device=world.device)
@@ -155,9 +154,7 @@ def gathered(x: Tensor, world: World, data_rank: int, rows: int) -> Tensor:
 
 class DataRanks(Accelerator):
     """Divides rows over data ranks, and gathers them; the engine does everything else.
-
-    `rows` is the number of rows of the share that is evaluated, `skipped` whether the engine left
-    out the last update.
+    `rows`: of the share that is evaluated; `skipped`: the engine left out the last update.
     """
 
     engine: Engine
@@ -230,7 +227,6 @@ class DataRanks(Accelerator):
 
 class Updated(Optimizer):
     """What Trainer's loop and its callbacks hold: the groups of the engine's optimizer.
-
     `engine.step` has updated when the loop calls `step`, which therefore does nothing.
     """
 

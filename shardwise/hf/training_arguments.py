@@ -117,7 +117,6 @@ def require_honoured(args: TrainingArguments, plan: Plan) -> None:
 
 def completed_plan(args: TrainingArguments, plan: Plan) -> Plan:
     """The plan with the arguments that it has words for: `bf16`, `accumulate:N`.
-
     Raises InputError if both say something and they differ.
     """
     if args.bf16 and plan.precision not in (None, "bf16"):
@@ -188,7 +187,6 @@ def specification(
 
 def without_decay(model: nn.Module, decayed: set[str]) -> dict[str, dict[str, Any]]:
     """Patterns of the names that are not `decayed`: one for the same weight of all layers.
-
     A pattern that would match a decayed name too is written out as the names.
     """
     found: dict[str, dict[str, Any]] = {}

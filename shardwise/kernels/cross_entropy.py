@@ -172,7 +172,6 @@ class _Terms:
 
 class _Losses(torch.autograd.Function):
     """The loss [N] of each position, from this rank's columns x [N, v].
-
     Saved for the backward pass: the softmax over the local columns (for 16-bit logits, the logits),
     and for each position [N, 1] the factor between it and the softmax over all columns.
     """
@@ -234,7 +233,6 @@ class _Losses(torch.autograd.Function):
 
 def _local_softmax(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """For columns x [N, v]: the largest logit M, the sum of exp(x - M), and the tensor to save.
-
     The softmax is one pass of a fused kernel, and its largest value is 1 / sum: cheaper than exp.
     """
     wide, saved = torch.promote_types(x.dtype, torch.float32), x

@@ -54,7 +54,6 @@ class Columns(Protocol):
 
 class LogitRows(NamedTuple):
     """Rows of several data ranks: the output layer has `all`, the loss of this rank its `own`.
-
     `gather(x, factor)` is all rows, from own ones; `take(x, factor)` own ones, from all.  `factor`
     is the number of entries in dim 0 for each row.
     """
@@ -66,12 +65,10 @@ class LogitRows(NamedTuple):
 
 
 class Logits(Tensor):
-    """Logits [..., V] with the columns of `columns`.
-
-    Of shards this tensor is the rank's own shard [..., v]. Columns taken out (`x[..., 5]`, `x.T`)
-    are a copy; writing to the logits (`x[..., 5] = 0`) changes them. With `rows`, dim 0 of the
-    shard has the rows of several data ranks; the logits are those of this rank's own rows.
-    Of tiles it has no values: one NaN, expanded.
+    """Logits [..., V] with the columns of `columns`. Of shards this tensor is the rank's own shard
+    [..., v]. Columns taken out (`x[..., 5]`, `x.T`) are a copy; writing to the logits (`x[..., 5] =
+    0`) changes them. With `rows`, dim 0 of the shard has the rows of several data ranks; the logits
+    are those of this rank's own rows. Of tiles it has no values: one NaN, expanded.
     """
 
     columns: Columns
@@ -93,7 +90,6 @@ class Logits(Tensor):
         x: Tensor, columns: Columns, dtype: torch.dtype, *, trained: bool, records: bool = True
     ) -> "Logits":
         """Logits of tiles for the layer's input `x` [..., D]; nothing is computed.
-
         `trained`: they have a gradient. `records`: the logits that they are views of recorded.
         """
         shape = (*x.shape[:-1], columns.whole)

@@ -28,7 +28,6 @@ def build(sizes: Sizes) -> nn.Module:
 
 def fill(sizes: Sizes, seed: int) -> Fill | None:
     """Writes a parameter's first value: the folder's, or one that depends on seed and name.
-
     None for a user's model, which has its weights.
     """
     if isinstance(sizes, FolderConfig):

@@ -189,7 +189,6 @@ class SwiGLU(nn.Module):
 
 def rotation(positions: int, head_width: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine, each [T, 1, E/2], of the angle by which each pair turns at each position.
-
     The angles are computed in fp32 or wider: bf16 cannot represent all integers above 256.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
@@ -208,7 +207,6 @@ def rotate(x_BTHE: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Cross-entropy in nats, the mean over the targets that are not -100, in fp32 or wider.
-
     `batch["inputs"]` and `batch["targets"]` are token numbers [B, T].
     """
     logits_BTV = model(batch["inputs"])
@@ -232,7 +230,6 @@ def tokens(batch: dict[str, Tensor]) -> int:
 
 def flops_per_token(config: GPTConfig) -> int:
     """Floating-point operations of forward and backward for one token, two to a multiply-add.
-
     Six per weight of a matrix product (the embedding is a lookup), and 12·D·T per layer for the
     attention scores and their use, as PaLM counts them (arXiv 2204.02311, appendix B), without
     credit for the causal mask.

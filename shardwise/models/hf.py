@@ -163,7 +163,6 @@ def _ragged(targets: Tensor, generator: torch.Generator) -> Tensor:
 
 class Wide(TorchFunctionMode):
     """Keeps fp64 tensors in fp64, although the library's models cast norms and softmax to fp32.
-
     The cast is right for bf16 and harmless for fp32, but would limit a proof in fp64 to 1e-7.
     Grouped products of experts, which do not support fp64, are computed one by one.
     """
@@ -190,7 +189,6 @@ class Wide(TorchFunctionMode):
 
 def _by_group(rows_NI: Tensor, stacked_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """Grouped matrix products, which torch does not have in fp64: rows up to ends[e] times e.
-
     On the meta device ends have no values; then each group has equally many rows.
     """
     rows, experts = len(rows_NI), len(stacked_EIO)
@@ -253,7 +251,6 @@ def explained(path: Path) -> Iterator[None]:
 
 def load(path: Path, config: Any) -> Any:
     """The model of `config` with the folder's weights in fp32; on the meta device without them.
-
     Raises InputError if the folder lacks weights of the model.
     """
     family = _family(kind_of(config.model_type))

@@ -57,7 +57,6 @@ class MoEConfig:
 
 def tiny(text: str) -> MoEConfig:
     """A small MoE GPT under `GATE[:CAPACITY[:EXPERTS[:K]]]`, as in `topk:1.25` or `topk::8:3`.
-
     Without these it is dropless, with 4 experts of which a token uses 2.  Raises InputError for an
     unknown gate, a capacity below 1, and what is no number.
     """
@@ -166,7 +165,6 @@ class MoEBlock(nn.Module):
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Cross-entropy as gpt.loss, plus the auxiliary losses of the global batch in training.
-
     It is finite without targets too: this rank's tokens go through experts of other ranks, and
     theirs through its own, so that its gradients count in any case.
     """

@@ -22,7 +22,6 @@ FORMS: Final = f"{', '.join(NAMED)}, moe:GATE[:CAPACITY], hf:NAME, hf:./FOLDER o
 
 def find(name: str | Trainable, seed: int = 0) -> Trainable:
     """The model called `name`: `gpt` (size tiny), `llama:70b`, `moe`, `hf:llama`, `net.py:build`.
-
     `hf:` takes any model type of transformers or a folder of one, `file.py:function` the user's own
     model.  Nothing is built yet, except by the user's file.  A `Trainable` is returned unchanged.
     Raises InputError for another name, with the nearest.

@@ -122,14 +122,12 @@ WRITERS: Final = ("attn.out.weight", "mlp.down.weight", "experts.down", "shared.
 
 @torch.no_grad()
 def initial(name: str, tensor: Tensor, seed: int) -> None:
-    """Fill the full, unsharded parameter `name` in place.
-
-    Vectors are norm scales (1) or biases (0).  Matrices [out, in], and stacked ones [experts, out,
-    in], are normal with variance 1/in, so that a normalised input gives outputs of variance one;
-    those that write to the residual stream are smaller by sqrt(2·layer), so that the stream does
-    not grow with depth (GPT-2, section 2.3).  The embedding and the head are normal with standard
-    deviation 0.02. Drawn on the CPU in fp32 and then copied, so that device and precision of
-    `tensor` only change the rounding.
+    """Fill the full, unsharded parameter `name` in place. Vectors are norm scales (1) or biases
+    (0).  Matrices [out, in], and stacked ones [experts, out, in], are normal with variance 1/in, so
+    that a normalised input gives outputs of variance one; those that write to the residual stream
+    are smaller by sqrt(2·layer), so that the stream does not grow with depth (GPT-2, section 2.3).
+    The embedding and the head are normal with standard deviation 0.02. Drawn on the CPU in fp32 and
+    then copied, so that device and precision of `tensor` only change the rounding.
     """
     if tensor.dim() < 2:
         tensor.fill_(0.0 if name.endswith("bias") else 1.0)

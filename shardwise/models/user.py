@@ -54,7 +54,6 @@ def find(
     name: str, seed: int = 0, *, make_batch: Callable[[int, int], Any] | None = None
 ) -> Trainable:
     """The model of `path/to/file.py:function`, which is called without arguments.
-
     torch's generator is seeded before each call, so that the weights are the same each time.
     `make_batch` replaces its batches.  Raises InputError if the file or function does not exist,
     fails, or returns something else.
@@ -195,7 +194,6 @@ def _call(
     make_batch: Callable[[int, int], Any] | None = None,
 ) -> tuple[nn.Module, Loss, Callable[[int, int], Any]]:
     """The module, its loss and its batches.
-
     `make_batch` replaces the batches; then a module alone returns its loss, as in `parallelize`.
     """
     with torch.random.fork_rng(devices=[]):

@@ -32,7 +32,6 @@ _CPU: Final = torch.device("cpu")
 
 class DryRun:
     """The engine of `rank` under a complete plan, for steps within `running`.
-
     `model` is not changed. Raises InputError like `parallelize`.
     """
 
@@ -59,7 +58,6 @@ class DryRun:
 
     def _read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What the engine gets of an operation on meta tensors; NotImplemented: what torch gives.
-
         Numbers that it reads are zeros; known numbers that it would add unknown ones to stay, and
         kernels that update lists in place do nothing.  The model and its backward pass read none.
         """

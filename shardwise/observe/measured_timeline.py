@@ -1,11 +1,5 @@
 """The memory of a step, moment by moment: measured on this rank, and predicted without one.
 
-    with measuring(engine, batch) as meter:
-        engine.step(batch)
-    meter.events            bytes by category at each event (core/zero.py)
-
-    found, events = predict_events(model, plan, batch, options)     the same of a dry run
-
     event               gathered            kept by autograd           gradients under zero3
     forward embed       embed, block 0      -                          shards
     forward block 0     block 0, block 1    of embed                   .
@@ -186,7 +180,6 @@ def predict_events(
     rank: int = 0,
 ) -> tuple[Prediction, tuple[Event, ...]]:
     """The result of `sw.predict`, and the memory of `rank` at each event of a step after the first.
-
     Temporary bytes are left out: they depend on the kernels and messages of a device.  Raises
     InputError like `sw.predict`, and for a model that does not run on meta.
     """

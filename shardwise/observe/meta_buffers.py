@@ -15,7 +15,6 @@ from shardwise.techniques.data.flat.flat_parameter import Fill
 
 def materialise(model: nn.Module, device: torch.device, fill: Fill | None = None) -> None:
     """Give buffers that are on the meta device memory on `device` and their values.
-
     The value comes from `fill`, if its attribute `names` has the buffer's name (sw.fill_from), else
     from the module's own `reset_buffers` or `reset_running_stats`, else, in a model of
     `transformers`, from the `_init_weights` of the module around it.  Buffers that were made under

@@ -55,7 +55,6 @@ def run(
     kernels: Kernels = "cpu",
 ) -> ModelPass:
     """The record of `call(twin, batch)`, a loss, and of its backward pass; `twin` is on meta.
-
     If it cannot run there, the record of `call(real(), batch)`, with a copy that has values.  The
     logits of the modules in `heads` stay sharded over an axis; the record shows whether the program
     gathers them.  `around` hooks layers with a mesh of their own.
@@ -327,7 +326,6 @@ class PassRecorder(Protocol):
 
 class ToMeta(TorchDispatchMode):
     """Moves the other inputs of an operation on a meta tensor to meta; other operations are real.
-
     So tensors that a model computes only from the batch or from its buffers have values.  A write
     of a meta tensor to one with values is lost; with `strict` it raises RuntimeError.  `read` may
     say what an operation gives (dry_engine.py).
@@ -363,7 +361,6 @@ class ToMeta(TorchDispatchMode):
 
 class AsOn(TorchFunctionMode):
     """Makes meta tensors report another device, and save what its kernels save (work.py).
-
     So tensors that a model computes only from sizes (positions, masks) have values that it may
     read, and attention saves no scores.
     """

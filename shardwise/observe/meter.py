@@ -1,12 +1,6 @@
 """The meter: live tensor bytes by category and unit, their peak in a step, and what no category
 holds.
 
-    with Meter(engine) as meter:
-        engine.step(batch)
-    meter.peak                 {"parameters": ..., "gradients": ..., "activations": ..., ...}
-    meter.host_peak            the same for host memory, at the moment of its own peak
-    meter.leaks()              storages that outlive the step; none from the second step on
-
 The meter tracks the storages of every operation's results by weak references, on any device; it
 measures neither the process nor the allocator.  After each operation it adds up the current sizes
 of live storages (units resize theirs to zero and back).
@@ -20,16 +14,12 @@ where its operands are.  `peak_bytes`, `peak` and `most` are of the device.  Wha
 returns inside one operation is not seen.  Without `peaks` nothing is added up after an operation,
 which takes most of the time; `now` counts what is live.
 
-    live = Live()
-    with live.of(model): engine = parallelize(model, ...)
-    with live: engine.step(batch)
-    live.unaccounted(engine)           live storages of no category; must be empty
-
-`Live` tracks the result of every operation, wherever it is kept (an attribute, a list, a closure,
-the autograd graph), and the model's original weights.  A tensor that an operation takes and that is
-not tracked was created elsewhere (a batch, another rank's tensor, a mailbox) and is ignored.  A
-dispatch mode belongs to its thread, so in a world of threads each rank tracks its own.  Memory
-outside torch, and storages that no torch operation created, are not tracked.
+`Live` tracks the result of every operation while an engine is built and steps, wherever it is kept
+(an attribute, a list, a closure, the autograd graph), and the model's original weights.  A tensor
+that an operation takes and that is not tracked was created elsewhere (a batch, another rank's
+tensor, a mailbox) and is ignored.  A dispatch mode belongs to its thread, so in a world of threads
+each rank tracks its own.  Memory outside torch, and storages that no torch operation created, are
+not tracked.
 """
 
 from collections.abc import Iterable, Iterator
@@ -141,7 +131,6 @@ class Meter(TorchDispatchMode):
 
     def leaks(self) -> list[Leak]:
         """Live storages of which there are more bytes than when the meter was last entered.
-
         They are new ones, of a category and unit.  The first step of an engine leaves its
         optimizer's state and the memory of gradients; later steps leave nothing.
         """

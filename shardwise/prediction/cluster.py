@@ -112,7 +112,6 @@ class DiskSpeed(BaseModel):
 
 class Derating(BaseModel):
     """What parts of the rates of a data sheet are reached, one for each class of work.
-
     The defaults were fitted once to all rows of tests/predict/test_golden_time.py together, for the
     least worst error, in steps of 0.02 to 0.05. Steps around it change the median by 2 points.
     """

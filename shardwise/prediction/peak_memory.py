@@ -70,7 +70,6 @@ def device_peak_bytes(found: "Prediction") -> int:
 
 def gathered_most_bytes(found: "Prediction") -> dict[str, int]:
     """The most bytes that are gathered while each unit is used, forward or backward, by its name.
-
     Under "" the most at any moment.  Not for pipelines, nor for units inside of recomputed modules,
     which a recomputation gathers all at once.
     """

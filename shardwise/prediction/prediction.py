@@ -183,8 +183,7 @@ class Prediction:
     def in_evaluation(self, loads: ExpertLoads = ()) -> dict[TrafficLine, int]:
         """Bytes sent when the engine evaluates such a batch, by axis, kind and phase.
 
-        For a prediction that `Predictor.of` made for the whole batch, with these loads of its
-        experts.
+        For a prediction of `Predictor.of` for the whole batch, with these loads of its experts.
         """
         model = shape_on(self.spec, self.plan, self.rank, trains=False)
         plan = replace(self.plan, accumulate=1)

@@ -84,7 +84,6 @@ def gathered_bytes_on(
     spec: ModelSpec, plan: Plan, model: ModelShape, rank: int, ahead: int = 1
 ) -> int:
     """The most bytes of gathered units that `rank` of a pipeline stores at once, else 0.
-
     `model` is its part of `spec`, `ahead` the option `prefetch`.
     """
     if schedule_of(plan) is None or spec.stages is None:

@@ -45,7 +45,6 @@ from shardwise.core.zero import Row, RowMoves
 @dataclass(frozen=True)
 class Group:
     """Parameters of one element type and layout, all trained or all frozen.
-
     `moves` are those of its row in a step; over `shard` ranks the parameters are split.
     """
 
@@ -139,7 +138,6 @@ def held_bytes(
     unused: Collection[str] = (),
 ) -> dict[str, int]:
     """The bytes `rank` holds on its device after a step, in which parameters `unused` had no use.
-
     `pool` is the size of its communication buffers, from the whole model (core/buffer_sizes.py).
     """
     here = plan.coordinate(rank)
@@ -180,7 +178,6 @@ def optimizer_bytes(
     group: Group, optimizer: OptimizerShape, place: int, owned: Mapping[str, int]
 ) -> int:
     """Masters of the block, if weights have 16 bits or are on another tier; states; scalars.
-
     `owned`: the owners of parameters updated as a whole, and NOBODY for those that are not updated.
     """
     flat = group.flat

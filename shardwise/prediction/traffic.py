@@ -250,7 +250,6 @@ def rerun_bytes(plan: Plan, rank: int, sent_bytes: int) -> Counted:
 
 def evaluation_bytes(plan: Plan, model: ModelShape, rank: int, *, buffers: bool = True) -> Counted:
     """The bytes `rank` sends to evaluate a batch, activations apart, with those of a backward pass.
-
     `plan` has one microbatch; `model` is the rank's part with the uses of an evaluation.
     """
     tariff = Tariff(plan, rank)

@@ -27,7 +27,6 @@ FREES: Final = ("free", "free_early", "close")
 
 class Returned(NamedTuple):
     """A call in a forward pass that backward goes through: of `unit`, which returned at `place`.
-
     Without a place it is the first call of the unit in the pass, at its begin.
     """
 
@@ -88,7 +87,6 @@ class UnitActs:
         recorded: bool = True,
     ) -> list[Returned]:
         """Feed the calls of a forward pass; returns what its backward pass goes through.
-
         In an evaluation it is not `recorded` by autograd.
         """
         numbers = {name: n for n, unit in enumerate(modules) for name in unit.modules}
@@ -151,7 +149,6 @@ class UnitActs:
 
 class StageActs:
     """The `acts` on the units of a pipeline rank, under the schedule of the plan.
-
     Units that a stage reads outside of its layers (a root unit, tied parameters) stay gathered
     while the rank is in the stage.  `spec` has this rank's part of each parameter, of all stages.
     """
@@ -215,7 +212,6 @@ class StageActs:
 
 def _calls(calls: Iterable[Call], stages: StageSpec, stage: int) -> Iterator[Call]:
     """The calls that run in `stage`.
-
     The call of a layer that several stages hold runs in the earliest of them that has not ended.  A
     module that is a layer, and a part of another, is a part while the other runs.
     """

@@ -1,12 +1,5 @@
 """A pipeline on its own, in a plain PyTorch loop: `sw.Pipe`.
 
-    fc1, fc2 = nn.Linear(16, 8), nn.Linear(8, 4)
-    model = sw.Pipe(nn.Sequential(fc1, fc2), chunks=8)
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)       # of this rank's stages
-    out = model(torch.rand(16, 16))                            # 8 microbatches of 2 rows
-    loss(out).backward()                                       # on every rank, of its equal `out`
-    optim.step()
-
 The user's loop runs between forward and backward, so a schedule runs in two halves: its forwards,
 in their order, and then, in the loop's backward, the rest.
 

@@ -141,7 +141,6 @@ class PlainLoop:
 
     def loading(self, saved: Catalogue, scalars: Mapping[str, Any]) -> list[Box]:
         """The boxes to fill from a checkpoint with these tensors and scalars; then `loaded()`.
-
         Raises InputError for a checkpoint of another optimizer.
         """
         if self.optimizer is not None:

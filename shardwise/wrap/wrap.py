@@ -1,10 +1,5 @@
 """`sw.DDP`, `sw.FSDP`, `sw.no_sync` and `sw.clip_grad_norm`, for a plain PyTorch training loop.
 
-    model = sw.FSDP(model)
-    optim = torch.optim.Adam(model.parameters(), lr=1e-4)      # before or after wrapping
-    model(x).sum().backward()
-    optim.step()
-
 The module is changed in place and returned.  Its class, and the names and identity of its
 parameters, stay.  Between backward and forward, sharded parameters hold this rank's k elements in
 the shape [k, 1, ..., 1], with as many dims as before.  Gradients are averaged over the ranks.

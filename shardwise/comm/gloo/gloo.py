@@ -64,7 +64,6 @@ class Gloo(Transport):
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], line: Line
     ) -> list[Wait]:
         """Send and receive one message per peer, in the order of `peers`; returns a wait for each.
-
         Empty messages go through shared memory only, where they show that ranks agree on them.
         """
         shared, ends = self.memory.open() is not None, list[Wait]()
@@ -93,7 +92,6 @@ class Gloo(Transport):
 
     def _meet(self, outgoing: Sequence[Tensor], make: Make, line: Line) -> Pending[Tensor]:
         """Send one message to each peer, of any strides, and receive one of its shape from each.
-
         For messages that fit a mailbox.  `make` gets the messages in the order of `peers`, and must
         keep no view of them.  `outgoing` must not change until the wait.
         """
@@ -121,7 +119,6 @@ class Gloo(Transport):
         self, own: Tensor, outgoing: Sequence[Tensor], out: Tensor, line: Line, add: Add = torch.add
     ) -> Pending[Tensor]:
         """Write in `out` the sum of `own` and every peer's message, piece by piece.
-
         All have one shape, flat or of any strides, and must not change until the wait.
         """
         most = self._most(own, len(outgoing), _wide(own, outgoing))
@@ -180,7 +177,6 @@ class Gloo(Transport):
 
     def _slot(self, x: Tensor, messages: int, wide: bool) -> Slot:
         """A slot for `messages` pieces like `x`; with `wide`, for two sums in fp32 too.
-
         Pieces of flat tensors are sent directly; others may need a contiguous copy.
         """
         copies = messages * (1 if x.dim() == 1 else 2)

@@ -117,7 +117,6 @@ class Outbox:
 @dataclass(eq=False, slots=True)
 class Arrival:
     """An expected message with the shape of `like`: copied to `place`, or used in the mailbox.
-
     If the wait for a later message overtakes it, it gets a new tensor as `place`.
     """
 

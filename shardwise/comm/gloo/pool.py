@@ -3,10 +3,9 @@
     | slot 4 |     free     | slot 2 | slot 3 |      a ring: slots are taken in order
                               oldest   newest before 4 wrapped around
 
-A slot belongs to one piece of a collective, from the first send until the result is written. If a
-new slot does not fit, the rank waits for the oldest pieces. All ranks begin their collectives in
-the same order, so the oldest piece never waits for a younger one. `core/buffer_sizes.py` has the
-sizes.
+A slot belongs to one piece of a collective, from the first send until the result is written.  If a
+new slot does not fit, the rank waits for the oldest pieces.  All ranks begin their collectives in
+the same order, so the oldest piece never waits for a younger one.
 """
 
 from collections import deque
@@ -56,7 +55,6 @@ class Slot:
 
 class Pool:
     """The communication buffers of one rank of a world: empty until `reserve`.
-
     Without `reserve`, each slot is new memory: for collectives outside of any plan.
     """
 

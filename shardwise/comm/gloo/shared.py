@@ -76,7 +76,6 @@ class SharedMemory:
 
     def open(self) -> "Mailboxes | None":
         """The mailboxes; None if the ranks cannot share memory, or a rank does not want to.
-
         All ranks of the group must make the first call.
         """
         if not self.asked:
@@ -140,7 +139,6 @@ class Mailboxes:
         self, like: Tensor, source: int, use: Callable[[Tensor], Tensor], line: Line
     ) -> Callable[[], Any]:
         """Receive the next message, of the shape of `like`; the wait returns the result of `use`.
-
         `use` is called with the message in its mailbox, or with a copy, and must keep no view.
         """
         return self._expect(Arrival(like, None, line, use), source)

@@ -33,7 +33,6 @@ _LATER_S = 5.0  # how much longer than rank 0 the others wait for its answer
 
 def meet(start: Start, limits: Limits) -> Store:
     """Connect all ranks of `start`, and return their store.
-
     torch would wait for minutes and not say for which rank.  Our launcher notices a rank that
     exits, so there a missing rank is only slow, and the time limit is that of a collective.  Raises
     InputError if the host does not exist, the port is in use, two processes have the same rank, the
@@ -65,7 +64,6 @@ def _of_agent() -> bool:
 
 def _reach(start: Start, deadline: float, waited: str, ours: bool) -> None:
     """Return when a server listens at the address.  If it is `ours`, check only the host's name.
-
     torch's own client would print warnings while it retries.
     """
     host, port, why = start.host, start.port, ""
@@ -124,7 +122,6 @@ def _store(start: Start, deadline: float, waited: str, ours: bool) -> TCPStore:
 
 def _ask(store: Store, start: Start, deadline: float) -> str:
     """What rank 0 answers: the id of this meeting, or the ranks that are missing.
-
     Raises InputError if another process is this rank: in rank 0's store if the meeting is over, in
     an agent's, which may still know an earlier meeting, if in addition nobody answers in time.
     """

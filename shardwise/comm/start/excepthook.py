@@ -72,11 +72,9 @@ def _excepthook(
     error: BaseException,
     frames: TracebackType | None,
 ) -> None:
-    """The hook; `before` is the hook it replaced.  It ends the process.
-
-    With several ranks it exits before any connection is closed.  In a normal shutdown the other
-    ranks would lose theirs and fail, and torchrun would kill this process before it returned its
-    exit code.
+    """The hook; `before` is the hook it replaced.  It ends the process. With several ranks it exits
+    before any connection is closed.  In a normal shutdown the other ranks would lose theirs and
+    fail, and torchrun would kill this process before it returned its exit code.
     """
     _explain(error)
     refused, trace = isinstance(error, InputError), "".join(traceback.format_tb(frames))
@@ -159,7 +157,6 @@ def _tell_torchrun(rank: int) -> None:
 @dataclass(frozen=True, order=True)
 class Failure:
     """Why a rank failed: the time `at_ns` (monotonic clock) and the text of its error.
-
     `code` is the exit code of a rank that called sys.exit, otherwise None.  `input_error` is the
     text of an InputError, empty for any other error.  `output` is what a dead rank had written.
     """

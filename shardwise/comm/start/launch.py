@@ -102,7 +102,6 @@ def spawn(
 
 def can_fork(device: str = "cpu") -> bool:
     """Whether ranks on `device` can be forked from this process.
-
     Neither CUDA nor the threads of autograd, which a GPU has, work in a forked process.
     """
     return sys.platform == "linux" and device == "cpu" and not torch.cuda.is_available()
@@ -118,12 +117,10 @@ class Ended:
 
 def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.cli.main") -> Ended:
     """Run the command `main()` of `module` with `argv` as `nproc` ranks; return how they ended.
-
     The code is 0 if every rank exited with 0, otherwise that of the rank that failed first, whose
     error is printed once.  Error output of rank 0 appears as it is written, that of other ranks
     only if they fail first.  The first signal of worker.py is forwarded as SIGTERM, and the ranks
-    have `save_s` of the limits to save and leave.  A second Ctrl-C kills them at once, with the
-    code 130.
+    have `save_s` to save and leave.  A second Ctrl-C kills them at once, with the code 130.
     """
     require_ranks(nproc, None)
     work, started = pickle.dumps((run_command, (module, tuple(argv)))), Ranks()
@@ -154,7 +151,6 @@ def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.cli.main") 
 
 def require_ranks(ranks: int, device: str | None) -> None:
     """Raise InputError if so many ranks cannot run on this machine's `device`.
-
     A rank that imports a main script without a guard ends here, and its launcher says why.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):

@@ -85,10 +85,8 @@ class HeartbeatMonitor:
         self._silent_s = self._idle_s = self._cpu_s = 0.0
 
     def receive(self, beat: Heartbeat, elapsed_s: float) -> str:
-        """Take the latest heartbeat, `elapsed_s` after the previous call.
-
-        Returns the error of a rank that is frozen, or "".  If the monitor itself was stopped, that
-        time does not count.
+        """Take the latest heartbeat, `elapsed_s` after the previous call. Returns the error of a
+        rank that is frozen, or "".  If the monitor itself was stopped, that time does not count.
         """
         elapsed_s = min(elapsed_s, 2 * self.limits.heartbeat_s)
         if beat.left or beat != self.beat:
@@ -122,7 +120,6 @@ class HeartbeatMonitor:
 
 def find_hang(heartbeats: Mapping[int, Heartbeat], patience_s: float) -> tuple[int, str] | None:
     """A rank that makes others wait too long, and the error; None while there is none.
-
     If every rank waits, it is the one that has waited longest.
     """
     present = {rank: beat for rank, beat in heartbeats.items() if not beat.left}
@@ -157,7 +154,6 @@ def _sent(beat: Heartbeat) -> str:
 
 class Peers:
     """A thread that sends this rank's heartbeats and watches other ranks', until `stop`.
-
     Another guards the store, unless it is in our launcher, whose end a rank notices by its pipe.
     """
 
@@ -189,7 +185,6 @@ class Peers:
 
     def stop(self) -> None:
         """End the threads and report that this rank leaves.
-
         A thread that holds a frame of the program while Python shuts down may keep a process group
         alive. If it destroyed that group then, the process would abort.
         """
@@ -292,7 +287,6 @@ class Peers:
 
     def _end_together(self, report: bytes, *, whole: bool = False) -> None:
         """Print why the run ends, wait until all ranks have read it, and exit.
-
         Only the rank that reported it prints the `whole` report.
         """
         text = "rank {} failed: {}".format(*json.loads(report))
@@ -354,8 +348,7 @@ class CallStack:
 
     To recognise a call it has seen before, it sets a mark on the frame.  Keeping the frame would
     keep all local variables of the stack alive, a step's activations among them.  The mark is
-    `f_trace_lines`, which only a debugger reads.  A frame has one such mark, so create only one
-    CallStack per thread.
+    `f_trace_lines`, which only a debugger reads; a frame has one, so create one CallStack a thread.
     """
 
     def __init__(self, ident: int, gpu: int | None = None) -> None:
@@ -366,10 +359,8 @@ class CallStack:
 
     def waits(self) -> tuple[float, float]:
         """How long the thread has been in one collective, and for how long no message has moved.
-
         A call in which it waits for its GPU counts too: NCCL's collectives return at once, and the
-        rank waits in `.item()`, say.  No message moves while the process uses no processor; on a
-        GPU nobody knows.
+        rank waits in `.item()`, say.  No message moves while the process, without a GPU, is idle.
         """
         now, cpu_s = time.monotonic(), time.process_time()
         if cpu_s - self._cpu_s > _BUSY * (now - self._looked):
@@ -407,7 +398,6 @@ def _is_busy(gpu: int | None) -> bool:
 
 def collective_frame(ident: int) -> FrameType | None:
     """The outermost frame of the collective that the thread is in; None outside collectives.
-
     Inner frames change while a rank polls a mailbox.  Do not keep the frame: see CallStack.
     """
     frame, outermost = sys._current_frames().get(ident), None

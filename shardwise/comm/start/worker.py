@@ -51,10 +51,8 @@ def run(
     errors: "Connection[Any, Any]",
     quiet: bool,
 ) -> None:
-    """The entry point of a rank, whose `variables` are set in its environment.
-
-    A fatal signal writes the stacks of all threads to `errors`; with `quiet`, error output goes
-    there.
+    """The entry point of a rank, whose `variables` are set in its environment. A fatal signal
+    writes the stacks of all threads to `errors`; with `quiet`, error output goes there.
     """
     os.environ.update(variables)
     os.setsid()  # so that Ctrl-C reaches only the launcher
@@ -131,7 +129,6 @@ NOTHING: Final = "stopped by a signal before its first step: nothing was trained
 
 class StopSignal:
     """Inside `with`, `number` is that of the first signal, which has no other effect.
-
     A second SIGINT raises KeyboardInterrupt.  While `leaving` is true, any signal does.  Python
     handles signals only in the main thread; in other threads this does nothing.  SIGHUP that is
     ignored (`nohup`) stays so.  With `until_end` the handlers stay after `with`, for a rank whose

@@ -50,7 +50,6 @@ class _Slot:
 
 class Arena:
     """Slots of fixed sizes in one piece of memory; nothing until `reserve`.
-
     `missed` counts the tensors that found no slot and got ordinary memory.
     """
 

@@ -1,20 +1,13 @@
 """The disk tier: flat tensors in a file of a rank, read and written in aligned chunks by threads.
 
-    disk = Disk(folder, rank, ledger)
-    disk.reserve(memory, buffer_bytes)              cut host memory into reusable buffers
-    extent = disk.allocate("exp_avg of head", numel, dtype)
-    buffer = disk.acquire()                         waits until a write gives one back
-    disk.begin_read(extent, chunk, buffer)          a Future
-    disk.begin_write(extent, chunk, buffer)         gives the buffer back when it is written
-    disk.sync()                                     wait for all writes
-
     file     | master: chunk 0 | chunk 1 | .. | exp_avg: chunk 0 | chunk 1 | ..
 
 An extent is a flat tensor; a chunk is `chunk_numel` of its elements, the last one fewer.  Chunks
 begin and end at multiples of 4096 bytes.  Where the file system takes O_DIRECT, transfers bypass
-the page cache; elsewhere the kernel is advised to drop the pages.  The memory is that of the
-buffers, whatever the size of the file.  `extent.tensor` maps the file: checkpoints read and write
-it after `sync`, and `drop` follows a write.  Training never touches it.
+the page cache; elsewhere the kernel is advised to drop the pages.  Host memory is that of the
+buffers, which are acquired for a transfer, whatever the size of the file.  `extent.tensor` maps the
+file: checkpoints read and write it after `sync`, and `drop` follows a write.  Training never
+touches it.
 
 The file has no name (O_TMPFILE, or it is unlinked at once).  So the system frees it when the
 process ends, also when it is killed, and no run can read a chunk of another.
@@ -114,7 +107,6 @@ class Extent:
 
 class Disk:
     """A file of chunks in `folder`, for the states of one rank; in a dry run there is none.
-
     Raises InputError for a folder that is missing, is no folder, or cannot be written.
     """
 
@@ -169,9 +161,7 @@ class Disk:
 
     def reserve(self, memory: Tensor, buffer_bytes: int, settle: Settle = lambda _: None) -> None:
         """Cut `memory`, uint8 on the host, into buffers of `buffer_bytes` from an aligned address.
-
-        It has ALIGN_BYTES more than the buffers.  `settle` waits for copies from or to a part of
-        it.
+        It has ALIGN_BYTES more than the buffers.  `settle` waits for copies to or from a part.
         """
         self.memory, skip = memory, -memory.data_ptr() % ALIGN_BYTES
         self._settle = settle
@@ -185,7 +175,6 @@ class Disk:
 
     def acquire(self) -> Buffer:
         """A buffer; waits while all are being written.  Raises DiskError.
-
         It is the buffer that was given back first, whose copies to or from the device have most
         likely ended; it waits for these, and no others.
         """
@@ -209,7 +198,6 @@ class Disk:
         self, extent: Extent, chunk: int, buffer: Buffer, *, counted: bool = True
     ) -> Future[None]:
         """Begin to read a chunk into `buffer`, after the last write of it.
-
         Without `counted` the caller has entered it in the ledger.
         """
         self.require()

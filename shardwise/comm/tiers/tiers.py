@@ -1,17 +1,9 @@
 """The tier axis of the door: copies of tensors between a rank's device, its host and a disk.
 
-    begin_copy(x, tiers, src, dst, out)    begin to copy `x` from tier `src` to `dst`: a Pending
-    tiers.empty_like(x, tier)              new memory on a tier; on the host pinned for CUDA
-    tiers.own(x)                           the memory of `x`, made elsewhere, is the host's
-    tiers.of(x)                            the tier of `x`: "host" if its memory is the host's
-    tiers.settle(x)                        wait for copies of host tensor `x`, before it is written;
-                                           not for those of other parts of its storage
-    tiers.on_disk(extent)                  the memory of `extent.tensor` is a disk's (disk.py)
-
-`world.tiers` are those of a rank.  The ledger has the copies under axis "tier" and the kinds
-"device_to_host" and "host_to_device", in the phase in which they are begun.  A copy from the device
-to a disk goes through the disk's buffers on the host, and is both "device_to_host" and
-"host_to_disk"; what is read from it is "disk_to_host" (disk.py, disk_fetch.py).
+The ledger has the copies under axis "tier" and the kinds "device_to_host" and "host_to_device", in
+the phase in which they are begun.  A copy from the device to a disk goes through the disk's buffers
+on the host, and is both "device_to_host" and "host_to_disk"; what is read from it is "disk_to_host"
+(disk.py, disk_fetch.py).
 
 The tier of a tensor is that of its storage.  Without an accelerator, device and host are the same
 memory: only the table of `Tiers` tells which storages are the host's.  The meter, engine.memory()
@@ -54,7 +46,6 @@ class CopyEnd(Protocol):
 
 class _HostMemory:
     """A storage on the host, and the last copies from or to its parts that may be under way.
-
     `copies` are (first byte, byte after the last, end of the copy).
     """
 
@@ -106,7 +97,6 @@ class Tiers:
 
     def bound_device(self, most_bytes: int | None) -> None:
         """Let torch allocate at most so many bytes on a CUDA device; a CPU has no such bound.
-
         When the engine of these tiers is freed, the bound is what it was before.
         """
         if most_bytes is not None and self.device.type == "cuda":
@@ -168,6 +158,7 @@ class Tiers:
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def settle(self, x: Tensor) -> None:
+        """Wait for copies from or to these elements of host tensor `x`, before it is written."""
         memory = self._memory(x)
         for over in [] if memory is None else memory.of(x):
             over.synchronize()
@@ -212,7 +203,6 @@ def begin_copy(
     x: Tensor, tiers: Tiers, src: Tier, dst: Tier, out: Tensor | None = None
 ) -> Pending[Tensor]:
     """Begin to copy `x`, which is on `src`, to `out` on `dst`; None is new memory there.
-
     `out` has the shape and dtype of `x`, and is the result of `wait`.  Not differentiable.  A copy
     to or from "disk" needs `out`: to it, `x` may be freed or written at once, and `wait` returns
     when it is written; from it, most may happen in `wait`.  Raises ValueError if `x` or `out` is on

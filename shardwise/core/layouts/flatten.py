@@ -68,7 +68,6 @@ def flatten(numels: Sequence[int], element_bytes: int, ranks: int) -> Flattening
 @dataclass(frozen=True)
 class Box1:
     """A block of a tensor whose elements are consecutive in row-major order.
-
     `offsets` and `sizes` have one entry per dim; it holds the flat elements [start, start + numel).
     """
 
@@ -83,7 +82,6 @@ class Box1:
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box1]:
     """The boxes that hold the flat elements [start, stop) of a tensor, in order; a 0-d one has one.
-
     Raises ValueError for an interval outside the tensor.
     """
     numel = math.prod(shape)

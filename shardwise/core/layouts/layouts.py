@@ -114,7 +114,6 @@ def on_tiers(
     found: Mapping[str, Layout], units: Sequence[tuple[Sequence[str], int]], plan: Plan
 ) -> dict[str, Layout]:
     """The layouts, with the optimizer's state of each unit on its tier under `offload`.
-
     `units` has, for each unit of this rank in the order of the model, the names of its parameters
     and the number of elements of this rank's parts of the trained ones.
     """
@@ -131,7 +130,6 @@ def on_tiers(
 
 def norm_axes(plan: Plan) -> list[tuple[str, ...]]:
     """The axes except `pp` over which squares of gradients are summed, for each plan of layers.
-
     These are the axes that cut its layouts.  One of the ranks that hold the same part counts it.
     """
     found: list[tuple[str, ...]] = []

@@ -42,7 +42,6 @@ class Shared(NamedTuple):
 @dataclass(frozen=True)
 class AxisLayout:
     """How the `size` ranks of one axis hold a parameter: all of them, or the ranks `holders`.
-
     `cut` has the ranges of each rank if the placement is S.
     """
 
@@ -84,7 +83,6 @@ class AxisLayout:
 @dataclass(frozen=True)
 class Layout:
     """The row on the data axes `shard` and `replicate`, and an `AxisLayout` for other axes.
-
     The part on the first axis is cut from that on the second, and so on.  The argument `here` is a
     rank's coordinate: its rank on each axis.
     """

@@ -80,7 +80,6 @@ class Cut:
 
 def even(dim: int, whole: int, ranks: int, grain: int = 1) -> Cut:
     """Consecutive ranges whose lengths are multiples of `grain` and differ by at most one grain.
-
     Raises ValueError if `grain` does not divide `whole`.
     """
     if whole % grain:
@@ -103,7 +102,6 @@ def packed(dim: int, parts: Sequence[Cut]) -> Cut:
 
 def heads(queries: int, keys: int, ranks: int) -> tuple[Cut, Cut]:
     """The query heads of each rank, and the key heads that they use, counted in heads.
-
     With at least as many key heads as ranks, a rank has complete groups; with fewer, several ranks
     share a key head and divide its query heads (arXiv 2305.13245). Raises ValueError if some rank
     would have no query head, or `keys` does not divide `queries`.
@@ -185,9 +183,7 @@ class Lengths:
 
 def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
     """The start of each part except the first; of equally good partitions, the earliest starts.
-
-    No part is empty.  `parts` is from 1 to n.  Exact: a dynamic program over suffixes, in parts *
-    n**2 steps.
+    No part is empty.  Exact: a dynamic program over suffixes, in parts * n**2 steps.
     """
     n = len(weights)
     sums = [0.0, *accumulate(weights)]

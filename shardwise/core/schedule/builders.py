@@ -38,7 +38,6 @@ def naive(p: int, m: int = 1) -> Schedule:
 
 def gpipe(p: int, m: int) -> Schedule:
     """All forwards, then all backwards, the last microbatch first (arXiv 1811.06965, figure 2c).
-
     Bubble (p-1)/(m+p-1); every rank holds the activations of all m microbatches.
     """
 
@@ -51,16 +50,14 @@ def gpipe(p: int, m: int) -> Schedule:
 
 def one_f_one_b(p: int, m: int) -> Schedule:
     """PipeDream-flush: p-r forwards, then backward and forward alternate.
-
-    arXiv 2006.09503, section 3.2; 2104.04473, section 2.2.1. GPipe's bubble, and rank r holds
-    the activations of min(p-r, m) microbatches.
+    arXiv 2006.09503, section 3.2; 2104.04473, section 2.2.1. GPipe's bubble, and rank r holds the
+    activations of min(p-r, m) microbatches.
     """
     return one_stage_a_rank(p, m, lambda r: alternate(r, m, p - r))
 
 
 def dapple(p: int, m: int, policy: str = "A", most: int | None = None) -> Schedule:
     """Early backward (arXiv 2007.01045, section 3): k forwards before rank r's first backward.
-
     Policy A has k = min(p-r, D), the order of 1F1B; policy B has k = min(2(p-r)-1, D), which hides
     slow links at the price of more activations.  D (`most`) is the number of microbatches whose
     activations fit in memory (default: all).  A rank holds those of min(k, m).
@@ -100,7 +97,6 @@ def is_one(m: int) -> None:
 
 def pipedream(p: int, m: int, *, vertical: bool = False) -> Schedule:
     """1F1B with an update after every backward (SOSP 2019; arXiv 1806.03377): m updates.
-
     Both passes of a microbatch use the weights of each stage that were newest in its forward pass;
     with `vertical` sync, the version that was newest on the first stage.  The pipeline drains after
     m microbatches, the end of a step.  The number of versions reaches its formula if m >= 2(p-1).
@@ -111,7 +107,6 @@ def pipedream(p: int, m: int, *, vertical: bool = False) -> Schedule:
 
 def two_buffered(p: int, m: int, batches: int = 1) -> Schedule:
     """PipeDream-2BW: 1F1B with an update after every m microbatches, m >= p (arXiv 2006.09503).
-
     Every microbatch of a batch uses the weights that the previous batch began with, so two versions
     suffice. The pipeline does not drain between the `batches` of m microbatches.
     """
@@ -145,7 +140,6 @@ def covers(p: int, m: int) -> None:
 
 def interleaved(p: int, m: int, v: int) -> Schedule:
     """Interleaved 1F1B, depth first (arXiv 2104.04473, section 2.2): groups of p microbatches.
-
     m must be a multiple of p. Bubble (p-1)/(v·m+p-1); rank r holds the activations of
     min(2(p-r-1)+(v-1)p+1, v·m) chunks. With one chunk it is 1F1B.
     """
@@ -170,7 +164,6 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
 
 def breadth_first(p: int, m: int, v: int) -> Schedule:
     """All microbatches through one chunk, then through the next (arXiv 2211.05953).
-
     Suits zero3: a rank gathers each stage's parameters once forward and once backward. Bubble
     (p-1)/(v·m+p-1) if m >= p; every rank holds the activations of all v·m chunks.
     """

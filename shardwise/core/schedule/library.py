@@ -218,7 +218,6 @@ def entry(name: str) -> Entry:
 
 def size(name: str, p: int, m: int, v: int | None = None, batches: int = 1) -> Size:
     """The size of the schedule called `name`; chunks default to 2 if the user may choose them.
-
     Raises InputError for an unknown name, a number below one, or a wrong number of chunks.
     """
     chunks = entry(name).chunks
@@ -237,7 +236,6 @@ def size(name: str, p: int, m: int, v: int | None = None, batches: int = 1) -> S
 
 def build(word: str, p: int) -> Schedule:
     """The schedule of a plan word on p ranks: build("interleaved:8x2", 4).
-
     Raises InputError for an unknown name, numbers below one, sizes that the schedule does not
     allow, and schedules that are too long.
     """

@@ -32,7 +32,6 @@ Channel = tuple[int, int]  # the sending and the receiving rank
 
 def lower(schedule: Schedule, *, gather: bool = False) -> Schedule:
     """Add transfers and reductions to the schedule; a lowered schedule is returned unchanged.
-
     REDUCE follows a stage's last gradient; in a schedule with updates, U reduces instead. With
     `gather` (zero3), every run of actions on one stage begins with GATHER and ends with FREE; for
     schedules with updates, which keep full versions of the weights, that raises InputError.
@@ -122,7 +121,6 @@ def peaks(schedule: Schedule, size: Callable[[Token], float] = activations) -> t
 
 def most_alive(schedule: Schedule, rank: int) -> list[dict[int, int]]:
     """The number of live activations of each stage of `rank`, at the rank's maximal moments.
-
     The peak in bytes is at one of them, for any bytes per activation of each stage.
     """
     whole = lower(schedule)

@@ -54,7 +54,6 @@ STAGE_OPS: Final[tuple[Op, ...]] = ("GATHER", "FREE", "REDUCE")
 
 class Action(NamedTuple):
     """One action of the rank that owns `stage`. Prints as F2.0: stage 2, microbatch 0.
-
     U updates with the microbatches since the previous update; `microbatch` is the last of them.
     """
 

@@ -23,7 +23,6 @@ Phase = tuple[int, str]  # repetitions, and ops with chunks: (3, "F0 I0 F1 I1")
 
 def zb_h1(p: int, m: int) -> Schedule:
     """1F1B with W postponed by r microbatches on rank r (arXiv 2401.10241, section 2.1).
-
     Makespan 3m+p-1 if m >= p, else 2m+2p-1. With one stage per rank no schedule is shorter: the
     last rank starts at p-1 and has work 3m; rank 0 gets its first gradient at 2p-1 and has work 2m
     after it. Every rank holds the activations of min(p, m) microbatches, as rank 0 does in 1F1B.
@@ -46,7 +45,6 @@ def zb_h1(p: int, m: int) -> Schedule:
 
 def zb_v(p: int, m: int) -> Schedule:
     """Two chunks per rank in a V, with W wherever a rank would wait (arXiv 2401.10241, 2405.15362).
-
     Makespan 6m+p-1 if m >= p: no bubble except the last rank's start at p-1. In general it is the
     largest of 6m+p-1, 4m+3p-1 and 2m+4p-1, the minimum possible: for m < p, the work that rank 0
     has left when its first gradients arrive (at 2p and 4p-1) decides. A rank holds the activations
@@ -71,7 +69,6 @@ def zb_v(p: int, m: int) -> Schedule:
 
 def dualpipe_v(p: int, m: int) -> Schedule:
     """DeepSeek-V3's DualPipe cut in half (arXiv 2412.19437, section 3.2.1), for m >= 2p.
-
     It pairs F and B of two chunks, so that one's messages overlap with the other's computation.
     Makespan 6m+p-1 without that overlap; every rank holds the activations of 2p+1 chunks.
     """
@@ -97,7 +94,6 @@ def dualpipe_v(p: int, m: int) -> Schedule:
 
 def filled(schedule: Schedule, most: int) -> Schedule:
     """Insert a W for each I where its rank would wait, or would hold more than `most` tapes.
-
     Assumes that all actions take the same time.
     """
     todo = [deque(row) for row in schedule.rows]

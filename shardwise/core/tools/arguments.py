@@ -95,7 +95,6 @@ def suggest(word: str, known: Iterable[str], cutoff: float = 0.0) -> str:
 
 def suggestions(word: str, known: Iterable[str], count: int, cutoff: float = 0.0) -> list[str]:
     """Up to `count` words, the most similar first; of equal ones, one with the same first letter.
-
     Typing errors are rarely in the first letter ("dpp2" is dp2, not pp2).
     """
     similarity = SequenceMatcher(b=word)

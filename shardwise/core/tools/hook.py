@@ -116,7 +116,6 @@ def nothing(*_: object) -> None: ...
 @contextmanager
 def in_place_of(model: Any, copied: Any) -> Generator[None]:
     """Give the modules of `model` the attributes of their copies in `copied`, which runs.
-
     Hooks of the program that a copy calls may refer to the modules that were copied.
     """
     copies = dict[str, Any](copied.named_modules())

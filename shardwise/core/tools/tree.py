@@ -28,7 +28,6 @@ Change = Callable[[Any], Any]
 
 def mapped(change: Change, x: Any, kind: Kind, *, objects: bool = False) -> Any:
     """Apply `change` to every `kind` in `x`, in order. Returns `x` itself if nothing changes.
-
     A container with a changed value is copied. `objects`: also in attributes of other objects.
     """
     return _Walk(change, kind, objects)(x)
@@ -48,7 +47,6 @@ def leaves(x: Any, kind: Kind, *, objects: bool = False) -> list[Any]:
 
 def paths(x: Any, kind: Kind, around: tuple[int, ...] = ()) -> list[tuple[str, Any]]:
     """Every `kind` in `x` with its path: ("['ids']", ...), (".starts", ...).
-
     `around`: the identities of what `x` is in, where a cycle ends.
     """
     if isinstance(x, kind):

@@ -79,7 +79,6 @@ def require_same(
     allowed: str = "the same model and the same arguments on all ranks",
 ) -> None:
     """Raise InputError on every rank if a named argument differs from rank 0's.
-
     All ranks must call it.  Functions are compared by their code, and memory addresses are ignored.
     The ranks exchange one hash, and only if it differs what they have.
     """
@@ -219,10 +218,8 @@ class ConsistencyCheck:
         self.before_first: Callable[[Any], None] | None = None
 
     def begin(self, step: int, batch: Any) -> dict[Key, Tally]:
-        """Decide what step `step` (from 0) compares, and compare the batch.
-
-        Returns what this rank sent to compare the first step with the plain model: no part of the
-        step.
+        """Decide what step `step` (from 0) compares, and compare the batch. Returns what this rank
+        sent to compare the first step with the plain model: no part of the step.
         """
         again = self.every > 0 and step % self.every == 0
         self.compared_batch = again or not step
@@ -262,7 +259,6 @@ class ConsistencyCheck:
         self, arriving: Iterator[U], loss: Tensor, flats: Sequence[Flat]
     ) -> Iterator[U]:
         """`arriving`, after the comparison that this step makes once all gradients are reduced.
-
         Raises InputError if the loss or a gradient differs between ranks.
         """
         if not self.compared_gradients:
@@ -367,7 +363,6 @@ def share_sums(
     batch: Any, numbers: Sequence[float], consensus: Consensus, *, warns: bool
 ) -> Tensor:
     """The sums of `numbers`, the first of which are tokens, over the data ranks.
-
     `warns`: print a line if all data ranks have the same rows.
     """
     share = share_numbers(batch, consensus.device)

@@ -56,7 +56,6 @@ def bound_bytes(peak: int) -> int:
 
 def require_room(plan: Plan, predict: Predict) -> None:
     """Raise InputError if a step of `plan` needs more than its `device_memory`, by prediction.
-
     `predict` gives the prediction of a plan for the model and the batch of the run.
     """
     bound = plan.device_memory_bytes
@@ -90,7 +89,6 @@ def ran_out(error: BaseException) -> bool:
 
 def explained(error: BaseException, engine: Engine, found: Prediction) -> RunError:
     """The error to raise in place of `error`: a paragraph and a table.
-
     `found` is the prediction of the engine's plan for the same model, batch and options.
     """
     plan, rank, now = engine.plan, engine.world.rank, stored(engine)
@@ -137,10 +135,8 @@ def with_offload(
     plan: Plan, predict: Callable[[Plan], Prediction], device: torch.device | None = None
 ) -> Plan:
     """`plan` with the offload chosen for `offload:auto`; any other plan is returned unchanged.
-
     `predict` gives the prediction of a plan for the model and the batch of the run, on any rank.
-    Raises InputError if there is no bound on the memory, or if nothing fits (with the least bound
-    that does).
+    Raises InputError without a bound on the memory, or if nothing fits (with the least that does).
     """
     if plan.offload != AUTO:
         return plan

@@ -81,7 +81,6 @@ class Guard:
 
     def over_tensors(self, loss: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
         """The loss [1], NaN if any rank of the tensor axis reported NaN, and the sum of `number`.
-
         One number does for both; it is NaN if the loss is.
         """
         if self.by_norm or self.axis.size == 1:
@@ -108,7 +107,6 @@ class Guard:
         self, step: int, find: Callable[[], NonFiniteError], *, expected: bool
     ) -> NonFiniteError | None:
         """Record that the step was not updated.  Returns the error to raise on every rank, if any.
-
         `find` makes the error; `expected`: such steps are normal (fp16, where they lower the loss
         scale). All ranks must call it.
         """

@@ -152,7 +152,6 @@ def followed(plan: Plan) -> bool:
 
 def without_compiler(model: nn.Module, where: str, rank: int = 0) -> nn.Module:
     """The model, in which torch.compile is undone in place; rank 0 prints a line if it was there.
-
     Compiled parts become what they were made from; graphs that exist are not used any more.
     """
     if "torch._dynamo" not in sys.modules:

@@ -171,7 +171,6 @@ def _guarded(module: nn.Module) -> Parameters:
 
 def guard_shards(model: nn.Module, data: Data, *, together: bool = False) -> list[Any]:
     """Let reads of the parameters that `data` shards gather them.  Handles undo it.
-
     together: ranks must make the same number of forward passes, also if nothing is sharded.
     """
     reads, handles = _Reads(data), list[_Plain]()
@@ -245,7 +244,6 @@ class _Reads:
 
 def guard_layer(module: nn.Module, names: Sequence[str], whose: str) -> None:
     """Let reads of parameters split over tensor ranks raise, unless `module` itself computes.
-
     `names` are those of the parameters in `module`, `whose` the name of the module.
     """
     table, running = _guarded(module), [0]

@@ -172,7 +172,6 @@ def function(name: str, value: Any, takes: tuple[str, ...], example: str) -> Non
 
 def loss(value: Callable[[nn.Module, Any], Any]) -> Callable[[nn.Module, Any], Tensor]:
     """Wrap the loss so that its result must be one number with a gradient.
-
     Raises InputError for a wrong function; the wrapped loss raises it for a wrong result.
     """
     function("loss", value, ("model", "batch"), LOSS)
@@ -248,7 +247,6 @@ def no_gradient(what: str) -> InputError:
 
 def outputs(found: Tensor, like: Tensor) -> Tensor:
     """The result of a call, in the dtype and on the device of `like`.
-
     Raises InputError if its shape differs: ranks without an output contribute zeros like `like`.
     """
     shape = tuple(found.shape)

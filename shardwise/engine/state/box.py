@@ -9,7 +9,6 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Box:
     """Elements [offsets, offsets + sizes) of the whole tensor `name` of `shape`.
-
     `tensor` is the live data viewed with `sizes`: saving reads it, loading writes to it.  Of the
     ranks that hold the same box, the one with `replica` 0 writes it.
     """

@@ -109,7 +109,6 @@ def pipe_boxes(module: nn.Module, piped: Piped) -> list[Box]:
 
 def pipe_names(module: nn.Module, piped: Piped) -> Iterator[tuple[str, nn.Parameter, int]]:
     """The parameters of a rank of sw.Pipe, by their names in the plain module.
-
     The number is the index of this rank among those that hold the parameter.
     """
     layers, ties = piped.staged.stages.layers, piped.staged.ties
@@ -129,7 +128,6 @@ def _whole(
 
 def entries(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every key of the plain module's state_dict, with its tensor or extra state.
-
     For layers of other pipeline stages these are the tensors on the meta device.
     """
     for key, p in dict.items(module._parameters):  # one rank asks: nothing may be gathered

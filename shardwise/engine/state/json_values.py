@@ -38,7 +38,6 @@ ALLOWED: Final = (
 
 def pack(value: Any, what: str, path: str, tensors: dict[str, Tensor] | None) -> Any:
     """The value as JSON; its tensors go to `tensors` (None: it may have none, as in a key).
-
     Raises InputError for a value that is none of the above; the error names `what`.
     """
     kind = type(value)

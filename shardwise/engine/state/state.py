@@ -140,7 +140,6 @@ def held_parameter(
     flat: Flat, index: int, param: Tensor, make: Room, *, owned: bool = False
 ) -> HeldParameter:
     """A parameter of a flat parameter, for the optimizer's state under the key `param`.
-
     `owned`: this rank has the state of the whole parameter.
     """
     name, first = flat.names[index], flat.plan.offsets[index] // max(1, flat.plan.share)
@@ -229,7 +228,6 @@ def _expected(
     optimizer: ShardedOptimizer, saved: Catalogue, scalars: Mapping[str, Any]
 ) -> Callable[[HeldParameter], set[str]]:
     """The keys of a parameter's state, where a checkpoint may be one of another optimizer.
-
     The keys of one class may depend on a parameter's sizes, except in classes of torch.  Raises
     InputError for a checkpoint without any state, saved by another class of optimizer.
     """

@@ -57,7 +57,6 @@ class CutModel(Protocol):
 
 def with_uneven_stages(candidate: Candidate, model: CutModel, cluster: Cluster) -> Candidate:
     """The pipeline plan with the blocks of each stage that its time asks for.
-
     Raises InputError for a model whose blocks cannot be stages.
     """
     plan, rows = candidate
@@ -154,7 +153,6 @@ class PlanCosts:
 
     def bound_s(self, candidate: Candidate) -> float:
         """The least time of a step: its kernels, the ramps of a pipeline, and bytes within layers.
-
         The ramps are those of equal stages, by the schedule's closed form, if no gradients are
         postponed. Some rank has at least the mean number of equal blocks, rounded up.
         """
@@ -257,7 +255,6 @@ class PlanCosts:
 
     def over_bytes(self, candidate: Candidate) -> int:
         """By how much a part of the peak exceeds a device's memory; negative if it does not.
-
         The part is what is stored between steps and what autograd keeps; of one microbatch without
         gradients, which backward makes.  The latter does not depend on the row of the states table,
         and the former not on microbatches and recomputation.

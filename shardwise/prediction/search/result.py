@@ -41,7 +41,6 @@ OFFLOADED: Final = ("optim", "param")
 
 class PlanTask(NamedTuple):
     """What is to be planned: the ranks, hosts of `host` devices, and the model's batch.
-
     `batch` counts the rows of a step on all ranks, `positions` those of a row (0: no text).
     """
 

@@ -98,7 +98,6 @@ def _ranked(
 
 def _refined(ranked: list[RankedPlan], costs: PlanCosts) -> list[RankedPlan]:
     """The plans, and those that fit and are faster than the one of the best that they change.
-
     Plans that recompute do so as little as the memory allows; stages are balanced by time; blocks
     of zero3 stay whole where there is room.
     """

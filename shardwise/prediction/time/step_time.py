@@ -97,7 +97,6 @@ class StepTime:
 
 def step_time(found: "Prediction", cluster: Cluster | str | Path, ahead: int = 1) -> StepTime:
     """The time of a step after the first; `ahead` is the option `prefetch`.
-
     Raises InputError for a wrong cluster, or one without the peak of a precision.
     """
     from shardwise.prediction.time.staged import staged_streams
