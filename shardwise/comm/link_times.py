@@ -41,10 +41,9 @@ class SlowLink(NamedTuple):
 
 
 def pairs(
-    axis: Axis, device: torch.device, ranks: Sequence[int] | None = None, numel: int = PAIR_ELEMENTS
+    axis: Axis, device: torch.device, ranks: Sequence[int] | None = None
 ) -> dict[tuple[int, int], float]:
-    """Seconds of a round trip of `numel` fp32, for the pairs of `ranks` whose first one is this
-    rank.
+    """Seconds of a round trip of PAIR_ELEMENTS, for the pairs of `ranks` that begin with this one.
 
     Every rank of the axis calls it; `ranks` is ascending, None for all.  Up to ALL_PAIRS ranks
     every pair is timed, above that neighbours and pairs with the first: one at a time, so that a
@@ -56,7 +55,7 @@ def pairs(
     if n <= ALL_PAIRS:
         ways = set(itertools.combinations(range(n), 2))
     ways = {(ranks[min(way)], ranks[max(way)]) for way in ways}
-    x = torch.zeros(numel, dtype=torch.float32, device=device)
+    x = torch.zeros(PAIR_ELEMENTS, dtype=torch.float32, device=device)
     found = dict[tuple[int, int], float]()
     for a, b in sorted(ways):
         move.barrier(axis)

@@ -293,10 +293,7 @@ def _attention(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tenso
 
 
 def _size(dim: Dim) -> int:
-    size = 1
-    for axis in dim:
-        size *= axis.size
-    return size
+    return math.prod(axis.size for axis in dim)
 
 
 _RULES: Final[dict[str, Rule]] = {

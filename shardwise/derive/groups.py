@@ -253,7 +253,7 @@ def keeps_shapes(
             return False
         part = {g.axis.root: even(0, g.axis.size, ranks).size(rank) for g in grouped}
         expected = [
-            (name, tuple(_length([part.get(x, x.size) for x in leaves(dim)]) for dim in dims))
+            (name, tuple(math.prod(part.get(x, x.size) for x in leaves(dim)) for dim in dims))
             for name, dims in trace.checked
         ]
         if model.plan.sp:  # the stream is gathered with `cat`
@@ -261,13 +261,6 @@ def keeps_shapes(
         if found != expected:
             return False
     return True
-
-
-def _length(sizes: Sequence[int]) -> int:
-    length = 1
-    for size in sizes:
-        length *= size
-    return length
 
 
 Result = tuple[str, tuple[int, ...]]

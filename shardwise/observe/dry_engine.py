@@ -25,7 +25,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
 from shardwise.observe.meta_pass import AsOn, ToMeta, meta_copy
-from shardwise.observe.work import Kernels
+from shardwise.observe.work import Kernels, in_backward
 
 _CPU: Final = torch.device("cpu")
 
@@ -61,7 +61,7 @@ class DryRun:
         Numbers that it reads are zeros; known numbers that it would add unknown ones to stay, and
         kernels that update lists in place do nothing.  The model and its backward pass read none.
         """
-        if self.inside or torch._C._current_graph_task_id() != -1:
+        if self.inside or in_backward():
             return NotImplemented
         x = args[0]
         if func is torch.ops.aten._local_scalar_dense.default:

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -44,6 +43,7 @@ from shardwise.engine.predict import predict_with
 from shardwise.observe import meta_pass
 from shardwise.observe.dry_engine import DryRun
 from shardwise.observe.meter import Meter
+from shardwise.observe.work import in_backward
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.data.outputs import tensors_in
 from shardwise.techniques.data.units import Unit
@@ -85,10 +85,9 @@ class StepMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        in_backward = _in_backward()
-        if in_backward and not self.in_backward and not self.engine.staging:
+        before, self.in_backward = self.in_backward, in_backward()
+        if self.in_backward and not before and not self.engine.staging:
             self.see("loss")
-        self.in_backward = in_backward
         return func(*args, **(kwargs or {}))
 
     def see(self, kind: str, unit: str = "") -> None:
@@ -134,7 +133,7 @@ class StepMeter(TorchDispatchMode):
 
     def begins(self, unit: Unit, *_: Any) -> None:
         self.open[unit.name] = self.open.get(unit.name, 0) + 1
-        if self.open[unit.name] == 1 and not _in_backward():  # else it is computed again
+        if self.open[unit.name] == 1 and not in_backward():  # else it is computed again
             self.see("forward", unit.name)
 
     def ends(self, unit: Unit, _: nn.Module, __: Any, out: Any) -> None:
@@ -212,7 +211,3 @@ def dry_events(
             f'shardwise predict "{plan}" --measure',
         ) from error
     return tuple(seen.events)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

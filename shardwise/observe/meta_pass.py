@@ -32,7 +32,7 @@ from shardwise.core.model_spec import Call, CutLoss, ModelPass, Value
 from shardwise.core.tools.tree import leaves
 from shardwise.observe import work
 from shardwise.observe.recorded_tape import TapeRecorder, attention_flops
-from shardwise.observe.work import FusedAttention, Kernels, WorkRecorder
+from shardwise.observe.work import FusedAttention, Kernels, WorkRecorder, in_backward
 from shardwise.techniques.data.outputs import tensors_in
 from shardwise.techniques.expert.apply import recorded
 from shardwise.techniques.expert.expert_moves import LayerMove
@@ -198,7 +198,7 @@ class _Record:
 
     def save(self, x: Tensor) -> Tensor:
         """Autograd keeps `x` for the backward pass."""
-        if not _in_backward():
+        if not in_backward():
             self.tape.save(x, self.inside[-1])
             self.saves.add(len(self.calls))
         return x
@@ -208,7 +208,7 @@ class _Record:
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """An operation below autograd."""
-        if _in_backward():
+        if in_backward():
             self.work.operation(func, (args, kwargs), out, self.graded, backward=True)
             return
         module, before = self.inside[-1], len(self.tape.products)
@@ -228,7 +228,7 @@ class _Record:
         self, inputs: Sequence[Tensor], out: Tensor, saves: int, *, causal: bool = False
     ) -> None:
         """Record a fused attention with output `out`, before which autograd had saved `saves`."""
-        if _in_backward():
+        if in_backward():
             return
         module, product = self.inside[-1], len(self.tape.products)
         query, key, value = inputs[:3]
@@ -237,17 +237,17 @@ class _Record:
         self.work.attention(inputs, out, module, flops, causal=causal, saves=saves, product=product)
 
     def kernel(self, inputs: Sequence[Tensor], out: Tensor) -> None:
-        if not _in_backward():
+        if not in_backward():
             self.work.kernel(inputs, out, self.inside[-1], self.tape.saves)
 
     def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.inside.append(name)
-        if not _in_backward():
+        if not in_backward():
             self.tape.take(name, tensors_in((args, kwargs)))
         self.begun.append(len(self.calls))
         outer = self.inside[-2]
         values, recorded = self._values((args, kwargs), outer), torch.is_grad_enabled()
-        self.calls.append(Call(name, True, values, _in_backward(), recorded))
+        self.calls.append(Call(name, True, values, in_backward(), recorded))
 
     def _receive(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """The inputs after the module's own hooks, which may have changed them."""
@@ -258,9 +258,9 @@ class _Record:
     def _end(self, name: str, _: nn.Module, __: Any, out: Any) -> None:
         self.inside.pop()
         self.begun.pop()
-        if not _in_backward():
+        if not in_backward():
             self.tape.give(name, tensors_in(out))
-        self.calls.append(Call(name, False, self._values(out, name), _in_backward()))
+        self.calls.append(Call(name, False, self._values(out, name), in_backward()))
 
     # --- sharded logits (techniques/tensor/sharded_logits.py) -------------------------------------
 
@@ -421,7 +421,3 @@ def as_on_processor(
 
 def _moved(x: Tensor) -> Tensor:
     return x.to("meta")
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

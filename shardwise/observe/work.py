@@ -149,6 +149,10 @@ def call_tensors(values: Any) -> list[Tensor]:
     return [x for value in values for x in call_tensors(value)]
 
 
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 # --- what kernels save for the backward pass ------------------------------------------------------
 
 Kernels = Literal["cpu", "cuda"]

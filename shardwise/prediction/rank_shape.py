@@ -80,19 +80,15 @@ def parts_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:
     return replace(spec, shape=replace(shape, units=tuple(units)))
 
 
-def gathered_bytes_on(
-    spec: ModelSpec, plan: Plan, model: ModelShape, rank: int, ahead: int = 1
-) -> int:
-    """The most bytes of gathered units that `rank` of a pipeline stores at once, else 0.
-    `model` is its part of `spec`, `ahead` the option `prefetch`.
-    """
+def gathered_bytes_on(spec: ModelSpec, plan: Plan, model: ModelShape, rank: int) -> int:
+    """The most bytes of gathered units that `rank` of a pipeline stores at once, else 0."""
     if schedule_of(plan) is None or spec.stages is None:
         return 0
     stored = {unit[0].unit.name: unit for unit in by_unit(plan, model)}
     sizes = [gathered_bytes(stored.get(unit.name, ())) for unit in spec.shape.units]
     if not any(sizes):
         return 0
-    staged = StageActs(plan, parts_on(spec, plan, rank), rank, ahead)
+    staged = StageActs(plan, parts_on(spec, plan, rank), rank, ahead=1)
     gathered = staged.acts.gathered
     most = most_by_unit(staged.acts, lambda: sum(sizes[n] for n in gathered))
     for _ in range(2):  # the first run learns the order of units

@@ -1,7 +1,6 @@
 """Uneven shards: the ranges of one dim of a tensor that each rank of an axis holds.
 
-    even(0, 10, 4)                0 1 | 2 3 4 | 5 6 | 7 8 9       sizes differ by at most one grain
-    even(0, 8, 2, grain=4)        0..3 | 4..7                      whole heads of width 4
+    even(0, 10, 4)                0 1 | 2 3 4 | 5 6 | 7 8 9       sizes differ by at most one
     packed(0, [q, k, v])          q0 k0 v0 | q1 k1 v1              several packed tensors
     heads(6, 2, 4)                queries 0 | 1 2 | 3 | 4 5        keys 0 | 0 | 1 | 1
 
@@ -78,13 +77,9 @@ class Cut:
         return found
 
 
-def even(dim: int, whole: int, ranks: int, grain: int = 1) -> Cut:
-    """Consecutive ranges whose lengths are multiples of `grain` and differ by at most one grain.
-    Raises ValueError if `grain` does not divide `whole`.
-    """
-    if whole % grain:
-        raise ValueError(f"{whole} is not a multiple of the grain {grain}")
-    return _scaled(dim, whole, _balanced(whole // grain, ranks), grain)
+def even(dim: int, whole: int, ranks: int) -> Cut:
+    """Consecutive ranges whose lengths differ by at most one."""
+    return Cut(dim, whole, _balanced(whole, ranks))
 
 
 def packed(dim: int, parts: Sequence[Cut]) -> Cut:
@@ -125,16 +120,12 @@ def heads(queries: int, keys: int, ranks: int) -> tuple[Cut, Cut]:
 
 def wide(cut: Cut, dim: int, width: int) -> Cut:
     """A cut counted in heads, converted to features; each head has `width` features."""
-    return _scaled(dim, cut.whole * width, cut.ranges, width)
+    return Cut(dim, cut.whole * width, tuple(_times(mine, width) for mine in cut.ranges))
 
 
 def _balanced(count: int, ranks: int) -> tuple[tuple[Range, ...], ...]:
     edges = [count * rank // ranks for rank in range(ranks + 1)]
     return tuple(((edges[r], edges[r + 1]),) for r in range(ranks))
-
-
-def _scaled(dim: int, whole: int, ranges: Sequence[tuple[Range, ...]], width: int) -> Cut:
-    return Cut(dim, whole, tuple(_times(mine, width) for mine in ranges))
 
 
 def _times(ranges: tuple[Range, ...], width: int) -> tuple[Range, ...]:
